@@ -1,0 +1,99 @@
+"""Configuration from outside: frozen, complete, and strict about unknown keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from echelon.errors import ConfigError, EchelonError
+
+METHOD_ALIASES = {"llma": "ngram"}
+
+
+class Settings(BaseModel):
+    """Base of every object a user fills in: immutable, unknown keys refused, one-line errors that name the remedy."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    error: ClassVar[type[EchelonError]] = ConfigError
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as failure:
+            raise self.error(self._explain(failure)) from None
+
+    @classmethod
+    def _explain(cls, failure: ValidationError) -> str:
+        lines = []
+        for problem in failure.errors():
+            key = ".".join(str(part) for part in problem["loc"]) or cls.__name__
+            if problem["type"] == "extra_forbidden":
+                lines.append(f"{cls.__name__} has no key {key!r}; known keys: {', '.join(cls.model_fields)}")
+            else:
+                lines.append(f"{cls.__name__}.{key} = {problem['input']!r}: {problem['msg']}")
+        return "; ".join(lines)
+
+
+class SpeculativeConfig(Settings):
+    """What proposes tokens. Keys are vLLM's; `prompt_lookup_source` is ours.
+
+    `ngram` is LLMA (Yang et al. 2023): the last `prompt_lookup_max` tokens down to `prompt_lookup_min` are looked up in the source,
+    and what followed them there is proposed. `draft_model` runs the small model in `model`.
+    """
+
+    method: Literal["ngram", "draft_model"]
+    model: str | None = None
+    num_speculative_tokens: int = Field(default=5, ge=1, le=64)
+    prompt_lookup_max: int = Field(default=2, ge=1, le=16)
+    prompt_lookup_min: int = Field(default=1, ge=1, le=16)
+    prompt_lookup_source: Literal["prompt", "prompt_and_output"] = "prompt_and_output"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Aliases of `method`, and a lone `prompt_lookup_max` means that length only, as in vLLM."""
+        values = dict(values)
+        method = values.get("method")
+        values["method"] = METHOD_ALIASES.get(method, method) if isinstance(method, str) else method
+        if "prompt_lookup_max" in values:
+            values.setdefault("prompt_lookup_min", values["prompt_lookup_max"])
+        return values
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min = {self.prompt_lookup_min} exceeds prompt_lookup_max = {self.prompt_lookup_max}; lower the first"
+            )
+        if self.method == "draft_model" and self.model is None:
+            raise ValueError("method 'draft_model' needs the key 'model': a folder or hub name of a small model with the same vocabulary")
+        return self
+
+
+def speculative(config: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig | None:
+    """`config` as an object; a mapping is checked key by key."""
+    if config is None or isinstance(config, SpeculativeConfig):
+        return config
+    return SpeculativeConfig(**config)
+
+
+class EngineConfig(Settings):
+    """How the engine runs a model; names are vLLM's where vLLM has one."""
+
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    max_num_seqs: int = Field(default=64, ge=1)
+    max_num_batched_tokens: int = Field(default=2048, ge=1)
+    max_model_len: int | None = Field(default=None, ge=2)
+    block_size: int = Field(default=16, ge=1)
+    kv_cache_memory_bytes: int | Literal["auto"] = "auto"
+
+    @model_validator(mode="after")
+    def _every_row_can_step(self) -> Self:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens = {self.max_num_batched_tokens} is less than max_num_seqs = {self.max_num_seqs}; "
+                "every decoding row feeds at least one token a step: raise the first"
+            )
+        return self

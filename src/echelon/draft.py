@@ -1,0 +1,49 @@
+"""What a drafter proposes: a ragged forest of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed tokens of B rows, N nodes in all; row i owns nodes `indptr[i]:indptr[i + 1]`.
+
+    tokens  int32[N]
+    parents int32[N]    index of the parent among the row's own nodes; −1: child of the row's last known token
+    indptr  int32[B+1]  starts at 0
+    """
+
+    tokens: Int32
+    parents: Int32
+    indptr: Int32
+
+    @classmethod
+    def chains(cls, proposals: Sequence[Sequence[int]]) -> Draft:
+        """One chain per row; an empty proposal is a row that is not drafted for."""
+        lengths = [len(p) for p in proposals]
+        indptr = np.zeros(len(lengths) + 1, np.int32)
+        np.cumsum(lengths, out=indptr[1:])
+        tokens = np.fromiter((t for p in proposals for t in p), np.int32, int(indptr[-1]))
+        parents = np.arange(len(tokens), dtype=np.int32) - np.repeat(indptr[:-1], lengths) - 1
+        return cls(tokens, parents.astype(np.int32), indptr)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.indptr) - 1
+
+    @property
+    def num_draft_tokens(self) -> Int32:
+        """int32[B]"""
+        return np.diff(self.indptr)
+
+    def row(self, i: int) -> list[int]:
+        """Tokens of row i."""
+        tokens: list[int] = self.tokens[self.indptr[i] : self.indptr[i + 1]].tolist()
+        return tokens

@@ -1,0 +1,37 @@
+"""What every drafter can do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
+
+from echelon.draft import Draft
+from echelon.sequence import PlannedRow
+from echelon.verify import Verdict
+
+
+class Drafter(Protocol):
+    """Keeps state per row (by `sequence.id`); a row may be forgotten and come back longer at any time."""
+
+    def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
+        """At most `max_draft_tokens` tokens for every row, 0 for some or all."""
+        ...
+
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:
+        """What became of the last proposal; called once after every `propose`, before the tokens are appended."""
+        ...
+
+    def forget(self, row: int) -> None:
+        """The row finished, was preempted or aborted; a row never seen is fine."""
+        ...
+
+
+class NoDrafter:
+    """Plain decoding: every row emits one token a step."""
+
+    def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
+        return Draft.chains([()] * len(rows))
+
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None: ...
+
+    def forget(self, row: int) -> None: ...

@@ -1,0 +1,73 @@
+"""A small model with the target's vocabulary proposes a chain (Leviathan et al. 2023; Chen et al. 2023), one token a pass.
+
+The draft model draws with the target's own noise, so where the two distributions are close they draw the same token. Its cache
+follows the same rule as the target's: each pass feeds whatever known tokens lack keys and values. The prompt, the row that accepted
+everything (two tokens behind), a step without a draft and a row that comes back after preemption are one case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+
+from echelon.batch import Span
+from echelon.draft import Draft
+from echelon.sampling import choose_token
+from echelon.sequence import PlannedRow
+from echelon.target.runner import ModelRunner
+from echelon.verify import Verdict, argmax_rows
+
+
+class DraftModelDrafter:
+    """`runner` is the draft model's own; the scheduler reserves slots in its cache."""
+
+    def __init__(self, runner: ModelRunner, max_num_batched_tokens: int) -> None:
+        self._runner = runner
+        self._max_num_batched_tokens = max_num_batched_tokens
+
+    def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
+        proposals: list[list[int]] = [[] for _ in rows]
+        active = [i for i, row in enumerate(rows) if row.max_draft_tokens > 0]
+        self._catch_up([rows[i] for i in active])
+        while active:
+            for i, token in zip(active, self._next_tokens(rows, proposals, active), strict=True):
+                proposals[i].append(token)
+            active = [i for i in active if len(proposals[i]) < rows[i].max_draft_tokens]
+        return Draft.chains(proposals)
+
+    def _catch_up(self, rows: SequenceOf[PlannedRow]) -> None:
+        """Feed prompts in pieces until every row lacks no more than one batch holds; the last pass belongs to `_next_tokens`."""
+        limit = max(1, self._max_num_batched_tokens // max(1, len(rows)))
+        while spans := [s for row in rows if (s := self._piece(row, limit)) is not None]:
+            self._runner.feed(spans)
+
+    def _piece(self, row: PlannedRow, limit: int) -> Span | None:
+        tokens, start = row.sequence.tokens, self._runner.num_cached(row.sequence.id)
+        return Span(row.sequence.id, start, tokens[start : start + limit], 0) if len(tokens) - start > limit else None
+
+    def _next_tokens(self, rows: SequenceOf[PlannedRow], proposals: list[list[int]], active: list[int]) -> list[int]:
+        """One pass over the active rows: each row's next drafted token."""
+        spans = []
+        for i in active:
+            sequence, start = rows[i].sequence, self._runner.num_cached(rows[i].sequence.id)
+            known = sequence.tokens[start:] + proposals[i][max(0, start - len(sequence)) :]
+            spans.append(Span(sequence.id, start, known, 1))
+        logits = self._runner.feed(spans)
+        tokens: list[int] = argmax_rows(logits).tolist()
+        for place, i in enumerate(active):
+            sequence = rows[i].sequence
+            if not sequence.params.is_greedy:
+                position = len(sequence) + len(proposals[i])
+                values: np.ndarray = logits[place].float().numpy()
+                tokens[place] = choose_token(values, sequence.params, sequence.seed, sequence.index, position)
+        return tokens
+
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:
+        """Shorten every row to its known tokens and the accepted part of the draft."""
+        for row, path in zip(rows, verdict.paths, strict=True):
+            cached = self._runner.num_cached(row.sequence.id)
+            self._runner.commit(row.sequence.id, min(cached, len(row.sequence) + len(path)))
+
+    def forget(self, row: int) -> None:
+        """The scheduler has released the row's blocks already."""

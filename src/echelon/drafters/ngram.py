@@ -1,0 +1,74 @@
+"""LLMA (Yang et al. 2023, "Inference with Reference"), also known as prompt lookup: propose what followed these tokens before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from echelon.config import SpeculativeConfig
+from echelon.draft import Draft
+from echelon.sequence import PlannedRow
+from echelon.verify import Verdict
+
+
+class NgramIndex:
+    """n-gram → the position after its latest occurrence, for n in `lengths`; extended by new tokens, never rebuilt.
+
+    An n-gram is entered once the token after it is known, so a lookup of a text's last n tokens finds an earlier place.
+    """
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._lengths = range(longest, shortest - 1, -1)
+        self._places: dict[tuple[int, ...], int] = {}
+        self._num_seen = 0  # n-grams that end before this position are entered
+
+    def extend(self, tokens: SequenceOf[int], end: int) -> None:
+        """Enter all n-grams whose continuation lies before `end`."""
+        for place in range(max(self._num_seen, 1), end):
+            for length in self._lengths:
+                if place >= length:
+                    self._places[tuple(tokens[place - length : place])] = place
+        self._num_seen = max(self._num_seen, end)
+
+    def find(self, tokens: SequenceOf[int]) -> int | None:
+        """Position that followed the latest occurrence of the last n tokens, longest n first; `None` on a miss."""
+        for length in self._lengths:
+            if len(tokens) >= length:
+                place = self._places.get(tuple(tokens[-length:]))
+                if place is not None:
+                    return place
+        return None
+
+
+class NgramDrafter:
+    """Looks up the last tokens of each row in the row's own prompt, or in prompt and output."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._config = config
+        self._indexes: dict[int, NgramIndex] = {}
+
+    def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
+        return Draft.chains([self._propose_row(row) if row.max_draft_tokens > 0 else [] for row in rows])
+
+    def _propose_row(self, row: PlannedRow) -> list[int]:
+        sequence, config = row.sequence, self._config
+        index = self._indexes.get(sequence.id)
+        if index is None:
+            index = self._indexes[sequence.id] = NgramIndex(config.prompt_lookup_min, config.prompt_lookup_max)
+        end = sequence.num_prompt_tokens if config.prompt_lookup_source == "prompt" else len(sequence)
+        index.extend(sequence.tokens, end)
+        place = index.find(sequence.tokens)
+        return [] if place is None else copied(sequence.tokens, place, min(row.max_draft_tokens, config.num_speculative_tokens), end)
+
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:
+        """Nothing to do: the index reads the sequence's own tokens."""
+
+    def forget(self, row: int) -> None:
+        self._indexes.pop(row, None)
+
+
+def copied(tokens: SequenceOf[int], place: int, count: int, end: int) -> list[int]:
+    """`count` tokens from `place` on; a copy that runs past `end` goes on with what it has copied, as in Lempel–Ziv."""
+    copy = list(tokens[place : min(place + count, end)])
+    while len(copy) < count and end == len(tokens):
+        copy.append(copy[len(copy) - (end - place)])
+    return copy

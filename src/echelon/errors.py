@@ -1,0 +1,25 @@
+"""Everything echelon raises on purpose. A message says what was asked, which limit it met, and what mends it."""
+
+
+class EchelonError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(EchelonError, ValueError):
+    """A configuration value is unknown, out of range or contradicts another."""
+
+
+class RequestError(EchelonError, ValueError):
+    """One request (prompt or sampling parameters) cannot be served; others can."""
+
+
+class ModelLoadError(EchelonError):
+    """A checkpoint cannot be read: files missing, unsafe or mis-shaped."""
+
+
+class UnsupportedModelError(EchelonError):
+    """A model whose rows cannot be batched or rolled back exactly, refused by name."""
+
+
+class OutOfBlocksError(EchelonError):
+    """The KV pool has too few free blocks for a reservation."""

@@ -1,0 +1,1 @@
+"""How rows become a batch. `unpadded` concatenates them."""

@@ -1,0 +1,61 @@
+"""Bytes of what the engine keeps, and how the KV pool is sized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import psutil
+
+from echelon.errors import ConfigError
+
+AUTO_SHARE = 0.5  # of the memory that is available once the weights are loaded
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The KV pool: how many blocks of target and draft model together, and why so many."""
+
+    num_blocks: int
+    block_size: int
+    block_bytes: int  # one block of every model
+    reason: str
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    def __str__(self) -> str:
+        tokens = self.num_blocks * self.block_size
+        size = f"{self.num_blocks:,} blocks of {self.block_size} tokens = {tokens:,} tokens, {mebibytes(self.kv_bytes)}"
+        return f"KV pool: {size} ({self.reason})"
+
+
+def mebibytes(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"
+
+
+def plan_kv(bytes_per_token: int, block_size: int, max_num_seqs: int, max_len: int, limit: int | Literal["auto"]) -> MemoryPlan:
+    """Size the pool. `bytes_per_token` counts keys and values of all layers of all models.
+
+    "auto" takes what `max_num_seqs` rows of full length could use, at most half of the available memory.
+    """
+    block_bytes = bytes_per_token * block_size
+    blocks_per_row = -(-max_len // block_size)
+    wanted = max_num_seqs * blocks_per_row
+    if limit == "auto":
+        available = psutil.virtual_memory().available
+        affordable = int(available * AUTO_SHARE) // block_bytes
+        reason = f"auto: {max_num_seqs} rows of {max_len:,} tokens"
+        if affordable < wanted:
+            reason = (
+                f"auto: {AUTO_SHARE:.0%} of {mebibytes(available)} available; {max_num_seqs} rows of {max_len:,} tokens would want more"
+            )
+        plan = MemoryPlan(min(wanted, affordable), block_size, block_bytes, reason)
+    else:
+        plan = MemoryPlan(limit // block_bytes, block_size, block_bytes, "kv_cache_memory_bytes")
+    if plan.num_blocks < 1:
+        raise ConfigError(
+            f"kv_cache_memory_bytes = {limit} holds no block of {block_size} tokens ({block_bytes:,} bytes); give at least that much"
+        )
+    return plan

@@ -1,0 +1,18 @@
+"""The operations that the engine owns: their contract, and which implementation serves a call.
+
+The contract, for every implementation: the result of a query depends on its own position and on the keys and values it can see, and
+on nothing else in the call, bit for bit: not on the row's other new tokens, the row's length, chunking, neighbours or threads. Slots
+that are masked or stale are never multiplied.
+"""
+
+from echelon.ops.reference import ROWS_PER_CALL, fixed_rows_linear, ragged_attention
+
+__all__ = ["ROWS_PER_CALL", "fixed_rows_linear", "ragged_attention", "which"]
+
+
+def which() -> dict[str, str]:
+    """Operation → the implementation that serves it, with the reason."""
+    return {
+        "ragged_attention": "PyTorch (tiles of fixed shape, float32 accumulation): no compiled kernels in this version",
+        "linear": f"PyTorch, calls of {ROWS_PER_CALL} rows each, so that a row's result does not depend on the batch",
+    }

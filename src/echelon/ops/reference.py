@@ -1,0 +1,166 @@
+"""The definition of every operation, in plain PyTorch.
+
+A framework matmul may round differently when the number of rows in the call changes, but with a fixed shape its result for one row
+depends neither on the row's place in the call nor on the other rows. So everything here runs in calls of fixed shape; work that does
+not fill a call is filled up with zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from echelon.batch import RaggedBatch
+
+ROWS_PER_CALL = 16  # rows of one linear call: where arithmetic and reading the weights balance on CPUs with bf16 instructions
+QUERY_TILE = 16  # (token, head of the group) pairs of one attention item
+KEY_TILE = 128  # keys of one attention tile; tiles lie at multiples of this from position 0
+MAX_ITEMS = 1024  # attention items worked on at once, to bound memory
+
+
+def fixed_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., K] @ weight [N, K]ᵀ + bias [N] → [..., N], each row's result independent of the number of rows."""
+    rows = x.reshape(-1, x.shape[-1])
+    num_rows = len(rows)
+    missing = -num_rows % ROWS_PER_CALL
+    if missing:
+        rows = F.pad(rows, (0, 0, 0, missing))
+    parts = [F.linear(part, weight, bias) for part in torch.split(rows, ROWS_PER_CALL)]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out[:num_rows].view(*x.shape[:-1], weight.shape[0])
+
+
+@dataclass(frozen=True)
+class KeyTile:
+    """One tile of keys and the items that see some of it; P items here.
+
+    items   int64[P]         which items
+    slots   int64[P, K]      KV slots of the tile's keys (slot 0 where the row has none)
+    exists  bool[P, K, 1]    the key has been written
+    visible bool[P, Q, K]    the query may see the key
+    """
+
+    items: Tensor
+    slots: Tensor
+    exists: Tensor
+    visible: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The work of one attention call: items of QUERY_TILE (token, head of the group) pairs of one row.
+
+    gather  int64[I, Q]  pair (token · G + head) in place Q of item I; 0 where the item is not full
+    scatter int64[T · G] place (item · Q + q) of each pair
+    """
+
+    num_items: int
+    gather: Tensor
+    scatter: Tensor
+    tiles: list[KeyTile]
+
+
+def plan_attention(batch: RaggedBatch, group: int, window: int | None) -> AttentionPlan:
+    """What all layers with the same group size and sliding window share."""
+    counts = batch.indptr.diff().long()
+    pairs = counts * group
+    items_per_row = (pairs + QUERY_TILE - 1) // QUERY_TILE
+    item_row = torch.repeat_interleave(torch.arange(batch.num_rows), items_per_row)
+    first_item = items_per_row.cumsum(0) - items_per_row
+    pair_row = torch.repeat_interleave(torch.arange(batch.num_rows), pairs)
+    pair_in_row = torch.arange(len(pair_row)) - (batch.indptr[:-1].long() * group)[pair_row]
+    scatter = first_item[pair_row] * QUERY_TILE + pair_in_row
+    gather = torch.zeros(len(item_row) * QUERY_TILE, dtype=torch.int64)
+    gather[scatter] = torch.arange(len(pair_row))
+    positions = torch.full((len(item_row) * QUERY_TILE,), -1, dtype=torch.int64)  # −1: sees nothing
+    positions[scatter] = batch.positions.long()[torch.arange(len(pair_row)) // group]
+    positions = positions.view(-1, QUERY_TILE)
+    tiles = _key_tiles(batch, item_row, positions, window)
+    return AttentionPlan(len(item_row), gather.view(-1, QUERY_TILE), scatter, tiles)
+
+
+def _key_tiles(batch: RaggedBatch, item_row: Tensor, positions: Tensor, window: int | None) -> list[KeyTile]:
+    """Tiles in order of position, each cut into pieces of at most MAX_ITEMS items."""
+    last = positions.amax(1)
+    first = torch.zeros_like(last)
+    if window is not None:
+        lowest = positions.masked_fill(positions < 0, torch.iinfo(torch.int64).max).amin(1)
+        first = (lowest - window + 1).clamp_min(0)
+    tiles = []
+    table, kv_lens = batch.block_table.long(), batch.kv_lens.long()
+    for start in range(0, int(batch.kv_lens.max()), KEY_TILE):
+        keys = torch.arange(start, start + KEY_TILE)
+        seen = torch.nonzero((last >= start) & (first < start + KEY_TILE)).flatten()
+        for items in torch.split(seen, MAX_ITEMS):
+            rows = item_row[items]
+            exists = keys < kv_lens[rows, None]
+            blocks = (keys // batch.block_size).clamp_max(table.shape[1] - 1)
+            slots = table[rows][:, blocks] * batch.block_size + keys % batch.block_size
+            at = positions[items, :, None]
+            visible = keys <= at
+            if window is not None:
+                visible &= keys > at - window
+            tiles.append(KeyTile(items, slots.masked_fill(~exists, 0), exists[..., None], visible))
+    return tiles
+
+
+def ragged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    batch: RaggedBatch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of every new token over its row's keys and values, which have been written already.
+
+    query [T, H, D], keys [slots, H / G, D], values [slots, H / G, Dv], sinks [H] or None → [T, H, Dv] in the query's dtype.
+    Scores and sums are float32. Softmax runs online over key tiles in order of position; a tile that a query cannot see leaves its
+    running maximum, sum and output unchanged, bit for bit.
+    """
+    num_tokens, num_heads, size = query.shape
+    num_kv_heads, value_size = values.shape[1:]
+    group = num_heads // num_kv_heads
+    key = (group, window)
+    plan: AttentionPlan = batch.plans.get(key) or batch.plans.setdefault(key, plan_attention(batch, group, window))
+
+    # [T, H, D] → [pairs, Hkv, D] → [items, Hkv, Q, D]
+    pairs = query.view(num_tokens, num_kv_heads, group, size).transpose(1, 2).reshape(-1, num_kv_heads, size)
+    tiled = (pairs.float() * scale)[plan.gather].transpose(1, 2).contiguous()
+    shape = (plan.num_items, num_kv_heads, QUERY_TILE)
+    highest = torch.full((*shape, 1), -torch.inf)
+    # the last column of the accumulator is the softmax denominator: it is summed by the same matmul as the values
+    total = torch.zeros(*shape, value_size + 1)
+    for tile in plan.tiles:
+        _attend_tile(tile, tiled, keys, values, softcap, highest, total)
+    denominator = total[..., -1:]
+    if sinks is not None:
+        sink = sinks.float().view(num_kv_heads, group)[:, plan.gather % group].transpose(0, 1)
+        denominator = denominator + torch.exp(sink[..., None] - highest)
+    out = (total[..., :-1] / denominator).transpose(1, 2).reshape(-1, num_kv_heads, value_size)[plan.scatter]
+    out = out.view(num_tokens, group, num_kv_heads, value_size).transpose(1, 2)
+    return out.reshape(num_tokens, num_heads, value_size).to(query.dtype)
+
+
+def _attend_tile(tile: KeyTile, query: Tensor, keys: Tensor, values: Tensor, softcap: float | None, highest: Tensor, total: Tensor) -> None:
+    """Fold one tile of keys into the running maximum and sums of its items (in place)."""
+    num_items, heads = len(tile.items), query.shape[1]
+    tile_keys = keys[tile.slots].transpose(1, 2).float().flatten(0, 1)  # [P · Hkv, K, D]
+    tile_values = torch.where(tile.exists[..., None], values[tile.slots].float(), 0.0).transpose(1, 2)
+    tile_values = F.pad(tile_values, (0, 1), value=1.0).flatten(0, 1)
+    scores = torch.bmm(query[tile.items].flatten(0, 1), tile_keys.transpose(1, 2)).view(num_items, heads, QUERY_TILE, KEY_TILE)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = torch.where(tile.visible[:, None], scores, -torch.inf)
+    old = highest[tile.items]
+    new = torch.maximum(old, scores.amax(-1, keepdim=True))
+    anchor = new.masked_fill(new == -torch.inf, 0.0)  # a query that has seen nothing yet
+    weights = torch.exp(scores - anchor)
+    summed = torch.bmm(weights.flatten(0, 1), tile_values).view(num_items, heads, QUERY_TILE, -1)
+    total[tile.items] = total[tile.items] * torch.exp(old - anchor) + summed
+    highest[tile.items] = new

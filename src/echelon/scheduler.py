@@ -1,0 +1,162 @@
+"""Which rows run in a step, with how many new tokens and how large a draft. Sees no tensors.
+
+A row with n new tokens is the only shape: a prompt, a piece of one, and a decoding row differ in n alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from echelon.errors import RequestError
+from echelon.kv.blocks import BlockTables
+from echelon.sequence import PlannedRow, Sequence
+
+
+class Outcome(Protocol):
+    """The part of a verdict that settling needs; see `verify.Verdict`."""
+
+    @property
+    def num_draft_tokens(self) -> list[int]: ...
+    @property
+    def accepted(self) -> list[list[int]]: ...
+    @property
+    def next_tokens(self) -> list[int]: ...
+
+
+@dataclass
+class Plan:
+    rows: list[PlannedRow]
+    preempted: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """Rows waiting and running. `tables` are the KV books of the target and of a draft model; slots are reserved in all of them."""
+
+    def __init__(
+        self, tables: SequenceOf[BlockTables], max_num_seqs: int, max_num_batched_tokens: int, num_speculative_tokens: int
+    ) -> None:
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._tables = tables
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._num_speculative_tokens = num_speculative_tokens
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a request. Refused is only what could not run even alone in the whole pool."""
+        capacity = min(t.pool.num_blocks * t.block_size for t in self._tables)
+        longest = min(sequence.max_len, sequence.num_prompt_tokens + sequence.params.max_tokens)
+        if longest > capacity:
+            raise RequestError(
+                f"the request may grow to {longest} tokens, but the KV pool holds {capacity}; "
+                "raise kv_cache_memory_bytes or lower max_tokens"
+            )
+        self.waiting.append(sequence)
+
+    def abort(self, sequence: Sequence) -> None:
+        """Take a request out, wherever it is."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self._release(sequence)
+
+    def next_step(self) -> Plan:
+        """Reserve slots for every row of the next step; where blocks are lacking, the youngest row gives its own back and waits.
+
+        Decoding rows come first, so that a long prompt fed in pieces never holds them up.
+        """
+        plan = Plan([])
+        budget = self._max_num_batched_tokens
+        for sequence in sorted(self.running, key=lambda s: len(s) - self._num_cached(s) > 1):
+            while sequence in self.running and budget > 0:
+                row = self._plan_row(sequence, budget)
+                if self._reserve(row):
+                    plan.rows.append(row)
+                    budget -= row.num_new
+                    break
+                victim = self._preempt()
+                plan.preempted.append(victim)
+                plan.rows = [r for r in plan.rows if r.sequence is not victim]
+        if not plan.preempted:
+            self._admit(plan, budget)
+        return plan
+
+    def _admit(self, plan: Plan, budget: int) -> None:
+        """Waiting rows enter, in order, while a place, blocks for their whole text and token budget are left."""
+        while self.waiting and len(self.running) < self._max_num_seqs and budget > 0:
+            sequence = self.waiting[0]
+            row = self._plan_row(sequence, budget)
+            if not self._fits(sequence.id, len(sequence) + self._draft_limit(sequence)) or not self._reserve(row):
+                break
+            self.running.append(self.waiting.popleft())
+            plan.rows.append(row)
+            budget -= row.num_new
+
+    def _draft_limit(self, sequence: Sequence) -> int:
+        """The extra token takes one of the tokens left, so a draft may take the others."""
+        return min(self._num_speculative_tokens, sequence.num_tokens_left - 1)
+
+    def _num_cached(self, sequence: Sequence) -> int:
+        """Tokens that have keys and values in the target's cache."""
+        return self._tables[0].num_cached(sequence.id)
+
+    def _plan_row(self, sequence: Sequence, budget: int) -> PlannedRow:
+        start = self._num_cached(sequence)
+        num_new = min(len(sequence) - start, budget)
+        reaches_end = start + num_new == len(sequence)
+        return PlannedRow(sequence, start, num_new, self._draft_limit(sequence) if reaches_end else 0)
+
+    def _fits(self, row: int, num_tokens: int) -> bool:
+        return all(t.num_missing(row, num_tokens) <= t.pool.num_free for t in self._tables)
+
+    def _reserve(self, row: PlannedRow) -> bool:
+        """All tables or none."""
+        end = row.start + row.num_new + row.max_draft_tokens
+        return self._fits(row.sequence.id, end) and all(t.reserve(row.sequence.id, end) for t in self._tables)
+
+    def _preempt(self) -> Sequence:
+        """The youngest running row gives its blocks back and goes to the head of the queue; its text is computed again later."""
+        sequence = self.running.pop()
+        self._release(sequence)
+        self.waiting.appendleft(sequence)
+        return sequence
+
+    def _release(self, sequence: Sequence) -> None:
+        for tables in self._tables:
+            tables.release(sequence.id)
+
+    def settle(self, plan: Plan, outcome: Outcome) -> list[Sequence]:
+        """Append what survived, one token at a time, until a row stops; finished rows leave at once and are returned."""
+        finished = []
+        for i, row in enumerate(plan.rows):
+            sequence = row.sequence
+            if not row.is_sampled:
+                continue
+            sequence.num_steps += 1
+            sequence.num_draft_tokens += outcome.num_draft_tokens[i]
+            for token in outcome.accepted[i]:
+                if not sequence.is_finished:
+                    sequence.append(token, is_accepted=True)
+            if not sequence.is_finished:
+                sequence.append(outcome.next_tokens[i], is_accepted=False)
+            if sequence.is_finished:
+                self.running.remove(sequence)
+                self._release(sequence)
+                finished.append(sequence)
+        return finished
+
+    def check(self) -> None:
+        for tables in self._tables:
+            tables.check()
+            assert set(tables.row_ids) <= {s.id for s in self.running}, "a row that does not run holds blocks"
+        assert len(self.running) <= self._max_num_seqs
+        for sequence in self.running:
+            sequence.check()

@@ -1,0 +1,92 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from echelon.sampling import SamplingParams
+from echelon.text import Detokenizer
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # EOS, a stop token or a stop string
+    LENGTH = "length"  # max_tokens or the context limit
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A prompt and what has been generated so far. Tokens are appended one at a time, by `append` alone."""
+
+    id: int
+    tokens: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    eos_token_ids: frozenset[int]
+    max_len: int  # context limit, in tokens
+    detokenizer: Detokenizer | None = None  # only where stop strings have to be watched
+    index: int = 0  # among the n samples of one prompt
+    finish_reason: FinishReason | None = None
+    is_accepted: list[bool] = field(default_factory=list)  # per output token: was it drafted?
+    num_steps: int = 0
+    num_draft_tokens: int = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def output_tokens(self) -> list[int]:
+        return self.tokens[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(self.is_accepted)
+
+    @property
+    def num_tokens_left(self) -> int:
+        """How many tokens this request may still emit."""
+        return min(self.params.max_tokens - self.num_output_tokens, self.max_len - len(self.tokens))
+
+    def append(self, token: int, is_accepted: bool) -> None:
+        """Commit one token and settle whether it was the last; the order of tests is that of plain decoding."""
+        assert not self.is_finished
+        self.tokens.append(token)
+        self.is_accepted.append(is_accepted)
+        if self._ends(token) or (self.detokenizer is not None and self.detokenizer.push(token)):
+            self.finish_reason = FinishReason.STOP
+        elif self.num_tokens_left <= 0:
+            self.finish_reason = FinishReason.LENGTH
+
+    def _ends(self, token: int) -> bool:
+        return token in self.params.stop_token_ids or (token in self.eos_token_ids and not self.params.ignore_eos)
+
+    def check(self) -> None:
+        assert 0 < self.num_prompt_tokens <= len(self.tokens) <= self.max_len
+        assert len(self.is_accepted) == self.num_output_tokens <= self.params.max_tokens
+        assert self.is_finished or self.num_tokens_left > 0
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """One row of a step: feed tokens `start … start + num_new − 1` of the sequence, draft at most `max_draft_tokens`.
+
+    `is_sampled` is false for a piece of a prompt that does not reach the sequence's end: it emits nothing.
+    """
+
+    sequence: Sequence
+    start: int
+    num_new: int
+    max_draft_tokens: int
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.start + self.num_new == len(self.sequence)

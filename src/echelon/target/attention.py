@@ -1,0 +1,122 @@
+"""The attention function that `transformers` models call, and what it needs to know about a step.
+
+The model is told `attn_implementation="echelon"`. No mask function is registered under that name, so the model builds no mask; the
+step travels from `model(...)` to here as the keyword `STEP_KEYWORD`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from echelon import ops
+from echelon.batch import RaggedBatch
+from echelon.errors import UnsupportedModelError
+from echelon.kv.cache import KVCache, LayerShape
+
+IMPLEMENTATION = "echelon"
+STEP_KEYWORD = "echelon_step"
+# keywords that models hand through and that change nothing in inference without a mask
+IGNORED = {
+    "dropout",
+    "is_causal",
+    "output_attentions",
+    "output_router_logits",
+    "position_ids",
+    "use_cache",
+    "cache_position",
+    "return_dict",
+}
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """What one attention layer asks for: query [T', H, D], key [T', Hkv, D], value [T', Hkv, Dv]; T' may exceed the real tokens."""
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+class Step(Protocol):
+    """Answers the attention layers of one forward pass: [T', H, Dv]."""
+
+    def attend(self, call: LayerCall) -> Tensor: ...
+
+
+class CachedStep:
+    """Write the batch's keys and values into the cache, then attend."""
+
+    def __init__(self, batch: RaggedBatch, cache: KVCache) -> None:
+        self.batch, self.cache = batch, cache
+
+    def attend(self, call: LayerCall) -> Tensor:
+        num_tokens = self.batch.num_tokens
+        self.cache.write(call.layer, call.key[:num_tokens], call.value[:num_tokens], self.batch.slots)
+        keys, values = self.cache.keys[call.layer], self.cache.values[call.layer]
+        out = ops.ragged_attention(call.query[:num_tokens], keys, values, self.batch, call.scale, call.window, call.softcap, call.sinks)
+        return F.pad(out, (0, 0, 0, 0, 0, len(call.query) - num_tokens))
+
+
+class RecordingStep:
+    """Attend to nothing and note what every layer stores: the cache is laid out from this."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+
+    def attend(self, call: LayerCall) -> Tensor:
+        value_size = call.value.shape[2]
+        self.shapes[call.layer] = LayerShape(call.key.shape[1], call.key.shape[2], value_size)
+        return call.query.new_zeros(*call.query.shape[:2], value_size)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """query [1, H, T, D], key and value [1, Hkv, T, D] → [1, T, H, Dv], in the form that `transformers` expects."""
+    step: Step | None = others.pop(STEP_KEYWORD, None)
+    if step is None:
+        raise UnsupportedModelError(f"{type(module).__name__} does not pass keyword arguments on to its attention function")
+    changes = {k for k, v in others.items() if v is not None and k not in IGNORED}
+    if attention_mask is not None or changes:
+        what = "a mask" if attention_mask is not None else f"the keywords {sorted(changes)}"
+        raise UnsupportedModelError(f"{type(module).__name__} hands {what} to its attention function, which cannot be honoured exactly")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    call = LayerCall(int(module.layer_idx), query, key, value, scale, sliding_window, softcap, s_aux)  # type: ignore[arg-type]
+    return step.attend(call)[None], None
+
+
+AttentionInterface.register(IMPLEMENTATION, attention)
+
+
+def record_layers(model: nn.Module) -> list[LayerShape]:
+    """What each attention layer stores per token, from one forward pass over one token."""
+    step = RecordingStep()
+    zero = torch.zeros(1, 1, dtype=torch.int64)
+    with torch.inference_mode():
+        model(input_ids=zero, position_ids=zero, use_cache=False, **{STEP_KEYWORD: step})
+    if sorted(step.shapes) != list(range(len(step.shapes))) or not step.shapes:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} calls its attention function for layers {sorted(step.shapes)}; all layers must go through it"
+        )
+    return [step.shapes[i] for i in range(len(step.shapes))]

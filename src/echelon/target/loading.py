@@ -1,0 +1,156 @@
+"""Reading a causal language model from a folder or the hub: safetensors only, no code from the checkpoint, self-tested."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from echelon.errors import ModelLoadError, UnsupportedModelError
+from echelon.target.attention import IMPLEMENTATION
+from echelon.target.layers import replace_layers
+from echelon.target.selftest import self_test
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A self-tested model, its tokenizer if it has one, and where they came from."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    replaced: dict[str, int]  # class → number of modules that run our operations
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of a row of logits."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def max_len(self) -> int:
+        """The context, in tokens."""
+        config = self.model.config.get_text_config()
+        return int(getattr(config, "max_position_embeddings", None) or 2048)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        ids = getattr(self.model.generation_config, "eos_token_id", None)
+        if ids is None:
+            ids = self.model.config.get_text_config().eos_token_id
+        return frozenset([ids] if isinstance(ids, int) else ids or [])
+
+
+def load_model(name: str, dtype: str = "auto") -> LoadedModel:
+    """Load `name`, a folder or a hub name.
+
+    Raises
+    ------
+    ModelLoadError          the files are missing, unsafe, torn or do not fit the architecture
+    UnsupportedModelError   the architecture cannot be batched exactly
+    """
+    _check_folder(name)
+    config = _read_config(name)
+    model, info = _read_weights(name, config, dtype)
+    _check_weights(name, info)
+    self_test(type(model), model.config)
+    model.eval().requires_grad_(False)
+    return LoadedModel(model, _read_tokenizer(name), name, replace_layers(model))
+
+
+def adopt_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> LoadedModel:
+    """A model built in memory becomes ours: it is self-tested, and its attention and layers are replaced."""
+    self_test(type(model), model.config)
+    model.set_attn_implementation(IMPLEMENTATION)
+    model.eval().requires_grad_(False)
+    return LoadedModel(model, tokenizer, name, replace_layers(model))
+
+
+def _check_folder(name: str) -> None:
+    folder = Path(name)
+    if not folder.is_dir():
+        if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+            raise ModelLoadError(f"model folder {name!r} does not exist; give a folder with config.json, or a hub name such as 'org/model'")
+        return
+    if not (folder / "config.json").is_file():
+        raise ModelLoadError(f"{name!r} holds no config.json; point to the folder that `save_pretrained` wrote")
+    if not list(folder.glob("*.safetensors")):
+        pickled = [p.name for pattern in PICKLED for p in folder.glob(pattern)]
+        found = f"only pickled weights ({', '.join(sorted(pickled))})" if pickled else "no weights"
+        raise ModelLoadError(
+            f"{name!r} holds {found}; safetensors are needed: convert with `model.save_pretrained(folder)` where you trust it"
+        )
+    try:
+        raw = json.loads((folder / "config.json").read_text("utf-8"))
+    except ValueError as error:
+        raise ModelLoadError(f"{name}/config.json is not JSON ({error}); copy the checkpoint again") from error
+    if "auto_map" in raw:
+        raise UnsupportedModelError(
+            f"{name!r} wants to run its own code (auto_map in config.json), which echelon never does; "
+            "use a checkpoint whose architecture is part of transformers"
+        )
+
+
+def _read_config(name: str) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot read the configuration of {name!r}: {_first_line(error)}") from error
+    if hasattr(config, "auto_map"):
+        raise UnsupportedModelError(f"{name!r} wants to run its own code (auto_map in config.json), which echelon never does")
+    return config
+
+
+def _read_weights(name: str, config: Any, dtype: str) -> tuple[PreTrainedModel, dict[str, Any]]:
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=config,
+            dtype=DTYPES.get(dtype, "auto"),
+            attn_implementation=IMPLEMENTATION,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except ValueError as error:
+        if "Unrecognized configuration class" in str(error):
+            raise UnsupportedModelError(f"{type(config).__name__} of {name!r} is no causal language model of transformers") from error
+        raise ModelLoadError(f"cannot load {name!r}: {_first_line(error)}") from error
+    except (OSError, RuntimeError, KeyError) as error:
+        raise ModelLoadError(f"cannot load {name!r}: {_first_line(error)}") from error
+    except Exception as error:
+        if type(error).__module__.startswith("safetensors"):
+            raise ModelLoadError(f"a weight file of {name!r} is torn: {_first_line(error)}; copy it again") from error
+        raise
+    if model.dtype not in DTYPES.values():
+        raise UnsupportedModelError(f"{name!r} is stored in {model.dtype}; served are {', '.join(DTYPES)}: pass dtype=")
+    return model, info
+
+
+def _check_weights(name: str, info: dict[str, Any]) -> None:
+    """Every tensor of the architecture must come from the checkpoint, and every tensor of the checkpoint must have a place."""
+    for key, what in (("missing_keys", "lacks"), ("mismatched_keys", "has other shapes for"), ("unexpected_keys", "has surplus")):
+        if names := sorted(str(n) for n in info.get(key) or ()):
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ModelLoadError(f"the checkpoint {name!r} {what} tensors: {', '.join(names[:5])}{more}; it does not fit its config.json")
+
+
+def _read_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
+    folder = Path(name)
+    if folder.is_dir() and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
+        return None
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot read the tokenizer of {name!r}: {_first_line(error)}") from error
+    return tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

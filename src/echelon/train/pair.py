@@ -1,0 +1,237 @@
+"""The embedded pair: a target of about 11 M parameters and a draft model of about 1 M, trained together from Python source.
+
+`python -m echelon.train.pair OUT` builds corpus, tokenizer and both models. The target learns the text (cross-entropy); the draft
+model learns the target (forward KL divergence to its distribution) in the same loop, on the same batches, so that one pass over the
+corpus trains both. Checkpoints are written to WORK and a rerun resumes; batch n is a function of (seed, n) alone.
+
+Optimiser: Muon (Jordan 2024) for the matrices inside the layers, AdamW for embeddings and norms; constant learning rate, then a
+linear decay to zero over the last part; sequences grow from 256 tokens to the full context.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import typer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from echelon.train import corpus
+
+VOCABULARY = 4096
+CONTEXT = 2048
+TOKENS_PER_BATCH = 8192
+SPECIAL = ["<|endoftext|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+# Share of each group in a batch: the standard library is what the evaluation reads, the wheels are most of the text.
+MIX = {"stdlib": 0.4, "stdlib-tests": 0.15, "wheels": 0.45}
+WHEELS = ["torch", "transformers", "sympy", "networkx", "matplotlib", "numpy", "hypothesis", "pydantic", "rich", "setuptools"]
+
+
+def model_config(hidden: int, layers: int, intermediate: int, heads: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        intermediate_size=intermediate,
+        num_attention_heads=heads,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=1,
+    )
+
+
+TARGET = model_config(hidden=512, layers=4, intermediate=1024, heads=8)
+DRAFT = model_config(hidden=128, layers=2, intermediate=512, heads=2)
+
+
+def train_tokenizer(docs: list[corpus.Document]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 4,096 entries, learned on the standard library and every eighth file of the wheels."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library = [d.text for d in docs if d.group == "stdlib"]
+    wheels = [d.text for d in docs if d.group == "wheels"][::8]
+    tokenizer.train_from_iterator(library + wheels, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|endoftext|>",
+        eos_token="<|endoftext|>",
+        pad_token="<|pad|>",
+        additional_special_tokens=SPECIAL[2:],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def prepare(work: Path) -> tuple[PreTrainedTokenizerFast, dict[str, np.ndarray]]:
+    """Tokenizer and token arrays by group, made on the first call and read again afterwards."""
+    folder, file = work / "tokenizer", work / "tokens.npz"
+    if not file.exists():
+        docs = corpus.documents(WHEELS)
+        (work / "manifest.json").write_text(json.dumps(corpus.manifest(docs, WHEELS), indent=1) + "\n")
+        tokenizer = train_tokenizer(docs)
+        tokenizer.save_pretrained(folder)
+        groups = {g: [d for d in docs if d.group == g] for g in (*MIX, "held-out")}
+        arrays: dict[str, Any] = {g: corpus.tokenize(tokenizer.backend_tokenizer, d, 0) for g, d in groups.items()}
+        np.savez(file, **arrays)
+    return PreTrainedTokenizerFast.from_pretrained(folder), dict(np.load(file))
+
+
+def batch(tokens: dict[str, np.ndarray], step: int, length: int) -> Tensor:
+    """int64 [TOKENS_PER_BATCH / length, length + 1]: random crops, a function of `step` alone."""
+    rng = np.random.default_rng([2024, step])
+    rows = []
+    for _ in range(TOKENS_PER_BATCH // length):
+        source = tokens[str(rng.choice(list(MIX), p=list(MIX.values())))]
+        start = int(rng.integers(0, len(source) - length))
+        rows.append(source[start : start + length + 1])
+    return torch.from_numpy(np.stack(rows).astype(np.int64))
+
+
+def pair_losses(target: nn.Module, draft: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of the target and KL(target ‖ draft) of the draft, both in nats a token."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        target_logits = target(input_ids=ids[:, :-1], use_cache=False).logits
+        draft_logits = draft(input_ids=ids[:, :-1], use_cache=False).logits
+    target_logits = target_logits.float().flatten(0, 1)
+    cross_entropy = F.cross_entropy(target_logits, ids[:, 1:].flatten())
+    log_target = target_logits.detach().log_softmax(-1)
+    log_draft = draft_logits.float().flatten(0, 1).log_softmax(-1)
+    divergence = (log_target.exp() * (log_target - log_draft)).sum(-1).mean()
+    return cross_entropy, divergence
+
+
+def optimizers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
+    inside = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    outside = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    return [
+        torch.optim.Muon(inside, lr=rate, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(outside, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def rate_factor(step: int, steps: int, decay: int) -> float:
+    """Warm-up over 100 steps, constant, linear decay to zero over the last `decay` steps."""
+    return min((step + 1) / 100, 1.0, (steps - step) / decay)
+
+
+def sequence_length(step: int, steps: int, decay: int) -> int:
+    """Short sequences while the model learns to spell, the full context at the end (attention is a third of the cost at 512)."""
+    if step >= steps - 50:
+        return CONTEXT
+    if step >= steps - decay:
+        return 1024
+    return 512 if step >= steps // 4 else 256
+
+
+@torch.no_grad()
+def evaluate(target: nn.Module, draft: nn.Module, held_out: np.ndarray, num_windows: int = 48, length: int = 1024) -> tuple[float, float]:
+    """(target, draft) loss on evenly spaced held-out windows, nats a token, every position counted."""
+    starts = np.linspace(0, len(held_out) - length - 1, num_windows).astype(int)
+    totals = [0.0, 0.0]
+    for start in starts:
+        ids = torch.from_numpy(held_out[start : start + length + 1].astype(np.int64))[None]
+        for i, model in enumerate((target, draft)):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+            totals[i] += float(F.cross_entropy(logits[0].float(), ids[0, 1:]))
+    return totals[0] / num_windows, totals[1] / num_windows
+
+
+def export(out: Path, tokenizer: PreTrainedTokenizerFast, target: nn.Module, draft: nn.Module, work: Path) -> None:
+    """bf16 checkpoints under `out`/target and `out`/draft, in files under 16 MiB, with tokenizer and manifest."""
+    for name, model, config in (("target", target, TARGET), ("draft", draft, DRAFT)):
+        copy = LlamaForCausalLM(config)
+        copy.load_state_dict(model.state_dict())
+        copy.to(torch.bfloat16).save_pretrained(out / name, max_shard_size="12MB")
+        tokenizer.save_pretrained(out / name)
+    (out / "manifest.json").write_text((work / "manifest.json").read_text())
+    (out / "training.jsonl").write_text((work / "log.jsonl").read_text())
+
+
+def save_atomically(state: dict[str, object], path: Path) -> None:
+    torch.save(state, path.with_suffix(".tmp"))
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def main(
+    out: Annotated[Path, typer.Argument(help="Folder for the two checkpoints.")],
+    work: Annotated[Path, typer.Option(help="Folder for tokens and resumable checkpoints.")] = Path("build/pair"),
+    steps: Annotated[int, typer.Option(help="Batches of 8,192 tokens.")] = 2900,
+    decay: Annotated[int, typer.Option(help="Last steps, with falling rate and longer sequences.")] = 800,
+    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
+    every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
+) -> None:
+    """Train the embedded pair again, or go on where an interrupted run stopped."""
+    work.mkdir(parents=True, exist_ok=True)
+    tokenizer, tokens = prepare(work)
+    print({g: len(a) for g, a in tokens.items()}, flush=True)
+    torch.manual_seed(0)
+    target = LlamaForCausalLM._from_config(TARGET, attn_implementation="sdpa")
+    draft = LlamaForCausalLM._from_config(DRAFT, attn_implementation="sdpa")
+    optims = optimizers(target, rate) + optimizers(draft, rate)
+    checkpoint, first = work / "checkpoint.pt", 0
+    if checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=True)
+        first = state["step"]
+        target.load_state_dict(state["target"])
+        draft.load_state_dict(state["draft"])
+        for optim, saved in zip(optims, state["optims"], strict=True):
+            optim.load_state_dict(saved)
+    compiled = torch.compile(pair_losses, dynamic=False)
+    start, log = time.monotonic(), (work / "log.jsonl").open("a")
+    for step in range(first, steps):
+        factor = rate_factor(step, steps, decay)
+        for optim in optims:
+            for group in optim.param_groups:
+                group["lr"] = rate * factor
+        ids = batch(tokens, step, sequence_length(step, steps, decay))
+        cross_entropy, divergence = compiled(target, draft, ids)
+        (cross_entropy + divergence).backward()  # type: ignore[no-untyped-call]
+        for model in (target, draft):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optim in optims:
+            optim.step()
+            optim.zero_grad(set_to_none=True)
+        done = step + 1
+        if done % 10 == 0:
+            seconds = (time.monotonic() - start) / (done - first)
+            left = (steps - done) * seconds / 60
+            print(f"{done}/{steps} loss {cross_entropy:.3f} kl {divergence:.3f} {seconds:.2f} s/step, {left:.0f} min left", flush=True)
+        if done % every == 0 or done == steps:
+            losses = evaluate(target, draft, tokens["held-out"])
+            log.write(
+                json.dumps({"step": done, "tokens": done * TOKENS_PER_BATCH, "held_out": losses, "train": cross_entropy.item()}) + "\n"
+            )
+            log.flush()
+            states = [o.state_dict() for o in optims]
+            save_atomically({"step": done, "target": target.state_dict(), "draft": draft.state_dict(), "optims": states}, checkpoint)
+            export(out, tokenizer, target, draft, work)
+            print(f"held-out: target {losses[0]:.3f}, draft {losses[1]:.3f} nats a token", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
