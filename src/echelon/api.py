@@ -73,6 +73,7 @@ class LLM:
     ----------
     model               folder or hub name, or a model loaded already
     speculative_config  what drafts: a `SpeculativeConfig` or a mapping with vLLM's keys; `None` decodes plainly
+    draft_model         a draft model loaded already, instead of the name in `speculative_config`
     settings            see `EngineConfig`: dtype, max_num_seqs, max_num_batched_tokens, max_model_len, block_size,
                         kv_cache_memory_bytes
 
@@ -82,23 +83,30 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | LoadedModel, speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None, **settings: Any
+        self,
+        model: str | LoadedModel,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
+        draft_model: LoadedModel | None = None,
+        **settings: Any,
     ) -> None:
         self.config = EngineConfig(**settings)
         self.speculative_config = speculative(speculative_config)
         self.target = load_model(model, self.config.dtype) if isinstance(model, str) else model
-        self.draft = self._load_draft()
+        self.draft = self._check_draft(draft_model)
         self.max_len = self._context()
         self.memory_plan, runners = self._build_runners()
         self.engine = self._build_engine(runners)
         self._ids = count()
 
-    def _load_draft(self) -> LoadedModel | None:
+    def _check_draft(self, given: LoadedModel | None) -> LoadedModel | None:
         config = self.speculative_config
         if config is None or config.method != "draft_model":
             return None
-        assert config.model is not None
-        draft = load_model(config.model, self.config.dtype)
+        draft = given
+        if draft is None:
+            if config.model is None:
+                raise ConfigError("method 'draft_model' needs the key 'model': a folder or hub name of a small model")
+            draft = load_model(config.model, self.config.dtype)
         if draft.vocab_size != self.target.vocab_size:
             raise ConfigError(
                 f"the draft model {draft.name!r} has {draft.vocab_size:,} tokens, the target {self.target.vocab_size:,}; "

@@ -67,8 +67,6 @@ class SpeculativeConfig(Settings):
             raise ValueError(
                 f"prompt_lookup_min = {self.prompt_lookup_min} exceeds prompt_lookup_max = {self.prompt_lookup_max}; lower the first"
             )
-        if self.method == "draft_model" and self.model is None:
-            raise ValueError("method 'draft_model' needs the key 'model': a folder or hub name of a small model with the same vocabulary")
         return self
 
 

@@ -1,0 +1,126 @@
+"""Tiny models, drafters that are wrong or right on purpose, and an engine whose every step is checked and poisoned."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from echelon import LLM
+from echelon.draft import Draft
+from echelon.sequence import PlannedRow
+from echelon.target.loading import LoadedModel, adopt_model
+from echelon.verify import Verdict
+
+VOCABULARY = 96
+CONTEXT = 128
+NUM_TOKENS = 48
+PROMPT_LENGTHS = (1, 2, 3, 1, 7, 15, 16, 17, 18, 31, 32, 33, 47, 5, 64, 79, 126)
+
+
+def llama(seed: int = 0, spread: float = 0.35, **changes: Any) -> PreTrainedModel:
+    """Two layers of random weights, wide enough that the largest logits lie far apart."""
+    values = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": CONTEXT,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    return randomised(LlamaForCausalLM, LlamaConfig(**(values | changes)), seed, spread)
+
+
+def randomised(cls: Any, config: Any, seed: int, spread: float) -> PreTrainedModel:
+    model = cls._from_config(config, attn_implementation="eager", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.ndim >= 2:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * spread
+    return model.eval()
+
+
+def noisy_copy(model: PreTrainedModel, amount: float, seed: int = 1) -> PreTrainedModel:
+    """A draft model that agrees with `model` often, but not always."""
+    draft = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in draft.parameters():
+        if parameter.ndim >= 2:
+            parameter.data += torch.randn(parameter.shape, generator=generator) * amount * parameter.std()
+    return draft
+
+
+def adopted(model: PreTrainedModel) -> LoadedModel:
+    """`model` as the engine serves it; the argument stays as it is."""
+    return adopt_model(copy.deepcopy(model), None, "toy")
+
+
+def prompts(lengths: SequenceOf[int] = PROMPT_LENGTHS, vocabulary: int = VOCABULARY, seed: int = 5) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocabulary, n).tolist() for n in lengths]
+
+
+class ScriptedDrafter:
+    """Knows the true continuations; proposes them (`shift=0`), something else (`shift=1`), or noise (`shift=None`)."""
+
+    def __init__(self, truth: dict[tuple[int, ...], list[int]], shift: int | None) -> None:
+        self._truth, self._shift = truth, shift
+        self.observed: list[tuple[int, int]] = []
+
+    def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
+        return Draft.chains([self._row(row) for row in rows])
+
+    def _row(self, row: PlannedRow) -> list[int]:
+        sequence = row.sequence
+        done = sequence.num_output_tokens
+        if self._shift is None:
+            rng = np.random.default_rng([sequence.id, done])
+            return rng.integers(0, VOCABULARY, rng.integers(0, row.max_draft_tokens + 1)).tolist()
+        true = self._truth[tuple(sequence.tokens[: sequence.num_prompt_tokens])]
+        return [(t + self._shift) % VOCABULARY for t in true[done : done + row.max_draft_tokens]]
+
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:
+        self.observed += [(n, len(p)) for n, p, r in zip(verdict.num_draft_tokens, verdict.paths, rows, strict=True) if r.is_sampled]
+
+    def forget(self, row: int) -> None: ...
+
+
+def caches(llm: LLM) -> list[Any]:
+    runners = [llm.engine.target, getattr(llm.engine.drafter, "_runner", None)]
+    return [r.cache for r in runners if r is not None]
+
+
+def watch(llm: LLM) -> LLM:
+    """After every step: all invariants hold, and every slot that holds no cached token becomes NaN."""
+    step = llm.engine.step
+
+    def watched() -> Any:
+        finished = step()
+        llm.engine.check()
+        for cache in caches(llm):
+            cache.check()
+            stale = ~cache.held_slots()
+            for storage in (*cache.keys, *cache.values):
+                storage[stale] = torch.nan
+        return finished
+
+    for cache in caches(llm):
+        for storage in (*cache.keys, *cache.values):
+            storage.fill_(torch.nan)
+    llm.engine.step = watched  # type: ignore[method-assign]
+    return llm
+
+
+def assert_all_blocks_free(llm: LLM) -> None:
+    for cache in caches(llm):
+        assert cache.tables.pool.num_free == cache.tables.pool.num_blocks
+        assert cache.tables.row_ids == []
