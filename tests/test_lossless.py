@@ -6,8 +6,8 @@ from functools import cache
 
 import pytest
 import torch
-import toys
 
+import toys
 from echelon import LLM, SamplingParams
 
 GREEDY = {"temperature": 0.0}
@@ -95,9 +95,7 @@ def test_preemption_changes_no_token(drafter: str) -> None:
     draft = toys.adopted(toys.noisy_copy(target(), 0.05)) if drafter == "draft_model" else None
     probe = LLM(toys.adopted(target()), config, draft_model=draft, block_size=8, kv_cache_memory_bytes=1 << 22)
     small = probe.memory_plan.block_bytes * 20
-    llm = toys.watch(
-        LLM(toys.adopted(target()), config, draft_model=draft, max_num_seqs=8, block_size=8, kv_cache_memory_bytes=small)
-    )
+    llm = toys.watch(LLM(toys.adopted(target()), config, draft_model=draft, max_num_seqs=8, block_size=8, kv_cache_memory_bytes=small))
     outputs = llm.generate(toys.prompts(), params("sampled"))
     assert [o.outputs[0].token_ids for o in outputs] == truth("sampled")
     assert llm.stats.num_preemptions > 0

@@ -204,17 +204,29 @@ class LLM:
         ids: list[int] = self.target.tokenizer.encode(text)
         return ids
 
-    def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
-        tokens = self.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+    def encode_chat(self, messages: SequenceOf[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation in the model's chat template, ready for the assistant's turn."""
+        tokenizer = self.target.tokenizer
+        if tokenizer is None or tokenizer.chat_template is None:
+            raise RequestError(f"{self.target.name!r} has no chat template; give a prompt instead of messages")
+        ids: list[int] = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        return ids
+
+    def check_prompt(self, tokens: SequenceOf[int], params: SamplingParams) -> None:
+        """Raise `RequestError` for what this model cannot serve."""
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token")
         if len(tokens) >= self.max_len:
             raise RequestError(f"the prompt has {len(tokens)} tokens, the context holds {self.max_len} with at least one new; shorten it")
         if bad := [t for t in tokens if not 0 <= t < self.target.vocab_size]:
             raise RequestError(f"token id {bad[0]} is outside the vocabulary of {self.target.vocab_size}; check the tokenizer")
-        tokenizer = self.target.tokenizer
-        if params.stop and tokenizer is None:
+        if params.stop and self.target.tokenizer is None:
             raise RequestError(f"stop strings need a tokenizer, and {self.target.name!r} has none; use stop_token_ids")
+
+    def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
+        tokens = self.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+        self.check_prompt(tokens, params)
+        tokenizer = self.target.tokenizer
         return Sequence(
             id=next(self._ids),
             tokens=tokens,

@@ -23,3 +23,7 @@ class UnsupportedModelError(EchelonError):
 
 class OutOfBlocksError(EchelonError):
     """The KV pool has too few free blocks for a reservation."""
+
+
+class MissingExtraError(EchelonError):
+    """An optional dependency is not installed; the message says which `pip install` mends it."""

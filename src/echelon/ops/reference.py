@@ -134,15 +134,17 @@ def ragged_attention(
     tiled = (pairs.float() * scale)[plan.gather].transpose(1, 2).contiguous()
     shape = (plan.num_items, num_kv_heads, QUERY_TILE)
     highest = torch.full((*shape, 1), -torch.inf)
-    # the last column of the accumulator is the softmax denominator: it is summed by the same matmul as the values
-    total = torch.zeros(*shape, value_size + 1)
+    # column `value_size` of the accumulator is the softmax denominator, summed by the same matmul as the values; full columns of 16
+    # keep framework matmuls away from edge code whose result depends on a row's place
+    width = -(-(value_size + 1) // 16) * 16
+    total = torch.zeros(*shape, width)
     for tile in plan.tiles:
         _attend_tile(tile, tiled, keys, values, softcap, highest, total)
-    denominator = total[..., -1:]
+    denominator = total[..., value_size : value_size + 1]
     if sinks is not None:
         sink = sinks.float().view(num_kv_heads, group)[:, plan.gather % group].transpose(0, 1)
         denominator = denominator + torch.exp(sink[..., None] - highest)
-    out = (total[..., :-1] / denominator).transpose(1, 2).reshape(-1, num_kv_heads, value_size)[plan.scatter]
+    out = (total[..., :value_size] / denominator).transpose(1, 2).reshape(-1, num_kv_heads, value_size)[plan.scatter]
     out = out.view(num_tokens, group, num_kv_heads, value_size).transpose(1, 2)
     return out.reshape(num_tokens, num_heads, value_size).to(query.dtype)
 
@@ -152,7 +154,7 @@ def _attend_tile(tile: KeyTile, query: Tensor, keys: Tensor, values: Tensor, sof
     num_items, heads = len(tile.items), query.shape[1]
     tile_keys = keys[tile.slots].transpose(1, 2).float().flatten(0, 1)  # [P · Hkv, K, D]
     tile_values = torch.where(tile.exists[..., None], values[tile.slots].float(), 0.0).transpose(1, 2)
-    tile_values = F.pad(tile_values, (0, 1), value=1.0).flatten(0, 1)
+    tile_values = F.pad(tile_values, (0, total.shape[-1] - values.shape[-1]), value=1.0).flatten(0, 1)
     scores = torch.bmm(query[tile.items].flatten(0, 1), tile_keys.transpose(1, 2)).view(num_items, heads, QUERY_TILE, KEY_TILE)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap

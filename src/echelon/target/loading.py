@@ -64,6 +64,14 @@ def load_model(name: str, dtype: str = "auto") -> LoadedModel:
     return LoadedModel(model, _read_tokenizer(name), name, replace_layers(model))
 
 
+def load_plain(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """The model as transformers would run it, nothing replaced, and its tokenizer; the same refusals as `load_model`."""
+    _check_folder(name)
+    model, info = _read_weights(name, _read_config(name), "auto", attention="sdpa")
+    _check_weights(name, info)
+    return model.eval().requires_grad_(False), _read_tokenizer(name)
+
+
 def adopt_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> LoadedModel:
     """A model built in memory becomes ours: it is self-tested, and its attention and layers are replaced."""
     self_test(type(model), model.config)
@@ -107,13 +115,13 @@ def _read_config(name: str) -> Any:
     return config
 
 
-def _read_weights(name: str, config: Any, dtype: str) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _read_weights(name: str, config: Any, dtype: str, attention: str = IMPLEMENTATION) -> tuple[PreTrainedModel, dict[str, Any]]:
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             name,
             config=config,
             dtype=DTYPES.get(dtype, "auto"),
-            attn_implementation=IMPLEMENTATION,
+            attn_implementation=attention,
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,

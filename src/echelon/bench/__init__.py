@@ -1,0 +1,1 @@
+"""Workloads, measurements and the models to measure on."""

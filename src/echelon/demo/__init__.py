@@ -1,0 +1,16 @@
+"""The embedded model pair: a target and a draft model trained on Python source (`make pair` trains them again)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "pair"
+TARGET = FOLDER / "target"
+DRAFT = FOLDER / "draft"
+
+
+def held_out_files() -> list[str]:
+    """Files of the standard library that the pair has not been trained on, as paths below its folder."""
+    manifest = json.loads((FOLDER / "manifest.json").read_text("utf-8"))
+    return list(manifest["held_out"])

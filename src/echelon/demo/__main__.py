@@ -1,0 +1,152 @@
+"""`make demo`: the main job in under three minutes, on the embedded pair and on the same target grown to serving size."""
+
+from __future__ import annotations
+
+import copy
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import transformers
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedModel
+
+from echelon import LLM, SamplingParams
+from echelon.bench.inflate import describe, inflate, plan_growth
+from echelon.bench.plot import bar_chart
+from echelon.bench.throughput import Result, default_methods, environment, measure, plain_outputs
+from echelon.bench.workloads import code_prompts
+from echelon.demo import DRAFT, TARGET, held_out_files
+from echelon.errors import MissingExtraError
+from echelon.target.loading import LoadedModel, adopt_model, load_model, load_plain
+
+BATCH_SIZE = 8
+PROMPT_TOKENS = 192
+GROWN_PARAMETERS = 500_000_000
+console = Console()
+
+
+def padded_batch(prompts: list[list[int]], pad: int) -> dict[str, torch.Tensor]:
+    """What `transformers` needs: one rectangle, padded on the left."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def transformers_plain(model: PreTrainedModel, prompts: list[list[int]], num_tokens: int, truth: list[list[int]], rounds: int) -> Result:
+    """`model.generate` of transformers on the padded batch."""
+    inputs = padded_batch(prompts, 0)
+    speeds, rows = [], []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        out = model.generate(**inputs, max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+        new = out[:, inputs["input_ids"].shape[1] :]
+        speeds.append(new.numel() / (time.perf_counter() - start))
+        rows = new.tolist()
+    num_identical = sum(a == b for a, b in zip(rows, truth, strict=True))
+    return Result("transformers, plain", len(prompts), speeds, 1.0, 0.0, num_identical, len(truth))
+
+
+def transformers_refusal(model: PreTrainedModel, draft: PreTrainedModel, prompts: list[list[int]]) -> str:
+    """What `transformers` says to a batch with a draft model."""
+    try:
+        model.generate(**padded_batch(prompts, 0), assistant_model=draft, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    except ValueError as error:
+        return str(error).splitlines()[0]
+    return "accepted (this version of transformers batches assisted generation)"
+
+
+def table_of(title: str, results: list[Result]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for name in ("method", "tokens/s", "min–max", "tokens_per_step", "acceptance_rate", "identical to plain decoding"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for r in results:
+        same = "yes" if r.num_identical == r.num_rows else f"no: {r.num_identical} of {r.num_rows} rows"
+        rate = f"{r.acceptance_rate:.2f}" if r.acceptance_rate else "–"
+        table.add_row(r.method, f"{r.median:,.0f}", r.spread, f"{r.tokens_per_step:.2f}", rate, same)
+    return table
+
+
+def coloured_sample(llm: LLM, prompt: list[int], params: SamplingParams) -> Text:
+    """One continuation: the prompt dim, drafted and accepted tokens green, the target's own tokens yellow."""
+    tokenizer = llm.target.tokenizer
+    assert tokenizer is not None
+    completion = llm.generate([prompt], params)[0].outputs[0]
+    text = Text(tokenizer.decode(prompt[-24:]), style="dim")
+    for token, accepted in zip(completion.token_ids, completion.is_accepted, strict=True):
+        text.append(tokenizer.decode([token]), style="green" if accepted else "bold yellow")
+    return text
+
+
+def run_pair(
+    target: LoadedModel, draft: LoadedModel, prompts: list[list[int]], params: SamplingParams, rounds: int, title: str
+) -> tuple[list[Result], list[list[int]]]:
+    """The three methods, with a progress bar."""
+    methods = default_methods()
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task(title, total=len(methods) * rounds + 1)
+        truth = plain_outputs(target, prompts, params)
+        progress.advance(task)
+        results = measure(target, draft, methods, prompts, params, BATCH_SIZE, rounds, truth, lambda _: progress.update(task, advance=1))
+    return results, truth
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder for the bar chart.")] = Path("build/demo"),
+    max_tokens: Annotated[int, typer.Option(help="New tokens a prompt.")] = 96,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds on the embedded pair.")] = 3,
+) -> None:
+    """Speculate in a batch, check that nothing changed, and show what it brings."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    target, draft = load_model(str(TARGET)), load_model(str(DRAFT))
+    assert target.tokenizer is not None
+    prompts = code_prompts(target.tokenizer, held_out_files(), BATCH_SIZE, PROMPT_TOKENS)
+    lengths = [PROMPT_TOKENS - 20 * i for i in range(BATCH_SIZE)]
+    prompts = [p[-n:] for p, n in zip(prompts, lengths, strict=True)]
+    where = environment()
+    console.print(f"[bold]echelon[/] on {escape(where['cpu'])}, torch {where['torch']}, transformers {where['transformers']}")
+    console.print(
+        f"{BATCH_SIZE} prompts of {min(lengths)} to {max(lengths)} tokens of Python source that no model here has seen, "
+        f"{max_tokens} new tokens each, greedy, bfloat16. Tokens/s include the prompts.\n"
+    )
+    small, _ = run_pair(target, draft, prompts, params, rounds, "embedded pair")
+    console.print(table_of(f"1. The embedded pair: {describe(target.model)}; draft {describe(draft.model)}", small))
+    console.print("A step of so small a model costs mostly the calls around it, so a draft model as deep as half the target cannot pay.\n")
+
+    plain_model, tokenizer = load_plain(str(TARGET))
+    grown = inflate(plain_model, plan_growth(plain_model, GROWN_PARAMETERS))
+    plain_draft, _ = load_plain(str(DRAFT))
+    big = adopt_model(copy.deepcopy(grown), tokenizer, "embedded target, grown")
+    large, truth = run_pair(big, draft, prompts, params, 1, "grown target")
+    with console.status("transformers, plain"):
+        large.append(transformers_plain(grown, prompts, max_tokens, truth, rounds=1))
+        refusal = transformers_refusal(grown, plain_draft, prompts)
+    console.print(table_of(f"2. The same target grown in memory to {describe(grown)}: same function, real cost", large))
+    console.print(f"transformers with a draft model and {BATCH_SIZE} prompts: [red]{escape(refusal)}[/]\n")
+
+    methods = default_methods()
+    llm = LLM(target, methods[2].config, draft)
+    sample = coloured_sample(llm, prompts[0], params.model_copy(update={"max_tokens": 80}))
+    console.print("3. One continuation: [green]drafted and accepted[/], [bold yellow]the target's own[/]")
+    console.print(sample)
+    console.print()
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        bar_chart(out / "demo.png", {"embedded pair": small, "grown to serving size": large})
+        console.print(f"Bar chart: {out / 'demo.png'}")
+    except MissingExtraError as error:
+        console.print(f"No bar chart: {error}")
+    console.print(f"Next: echelon generate {TARGET} 'def main(' --speculative-config.method ngram   ·   echelon doctor   ·   README.md")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,105 @@
+"""Blocks are held by exactly the rows that own them, shared ones are copied before they are written."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from echelon.errors import OutOfBlocksError
+from echelon.kv.blocks import BlockPool, BlockTables
+from echelon.kv.cache import KVCache, LayerShape
+
+
+def test_pool_hands_out_every_block_once() -> None:
+    pool = BlockPool(5)
+    blocks = [pool.allocate() for _ in range(5)]
+    assert sorted(blocks) == list(range(5))
+    with pytest.raises(OutOfBlocksError, match="kv_cache_memory_bytes"):
+        pool.allocate()
+    pool.share(blocks[0])
+    pool.release(blocks[0])
+    assert pool.num_free == 0
+    pool.release(blocks[0])
+    assert pool.num_free == 1
+    with pytest.raises(AssertionError, match="free already"):
+        pool.release(blocks[0])
+    pool.check()
+
+
+def test_reserve_takes_all_or_nothing() -> None:
+    tables = BlockTables(4, 8, 4)
+    assert tables.reserve(1, 17)
+    assert not tables.reserve(2, 9)
+    assert 2 not in tables
+    assert tables.reserve(2, 8)
+    tables.check()
+
+
+def test_commit_gives_back_what_is_not_kept() -> None:
+    tables = BlockTables(8, 4, 8)
+    tables.reserve(1, 20)
+    tables.commit(1, 9)
+    assert len(tables.blocks(1)) == 3
+    assert tables.pool.num_free == 5
+    tables.commit(1, 0)
+    assert tables.pool.num_free == 8
+    tables.check()
+
+
+def test_fork_copies_only_what_is_written() -> None:
+    cache = KVCache([LayerShape(1, 2, 2)], BlockTables(8, 4, 8), torch.float32, torch.device("cpu"))
+    tables = cache.tables
+    tables.reserve(1, 6)
+    slots = torch.tensor([b * 4 + i for b in tables.blocks(1) for i in range(4)])[:6]
+    cache.write(0, torch.arange(12.0).view(6, 1, 2), torch.arange(12.0).view(6, 1, 2), slots)
+    tables.commit(1, 6)
+    tables.fork(1, 2)
+    tables.check()
+    assert tables.blocks(1) == tables.blocks(2)
+    assert tables.num_missing(2, 7) == 1
+    tables.reserve(2, 7)
+    cache.apply_copies()
+    cache.check()
+    assert tables.blocks(1)[0] == tables.blocks(2)[0]
+    assert tables.blocks(1)[1] != tables.blocks(2)[1]
+    first, second = tables.blocks(1)[1], tables.blocks(2)[1]
+    assert torch.equal(cache.keys[0][first * 4 : first * 4 + 2], cache.keys[0][second * 4 : second * 4 + 2])
+    tables.release(1)
+    tables.release(2)
+    assert tables.pool.num_free == 8
+    cache.check()
+
+
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["reserve", "commit", "fork", "release"]), st.integers(0, 4), st.integers(0, 40)), max_size=60
+)
+
+
+@given(OPERATIONS)
+@settings(max_examples=300)
+def test_any_sequence_of_operations_keeps_the_books(operations: list[tuple[str, int, int]]) -> None:
+    """The oracle: each row's cached length, and the number of distinct blocks never exceeds what is not free."""
+    tables = BlockTables(12, 4, 12)
+    lengths: dict[int, int] = {}
+    for name, row, amount in operations:
+        if name == "reserve" and tables.reserve(row, max(amount, lengths.get(row, 0))):
+            lengths.setdefault(row, 0)
+        elif name == "commit" and row in lengths:
+            lengths[row] = min(amount, len(tables.blocks(row)) * 4)
+            tables.commit(row, lengths[row])
+        elif name == "fork" and row in lengths and row + 10 not in lengths:
+            tables.fork(row, row + 10)
+            lengths[row + 10] = lengths[row]
+        elif name == "release":
+            tables.release(row)
+            lengths.pop(row, None)
+        tables.copies.clear()
+        tables.check()
+        assert {r: tables.num_cached(r) for r in tables.row_ids} == lengths
+        held = {b for r in lengths for b in tables.blocks(r)}
+        assert len(held) == 12 - tables.pool.num_free
+    for row in list(lengths):
+        tables.release(row)
+    assert tables.pool.num_free == 12

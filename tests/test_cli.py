@@ -1,0 +1,118 @@
+"""The command line as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from echelon.cli import join_dotted
+from echelon.demo import DRAFT, TARGET
+
+SPECULATIVE = '{"method":"ngram","num_speculative_tokens":7,"prompt_lookup_max":2}'
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from echelon.cli import main; main()", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def test_generate_with_and_without_speculation_writes_the_same_text(tmp_path: Path) -> None:
+    source = tmp_path / "prompts.jsonl"
+    rows = [
+        {"id": "a", "prompt": "def main(argv):\n"},
+        {"prompt_token_ids": [300, 301, 302], "params": {"max_tokens": 5}},
+        {"messages": [{"role": "user", "content": "hello"}]},
+        {"question_id": 81, "turns": ["class A:\n", "again"]},
+    ]
+    source.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    plain = run("generate", TARGET, "--input", source, "--output", tmp_path / "plain.jsonl", "--max-tokens", 24)
+    assert plain.returncode == 0, plain.stderr
+    drafted = run(
+        "generate", TARGET, "--input", source, "--output", tmp_path / "drafted.jsonl", "--max-tokens", 24, "--json",
+        "--speculative-config", SPECULATIVE,
+    )  # fmt: skip
+    assert drafted.returncode == 0, drafted.stderr
+    summary = json.loads(drafted.stdout)
+    assert summary["num_draft_tokens"] if "num_draft_tokens" in summary else summary["tokens_per_step"] > 1.0
+    one, two = lines(tmp_path / "plain.jsonl"), lines(tmp_path / "drafted.jsonl")
+    assert [r["token_ids"] for r in one] == [r["token_ids"] for r in two]
+    assert [r["id"] for r in one] == ["a", "1", "2", "81"]
+    assert [r["usage"]["completion_tokens"] for r in one] == [24, 5, 24, 24]
+    assert set(one[0]) == {"index", "id", "text", "token_ids", "finish_reason", "seed", "usage", "metrics"}
+
+
+def test_bad_lines_are_reported_and_the_others_run(tmp_path: Path) -> None:
+    source = tmp_path / "prompts.jsonl"
+    source.write_text(
+        '{"prompt": "import os"}\n{"prompt": \n{"prompt": 3}\n{"prompt": "a", "messages": []}\n'
+        '{"prompt": ""}\n{"prompt": "x", "params": {"top_p": 7}}\n{"prompt_token_ids": [99999]}\n'
+    )
+    done = run("generate", TARGET, "--input", source, "--output", tmp_path / "out.jsonl", "--max-tokens", 4)
+    assert done.returncode == 3
+    rows = lines(tmp_path / "out.jsonl")
+    assert [("error" in r) for r in rows] == [False] + [True] * 6
+    for row, words in zip(rows[1:], ("line 2", "line 3", "exactly one", "empty", "top_p", "vocabulary"), strict=True):
+        assert words in row["error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "./nowhere", "a"], "does not exist"),
+        (["generate", TARGET], "--input"),
+        (["generate", TARGET, "--input", "missing.jsonl"], "missing.jsonl"),
+        (["generate", TARGET, "a", "--speculative-config", "{method"], "not JSON"),
+        (["generate", TARGET, "a", "--speculative-config.method", "nrgam"], "ngram"),
+        (["generate", TARGET, "a", "--temperature", "-1"], "temperature"),
+        (["generate", TARGET, "a", "--max-model-len", "5000"], "2048"),
+        (["generate", TARGET, "a", "--kv-cache-memory-bytes", "lots"], "2e9"),
+        (["inflate", TARGET, "/tmp/never", "--width", "3"], "power of two"),
+    ],
+)
+def test_usage_errors_are_one_line_and_exit_2(arguments: list[object], words: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_txt_input_and_printed_output(tmp_path: Path) -> None:
+    source = tmp_path / "prompts.txt"
+    source.write_text("import os\n\nimport sys\n")
+    done = run("generate", TARGET, "--input", source, "--max-tokens", 3, "--speculative-config.method", "draft_model",
+               "--speculative-config.model", DRAFT)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_dotted_keys_become_json() -> None:
+    words = ["generate", "M", "--speculative-config.method", "ngram", "--speculative-config.num_speculative_tokens=3"]
+    assert join_dotted(words)[:3] == ["generate", "M", "--speculative-config"]
+    assert json.loads(join_dotted(words)[3]) == {"method": "ngram", "num_speculative_tokens": 3}
+    assert join_dotted(["a", "b"]) == ["a", "b"]
+
+
+def test_doctor_reports(tmp_path: Path) -> None:
+    report = json.loads(run("doctor", DRAFT, "--json").stdout)
+    assert {"torch", "cpu", "ragged_attention", "linear", "model", "same text", "memory"} <= set(report)
+    assert "bitwise" in report["same text"]
+    assert run("doctor").returncode == 0
+
+
+def test_inflate_writes_a_checkpoint(tmp_path: Path) -> None:
+    done = run("inflate", DRAFT, tmp_path / "big", "--width", 2, "--num-layers", 3)
+    assert done.returncode == 0, done.stderr
+    grown = AutoModelForCausalLM.from_pretrained(tmp_path / "big")
+    assert (grown.config.hidden_size, grown.config.num_hidden_layers) == (256, 3)
+    outputs = [run("generate", folder, "def main(", "--max-tokens", 12).stdout for folder in (DRAFT, tmp_path / "big")]
+    assert outputs[0] == outputs[1] != ""

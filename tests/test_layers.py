@@ -1,0 +1,81 @@
+"""Who may import whom (docs/architecture.md)."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src" / "echelon"
+LEVELS = [
+    {"errors"},
+    {"config"},
+    {"sampling", "draft", "stats", "text", "memory", "kv.blocks"},
+    {"sequence"},
+    {"batch", "kv.cache"},
+    {"ops"},
+    {"layouts", "target"},
+    {"verify"},
+    {"drafters"},
+    {"scheduler"},
+    {"engine"},
+    {"api"},
+    {"requests"},
+    {"bench", "demo", "cli"},
+]
+RANK = {room: rank for rank, rooms in enumerate(LEVELS) for room in rooms}
+APART = {"layouts", "drafters"}  # siblings in these rooms do not import each other
+ALLOWED_SIBLINGS = {"base"}
+
+
+def room(module: str) -> str:
+    parts = module.removeprefix("echelon").lstrip(".").split(".")
+    two = ".".join(parts[:2])
+    return two if two in RANK else parts[0]
+
+
+def imports(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text("utf-8"))
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "echelon":
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "echelon"}
+    return found
+
+
+def modules() -> dict[str, Path]:
+    paths = {p: p.relative_to(SOURCE).with_suffix("").parts for p in SOURCE.rglob("*.py")}
+    return {".".join(parts).removesuffix(".__init__"): p for p, parts in paths.items() if parts != ("__init__",)}
+
+
+def test_data_flows_one_way() -> None:
+    for module, path in modules().items():
+        if module == "kv" or module.startswith("train"):
+            continue
+        mine = RANK[room(module)]
+        for imported in imports(path):
+            other = room(imported)
+            if other in RANK and other != room(module):
+                assert RANK[other] <= mine, f"{module} imports {imported}"
+
+
+def test_siblings_stay_apart() -> None:
+    for module, path in modules().items():
+        folder, _, name = module.partition(".")
+        if folder in APART:
+            for imported in imports(path):
+                parts = imported.split(".")
+                if parts[1] == folder:
+                    assert parts[2] in ALLOWED_SIBLINGS | {name}, f"{module} imports {imported}"
+
+
+def test_training_never_imports_the_engine() -> None:
+    for module, path in modules().items():
+        if module.startswith("train"):
+            assert all(i.startswith("echelon.train") or i == "echelon.errors" for i in imports(path)), module
+
+
+def test_the_scheduler_sees_no_tensors() -> None:
+    for module in ("scheduler", "sequence", "kv.blocks", "sampling"):
+        assert "torch" not in modules()[module].read_text("utf-8").replace("tokenizers", ""), module

@@ -1,0 +1,101 @@
+"""Filters against their textbook forms, noise against its distribution, and parameters against nonsense."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from echelon import RequestError, SamplingParams
+from echelon.sampling import choose_token, gumbel_noise, kept_tokens
+from echelon.verify import argmax_rows
+
+
+def row(size: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 3, size).astype(np.float32)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_top_k_keeps_the_k_largest(seed: int) -> None:
+    logits = row(50, seed)
+    for k in (1, 2, 7, 49, 50, 99):
+        kept = kept_tokens(logits, SamplingParams(top_k=k))
+        assert set(kept) == set(np.argsort(-logits)[:k])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_top_p_keeps_the_smallest_sufficient_set(seed: int) -> None:
+    logits = row(50, seed)
+    probabilities = np.exp(logits.astype(np.float64)) / np.exp(logits.astype(np.float64)).sum()
+    for top_p in (0.01, 0.3, 0.9, 0.999):
+        kept = kept_tokens(logits, SamplingParams(top_p=top_p))
+        mass = probabilities[kept].sum()
+        assert mass >= top_p
+        assert mass - probabilities[kept].min() < top_p
+        assert probabilities[kept].min() >= np.delete(probabilities, kept).max(initial=0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_min_p_is_relative_to_the_likeliest(seed: int) -> None:
+    logits = row(50, seed)
+    kept = kept_tokens(logits, SamplingParams(min_p=0.05))
+    ratio = np.exp(logits - logits.max())
+    assert set(kept) == set(np.flatnonzero(ratio >= 0.05))
+
+
+def test_noise_is_a_function_of_its_key() -> None:
+    ids = np.arange(1000)
+    base = gumbel_noise(7, 0, 3, ids)
+    assert np.array_equal(base, gumbel_noise(7, 0, 3, ids))
+    assert np.array_equal(base[[5, 900]], gumbel_noise(7, 0, 3, np.array([5, 900])))
+    for other in (gumbel_noise(8, 0, 3, ids), gumbel_noise(7, 1, 3, ids), gumbel_noise(7, 0, 4, ids)):
+        assert abs(np.corrcoef(base, other)[0, 1]) < 0.1
+    assert np.isfinite(gumbel_noise(2**64 - 1, 5, 10**6, ids)).all()
+
+
+def test_noise_is_gumbel() -> None:
+    """Kolmogorov–Smirnov distance of 200,000 draws; 1e-6 of all samples would exceed the bound."""
+    draws = np.sort(np.concatenate([gumbel_noise(1, 0, position, np.arange(1000)) for position in range(200)]))
+    exact = np.exp(-np.exp(-draws))
+    distance = np.abs(exact - (np.arange(len(draws)) + 0.5) / len(draws)).max()
+    assert distance < 2.7 / np.sqrt(len(draws))
+
+
+def test_tokens_follow_the_distribution() -> None:
+    """Chi-squared of 40,000 draws from five tokens."""
+    logits = np.array([0.0, 1.0, -1.0, 0.5, 2.0], np.float32)
+    params = SamplingParams(temperature=0.7)
+    draws = np.bincount([choose_token(logits, params, 3, 0, position) for position in range(40_000)], minlength=5)
+    expected = np.exp(logits / 0.7) / np.exp(logits / 0.7).sum() * 40_000
+    assert ((draws - expected) ** 2 / expected).sum() < 33.4  # 1e-6 quantile, 4 degrees of freedom
+
+
+def test_greedy_is_the_first_largest() -> None:
+    assert choose_token(np.array([1.0, 3.0, 3.0], np.float32), SamplingParams(temperature=0), 0, 0, 0) == 1
+
+
+@pytest.mark.parametrize("width", [1, 5, 127, 128, 129, 640, 1000])
+def test_argmax_of_rows(width: int) -> None:
+    logits = torch.from_numpy(np.random.default_rng(width).integers(0, 50, (40, width)).astype(np.float32))
+    assert argmax_rows(logits).tolist() == logits.numpy().argmax(-1).tolist()
+    assert argmax_rows(logits.bfloat16()).tolist() == logits.numpy().argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"seed": -1}, "seed"),
+        ({"stop": ["a", ""]}, "empty string"),
+        ({"temprature": 1}, "known keys: temperature"),
+    ],
+)
+def test_nonsense_is_refused_by_name(values: dict[str, object], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**values)

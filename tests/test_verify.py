@@ -1,0 +1,60 @@
+"""Acceptance on chains and trees."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from echelon import SamplingParams
+from echelon.draft import Draft
+from echelon.sequence import PlannedRow, Sequence
+from echelon.verify import accepted_path, verify
+
+
+def planned(num_rows: int, sampled: tuple[bool, ...] = ()) -> list[PlannedRow]:
+    rows = []
+    for i in range(num_rows):
+        sequence = Sequence(i, [1, 2, 3], 3, SamplingParams(temperature=0), 0, frozenset(), 50)
+        is_sampled = sampled[i] if sampled else True
+        rows.append(PlannedRow(sequence, 0, 3 if is_sampled else 2, 4))
+    return rows
+
+
+def logits_for(own: list[int], width: int = 20) -> torch.Tensor:
+    return torch.nn.functional.one_hot(torch.tensor(own), width).float()
+
+
+def test_chain_stops_at_the_first_difference() -> None:
+    draft = Draft.chains([[5, 6, 7], [], [8, 9], [4]])
+    own = [5, 6, 1, 9, 3, 8, 9, 2, 7, 11]
+    verdict = verify(draft, logits_for(own), planned(4))
+    assert verdict.accepted == [[5, 6], [], [8, 9], []]
+    assert verdict.next_tokens == [1, 3, 2, 7]  # recovered, plain, bonus, recovered
+    assert verdict.num_draft_tokens == [3, 0, 2, 1]
+
+
+def test_rows_that_are_not_sampled_take_no_logits() -> None:
+    draft = Draft.chains([[], [5]])
+    verdict = verify(draft, logits_for([5, 6]), planned(2, (False, True)))
+    assert verdict.accepted == [[], [5]]
+    assert verdict.next_tokens == [-1, 6]
+
+
+def test_a_later_match_after_a_difference_does_not_count() -> None:
+    assert accepted_path([5, 6, 7], [-1, 0, 1], [4, 6, 7, 8]) == []
+
+
+def test_tree_follows_the_target() -> None:
+    # two roots 5 and 6; 6 has children 7 and 8; 8 has the child 9
+    tokens, parents = [5, 6, 7, 8, 9], [-1, -1, 1, 1, 3]
+    assert accepted_path(tokens, parents, own=[6, 0, 8, 0, 9, 1]) == [1, 3, 4]
+    assert accepted_path(tokens, parents, own=[5, 0, 8, 0, 9, 1]) == [0]
+    assert accepted_path(tokens, parents, own=[1, 0, 8, 0, 9, 1]) == []
+
+
+def test_a_chain_is_a_tree_whose_parents_precede() -> None:
+    draft = Draft.chains([[1, 2, 3], [], [4]])
+    assert draft.parents.tolist() == [-1, 0, 1, -1]
+    assert draft.indptr.tolist() == [0, 3, 3, 4]
+    assert draft.tokens.dtype == draft.parents.dtype == draft.indptr.dtype == np.int32
+    assert [draft.row(i) for i in range(3)] == [[1, 2, 3], [], [4]]
