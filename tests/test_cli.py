@@ -5,28 +5,55 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-from echelon.cli import join_dotted
+from echelon.cli import join_dotted, main
 from echelon.demo import DRAFT, TARGET
 
 SPECULATIVE = '{"method":"ngram","num_speculative_tokens":7,"prompt_lookup_max":2}'
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from echelon.cli import main; main()", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The command in this process: exit code, standard output, standard error."""
+
+    def call(*arguments: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["echelon", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main()
+        out = capsys.readouterr()
+        return Done(int(stop.value.code or 0), out.out, out.err)
+
+    return call
+
+
+def test_the_installed_command_runs() -> None:
+    done = subprocess.run([Path(sys.executable).parent / "echelon", "--help"], capture_output=True, text=True, check=True)
+    assert "generate" in done.stdout
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
-def test_generate_with_and_without_speculation_writes_the_same_text(tmp_path: Path) -> None:
+def test_generate_with_and_without_speculation_writes_the_same_text(run: Run, tmp_path: Path) -> None:
     source = tmp_path / "prompts.jsonl"
     rows = [
         {"id": "a", "prompt": "def main(argv):\n"},
@@ -51,7 +78,7 @@ def test_generate_with_and_without_speculation_writes_the_same_text(tmp_path: Pa
     assert set(one[0]) == {"index", "id", "text", "token_ids", "finish_reason", "seed", "usage", "metrics"}
 
 
-def test_bad_lines_are_reported_and_the_others_run(tmp_path: Path) -> None:
+def test_bad_lines_are_reported_and_the_others_run(run: Run, tmp_path: Path) -> None:
     source = tmp_path / "prompts.jsonl"
     source.write_text(
         '{"prompt": "import os"}\n{"prompt": \n{"prompt": 3}\n{"prompt": "a", "messages": []}\n'
@@ -79,14 +106,14 @@ def test_bad_lines_are_reported_and_the_others_run(tmp_path: Path) -> None:
         (["inflate", TARGET, "/tmp/never", "--width", "3"], "power of two"),
     ],
 )
-def test_usage_errors_are_one_line_and_exit_2(arguments: list[object], words: str) -> None:
+def test_usage_errors_are_one_line_and_exit_2(run: Run, arguments: list[object], words: str) -> None:
     done = run(*arguments)
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_txt_input_and_printed_output(tmp_path: Path) -> None:
+def test_txt_input_and_printed_output(run: Run, tmp_path: Path) -> None:
     source = tmp_path / "prompts.txt"
     source.write_text("import os\n\nimport sys\n")
     done = run("generate", TARGET, "--input", source, "--max-tokens", 3, "--speculative-config.method", "draft_model",
@@ -102,14 +129,14 @@ def test_dotted_keys_become_json() -> None:
     assert join_dotted(["a", "b"]) == ["a", "b"]
 
 
-def test_doctor_reports(tmp_path: Path) -> None:
+def test_doctor_reports(run: Run, tmp_path: Path) -> None:
     report = json.loads(run("doctor", DRAFT, "--json").stdout)
     assert {"torch", "cpu", "ragged_attention", "linear", "model", "same text", "memory"} <= set(report)
     assert "bitwise" in report["same text"]
     assert run("doctor").returncode == 0
 
 
-def test_inflate_writes_a_checkpoint(tmp_path: Path) -> None:
+def test_inflate_writes_a_checkpoint(run: Run, tmp_path: Path) -> None:
     done = run("inflate", DRAFT, tmp_path / "big", "--width", 2, "--num-layers", 3)
     assert done.returncode == 0, done.stderr
     grown = AutoModelForCausalLM.from_pretrained(tmp_path / "big")

@@ -5,14 +5,15 @@ on nothing else in the call, bit for bit: not on the row's other new tokens, the
 that are masked or stale are never multiplied.
 """
 
-from echelon.ops.reference import ROWS_PER_CALL, fixed_rows_linear, ragged_attention
+from echelon.ops.reference import LARGEST_CALL, ROWS_PER_CALL, RowCounts, fixed_rows_linear, ragged_attention
 
-__all__ = ["ROWS_PER_CALL", "fixed_rows_linear", "ragged_attention", "which"]
+__all__ = ["ROWS_PER_CALL", "RowCounts", "fixed_rows_linear", "ragged_attention", "which"]
 
 
 def which() -> dict[str, str]:
     """Operation → the implementation that serves it, with the reason."""
     return {
         "ragged_attention": "PyTorch (tiles of fixed shape, float32 accumulation): no compiled kernels in this version",
-        "linear": f"PyTorch, calls of {ROWS_PER_CALL} rows each, so that a row's result does not depend on the batch",
+        "linear": f"PyTorch, calls of {ROWS_PER_CALL} rows, or of up to {LARGEST_CALL} where they were seen to round alike, "
+        "so that a row's result does not depend on the batch",
     }

@@ -16,36 +16,72 @@ from torch import Tensor
 from echelon.batch import RaggedBatch
 
 ROWS_PER_CALL = 16  # rows of one linear call: where arithmetic and reading the weights balance on CPUs with bf16 instructions
+LARGEST_CALL = 128  # rows of the largest linear call that is tried
 QUERY_TILE = 16  # (token, head of the group) pairs of one attention item
 KEY_TILE = 128  # keys of one attention tile; tiles lie at multiples of this from position 0
-MAX_ITEMS = 1024  # attention items worked on at once, to bound memory
+MAX_ITEMS = 64  # attention items worked on at once, so that what they need stays in the cache
 
 
-def fixed_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+class RowCounts:
+    """Row counts whose calls round like calls of ROWS_PER_CALL, found by trying; one object for all layers of a shape.
+
+    Summation order is a property of a kernel, not of the data, so one random input whose every output bit agrees shows that a larger
+    call may stand for several small ones. Where it does not agree (most shapes on CPUs with AMX), small calls are made.
+    """
+
+    def __init__(self) -> None:
+        self._agreeing: dict[int, list[int]] = {}  # number of threads → row counts, falling
+
+    def agreeing(self, weight: Tensor, bias: Tensor | None) -> list[int]:
+        """Row counts that may be used for this weight, largest first; the last is ROWS_PER_CALL."""
+        threads = torch.get_num_threads()
+        if threads not in self._agreeing:
+            self._agreeing[threads] = self._try(weight, bias)
+        return self._agreeing[threads]
+
+    def _try(self, weight: Tensor, bias: Tensor | None) -> list[int]:
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(LARGEST_CALL, weight.shape[1], generator=generator).to(weight.dtype)
+        small = torch.cat([F.linear(part, weight, bias) for part in torch.split(rows, ROWS_PER_CALL)])
+        if not bool(torch.isfinite(small).all()) or float(small.float().std()) == 0.0:
+            return [ROWS_PER_CALL]  # nothing to compare: a weight of zeros agrees with everything
+        sizes = range(2 * ROWS_PER_CALL, LARGEST_CALL + 1, ROWS_PER_CALL)
+        agreeing = [n for n in sizes if torch.equal(F.linear(rows[:n], weight, bias), small[:n])]
+        return [*reversed(agreeing), ROWS_PER_CALL]
+
+
+def fixed_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: RowCounts) -> Tensor:
     """x [..., K] @ weight [N, K]ᵀ + bias [N] → [..., N], each row's result independent of the number of rows."""
     rows = x.reshape(-1, x.shape[-1])
     num_rows = len(rows)
     missing = -num_rows % ROWS_PER_CALL
     if missing:
         rows = F.pad(rows, (0, 0, 0, missing))
-    parts = [F.linear(part, weight, bias) for part in torch.split(rows, ROWS_PER_CALL)]
+    parts = []
+    start = 0
+    while start < len(rows):
+        size = next(n for n in counts.agreeing(weight, bias) if n <= len(rows) - start)
+        parts.append(F.linear(rows[start : start + size], weight, bias))
+        start += size
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out[:num_rows].view(*x.shape[:-1], weight.shape[0])
 
 
 @dataclass(frozen=True)
 class KeyTile:
-    """One tile of keys and the items that see some of it; P items here.
+    """One tile of keys, the U rows that have them and the P items that see some of them.
 
-    items   int64[P]         which items
-    slots   int64[P, K]      KV slots of the tile's keys (slot 0 where the row has none)
-    exists  bool[P, K, 1]    the key has been written
-    visible bool[P, Q, K]    the query may see the key
+    slots   int64[U, K]         KV slots of each row's keys (0 where the row has none)
+    exists  bool[U, 1, K, 1]    the key has been written
+    items   int64[P]            which items
+    row     int64[P] or None    place of each item's row among the U; None where every row has one item
+    visible bool[P, 1, Q, K]    the query may see the key
     """
 
-    items: Tensor
     slots: Tensor
     exists: Tensor
+    items: Tensor
+    row: Tensor | None
     visible: Tensor
 
 
@@ -89,22 +125,26 @@ def _key_tiles(batch: RaggedBatch, item_row: Tensor, positions: Tensor, window: 
     if window is not None:
         lowest = positions.masked_fill(positions < 0, torch.iinfo(torch.int64).max).amin(1)
         first = (lowest - window + 1).clamp_min(0)
-    tiles = []
-    table, kv_lens = batch.block_table.long(), batch.kv_lens.long()
-    for start in range(0, int(batch.kv_lens.max()), KEY_TILE):
-        keys = torch.arange(start, start + KEY_TILE)
-        seen = torch.nonzero((last >= start) & (first < start + KEY_TILE)).flatten()
-        for items in torch.split(seen, MAX_ITEMS):
-            rows = item_row[items]
-            exists = keys < kv_lens[rows, None]
-            blocks = (keys // batch.block_size).clamp_max(table.shape[1] - 1)
-            slots = table[rows][:, blocks] * batch.block_size + keys % batch.block_size
-            at = positions[items, :, None]
-            visible = keys <= at
-            if window is not None:
-                visible &= keys > at - window
-            tiles.append(KeyTile(items, slots.masked_fill(~exists, 0), exists[..., None], visible))
-    return tiles
+    return [
+        _key_tile(batch, start, items, item_row[items], positions[items], window)
+        for start in range(0, int(batch.kv_lens.max()), KEY_TILE)
+        for items in torch.split(torch.nonzero((last >= start) & (first < start + KEY_TILE)).flatten(), MAX_ITEMS)
+    ]
+
+
+def _key_tile(batch: RaggedBatch, start: int, items: Tensor, item_row: Tensor, positions: Tensor, window: int | None) -> KeyTile:
+    """The tile of positions `start … start + KEY_TILE − 1` for some items; positions int64[P, Q] of their queries."""
+    keys = torch.arange(start, start + KEY_TILE)
+    rows, row = torch.unique(item_row, return_inverse=True)
+    exists = keys < batch.kv_lens.long()[rows, None]
+    table = batch.block_table.long()
+    blocks = (keys // batch.block_size).clamp_max(table.shape[1] - 1)
+    slots = table[rows][:, blocks] * batch.block_size + keys % batch.block_size
+    visible = keys <= positions[..., None]
+    if window is not None:
+        visible &= keys > positions[..., None] - window
+    one_each = None if len(rows) == len(items) else row
+    return KeyTile(slots.masked_fill(~exists, 0), exists[:, None, :, None], items, one_each, visible[:, None])
 
 
 def ragged_attention(
@@ -151,18 +191,21 @@ def ragged_attention(
 
 def _attend_tile(tile: KeyTile, query: Tensor, keys: Tensor, values: Tensor, softcap: float | None, highest: Tensor, total: Tensor) -> None:
     """Fold one tile of keys into the running maximum and sums of its items (in place)."""
-    num_items, heads = len(tile.items), query.shape[1]
-    tile_keys = keys[tile.slots].transpose(1, 2).float().flatten(0, 1)  # [P · Hkv, K, D]
-    tile_values = torch.where(tile.exists[..., None], values[tile.slots].float(), 0.0).transpose(1, 2)
-    tile_values = F.pad(tile_values, (0, total.shape[-1] - values.shape[-1]), value=1.0).flatten(0, 1)
-    scores = torch.bmm(query[tile.items].flatten(0, 1), tile_keys.transpose(1, 2)).view(num_items, heads, QUERY_TILE, KEY_TILE)
+    num_items, heads, width = len(tile.items), query.shape[1], total.shape[-1]
+    row_keys = keys[tile.slots].transpose(1, 2).contiguous().float()  # [U, Hkv, K, D]
+    row_values = torch.ones(*row_keys.shape[:3], width)
+    row_values[..., : values.shape[-1]] = torch.where(tile.exists, values[tile.slots].transpose(1, 2), 0.0)
+    if tile.row is not None:
+        row_keys, row_values = row_keys[tile.row], row_values[tile.row]
+    scores = torch.bmm(query[tile.items].flatten(0, 1), row_keys.flatten(0, 1).transpose(1, 2))
+    scores = scores.view(num_items, heads, QUERY_TILE, KEY_TILE)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = torch.where(tile.visible[:, None], scores, -torch.inf)
+    scores = scores.masked_fill_(~tile.visible, -torch.inf)
     old = highest[tile.items]
     new = torch.maximum(old, scores.amax(-1, keepdim=True))
     anchor = new.masked_fill(new == -torch.inf, 0.0)  # a query that has seen nothing yet
-    weights = torch.exp(scores - anchor)
-    summed = torch.bmm(weights.flatten(0, 1), tile_values).view(num_items, heads, QUERY_TILE, -1)
+    weights = scores.sub_(anchor).exp_()
+    summed = torch.bmm(weights.flatten(0, 1), row_values.flatten(0, 1)).view(num_items, heads, QUERY_TILE, width)
     total[tile.items] = total[tile.items] * torch.exp(old - anchor) + summed
     highest[tile.items] = new

@@ -9,16 +9,18 @@ from torch import Tensor, nn
 from echelon import ops
 
 
-def _linear(module: nn.Linear, x: Tensor) -> Tensor:
-    return ops.fixed_rows_linear(x, module.weight, module.bias)
+def _linear(module: nn.Linear, counts: ops.RowCounts, x: Tensor) -> Tensor:
+    return ops.fixed_rows_linear(x, module.weight, module.bias, counts)
 
 
 def replace_layers(model: nn.Module) -> dict[str, int]:
     """Patch every linear layer; returns how many modules of each class now run our operations."""
-    counts: dict[str, int] = {}
+    replaced: dict[str, int] = {}
+    by_shape: dict[tuple[int, ...], ops.RowCounts] = {}
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.forward = functools.partial(_linear, module)  # type: ignore[method-assign]
+            counts = by_shape.setdefault((*module.weight.shape, module.bias is not None), ops.RowCounts())
+            module.forward = functools.partial(_linear, module, counts)  # type: ignore[method-assign]
             name = type(module).__name__
-            counts[name] = counts.get(name, 0) + 1
-    return counts
+            replaced[name] = replaced.get(name, 0) + 1
+    return replaced
