@@ -180,8 +180,8 @@ def save_atomically(state: dict[str, object], path: Path) -> None:
 def main(
     out: Annotated[Path, typer.Argument(help="Folder for the two checkpoints.")],
     work: Annotated[Path, typer.Option(help="Folder for tokens and resumable checkpoints.")] = Path("build/pair"),
-    steps: Annotated[int, typer.Option(help="Batches of 8,192 tokens.")] = 2000,
-    decay: Annotated[int, typer.Option(help="Last steps, with falling rate and longer sequences.")] = 600,
+    steps: Annotated[int, typer.Option(help="Batches of 8,192 tokens.")] = 1800,
+    decay: Annotated[int, typer.Option(help="Last steps, with falling rate and longer sequences.")] = 400,
     rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
     every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
 ) -> None:

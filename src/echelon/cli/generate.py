@@ -1,41 +1,20 @@
-"""The `echelon` command. Progress and messages go to stderr, results to stdout or to the file asked for.
-
-Exit codes: 0 done, 1 a check failed, 2 usage, 3 some rows failed, 130 interrupted.
-"""
+"""`echelon generate`: prompts in, JSONL out."""
 
 from __future__ import annotations
 
 import json
-import platform
-import sys
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-import transformers
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
-import echelon
-from echelon import LLM, ConfigError, EchelonError, RequestOutput, SamplingParams, ops
+from echelon import LLM, ConfigError, EchelonError, RequestOutput, SamplingParams
+from echelon.cli.shared import SPECULATIVE, ModelArgument, errors
 from echelon.requests import Request, read_requests, request_from_text
-
-app = typer.Typer(
-    help="Batched speculative decoding: several tokens a step from every sequence, no padding, the same text.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
-)
-errors = Console(stderr=True)
-
-SPECULATIVE = "--speculative-config"
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name of a causal language model (safetensors).")]
 
 
 class DType(StrEnum):
@@ -45,7 +24,6 @@ class DType(StrEnum):
     float32 = "float32"
 
 
-@app.command()
 def generate(
     model: ModelArgument,
     prompt: Annotated[list[str] | None, typer.Argument(help="Prompts, instead of --input.")] = None,
@@ -207,112 +185,3 @@ def _speculative(text: str | None) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise ConfigError(f"{SPECULATIVE} must be a JSON object such as " + '{"method":"ngram"}')
     return value
-
-
-def join_dotted(arguments: list[str]) -> list[str]:
-    """`--speculative-config.key value` (or `=value`) pairs become one `--speculative-config JSON`."""
-    config: dict[str, Any] = {}
-    rest: list[str] = []
-    words = iter(arguments)
-    for word in words:
-        if not word.startswith(SPECULATIVE + "."):
-            rest.append(word)
-            continue
-        key, equals, value = word.removeprefix(SPECULATIVE + ".").partition("=")
-        value = value if equals else next(words, "")
-        try:
-            config[key] = json.loads(value)
-        except ValueError:
-            config[key] = value
-    return [*rest, SPECULATIVE, json.dumps(config)] if config else rest
-
-
-@app.command()
-def inflate(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A trained Llama- or OPT-type checkpoint.")],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder for the grown checkpoint.")],
-    width: Annotated[int | None, typer.Option(help="Repeat the width this often (a power of two).")] = None,
-    num_layers: Annotated[int | None, typer.Option(help="Number of layers afterwards.")] = None,
-    parameters: Annotated[str, typer.Option(help="Or: grow to at least this many parameters, e.g. 500M or 1.1B.")] = "500M",
-) -> None:
-    """Grow a trained checkpoint to serving size without changing its function.
-
-    Acceptance stays that of the trained model, while a step costs what a large model costs.
-    """
-    from echelon.bench.inflate import Growth, describe, plan_growth
-    from echelon.bench.inflate import inflate as grow
-    from echelon.target.loading import load_plain
-
-    model, tokenizer = load_plain(source)
-    growth = plan_growth(model, _count(parameters))
-    if width is not None or num_layers is not None:
-        growth = Growth(width or 1, num_layers or model.config.num_hidden_layers)
-    grown = grow(model, growth)
-    grown.save_pretrained(destination, max_shard_size="2GB")
-    if tokenizer is not None:
-        tokenizer.save_pretrained(destination)
-    errors.print(f"{escape(source)}: {describe(model)}", highlight=False)
-    errors.print(f"{escape(str(destination))}: {describe(grown)}", highlight=False)
-
-
-def _count(text: str) -> int:
-    factor = {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:].upper(), 1)
-    try:
-        return int(float(text[:-1] if factor > 1 else text) * factor)
-    except ValueError:
-        raise ConfigError(f"--parameters {text!r} is no count; write 500M or 1.1B") from None
-
-
-@app.command()
-def doctor(
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Also load this model and say how it is served.")] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
-) -> None:
-    """Say what this machine offers, which implementation serves each operation and why, and what is promised."""
-    report: dict[str, str] = {
-        "echelon": echelon_version(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "cpu": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
-        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else "none (this version runs on the CPU)",
-        **ops.which(),
-    }
-    if model is not None:
-        llm = LLM(model)
-        config = llm.target.model.config
-        replaced = ", ".join(f"{n} {name}" for name, n in llm.target.replaced.items())
-        report |= {
-            "model": f"{type(llm.target.model).__name__}, {llm.target.model.dtype}, context {llm.max_len}".replace("torch.", ""),
-            "self-test": "passed: every attention layer batches exactly",
-            "layers": f"{config.num_hidden_layers} layers; {replaced} run echelon's operations",
-            "same text": "bitwise: a row's logits do not depend on the batch, with or without speculation",
-            "memory": str(llm.memory_plan),
-        }
-    if json_output:
-        typer.echo(json.dumps(report))
-        return
-    table = Table.grid(padding=(0, 2))
-    for key, value in report.items():
-        table.add_row(f"[bold]{escape(key)}[/]", escape(value))
-    Console().print(table)
-
-
-def echelon_version() -> str:
-    from importlib.metadata import version
-
-    return version(echelon.__name__)
-
-
-def main() -> None:
-    """Entry point: errors of ours become one line and exit code 2."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        app(join_dotted(sys.argv[1:]), prog_name="echelon", standalone_mode=True)
-    except EchelonError as error:
-        errors.print(f"[red]error:[/] {escape(str(error))}", highlight=False)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        errors.print("interrupted")
-        sys.exit(130)

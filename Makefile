@@ -1,0 +1,37 @@
+# `make demo` shows what it does; `make test` proves it. Both install what they need first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint pair bench clean
+
+demo: $(READY)
+	$(BIN)/python -m echelon.demo
+
+test: lint
+	$(BIN)/python -m pytest --durations=20
+
+lint: $(READY)
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+
+# Train the embedded pair again (about two hours on two cores; resumable).
+pair: $(READY)
+	$(BIN)/python -m echelon.train.pair src/echelon/demo/pair
+
+# The table of the README and the overhead of a step.
+bench: $(READY)
+	$(BIN)/echelon bench throughput --output docs/evidence/throughput.json
+	$(BIN)/echelon bench overhead --output docs/evidence/overhead.json
+
+# torch comes first and by its exact version, so that nothing that follows can replace it.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build

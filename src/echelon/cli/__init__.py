@@ -1,0 +1,64 @@
+"""The `echelon` command. Progress and messages go to stderr, results to stdout or to the file asked for.
+
+Exit codes: 0 done, 1 a check failed, 2 usage, 3 some rows failed, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import transformers
+import typer
+from rich.markup import escape
+
+from echelon import EchelonError
+from echelon.cli import bench
+from echelon.cli.doctor import doctor
+from echelon.cli.generate import generate
+from echelon.cli.inflate import inflate
+from echelon.cli.shared import SPECULATIVE, errors
+
+app = typer.Typer(
+    help="Batched speculative decoding: several tokens a step from every sequence, no padding, the same text.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+for verb in (generate, doctor, inflate):
+    app.command()(verb)
+app.add_typer(bench.app, name="bench")
+
+
+def join_dotted(arguments: list[str]) -> list[str]:
+    """`--speculative-config.key value` (or `=value`) pairs become one `--speculative-config JSON`."""
+    config: dict[str, Any] = {}
+    rest: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if not word.startswith(SPECULATIVE + "."):
+            rest.append(word)
+            continue
+        key, equals, value = word.removeprefix(SPECULATIVE + ".").partition("=")
+        value = value if equals else next(words, "")
+        try:
+            config[key] = json.loads(value)
+        except ValueError:
+            config[key] = value
+    return [*rest, SPECULATIVE, json.dumps(config)] if config else rest
+
+
+def main() -> None:
+    """Entry point: errors of ours become one line and exit code 2."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        app(join_dotted(sys.argv[1:]), prog_name="echelon", standalone_mode=True)
+    except EchelonError as error:
+        errors.print(f"[red]error:[/] {escape(str(error))}", highlight=False)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        errors.print("interrupted")
+        sys.exit(130)

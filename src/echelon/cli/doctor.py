@@ -1,0 +1,51 @@
+"""`echelon doctor`: what this machine offers and what is promised on it."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib.metadata import version
+from typing import Annotated
+
+import torch
+import transformers
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from echelon import LLM, ops
+
+
+def doctor(
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Also load this model and say how it is served.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Say what this machine offers, which implementation serves each operation and why, and what is promised."""
+    report: dict[str, str] = {
+        "echelon": version("echelon"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "cpu": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else "none (this version runs on the CPU)",
+        **ops.which(),
+    }
+    if model is not None:
+        llm = LLM(model)
+        config = llm.target.model.config
+        replaced = ", ".join(f"{n} {name}" for name, n in llm.target.replaced.items())
+        report |= {
+            "model": f"{type(llm.target.model).__name__}, {llm.target.model.dtype}, context {llm.max_len}".replace("torch.", ""),
+            "self-test": "passed: every attention layer batches exactly",
+            "layers": f"{config.num_hidden_layers} layers; {replaced} run echelon's operations",
+            "same text": "bitwise: a row's logits do not depend on the batch, with or without speculation",
+            "memory": str(llm.memory_plan),
+        }
+    if json_output:
+        typer.echo(json.dumps(report))
+        return
+    table = Table.grid(padding=(0, 2))
+    for key, value in report.items():
+        table.add_row(f"[bold]{escape(key)}[/]", escape(value))
+    Console().print(table)
