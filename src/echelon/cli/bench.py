@@ -13,6 +13,7 @@ from rich.progress import Progress
 
 from echelon import ConfigError, SamplingParams
 from echelon.bench.overhead import measure_all
+from echelon.bench.pair import evaluate_pair
 from echelon.bench.throughput import as_json, as_markdown, default_methods, environment, measure, plain_outputs
 from echelon.bench.workloads import code_prompts
 from echelon.cli.shared import errors
@@ -79,6 +80,20 @@ def overhead(output: OutputOption = None) -> None:
     for r in rows:
         typer.echo(f"| {r.batch_size} | {r.num_draft_tokens} | {r.temperature} | {r.median_ms:.2f} | {r.largest_ms:.2f} |")
     _write(output, {"environment": environment(), "results": [asdict(r) for r in rows]})
+
+
+@app.command()
+def pair(
+    num_prompts: Annotated[int, typer.Option(help="Continuations of held-out Python source.", min=1)] = 128,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each.", min=8)] = 128,
+    output: OutputOption = None,
+) -> None:
+    """What the embedded pair is worth: held-out loss, and acceptance on continuations sampled at temperature 0.8."""
+    with errors.status("measuring the embedded pair"):
+        report = evaluate_pair(num_prompts, max_tokens)
+    for key, value in report.items():
+        typer.echo(f"{key}: {value:.3f}")
+    _write(output, {"environment": environment(), "results": report})
 
 
 def _sizes(text: str) -> list[int]:

@@ -1,8 +1,8 @@
 """The embedded pair: a target of about 11 M parameters and a draft model of about 1 M, trained together from Python source.
 
 `python -m echelon.train.pair OUT` builds corpus, tokenizer and both models. The target learns the text (cross-entropy); the draft
-model learns the target (forward KL divergence to its distribution) in the same loop, on the same batches, so that one pass over the
-corpus trains both. Checkpoints are written to WORK and a rerun resumes; batch n is a function of (seed, n) alone.
+model learns the target (forward KL divergence to its distribution) in the same loop, on the same batches. Then the target stands still and
+the draft model goes on, half of it on the target's own text. A rerun resumes; batch n is a function of (seed, n) alone.
 
 Optimiser: Muon (Jordan 2024) for the matrices inside the layers, AdamW for embeddings and norms; constant learning rate, then a
 linear decay to zero over the last part; sequences grow from 256 tokens to the full context.
@@ -34,8 +34,10 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
+SAMPLING_TEMPERATURE = 0.8  # of the target's own text, and where the draft model's acceptance is trained
 # Share of each group in a batch: the standard library is what the evaluation reads, the wheels are most of the text.
 MIX = {"stdlib": 0.4, "stdlib-tests": 0.15, "wheels": 0.45}
+Tokens = dict[str, np.ndarray]
 WHEELS = ["torch", "transformers", "sympy", "networkx", "matplotlib", "numpy", "hypothesis", "pydantic", "rich", "setuptools"]
 
 
@@ -86,7 +88,7 @@ def train_tokenizer(docs: list[corpus.Document]) -> PreTrainedTokenizerFast:
     )
 
 
-def prepare(work: Path) -> tuple[PreTrainedTokenizerFast, dict[str, np.ndarray]]:
+def prepare(work: Path) -> tuple[PreTrainedTokenizerFast, Tokens]:
     """Tokenizer and token arrays by group, made on the first call and read again afterwards."""
     folder, file = work / "tokenizer", work / "tokens.npz"
     if not file.exists():
@@ -100,7 +102,7 @@ def prepare(work: Path) -> tuple[PreTrainedTokenizerFast, dict[str, np.ndarray]]
     return PreTrainedTokenizerFast.from_pretrained(folder), dict(np.load(file))
 
 
-def batch(tokens: dict[str, np.ndarray], step: int, length: int) -> Tensor:
+def batch(tokens: Tokens, step: int, length: int) -> Tensor:
     """int64 [TOKENS_PER_BATCH / length, length + 1]: random crops, a function of `step` alone."""
     rng = np.random.default_rng([2024, step])
     rows = []
@@ -172,65 +174,144 @@ def export(out: Path, tokenizer: PreTrainedTokenizerFast, target: nn.Module, dra
     (out / "training.jsonl").write_text((work / "log.jsonl").read_text())
 
 
-def save_atomically(state: dict[str, object], path: Path) -> None:
+def save_atomically(state: dict[str, Any], path: Path) -> None:
     torch.save(state, path.with_suffix(".tmp"))
     os.replace(path.with_suffix(".tmp"), path)
+
+
+class Loop:
+    """Steps of one training phase: learning rate, optimisers, checkpoints. A rerun resumes at the last checkpoint."""
+
+    def __init__(self, models: dict[str, nn.Module], checkpoint: Path, steps: int, decay: int, rate: float) -> None:
+        self.models, self.checkpoint, self.steps, self.decay, self.rate = models, checkpoint, steps, decay, rate
+        self.optimizers = [o for model in models.values() for o in optimizers(model, rate)]
+        self.first = 0
+        if checkpoint.exists():
+            state = torch.load(checkpoint, weights_only=True)
+            self.first = int(state["step"])
+            for name, model in models.items():
+                model.load_state_dict(state[name])
+            for optimizer, saved in zip(self.optimizers, state["optims"], strict=True):
+                optimizer.load_state_dict(saved)
+
+    def update(self, step: int, loss: Tensor) -> None:
+        """One optimiser step at the rate of this step."""
+        loss.backward()  # type: ignore[no-untyped-call]
+        factor = rate_factor(step, self.steps, self.decay)
+        for model in self.models.values():
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def save(self, done: int) -> None:
+        states = {name: model.state_dict() for name, model in self.models.items()}
+        save_atomically({"step": done, **states, "optims": [o.state_dict() for o in self.optimizers]}, self.checkpoint)
+
+
+def train_together(
+    target: nn.Module, draft: nn.Module, tokens: Tokens, work: Path, steps: int, decay: int, rate: float, every: int
+) -> None:
+    """First phase: the target learns the text and the draft model learns the target, on the same batches."""
+    loop = Loop({"target": target, "draft": draft}, work / "checkpoint.pt", steps, decay, rate)
+    losses = torch.compile(pair_losses, dynamic=False)
+    start = time.monotonic()
+    for step in range(loop.first, steps):
+        ids = batch(tokens, step, sequence_length(step, steps, decay))
+        cross_entropy, divergence = losses(target, draft, ids)
+        loop.update(step, cross_entropy + divergence)
+        report("pair", step + 1, steps, (time.monotonic() - start) / (step + 1 - loop.first), float(cross_entropy), float(divergence))
+        if (step + 1) % every == 0 or step + 1 == steps:
+            loop.save(step + 1)
+            log_held_out(work, "pair", step + 1, target, draft, tokens)
+
+
+def distil(target: nn.Module, draft: nn.Module, tokens: Tokens, work: Path, steps: int, rate: float, every: int) -> None:
+    """Second phase: the target stands still, and the draft model is trained for acceptance.
+
+    Half of each batch is text, half is what the target itself says: continuations sampled at SAMPLING_TEMPERATURE.
+    """
+    said = target_continuations(target, tokens, work / "said.npy")
+    loop = Loop({"draft": draft}, work / "draft.pt", steps, steps, rate)
+    losses = torch.compile(draft_loss, dynamic=False)
+    start = time.monotonic()
+    for step in range(loop.first, steps):
+        text = batch(tokens, 1_000_000 + step, 256)[: TOKENS_PER_BATCH // 512]
+        rng = np.random.default_rng([2025, step])
+        own = torch.from_numpy(said[rng.integers(0, len(said), TOKENS_PER_BATCH // 512)].astype(np.int64))
+        loss = losses(target, draft, torch.cat([text, own]))
+        loop.update(step, loss)
+        report("draft", step + 1, steps, (time.monotonic() - start) / (step + 1 - loop.first), float(loss))
+        if (step + 1) % every == 0 or step + 1 == steps:
+            loop.save(step + 1)
+            log_held_out(work, "draft", step + 1, target, draft, tokens)
+
+
+def draft_loss(target: nn.Module, draft: nn.Module, ids: Tensor) -> Tensor:
+    """KL(target ‖ draft) plus the total variation at SAMPLING_TEMPERATURE, which bounds acceptance (DistillSpec, Zhou et al. 2024)."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad():
+            target_logits = target(input_ids=ids[:, :-1], use_cache=False).logits.float().flatten(0, 1)
+        draft_logits = draft(input_ids=ids[:, :-1], use_cache=False).logits.float().flatten(0, 1)
+    log_target, log_draft = target_logits.log_softmax(-1), draft_logits.log_softmax(-1)
+    divergence = (log_target.exp() * (log_target - log_draft)).sum(-1).mean()
+    sharp_target, sharp_draft = (target_logits / SAMPLING_TEMPERATURE).softmax(-1), (draft_logits / SAMPLING_TEMPERATURE).softmax(-1)
+    variation = 0.5 * (sharp_target - sharp_draft).abs().sum(-1).mean()
+    loss: Tensor = 0.25 * divergence + variation
+    return loss
+
+
+@torch.no_grad()
+def target_continuations(target: nn.Module, tokens: Tokens, file: Path, count: int = 4096, length: int = 257) -> np.ndarray:
+    """uint16 [count, length]: what the target says after 32 tokens of text, sampled; made once and read again."""
+    if not file.exists():
+        torch.manual_seed(7)
+        parts = []
+        for i in range(0, count, 128):
+            prompts = batch(tokens, 2_000_000 + i, 63)[:128, :32]
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                options = {"do_sample": True, "temperature": SAMPLING_TEMPERATURE, "top_k": 0, "eos_token_id": None, "pad_token_id": 1}
+                out = target.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=length - 32, **options)  # type: ignore[operator]
+            parts.append(out.numpy().astype(np.uint16))
+            print(f"target's own text: {i + 128}/{count}", flush=True)
+        np.save(file, np.concatenate(parts))
+    return np.asarray(np.load(file))
+
+
+def report(phase: str, done: int, steps: int, seconds: float, *losses: float) -> None:
+    if done % 10 == 0:
+        shown = ", ".join(f"{x:.3f}" for x in losses)
+        print(f"{phase} {done}/{steps}: {shown}; {seconds:.2f} s a step, {(steps - done) * seconds / 60:.0f} min left", flush=True)
+
+
+def log_held_out(work: Path, phase: str, done: int, target: nn.Module, draft: nn.Module, tokens: Tokens) -> None:
+    losses = evaluate(target, draft, tokens["held-out"])
+    with (work / "log.jsonl").open("a") as log:
+        log.write(json.dumps({"phase": phase, "step": done, "tokens": done * TOKENS_PER_BATCH, "held_out": losses}) + "\n")
+    print(f"held-out: target {losses[0]:.3f}, draft {losses[1]:.3f} nats a token", flush=True)
 
 
 def main(
     out: Annotated[Path, typer.Argument(help="Folder for the two checkpoints.")],
     work: Annotated[Path, typer.Option(help="Folder for tokens and resumable checkpoints.")] = Path("build/pair"),
-    steps: Annotated[int, typer.Option(help="Batches of 8,192 tokens.")] = 1800,
-    decay: Annotated[int, typer.Option(help="Last steps, with falling rate and longer sequences.")] = 400,
+    steps: Annotated[int, typer.Option(help="Batches of 8,192 tokens for both models.")] = 1800,
+    decay: Annotated[int, typer.Option(help="Last of these, with falling rate and longer sequences.")] = 400,
+    draft_steps: Annotated[int, typer.Option(help="Batches for the draft model alone.")] = 1500,
     rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
     every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
 ) -> None:
     """Train the embedded pair again, or go on where an interrupted run stopped."""
     work.mkdir(parents=True, exist_ok=True)
     tokenizer, tokens = prepare(work)
-    print({g: len(a) for g, a in tokens.items()}, flush=True)
+    print({group: len(array) for group, array in tokens.items()}, flush=True)
     torch.manual_seed(0)
     target = LlamaForCausalLM._from_config(TARGET, attn_implementation="sdpa")
     draft = LlamaForCausalLM._from_config(DRAFT, attn_implementation="sdpa")
-    optims = optimizers(target, rate) + optimizers(draft, rate)
-    checkpoint, first = work / "checkpoint.pt", 0
-    if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
-        first = state["step"]
-        target.load_state_dict(state["target"])
-        draft.load_state_dict(state["draft"])
-        for optim, saved in zip(optims, state["optims"], strict=True):
-            optim.load_state_dict(saved)
-    compiled = torch.compile(pair_losses, dynamic=False)
-    start, log = time.monotonic(), (work / "log.jsonl").open("a")
-    for step in range(first, steps):
-        factor = rate_factor(step, steps, decay)
-        for optim in optims:
-            for group in optim.param_groups:
-                group["lr"] = rate * factor
-        ids = batch(tokens, step, sequence_length(step, steps, decay))
-        cross_entropy, divergence = compiled(target, draft, ids)
-        (cross_entropy + divergence).backward()  # type: ignore[no-untyped-call]
-        for model in (target, draft):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optim in optims:
-            optim.step()
-            optim.zero_grad(set_to_none=True)
-        done = step + 1
-        if done % 10 == 0:
-            seconds = (time.monotonic() - start) / (done - first)
-            left = (steps - done) * seconds / 60
-            print(f"{done}/{steps} loss {cross_entropy:.3f} kl {divergence:.3f} {seconds:.2f} s/step, {left:.0f} min left", flush=True)
-        if done % every == 0 or done == steps:
-            losses = evaluate(target, draft, tokens["held-out"])
-            log.write(
-                json.dumps({"step": done, "tokens": done * TOKENS_PER_BATCH, "held_out": losses, "train": cross_entropy.item()}) + "\n"
-            )
-            log.flush()
-            states = [o.state_dict() for o in optims]
-            save_atomically({"step": done, "target": target.state_dict(), "draft": draft.state_dict(), "optims": states}, checkpoint)
-            export(out, tokenizer, target, draft, work)
-            print(f"held-out: target {losses[0]:.3f}, draft {losses[1]:.3f} nats a token", flush=True)
+    train_together(target, draft, tokens, work, steps, decay, rate, every)
+    distil(target.eval().requires_grad_(False), draft, tokens, work, draft_steps, rate, every)
+    export(out, tokenizer, target, draft, work)
 
 
 if __name__ == "__main__":
