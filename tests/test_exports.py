@@ -14,6 +14,7 @@ def test_public_names() -> None:
         "ConfigError",
         "EchelonError",
         "EngineConfig",
+        "Logprob",
         "ModelLoadError",
         "RequestError",
         "RequestMetrics",

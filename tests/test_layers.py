@@ -11,6 +11,7 @@ LEVELS = [
     {"config"},
     {"sampling", "draft", "stats", "text", "memory", "kv.blocks"},
     {"sequence"},
+    {"outputs"},
     {"batch", "kv.cache"},
     {"ops"},
     {"layouts", "target"},

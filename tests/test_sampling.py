@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from echelon import RequestError, SamplingParams
-from echelon.sampling import choose_token, gumbel_noise, kept_tokens
+from echelon.sampling import Sampler, gumbel_noise, kept_tokens
 from echelon.verify import argmax_rows
 
 
@@ -65,13 +65,13 @@ def test_tokens_follow_the_distribution() -> None:
     """Chi-squared of 40,000 draws from five tokens."""
     logits = np.array([0.0, 1.0, -1.0, 0.5, 2.0], np.float32)
     params = SamplingParams(temperature=0.7)
-    draws = np.bincount([choose_token(logits, params, 3, 0, position) for position in range(40_000)], minlength=5)
+    draws = np.bincount([Sampler(params, 3).choose_processed(logits, position) for position in range(40_000)], minlength=5)
     expected = np.exp(logits / 0.7) / np.exp(logits / 0.7).sum() * 40_000
     assert ((draws - expected) ** 2 / expected).sum() < 33.4  # 1e-6 quantile, 4 degrees of freedom
 
 
 def test_greedy_is_the_first_largest() -> None:
-    assert choose_token(np.array([1.0, 3.0, 3.0], np.float32), SamplingParams(temperature=0), 0, 0, 0) == 1
+    assert Sampler(SamplingParams(temperature=0), 0).choose(np.array([1.0, 3.0, 3.0], np.float32), []) == 1
 
 
 @pytest.mark.parametrize("width", [1, 5, 127, 128, 129, 640, 1000])

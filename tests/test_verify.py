@@ -7,6 +7,7 @@ import torch
 
 from echelon import SamplingParams
 from echelon.draft import Draft
+from echelon.sampling import Sampler
 from echelon.sequence import PlannedRow, Sequence
 from echelon.verify import accepted_path, verify
 
@@ -14,7 +15,7 @@ from echelon.verify import accepted_path, verify
 def planned(num_rows: int, sampled: tuple[bool, ...] = ()) -> list[PlannedRow]:
     rows = []
     for i in range(num_rows):
-        sequence = Sequence(i, [1, 2, 3], 3, SamplingParams(temperature=0), 0, frozenset(), 50)
+        sequence = Sequence(i, [1, 2, 3], 3, Sampler(SamplingParams(temperature=0), 0), frozenset(), 50)
         is_sampled = sampled[i] if sampled else True
         rows.append(PlannedRow(sequence, 0, 3 if is_sampled else 2, 4))
     return rows

@@ -1,8 +1,9 @@
 """Batched speculative decoding of large language models: no padding, no realignment, the same text."""
 
-from echelon.api import LLM, CompletionOutput, RequestMetrics, RequestOutput
+from echelon.api import LLM
 from echelon.config import EngineConfig, SpeculativeConfig
 from echelon.errors import ConfigError, EchelonError, ModelLoadError, RequestError, UnsupportedModelError
+from echelon.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from echelon.sampling import SamplingParams
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "ConfigError",
     "EchelonError",
     "EngineConfig",
+    "Logprob",
     "ModelLoadError",
     "RequestError",
     "RequestMetrics",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import asdict
 from itertools import count
 from typing import Any
 
@@ -20,50 +21,17 @@ from echelon.errors import ConfigError, RequestError
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.memory import MemoryPlan, plan_kv
-from echelon.sampling import SamplingParams
+from echelon.outputs import RequestOutput, request_output
+from echelon.sampling import Sampler, SamplingParams
 from echelon.scheduler import Scheduler
 from echelon.sequence import Sequence
 from echelon.stats import Stats
 from echelon.target.attention import record_layers
 from echelon.target.loading import LoadedModel, load_model
 from echelon.target.runner import ModelRunner
-from echelon.text import Detokenizer, decode_output
+from echelon.text import Detokenizer
 
 Prompt = str | SequenceOf[int]
-
-
-@dataclass(frozen=True)
-class RequestMetrics:
-    """How one request ran. `tokens_per_step` counts the extra token, `acceptance_rate` does not."""
-
-    num_steps: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    tokens_per_step: float
-    acceptance_rate: float
-
-
-@dataclass(frozen=True)
-class CompletionOutput:
-    """One generated continuation; `is_accepted[i]` says whether token i came from the draft."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    seed: int
-    is_accepted: list[bool]
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """A prompt and its continuations, as in vLLM."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    metrics: RequestMetrics
 
 
 class LLM:
@@ -97,6 +65,8 @@ class LLM:
         self.memory_plan, runners = self._build_runners()
         self.engine = self._build_engine(runners)
         self._ids = count()
+        self._lock = threading.Lock()
+        self._owner: int | None = None  # the thread whose requests are running
 
     def _check_draft(self, given: LoadedModel | None) -> LoadedModel | None:
         config = self.speculative_config
@@ -160,7 +130,7 @@ class LLM:
         prompts: Prompt | SequenceOf[Prompt],
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         on_finish: Callable[[int, RequestOutput], None] | None = None,
-        on_step: Callable[[int], None] | None = None,
+        on_step: Callable[[], None] | None = None,
     ) -> list[RequestOutput]:
         """Continue every prompt (a string, or a list of token ids); outputs in the order of the prompts.
 
@@ -168,34 +138,82 @@ class LLM:
         ----------
         sampling_params  one for all, or one a prompt
         on_finish        called with (index of the prompt, output) as soon as a request is done
-        on_step          called after each step with the number of tokens it emitted
+        on_step          called after each step
 
         Raises
         ------
         RequestError     a prompt is empty or too long, or the counts differ; nothing has run then
         """
         given = _as_list(prompts)
-        params = _one_each(sampling_params, len(given))
-        sequences = [self._sequence(p, q) for p, q in zip(given, params, strict=True)]
-        place = {s.id: i for i, s in enumerate(sequences)}
         outputs: dict[int, RequestOutput] = {}
-        try:
-            for sequence in sequences:
-                self.engine.add(sequence)
-            while self.engine.has_work:
-                before = self.stats.num_emitted_tokens
-                for sequence in self.engine.step():
-                    i = place[sequence.id]
-                    outputs[i] = self._output(sequence, given[i])
+        for changed in self._run(given, _one_each(sampling_params, len(given)), watch_text=False):
+            for i, samples in changed.items():
+                if all(s.is_finished for s in samples):
+                    outputs[i] = self._output(samples, given[i])
                     if on_finish:
                         on_finish(i, outputs[i])
-                if on_step:
-                    on_step(self.stats.num_emitted_tokens - before)
-        finally:
-            for sequence in sequences:
-                if not sequence.is_finished:
-                    self.engine.abort(sequence)
+            if on_step:
+                on_step()
         return [outputs[i] for i in range(len(given))]
+
+    def chat(
+        self,
+        messages: SequenceOf[Mapping[str, str]] | SequenceOf[SequenceOf[Mapping[str, str]]],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, in the model's own chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        return self.generate([self.encode_chat(c) for c in conversations], sampling_params)  # type: ignore[arg-type]
+
+    def stream(
+        self, prompts: Prompt | SequenceOf[Prompt], sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Like `generate`, but yields (index of the prompt, output so far) for every request that grew in a step.
+
+        Closing the iterator, or dropping it, takes its rows out of the engine.
+        """
+        given = _as_list(prompts)
+        for changed in self._run(given, _one_each(sampling_params, len(given)), watch_text=True):
+            for i, samples in changed.items():
+                yield i, self._output(samples, given[i])
+
+    def get_metrics(self) -> dict[str, Any]:
+        """Counters since this object was made: tokens, acceptance (also by position in the draft), steps, KV use, preemptions."""
+        stats, pool = self.stats, self.engine.target.cache.tables.pool
+        return asdict(stats) | {
+            "tokens_per_step": stats.tokens_per_step,
+            "acceptance_rate": stats.acceptance_rate,
+            "num_running": len(self.engine.scheduler.running),
+            "num_waiting": len(self.engine.scheduler.waiting),
+            "num_kv_blocks": pool.num_blocks,
+            "num_free_kv_blocks": pool.num_free,
+        }
+
+    def _run(self, prompts: list[Prompt], params: list[SamplingParams], watch_text: bool) -> Iterator[dict[int, list[Sequence]]]:
+        """Run requests to their end; after each step, the samples of every request that grew in it.
+
+        One caller at a time: a second thread waits, and a second call inside a running stream is refused.
+        """
+        if self._owner == threading.get_ident():
+            raise RequestError("this LLM is in the middle of a stream of the same thread; finish or close that first")
+        with self._lock:
+            self._owner = threading.get_ident()
+            requests: list[list[Sequence]] = []
+            try:
+                for prompt, chosen in zip(prompts, params, strict=True):
+                    requests.append(self._samples(prompt, chosen, watch_text))
+                for samples in requests:
+                    for sequence in samples:
+                        self.engine.add(sequence)
+                place = {s.id: i for i, samples in enumerate(requests) for s in samples}
+                while self.engine.has_work:
+                    grown = dict.fromkeys(place[s.id] for s in self.engine.step())
+                    yield {i: requests[i] for i in grown}
+            finally:
+                for sequence in (s for samples in requests for s in samples):
+                    if not sequence.is_finished:
+                        self.engine.abort(sequence)
+                self._owner = None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens the tokenizer adds."""
@@ -214,48 +232,57 @@ class LLM:
 
     def check_prompt(self, tokens: SequenceOf[int], params: SamplingParams) -> None:
         """Raise `RequestError` for what this model cannot serve."""
+        size = self.target.vocab_size
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token")
         if len(tokens) >= self.max_len:
             raise RequestError(f"the prompt has {len(tokens)} tokens, the context holds {self.max_len} with at least one new; shorten it")
-        if bad := [t for t in tokens if not 0 <= t < self.target.vocab_size]:
-            raise RequestError(f"token id {bad[0]} is outside the vocabulary of {self.target.vocab_size}; check the tokenizer")
-        if params.stop and self.target.tokenizer is None:
-            raise RequestError(f"stop strings need a tokenizer, and {self.target.name!r} has none; use stop_token_ids")
+        if bad := [t for t in (*tokens, *params.token_ids) if not 0 <= t < size]:
+            raise RequestError(f"token id {bad[0]} is outside the vocabulary of {size}; check the tokenizer and the parameters")
+        if (params.stop or params.bad_words) and self.target.tokenizer is None:
+            raise RequestError(f"stop strings and bad words need a tokenizer, and {self.target.name!r} has none; use token ids")
 
-    def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
+    def _samples(self, prompt: Prompt, params: SamplingParams, watch_text: bool) -> list[Sequence]:
+        """The `n` sequences of one request; all but the first share the first one's prompt."""
         tokens = self.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         self.check_prompt(tokens, params)
-        tokenizer = self.target.tokenizer
-        return Sequence(
-            id=next(self._ids),
-            tokens=tokens,
-            num_prompt_tokens=len(tokens),
-            params=params,
-            seed=secrets.randbits(64) if params.seed is None else params.seed,
-            eos_token_ids=self.target.eos_token_ids,
-            max_len=self.max_len,
-            detokenizer=Detokenizer(tokenizer, tokens, params.stop) if tokenizer and params.stop else None,
-        )
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        eos = self.target.eos_token_ids
+        samples: list[Sequence] = []
+        for index in range(params.n):
+            sampler = Sampler(params, seed, index, len(tokens), eos | set(params.stop_token_ids), self._bad_words(params))
+            samples.append(
+                Sequence(
+                    id=next(self._ids),
+                    tokens=list(tokens),
+                    num_prompt_tokens=len(tokens),
+                    sampler=sampler,
+                    eos_token_ids=eos,
+                    max_len=self.max_len,
+                    detokenizer=self._detokenizer(tokens, params) if watch_text or params.stop else None,
+                    parent=samples[0] if samples else None,
+                )
+            )
+        return samples
 
-    def _output(self, sequence: Sequence, prompt: Prompt) -> RequestOutput:
-        tokens = sequence.output_tokens
-        text = ""
-        if sequence.detokenizer is not None:
-            text = sequence.detokenizer.finish()
-        elif self.target.tokenizer is not None:
-            text = decode_output(self.target.tokenizer, sequence.tokens[: sequence.num_prompt_tokens], tokens)
-        assert sequence.finish_reason is not None
-        completion = CompletionOutput(sequence.index, text, tokens, sequence.finish_reason.value, sequence.seed, list(sequence.is_accepted))
-        steps, drafted, accepted = sequence.num_steps, sequence.num_draft_tokens, sequence.num_accepted_tokens
-        metrics = RequestMetrics(steps, drafted, accepted, len(tokens) / steps, accepted / drafted if drafted else 0.0)
-        return RequestOutput(
-            str(sequence.id),
-            prompt if isinstance(prompt, str) else None,
-            sequence.tokens[: sequence.num_prompt_tokens],
-            [completion],
-            metrics,
-        )
+    def _detokenizer(self, tokens: list[int], params: SamplingParams) -> Detokenizer | None:
+        tokenizer = self.target.tokenizer
+        if tokenizer is None:
+            return None
+        include, skip = params.include_stop_str_in_output, params.skip_special_tokens
+        return Detokenizer(tokenizer, tokens, params.stop, include, skip, params.min_tokens)
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of every bad word, as it begins a text and as it follows a space."""
+        tokenizer = self.target.tokenizer
+        if tokenizer is None:
+            return ()
+        forms = [form for word in params.bad_words for form in (word, " " + word.lstrip())]
+        encoded = (tuple(tokenizer.encode(form, add_special_tokens=False)) for form in forms)
+        return tuple(dict.fromkeys(ids for ids in encoded if ids))
+
+    def _output(self, samples: list[Sequence], prompt: Prompt) -> RequestOutput:
+        return request_output(samples, prompt if isinstance(prompt, str) else None, self.target.tokenizer)
 
 
 def _as_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:

@@ -47,3 +47,8 @@ class Draft:
         """Tokens of row i."""
         tokens: list[int] = self.tokens[self.indptr[i] : self.indptr[i + 1]].tolist()
         return tokens
+
+    def row_parents(self, i: int) -> list[int]:
+        """Parents of row i's nodes."""
+        parents: list[int] = self.parents[self.indptr[i] : self.indptr[i + 1]].tolist()
+        return parents

@@ -22,7 +22,8 @@ def spans_of(rows: SequenceOf[PlannedRow], draft: Draft) -> list[Span]:
     for i, row in enumerate(rows):
         known = row.sequence.tokens[row.start : row.start + row.num_new]
         drafted = draft.row(i)
-        spans.append(Span(row.sequence.id, row.start, known + drafted, 1 + len(drafted) if row.is_sampled else 0))
+        num_logits = row.num_prompt_logits + (1 + len(drafted) if row.is_sampled else 0)
+        spans.append(Span(row.sequence.id, row.start, known + drafted, num_logits))
     return spans
 
 
@@ -45,7 +46,7 @@ class Engine:
         self.drafter.forget(sequence.id)
 
     def step(self) -> list[Sequence]:
-        """One step of every running row; returns the sequences that finished in it."""
+        """One step of every running row; returns the sequences that grew in it, finished ones among them."""
         clock = [time.perf_counter()]
         plan = self.scheduler.next_step()
         for sequence in plan.preempted:
@@ -67,7 +68,7 @@ class Engine:
         clock.append(time.perf_counter())
         self._count(plan.rows, lengths, verdict, batch.num_tokens, clock)
         self.stats.num_preemptions += len(plan.preempted)
-        return finished
+        return [row.sequence for row, before in zip(plan.rows, lengths, strict=True) if len(row.sequence) > before]
 
     def _commit(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:
         """Keep the keys and values of fed tokens and accepted drafts, give the rest back."""

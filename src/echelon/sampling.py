@@ -9,7 +9,10 @@ Communication and Drafter-Invariant Speculative Decoding").
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +23,7 @@ from echelon.errors import EchelonError, RequestError
 
 Float32 = NDArray[np.float32]
 Int64 = NDArray[np.int64]
+LogitsProcessor = Callable[[list[int], Any], Any]  # (output tokens so far, float32 [V]) → float32 [V], like vLLM's
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -36,26 +40,125 @@ class SamplingParams(Settings):
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     seed: int | None = Field(default=None, ge=0, lt=1 << 64)
     max_tokens: int = Field(default=16, ge=1)
+    min_tokens: int = Field(default=0, ge=0)
+    n: int = Field(default=1, ge=1, le=1024)
     stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    repetition_penalty: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+    logprobs: int | None = Field(default=None, ge=0)
+    prompt_logprobs: int | None = Field(default=None, ge=0)
+    num_speculative_tokens: int | None = Field(default=None, ge=0)
 
     @model_validator(mode="before")
     @classmethod
     def _one_stop_string(cls, values: dict[str, object]) -> dict[str, object]:
         if isinstance(values.get("stop"), str):
             return {**values, "stop": (values["stop"],)}
-        return values
+        return {**values, "stop": ()} if values.get("stop", ()) is None else values
 
     @model_validator(mode="after")
-    def _no_empty_stop(self) -> Self:
-        if any(not s for s in self.stop):
-            raise ValueError("stop holds an empty string, which would end every request at once; remove it")
+    def _consistent(self) -> Self:
+        if any(not s for s in (*self.stop, *self.bad_words)):
+            raise ValueError("stop or bad_words holds an empty string, which would match everywhere; remove it")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens = {self.min_tokens} exceeds max_tokens = {self.max_tokens}; lower it")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise ValueError("allowed_token_ids is empty, so no token could be chosen; name at least one or leave it out")
         return self
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def token_ids(self) -> set[int]:
+        """Every token id that the parameters name; all must lie in the vocabulary."""
+        return {*self.stop_token_ids, *(self.logit_bias or ()), *(self.allowed_token_ids or ())}
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The rule of one request, with everything resolved to token ids: a function of logits and the text before, and of nothing else.
+
+    ends       ids that may not be chosen before `min_tokens` (EOS and stop tokens)
+    bad_words  token sequences whose last token may not complete them
+    """
+
+    params: SamplingParams
+    seed: int
+    index: int = 0  # among the n samples of a prompt
+    num_prompt_tokens: int = 0
+    ends: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def is_argmax(self) -> bool:
+        """Nothing but the largest raw logit matters."""
+        p = self.params
+        return p.is_greedy and not (p.min_tokens or self.is_history_dependent or p.logit_bias or p.allowed_token_ids)
+
+    @property
+    def is_history_dependent(self) -> bool:
+        p = self.params
+        has_penalty = p.presence_penalty != 0.0 or p.frequency_penalty != 0.0 or p.repetition_penalty != 1.0
+        return has_penalty or bool(self.bad_words or p.logits_processors)
+
+    def choose(self, logits: Float32, tokens: SequenceOf[int], path: SequenceOf[int] = ()) -> int:
+        """The token after `tokens` and the drafted `path`, which counts as if it were committed. `logits` float32 [V], raw."""
+        return self.choose_processed(self.processed(logits, tokens, path), len(tokens) + len(path))
+
+    def choose_processed(self, logits: Float32, position: int) -> int:
+        """Argmax of processed logits, plus keyed noise on what the filters keep."""
+        if self.params.is_greedy:
+            return int(logits.argmax())
+        scaled = logits / np.float32(self.params.temperature)
+        ids = kept_tokens(scaled, self.params)
+        return int(ids[np.argmax(scaled[ids] + gumbel_noise(self.seed, self.index, position, ids))])
+
+    def processed(self, logits: Float32, tokens: SequenceOf[int], path: SequenceOf[int] = ()) -> Float32:
+        """Logits after everything that may change their order, in vLLM's sequence; the input is left as it is."""
+        if self.params.is_greedy and self.is_argmax:
+            return logits
+        p = self.params
+        out = logits.copy()
+        if p.allowed_token_ids is not None:
+            out = np.full_like(logits, -np.inf)
+            allowed = list(p.allowed_token_ids)
+            out[allowed] = logits[allowed]
+        text = [*tokens, *path] if self.is_history_dependent else []
+        output = text[self.num_prompt_tokens :]
+        for word in self.bad_words:
+            if tuple(output[len(output) - len(word) + 1 :]) == word[:-1]:
+                out[word[-1]] = -np.inf
+        if len(tokens) + len(path) - self.num_prompt_tokens < p.min_tokens:
+            out[list(self.ends)] = -np.inf
+        for token, bias in (p.logit_bias or {}).items():
+            out[token] += np.float32(bias)
+        if text:
+            self._penalise(out, text, output)
+        for processor in p.logits_processors:
+            out = np.asarray(processor(output, out), np.float32)
+        return out
+
+    def _penalise(self, out: Float32, text: list[int], output: list[int]) -> None:
+        """Repetition (prompt and output; Keskar et al. 2019), frequency and presence (output only; OpenAI's definitions)."""
+        p = self.params
+        if p.repetition_penalty != 1.0:
+            seen = np.unique(text)
+            penalty = np.float32(p.repetition_penalty)
+            out[seen] = np.where(out[seen] > 0, out[seen] / penalty, out[seen] * penalty)
+        if output and (p.frequency_penalty != 0.0 or p.presence_penalty != 0.0):
+            seen, counts = np.unique(output, return_counts=True)
+            out[seen] -= np.float32(p.frequency_penalty) * counts.astype(np.float32) + np.float32(p.presence_penalty)
 
 
 def _mix(x: int) -> int:
@@ -105,10 +208,20 @@ def kept_tokens(scaled: Float32, params: SamplingParams) -> Int64:
     return ids
 
 
-def choose_token(logits: Float32, params: SamplingParams, seed: int, index: int, position: int) -> int:
-    """The token of one row: argmax of processed logits plus keyed noise. `logits` float32 [V], raw."""
-    if params.is_greedy:
-        return int(logits.argmax())
-    scaled = logits / np.float32(params.temperature)
-    ids = kept_tokens(scaled, params)
-    return int(ids[np.argmax(scaled[ids] + gumbel_noise(seed, index, position, ids))])
+@dataclass(frozen=True)
+class Logprobs:
+    """Raw log-probabilities of one place: the token's own with its rank (1 is the likeliest), and the likeliest `top`."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: dict[int, float]
+
+
+def logprobs_of(logits: Float32, token: int, count: int) -> Logprobs:
+    """From raw logits float32 [V], before temperature and filters, as in vLLM."""
+    shifted = logits - logits.max()
+    normalised = shifted - np.log(np.exp(shifted).sum())
+    best = np.argsort(-normalised, kind="stable")[:count]
+    rank = 1 + int((normalised > normalised[token]).sum())
+    return Logprobs(token, float(normalised[token]), rank, {int(t): float(normalised[t]) for t in best})

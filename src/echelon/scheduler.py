@@ -12,7 +12,10 @@ from typing import Protocol
 
 from echelon.errors import RequestError
 from echelon.kv.blocks import BlockTables
+from echelon.sampling import Logprobs
 from echelon.sequence import PlannedRow, Sequence
+
+PROMPT_LOGITS = 128  # prompt tokens a step of a row whose prompt logprobs are wanted: bounds the logits held at once
 
 
 class Outcome(Protocol):
@@ -24,6 +27,10 @@ class Outcome(Protocol):
     def accepted(self) -> list[list[int]]: ...
     @property
     def next_tokens(self) -> list[int]: ...
+    @property
+    def logprobs(self) -> list[list[Logprobs]]: ...
+    @property
+    def prompt_logprobs(self) -> list[list[Logprobs]]: ...
 
 
 @dataclass
@@ -93,6 +100,8 @@ class Scheduler:
         """Waiting rows enter, in order, while a place, blocks for their whole text and token budget are left."""
         while self.waiting and len(self.running) < self._max_num_seqs and budget > 0:
             sequence = self.waiting[0]
+            if not self._share_prompt(sequence):
+                break
             row = self._plan_row(sequence, budget)
             if not self._fits(sequence.id, len(sequence) + self._draft_limit(sequence)) or not self._reserve(row):
                 break
@@ -100,9 +109,26 @@ class Scheduler:
             plan.rows.append(row)
             budget -= row.num_new
 
+    def _share_prompt(self, sequence: Sequence) -> bool:
+        """Let a further sample of a prompt start from the blocks of the first; false while the first is still reading the prompt."""
+        parent = sequence.parent
+        if parent not in self.running or sequence.num_output_tokens or sequence.id in self._tables[0]:
+            return True
+        assert parent is not None
+        shared = sequence.num_prompt_tokens - 1  # the last token is fed again: its logits are needed
+        if self._num_cached(parent) < shared:
+            return False
+        for tables in self._tables:
+            if parent.id in tables:
+                tables.fork(parent.id, sequence.id)
+                tables.commit(sequence.id, min(shared, tables.num_cached(sequence.id)))
+        return True
+
     def _draft_limit(self, sequence: Sequence) -> int:
         """The extra token takes one of the tokens left, so a draft may take the others."""
-        return min(self._num_speculative_tokens, sequence.num_tokens_left - 1)
+        asked = sequence.params.num_speculative_tokens
+        limit = self._num_speculative_tokens if asked is None else min(asked, self._num_speculative_tokens)
+        return min(limit, sequence.num_tokens_left - 1)
 
     def _num_cached(self, sequence: Sequence) -> int:
         """Tokens that have keys and values in the target's cache."""
@@ -110,9 +136,10 @@ class Scheduler:
 
     def _plan_row(self, sequence: Sequence, budget: int) -> PlannedRow:
         start = self._num_cached(sequence)
-        num_new = min(len(sequence) - start, budget)
+        wants_logprobs = sequence.lacks_prompt_logprobs
+        num_new = min(len(sequence) - start, budget, PROMPT_LOGITS if wants_logprobs else budget)
         reaches_end = start + num_new == len(sequence)
-        return PlannedRow(sequence, start, num_new, self._draft_limit(sequence) if reaches_end else 0)
+        return PlannedRow(sequence, start, num_new, self._draft_limit(sequence) if reaches_end else 0, wants_logprobs)
 
     def _fits(self, row: int, num_tokens: int) -> bool:
         return all(t.num_missing(row, num_tokens) <= t.pool.num_free for t in self._tables)
@@ -138,20 +165,23 @@ class Scheduler:
         finished = []
         for i, row in enumerate(plan.rows):
             sequence = row.sequence
-            if not row.is_sampled:
-                continue
-            sequence.num_steps += 1
-            sequence.num_draft_tokens += outcome.num_draft_tokens[i]
-            for token in outcome.accepted[i]:
-                if not sequence.is_finished:
-                    sequence.append(token, is_accepted=True)
-            if not sequence.is_finished:
-                sequence.append(outcome.next_tokens[i], is_accepted=False)
+            sequence.prompt_logprobs += outcome.prompt_logprobs[i]
+            if row.is_sampled:
+                sequence.num_steps += 1
+                sequence.num_draft_tokens += outcome.num_draft_tokens[i]
+                self._append(sequence, outcome.accepted[i], outcome.next_tokens[i], outcome.logprobs[i])
             if sequence.is_finished:
                 self.running.remove(sequence)
                 self._release(sequence)
                 finished.append(sequence)
         return finished
+
+    def _append(self, sequence: Sequence, accepted: list[int], extra: int, logprobs: list[Logprobs]) -> None:
+        """One token at a time, as in plain decoding; what follows the last is dropped."""
+        for place, token in enumerate((*accepted, extra)):
+            sequence.append(token, place < len(accepted), logprobs[place] if logprobs else None)
+            if sequence.is_finished:
+                return
 
     def check(self) -> None:
         for tables in self._tables:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from echelon.sampling import SamplingParams
+from echelon.sampling import Logprobs, Sampler, SamplingParams
 from echelon.text import Detokenizer
 
 
@@ -21,19 +21,24 @@ class Sequence:
     id: int
     tokens: list[int]
     num_prompt_tokens: int
-    params: SamplingParams
-    seed: int
+    sampler: Sampler
     eos_token_ids: frozenset[int]
     max_len: int  # context limit, in tokens
     detokenizer: Detokenizer | None = None  # only where stop strings have to be watched
-    index: int = 0  # among the n samples of one prompt
+    parent: Sequence | None = None  # whose prompt this one shares (`n` samples of one prompt)
     finish_reason: FinishReason | None = None
     is_accepted: list[bool] = field(default_factory=list)  # per output token: was it drafted?
     num_steps: int = 0
     num_draft_tokens: int = 0
+    logprobs: list[Logprobs] = field(default_factory=list)  # one an output token, where asked for
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # from the second prompt token on, where asked for
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.sampler.params
 
     @property
     def is_finished(self) -> bool:
@@ -56,9 +61,15 @@ class Sequence:
         """How many tokens this request may still emit."""
         return min(self.params.max_tokens - self.num_output_tokens, self.max_len - len(self.tokens))
 
-    def append(self, token: int, is_accepted: bool) -> None:
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    def append(self, token: int, is_accepted: bool, logprobs: Logprobs | None = None) -> None:
         """Commit one token and settle whether it was the last; the order of tests is that of plain decoding."""
         assert not self.is_finished
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
         self.tokens.append(token)
         self.is_accepted.append(is_accepted)
         if self._ends(token) or (self.detokenizer is not None and self.detokenizer.push(token)):
@@ -79,14 +90,23 @@ class Sequence:
 class PlannedRow:
     """One row of a step: feed tokens `start … start + num_new − 1` of the sequence, draft at most `max_draft_tokens`.
 
-    `is_sampled` is false for a piece of a prompt that does not reach the sequence's end: it emits nothing.
+    `is_sampled` is false for a piece of a prompt that does not reach the sequence's end: it emits nothing. With `wants_prompt_logprobs`
+    the logits after every new token are kept, not only those after the last.
     """
 
     sequence: Sequence
     start: int
     num_new: int
     max_draft_tokens: int
+    wants_prompt_logprobs: bool = False
 
     @property
     def is_sampled(self) -> bool:
         return self.start + self.num_new == len(self.sequence)
+
+    @property
+    def num_prompt_logits(self) -> int:
+        """Rows of logits before the one after the last known token."""
+        if not self.wants_prompt_logprobs:
+            return 0
+        return self.num_new - 1 if self.is_sampled else self.num_new

@@ -22,8 +22,19 @@ class Detokenizer:
     character are held back until it is whole.
     """
 
-    def __init__(self, decoder: Decoder, prompt_tokens: SequenceOf[int], stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        prompt_tokens: SequenceOf[int],
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
         self.text = ""
+        self._include_stop = include_stop
+        self._skip_special_tokens = skip_special_tokens
+        self._num_held_off = min_tokens  # stop strings count only after so many tokens
         self._decoder = decoder
         self._stop = stop
         self._window = list(prompt_tokens[-NUM_CONTEXT_TOKENS:])
@@ -31,6 +42,7 @@ class Detokenizer:
 
     def push(self, token: int) -> bool:
         """Append the text of one token; true when a stop string is now complete."""
+        self._num_held_off -= 1
         self._window.append(token)
         seen = self._decode(self._window[: self._num_seen])
         full = self._decode(self._window)
@@ -42,16 +54,19 @@ class Detokenizer:
         return self._extend(piece)
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._decoder.decode(tokens, skip_special_tokens=True)
+        return self._decoder.decode(tokens, skip_special_tokens=self._skip_special_tokens)
 
     def _extend(self, piece: str) -> bool:
         start = len(self.text)
         self.text += piece
-        hits = [self.text.find(s, max(0, start - len(s) + 1)) for s in self._stop]
-        found = [h for h in hits if h >= 0]
-        if found:
-            self.text = self.text[: min(found)]
-        return bool(found)
+        if self._num_held_off >= 0:
+            return False
+        places = ((self.text.find(s, max(0, start - len(s) + 1)), len(s)) for s in self._stop)
+        hits = sorted((place, length) for place, length in places if place >= 0)
+        if hits:
+            place, length = hits[0]
+            self.text = self.text[: place + length if self._include_stop else place]
+        return bool(hits)
 
     def finish(self) -> str:
         """The text, with whatever was held back."""
@@ -61,8 +76,10 @@ class Detokenizer:
         return self.text
 
 
-def decode_output(decoder: Decoder, prompt_tokens: SequenceOf[int], output_tokens: SequenceOf[int]) -> str:
+def decode_output(
+    decoder: Decoder, prompt_tokens: SequenceOf[int], output_tokens: SequenceOf[int], skip_special_tokens: bool = True
+) -> str:
     """Text of a whole output, as a continuation of its prompt."""
     context = list(prompt_tokens[-NUM_CONTEXT_TOKENS:])
-    before = decoder.decode(context, skip_special_tokens=True)
-    return decoder.decode(context + list(output_tokens), skip_special_tokens=True)[len(before) :]
+    before = decoder.decode(context, skip_special_tokens=skip_special_tokens)
+    return decoder.decode(context + list(output_tokens), skip_special_tokens=skip_special_tokens)[len(before) :]

@@ -1,6 +1,6 @@
 """Which drafted tokens survive: those that equal the target's own token, along a path from the last known token.
 
-The target's own token at a place is a function of its logits there and of the request (`sampling.choose_token`), so what is emitted
+The target's own token at a place is a function of its logits there and of the request (`sampling.Sampler`), so what is emitted
 is what plain decoding emits, whatever was drafted.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.draft import Draft
-from echelon.sampling import choose_token
+from echelon.sampling import Logprobs, logprobs_of
 from echelon.sequence import PlannedRow
 
 ARGMAX_TILE = 128
@@ -30,12 +29,16 @@ class Verdict:
     paths             accepted nodes, root first, as indices among the row's own nodes
     accepted          their tokens
     next_tokens       the extra token: recovered after a rejection, bonus after full acceptance; −1 where nothing was sampled
+    logprobs          of accepted and extra token, where asked for
+    prompt_logprobs   of the prompt tokens that this step passed, where asked for
     """
 
     num_draft_tokens: list[int]
     paths: list[list[int]]
     accepted: list[list[int]]
     next_tokens: list[int]
+    logprobs: list[list[Logprobs]]
+    prompt_logprobs: list[list[Logprobs]]
 
     @property
     def num_accepted(self) -> list[int]:
@@ -63,34 +66,32 @@ def argmax_rows(logits: Tensor) -> NDArray[np.int64]:
     return np.asarray(winners)
 
 
-def own_tokens(logits: Tensor, rows: SequenceOf[PlannedRow], draft: Draft) -> NDArray[np.int64]:
+def own_tokens(logits: Tensor, rows: SequenceOf[PlannedRow], draft: Draft) -> list[int]:
     """The target's own token after every verified place: for each sampled row its last known token, then its draft nodes.
 
-    logits [R, V] in this order → int64 [R].
+    logits [R, V] in this order, prompt logits left out → R tokens.
     """
-    own = argmax_rows(logits)
+    own: list[int] = argmax_rows(logits).tolist()
     start = 0
     for i, row in enumerate(rows):
         if not row.is_sampled:
             continue
-        count = 1 + int(draft.num_draft_tokens[i])
-        sequence = row.sequence
-        if not sequence.params.is_greedy:
-            depths = _depths(draft, i)
-            for place in range(count):
-                values = logits[start + place].float().numpy()
-                position = len(sequence) + depths[place]
-                own[start + place] = choose_token(values, sequence.params, sequence.seed, sequence.index, position)
-        start += count
+        drafted = draft.row(i)
+        sampler = row.sequence.sampler
+        if not sampler.is_argmax:
+            values = logits[start : start + 1 + len(drafted)].float().numpy()
+            for place, path in enumerate(_paths(drafted, draft.row_parents(i))):
+                own[start + place] = sampler.choose(values[place], row.sequence.tokens, path)
+        start += 1 + len(drafted)
     return own
 
 
-def _depths(draft: Draft, i: int) -> list[int]:
-    """Depth of the last known token (0) and of each node of row i (1 for its children)."""
-    depths = [0]
-    for parent in draft.parents[draft.indptr[i] : draft.indptr[i + 1]].tolist():
-        depths.append(depths[parent + 1] + 1)
-    return depths
+def _paths(tokens: list[int], parents: list[int]) -> list[list[int]]:
+    """Drafted tokens from the root to each place: none for the last known token, then one path a node."""
+    paths: list[list[int]] = [[]]
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append([*paths[parent + 1], token])
+    return paths
 
 
 def accepted_path(tokens: list[int], parents: list[int], own: list[int]) -> list[int]:
@@ -105,21 +106,56 @@ def accepted_path(tokens: list[int], parents: list[int], own: list[int]) -> list
 
 
 def verify(draft: Draft, logits: Tensor, rows: SequenceOf[PlannedRow]) -> Verdict:
-    """Compare every drafted token with the target's own. logits [R, V]: see `own_tokens`; nodes of a row are ordered parents first."""
-    own = own_tokens(logits, rows, draft).tolist()
-    tokens, parents, indptr = draft.tokens.tolist(), draft.parents.tolist(), draft.indptr.tolist()
-    verdict = Verdict([], [], [], [])
+    """Compare every drafted token with the target's own.
+
+    logits [R, V]: for each row its prompt logits, if wanted, then (sampled rows) one after the last known token and one a draft node;
+    nodes of a row are ordered parents first.
+    """
+    verdict = Verdict([], [], [], [], [], [])
+    logits = _take_prompt_logits(logits, rows, draft, verdict)
+    own = own_tokens(logits, rows, draft)
     start = 0
-    for row, (first, last) in zip(rows, pairwise(indptr), strict=True):
+    for i, row in enumerate(rows):
+        tokens = draft.row(i)
         path: list[int] = []
         extra = -1
+        logprobs: list[Logprobs] = []
         if row.is_sampled:
-            mine = own[start : start + 1 + last - first]
-            path = accepted_path(tokens[first:last], parents[first:last], mine)
-            extra = mine[path[-1] + 1 if path else 0]
+            mine = own[start : start + 1 + len(tokens)]
+            path = accepted_path(tokens, draft.row_parents(i), mine)
+            places = [0, *(node + 1 for node in path)]  # the row of logits that each emitted token came from
+            extra = mine[places[-1]]
+            count = row.sequence.params.logprobs
+            if count is not None:
+                emitted = [*(tokens[node] for node in path), extra]
+                values = logits[[start + p for p in places]].float().numpy()
+                logprobs = [logprobs_of(v, t, count) for v, t in zip(values, emitted, strict=True)]
             start += len(mine)
-        verdict.num_draft_tokens.append(last - first)
+        verdict.num_draft_tokens.append(len(tokens))
         verdict.paths.append(path)
-        verdict.accepted.append([tokens[first + node] for node in path])
+        verdict.accepted.append([tokens[node] for node in path])
         verdict.next_tokens.append(extra)
+        verdict.logprobs.append(logprobs)
     return verdict
+
+
+def _take_prompt_logits(logits: Tensor, rows: SequenceOf[PlannedRow], draft: Draft, verdict: Verdict) -> Tensor:
+    """Turn prompt logits into logprobs; returns the other rows of logits."""
+    if not any(row.num_prompt_logits for row in rows):
+        verdict.prompt_logprobs.extend([] for _ in rows)
+        return logits
+    kept = []
+    start = 0
+    for i, row in enumerate(rows):
+        sequence = row.sequence
+        found: list[Logprobs] = []
+        values = logits[start : start + row.num_prompt_logits].float().numpy()
+        for place, line in enumerate(values, row.start + 1):
+            if len(sequence.prompt_logprobs) + len(found) < place < sequence.num_prompt_tokens:
+                found.append(logprobs_of(line, sequence.tokens[place], sequence.params.prompt_logprobs or 0))
+        verdict.prompt_logprobs.append(found)
+        start += row.num_prompt_logits
+        count = 1 + int(draft.num_draft_tokens[i]) if row.is_sampled else 0
+        kept.append(logits[start : start + count])
+        start += count
+    return torch.cat(kept)

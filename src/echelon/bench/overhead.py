@@ -21,7 +21,7 @@ from echelon.draft import Draft
 from echelon.engine import Engine
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
-from echelon.sampling import SamplingParams
+from echelon.sampling import Sampler, SamplingParams
 from echelon.scheduler import Scheduler
 from echelon.sequence import PlannedRow, Sequence
 from echelon.target.runner import ModelRunner
@@ -87,7 +87,7 @@ def measure_overhead(batch_size: int, num_draft_tokens: int, temperature: float,
     params = SamplingParams(temperature=temperature, max_tokens=max_len - PROMPT_LENGTH)
     for i in range(batch_size):
         prompt = rng.integers(0, vocab_size, PROMPT_LENGTH).tolist()
-        engine.add(Sequence(i, prompt, PROMPT_LENGTH, params, i, frozenset(), max_len))
+        engine.add(Sequence(i, prompt, PROMPT_LENGTH, Sampler(params, seed=i, num_prompt_tokens=PROMPT_LENGTH), frozenset(), max_len))
     engine.step()
     milliseconds = []
     for _ in range(NUM_STEPS):

@@ -117,7 +117,7 @@ def _run(llm: LLM, requests: list[Request], defaults: dict[str, Any]) -> list[di
             lines[rows[i]] = output_line(requests[rows[i]], out)
             progress.advance(task)
 
-        def stepped(_: int) -> None:
+        def stepped() -> None:
             elapsed = progress.tasks[0].elapsed or 0.0
             stats = llm.stats
             if elapsed > 0:

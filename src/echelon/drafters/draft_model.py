@@ -9,11 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-import numpy as np
-
 from echelon.batch import Span
 from echelon.draft import Draft
-from echelon.sampling import choose_token
 from echelon.sequence import PlannedRow
 from echelon.target.runner import ModelRunner
 from echelon.verify import Verdict, argmax_rows
@@ -57,10 +54,8 @@ class DraftModelDrafter:
         tokens: list[int] = argmax_rows(logits).tolist()
         for place, i in enumerate(active):
             sequence = rows[i].sequence
-            if not sequence.params.is_greedy:
-                position = len(sequence) + len(proposals[i])
-                values: np.ndarray = logits[place].float().numpy()
-                tokens[place] = choose_token(values, sequence.params, sequence.seed, sequence.index, position)
+            if not sequence.sampler.is_argmax:
+                tokens[place] = sequence.sampler.choose(logits[place].float().numpy(), sequence.tokens, proposals[i])
         return tokens
 
     def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:

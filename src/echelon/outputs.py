@@ -1,0 +1,111 @@
+"""What a request gives back, in vLLM's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from echelon.sampling import Logprobs
+from echelon.sequence import Sequence
+from echelon.text import Decoder, decode_output
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Raw log-probability of a token at its place, its rank there (1 is the likeliest), and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """How a request ran, all its samples together. `tokens_per_step` counts the extra token, `acceptance_rate` does not."""
+
+    num_steps: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    tokens_per_step: float
+    acceptance_rate: float
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One continuation; `is_accepted[i]` says whether token i came from the draft. `finish_reason` is None while it goes on."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    seed: int
+    is_accepted: list[bool]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt and its continuations."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(o.finish_reason is not None for o in self.outputs)
+
+
+def request_output(samples: SequenceOf[Sequence], prompt: str | None, decoder: Decoder | None) -> RequestOutput:
+    """The state of a request's samples, finished or not."""
+    first = samples[0]
+    steps = sum(s.num_steps for s in samples)
+    drafted, accepted = sum(s.num_draft_tokens for s in samples), sum(s.num_accepted_tokens for s in samples)
+    emitted = sum(s.num_output_tokens for s in samples)
+    prompt_logprobs = None
+    if first.params.prompt_logprobs is not None:
+        prompt_logprobs = [None, *(_entry(p, decoder) for p in first.prompt_logprobs)]
+    return RequestOutput(
+        str(first.id),
+        prompt,
+        first.tokens[: first.num_prompt_tokens],
+        [_completion(s, decoder) for s in samples],
+        RequestMetrics(steps, drafted, accepted, emitted / steps if steps else 0.0, accepted / drafted if drafted else 0.0),
+        prompt_logprobs,
+    )
+
+
+def _completion(sequence: Sequence, decoder: Decoder | None) -> CompletionOutput:
+    reason = sequence.finish_reason
+    has_logprobs = sequence.params.logprobs is not None
+    return CompletionOutput(
+        sequence.sampler.index,
+        _text(sequence, decoder),
+        sequence.output_tokens,
+        reason.value if reason else None,
+        sequence.sampler.seed,
+        list(sequence.is_accepted),
+        sum(p.logprob for p in sequence.logprobs) if has_logprobs else None,
+        [_entry(p, decoder) for p in sequence.logprobs] if has_logprobs else None,
+    )
+
+
+def _text(sequence: Sequence, decoder: Decoder | None) -> str:
+    if sequence.detokenizer is not None:
+        return sequence.detokenizer.finish() if sequence.is_finished else sequence.detokenizer.text
+    if decoder is None:
+        return ""
+    prompt = sequence.tokens[: sequence.num_prompt_tokens]
+    return decode_output(decoder, prompt, sequence.output_tokens, sequence.params.skip_special_tokens)
+
+
+def _entry(place: Logprobs, decoder: Decoder | None) -> dict[int, Logprob]:
+    """The token itself first, then the likeliest ones in order of rank."""
+    values = {place.token: (place.logprob, place.rank)}
+    for rank, (token, logprob) in enumerate(place.top.items(), 1):
+        values.setdefault(token, (logprob, rank))
+    return {t: Logprob(p, rank, decoder.decode([t]) if decoder else None) for t, (p, rank) in values.items()}
