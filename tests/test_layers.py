@@ -21,7 +21,7 @@ LEVELS = [
     {"engine"},
     {"api"},
     {"requests"},
-    {"bench", "demo", "cli"},
+    {"bench", "demo", "cli", "hf"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(LEVELS) for room in rooms}
 APART = {"layouts", "drafters"}  # siblings in these rooms do not import each other

@@ -259,7 +259,7 @@ class LLM:
                     sampler=sampler,
                     eos_token_ids=eos,
                     max_len=self.max_len,
-                    detokenizer=self._detokenizer(tokens, params) if watch_text or params.stop else None,
+                    watcher=self._detokenizer(tokens, params) if watch_text or params.stop else None,
                     parent=samples[0] if samples else None,
                 )
             )

@@ -95,8 +95,8 @@ def _completion(sequence: Sequence, decoder: Decoder | None) -> CompletionOutput
 
 
 def _text(sequence: Sequence, decoder: Decoder | None) -> str:
-    if sequence.detokenizer is not None:
-        return sequence.detokenizer.finish() if sequence.is_finished else sequence.detokenizer.text
+    if sequence.watcher is not None:
+        return sequence.watcher.finish() if sequence.is_finished else sequence.watcher.text
     if decoder is None:
         return ""
     prompt = sequence.tokens[: sequence.num_prompt_tokens]

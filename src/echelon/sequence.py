@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 from echelon.sampling import Logprobs, Sampler, SamplingParams
-from echelon.text import Detokenizer
 
 
 class FinishReason(StrEnum):
     STOP = "stop"  # EOS, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the context limit
+
+
+class Watcher(Protocol):
+    """Sees every committed token and says when the text is complete; see `text.Detokenizer`."""
+
+    text: str
+
+    def push(self, token: int) -> bool: ...
+
+    def finish(self) -> str: ...
 
 
 @dataclass(eq=False)
@@ -24,7 +34,7 @@ class Sequence:
     sampler: Sampler
     eos_token_ids: frozenset[int]
     max_len: int  # context limit, in tokens
-    detokenizer: Detokenizer | None = None  # only where stop strings have to be watched
+    watcher: Watcher | None = None  # only where the text has to be watched
     parent: Sequence | None = None  # whose prompt this one shares (`n` samples of one prompt)
     finish_reason: FinishReason | None = None
     is_accepted: list[bool] = field(default_factory=list)  # per output token: was it drafted?
@@ -72,7 +82,7 @@ class Sequence:
             self.logprobs.append(logprobs)
         self.tokens.append(token)
         self.is_accepted.append(is_accepted)
-        if self._ends(token) or (self.detokenizer is not None and self.detokenizer.push(token)):
+        if self._ends(token) or (self.watcher is not None and self.watcher.push(token)):
             self.finish_reason = FinishReason.STOP
         elif self.num_tokens_left <= 0:
             self.finish_reason = FinishReason.LENGTH

@@ -13,6 +13,13 @@ def _linear(module: nn.Linear, counts: ops.RowCounts, x: Tensor) -> Tensor:
     return ops.fixed_rows_linear(x, module.weight, module.bias, counts)
 
 
+def restore_layers(model: nn.Module) -> None:
+    """Undo `replace_layers`."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and isinstance(vars(module).get("forward"), functools.partial):
+            del module.forward
+
+
 def replace_layers(model: nn.Module) -> dict[str, int]:
     """Patch every linear layer; returns how many modules of each class now run our operations."""
     replaced: dict[str, int] = {}

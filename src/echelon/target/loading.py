@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from echelon.errors import ModelLoadError, UnsupportedModelError
 from echelon.target.attention import IMPLEMENTATION
-from echelon.target.layers import replace_layers
+from echelon.target.layers import replace_layers, restore_layers
 from echelon.target.selftest import self_test
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -78,6 +80,21 @@ def adopt_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
     model.set_attn_implementation(IMPLEMENTATION)
     model.eval().requires_grad_(False)
     return LoadedModel(model, tokenizer, name, replace_layers(model))
+
+
+@contextmanager
+def borrowed(model: PreTrainedModel) -> Iterator[LoadedModel]:
+    """A model that belongs to the caller, served for a while and given back as it was."""
+    if any("forward" in vars(m) for m in model.modules() if isinstance(m, torch.nn.Linear)):
+        raise UnsupportedModelError(f"a linear layer of {type(model).__name__} has a forward of its own already; pass the model unpatched")
+    self_test(type(model), model.config)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(IMPLEMENTATION)
+    try:
+        yield LoadedModel(model, None, type(model).__name__, replace_layers(model))
+    finally:
+        restore_layers(model)
+        model.set_attn_implementation(before)
 
 
 def _check_folder(name: str) -> None:
