@@ -146,10 +146,11 @@ class LLM:
         """
         given = _as_list(prompts)
         outputs: dict[int, RequestOutput] = {}
-        for changed in self._run(given, _one_each(sampling_params, len(given)), watch_text=False):
-            for i, samples in changed.items():
-                if all(s.is_finished for s in samples):
-                    outputs[i] = self._output(samples, given[i])
+        requests = self._requests(given, _one_each(sampling_params, len(given)), watch_text=False)
+        for grown in self.run(requests):
+            for i in grown:
+                if all(s.is_finished for s in requests[i]):
+                    outputs[i] = self._output(requests[i], given[i])
                     if on_finish:
                         on_finish(i, outputs[i])
             if on_step:
@@ -173,9 +174,10 @@ class LLM:
         Closing the iterator, or dropping it, takes its rows out of the engine.
         """
         given = _as_list(prompts)
-        for changed in self._run(given, _one_each(sampling_params, len(given)), watch_text=True):
-            for i, samples in changed.items():
-                yield i, self._output(samples, given[i])
+        requests = self._requests(given, _one_each(sampling_params, len(given)), watch_text=True)
+        for grown in self.run(requests):
+            for i in grown:
+                yield i, self._output(requests[i], given[i])
 
     def get_metrics(self) -> dict[str, Any]:
         """Counters since this object was made: tokens, acceptance (also by position in the draft), steps, KV use, preemptions."""
@@ -189,31 +191,31 @@ class LLM:
             "num_free_kv_blocks": pool.num_free,
         }
 
-    def _run(self, prompts: list[Prompt], params: list[SamplingParams], watch_text: bool) -> Iterator[dict[int, list[Sequence]]]:
-        """Run requests to their end; after each step, the samples of every request that grew in it.
+    def run(self, requests: SequenceOf[SequenceOf[Sequence]]) -> Iterator[list[int]]:
+        """Run requests (each a list of samples) to their end; after each step, the indices of those that grew in it.
 
-        One caller at a time: a second thread waits, and a second call inside a running stream is refused.
+        One caller at a time: a second thread waits, and a second call inside a running stream is refused. However this ends, no row is
+        left in the engine.
         """
         if self._owner == threading.get_ident():
             raise RequestError("this LLM is in the middle of a stream of the same thread; finish or close that first")
+        place = {s.id: i for i, samples in enumerate(requests) for s in samples}
         with self._lock:
             self._owner = threading.get_ident()
-            requests: list[list[Sequence]] = []
             try:
-                for prompt, chosen in zip(prompts, params, strict=True):
-                    requests.append(self._samples(prompt, chosen, watch_text))
                 for samples in requests:
                     for sequence in samples:
                         self.engine.add(sequence)
-                place = {s.id: i for i, samples in enumerate(requests) for s in samples}
                 while self.engine.has_work:
-                    grown = dict.fromkeys(place[s.id] for s in self.engine.step())
-                    yield {i: requests[i] for i in grown}
+                    yield list(dict.fromkeys(place[s.id] for s in self.engine.step()))
             finally:
                 for sequence in (s for samples in requests for s in samples):
                     if not sequence.is_finished:
                         self.engine.abort(sequence)
                 self._owner = None
+
+    def _requests(self, prompts: list[Prompt], params: list[SamplingParams], watch_text: bool) -> list[list[Sequence]]:
+        return [self._samples(p, q, watch_text) for p, q in zip(prompts, params, strict=True)]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens the tokenizer adds."""

@@ -129,9 +129,8 @@ def _decode(
         rows = _sequences(prompts, input_ids, longest, generation, processors, ending)
         for prompt, row in zip(prompts, rows, strict=True):
             llm.check_prompt(prompt, row.params)
-            llm.engine.add(row)
-        while llm.engine.has_work:
-            llm.engine.step()
+        for _ in llm.run([[row] for row in rows]):
+            pass
     width = max(row.num_output_tokens for row in rows) if ending.has_end_token else ending.width
     pad = generation._pad_token_tensor
     new = torch.full((len(rows), width), 0 if pad is None else int(pad), dtype=input_ids.dtype)

@@ -104,6 +104,7 @@ class Scheduler:
                 break
             row = self._plan_row(sequence, budget)
             if not self._fits(sequence.id, len(sequence) + self._draft_limit(sequence)) or not self._reserve(row):
+                self._release(sequence)  # what it shares with another sample; it holds nothing while it waits
                 break
             self.running.append(self.waiting.popleft())
             plan.rows.append(row)
