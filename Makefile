@@ -13,8 +13,8 @@ test: lint
 	$(BIN)/python -m pytest --durations=20
 
 lint: $(READY)
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests scripts
+	$(BIN)/ruff format --check src tests scripts
 	$(BIN)/mypy
 
 # Train the embedded pair again (about two hours on two cores; resumable).

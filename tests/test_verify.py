@@ -51,6 +51,8 @@ def test_tree_follows_the_target() -> None:
     assert accepted_path(tokens, parents, own=[6, 0, 8, 0, 9, 1]) == [1, 3, 4]
     assert accepted_path(tokens, parents, own=[5, 0, 8, 0, 9, 1]) == [0]
     assert accepted_path(tokens, parents, own=[1, 0, 8, 0, 9, 1]) == []
+    # 7 below 5 is what the target says after 6, but it is another branch
+    assert accepted_path([5, 6, 7], [-1, -1, 0], own=[6, 0, 7, 9]) == [1]
 
 
 def test_a_chain_is_a_tree_whose_parents_precede() -> None:

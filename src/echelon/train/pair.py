@@ -298,7 +298,7 @@ def main(
     work: Annotated[Path, typer.Option(help="Folder for tokens and resumable checkpoints.")] = Path("build/pair"),
     steps: Annotated[int, typer.Option(help="Batches of 8,192 tokens for both models.")] = 1800,
     decay: Annotated[int, typer.Option(help="Last of these, with falling rate and longer sequences.")] = 400,
-    draft_steps: Annotated[int, typer.Option(help="Batches for the draft model alone.")] = 1500,
+    draft_steps: Annotated[int, typer.Option(help="Batches for the draft model alone.")] = 1000,
     rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
     every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
 ) -> None:

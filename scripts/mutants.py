@@ -1,0 +1,107 @@
+"""One-line faults in accept, bonus, noise, roll back, catch-up, copy-on-write and admission; each must be killed by the test it names.
+
+`python scripts/mutants.py [NAME ...]` patches a copy of the source, one fault at a time, and runs the named test against it in a process
+of its own. A surviving fault, or a patch that no longer applies, fails.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LOSSLESS = "tests/test_lossless.py::test_speculation_changes_no_token"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Replace `old`, which stands once in `file`, by `new`; `killer` must fail then."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    killer: str
+
+
+MUTANTS = [
+    Mutant("accept a wrong token", "verify.py", "parent == at and token == own[at + 1]", "parent == at", f"{LOSSLESS}[1-always_wrong-3-greedy]"),
+    Mutant("accept from any node", "verify.py", "if parent == at and token", "if token", "tests/test_verify.py"),
+    Mutant("bonus from the wrong place", "verify.py", "extra = mine[places[-1]]", "extra = mine[0]", f"{LOSSLESS}[1-always_right-3-greedy]"),
+    Mutant("recovered token one too late", "verify.py", "places = [0, *(node + 1", "places = [0, *(node", "tests/test_verify.py"),
+    Mutant("logits of the neighbour", "verify.py", "            start += len(mine)", "            start += 1", "tests/test_verify.py"),
+    Mutant("argmax misses the tail", "verify.py", "rest.max(-1) > best.max(-1)", "rest.max(-1) < best.min(-1)", "tests/test_sampling.py"),
+    Mutant("noise ignores the position", "sampling.py", "_mix((position * _GOLDEN + 2) & _MASK)", "_mix(2)", "tests/test_sampling.py"),
+    Mutant("noise ignores the sample", "sampling.py", "_mix((index * _GOLDEN + 1) & _MASK)", "_mix(1)", "tests/test_sampling.py"),
+    Mutant(
+        "drafted places share one noise",
+        "sampling.py",
+        "return self.choose_processed(self.processed(logits, tokens, path), len(tokens) + len(path))",
+        "return self.choose_processed(self.processed(logits, tokens, path), len(tokens))",
+        f"{LOSSLESS}[1-always_right-3-sampled]",
+    ),
+    Mutant("penalties ignore the path", "sampling.py", "text = [*tokens, *path]", "text = [*tokens]", "tests/test_parameters.py"),
+    Mutant("min_tokens ignores the path", "sampling.py", "len(tokens) + len(path) - self", "len(tokens) - self", "tests/test_parameters.py"),
+    Mutant("top_p keeps one too few", "sampling.py", '"left")) - 1', '"left")) - 2', "tests/test_sampling.py"),
+    Mutant("keep the last accepted too few", "engine.py", "row.num_new + len(path))", "row.num_new + max(0, len(path) - 1))", f"{LOSSLESS}[1-always_right-3-greedy]"),
+    Mutant("keep a rejected slot", "engine.py", "row.num_new + len(path))", "row.num_new + min(len(path) + 1, row.max_draft_tokens))", f"{LOSSLESS}[1-random-3-greedy]"),
+    Mutant("draft cache keeps rejected tokens", "drafters/draft_model.py", "min(cached, len(row.sequence) + len(path))", "cached", f"{LOSSLESS}[1-draft_model-3-greedy]"),
+    Mutant("draft cache forgets to catch up", "drafters/draft_model.py", "known = sequence.tokens[start:] +", "known = sequence.tokens[-1:] +", f"{LOSSLESS}[1-draft_model-3-greedy]"),
+    Mutant("released blocks are kept", "kv/blocks.py", "        if self._counts[block] == 0:\n", "        if self._counts[block] < 0:\n", "tests/test_blocks.py"),
+    Mutant("no copy before writing", "kv/blocks.py", "            self._unshare(table, place)", "            pass", "tests/test_blocks.py"),
+    Mutant("copy is not carried out", "kv/cache.py", "storage[target * size : (target + 1) * size] = storage", "storage[source * size : (source + 1) * size] = storage", "tests/test_blocks.py"),
+    Mutant("commit keeps every block", "kv/blocks.py", "        table.num_blocks = keep\n", "        table.num_blocks = table.num_blocks\n", "tests/test_blocks.py"),
+    Mutant("draft past the limit", "scheduler.py", "return min(limit, sequence.num_tokens_left - 1)", "return limit", "tests/test_scheduler.py"),
+    Mutant("admit what does not fit", "scheduler.py", "end = row.start + row.num_new + row.max_draft_tokens", "end = row.start + row.num_new", "tests/test_scheduler.py"),
+    Mutant("preempted rows keep their blocks", "scheduler.py", "        sequence = self.running.pop()\n        self._release(sequence)\n", "        sequence = self.running.pop()\n", "tests/test_scheduler.py"),
+    Mutant("waiting samples hold shared blocks", "scheduler.py", "                self._release(sequence)  # what", "                pass  # what", "tests/test_scheduler.py"),
+    Mutant("tokens after the end", "scheduler.py", "            if sequence.is_finished:\n                return\n", "            if sequence.is_finished and place == len(accepted):\n                return\n", "tests/test_lossless.py::test_stop_tokens_inside_an_accepted_block[greedy]"),
+    Mutant("positions drift", "layouts/unpadded.py", "np.repeat(starts - indptr[:-1], counts)", "np.repeat(starts - indptr[:-1] + (counts > 4), counts)", "tests/test_invariance.py::test_logits_equal_the_framework"),
+    Mutant("a query sees one key too many", "ops/reference.py", "visible = keys <= positions[..., None]", "visible = keys <= positions[..., None] + 1", "tests/test_attention.py"),
+    Mutant("stale values are multiplied", "ops/reference.py", "torch.where(tile.exists, values[tile.slots].transpose(1, 2), 0.0)", "values[tile.slots].transpose(1, 2)", "tests/test_attention.py"),
+    Mutant("linear calls of any size", "ops/reference.py", "    missing = -num_rows % ROWS_PER_CALL\n", "    return F.linear(x, weight, bias)\n    missing = 0\n", "tests/test_invariance.py::test_logits_and_cache_depend_on_the_row_alone"),
+]  # fmt: skip
+
+
+def stale() -> list[str]:
+    """Names of mutants whose patch does not apply exactly once."""
+    return [m.name for m in MUTANTS if (ROOT / "src/echelon" / m.file).read_text("utf-8").count(m.old) != 1]
+
+
+def survives(mutant: Mutant, folder: Path) -> bool:
+    """Whether the killer passes on the patched copy in `folder`."""
+    path = folder / "echelon" / mutant.file
+    original = path.read_text("utf-8")
+    path.write_text(original.replace(mutant.old, mutant.new), "utf-8")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", mutant.killer]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True, check=False)
+    path.write_text(original, "utf-8")
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return done.returncode == 0
+
+
+def main(names: list[str]) -> int:
+    if stale():
+        print("patches that no longer apply:", *stale(), sep="\n  ")
+        return 1
+    chosen = [m for m in MUTANTS if not names or m.name in names]
+    survivors = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        shutil.copytree(ROOT / "src/echelon", folder / "echelon", ignore=shutil.ignore_patterns("pair", "__pycache__"))
+        (folder / "echelon/demo/pair").symlink_to(ROOT / "src/echelon/demo/pair")
+        for mutant in chosen:
+            alive = survives(mutant, folder)
+            survivors += [mutant.name] * alive
+            print(f"{'SURVIVED' if alive else 'killed  '}  {mutant.name}  ({mutant.killer})", flush=True)
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} killed")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
