@@ -32,9 +32,9 @@ class Mutant:
 MUTANTS = [
     Mutant("accept a wrong token", "verify.py", "parent == at and token == own[at + 1]", "parent == at", f"{LOSSLESS}[1-always_wrong-3-greedy]"),
     Mutant("accept from any node", "verify.py", "if parent == at and token", "if token", "tests/test_verify.py"),
-    Mutant("bonus from the wrong place", "verify.py", "extra = mine[places[-1]]", "extra = mine[0]", f"{LOSSLESS}[1-always_right-3-greedy]"),
+    Mutant("bonus from the wrong place", "verify.py", "extra = own[start + places[-1]]", "extra = own[start]", f"{LOSSLESS}[1-always_right-3-greedy]"),
     Mutant("recovered token one too late", "verify.py", "places = [0, *(node + 1", "places = [0, *(node", "tests/test_verify.py"),
-    Mutant("logits of the neighbour", "verify.py", "            start += len(mine)", "            start += 1", "tests/test_verify.py"),
+    Mutant("logits of the neighbour", "verify.py", "            start = end", "            start += 1", "tests/test_verify.py"),
     Mutant("argmax misses the tail", "verify.py", "rest.max(-1) > best.max(-1)", "rest.max(-1) < best.min(-1)", "tests/test_sampling.py"),
     Mutant("noise ignores the position", "sampling.py", "_mix((position * _GOLDEN + 2) & _MASK)", "_mix(2)", "tests/test_sampling.py"),
     Mutant("noise ignores the sample", "sampling.py", "_mix((index * _GOLDEN + 1) & _MASK)", "_mix(1)", "tests/test_sampling.py"),

@@ -111,14 +111,14 @@ class LLM:
         if spec is not None and spec.method == "ngram":
             drafter = NgramDrafter(spec)
         elif spec is not None:
-            drafter = DraftModelDrafter(runners[1], config.max_num_batched_tokens)
+            drafter = DraftModelDrafter(runners[1], config.max_num_batched_tokens, spec.acceptance == "rejection")
         scheduler = Scheduler(
             [r.cache.tables for r in runners],
             config.max_num_seqs,
             config.max_num_batched_tokens,
             spec.num_speculative_tokens if spec else 0,
         )
-        return Engine(runners[0], drafter, scheduler)
+        return Engine(runners[0], drafter, scheduler, spec.acceptance if spec else "exact")
 
     @property
     def stats(self) -> Stats:

@@ -37,10 +37,11 @@ class Settings(BaseModel):
 
 
 class SpeculativeConfig(Settings):
-    """What proposes tokens. Keys are vLLM's; `prompt_lookup_source` is ours.
+    """What proposes tokens. Keys are vLLM's; `prompt_lookup_source` and `acceptance` are ours.
 
     `ngram` is LLMA (Yang et al. 2023): the last `prompt_lookup_max` tokens down to `prompt_lookup_min` are looked up in the source,
-    and what followed them there is proposed. `draft_model` runs the small model in `model`.
+    and what followed them there is proposed. `draft_model` runs the small model in `model`. `acceptance="exact"` keeps a drafted token if
+    plain decoding would choose it: the same text. `"rejection"` (Leviathan et al. 2023) keeps the distribution, not the text.
     """
 
     method: Literal["ngram", "draft_model"]
@@ -49,6 +50,7 @@ class SpeculativeConfig(Settings):
     prompt_lookup_max: int = Field(default=2, ge=1, le=16)
     prompt_lookup_min: int = Field(default=1, ge=1, le=16)
     prompt_lookup_source: Literal["prompt", "prompt_and_output"] = "prompt_and_output"
+    acceptance: Literal["exact", "rejection"] = "exact"
 
     @model_validator(mode="before")
     @classmethod

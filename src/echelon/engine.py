@@ -13,7 +13,7 @@ from echelon.scheduler import Scheduler
 from echelon.sequence import PlannedRow, Sequence
 from echelon.stats import Stats
 from echelon.target.runner import ModelRunner
-from echelon.verify import Verdict, verify
+from echelon.verify import Acceptance, Verdict, verify
 
 
 def spans_of(rows: SequenceOf[PlannedRow], draft: Draft) -> list[Span]:
@@ -30,8 +30,8 @@ def spans_of(rows: SequenceOf[PlannedRow], draft: Draft) -> list[Span]:
 class Engine:
     """One target, one drafter, one scheduler. `step` until nothing `has_work`."""
 
-    def __init__(self, target: ModelRunner, drafter: Drafter, scheduler: Scheduler) -> None:
-        self.target, self.drafter, self.scheduler = target, drafter, scheduler
+    def __init__(self, target: ModelRunner, drafter: Drafter, scheduler: Scheduler, acceptance: Acceptance = "exact") -> None:
+        self.target, self.drafter, self.scheduler, self.acceptance = target, drafter, scheduler, acceptance
         self.stats = Stats()
 
     @property
@@ -57,7 +57,7 @@ class Engine:
         batch = self.target.pack(spans_of(plan.rows, draft))
         logits = self.target.run(batch)
         clock.append(time.perf_counter())
-        verdict = verify(draft, logits, plan.rows)
+        verdict = verify(draft, logits, plan.rows, self.acceptance)
         clock.append(time.perf_counter())
         self._commit(plan.rows, verdict)
         self.drafter.observe(plan.rows, verdict)

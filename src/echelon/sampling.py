@@ -25,6 +25,7 @@ Float32 = NDArray[np.float32]
 Int64 = NDArray[np.int64]
 LogitsProcessor = Callable[[list[int], Any], Any]  # (output tokens so far, float32 [V]) → float32 [V], like vLLM's
 
+ACCEPT, RESIDUAL = 1, 2  # purposes of noise besides choosing a token
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -124,6 +125,29 @@ class Sampler:
         ids = kept_tokens(scaled, self.params)
         return int(ids[np.argmax(scaled[ids] + gumbel_noise(self.seed, self.index, position, ids))])
 
+    def probabilities(self, logits: Float32, tokens: SequenceOf[int], path: SequenceOf[int] = ()) -> NDArray[np.float64]:
+        """float64 [V]: what `choose` draws from."""
+        processed = self.processed(logits, tokens, path)
+        out = np.zeros(len(processed))
+        if self.params.is_greedy:
+            out[processed.argmax()] = 1.0
+            return out
+        scaled = processed / np.float32(self.params.temperature)
+        ids = kept_tokens(scaled, self.params)
+        weights = np.exp(scaled[ids].astype(np.float64) - float(scaled.max()))
+        out[ids] = weights / weights.sum()
+        return out
+
+    def accepts(self, probability: float, draft_probability: float, position: int) -> bool:
+        """The coin of rejection sampling: heads with probability min(1, target / draft)."""
+        coin = uniform_noise(self.seed, self.index, position, np.zeros(1, np.int64), ACCEPT)[0]
+        return bool(coin * draft_probability < probability)
+
+    def draw(self, weights: NDArray[np.float64], position: int) -> int:
+        """A token in proportion to `weights` [V], with noise that no other draw at this position uses."""
+        ids = np.flatnonzero(weights > 0.0)
+        return int(ids[np.argmax(np.log(weights[ids]) + gumbel_noise(self.seed, self.index, position, ids, RESIDUAL))])
+
     def processed(self, logits: Float32, tokens: SequenceOf[int], path: SequenceOf[int] = ()) -> Float32:
         """Logits after everything that may change their order, in vLLM's sequence; the input is left as it is."""
         if self.params.is_greedy and self.is_argmax:
@@ -175,17 +199,22 @@ def _mix_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def gumbel_noise(seed: int, index: int, position: int, token_ids: Int64) -> NDArray[np.float64]:
-    """Standard Gumbel noise, float64, one value per token id; a pure function of its arguments.
+def uniform_noise(seed: int, index: int, position: int, token_ids: Int64, purpose: int = 0) -> NDArray[np.float64]:
+    """Uniform noise in (0, 1), float64, one value per token id; a pure function of its arguments.
 
-    `position` is the absolute position that the token will have in its sequence.
+    `position` is the absolute position that the token will have in its sequence; `purpose` keeps different uses at one place apart.
     """
     key = _mix((seed + _GOLDEN) & _MASK)
     key = _mix(key ^ _mix((index * _GOLDEN + 1) & _MASK))
     key = _mix(key ^ _mix((position * _GOLDEN + 2) & _MASK))
+    key = _mix(key ^ _mix((purpose * _GOLDEN + 3) & _MASK))
     bits = _mix_array(np.uint64(key) + (token_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN))
-    uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    return np.asarray(-np.log(-np.log(uniform)))
+    return np.asarray(((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53)
+
+
+def gumbel_noise(seed: int, index: int, position: int, token_ids: Int64, purpose: int = 0) -> NDArray[np.float64]:
+    """Standard Gumbel noise; see `uniform_noise`."""
+    return np.asarray(-np.log(-np.log(uniform_noise(seed, index, position, token_ids, purpose))))
 
 
 def kept_tokens(scaled: Float32, params: SamplingParams) -> Int64:

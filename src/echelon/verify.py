@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from echelon.draft import Draft
 from echelon.sampling import Logprobs, logprobs_of
 from echelon.sequence import PlannedRow
 
+Acceptance = Literal["exact", "rejection"]
 ARGMAX_TILE = 128
 
 
@@ -105,15 +107,15 @@ def accepted_path(tokens: list[int], parents: list[int], own: list[int]) -> list
     return path
 
 
-def verify(draft: Draft, logits: Tensor, rows: SequenceOf[PlannedRow]) -> Verdict:
-    """Compare every drafted token with the target's own.
+def verify(draft: Draft, logits: Tensor, rows: SequenceOf[PlannedRow], acceptance: Acceptance = "exact") -> Verdict:
+    """Decide what of a draft is kept, and the extra token of every row.
 
     logits [R, V]: for each row its prompt logits, if wanted, then (sampled rows) one after the last known token and one a draft node;
     nodes of a row are ordered parents first.
     """
     verdict = Verdict([], [], [], [], [], [])
     logits = _take_prompt_logits(logits, rows, draft, verdict)
-    own = own_tokens(logits, rows, draft)
+    own = own_tokens(logits, rows, draft) if acceptance == "exact" else []
     start = 0
     for i, row in enumerate(rows):
         tokens = draft.row(i)
@@ -121,22 +123,46 @@ def verify(draft: Draft, logits: Tensor, rows: SequenceOf[PlannedRow]) -> Verdic
         extra = -1
         logprobs: list[Logprobs] = []
         if row.is_sampled:
-            mine = own[start : start + 1 + len(tokens)]
-            path = accepted_path(tokens, draft.row_parents(i), mine)
+            end = start + 1 + len(tokens)
+            if acceptance == "exact":
+                path = accepted_path(tokens, draft.row_parents(i), own[start:end])
+            else:
+                path, extra = rejection_path(draft, i, logits[start:end].float().numpy(), row)
             places = [0, *(node + 1 for node in path)]  # the row of logits that each emitted token came from
-            extra = mine[places[-1]]
+            if acceptance == "exact":
+                extra = own[start + places[-1]]
             count = row.sequence.params.logprobs
             if count is not None:
                 emitted = [*(tokens[node] for node in path), extra]
                 values = logits[[start + p for p in places]].float().numpy()
                 logprobs = [logprobs_of(v, t, count) for v, t in zip(values, emitted, strict=True)]
-            start += len(mine)
+            start = end
         verdict.num_draft_tokens.append(len(tokens))
         verdict.paths.append(path)
         verdict.accepted.append([tokens[node] for node in path])
         verdict.next_tokens.append(extra)
         verdict.logprobs.append(logprobs)
     return verdict
+
+
+def rejection_path(draft: Draft, i: int, logits: NDArray[np.float32], row: PlannedRow) -> tuple[list[int], int]:
+    """Algorithm 1 of Leviathan et al. 2023 on the chain of one row: accepted nodes and the extra token.
+
+    logits float32 [1 + nodes, V]. A token drafted with certainty (no `draft.probs`) has draft probability 1. Coins and residual draws
+    are keyed by (seed, index, position), so a row's text depends on no neighbour.
+    """
+    sampler, known = row.sequence.sampler, row.sequence.tokens
+    tokens, first = draft.row(i), int(draft.indptr[i])
+    assert draft.row_parents(i) == list(range(-1, len(tokens) - 1)), "rejection is defined on chains"
+    for node, token in enumerate(tokens):
+        target = sampler.probabilities(logits[node], known, tokens[:node])
+        certain = np.zeros_like(target)
+        certain[token] = 1.0
+        drafted = certain if draft.probs is None else draft.probs[first + node]
+        position = len(known) + node
+        if not sampler.accepts(float(target[token]), float(drafted[token]), position):
+            return list(range(node)), sampler.draw(np.maximum(target - drafted, 0.0), position)
+    return list(range(len(tokens))), sampler.choose(logits[len(tokens)], known, tokens)
 
 
 def _take_prompt_logits(logits: Tensor, rows: SequenceOf[PlannedRow], draft: Draft, verdict: Verdict) -> Tensor:

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
 from echelon.batch import Span
 from echelon.draft import Draft
 from echelon.sequence import PlannedRow
@@ -19,22 +23,31 @@ from echelon.verify import Verdict, argmax_rows
 class DraftModelDrafter:
     """`runner` is the draft model's own; the scheduler reserves slots in its cache."""
 
-    def __init__(self, runner: ModelRunner, max_num_batched_tokens: int) -> None:
+    def __init__(self, runner: ModelRunner, max_num_batched_tokens: int, keeps_probs: bool = False) -> None:
         self._runner = runner
+        self._keeps_probs = keeps_probs  # rejection compares distributions
         self._max_num_batched_tokens = max_num_batched_tokens
 
     def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
         proposals: list[list[int]] = [[] for _ in rows]
+        probs: list[list[NDArray[np.float64]]] = [[] for _ in rows]
         active = [i for i, row in enumerate(rows) if row.max_draft_tokens > 0]
         self._catch_up([rows[i] for i in active])
         while active:
-            for i, token in zip(active, self._next_tokens(rows, proposals, active), strict=True):
-                proposals[i].append(token)
+            logits = self._feed(rows, proposals, active)
+            for place, (i, token) in enumerate(zip(active, argmax_rows(logits).tolist(), strict=True)):
+                sequence = rows[i].sequence
+                values = logits[place].float().numpy()
+                if self._keeps_probs:
+                    probs[i].append(sequence.sampler.probabilities(values, sequence.tokens, proposals[i]))
+                is_argmax = sequence.sampler.is_argmax
+                proposals[i].append(token if is_argmax else sequence.sampler.choose(values, sequence.tokens, proposals[i]))
             active = [i for i in active if len(proposals[i]) < rows[i].max_draft_tokens]
-        return Draft.chains(proposals)
+        flat = [p for row in probs for p in row]
+        return Draft.chains(proposals, np.stack(flat) if flat else None)
 
     def _catch_up(self, rows: SequenceOf[PlannedRow]) -> None:
-        """Feed prompts in pieces until every row lacks no more than one batch holds; the last pass belongs to `_next_tokens`."""
+        """Feed prompts in pieces until every row lacks no more than one batch holds; the last pass belongs to `_feed`."""
         limit = max(1, self._max_num_batched_tokens // max(1, len(rows)))
         while spans := [s for row in rows if (s := self._piece(row, limit)) is not None]:
             self._runner.feed(spans)
@@ -43,20 +56,14 @@ class DraftModelDrafter:
         tokens, start = row.sequence.tokens, self._runner.num_cached(row.sequence.id)
         return Span(row.sequence.id, start, tokens[start : start + limit], 0) if len(tokens) - start > limit else None
 
-    def _next_tokens(self, rows: SequenceOf[PlannedRow], proposals: list[list[int]], active: list[int]) -> list[int]:
-        """One pass over the active rows: each row's next drafted token."""
+    def _feed(self, rows: SequenceOf[PlannedRow], proposals: list[list[int]], active: list[int]) -> Tensor:
+        """One pass over the active rows: logits [len(active), V] after each row's last known or drafted token."""
         spans = []
         for i in active:
             sequence, start = rows[i].sequence, self._runner.num_cached(rows[i].sequence.id)
             known = sequence.tokens[start:] + proposals[i][max(0, start - len(sequence)) :]
             spans.append(Span(sequence.id, start, known, 1))
-        logits = self._runner.feed(spans)
-        tokens: list[int] = argmax_rows(logits).tolist()
-        for place, i in enumerate(active):
-            sequence = rows[i].sequence
-            if not sequence.sampler.is_argmax:
-                tokens[place] = sequence.sampler.choose(logits[place].float().numpy(), sequence.tokens, proposals[i])
-        return tokens
+        return self._runner.feed(spans)
 
     def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:
         """Shorten every row to its known tokens and the accepted part of the draft."""
