@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint pair bench clean
+.PHONY: demo test lint prove pair bench clean
 
 demo: $(READY)
 	$(BIN)/python -m echelon.demo
@@ -23,8 +23,14 @@ pair: $(READY)
 
 # The table of the README and the overhead of a step.
 bench: $(READY)
-	$(BIN)/echelon bench throughput --output docs/evidence/throughput.json
+	$(BIN)/echelon bench throughput --parameters 500000000 --output docs/evidence/throughput.json
 	$(BIN)/echelon bench overhead --output docs/evidence/overhead.json
+	$(BIN)/echelon bench pair --output docs/evidence/pair.json
+
+# What takes longer than `make test` allows: goodness of fit at full size, and every mutant.
+prove: $(READY)
+	PROVE=1 $(BIN)/python -m pytest tests/test_fit.py
+	$(BIN)/python scripts/mutants.py
 
 # torch comes first and by its exact version, so that nothing that follows can replace it.
 $(READY): pyproject.toml constraints.txt

@@ -7,25 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers as tr
 from torch import Tensor
-from transformers import (
-    Glm4Config,
-    Glm4ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 import toys
 from echelon.batch import Span
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.target.attention import record_layers
+from echelon.target.layers import framework_layers
 from echelon.target.loading import adopt_model
 from echelon.target.runner import ModelRunner
 
@@ -33,12 +23,23 @@ COMMON = {"vocab_size": 80, "hidden_size": 48, "num_hidden_layers": 2, "num_atte
 GATED = COMMON | {"intermediate_size": 72, "num_key_value_heads": 2, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 OPT = COMMON | {"ffn_dim": 72, "word_embed_proj_dim": 48, "pad_token_id": 1}
 MODELS: dict[str, tuple[Any, Any]] = {
-    "llama": (LlamaForCausalLM, LlamaConfig(**GATED)),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**GATED)),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**GATED, head_dim=16)),
-    "glm4": (Glm4ForCausalLM, Glm4Config(**GATED, head_dim=16)),
-    "opt": (OPTForCausalLM, OPTConfig(**OPT)),
-    "opt-350m": (OPTForCausalLM, OPTConfig(**(OPT | {"word_embed_proj_dim": 24}), do_layer_norm_before=False)),
+    "llama": (tr.LlamaForCausalLM, tr.LlamaConfig(**GATED)),
+    "qwen2": (tr.Qwen2ForCausalLM, tr.Qwen2Config(**GATED)),
+    "qwen3": (tr.Qwen3ForCausalLM, tr.Qwen3Config(**GATED, head_dim=16)),
+    "glm4": (tr.Glm4ForCausalLM, tr.Glm4Config(**GATED, head_dim=16)),
+    "opt": (tr.OPTForCausalLM, tr.OPTConfig(**OPT)),
+    "opt-350m": (tr.OPTForCausalLM, tr.OPTConfig(**(OPT | {"word_embed_proj_dim": 24}), do_layer_norm_before=False)),
+}
+SMALL = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 80, "max_position_embeddings": 512}
+MODELS |= {
+    "mistral": (tr.MistralForCausalLM, tr.MistralConfig(**GATED, sliding_window=90)),
+    "gemma2": (tr.Gemma2ForCausalLM, tr.Gemma2Config(**GATED, head_dim=16, sliding_window=90, query_pre_attn_scalar=16)),
+    "gemma3": (tr.Gemma3ForCausalLM, tr.Gemma3TextConfig(**GATED, head_dim=16, sliding_window=90, query_pre_attn_scalar=16)),
+    "phi3": (tr.Phi3ForCausalLM, tr.Phi3Config(**GATED)),
+    "olmo2": (tr.Olmo2ForCausalLM, tr.Olmo2Config(**GATED)),
+    "starcoder2": (tr.Starcoder2ForCausalLM, tr.Starcoder2Config(**GATED, sliding_window=90)),
+    "gpt-neox": (tr.GPTNeoXForCausalLM, tr.GPTNeoXConfig(**SMALL, intermediate_size=72)),
+    "gpt2": (tr.GPT2LMHeadModel, tr.GPT2Config(vocab_size=80, n_embd=48, n_layer=2, n_head=6, n_positions=512)),
 }
 LENGTH = 300  # more than two key tiles
 BLOCK = 16
@@ -111,6 +112,11 @@ def test_logits_and_cache_depend_on_the_row_alone(name: str, dtype: torch.dtype,
             assert all(torch.equal(a, b) for a, b in zip(expected, cached(run, row), strict=True)), way
             run.cache.tables.release(row)
     run.cache.check()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_layer_stays_with_the_framework(name: str) -> None:
+    assert framework_layers(runner(name, torch.float32).loaded.model) == []
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -9,12 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 
 import toys
 from echelon import LLM, ConfigError, ModelLoadError, RequestError, SamplingParams, UnsupportedModelError
 from echelon.demo import DRAFT, TARGET
 from echelon.target.loading import load_model, load_plain
+from echelon.target.selftest import self_test
 
 
 @pytest.fixture
@@ -95,6 +107,31 @@ def test_architectures_that_cannot_batch_are_refused_by_name(tmp_path: Path, cls
     cls(config).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=cls.__name__):
         load_model(str(tmp_path))
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("cls", "config"),
+    [
+        (LlamaForCausalLM, LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})),
+        (
+            Phi3ForCausalLM,
+            Phi3Config(
+                **SIZES,
+                rope_parameters=LONGROPE | {"original_max_position_embeddings": 32},
+                original_max_position_embeddings=32,
+                pad_token_id=0,
+            ),
+        ),
+        (Llama4ForCausalLM, Llama4TextConfig(**SIZES, attention_chunk_size=16, head_dim=16, num_key_value_heads=2)),
+    ],
+)
+def test_positions_or_masks_that_depend_on_the_batch_are_refused(cls: type, config: object) -> None:
+    with pytest.raises(UnsupportedModelError, match=cls.__name__):
+        self_test(cls, config)
 
 
 def test_vocabularies_must_agree() -> None:

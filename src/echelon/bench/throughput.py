@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -124,11 +125,26 @@ def environment() -> dict[str, str]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
+        "commit": commit(),
     }
+
+
+def commit() -> str:
+    """The commit of the working tree this package runs from, if it is one."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def as_json(results: SequenceOf[Result]) -> dict[str, Any]:
     return {"environment": environment(), "results": [asdict(r) | {"median": r.median} for r in results]}
+
+
+def from_json(value: dict[str, Any]) -> list[Result]:
+    """The results that `as_json` wrote."""
+    return [Result(**{k: v for k, v in entry.items() if k != "median"}) for entry in value["results"]]
 
 
 def as_markdown(results: SequenceOf[Result]) -> str:

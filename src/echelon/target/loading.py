@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from echelon.errors import ModelLoadError, UnsupportedModelError
 from echelon.target.attention import IMPLEMENTATION
-from echelon.target.layers import replace_layers, restore_layers
+from echelon.target.layers import LINEAR, replace_layers, restore_layers
 from echelon.target.selftest import self_test
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -85,7 +85,7 @@ def adopt_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
 @contextmanager
 def borrowed(model: PreTrainedModel) -> Iterator[LoadedModel]:
     """A model that belongs to the caller, served for a while and given back as it was."""
-    if any("forward" in vars(m) for m in model.modules() if isinstance(m, torch.nn.Linear)):
+    if any("forward" in vars(m) for m in model.modules() if isinstance(m, LINEAR)):
         raise UnsupportedModelError(f"a linear layer of {type(model).__name__} has a forward of its own already; pass the model unpatched")
     self_test(type(model), model.config)
     before = model.config._attn_implementation

@@ -45,7 +45,9 @@ def shrunken(config: Any) -> Any:
         "num_hidden_layers": num_layers,
         "layer_types": (types * num_layers)[:num_layers] or None,
         "sliding_window": 4 if getattr(config, "sliding_window", None) else None,
+        "attention_chunk_size": 4,
         "max_position_embeddings": 64,
+        "original_max_position_embeddings": 8,
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -55,10 +57,21 @@ def shrunken(config: Any) -> Any:
     for key, value in changes.items():
         if hasattr(small, key) and getattr(small, key) is not None and key not in getattr(small, "attribute_map", {}):
             setattr(small, key, value)
-    rope = getattr(small, "rope_parameters", None)
-    if isinstance(rope, dict) and "original_max_position_embeddings" in rope:
-        rope["original_max_position_embeddings"] = 8
+    rope = getattr(small, "rope_parameters", None) or {}
+    for entry in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
+        _shrink_rope(entry, small)
     return small
+
+
+def _shrink_rope(rope: dict[str, Any], small: Any) -> None:
+    """Let position-dependent rotary embeddings change within the long row."""
+    if "original_max_position_embeddings" in rope:
+        rope["original_max_position_embeddings"] = 8
+    if rope.get("rope_type") == "dynamic":
+        small.max_position_embeddings = 8
+    for key in ("short_factor", "long_factor"):
+        if key in rope:
+            rope[key] = rope[key][: int(16 * rope.get("partial_rotary_factor", 1.0)) // 2]
 
 
 def self_test(cls: type[PreTrainedModel], config: Any) -> None:
