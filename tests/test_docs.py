@@ -1,0 +1,61 @@
+"""What the documents say is what the evidence files hold."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from echelon.bench.throughput import as_markdown, from_json
+from echelon.cli import app
+
+ROOT = Path(__file__).parents[1]
+EVIDENCE = ROOT / "docs" / "evidence"
+
+
+def evidence(name: str) -> dict[str, object]:
+    value: dict[str, object] = json.loads((EVIDENCE / name).read_text("utf-8"))
+    return value
+
+
+def test_the_table_of_the_readme_is_the_measured_one() -> None:
+    value = evidence("throughput.json")
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert as_markdown(from_json(value)) in readme
+    assert str(value["environment"]["cpu"]) in readme  # type: ignore[index]
+    assert all(r.num_identical == r.num_rows for r in from_json(value))
+
+
+def test_overhead_of_a_step_is_within_its_bounds() -> None:
+    """1.5 ms at batch 8 and 6 ms at 64, greedy, vocabulary 32,000, with and without drafts, as measured on the named machine."""
+    rows = evidence("overhead.json")["results"]
+    greedy = [r for r in rows if r["temperature"] == 0.0]  # type: ignore[attr-defined]
+    assert {r["batch_size"] for r in greedy} == {8, 64}
+    assert all(r["median_ms"] <= {8: 1.5, 64: 6.0}[r["batch_size"]] for r in greedy)
+
+
+def test_figures_of_the_pair_are_quoted_as_measured() -> None:
+    results = evidence("pair.json")["results"]
+    quoted = (ROOT / "src/echelon/demo/pair/README.md").read_text("utf-8")
+    for key, value in results.items():  # type: ignore[attr-defined]
+        assert f"| {key} | {value:.3f} |" in quoted, key
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/architecture.md", "LOG.md"])
+def test_links_lead_somewhere(document: str) -> None:
+    path = ROOT / document
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text("utf-8")):
+        assert (path.parent / target).exists(), target
+
+
+def test_every_verb_of_the_readme_exists() -> None:
+    verbs = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback} | {g.name for g in app.registered_groups}
+    named = set(re.findall(r"echelon (generate|doctor|inflate|bench)\b", (ROOT / "README.md").read_text("utf-8")))
+    assert named <= verbs
+    assert {"generate", "doctor", "inflate"} <= named
+
+
+def test_readme_fits_one_screen() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 80
