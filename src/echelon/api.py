@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,7 @@ from echelon.target.runner import ModelRunner
 from echelon.text import Detokenizer
 
 Prompt = str | SequenceOf[int]
+logger = logging.getLogger("echelon")
 
 
 class LLM:
@@ -63,6 +65,7 @@ class LLM:
         self.draft = self._check_draft(draft_model)
         self.max_len = self._context()
         self.memory_plan, runners = self._build_runners()
+        logger.info("%s", self.memory_plan)
         self.engine = self._build_engine(runners)
         self._ids = count()
         self._lock = threading.Lock()
