@@ -9,7 +9,7 @@ from pathlib import Path
 from echelon.bench.throughput import Result
 from echelon.errors import MissingExtraError
 
-COLOURS = {"plain": "#9aa5b1", "LLMA": "#2f7ed8", "draft model": "#1a9850", "transformers, plain": "#d98c5f"}
+COLOURS = {"plain": "#9aa5b1", "LLMA": "#2f7ed8", "draft model": "#1a9850", "transformers": "#d98c5f"}
 
 
 def bar_chart(path: Path, groups: Mapping[str, SequenceOf[Result]]) -> None:

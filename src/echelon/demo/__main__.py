@@ -52,7 +52,7 @@ def transformers_plain(model: PreTrainedModel, prompts: list[list[int]], num_tok
         speeds.append(new.numel() / (time.perf_counter() - start))
         rows = new.tolist()
     num_identical = sum(a == b for a, b in zip(rows, truth, strict=True))
-    return Result("transformers, plain", len(prompts), speeds, 1.0, 0.0, num_identical, len(truth))
+    return Result("transformers", len(prompts), speeds, 1.0, 0.0, num_identical, len(truth))
 
 
 def transformers_refusal(model: PreTrainedModel, draft: PreTrainedModel, prompts: list[list[int]]) -> str:
@@ -69,7 +69,7 @@ def table_of(title: str, results: list[Result]) -> Table:
     for name in ("method", "tokens/s", "tokens_per_step", "acceptance_rate", "identical"):
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     for r in results:
-        same = "yes" if r.num_identical == r.num_rows else f"no: {r.num_identical} of {r.num_rows}"
+        same = "yes" if r.num_identical == r.num_rows else f"{r.num_identical} of {r.num_rows}"
         rate = f"{r.acceptance_rate:.2f}" if r.acceptance_rate else "–"
         table.add_row(r.method, f"{r.median:,.0f}", f"{r.tokens_per_step:.2f}", rate, same)
     return table
@@ -129,7 +129,7 @@ def main(
     plain_draft, _ = load_plain(str(DRAFT))
     big = adopt_model(copy.deepcopy(grown), tokenizer, "embedded target, grown")
     large, truth = run_pair(big, draft, prompts, params, 1, "grown target")
-    with console.status("transformers, plain"):
+    with console.status("transformers"):
         large.append(transformers_plain(grown, prompts, max_tokens, truth, rounds=1))
         refusal = transformers_refusal(grown, plain_draft, prompts)
     console.print(table_of(f"2. The same target grown in memory to {describe(grown)}: same function, real cost", large))
