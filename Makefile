@@ -32,11 +32,11 @@ prove: $(READY)
 	PROVE=1 $(BIN)/python -m pytest tests/test_fit.py
 	$(BIN)/python scripts/mutants.py
 
-# torch comes first and by its exact version, so that nothing that follows can replace it.
-$(READY): pyproject.toml constraints.txt
+# torch comes first and by its exact version, so that nothing that follows can replace it; the kernels are built against it.
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard src/echelon/csrc/*)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 'setuptools>=77' ninja
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 
 clean:
