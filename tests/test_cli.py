@@ -50,7 +50,9 @@ def test_the_installed_command_runs() -> None:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    """Rows of an output file, in the order of the input."""
+    _, *rows = map(json.loads, path.read_text("utf-8").rstrip("\n").split("\n"))
+    return sorted(rows, key=lambda row: row["index"])
 
 
 def test_generate_with_and_without_speculation_writes_the_same_text(run: Run, tmp_path: Path) -> None:
@@ -59,9 +61,9 @@ def test_generate_with_and_without_speculation_writes_the_same_text(run: Run, tm
         {"id": "a", "prompt": "def main(argv):\n"},
         {"prompt_token_ids": [300, 301, 302], "params": {"max_tokens": 5}},
         {"messages": [{"role": "user", "content": "hello"}]},
-        {"question_id": 81, "turns": ["class A:\n", "again"]},
+        {"question_id": 81, "turns": ["class A:\u2028\n", "again"]},
     ]
-    source.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    source.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows))
     plain = run("generate", TARGET, "--input", source, "--output", tmp_path / "plain.jsonl", "--max-tokens", 24)
     assert plain.returncode == 0, plain.stderr
     drafted = run(

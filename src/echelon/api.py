@@ -7,7 +7,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict
+from dataclasses import fields
 from itertools import count
 from typing import Any
 
@@ -17,6 +17,7 @@ from echelon.config import EngineConfig, SpeculativeConfig, speculative
 from echelon.drafters.base import Drafter, NoDrafter
 from echelon.drafters.draft_model import DraftModelDrafter
 from echelon.drafters.ngram import NgramDrafter
+from echelon.drafters.replay import ReplayDrafter
 from echelon.engine import Engine
 from echelon.errors import ConfigError, RequestError
 from echelon.kv.blocks import BlockTables
@@ -113,6 +114,9 @@ class LLM:
         drafter: Drafter = NoDrafter()
         if spec is not None and spec.method == "ngram":
             drafter = NgramDrafter(spec)
+        elif spec is not None and spec.method == "replay":
+            logger.warning("method 'replay' accepts what it is told: the speed is that of a real run, the text is meaningless")
+            drafter = ReplayDrafter(spec, self.target.vocab_size)
         elif spec is not None:
             drafter = DraftModelDrafter(runners[1], config.max_num_batched_tokens, spec.acceptance == "rejection")
         scheduler = Scheduler(
@@ -185,7 +189,11 @@ class LLM:
     def get_metrics(self) -> dict[str, Any]:
         """Counters since this object was made: tokens, acceptance (also by position in the draft), steps, KV use, preemptions."""
         stats, pool = self.stats, self.engine.target.cache.tables.pool
-        return asdict(stats) | {
+        counters = {f.name: getattr(stats, f.name) for f in fields(stats) if f.name != "acceptance"}
+        return counters | {
+            "seconds": dict(stats.seconds),
+            "num_drafts_by_position": stats.num_drafts_by_position,
+            "num_accepted_by_position": stats.num_accepted_by_position,
             "tokens_per_step": stats.tokens_per_step,
             "acceptance_rate": stats.acceptance_rate,
             "num_running": len(self.engine.scheduler.running),
@@ -246,6 +254,7 @@ class LLM:
             raise RequestError(f"token id {bad[0]} is outside the vocabulary of {size}; check the tokenizer and the parameters")
         if (params.stop or params.bad_words) and self.target.tokenizer is None:
             raise RequestError(f"stop strings and bad words need a tokenizer, and {self.target.name!r} has none; use token ids")
+        self.engine.scheduler.check_size(min(self.max_len, len(tokens) + params.max_tokens))
 
     def _samples(self, prompt: Prompt, params: SamplingParams, watch_text: bool) -> list[Sequence]:
         """The `n` sequences of one request; all but the first share the first one's prompt."""

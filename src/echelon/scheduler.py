@@ -58,14 +58,17 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request. Refused is only what could not run even alone in the whole pool."""
+        self.check_size(min(sequence.max_len, sequence.num_prompt_tokens + sequence.params.max_tokens))
+        self.waiting.append(sequence)
+
+    def check_size(self, num_tokens: int) -> None:
+        """Raise `RequestError` for a text that the whole pool could not hold."""
         capacity = min(t.pool.num_blocks * t.block_size for t in self._tables)
-        longest = min(sequence.max_len, sequence.num_prompt_tokens + sequence.params.max_tokens)
-        if longest > capacity:
+        if num_tokens > capacity:
             raise RequestError(
-                f"the request may grow to {longest} tokens, but the KV pool holds {capacity}; "
+                f"the request may grow to {num_tokens} tokens, but the KV pool holds {capacity}; "
                 "raise kv_cache_memory_bytes or lower max_tokens"
             )
-        self.waiting.append(sequence)
 
     def abort(self, sequence: Sequence) -> None:
         """Take a request out, wherever it is."""
