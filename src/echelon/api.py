@@ -29,7 +29,7 @@ from echelon.scheduler import Scheduler
 from echelon.sequence import Sequence
 from echelon.stats import Stats
 from echelon.target.attention import record_layers
-from echelon.target.loading import LoadedModel, load_model
+from echelon.target.loading import LoadedModel, check_vocabularies, load_model
 from echelon.target.runner import ModelRunner
 from echelon.text import Detokenizer
 
@@ -81,19 +81,15 @@ class LLM:
             if config.model is None:
                 raise ConfigError("method 'draft_model' needs the key 'model': a folder or hub name of a small model")
             draft = load_model(config.model, self.config.dtype)
-        if draft.vocab_size != self.target.vocab_size:
-            raise ConfigError(
-                f"the draft model {draft.name!r} has {draft.vocab_size:,} tokens, the target {self.target.vocab_size:,}; "
-                "a draft model must share the target's vocabulary"
-            )
+        check_vocabularies(self.target, draft)
         return draft
 
     def _context(self) -> int:
-        """Longest text, prompt included: what both models can hold, or less if asked."""
-        longest = min(m.max_len for m in (self.target, self.draft) if m is not None)
+        """Longest text, prompt included: what the target can hold, or less if asked."""
+        longest = self.target.max_len
         asked = self.config.max_model_len or longest
         if asked > longest:
-            raise ConfigError(f"max_model_len = {asked} exceeds the models' context of {longest} tokens; lower it")
+            raise ConfigError(f"max_model_len = {asked} exceeds the model's context of {longest} tokens; lower it")
         return asked
 
     def _build_runners(self) -> tuple[MemoryPlan, list[ModelRunner]]:
@@ -105,7 +101,7 @@ class LLM:
         plan = plan_kv(per_token, config.block_size, config.max_num_seqs, self.max_len, config.kv_cache_memory_bytes)
         runners = []
         for loaded, shapes in zip(models, layers, strict=True):
-            tables = BlockTables(plan.num_blocks, plan.block_size, -(-self.max_len // plan.block_size))
+            tables = BlockTables(plan.num_blocks, plan.block_size, -(-min(self.max_len, loaded.max_len) // plan.block_size))
             runners.append(ModelRunner(loaded, KVCache(shapes, tables, loaded.model.dtype, torch.device("cpu"))))
         return plan, runners
 
@@ -118,12 +114,14 @@ class LLM:
             logger.warning("method 'replay' accepts what it is told: the speed is that of a real run, the text is meaningless")
             drafter = ReplayDrafter(spec, self.target.vocab_size)
         elif spec is not None:
-            drafter = DraftModelDrafter(runners[1], config.max_num_batched_tokens, spec.acceptance == "rejection")
+            drafter = DraftModelDrafter(runners[1], config.max_num_batched_tokens, self.target.vocab_size, spec.acceptance == "rejection")
         scheduler = Scheduler(
             [r.cache.tables for r in runners],
             config.max_num_seqs,
             config.max_num_batched_tokens,
             spec.num_speculative_tokens if spec else 0,
+            self.draft.max_len if self.draft else None,
+            [r.loaded.original_context for r in runners if r.loaded.original_context is not None],
         )
         return Engine(runners[0], drafter, scheduler, spec.acceptance if spec else "exact")
 

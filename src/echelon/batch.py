@@ -16,12 +16,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Span:
-    """New tokens of one row: they take positions `start`, `start + 1`, …; the last `num_logits` of them want logits."""
+    """New tokens of one row: they take positions `start`, `start + 1`, …; the last `num_logits` of them want logits.
+
+    `text_len` counts the row's known tokens, whatever of them is fed now.
+    """
 
     row: int
     start: int
     tokens: Sequence[int]
     num_logits: int
+    text_len: int
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class RaggedBatch:
     indptr      int32[B+1]
     slots       int64[T]    KV slot that token t's key and value are written to
     kv_lens     int32[B]    tokens of the row that have keys and values once this batch is written
+    text_lens   int32[B]    known tokens of the row's text, fed or not, drafts left out
     block_table int32[B, M] the row's KV blocks in order; entries past its own are arbitrary
     logit_rows  int64[R]    packed tokens whose logits are wanted, in order
     plans       what attention has worked out about this batch, shared by all layers
@@ -43,6 +48,7 @@ class RaggedBatch:
     indptr: Tensor
     slots: Tensor
     kv_lens: Tensor
+    text_lens: Tensor
     block_table: Tensor
     logit_rows: Tensor
     block_size: int

@@ -40,10 +40,21 @@ class Plan:
 
 
 class Scheduler:
-    """Rows waiting and running. `tables` are the KV books of the target and of a draft model; slots are reserved in all of them."""
+    """Rows waiting and running. `tables` are the KV books of the target and of a draft model; slots are reserved in all of them.
+
+    longest_drafted   the draft model's context: a text is drafted for up to there
+    context_switches  lengths past which a text has other keys and values from its first token on (LongRoPE): no step straddles one, and
+                      a row that has passed one is computed anew
+    """
 
     def __init__(
-        self, tables: SequenceOf[BlockTables], max_num_seqs: int, max_num_batched_tokens: int, num_speculative_tokens: int
+        self,
+        tables: SequenceOf[BlockTables],
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        num_speculative_tokens: int,
+        longest_drafted: int | None = None,
+        context_switches: SequenceOf[int] = (),
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -51,6 +62,8 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._num_speculative_tokens = num_speculative_tokens
+        self._longest_drafted = longest_drafted
+        self._context_switches = context_switches
 
     @property
     def has_work(self) -> bool:
@@ -118,6 +131,8 @@ class Scheduler:
         parent = sequence.parent
         if parent not in self.running or sequence.num_output_tokens or sequence.id in self._tables[0]:
             return True
+        if self._has_passed(len(sequence), len(parent)):
+            return True
         assert parent is not None
         shared = sequence.num_prompt_tokens - 1  # the last token is fed again: its logits are needed
         if self._num_cached(parent) < shared:
@@ -132,7 +147,10 @@ class Scheduler:
         """The extra token takes one of the tokens left, so a draft may take the others."""
         asked = sequence.params.num_speculative_tokens
         limit = self._num_speculative_tokens if asked is None else min(asked, self._num_speculative_tokens)
-        return min(limit, sequence.num_tokens_left - 1)
+        rooms = [switch - len(sequence) for switch in self._context_switches if switch >= len(sequence)]
+        if self._longest_drafted is not None:
+            rooms.append(self._longest_drafted - len(sequence) + 1)  # the last drafted token is not fed to the draft model
+        return max(0, min(limit, sequence.num_tokens_left - 1, *rooms))
 
     def _num_cached(self, sequence: Sequence) -> int:
         """Tokens that have keys and values in the target's cache."""
@@ -145,13 +163,16 @@ class Scheduler:
         reaches_end = start + num_new == len(sequence)
         return PlannedRow(sequence, start, num_new, self._draft_limit(sequence) if reaches_end else 0, wants_logprobs)
 
+    def _has_passed(self, before: int, after: int) -> bool:
+        return any(before <= switch < after for switch in self._context_switches)
+
     def _fits(self, row: int, num_tokens: int) -> bool:
-        return all(t.num_missing(row, num_tokens) <= t.pool.num_free for t in self._tables)
+        return all(t.num_missing(row, min(num_tokens, t.max_tokens_per_row)) <= t.pool.num_free for t in self._tables)
 
     def _reserve(self, row: PlannedRow) -> bool:
         """All tables or none."""
         end = row.start + row.num_new + row.max_draft_tokens
-        return self._fits(row.sequence.id, end) and all(t.reserve(row.sequence.id, end) for t in self._tables)
+        return self._fits(row.sequence.id, end) and all(t.reserve(row.sequence.id, min(end, t.max_tokens_per_row)) for t in self._tables)
 
     def _preempt(self) -> Sequence:
         """The youngest running row gives its blocks back and goes to the head of the queue; its text is computed again later."""
@@ -173,7 +194,11 @@ class Scheduler:
             if row.is_sampled:
                 sequence.num_steps += 1
                 sequence.num_draft_tokens += outcome.num_draft_tokens[i]
+                before = len(sequence)
                 self._append(sequence, outcome.accepted[i], outcome.next_tokens[i], outcome.logprobs[i])
+                if self._has_passed(before, len(sequence)):
+                    for tables in self._tables:
+                        tables.commit(sequence.id, 0)
             if sequence.is_finished:
                 self.running.remove(sequence)
                 self._release(sequence)

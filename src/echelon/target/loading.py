@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from echelon.errors import ModelLoadError, UnsupportedModelError
+from echelon.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from echelon.target.attention import IMPLEMENTATION
 from echelon.target.layers import LINEAR, replace_layers, restore_layers
+from echelon.target.rope import replace_rope, restore_rope
 from echelon.target.selftest import self_test
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -29,6 +30,7 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase | None
     name: str
     replaced: dict[str, int]  # class → number of modules that run our operations
+    original_context: int | None  # where longer texts have rotary frequencies of their own
 
     @property
     def vocab_size(self) -> int:
@@ -63,7 +65,7 @@ def load_model(name: str, dtype: str = "auto") -> LoadedModel:
     _check_weights(name, info)
     self_test(type(model), model.config)
     model.eval().requires_grad_(False)
-    return LoadedModel(model, _read_tokenizer(name), name, replace_layers(model))
+    return LoadedModel(model, _read_tokenizer(name), name, replace_layers(model), replace_rope(model))
 
 
 def load_plain(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -79,7 +81,7 @@ def adopt_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
     self_test(type(model), model.config)
     model.set_attn_implementation(IMPLEMENTATION)
     model.eval().requires_grad_(False)
-    return LoadedModel(model, tokenizer, name, replace_layers(model))
+    return LoadedModel(model, tokenizer, name, replace_layers(model), replace_rope(model))
 
 
 @contextmanager
@@ -91,8 +93,9 @@ def borrowed(model: PreTrainedModel) -> Iterator[LoadedModel]:
     before = model.config._attn_implementation
     model.set_attn_implementation(IMPLEMENTATION)
     try:
-        yield LoadedModel(model, None, type(model).__name__, replace_layers(model))
+        yield LoadedModel(model, None, type(model).__name__, replace_layers(model), replace_rope(model))
     finally:
+        restore_rope(model)
         restore_layers(model)
         model.set_attn_implementation(before)
 
@@ -175,6 +178,30 @@ def _read_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"cannot read the tokenizer of {name!r}: {_first_line(error)}") from error
     return tokenizer
+
+
+def check_vocabularies(target: LoadedModel, draft: LoadedModel) -> None:
+    """A draft model must mean the same by every token id; how far the two vocabularies are padded does not matter.
+
+    Raises
+    ------
+    ConfigError  they differ, with the first token that does, or cannot be compared for lack of a tokenizer
+    """
+    if target.tokenizer is None or draft.tokenizer is None:
+        if target.vocab_size != draft.vocab_size:
+            raise ConfigError(
+                f"the draft model {draft.name!r} has {draft.vocab_size:,} tokens, the target {target.vocab_size:,}, and without both "
+                "tokenizers they cannot be compared; a draft model must share the target's vocabulary"
+            )
+        return
+    pieces = [{i: piece for piece, i in m.tokenizer.get_vocab().items()} for m in (target, draft) if m.tokenizer is not None]
+    for token in sorted(pieces[0].keys() | pieces[1].keys()):
+        ours, theirs = (p.get(token) for p in pieces)
+        if ours != theirs:
+            raise ConfigError(
+                f"token {token} is {theirs!r} in the draft model {draft.name!r} and {ours!r} in the target; "
+                "a draft model must share the target's vocabulary"
+            )
 
 
 def _first_line(error: Exception) -> str:

@@ -14,6 +14,7 @@ from echelon.layouts import unpadded
 from echelon.ops import ROWS_PER_CALL
 from echelon.target.attention import STEP_KEYWORD, CachedStep
 from echelon.target.loading import LoadedModel
+from echelon.target.rope import coded_positions
 
 
 class ModelRunner:
@@ -45,7 +46,7 @@ class ModelRunner:
         missing = -batch.num_tokens % ROWS_PER_CALL
         output = self.loaded.model(
             input_ids=F.pad(batch.tokens, (0, missing))[None],
-            position_ids=F.pad(batch.positions, (0, missing))[None],
+            position_ids=F.pad(coded_positions(batch, self.loaded.original_context), (0, missing))[None],
             use_cache=False,
             logits_to_keep=batch.logit_rows,
             **{STEP_KEYWORD: CachedStep(batch, self.cache)},
