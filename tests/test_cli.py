@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+import toys
 from echelon.cli import join_dotted, main
 from echelon.demo import DRAFT, TARGET
 
@@ -133,9 +134,24 @@ def test_dotted_keys_become_json() -> None:
 
 def test_doctor_reports(run: Run, tmp_path: Path) -> None:
     report = json.loads(run("doctor", DRAFT, "--json").stdout)
-    assert {"torch", "cpu", "ragged_attention", "linear", "model", "same text", "memory"} <= set(report)
+    assert {"torch", "cpu", "ragged_attention", "linear", "model", "same text"} <= set(report)
     assert "bitwise" in report["same text"]
     assert run("doctor").returncode == 0
+
+
+def test_inspect_names_architecture_layers_memory_and_drafters(run: Run, tmp_path: Path) -> None:
+    done = run("inspect", TARGET, "--draft", DRAFT, "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["architecture"]["class"] == "LlamaForCausalLM"
+    assert report["architecture"]["parameters"] == 10_752_512
+    assert "echelon" in report["layers"]["attention"]
+    assert report["memory"]["KV per token"] == "1,024 bytes"
+    assert report["drafters"][str(DRAFT)].startswith("yes: 9.5%")
+    toys.llama().save_pretrained(tmp_path / "toy")
+    other = run("inspect", TARGET, "--draft", tmp_path / "toy")
+    assert other.returncode == 1
+    assert "no: " in other.stdout
 
 
 def test_inflate_writes_a_checkpoint(run: Run, tmp_path: Path) -> None:
