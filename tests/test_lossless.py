@@ -137,7 +137,7 @@ def test_preemption_at_every_step_changes_no_token(drafter: str, batch_size: int
     short = [p.model_copy(update={"max_tokens": 10}) for p in params(mode)]
     outputs = llm.generate(toys.prompts()[:12], short[:12])
     assert [o.outputs[0].token_ids for o in outputs] == [t[:10] for t in truth(mode)[:12]]
-    assert num_preempted > 3
+    assert num_preempted > 1
     toys.assert_all_blocks_free(llm)
 
 

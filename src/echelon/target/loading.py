@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from echelon.errors import ConfigError, ModelLoadError, UnsupportedModelError
@@ -123,6 +124,7 @@ def _check_folder(name: str) -> None:
             f"{name!r} wants to run its own code (auto_map in config.json), which echelon never does; "
             "use a checkpoint whose architecture is part of transformers"
         )
+    _tensors(name)
 
 
 def _read_config(name: str) -> Any:
@@ -151,22 +153,44 @@ def _read_weights(name: str, config: Any, dtype: str, attention: str = IMPLEMENT
             raise UnsupportedModelError(f"{type(config).__name__} of {name!r} is no causal language model of transformers") from error
         raise ModelLoadError(f"cannot load {name!r}: {_first_line(error)}") from error
     except (OSError, RuntimeError, KeyError) as error:
-        raise ModelLoadError(f"cannot load {name!r}: {_first_line(error)}") from error
-    except Exception as error:
-        if type(error).__module__.startswith("safetensors"):
-            raise ModelLoadError(f"a weight file of {name!r} is torn: {_first_line(error)}; copy it again") from error
-        raise
+        reason = "; ".join(_misshapen(name, config)) or _first_line(error)
+        raise ModelLoadError(f"cannot load {name!r}: {reason}") from error
     if model.dtype not in DTYPES.values():
         raise UnsupportedModelError(f"{name!r} is stored in {model.dtype}; served are {', '.join(DTYPES)}: pass dtype=")
     return model, info
 
 
+def _tensors(name: str) -> dict[str, tuple[str, list[int]]]:
+    """Tensor → (file, shape), from the headers of a folder's weight files; nothing for a hub name."""
+    found: dict[str, tuple[str, list[int]]] = {}
+    for path in sorted(Path(name).glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                found |= {key: (path.name, file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ModelLoadError(f"{path} is torn: {_first_line(error)}; copy it again") from error
+    return found
+
+
+def _misshapen(name: str, config: Any) -> list[str]:
+    """What is wrong with tensors whose shape is not that of the architecture."""
+    with torch.device("meta"):
+        expected = {key: list(t.shape) for key, t in AutoModelForCausalLM.from_config(config).state_dict().items()}
+    return [
+        f"{file}: tensor {key} has shape {shape}, and config.json asks for {expected[key]}"
+        for key, (file, shape) in _tensors(name).items()
+        if key in expected and shape != expected[key]
+    ]
+
+
 def _check_weights(name: str, info: dict[str, Any]) -> None:
     """Every tensor of the architecture must come from the checkpoint, and every tensor of the checkpoint must have a place."""
-    for key, what in (("missing_keys", "lacks"), ("mismatched_keys", "has other shapes for"), ("unexpected_keys", "has surplus")):
+    files = {key: file for key, (file, _) in _tensors(name).items()}
+    for key, what in (("missing_keys", "lacks"), ("unexpected_keys", "has surplus")):
         if names := sorted(str(n) for n in info.get(key) or ()):
+            listed = ", ".join(f"{n} ({files[n]})" if n in files else n for n in names[:5])
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise ModelLoadError(f"the checkpoint {name!r} {what} tensors: {', '.join(names[:5])}{more}; it does not fit its config.json")
+            raise ModelLoadError(f"the checkpoint {name!r} {what} tensors: {listed}{more}; it does not fit its config.json")
 
 
 def _read_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
