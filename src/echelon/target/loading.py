@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from echelon.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from echelon.target.attention import IMPLEMENTATION
+from echelon.target.fused import fuse, restore_fused
 from echelon.target.layers import LINEAR, replace_layers, restore_layers
 from echelon.target.rope import replace_rope, restore_rope
 from echelon.target.selftest import self_test
@@ -66,7 +67,15 @@ def load_model(name: str, dtype: str = "auto") -> LoadedModel:
     _check_weights(name, info)
     self_test(type(model), model.config)
     model.eval().requires_grad_(False)
-    return LoadedModel(model, _read_tokenizer(name), name, replace_layers(model), replace_rope(model))
+    return _served(model, _read_tokenizer(name), name)
+
+
+def _served(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> LoadedModel:
+    """Our operations in the place of the model's own."""
+    with torch.inference_mode():
+        original_context = replace_rope(model)
+        replaced = fuse(model) | replace_layers(model)
+    return LoadedModel(model, tokenizer, name, replaced, original_context)
 
 
 def load_plain(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -82,7 +91,7 @@ def adopt_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
     self_test(type(model), model.config)
     model.set_attn_implementation(IMPLEMENTATION)
     model.eval().requires_grad_(False)
-    return LoadedModel(model, tokenizer, name, replace_layers(model), replace_rope(model))
+    return _served(model, tokenizer, name)
 
 
 @contextmanager
@@ -94,9 +103,10 @@ def borrowed(model: PreTrainedModel) -> Iterator[LoadedModel]:
     before = model.config._attn_implementation
     model.set_attn_implementation(IMPLEMENTATION)
     try:
-        yield LoadedModel(model, None, type(model).__name__, replace_layers(model), replace_rope(model))
+        yield _served(model, None, type(model).__name__)
     finally:
         restore_rope(model)
+        restore_fused(model)
         restore_layers(model)
         model.set_attn_implementation(before)
 
