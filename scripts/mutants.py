@@ -32,9 +32,9 @@ class Mutant:
 MUTANTS = [
     Mutant("accept a wrong token", "verify.py", "parent == at and token == own[at + 1]", "parent == at", f"{LOSSLESS}[1-always_wrong-3-greedy]"),
     Mutant("accept from any node", "verify.py", "if parent == at and token", "if token", "tests/test_verify.py"),
-    Mutant("bonus from the wrong place", "verify.py", "extra = own[start + places[-1]]", "extra = own[start]", f"{LOSSLESS}[1-always_right-3-greedy]"),
-    Mutant("recovered token one too late", "verify.py", "places = [0, *(node + 1", "places = [0, *(node", "tests/test_verify.py"),
-    Mutant("logits of the neighbour", "verify.py", "            start = end", "            start += 1", "tests/test_verify.py"),
+    Mutant("bonus from the wrong place", "verify.py", "extra = own[start + _last_place(path)]", "extra = own[start]", f"{LOSSLESS}[1-always_right-3-greedy]"),
+    Mutant("recovered token one too late", "verify.py", "return path[-1] + 1 if path else 0", "return path[-1] if path else 0", "tests/test_verify.py"),
+    Mutant("logits of the neighbour", "verify.py", "        start = end", "        start += 1", "tests/test_verify.py"),
     Mutant("argmax misses the tail", "verify.py", "rest.max(-1) > best.max(-1)", "rest.max(-1) < best.min(-1)", "tests/test_sampling.py"),
     Mutant("noise ignores the position", "sampling.py", "_mix((position * _GOLDEN + 2) & _MASK)", "_mix(2)", "tests/test_sampling.py"),
     Mutant("noise ignores the sample", "sampling.py", "_mix((index * _GOLDEN + 1) & _MASK)", "_mix(1)", "tests/test_sampling.py"),
@@ -56,7 +56,7 @@ MUTANTS = [
     Mutant("no copy before writing", "kv/blocks.py", "            self._unshare(table, place)", "            pass", "tests/test_blocks.py"),
     Mutant("copy is not carried out", "kv/cache.py", "storage[target * size : (target + 1) * size] = storage", "storage[source * size : (source + 1) * size] = storage", "tests/test_blocks.py"),
     Mutant("commit keeps every block", "kv/blocks.py", "        table.num_blocks = keep\n", "        table.num_blocks = table.num_blocks\n", "tests/test_blocks.py"),
-    Mutant("draft past the limit", "scheduler.py", "return min(limit, sequence.num_tokens_left - 1)", "return limit", "tests/test_scheduler.py"),
+    Mutant("draft past the limit", "scheduler.py", "min(limit, sequence.num_tokens_left - 1, *rooms)", "min(limit, 99, *rooms)", "tests/test_scheduler.py"),
     Mutant("admit what does not fit", "scheduler.py", "end = row.start + row.num_new + row.max_draft_tokens", "end = row.start + row.num_new", "tests/test_scheduler.py"),
     Mutant("preempted rows keep their blocks", "scheduler.py", "        sequence = self.running.pop()\n        self._release(sequence)\n", "        sequence = self.running.pop()\n", "tests/test_scheduler.py"),
     Mutant("waiting samples hold shared blocks", "scheduler.py", "                self._release(sequence)  # what", "                pass  # what", "tests/test_scheduler.py"),
@@ -65,6 +65,9 @@ MUTANTS = [
     Mutant("a query sees one key too many", "ops/reference.py", "visible = keys <= positions[..., None]", "visible = keys <= positions[..., None] + 1", "tests/test_attention.py"),
     Mutant("stale values are multiplied", "ops/reference.py", "torch.where(tile.exists, values[tile.slots].transpose(1, 2), 0.0)", "values[tile.slots].transpose(1, 2)", "tests/test_attention.py"),
     Mutant("linear calls of any size", "ops/reference.py", "    missing = -num_rows % ROWS_PER_CALL\n", "    return F.linear(x, weight, bias)\n    missing = 0\n", "tests/test_invariance.py::test_logits_and_cache_depend_on_the_row_alone"),
+    Mutant("drafts past the draft model's context", "scheduler.py", "self._longest_drafted - len(sequence) + 1)", "self._longest_drafted - len(sequence) + 9)", "tests/test_decoders.py::test_a_row_goes_on_without_a_draft_past_the_draft_models_context[37]"),
+    Mutant("a step straddles the original context", "scheduler.py", "rooms = [switch - len(sequence) for switch", "rooms = [99 for switch", "tests/test_decoders.py::test_greedy_speculation_equals_transformers[phi3-longrope-ngram]"),
+    Mutant("keys of the shorter context stay", "scheduler.py", "tables.commit(sequence.id, 0)", "pass", "tests/test_decoders.py::test_greedy_speculation_equals_transformers[phi3-longrope-ngram]"),
 ]  # fmt: skip
 
 

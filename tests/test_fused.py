@@ -15,10 +15,11 @@ from transformers.activations import ACT2FN
 import toys
 from decoders import decoders
 from echelon.ops import elementwise
+from echelon.ops.compiled import is_built
 from echelon.ops.elementwise import Activation, RmsWeight
 from echelon.target.fused import fuse, restore_fused
 
-pytestmark = pytest.mark.skipif(not elementwise.AVAILABLE, reason="the compiled kernels are not built")
+pytestmark = pytest.mark.skipif(not is_built(), reason="the compiled kernels are not built")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # relative
 DECODERS = decoders(window=12, original_context=32)

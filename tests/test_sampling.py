@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from echelon import RequestError, SamplingParams
-from echelon.sampling import Sampler, gumbel_noise, kept_tokens
+from echelon import EchelonError, RequestError, SamplingParams
+from echelon.ops.sample import Place, choose
+from echelon.sampling import Sampler, gumbel_noise, kept_tokens, logprobs_of
 from echelon.verify import argmax_rows
 
 
@@ -99,3 +100,86 @@ def test_argmax_of_rows(width: int) -> None:
 def test_nonsense_is_refused_by_name(values: dict[str, object], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         SamplingParams(**values)
+
+
+RNG = np.random.default_rng(11)
+
+
+def random_params(i: int) -> SamplingParams:
+    pick = RNG.choice
+    return SamplingParams(
+        temperature=float(pick([0.3, 0.8, 1.0, 2.5])),
+        top_k=int(pick([0, 0, 1, 2, 17, 400])),
+        top_p=float(pick([1.0, 1.0, 0.01, 0.5, 0.95, 0.9999])),
+        min_p=float(pick([0.0, 0.0, 0.02, 0.5, 1.0])),
+        seed=i,
+    )
+
+
+def random_logits(size: int) -> np.ndarray:
+    """Smooth, flat, peaked, with ties, with tokens that are ruled out, very large: what models and users bring."""
+    values = RNG.normal(0, RNG.choice([0.01, 1.0, 4.0, 30.0]), size)
+    shape = RNG.integers(0, 5)
+    if shape == 0:
+        values = np.round(values)  # ties
+    if shape == 1 and size > 1:
+        values[RNG.integers(0, size, size // 2)] = -np.inf
+    if shape == 2:
+        values[RNG.integers(0, size)] += 25.0
+    if shape == 3:
+        values += RNG.choice([-1e4, 1e4])
+    if not np.isfinite(values.max()):
+        values[0] = 0.0
+    return values.astype(np.float32)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 255, 1000, 32000])
+def test_the_kernel_draws_what_the_definition_draws(size: int) -> None:
+    places = []
+    for i in range(60 if size == 32000 else 1500):
+        sampler = Sampler(random_params(i), seed=i * 7919, index=i % 3, num_prompt_tokens=2)
+        places.append(Place(sampler, random_logits(size), [1] * (2 + i % 5)))
+    defined = [p.sampler.choose(p.logits, p.tokens) for p in places]
+    assert choose(places) == defined
+    assert size < 7 or len(set(defined)) > 3
+
+
+def test_a_draw_depends_on_its_place_alone(threads: int) -> None:
+    places = [Place(Sampler(random_params(i), seed=i), random_logits(700), [1] * 9) for i in range(64)]
+    assert threads == torch.get_num_threads()
+    assert choose(places) == [choose([p])[0] for p in places] == choose(places[::-1])[::-1]
+
+
+def test_greedy_places_beside_drawn_ones() -> None:
+    greedy = Sampler(SamplingParams(temperature=0, logit_bias={3: 50.0}), seed=0)
+    places = [Place(greedy, random_logits(9), [1]), Place(Sampler(SamplingParams(top_k=1), seed=1), random_logits(9), [1])]
+    assert choose(places) == [3, int(places[1].logits.argmax())]
+    assert choose([]) == []
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_are_refused(bad: float, temperature: float) -> None:
+    logits = np.full(40, -np.inf, np.float32)
+    logits[7] = bad
+    sampler = Sampler(SamplingParams(temperature=temperature, logit_bias={1: 1.0}), seed=1)
+    with pytest.raises(EchelonError, match="largest logit at position 4"):
+        choose([Place(sampler, logits, [1, 2, 3, 4])])
+
+
+def test_noise_is_bounded_so_that_pruning_is_exact() -> None:
+    assert gumbel_noise(0, 0, 0, np.arange(200_000)).max() < 36.75
+    extremes = (np.array([0, 2**52 - 1], np.float64) + 0.5) * 2.0**-52
+    assert extremes.min() > 0.0
+    assert extremes.max() < 1.0
+    assert -np.log(-np.log(extremes.max())) < 36.75
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 40, 60])
+def test_the_likeliest_tokens_come_in_order(count: int) -> None:
+    logits = np.round(random_logits(50) * 2) / 2
+    logits = np.nan_to_num(logits, neginf=-50.0)
+    entry = logprobs_of(logits, 5, count)
+    order = np.argsort(-logits, kind="stable")[:count]
+    assert list(entry.top) == order.tolist()
+    assert entry.rank == 1 + int((logits > logits[5]).sum())

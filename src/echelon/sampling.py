@@ -104,8 +104,13 @@ class Sampler:
     @property
     def is_argmax(self) -> bool:
         """Nothing but the largest raw logit matters."""
+        return self.params.is_greedy and not self.changes_logits
+
+    @property
+    def changes_logits(self) -> bool:
+        """Logits are processed before the temperature."""
         p = self.params
-        return p.is_greedy and not (p.min_tokens or self.is_history_dependent or p.logit_bias or p.allowed_token_ids)
+        return bool(p.min_tokens or self.is_history_dependent or p.logit_bias or p.allowed_token_ids)
 
     @property
     def is_history_dependent(self) -> bool:
@@ -150,9 +155,9 @@ class Sampler:
 
     def processed(self, logits: Float32, tokens: SequenceOf[int], path: SequenceOf[int] = ()) -> Float32:
         """Logits after everything that may change their order, in vLLM's sequence; the input is left as it is."""
-        if self.params.is_greedy and self.is_argmax:
-            return logits
         p = self.params
+        if not self.changes_logits:
+            return logits
         out = logits.copy()
         if p.allowed_token_ids is not None:
             out = np.full_like(logits, -np.inf)
@@ -209,7 +214,7 @@ def uniform_noise(seed: int, index: int, position: int, token_ids: Int64, purpos
     key = _mix(key ^ _mix((position * _GOLDEN + 2) & _MASK))
     key = _mix(key ^ _mix((purpose * _GOLDEN + 3) & _MASK))
     bits = _mix_array(np.uint64(key) + (token_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN))
-    return np.asarray(((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53)
+    return np.asarray(((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52)  # 52 bits: exact, and never 0 or 1
 
 
 def gumbel_noise(seed: int, index: int, position: int, token_ids: Int64, purpose: int = 0) -> NDArray[np.float64]:
@@ -249,8 +254,10 @@ class Logprobs:
 
 def logprobs_of(logits: Float32, token: int, count: int) -> Logprobs:
     """From raw logits float32 [V], before temperature and filters, as in vLLM."""
+    count = min(count, len(logits))
     shifted = logits - logits.max()
     normalised = shifted - np.log(np.exp(shifted).sum())
-    best = np.argsort(-normalised, kind="stable")[:count]
+    best = np.flatnonzero(normalised >= np.partition(normalised, -count)[-count]) if count else np.zeros(0, np.int64)
+    best = best[np.argsort(-normalised[best], kind="stable")][:count]
     rank = 1 + int((normalised > normalised[token]).sum())
     return Logprobs(token, float(normalised[token]), rank, {int(t): float(normalised[t]) for t in best})

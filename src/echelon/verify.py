@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.draft import Draft
+from echelon.ops.sample import Place, choose
 from echelon.sampling import Logprobs, logprobs_of
 from echelon.sequence import PlannedRow
 
@@ -74,17 +75,19 @@ def own_tokens(logits: Tensor, rows: SequenceOf[PlannedRow], draft: Draft) -> li
     logits [R, V] in this order, prompt logits left out → R tokens.
     """
     own: list[int] = argmax_rows(logits).tolist()
+    places: list[tuple[int, Place]] = []
     start = 0
     for i, row in enumerate(rows):
         if not row.is_sampled:
             continue
-        drafted = draft.row(i)
-        sampler = row.sequence.sampler
-        if not sampler.is_argmax:
+        drafted, sequence = draft.row(i), row.sequence
+        if not sequence.sampler.is_argmax:
             values = logits[start : start + 1 + len(drafted)].float().numpy()
-            for place, path in enumerate(_paths(drafted, draft.row_parents(i))):
-                own[start + place] = sampler.choose(values[place], row.sequence.tokens, path)
+            for node, path in enumerate(_paths(drafted, draft.row_parents(i))):
+                places.append((start + node, Place(sequence.sampler, values[node], sequence.tokens, path)))
         start += 1 + len(drafted)
+    for (at, _), token in zip(places, choose([place for _, place in places]), strict=True):
+        own[at] = token
     return own
 
 
@@ -126,30 +129,35 @@ def verify(draft: Draft, logits: Tensor, rows: SequenceOf[PlannedRow], acceptanc
     start = 0
     for i, row in enumerate(rows):
         tokens = draft.row(i)
-        path: list[int] = []
-        extra = -1
-        logprobs: list[Logprobs] = []
-        if row.is_sampled:
-            end = start + 1 + len(tokens)
-            if acceptance == "exact":
-                path = kept_path(draft, i, own[start:end])
-            else:
-                path, extra = rejection_path(draft, i, logits[start:end].float().numpy(), row)
-            places = [0, *(node + 1 for node in path)]  # the row of logits that each emitted token came from
-            if acceptance == "exact":
-                extra = own[start + places[-1]]
-            count = row.sequence.params.logprobs
-            if count is not None:
-                emitted = [*(tokens[node] for node in path), extra]
-                values = logits[[start + p for p in places]].float().numpy()
-                logprobs = [logprobs_of(v, t, count) for v, t in zip(values, emitted, strict=True)]
-            start = end
+        end = start + (1 + len(tokens) if row.is_sampled else 0)
+        path, extra = [], -1
+        if row.is_sampled and acceptance == "exact":
+            path = kept_path(draft, i, own[start:end])
+            extra = own[start + _last_place(path)]
+        elif row.is_sampled:
+            path, extra = rejection_path(draft, i, logits[start:end].float().numpy(), row)
+        accepted = [tokens[node] for node in path]
         verdict.num_draft_tokens.append(len(tokens))
         verdict.paths.append(path)
-        verdict.accepted.append([tokens[node] for node in path])
+        verdict.accepted.append(accepted)
         verdict.next_tokens.append(extra)
-        verdict.logprobs.append(logprobs)
+        verdict.logprobs.append(_logprobs(row, logits[start:end], path, [*accepted, extra]))
+        start = end
     return verdict
+
+
+def _last_place(path: list[int]) -> int:
+    """Row of logits, among those of a row, that the extra token comes from: node n has the one after n's."""
+    return path[-1] + 1 if path else 0
+
+
+def _logprobs(row: PlannedRow, logits: Tensor, path: list[int], emitted: list[int]) -> list[Logprobs]:
+    """Of every emitted token, where the request asks; logits [1 + nodes, V]."""
+    count = row.sequence.params.logprobs
+    if count is None or not row.is_sampled:
+        return []
+    values = logits[[0, *(node + 1 for node in path)]].float().numpy()
+    return [logprobs_of(line, token, count) for line, token in zip(values, emitted, strict=True)]
 
 
 def rejection_path(draft: Draft, i: int, logits: NDArray[np.float32], row: PlannedRow) -> tuple[list[int], int]:

@@ -6,5 +6,6 @@
 namespace echelon {
 
 void bind_elementwise(pybind11::module_& module);
+void bind_sample(pybind11::module_& module);
 
 }  // namespace echelon

@@ -5,9 +5,7 @@
 #include <cmath>
 #include <cstring>
 
-// One build for every processor: the compiler makes a version for each of these and the loader picks one. All give the same bits.
-#define FOR_EVERY_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#define INLINE static inline __attribute__((always_inline))
+#include "numbers.h"
 
 namespace echelon {
 namespace {
@@ -65,22 +63,6 @@ struct Number<Storage::float16> {
   INLINE float widen(uint16_t v) { return widen_float16(v); }
   INLINE uint16_t narrow(float v) { return narrow_float16(v); }
 };
-
-// eˣ with a relative error below 3e-7: 2ⁿ · e^r, |r| ≤ ln 2 / 2, by its series.
-INLINE float exponential(float x) {
-  x = std::min(std::max(x, -87.0f), 88.0f);
-  const float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // the sum rounds to an integer
-  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.0f / 5040.0f;
-  p = p * r + 1.0f / 720.0f;
-  p = p * r + 1.0f / 120.0f;
-  p = p * r + 1.0f / 24.0f;
-  p = p * r + 1.0f / 6.0f;
-  p = p * r + 0.5f;
-  p = p * r + 1.0f;
-  p = p * r + 1.0f;
-  return p * std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
-}
 
 template <Activation kind>
 INLINE float activation(float x) {

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from echelon.batch import Span
 from echelon.draft import Draft
+from echelon.ops.sample import Place, choose
 from echelon.sequence import PlannedRow
 from echelon.target.runner import ModelRunner
 from echelon.verify import Verdict, argmax_rows
@@ -41,16 +42,31 @@ class DraftModelDrafter:
         self._catch_up([rows[i] for i in active])
         while active:
             logits = self._feed(rows, proposals, active)
-            for place, (i, token) in enumerate(zip(active, argmax_rows(logits).tolist(), strict=True)):
-                sequence = rows[i].sequence
-                values = logits[place].float().numpy()
-                if self._keeps_probs:
-                    probs[i].append(sequence.sampler.probabilities(values, sequence.tokens, proposals[i]))
-                is_argmax = sequence.sampler.is_argmax
-                proposals[i].append(token if is_argmax else sequence.sampler.choose(values, sequence.tokens, proposals[i]))
+            for i, token in zip(active, self._choose(rows, proposals, probs, active, logits), strict=True):
+                proposals[i].append(token)
             active = [i for i in active if len(proposals[i]) < rows[i].max_draft_tokens]
         flat = [p for row in probs for p in row]
         return Draft.chains(proposals, np.stack(flat) if flat else None)
+
+    def _choose(
+        self,
+        rows: SequenceOf[PlannedRow],
+        proposals: list[list[int]],
+        probs: list[list[NDArray[np.float64]]],
+        active: list[int],
+        logits: Tensor,
+    ) -> list[int]:
+        """The next token of every active row, with the target's noise; logits [len(active), V]."""
+        samplers = [rows[i].sequence.sampler for i in active]
+        if self._keeps_probs:
+            for i, sampler, values in zip(active, samplers, logits.float().numpy(), strict=True):
+                probs[i].append(sampler.probabilities(values, rows[i].sequence.tokens, proposals[i]))
+        tokens: list[int] = argmax_rows(logits).tolist()
+        drawn = [n for n, sampler in enumerate(samplers) if not sampler.is_argmax]
+        places = [Place(samplers[n], logits[n].float().numpy(), rows[active[n]].sequence.tokens, proposals[active[n]]) for n in drawn]
+        for n, token in zip(drawn, choose(places), strict=True):
+            tokens[n] = token
+        return tokens
 
     def _catch_up(self, rows: SequenceOf[PlannedRow]) -> None:
         """Feed prompts in pieces until every row lacks no more than one batch holds; the last pass belongs to `_feed`."""

@@ -1,7 +1,7 @@
 """Compiled row-wise operations around the linear layers; see csrc/elementwise.h for what each computes and in which order.
 
-They are there where the extension was built: `AVAILABLE`. A row's result depends on that row alone, bit for bit, whatever the number of
-rows, their place and the number of threads. All take float32, bfloat16 or float16, compute in float32 and round once.
+They are there where the extension was built (`compiled.is_built`). A row's result depends on that row alone, bit for bit, whatever the
+number of rows, their place and the number of threads. All take float32, bfloat16 or float16, compute in float32 and round once.
 """
 
 from __future__ import annotations
@@ -10,12 +10,7 @@ from enum import IntEnum
 
 from torch import Tensor
 
-try:
-    from echelon import _kernels
-except ImportError:  # not built: no compiler, or another PyTorch
-    _kernels = None  # type: ignore[assignment]
-
-AVAILABLE = _kernels is not None
+from echelon.ops.compiled import kernels
 
 
 class RmsWeight(IntEnum):
@@ -34,17 +29,20 @@ class Activation(IntEnum):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, how: RmsWeight) -> Tensor:
     """x [..., N], weight [N] → [..., N] (Zhang and Sennrich 2019)."""
-    return _kernels.rms_norm(x, weight, eps, int(how))
+    out: Tensor = kernels.rms_norm(x, weight, eps, int(how))
+    return out
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """x [..., N], weight and bias [N] → [..., N] (Ba et al. 2016)."""
-    return _kernels.layer_norm(x, weight, bias, eps)
+    out: Tensor = kernels.layer_norm(x, weight, bias, eps)
+    return out
 
 
 def activate(x: Tensor, kind: Activation, other: Tensor | None = None) -> Tensor:
     """act(x), or act(x) · other: [..., N] → [..., N]."""
-    return _kernels.activate(x, other, int(kind))
+    out: Tensor = kernels.activate(x, other, int(kind))
+    return out
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -52,4 +50,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     cos and sin have the dtype of x, or float32.
     """
-    return _kernels.rotate(x, cos, sin)
+    out: Tensor = kernels.rotate(x, cos, sin)
+    return out

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.ops import elementwise
+from echelon.ops.compiled import is_built
 from echelon.ops.elementwise import Activation, RmsWeight
 
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # relative to the largest value
@@ -31,7 +32,7 @@ class Fused(functools.partial[Any]):
 
 def fuse(model: nn.Module) -> dict[str, int]:
     """Patch what can be served; returns how many modules of each class now run our operations."""
-    if not elementwise.AVAILABLE:
+    if not is_built():
         return {}
     replaced: dict[str, int] = {}
     dtype = next(model.parameters()).dtype
