@@ -66,7 +66,7 @@ MUTANTS = [
     Mutant("stale values are multiplied", "ops/reference.py", "torch.where(tile.exists, values[tile.slots].transpose(1, 2), 0.0)", "values[tile.slots].transpose(1, 2)", "tests/test_attention.py"),
     Mutant("linear calls of any size", "ops/reference.py", "    missing = -num_rows % ROWS_PER_CALL\n", "    return F.linear(x, weight, bias)\n    missing = 0\n", "tests/test_invariance.py::test_logits_and_cache_depend_on_the_row_alone"),
     Mutant("drafts past the draft model's context", "scheduler.py", "self._longest_drafted - len(sequence) + 1)", "self._longest_drafted - len(sequence) + 9)", "tests/test_decoders.py::test_a_row_goes_on_without_a_draft_past_the_draft_models_context[37]"),
-    Mutant("a step straddles the original context", "scheduler.py", "rooms = [switch - len(sequence) for switch", "rooms = [99 for switch", "tests/test_decoders.py::test_greedy_speculation_equals_transformers[phi3-longrope-ngram]"),
+    Mutant("a step straddles the original context", "scheduler.py", "rooms = [switch - len(sequence) for switch", "rooms = [99 for switch", "tests/test_decoders.py::test_greedy_speculation_equals_transformers[phi3-longrope-draft_model]"),
     Mutant("keys of the shorter context stay", "scheduler.py", "tables.commit(sequence.id, 0)", "pass", "tests/test_decoders.py::test_greedy_speculation_equals_transformers[phi3-longrope-ngram]"),
 ]  # fmt: skip
 
