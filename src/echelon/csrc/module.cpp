@@ -2,8 +2,10 @@
 #include <torch/extension.h>
 
 #include "isa.h"
+#include "linear_torch.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("isa", [] { return echelon::isa_name(echelon::active_isa()); });
   module.def("set_isa", &echelon::set_isa);
+  echelon::bind_linear(module);
 }

@@ -1,0 +1,206 @@
+"""Linear layers over packed weights: a row's result is its own, bit for bit, and as accurate as its dtype allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from echelon import ops
+from echelon.ops import cpu
+
+pytestmark = pytest.mark.skipif(not cpu.is_built(), reason="the compiled kernels are not built")
+
+FAMILIES = ("generic", "avx2", "avx512", "avx512_bf16", "amx")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ROWS = (*range(1, 71), 128, 200, 512)
+SHAPES = ((67, 131), (32, 64), (100, 515), (1, 1), (33, 1025))  # [N, K]
+ROUNDING = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}  # a unit in the last place, relative
+
+
+def offered() -> list[str]:
+    """Families that this machine has."""
+    found, best = [], cpu.isa()
+    for name in FAMILIES:
+        found.append(name)
+        if name == best:
+            break
+    return found
+
+
+@pytest.fixture(params=FAMILIES if cpu.is_built() else ["none"])
+def family(request: pytest.FixtureRequest) -> Iterator[str]:
+    best = cpu.isa()
+    if request.param not in offered():
+        pytest.skip(f"this machine has no {request.param}")
+    cpu.set_isa(request.param)
+    yield request.param
+    cpu.set_isa(best)
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """float64 [T, N]."""
+    out = x.double() @ weight.double().t()
+    return out if bias is None else out + bias.double()
+
+
+def tolerance(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """[T, N]: one rounding of the result and float32 accumulation of K terms."""
+    size = x.double().abs() @ weight.double().abs().t()
+    return size * (2.0**-23 * max(4.0, x.shape[1] ** 0.5)) + reference(x, weight).abs() * ROUNDING[out_dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_row_is_its_own_whatever_the_call(family: str, dtype: torch.dtype, shape: tuple[int, int], threads: int) -> None:
+    columns, depth = shape
+    x, bias = drawn(512, depth, dtype=dtype), drawn(columns, seed=1)
+    packed = cpu.PackedWeight.pack(drawn(columns, depth, dtype=dtype, seed=2))
+    torch.set_num_threads(1)
+    expected = torch.cat([cpu.packed_linear(row[None], packed, bias) for row in x])
+    torch.set_num_threads(threads)
+    for rows in ROWS:
+        for start in {0, (512 - rows) // 3, 512 - rows}:
+            assert torch.equal(cpu.packed_linear(x[start : start + rows], packed, bias), expected[start : start + rows]), (rows, start)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_calls_agree_with_small_ones(family: str, dtype: torch.dtype, threads: int) -> None:
+    """Wide enough that threads share the columns and tiles are grouped; more rows than one pass takes."""
+    x = drawn(600, 420, dtype=dtype)
+    packed = cpu.PackedWeight.pack(drawn(700, 420, dtype=dtype, seed=2))
+    whole = cpu.packed_linear(x, packed)
+    for rows in (1, 13, 16, 31, 40, 300, 512):
+        parts = torch.cat([cpu.packed_linear(part, packed) for part in torch.split(x, rows)])
+        assert torch.equal(whole, parts), rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("float32", [False, True])
+def test_accuracy(family: str, dtype: torch.dtype, float32: bool) -> None:
+    for columns, depth in (*SHAPES, (200, 3000)):
+        x, weight, bias = drawn(19, depth, dtype=dtype), drawn(columns, depth, dtype=dtype, seed=1), drawn(columns, seed=2)
+        got = cpu.packed_linear(x, cpu.PackedWeight.pack(weight), bias, float32=float32)
+        assert got.dtype == (torch.float32 if float32 else dtype)
+        error = (got.double() - reference(x, weight, bias)).abs()
+        allowed = tolerance(x, weight, got.dtype) + bias.double().abs() * ROUNDING[got.dtype]
+        assert bool((error <= allowed).all()), (columns, depth, float((error / allowed).max()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_random_ragged_shapes(family: str, dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(DTYPES.index(dtype))
+    for case in range(2000 // len(offered())):
+        rows, columns, depth = (int(n) for n in rng.integers(1, (40, 80, 90)))
+        x, weight = drawn(rows, depth, dtype=dtype, seed=case), drawn(columns, depth, dtype=dtype, seed=case + 1)
+        got = cpu.packed_linear(x, cpu.PackedWeight.pack(weight))
+        assert got.shape == (rows, columns)
+        assert bool(((got.double() - reference(x, weight)).abs() <= tolerance(x, weight, dtype)).all()), (rows, columns, depth)
+
+
+ACTIVATIONS = {
+    "none": lambda v: v,
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"),
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bias_activation_and_residual_are_rounded_once(family: str, dtype: torch.dtype, activation: str) -> None:
+    x, weight, bias = drawn(21, 70, dtype=dtype), drawn(45, 70, dtype=dtype, seed=1) / 4, drawn(45, seed=2)
+    residual = drawn(21, 60, dtype=dtype, seed=3)[:, :45]
+    expected = ACTIVATIONS[activation](reference(x, weight, bias)) + residual.double()
+    got = cpu.packed_linear(x, cpu.PackedWeight.pack(weight), bias, residual, activation)
+    assert got.dtype == dtype
+    assert torch.allclose(got.double(), expected, rtol=ROUNDING[dtype], atol=2e-5)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_far_from_zero(family: str, activation: str) -> None:
+    x = torch.tensor([[v] for v in (-1e30, -200.0, -90.0, -20.0, -1.0, -1e-6, 0.0, 1e-6, 1.0, 20.0, 90.0, 1e30, torch.inf, torch.nan)])
+    got = cpu.packed_linear(x, cpu.PackedWeight.pack(torch.ones(1, 1)), activation=activation)[:, 0]
+    expected = ACTIVATIONS[activation](x[:, 0].double())
+    assert torch.allclose(got.double(), expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_stale_memory_does_not_leak(family: str, dtype: torch.dtype) -> None:
+    """x is a slice of a sea of NaN, and an earlier call left NaN in every buffer."""
+    sea = torch.full((40, 200), torch.nan, dtype=dtype)
+    x, weight = drawn(17, 101, dtype=dtype), drawn(35, 101, dtype=dtype, seed=1)
+    packed = cpu.PackedWeight.pack(weight)
+    expected = cpu.packed_linear(x, packed)
+    cpu.packed_linear(torch.full((40, 101), torch.nan, dtype=dtype), packed)
+    sea[3:20, 5:106] = x
+    assert torch.equal(cpu.packed_linear(sea[3:20, 5:106], packed), expected)
+    sea[3] = torch.nan
+    assert torch.equal(cpu.packed_linear(sea[3:20, 5:106], packed)[1:], expected[1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packed_rows_are_the_rows_of_the_weight(dtype: torch.dtype) -> None:
+    for columns, depth in ((50, 33), (32, 64), (97, 1)):
+        weight = drawn(columns, depth, dtype=dtype)
+        ids = torch.randint(columns, (3, 7), generator=torch.Generator().manual_seed(0))
+        packed = cpu.PackedWeight.pack(weight)
+        assert torch.equal(packed.rows(ids), weight[ids])
+        assert torch.equal(packed.rows(torch.arange(columns)), weight)
+        assert torch.equal(cpu.PackedWeight.pack(weight.t().contiguous().t()).data, packed.data)
+    with pytest.raises(RuntimeError, match="outside"):
+        packed.rows(torch.tensor([columns]))
+
+
+def test_tile_registers_are_driven_right() -> None:
+    """The control flow of AMX on emulated tiles: what it computes does not depend on the number of rows either."""
+    for columns, depth in ((67, 131), (1, 1), (100, 2100)):
+        x, weight = drawn(200, depth, dtype=torch.bfloat16), drawn(columns, depth, dtype=torch.bfloat16, seed=1)
+        packed = cpu.PackedWeight.pack(weight)
+        whole = cpu.packed_linear(x, packed, emulate_amx=True)
+        assert bool(((whole.double() - reference(x, weight)).abs() <= tolerance(x, weight, torch.bfloat16)).all())
+        for rows in (1, 15, 16, 17, 32, 33, 48, 70):
+            parts = torch.cat([cpu.packed_linear(part, packed, emulate_amx=True) for part in torch.split(x, rows)])
+            assert torch.equal(whole, parts), rows
+
+
+def test_calls_that_do_not_fit_are_refused() -> None:
+    packed = cpu.PackedWeight.pack(torch.ones(5, 3))
+    assert cpu.packed_linear(torch.ones(0, 3), packed).shape == (0, 5)
+    for call in (
+        lambda: cpu.packed_linear(torch.ones(2, 40), packed),
+        lambda: cpu.packed_linear(torch.ones(2, 3).bfloat16(), packed),
+        lambda: cpu.packed_linear(torch.ones(2, 3), packed, torch.ones(4)),
+        lambda: cpu.packed_linear(torch.ones(2, 3), packed, residual=torch.ones(2, 4)),
+        lambda: cpu.packed_linear(torch.ones(2, 3), packed, activation="swish"),
+        lambda: cpu.packed_linear(torch.ones(2, 3), packed, emulate_amx=True),
+        lambda: cpu.PackedWeight.pack(torch.ones(5, 3, dtype=torch.float64)),
+        lambda: cpu.set_isa("mmx"),
+    ):
+        with pytest.raises((RuntimeError, ValueError)):
+            call()
+
+
+def test_the_fallback_is_invariant_too(threads: int) -> None:
+    weight = drawn(48, 64)
+    counts = ops.RowCounts()
+    x = drawn(130, 64, seed=1)
+    whole = ops.fixed_rows_linear(x, weight, None, counts)
+    for rows in (1, 16, 17, 70):
+        parts = torch.cat([ops.fixed_rows_linear(part, weight, None, counts) for part in torch.split(x, rows)])
+        assert torch.equal(whole, parts)
+
+
+def test_what_serves_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "compiled" in ops.which()["linear"]
+    monkeypatch.setattr(cpu, "_kernels", None)
+    assert "PyTorch" in ops.which()["linear"]
