@@ -63,7 +63,7 @@ def load_model(name: str, dtype: str = "auto") -> LoadedModel:
     _check_weights(name, info)
     self_test(type(model), model.config)
     model.eval().requires_grad_(False)
-    return LoadedModel(model, _read_tokenizer(name), name, replace_layers(model))
+    return LoadedModel(model, _read_tokenizer(name), name, replace_layers(model, keep_weights=False))
 
 
 def load_plain(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -75,11 +75,11 @@ def load_plain(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | No
 
 
 def adopt_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> LoadedModel:
-    """A model built in memory becomes ours: it is self-tested, and its attention and layers are replaced."""
+    """A model built in memory is served: self-tested, attention and layers replaced; its weights stay beside the packed ones."""
     self_test(type(model), model.config)
     model.set_attn_implementation(IMPLEMENTATION)
     model.eval().requires_grad_(False)
-    return LoadedModel(model, tokenizer, name, replace_layers(model))
+    return LoadedModel(model, tokenizer, name, replace_layers(model, keep_weights=True))
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def borrowed(model: PreTrainedModel) -> Iterator[LoadedModel]:
     before = model.config._attn_implementation
     model.set_attn_implementation(IMPLEMENTATION)
     try:
-        yield LoadedModel(model, None, type(model).__name__, replace_layers(model))
+        yield LoadedModel(model, None, type(model).__name__, replace_layers(model, keep_weights=True))
     finally:
         restore_layers(model)
         model.set_attn_implementation(before)
