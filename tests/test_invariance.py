@@ -14,6 +14,7 @@ import toys
 from echelon.batch import Span
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
+from echelon.ops import cpu
 from echelon.target.attention import record_layers
 from echelon.target.layers import framework_layers
 from echelon.target.loading import adopt_model
@@ -41,11 +42,20 @@ MODELS |= {
     "gpt-neox": (tr.GPTNeoXForCausalLM, tr.GPTNeoXConfig(**SMALL, intermediate_size=72)),
     "gpt2": (tr.GPT2LMHeadModel, tr.GPT2Config(vocab_size=80, n_embd=48, n_layer=2, n_head=6, n_positions=512)),
 }
+EXPERTS = GATED | {"num_experts_per_tok": 2}
+MODELS |= {
+    "qwen3-moe": (tr.Qwen3MoeForCausalLM, tr.Qwen3MoeConfig(**EXPERTS, head_dim=16, num_experts=6, moe_intermediate_size=40)),
+    "mixtral": (tr.MixtralForCausalLM, tr.MixtralConfig(**EXPERTS, num_local_experts=4, sliding_window=None)),
+    "gpt-oss": (tr.GptOssForCausalLM, tr.GptOssConfig(**EXPERTS, head_dim=16, num_local_experts=4, sliding_window=90)),
+}
+COMPILED_ONLY = {"qwen3-moe", "mixtral", "gpt-oss"}  # the fallback leaves experts with the framework
 LENGTH = 300  # more than two key tiles
 BLOCK = 16
 
 
 def runner(name: str, dtype: torch.dtype) -> ModelRunner:
+    if name in COMPILED_ONLY and not cpu.is_built():
+        pytest.skip("the compiled kernels are not built")
     cls, config = MODELS[name]
     loaded = adopt_model(toys.randomised(cls, config, seed=2, spread=0.15).to(dtype), None, name)
     tables = BlockTables(160, BLOCK, 32)

@@ -23,7 +23,9 @@ def which() -> dict[str, str]:
 
 def _linear() -> str:
     if cpu.is_built():
-        served = ", ".join(f"{str(t).removeprefix('torch.')} by {cpu.linear_family(t)}" for t in (torch.bfloat16, torch.float16, torch.float32))
+        served = ", ".join(
+            f"{str(t).removeprefix('torch.')} by {cpu.linear_family(t)}" for t in (torch.bfloat16, torch.float16, torch.float32)
+        )
         return f"compiled: weights packed once, one order over K for any number of rows; {served}"
     return (
         f"PyTorch, calls of {ROWS_PER_CALL} rows, or of up to {LARGEST_CALL} where they were seen to round alike, so that a row's result "

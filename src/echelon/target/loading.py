@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from echelon.errors import ModelLoadError, UnsupportedModelError
 from echelon.target.attention import IMPLEMENTATION
-from echelon.target.layers import LINEAR, replace_layers, restore_layers
+from echelon.target.layers import LINEAR, PassRows, replace_layers, restore_layers
 from echelon.target.selftest import self_test
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -29,6 +29,7 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase | None
     name: str
     replaced: dict[str, int]  # class → number of modules that run our operations
+    rows: PassRows
 
     @property
     def vocab_size(self) -> int:
@@ -63,7 +64,7 @@ def load_model(name: str, dtype: str = "auto") -> LoadedModel:
     _check_weights(name, info)
     self_test(type(model), model.config)
     model.eval().requires_grad_(False)
-    return LoadedModel(model, _read_tokenizer(name), name, replace_layers(model, keep_weights=False))
+    return _served(model, _read_tokenizer(name), name, keep_weights=False)
 
 
 def load_plain(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -79,7 +80,7 @@ def adopt_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
     self_test(type(model), model.config)
     model.set_attn_implementation(IMPLEMENTATION)
     model.eval().requires_grad_(False)
-    return LoadedModel(model, tokenizer, name, replace_layers(model, keep_weights=True))
+    return _served(model, tokenizer, name, keep_weights=True)
 
 
 @contextmanager
@@ -91,10 +92,15 @@ def borrowed(model: PreTrainedModel) -> Iterator[LoadedModel]:
     before = model.config._attn_implementation
     model.set_attn_implementation(IMPLEMENTATION)
     try:
-        yield LoadedModel(model, None, type(model).__name__, replace_layers(model, keep_weights=True))
+        yield _served(model, None, type(model).__name__, keep_weights=True)
     finally:
         restore_layers(model)
         model.set_attn_implementation(before)
+
+
+def _served(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, keep_weights: bool) -> LoadedModel:
+    rows = PassRows()
+    return LoadedModel(model, tokenizer, name, replace_layers(model, rows, keep_weights), rows)
 
 
 def _check_folder(name: str) -> None:
