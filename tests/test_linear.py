@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers as tr
 from torch import Tensor
 
-from echelon import ops
+import toys
+from echelon import LLM, SamplingParams, ops
 from echelon.ops import cpu
+from echelon.target.layers import framework_layers
+from echelon.target.loading import adopt_model, borrowed, load_model, load_plain
 
 pytestmark = pytest.mark.skipif(not cpu.is_built(), reason="the compiled kernels are not built")
 
@@ -173,6 +179,15 @@ def test_tile_registers_are_driven_right() -> None:
             assert torch.equal(whole, parts), rows
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_are_not_real_are_zero(family: str, dtype: torch.dtype) -> None:
+    x, packed = drawn(40, 50, dtype=dtype), cpu.PackedWeight.pack(drawn(70, 50, dtype=dtype, seed=1))
+    for rows in (0, 1, 33, 40):
+        got = cpu.packed_linear(x, packed, rows=rows)
+        assert torch.equal(got[:rows], cpu.packed_linear(x, packed)[:rows])
+        assert bool((got[rows:] == 0).all())
+
+
 def test_calls_that_do_not_fit_are_refused() -> None:
     packed = cpu.PackedWeight.pack(torch.ones(5, 3))
     assert cpu.packed_linear(torch.ones(0, 3), packed).shape == (0, 5)
@@ -184,6 +199,7 @@ def test_calls_that_do_not_fit_are_refused() -> None:
         lambda: cpu.packed_linear(torch.ones(2, 3), packed, activation="swish"),
         lambda: cpu.packed_linear(torch.ones(2, 3), packed, emulate_amx=True),
         lambda: cpu.PackedWeight.pack(torch.ones(5, 3, dtype=torch.float64)),
+        lambda: cpu.packed_linear(torch.ones(2, 3), packed, rows=3),
         lambda: cpu.set_isa("mmx"),
     ):
         with pytest.raises((RuntimeError, ValueError)):
@@ -204,3 +220,77 @@ def test_what_serves_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "compiled" in ops.which()["linear"]
     monkeypatch.setattr(cpu, "_kernels", None)
     assert "PyTorch" in ops.which()["linear"]
+
+
+# ---- in loaded models
+
+HEADS = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 2, "vocab_size": 80}
+TIED = HEADS | {"intermediate_size": 72, "num_key_value_heads": 2, "pad_token_id": None, "tie_word_embeddings": True}
+
+
+def saved(folder: Path, cls: Any, config: Any) -> str:
+    toys.randomised(cls, config, seed=2, spread=0.15).save_pretrained(folder)
+    return str(folder)
+
+
+def storages(module: torch.nn.Module) -> int:
+    """Bytes of memory behind the matrices among a model's parameters."""
+    held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in module.parameters() if p.ndim >= 2}
+    return sum(held.values())
+
+
+@pytest.mark.parametrize(
+    ("cls", "config"),
+    [
+        (tr.LlamaForCausalLM, tr.LlamaConfig(**TIED)),
+        (tr.Gemma3ForCausalLM, tr.Gemma3TextConfig(**TIED, head_dim=16, query_pre_attn_scalar=16)),
+        (tr.MixtralForCausalLM, tr.MixtralConfig(**TIED, num_local_experts=4, num_experts_per_tok=2)),
+        (tr.GPT2LMHeadModel, tr.GPT2Config(vocab_size=80, n_embd=48, n_layer=2, n_head=6)),
+    ],
+)
+def test_a_loaded_model_holds_no_weight_twice(tmp_path: Path, cls: Any, config: Any) -> None:
+    loaded = load_model(saved(tmp_path, cls, config))
+    adopted = adopt_model(load_plain(str(tmp_path))[0], None, "copy")
+    assert storages(loaded.model) <= 48 * 80 * 4 + 1024 * 48 * 4  # position tables and routers, never layers
+    assert storages(adopted.model) > 2 * storages(loaded.model) or cls is tr.GPT2LMHeadModel
+    embedding = loaded.model.get_input_embeddings()
+    ids = torch.arange(80)[None]
+    assert torch.equal(embedding(ids), adopted.model.get_input_embeddings()(ids))
+    assert loaded.vocab_size == 80
+    assert framework_layers(loaded.model) == []
+    prompts = [[1, 2, 3], [7] * 20]
+    params = SamplingParams(temperature=0, max_tokens=8)
+    texts = [[r.outputs[0].token_ids for r in LLM(m).generate(prompts, params)] for m in (loaded, adopted)]
+    assert texts[0] == texts[1]
+
+
+def test_the_output_layer_gives_float32() -> None:
+    model = toys.adopted(toys.llama().bfloat16()).model
+    hidden = torch.ones(3, 64, dtype=torch.bfloat16)
+    assert model.get_output_embeddings()(hidden).dtype == torch.float32
+    assert model.model.layers[0].mlp.gate_proj(hidden).dtype == torch.bfloat16
+
+
+def test_a_borrowed_model_is_given_back_as_it_was() -> None:
+    config = tr.MixtralConfig(**TIED, num_local_experts=4, num_experts_per_tok=2)
+    model = toys.randomised(tr.MixtralForCausalLM, config, seed=2, spread=0.15)
+    before = {name: (id(p), p.clone()) for name, p in model.named_parameters()}
+    with borrowed(model) as loaded:
+        assert loaded.replaced == {"Linear": 9, "MixtralTopKRouter": 2, "MixtralExperts": 2}
+        assert all(id(p) == before[name][0] for name, p in model.named_parameters() if "gate.weight" not in name)
+    assert not any("forward" in vars(m) for m in model.modules())
+    for name, parameter in model.named_parameters():
+        assert id(parameter) == before[name][0]
+        assert torch.equal(parameter, before[name][1])
+
+
+def test_without_kernels_the_framework_serves_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_kernels", None)
+    mixture = tr.MixtralConfig(**TIED, num_local_experts=4, num_experts_per_tok=2)
+    loaded = toys.adopted(toys.randomised(tr.MixtralForCausalLM, mixture, seed=2, spread=0.15))
+    assert loaded.replaced == {"Linear": 9}
+    assert framework_layers(loaded.model) == ["MixtralExperts", "MixtralTopKRouter"]
+    llm = LLM(toys.adopted(toys.llama()))
+    params = SamplingParams(temperature=0, max_tokens=6)
+    together = [r.outputs[0].token_ids for r in llm.generate([[1, 2, 3], [7] * 20, [4]], params)]
+    assert together == [llm.generate([p], params)[0].outputs[0].token_ids for p in ([1, 2, 3], [7] * 20, [4])]
