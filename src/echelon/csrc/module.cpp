@@ -3,9 +3,11 @@
 
 #include "isa.h"
 #include "linear_torch.h"
+#include "yardstick.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("isa", [] { return echelon::isa_name(echelon::active_isa()); });
   module.def("set_isa", &echelon::set_isa);
   echelon::bind_linear(module);
+  echelon::bind_yardstick(module);
 }

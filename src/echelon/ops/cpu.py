@@ -80,3 +80,11 @@ def packed_linear(
 def linear_family(dtype: torch.dtype) -> str:
     """The instruction family that serves linear layers of this dtype."""
     return str(_kernels.linear_family(dtype))
+
+
+# ---- what kernels are measured against
+
+
+def read_memory(tensor: Tensor) -> None:
+    """Read every byte of a contiguous tensor once, with all threads."""
+    _kernels.read_memory(tensor)
