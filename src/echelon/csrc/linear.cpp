@@ -94,6 +94,7 @@ void Pass::multiply(int64_t part, int64_t parts, const void* packed_x, float* su
   const int64_t padded = padded_depth(problem.weight.depth, type), num_tiles = tiles(problem.weight.columns);
   const int64_t first = share(num_tiles, part, parts), last = share(num_tiles, part + 1, parts);
   const int64_t units = padded_rows() / family.unit, blocks = (units + family.most_units - 1) / family.most_units;
+  const int64_t visit = blocks <= 2 ? family.depth_block / 2 : family.depth_block;
   const int64_t sums_per_tile = padded_rows() * tile, side_by_side = group();
   const char* data = static_cast<const char*>(problem.weight.data);
   if (first == last) return;
@@ -101,9 +102,10 @@ void Pass::multiply(int64_t part, int64_t parts, const void* packed_x, float* su
   for (int64_t start = first; start < last; start += side_by_side) {
     const int64_t end = std::min(start + side_by_side, last);
     std::memset(sums, 0, (end - start) * sums_per_tile * 4);
-    for (int64_t k = 0; k < padded; k += family.depth_block) {
-      const int64_t count = std::min(family.depth_block, padded - k), steps = count / grain(type);
-      const char* x = static_cast<const char*>(packed_x) + k / family.depth_block * padded_rows() * row_bytes();
+    for (int64_t k = 0; k < padded; k += visit) {
+      const int64_t count = std::min(visit, padded - k), steps = count / grain(type);
+      const char* x = static_cast<const char*>(packed_x) + k / family.depth_block * padded_rows() * row_bytes() +
+                      k % family.depth_block * family.x_entry;
       for (int64_t t = start; t < end; ++t) {
         const char* w = data + t * tile_offset(padded, type) + tile_offset(k, type);
         // The block that comes next: the next tile's at this depth, or the first tile's further down, or the next group's first.

@@ -13,7 +13,7 @@
 namespace echelon::linear {
 namespace {
 
-constexpr int64_t depth_block = 192;  // 12 KiB of weight: two blocks and x fit in L1
+constexpr int64_t depth_block = 256;  // 16 KiB of weight; halves, of which two and x fit into L1, for few rows
 constexpr int64_t x_stride = depth_block / 2 + x_padding / 4;  // in pairs
 constexpr int most_rows = 14;
 
@@ -22,6 +22,7 @@ void multiply(const void* x, const void* w, int64_t steps, float* sums, Ahead ah
   const int32_t* pairs = static_cast<const int32_t*>(x);
   const char* column = static_cast<const char*>(w);
   __m512 low[rows], high[rows];
+#pragma GCC unroll 16
   for (int r = 0; r < rows; ++r) {
     low[r] = _mm512_load_ps(sums + r * tile);
     high[r] = _mm512_load_ps(sums + r * tile + 16);
@@ -37,6 +38,7 @@ void multiply(const void* x, const void* w, int64_t steps, float* sums, Ahead ah
       high[r] = _mm512_dpbf16_ps(high[r], second, pair);
     }
   }
+#pragma GCC unroll 16
   for (int r = 0; r < rows; ++r) {
     _mm512_store_ps(sums + r * tile, low[r]);
     _mm512_store_ps(sums + r * tile + 16, high[r]);

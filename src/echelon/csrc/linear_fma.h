@@ -11,7 +11,7 @@ namespace {
 
 template <Type type>
 struct Fma {
-  static constexpr int64_t depth_block = type == Type::f32 ? 96 : 192;  // 12 KiB of weight: two blocks and x in L1
+  static constexpr int64_t depth_block = type == Type::f32 ? 128 : 256;  // 16 KiB of weight; halves, of which two and x fit into L1, for few rows
   static constexpr int64_t grain = type == Type::bf16 ? 2 : 1;
   static constexpr int64_t x_stride = depth_block + x_padding / 4;
   static constexpr int64_t lines_per_step = type == Type::f16 ? 1 : 2;
@@ -29,7 +29,9 @@ struct Fma {
   static inline __attribute__((always_inline)) void block(const float* x, const void* w, int64_t steps, float* sums, int64_t c,
                                                           Ahead ahead) {
     typename Vector::Register sum[rows][vectors];
+#pragma GCC unroll 16
     for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 8
       for (int v = 0; v < vectors; ++v) sum[r][v] = Vector::load(sums + r * tile + c + v * Vector::width);
     for (int64_t s = 0; s < steps; ++s) {
       __builtin_prefetch(ahead.one + s * ahead.stride);
@@ -47,7 +49,9 @@ struct Fma {
         }
       }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 8
       for (int v = 0; v < vectors; ++v) Vector::store(sums + r * tile + c + v * Vector::width, sum[r][v]);
   }
 

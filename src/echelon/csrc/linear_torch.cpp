@@ -24,14 +24,17 @@ using torch::Tensor;
 constexpr int64_t huge_page = 2 << 20;
 constexpr int64_t worth_sharing = 128 * 1024;  // bytes of weight that one worker reads in about the time it takes to wake another
 
-// Memory that a calling thread keeps between calls, so that no call pays for fresh pages. It grows to the largest pass.
+// Memory that a calling thread keeps between calls, so that no call pays for fresh pages. It grows to the largest pass. In a large
+// page its parts do not compete for the same sets of the second-level cache, as scattered small pages may.
 class Scratch {
  public:
   char* reserve(int64_t bytes) {
     if (bytes > size_) {
-      memory_.reset(static_cast<char*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64)));
-      size_ = memory_ ? bytes : 0;
+      const int64_t whole = (bytes + huge_page - 1) / huge_page * huge_page;
+      memory_.reset(static_cast<char*>(std::aligned_alloc(huge_page, whole)));
+      size_ = memory_ ? whole : 0;
       if (!memory_) throw std::bad_alloc();
+      madvise(memory_.get(), whole, MADV_HUGEPAGE);
     }
     return memory_.get();
   }
