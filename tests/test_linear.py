@@ -19,7 +19,7 @@ from echelon.ops import cpu
 from echelon.target.layers import framework_layers
 from echelon.target.loading import adopt_model, borrowed, load_model, load_plain
 
-pytestmark = pytest.mark.skipif(not cpu.is_built(), reason="the compiled kernels are not built")
+compiled = pytest.mark.skipif(not cpu.is_built(), reason="the compiled kernels are not built")
 
 FAMILIES = ("generic", "avx2", "avx512", "avx512_bf16", "amx")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -64,6 +64,7 @@ def tolerance(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
     return size * (2.0**-23 * max(4.0, x.shape[1] ** 0.5)) + reference(x, weight).abs() * ROUNDING[out_dtype]
 
 
+@compiled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_row_is_its_own_whatever_the_call(family: str, dtype: torch.dtype, shape: tuple[int, int], threads: int) -> None:
@@ -78,6 +79,7 @@ def test_a_row_is_its_own_whatever_the_call(family: str, dtype: torch.dtype, sha
             assert torch.equal(cpu.packed_linear(x[start : start + rows], packed, bias), expected[start : start + rows]), (rows, start)
 
 
+@compiled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_calls_agree_with_small_ones(family: str, dtype: torch.dtype, threads: int) -> None:
     """Wide enough that threads share the columns and tiles are grouped; more rows than one pass takes."""
@@ -89,6 +91,7 @@ def test_large_calls_agree_with_small_ones(family: str, dtype: torch.dtype, thre
         assert torch.equal(whole, parts), rows
 
 
+@compiled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("float32", [False, True])
 def test_accuracy(family: str, dtype: torch.dtype, float32: bool) -> None:
@@ -101,6 +104,7 @@ def test_accuracy(family: str, dtype: torch.dtype, float32: bool) -> None:
         assert bool((error <= allowed).all()), (columns, depth, float((error / allowed).max()))
 
 
+@compiled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_random_ragged_shapes(family: str, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(DTYPES.index(dtype))
@@ -121,6 +125,7 @@ ACTIVATIONS = {
 }
 
 
+@compiled
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bias_activation_and_residual_are_rounded_once(family: str, dtype: torch.dtype, activation: str) -> None:
@@ -132,6 +137,7 @@ def test_bias_activation_and_residual_are_rounded_once(family: str, dtype: torch
     assert torch.allclose(got.double(), expected, rtol=ROUNDING[dtype], atol=2e-5)
 
 
+@compiled
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_far_from_zero(family: str, activation: str) -> None:
     x = torch.tensor([[v] for v in (-1e30, -200.0, -90.0, -20.0, -1.0, -1e-6, 0.0, 1e-6, 1.0, 20.0, 90.0, 1e30, torch.inf, torch.nan)])
@@ -140,6 +146,7 @@ def test_activations_far_from_zero(family: str, activation: str) -> None:
     assert torch.allclose(got.double(), expected, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
+@compiled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_stale_memory_does_not_leak(family: str, dtype: torch.dtype) -> None:
     """x is a slice of a sea of NaN, and an earlier call left NaN in every buffer."""
@@ -154,6 +161,7 @@ def test_stale_memory_does_not_leak(family: str, dtype: torch.dtype) -> None:
     assert torch.equal(cpu.packed_linear(sea[3:20, 5:106], packed)[1:], expected[1:])
 
 
+@compiled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_packed_rows_are_the_rows_of_the_weight(dtype: torch.dtype) -> None:
     for columns, depth in ((50, 33), (32, 64), (97, 1)):
@@ -167,6 +175,7 @@ def test_packed_rows_are_the_rows_of_the_weight(dtype: torch.dtype) -> None:
         packed.rows(torch.tensor([columns]))
 
 
+@compiled
 def test_tile_registers_are_driven_right() -> None:
     """The control flow of AMX on emulated tiles: what it computes does not depend on the number of rows either."""
     for columns, depth in ((67, 131), (1, 1), (100, 2100)):
@@ -179,6 +188,7 @@ def test_tile_registers_are_driven_right() -> None:
             assert torch.equal(whole, parts), rows
 
 
+@compiled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_that_are_not_real_are_zero(family: str, dtype: torch.dtype) -> None:
     x, packed = drawn(40, 50, dtype=dtype), cpu.PackedWeight.pack(drawn(70, 50, dtype=dtype, seed=1))
@@ -188,6 +198,7 @@ def test_rows_that_are_not_real_are_zero(family: str, dtype: torch.dtype) -> Non
         assert bool((got[rows:] == 0).all())
 
 
+@compiled
 def test_calls_that_do_not_fit_are_refused() -> None:
     packed = cpu.PackedWeight.pack(torch.ones(5, 3))
     assert cpu.packed_linear(torch.ones(0, 3), packed).shape == (0, 5)
@@ -216,6 +227,7 @@ def test_the_fallback_is_invariant_too(threads: int) -> None:
         assert torch.equal(whole, parts)
 
 
+@compiled
 def test_what_serves_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "compiled" in ops.which()["linear"]
     monkeypatch.setattr(cpu, "_kernels", None)
@@ -239,6 +251,7 @@ def storages(module: torch.nn.Module) -> int:
     return sum(held.values())
 
 
+@compiled
 @pytest.mark.parametrize(
     ("cls", "config"),
     [
@@ -264,6 +277,7 @@ def test_a_loaded_model_holds_no_weight_twice(tmp_path: Path, cls: Any, config: 
     assert texts[0] == texts[1]
 
 
+@compiled
 def test_the_output_layer_gives_float32() -> None:
     model = toys.adopted(toys.llama().bfloat16()).model
     hidden = torch.ones(3, 64, dtype=torch.bfloat16)
@@ -271,6 +285,7 @@ def test_the_output_layer_gives_float32() -> None:
     assert model.model.layers[0].mlp.gate_proj(hidden).dtype == torch.bfloat16
 
 
+@compiled
 def test_a_borrowed_model_is_given_back_as_it_was() -> None:
     config = tr.MixtralConfig(**TIED, num_local_experts=4, num_experts_per_tok=2)
     model = toys.randomised(tr.MixtralForCausalLM, config, seed=2, spread=0.15)
