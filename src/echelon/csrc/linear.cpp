@@ -17,9 +17,14 @@ int64_t tile_offset(int64_t k, Type type) { return k * tile * size_of(type); }
 template <class T>
 void pack_tile(const T* source, int64_t row_stride, int64_t column_stride, int64_t columns, int64_t depth, int64_t padded, int64_t grain,
                T* out) {
-  for (int64_t k = 0; k < padded; k += grain)
-    for (int64_t n = 0; n < tile; ++n)
-      for (int64_t i = k; i < k + grain; ++i) *out++ = n < columns && i < depth ? source[n * row_stride + i * column_stride] : T{0};
+  constexpr int64_t chunk = 32;  // entries of one row in a go: the rows' lines may compete for the same cache sets
+  for (int64_t start = 0; start < padded; start += chunk)
+    for (int64_t n = 0; n < tile; ++n) {
+      const T* row = source + n * row_stride;
+      T* to = out + start * tile + n * grain;
+      for (int64_t k = start; k < std::min(start + chunk, padded); k += grain, to += tile * grain)
+        for (int64_t i = 0; i < grain; ++i) to[i] = n < columns && k + i < depth ? row[(k + i) * column_stride] : T{0};
+    }
 }
 
 template <class T>
