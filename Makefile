@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint prove pair bench clean
+.PHONY: demo test lint prove pair bench sanitize clean
 
 demo: $(READY)
 	$(BIN)/python -m echelon.demo
@@ -26,10 +26,20 @@ bench: $(READY)
 	$(BIN)/echelon bench throughput --parameters 500000000 --output docs/evidence/throughput.json
 	$(BIN)/echelon bench overhead --output docs/evidence/overhead.json
 	$(BIN)/echelon bench pair --output docs/evidence/pair.json
+	$(BIN)/echelon bench kernels --output docs/evidence/kernels.json
 
 # Every full-size proof, cell by cell; goes on where it was cut off. Results: docs/evidence/prove.json
 prove: $(READY)
 	$(BIN)/python scripts/prove.py
+
+# The C++ kernels alone, on random shapes, under the address and undefined-behaviour sanitisers.
+CASES ?= 300
+KERNELS := $(filter-out %/module.cpp %_torch.cpp %/yardstick.cpp,$(wildcard src/echelon/csrc/*.cpp))
+sanitize:
+	mkdir -p build
+	$(CXX) -std=c++20 -O1 -g -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all \
+	  -o build/harness $(KERNELS) $(wildcard src/echelon/csrc/harness/*.cpp)
+	build/harness $(CASES)
 
 # torch comes first and by its exact version, so that nothing that follows can replace it; the kernels are built against it.
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard src/echelon/csrc/*)

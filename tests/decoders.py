@@ -50,4 +50,4 @@ def decoders(window: int, original_context: int) -> dict[str, tuple[Any, Any]]:
     }
 
 
-MIXTURES = ("qwen3-moe", "mixtral", "gpt-oss")  # their experts run the framework's code
+MIXTURES = ("qwen3-moe", "mixtral", "gpt-oss")  # without compiled kernels their experts run the framework's code

@@ -14,8 +14,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import toys
+from echelon.bench import kernels
 from echelon.cli import join_dotted, main
 from echelon.demo import DRAFT, TARGET
+from echelon.ops import compiled
 
 SPECULATIVE = '{"method":"ngram","num_speculative_tokens":7,"prompt_lookup_max":2}'
 
@@ -161,3 +163,17 @@ def test_inflate_writes_a_checkpoint(run: Run, tmp_path: Path) -> None:
     assert (grown.config.hidden_size, grown.config.num_hidden_layers) == (256, 3)
     outputs = [run("generate", folder, "def main(", "--max-tokens", 12).stdout for folder in (DRAFT, tmp_path / "big")]
     assert outputs[0] == outputs[1] != ""
+
+
+@pytest.mark.skipif(not compiled.is_built(), reason="the compiled kernels are not built")
+def test_kernels_are_measured(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "COLD_BYTES", 2**20)
+    monkeypatch.setattr(kernels, "SECONDS", 0.0)
+    done = run("bench", "kernels", "--shapes", "64x96", "--rows", "1,3", "--json", "--output", tmp_path / "kernels.json")
+    report = json.loads(done.stdout)
+    assert report == json.loads((tmp_path / "kernels.json").read_text())
+    assert [(r["columns"], r["depth"], r["rows"]) for r in report["linear"]] == [(64, 96, 1), (64, 96, 3)]
+    assert run("bench", "kernels", "--shapes", "64", "--rows", "1").returncode == 2
+    assert run("bench", "kernels", "--shapes", "64x96", "--dtype", "int8").returncode == 2
+    monkeypatch.setattr(compiled, "kernels", None)
+    assert run("bench", "kernels").returncode == 2

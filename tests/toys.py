@@ -41,7 +41,9 @@ def llama(seed: int = 0, spread: float = 0.35, **changes: Any) -> PreTrainedMode
 
 
 def randomised(cls: Any, config: Any, seed: int, spread: float) -> PreTrainedModel:
-    model = cls._from_config(config, attn_implementation="eager", dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = cls._from_config(config, attn_implementation="eager", dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.ndim >= 2:

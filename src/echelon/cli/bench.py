@@ -12,6 +12,8 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from echelon import ConfigError, SamplingParams
+from echelon.bench.kernels import LINEAR_SHAPES, measure_linear, measure_machine
+from echelon.bench.kernels import as_markdown as kernels_as_markdown
 from echelon.bench.overhead import measure_all
 from echelon.bench.pair import evaluate_pair
 from echelon.bench.throughput import as_json, as_markdown, default_methods, environment, measure, plain_outputs
@@ -83,6 +85,30 @@ def overhead(output: OutputOption = None) -> None:
 
 
 @app.command()
+def kernels(
+    shapes: Annotated[str, typer.Option(help="Weights of linear layers, N x K, comma-separated.")] = LINEAR_SHAPES,
+    rows: Annotated[str, typer.Option(help="Rows of a call, comma-separated.")] = "1,2,4,8,16,32,40,64,128,512",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+    output: OutputOption = None,
+) -> None:
+    """Each compiled kernel beside the memory's and the arithmetic's limit, oneDNN and plain PyTorch; weights come from memory."""
+    counts = _sizes(rows, "--rows")
+    machine = measure_machine()
+    results = []
+    with Progress(console=errors, transient=True) as progress:
+        pairs = [_shape(s) for s in shapes.split(",")]
+        task = progress.add_task("linear", total=len(pairs) * len(counts))
+        for shape in pairs:
+            for result in measure_linear(shape, counts, dtype):
+                results.append(result)
+                progress.advance(task)
+    report = {"environment": environment(), "machine": asdict(machine), "linear": [asdict(r) for r in results]}
+    typer.echo(json.dumps(report) if json_output else kernels_as_markdown(machine, results))
+    _write(output, report)
+
+
+@app.command()
 def pair(
     num_prompts: Annotated[int, typer.Option(help="Continuations of held-out Python source.", min=1)] = 128,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each.", min=8)] = 128,
@@ -96,14 +122,21 @@ def pair(
     _write(output, {"environment": environment(), "results": report})
 
 
-def _sizes(text: str) -> list[int]:
+def _sizes(text: str, option: str = "--batch-sizes") -> list[int]:
     try:
         sizes = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--batch-sizes {text!r} are no numbers; write 1,4,8") from None
+        raise ConfigError(f"{option} {text!r} are no numbers; write 1,4,8") from None
     if min(sizes) < 1:
-        raise ConfigError(f"--batch-sizes {text!r}: the smallest batch is 1")
+        raise ConfigError(f"{option} {text!r}: the smallest is 1")
     return sizes
+
+
+def _shape(text: str) -> tuple[int, int]:
+    parts = text.split("x")
+    if len(parts) != 2 or not all(p.strip().isdigit() and int(p) > 0 for p in parts):
+        raise ConfigError(f"--shapes {text!r} is no shape; write 2048x8192 for a weight [N, K]")
+    return int(parts[0]), int(parts[1])
 
 
 def _write(output: Path | None, value: object) -> None:

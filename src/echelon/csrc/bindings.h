@@ -6,6 +6,8 @@
 namespace echelon {
 
 void bind_elementwise(pybind11::module_& module);
+void bind_linear(pybind11::module_& module);
 void bind_sample(pybind11::module_& module);
+void bind_yardstick(pybind11::module_& module);
 
 }  // namespace echelon

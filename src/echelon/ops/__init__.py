@@ -5,6 +5,9 @@ on nothing else in the call, bit for bit: not on the row's other new tokens, the
 that are masked or stale are never multiplied.
 """
 
+import torch
+
+from echelon.ops import compiled, linear
 from echelon.ops.reference import LARGEST_CALL, ROWS_PER_CALL, RowCounts, fixed_rows_linear, ragged_attention
 
 __all__ = ["ROWS_PER_CALL", "RowCounts", "fixed_rows_linear", "ragged_attention", "which"]
@@ -14,6 +17,17 @@ def which() -> dict[str, str]:
     """Operation → the implementation that serves it, with the reason."""
     return {
         "ragged_attention": "PyTorch (tiles of fixed shape, float32 accumulation): no compiled kernels in this version",
-        "linear": f"PyTorch, calls of {ROWS_PER_CALL} rows, or of up to {LARGEST_CALL} where they were seen to round alike, "
-        "so that a row's result does not depend on the batch",
+        "linear": _linear(),
     }
+
+
+def _linear() -> str:
+    if compiled.is_built():
+        served = ", ".join(
+            f"{str(t).removeprefix('torch.')} by {linear.linear_family(t)}" for t in (torch.bfloat16, torch.float16, torch.float32)
+        )
+        return f"compiled: weights packed once, one order over K for any number of rows; {served}"
+    return (
+        f"PyTorch, calls of {ROWS_PER_CALL} rows, or of up to {LARGEST_CALL} where they were seen to round alike, so that a row's result "
+        f"does not depend on the batch: no compiled kernels ({compiled.REASON})"
+    )

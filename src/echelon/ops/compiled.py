@@ -16,3 +16,13 @@ except ImportError as error:  # no compiler at installation, or another PyTorch 
 def is_built() -> bool:
     """The extension is there and fits the PyTorch that is running."""
     return kernels is not None
+
+
+def isa() -> str:
+    """The instruction family that serves: generic, avx2, avx512, avx512_bf16 or amx."""
+    return str(kernels.isa())
+
+
+def set_isa(name: str) -> None:
+    """Use a lesser family than the machine offers; ValueError for one that it lacks."""
+    kernels.set_isa(name)

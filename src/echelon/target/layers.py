@@ -1,15 +1,98 @@
-"""Layers of a loaded model that run our operations. `forward` is replaced on the existing modules, so hooks survive."""
+"""Layers of a loaded model that run our operations. `forward` is replaced on the existing modules, so hooks survive.
+
+With compiled kernels a weight is packed once. A model of ours keeps the packed weight alone: what other modules share with a linear
+layer (tied embeddings) reads the packed one, and in its place stands a NaN of the same shape without memory. A caller's model keeps
+its own weights beside the packed ones, and gives those back on `restore_layers`.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from echelon import ops
+from echelon.ops import compiled
+from echelon.ops.linear import PackedWeight, packed_linear
+from echelon.target.experts import is_experts, serve_experts
 
 LINEAR = (nn.Linear, Conv1D)
+SERVED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ROUTES = re.compile(r"F\.linear\(\w+, self\.weight(, (bias=)?self\.bias)?\)")  # how a router uses its weight
+
+
+@dataclass
+class PassRows:
+    """Which rows of the current pass are real: the first `real` where a layer is given `padded` of them, else all.
+
+    Passes are filled up for the sake of the framework's element-wise operations (`ModelRunner.run`); our layers skip the filling.
+    """
+
+    padded: int = 0
+    real: int = 0
+
+    def of(self, num_rows: int) -> int:
+        return self.real if num_rows == self.padded else num_rows
+
+    @contextmanager
+    def filled_up(self, real: int, padded: int) -> Iterator[None]:
+        self.padded, self.real = padded, real
+        try:
+            yield
+        finally:
+            self.padded = self.real = 0
+
+
+class PackedParameter(torch.Tensor):
+    """Stands for a packed weight [N, K] where a module reads `self.weight` itself: linear layers and lookups use the packed one.
+
+    Everything else sees the shape and dtype, and `original` or NaN as the values.
+    """
+
+    packed: PackedWeight
+    rows: PassRows
+    original: nn.Parameter | None
+
+    @classmethod
+    def of(cls, packed: PackedWeight, rows: PassRows, original: nn.Parameter | None) -> nn.Parameter:
+        data = absent((packed.columns, packed.depth), packed.data.dtype) if original is None else original.data
+        parameter = nn.Parameter(data.as_subclass(cls), requires_grad=False)
+        parameter.packed, parameter.rows, parameter.original = packed, rows, original  # type: ignore[attr-defined]
+        return parameter
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.embedding and isinstance(args[1], cls):
+            return args[1].packed.rows(args[0])
+        if func is F.linear and isinstance(args[1], cls):
+            bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
+            return _linear(args[1].packed, None if bias is None else bias.float(), False, args[1].rows, args[0])
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def absent(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """NaN of this shape that takes no memory."""
+    return torch.full((1,) * len(shape), torch.nan, dtype=dtype).expand(shape)
+
+
+def _linear(packed: PackedWeight, bias: Tensor | None, float32: bool, rows: PassRows, x: Tensor) -> Tensor:
+    """x [..., K] → [..., N]."""
+    flat = x.reshape(-1, x.shape[-1])
+    out = packed_linear(flat, packed, bias, float32=float32, rows=rows.of(len(flat)))
+    return out.view(*x.shape[:-1], packed.columns)
+
+
+def _fixed(module: nn.Module, counts: ops.RowCounts, x: Tensor) -> Tensor:
+    return ops.fixed_rows_linear(x, _weight(module), module.bias, counts)  # type: ignore[arg-type]
 
 
 def _weight(module: nn.Module) -> Tensor:
@@ -18,28 +101,98 @@ def _weight(module: nn.Module) -> Tensor:
     return weight.t() if isinstance(module, Conv1D) else weight
 
 
-def _linear(module: nn.Module, counts: ops.RowCounts, x: Tensor) -> Tensor:
-    return ops.fixed_rows_linear(x, _weight(module), module.bias, counts)  # type: ignore[arg-type]
+def replace_layers(model: nn.Module, rows: PassRows, keep_weights: bool) -> dict[str, int]:
+    """Patch every linear layer, router and stack of experts; returns how many modules of each class now run our operations.
 
-
-def replace_layers(model: nn.Module) -> dict[str, int]:
-    """Patch every linear layer; returns how many modules of each class now run our operations."""
+    The output layer gives float32. `keep_weights`: the model belongs to a caller.
+    """
     replaced: dict[str, int] = {}
-    by_shape: dict[tuple[object, ...], ops.RowCounts] = {}
-    for module in model.modules():
-        if isinstance(module, LINEAR):
-            name = type(module).__name__
-            counts = by_shape.setdefault((name, *_weight(module).shape, module.bias is not None), ops.RowCounts())
-            module.forward = functools.partial(_linear, module, counts)  # type: ignore[method-assign]
-            replaced[name] = replaced.get(name, 0) + 1
+    served = _serve_packed(model, rows, keep_weights) if compiled.is_built() else _serve_fixed(model)
+    for module in served:
+        name = type(module).__name__
+        replaced[name] = replaced.get(name, 0) + 1
     return replaced
 
 
-def restore_layers(model: nn.Module) -> None:
-    """Undo `replace_layers`."""
+def _serve_fixed(model: nn.Module) -> list[nn.Module]:
+    """The fallback: framework matmuls in calls of fixed shape."""
+    by_shape: dict[tuple[object, ...], ops.RowCounts] = {}
+    served = [m for m in model.modules() if isinstance(m, LINEAR)]
+    for module in served:
+        shape = (type(module), *_weight(module).shape, module.bias is not None)
+        module.forward = functools.partial(_fixed, module, by_shape.setdefault(shape, ops.RowCounts()))  # type: ignore[method-assign]
+    return served
+
+
+def _serve_packed(model: nn.Module, rows: PassRows, keep_weights: bool) -> list[nn.Module]:
+    output = model.get_output_embeddings()  # type: ignore[operator]
+    holders: dict[int, list[nn.Module]] = {}
     for module in model.modules():
-        if isinstance(module, LINEAR) and isinstance(vars(module).get("forward"), functools.partial):
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append(module)
+    packed: dict[int, PackedWeight] = {}
+    served: list[nn.Module] = []
+    for module in model.modules():
+        if is_experts(module):
+            serve_experts(module, rows.of, None if keep_weights else absent)
+        elif isinstance(module, LINEAR) or _is_router(module):
+            _serve_weight(module, packed, rows, holders, keep_weights, module is output)
+        else:
+            continue
+        served.append(module)
+    return served
+
+
+def _serve_weight(
+    module: nn.Module,
+    packed: dict[int, PackedWeight],
+    rows: PassRows,
+    holders: dict[int, list[nn.Module]],
+    keep_weights: bool,
+    is_output: bool,
+) -> None:
+    """Pack the module's weight unless a module before it has; serve the module from it."""
+    parameter: nn.Parameter = module.weight  # type: ignore[assignment]
+    if isinstance(parameter, PackedParameter):  # given up by a module before this one
+        weight = parameter.packed
+    else:
+        weight = packed.get(id(parameter)) or packed.setdefault(id(parameter), PackedWeight.pack(_weight(module).detach()))
+    if not isinstance(module, LINEAR):  # a router
+        module.weight = PackedParameter.of(weight, rows, parameter)
+        return
+    bias: Tensor | None = module.bias
+    bias32 = None if bias is None else bias.detach().float()
+    module.forward = functools.partial(_linear, weight, bias32, is_output, rows)  # type: ignore[method-assign]
+    if not keep_weights and not isinstance(parameter, PackedParameter):
+        _give_up(module, parameter, PackedParameter.of(weight, rows, None), holders[id(parameter)])
+
+
+def _give_up(module: nn.Module, parameter: nn.Parameter, stand_in: nn.Parameter, sharing: list[nn.Module]) -> None:
+    """Free the parameter, where everything that shares it can read the packed weight instead."""
+    if isinstance(module, Conv1D):
+        module.weight = nn.Parameter(absent(tuple(parameter.shape), parameter.dtype), requires_grad=False)
+    elif all(isinstance(m, (nn.Linear, nn.Embedding)) for m in sharing):
+        for other in sharing:
+            other.weight = stand_in
+
+
+def _is_router(module: nn.Module) -> bool:
+    """Its one matrix is its weight, and its forward uses that in F.linear alone."""
+    matrices = [name for name, p in module.named_parameters(recurse=False) if p.ndim >= 2]
+    if matrices != ["weight"] or isinstance(module, (*LINEAR, nn.Embedding)):
+        return False
+    source = inspect.getsource(type(module).forward)
+    return len(ROUTES.findall(source)) == 1 and source.count("self.weight") == 1
+
+
+def restore_layers(model: nn.Module) -> None:
+    """Undo `replace_layers` with `keep_weights`."""
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), functools.partial):
             del module.forward
+        weight: Any = module._parameters.get("weight")
+        if isinstance(weight, PackedParameter) and weight.original is not None:
+            module.weight = weight.original
 
 
 def framework_layers(model: nn.Module) -> list[str]:
@@ -47,6 +200,8 @@ def framework_layers(model: nn.Module) -> list[str]:
     names = {
         type(module).__name__
         for module in model.modules()
-        if not isinstance(module, (*LINEAR, nn.Embedding)) and any(p.ndim >= 2 for p in module.parameters(recurse=False))
+        if not isinstance(module, (*LINEAR, nn.Embedding))
+        and not isinstance(vars(module).get("forward"), functools.partial)
+        and any(p.ndim >= 2 and not isinstance(p, PackedParameter) for p in module.parameters(recurse=False))
     }
     return sorted(names)

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from echelon.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from echelon.target.attention import IMPLEMENTATION
 from echelon.target.fused import fuse, restore_fused
-from echelon.target.layers import LINEAR, replace_layers, restore_layers
+from echelon.target.layers import LINEAR, PassRows, replace_layers, restore_layers
 from echelon.target.rope import replace_rope, restore_rope
 from echelon.target.selftest import self_test
 
@@ -33,6 +33,7 @@ class LoadedModel:
     name: str
     replaced: dict[str, int]  # class → number of modules that run our operations
     original_context: int | None  # where longer texts have rotary frequencies of their own
+    rows: PassRows
 
     @property
     def vocab_size(self) -> int:
@@ -67,15 +68,7 @@ def load_model(name: str, dtype: str = "auto") -> LoadedModel:
     _check_weights(name, info)
     self_test(type(model), model.config)
     model.eval().requires_grad_(False)
-    return _served(model, _read_tokenizer(name), name)
-
-
-def _served(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> LoadedModel:
-    """Our operations in the place of the model's own."""
-    with torch.inference_mode():
-        original_context = replace_rope(model)
-        replaced = fuse(model) | replace_layers(model)
-    return LoadedModel(model, tokenizer, name, replaced, original_context)
+    return _served(model, _read_tokenizer(name), name, keep_weights=False)
 
 
 def load_plain(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -87,11 +80,11 @@ def load_plain(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | No
 
 
 def adopt_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> LoadedModel:
-    """A model built in memory becomes ours: it is self-tested, and its attention and layers are replaced."""
+    """A model built in memory is served: self-tested, attention and layers replaced; its weights stay beside the packed ones."""
     self_test(type(model), model.config)
     model.set_attn_implementation(IMPLEMENTATION)
     model.eval().requires_grad_(False)
-    return _served(model, tokenizer, name)
+    return _served(model, tokenizer, name, keep_weights=True)
 
 
 @contextmanager
@@ -103,12 +96,21 @@ def borrowed(model: PreTrainedModel) -> Iterator[LoadedModel]:
     before = model.config._attn_implementation
     model.set_attn_implementation(IMPLEMENTATION)
     try:
-        yield _served(model, None, type(model).__name__)
+        yield _served(model, None, type(model).__name__, keep_weights=True)
     finally:
         restore_rope(model)
         restore_fused(model)
         restore_layers(model)
         model.set_attn_implementation(before)
+
+
+def _served(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, keep_weights: bool) -> LoadedModel:
+    """Our operations in the place of the model's own."""
+    rows = PassRows()
+    with torch.inference_mode():
+        original_context = replace_rope(model)
+        replaced = fuse(model)
+    return LoadedModel(model, tokenizer, name, replaced | replace_layers(model, rows, keep_weights), original_context, rows)
 
 
 def _check_folder(name: str) -> None:

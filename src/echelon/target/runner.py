@@ -38,19 +38,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: RaggedBatch) -> Tensor:
-        """One pass over every row: logits [R, V] of `batch.logit_rows`, in the model's dtype.
+        """One pass over every row: logits [R, V] of `batch.logit_rows`, float32 from compiled kernels, else in the model's dtype.
 
-        The packed tokens are filled up to full calls of ROWS_PER_CALL, so that element-wise operations, too, see the same shapes.
+        The packed tokens are filled up to full calls of ROWS_PER_CALL, so that element-wise operations see the same shapes;
+        compiled layers skip what was filled up.
         """
         self.cache.apply_copies()
         missing = -batch.num_tokens % ROWS_PER_CALL
-        output = self.loaded.model(
-            input_ids=F.pad(batch.tokens, (0, missing))[None],
-            position_ids=F.pad(coded_positions(batch, self.loaded.original_context), (0, missing))[None],
-            use_cache=False,
-            logits_to_keep=batch.logit_rows,
-            **{STEP_KEYWORD: CachedStep(batch, self.cache)},
-        )
+        with self.loaded.rows.filled_up(batch.num_tokens, batch.num_tokens + missing):
+            output = self.loaded.model(
+                input_ids=F.pad(batch.tokens, (0, missing))[None],
+                position_ids=F.pad(coded_positions(batch, self.loaded.original_context), (0, missing))[None],
+                use_cache=False,
+                logits_to_keep=batch.logit_rows,
+                **{STEP_KEYWORD: CachedStep(batch, self.cache)},
+            )
         logits: Tensor = output.logits[0]
         return logits
 

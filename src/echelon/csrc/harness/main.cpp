@@ -1,0 +1,17 @@
+// harness [cases [seed]]: every check on so many random cases.
+#include <string>
+
+#include "harness.h"
+
+int main(int argc, char** argv) {
+  const int64_t cases = argc > 1 ? std::atoll(argv[1]) : 300;
+  harness::Random random(argc > 2 ? std::stoull(argv[2]) : 0);
+  struct Check {
+    const char* name;
+    void (*run)(harness::Random&);
+  };
+  for (const Check& check : {Check{"linear", harness::check_linear}}) {
+    for (int64_t i = 0; i < cases; ++i) check.run(random);
+    std::printf("%s: %lld cases agree with the reference\n", check.name, static_cast<long long>(cases));
+  }
+}
