@@ -11,23 +11,18 @@ from dataclasses import asdict
 from itertools import count
 from typing import Any
 
-import torch
-
 from echelon.config import EngineConfig, SpeculativeConfig, speculative
 from echelon.drafters.base import Drafter, NoDrafter
 from echelon.drafters.draft_model import DraftModelDrafter
 from echelon.drafters.ngram import NgramDrafter
 from echelon.engine import Engine
 from echelon.errors import ConfigError, RequestError
-from echelon.kv.blocks import BlockTables
-from echelon.kv.cache import KVCache
-from echelon.memory import MemoryPlan, plan_kv
 from echelon.outputs import RequestOutput, request_output
 from echelon.sampling import Sampler, SamplingParams
 from echelon.scheduler import Scheduler
 from echelon.sequence import Sequence
 from echelon.stats import Stats
-from echelon.target.attention import record_layers
+from echelon.strategies import build_runners, selector
 from echelon.target.loading import LoadedModel, load_model
 from echelon.target.runner import ModelRunner
 from echelon.text import Detokenizer
@@ -45,7 +40,7 @@ class LLM:
     speculative_config  what drafts: a `SpeculativeConfig` or a mapping with vLLM's keys; `None` decodes plainly
     draft_model         a draft model loaded already, instead of the name in `speculative_config`
     settings            see `EngineConfig`: dtype, max_num_seqs, max_num_batched_tokens, max_model_len, block_size,
-                        kv_cache_memory_bytes
+                        kv_cache_memory_bytes; and how rows become a batch: strategy, pad, grouping, group_window, refill
 
     Raises
     ------
@@ -64,7 +59,8 @@ class LLM:
         self.target = load_model(model, self.config.dtype) if isinstance(model, str) else model
         self.draft = self._check_draft(draft_model)
         self.max_len = self._context()
-        self.memory_plan, runners = self._build_runners()
+        models = [m for m in (self.target, self.draft) if m is not None]
+        self.memory_plan, runners = build_runners(self.config, models, self.max_len, self._num_speculative_tokens)
         logger.info("%s", self.memory_plan)
         self.engine = self._build_engine(runners)
         self._ids = count()
@@ -95,19 +91,6 @@ class LLM:
             raise ConfigError(f"max_model_len = {asked} exceeds the models' context of {longest} tokens; lower it")
         return asked
 
-    def _build_runners(self) -> tuple[MemoryPlan, list[ModelRunner]]:
-        """One runner a model, on pools of equally many blocks."""
-        config = self.config
-        models = [m for m in (self.target, self.draft) if m is not None]
-        layers = [record_layers(m.model) for m in models]
-        per_token = sum(s.num_entries * m.model.dtype.itemsize for m, shapes in zip(models, layers, strict=True) for s in shapes)
-        plan = plan_kv(per_token, config.block_size, config.max_num_seqs, self.max_len, config.kv_cache_memory_bytes)
-        runners = []
-        for loaded, shapes in zip(models, layers, strict=True):
-            tables = BlockTables(plan.num_blocks, plan.block_size, -(-self.max_len // plan.block_size))
-            runners.append(ModelRunner(loaded, KVCache(shapes, tables, loaded.model.dtype, torch.device("cpu"))))
-        return plan, runners
-
     def _build_engine(self, runners: list[ModelRunner]) -> Engine:
         config, spec = self.config, self.speculative_config
         drafter: Drafter = NoDrafter()
@@ -117,11 +100,20 @@ class LLM:
             drafter = DraftModelDrafter(runners[1], config.max_num_batched_tokens, spec.acceptance == "rejection")
         scheduler = Scheduler(
             [r.cache.tables for r in runners],
-            config.max_num_seqs,
+            config.num_rows_held,
             config.max_num_batched_tokens,
-            spec.num_speculative_tokens if spec else 0,
+            self._num_speculative_tokens,
+            selector(config),
+            config.refill,
         )
-        return Engine(runners[0], drafter, scheduler, spec.acceptance if spec else "exact")
+        engine = Engine(runners[0], drafter, scheduler, spec.acceptance if spec else "exact")
+        if len(runners) > 1:
+            engine.stats.draft = runners[1].usage
+        return engine
+
+    @property
+    def _num_speculative_tokens(self) -> int:
+        return self.speculative_config.num_speculative_tokens if self.speculative_config else 0
 
     @property
     def stats(self) -> Stats:

@@ -12,7 +12,9 @@ from typing import Protocol
 
 from echelon.errors import RequestError
 from echelon.kv.blocks import BlockTables
+from echelon.kv.lines import LineTables
 from echelon.sampling import Logprobs
+from echelon.selection import Selector
 from echelon.sequence import PlannedRow, Sequence
 
 PROMPT_LOGITS = 128  # prompt tokens a step of a row whose prompt logprobs are wanted: bounds the logits held at once
@@ -37,13 +39,24 @@ class Outcome(Protocol):
 class Plan:
     rows: list[PlannedRow]
     preempted: list[Sequence] = field(default_factory=list)
+    is_group: bool | None = None  # were the rows found by equal length? None where nothing was looked for
 
 
 class Scheduler:
-    """Rows waiting and running. `tables` are the KV books of the target and of a draft model; slots are reserved in all of them."""
+    """Rows waiting and running. `tables` are the KV books of the target and of a draft model; slots are reserved in all of them.
+
+    With a `selector` the running rows it chooses take part in a step, at most `max_num_seqs` run, and none is ever preempted: a line of a
+    rectangle holds a whole row. Without `refill`, waiting rows enter only when all that run are done.
+    """
 
     def __init__(
-        self, tables: SequenceOf[BlockTables], max_num_seqs: int, max_num_batched_tokens: int, num_speculative_tokens: int
+        self,
+        tables: SequenceOf[BlockTables | LineTables],
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        num_speculative_tokens: int,
+        selector: Selector | None = None,
+        refill: bool = True,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -51,6 +64,9 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._num_speculative_tokens = num_speculative_tokens
+        self._selector = selector
+        self._refill = refill
+        self._is_open = True  # may rows enter?
 
     @property
     def has_work(self) -> bool:
@@ -58,7 +74,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request. Refused is only what could not run even alone in the whole pool."""
-        capacity = min(t.pool.num_blocks * t.block_size for t in self._tables)
+        capacity = min(t.capacity for t in self._tables)
         longest = min(sequence.max_len, sequence.num_prompt_tokens + sequence.params.max_tokens)
         if longest > capacity:
             raise RequestError(
@@ -80,6 +96,9 @@ class Scheduler:
 
         Decoding rows come first, so that a long prompt fed in pieces never holds them up.
         """
+        self._is_open = self._is_open or not self.running
+        if self._selector is not None:
+            return self._selected_step(self._selector)
         plan = Plan([])
         budget = self._max_num_batched_tokens
         for sequence in sorted(self.running, key=lambda s: len(s) - self._num_cached(s) > 1):
@@ -96,12 +115,31 @@ class Scheduler:
             self._admit(plan, budget)
         return plan
 
+    def _selected_step(self, selector: Selector) -> Plan:
+        """The rows that the selector chooses; a rectangle of them holds at most `max_num_batched_tokens` tokens before drafts."""
+        while self._may_enter() and self._fits(self.waiting[0].id, 1):
+            sequence = self.waiting.popleft()
+            self.running.append(sequence)
+            for tables in self._tables:
+                tables.reserve(sequence.id, 1)
+        self._is_open = self._refill
+        chosen = selector.choose(self.running, self._num_cached)
+        limit = max(1, self._max_num_batched_tokens // len(chosen.rows))
+        plan = Plan([self._plan_row(sequence, limit) for sequence in chosen.rows], is_group=chosen.is_group)
+        for row in plan.rows:
+            has_line = self._reserve(row)
+            assert has_line, f"row {row.sequence.id} runs without a line"
+        return plan
+
+    def _may_enter(self) -> bool:
+        return self._is_open and bool(self.waiting) and len(self.running) < self._max_num_seqs
+
     def _admit(self, plan: Plan, budget: int) -> None:
         """Waiting rows enter, in order, while a place, blocks for their whole text and token budget are left."""
-        while self.waiting and len(self.running) < self._max_num_seqs and budget > 0:
+        while self._may_enter() and budget > 0:
             sequence = self.waiting[0]
             if not self._share_prompt(sequence):
-                break
+                return
             row = self._plan_row(sequence, budget)
             if not self._fits(sequence.id, len(sequence) + self._draft_limit(sequence)) or not self._reserve(row):
                 self._release(sequence)  # what it shares with another sample; it holds nothing while it waits
@@ -109,6 +147,8 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             plan.rows.append(row)
             budget -= row.num_new
+        if budget > 0:  # the batch is complete: what waits has no place or no blocks in it
+            self._is_open = self._refill
 
     def _share_prompt(self, sequence: Sequence) -> bool:
         """Let a further sample of a prompt start from the blocks of the first; false while the first is still reading the prompt."""
@@ -120,6 +160,7 @@ class Scheduler:
         if self._num_cached(parent) < shared:
             return False
         for tables in self._tables:
+            assert isinstance(tables, BlockTables), "rows of a rectangle share nothing"
             if parent.id in tables:
                 tables.fork(parent.id, sequence.id)
                 tables.commit(sequence.id, min(shared, tables.num_cached(sequence.id)))
@@ -175,6 +216,8 @@ class Scheduler:
                 self.running.remove(sequence)
                 self._release(sequence)
                 finished.append(sequence)
+        if finished:  # without refill, nobody takes their places
+            self._is_open = self._refill
         return finished
 
     def _append(self, sequence: Sequence, accepted: list[int], extra: int, logprobs: list[Logprobs]) -> None:
