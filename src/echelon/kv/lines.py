@@ -140,13 +140,13 @@ class LineTables:
         used = np.array(sorted(self._lines.values()))
         cached = self._cached[used]
         holding = cached > 0
+        if not holding.any():
+            return
         totals = cached + num_known[used]
         ends = self.ends[used]
         is_held = self.positions[used, : ends.max()] >= 0
         is_dense = ends - is_held.argmax(1) == cached
         reached = (ends + num_known[used])[holding]
-        if len(reached) == 0:
-            return
         if is_dense[holding].all() and (reached == reached[0]).all() and totals.max() <= reached[0] <= self.capacity:
             return
         starts = totals.max() - totals  # the slot of position 0
