@@ -19,6 +19,7 @@ from echelon.cli.doctor import doctor
 from echelon.cli.generate import generate
 from echelon.cli.inflate import inflate
 from echelon.cli.shared import SPECULATIVE, errors
+from echelon.cli.verify import verify
 
 app = typer.Typer(
     help="Batched speculative decoding: several tokens a step from every sequence, no padding, the same text.",
@@ -27,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for verb in (generate, doctor, inflate):
+for verb in (generate, verify, doctor, inflate):
     app.command()(verb)
 app.add_typer(bench.app, name="bench")
 
