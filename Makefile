@@ -27,10 +27,9 @@ bench: $(READY)
 	$(BIN)/echelon bench overhead --output docs/evidence/overhead.json
 	$(BIN)/echelon bench pair --output docs/evidence/pair.json
 
-# What takes longer than `make test` allows: goodness of fit at full size, and every mutant.
+# Every full-size proof, cell by cell; goes on where it was cut off. Results: docs/evidence/prove.json
 prove: $(READY)
-	PROVE=1 $(BIN)/python -m pytest tests/test_fit.py
-	$(BIN)/python scripts/mutants.py
+	$(BIN)/python scripts/prove.py
 
 # torch comes first and by its exact version, so that nothing that follows can replace it; the kernels are built against it.
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard src/echelon/csrc/*)

@@ -44,7 +44,7 @@ def random_batch(rng: np.random.Generator, num_rows: int, block_size: int) -> tu
     for row in range(num_rows):
         start, count = int(rng.integers(0, 200)), int(rng.integers(1, 20))
         assert tables.reserve(row, start + count)
-        spans.append(Span(row, start, [0] * count, 1))
+        spans.append(Span(row, start, [0] * count, 1, start + count))
     return unpadded.pack(spans, tables), tables
 
 

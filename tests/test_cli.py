@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+import toys
 from echelon.cli import join_dotted, main
 from echelon.demo import DRAFT, TARGET
 
@@ -50,7 +51,9 @@ def test_the_installed_command_runs() -> None:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    """Rows of an output file, in the order of the input."""
+    _, *rows = map(json.loads, path.read_text("utf-8").rstrip("\n").split("\n"))
+    return sorted(rows, key=lambda row: row["index"])
 
 
 def test_generate_with_and_without_speculation_writes_the_same_text(run: Run, tmp_path: Path) -> None:
@@ -59,9 +62,9 @@ def test_generate_with_and_without_speculation_writes_the_same_text(run: Run, tm
         {"id": "a", "prompt": "def main(argv):\n"},
         {"prompt_token_ids": [300, 301, 302], "params": {"max_tokens": 5}},
         {"messages": [{"role": "user", "content": "hello"}]},
-        {"question_id": 81, "turns": ["class A:\n", "again"]},
+        {"question_id": 81, "turns": ["class A:\u2028\n", "again"]},
     ]
-    source.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    source.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows))
     plain = run("generate", TARGET, "--input", source, "--output", tmp_path / "plain.jsonl", "--max-tokens", 24)
     assert plain.returncode == 0, plain.stderr
     drafted = run(
@@ -131,9 +134,24 @@ def test_dotted_keys_become_json() -> None:
 
 def test_doctor_reports(run: Run, tmp_path: Path) -> None:
     report = json.loads(run("doctor", DRAFT, "--json").stdout)
-    assert {"torch", "cpu", "ragged_attention", "linear", "model", "same text", "memory"} <= set(report)
+    assert {"torch", "cpu", "ragged_attention", "linear", "model", "same text"} <= set(report)
     assert "bitwise" in report["same text"]
     assert run("doctor").returncode == 0
+
+
+def test_inspect_names_architecture_layers_memory_and_drafters(run: Run, tmp_path: Path) -> None:
+    done = run("inspect", TARGET, "--draft", DRAFT, "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["architecture"]["class"] == "LlamaForCausalLM"
+    assert report["architecture"]["parameters"] == 10_752_512
+    assert "echelon" in report["layers"]["attention"]
+    assert report["memory"]["KV per token"] == "1,024 bytes"
+    assert report["drafters"][str(DRAFT)].startswith("yes: 9.5%")
+    toys.llama().save_pretrained(tmp_path / "toy")
+    other = run("inspect", TARGET, "--draft", tmp_path / "toy")
+    assert other.returncode == 1
+    assert "no: " in other.stdout
 
 
 def test_inflate_writes_a_checkpoint(run: Run, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_links_lead_somewhere(document: str) -> None:
 
 def test_every_verb_of_the_readme_exists() -> None:
     verbs = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback} | {g.name for g in app.registered_groups}
-    named = set(re.findall(r"echelon (generate|doctor|inflate|bench)\b", (ROOT / "README.md").read_text("utf-8")))
+    named = set(re.findall(r"echelon (generate|inspect|doctor|inflate|bench)\b", (ROOT / "README.md").read_text("utf-8")))
     assert named <= verbs
     assert {"generate", "doctor", "inflate"} <= named
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-import transformers as tr
 from torch import Tensor
 
 import toys
+from decoders import MIXTURES, decoders
 from echelon.batch import Span
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
@@ -19,29 +17,8 @@ from echelon.target.layers import framework_layers
 from echelon.target.loading import adopt_model
 from echelon.target.runner import ModelRunner
 
-COMMON = {"vocab_size": 80, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "max_position_embeddings": 512}
-GATED = COMMON | {"intermediate_size": 72, "num_key_value_heads": 2, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-OPT = COMMON | {"ffn_dim": 72, "word_embed_proj_dim": 48, "pad_token_id": 1}
-MODELS: dict[str, tuple[Any, Any]] = {
-    "llama": (tr.LlamaForCausalLM, tr.LlamaConfig(**GATED)),
-    "qwen2": (tr.Qwen2ForCausalLM, tr.Qwen2Config(**GATED)),
-    "qwen3": (tr.Qwen3ForCausalLM, tr.Qwen3Config(**GATED, head_dim=16)),
-    "glm4": (tr.Glm4ForCausalLM, tr.Glm4Config(**GATED, head_dim=16)),
-    "opt": (tr.OPTForCausalLM, tr.OPTConfig(**OPT)),
-    "opt-350m": (tr.OPTForCausalLM, tr.OPTConfig(**(OPT | {"word_embed_proj_dim": 24}), do_layer_norm_before=False)),
-}
-SMALL = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 80, "max_position_embeddings": 512}
-MODELS |= {
-    "mistral": (tr.MistralForCausalLM, tr.MistralConfig(**GATED, sliding_window=90)),
-    "gemma2": (tr.Gemma2ForCausalLM, tr.Gemma2Config(**GATED, head_dim=16, sliding_window=90, query_pre_attn_scalar=16)),
-    "gemma3": (tr.Gemma3ForCausalLM, tr.Gemma3TextConfig(**GATED, head_dim=16, sliding_window=90, query_pre_attn_scalar=16)),
-    "phi3": (tr.Phi3ForCausalLM, tr.Phi3Config(**GATED)),
-    "olmo2": (tr.Olmo2ForCausalLM, tr.Olmo2Config(**GATED)),
-    "starcoder2": (tr.Starcoder2ForCausalLM, tr.Starcoder2Config(**GATED, sliding_window=90)),
-    "gpt-neox": (tr.GPTNeoXForCausalLM, tr.GPTNeoXConfig(**SMALL, intermediate_size=72)),
-    "gpt2": (tr.GPT2LMHeadModel, tr.GPT2Config(vocab_size=80, n_embd=48, n_layer=2, n_head=6, n_positions=512)),
-}
 LENGTH = 300  # more than two key tiles
+MODELS = {name: entry for name, entry in decoders(window=90, original_context=256).items() if name not in MIXTURES}
 BLOCK = 16
 
 
@@ -56,8 +33,8 @@ def runner(name: str, dtype: torch.dtype) -> ModelRunner:
 
 
 def feed(run: ModelRunner, pieces: dict[int, list[int]]) -> dict[int, Tensor]:
-    """One step: new tokens of each row; logits of all of them, by row."""
-    spans = [Span(row, run.num_cached(row), tokens, len(tokens)) for row, tokens in pieces.items()]
+    """One step: new tokens of each row; logits of all of them, by row. The text of a row below 1000 is LENGTH tokens long."""
+    spans = [Span(row, run.num_cached(row), tokens, len(tokens), LENGTH if row < 1000 else len(tokens)) for row, tokens in pieces.items()]
     for span in spans:
         assert run.cache.tables.reserve(span.row, span.start + len(span.tokens))
     batch = run.pack(spans)
@@ -122,7 +99,7 @@ def test_no_layer_stays_with_the_framework(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_the_framework(name: str) -> None:
     cls, config = MODELS[name]
-    tokens = np.random.default_rng(9).integers(3, 80, 200).tolist()
+    tokens = np.random.default_rng(9).integers(3, 80, LENGTH).tolist()
     model = toys.randomised(cls, config, seed=2, spread=0.15)
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([tokens])).logits[0]

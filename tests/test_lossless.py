@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -102,16 +103,42 @@ def test_preemption_changes_no_token(drafter: str) -> None:
     toys.assert_all_blocks_free(llm)
 
 
-@pytest.mark.parametrize("chunk", [17, 40])
+@pytest.mark.parametrize(("chunk", "rows"), [(1, 1), (7, 4), (64, 8)])
 @pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
-def test_prompts_in_pieces_change_no_token(drafter: str, chunk: int) -> None:
+def test_prompts_in_pieces_change_no_token(drafter: str, chunk: int, rows: int) -> None:
     config = {"method": drafter, "num_speculative_tokens": NUM_SPECULATIVE_TOKENS}
     draft = toys.adopted(toys.noisy_copy(target(), 0.05)) if drafter == "draft_model" else None
-    llm = toys.watch(
-        LLM(toys.adopted(target()), config, draft_model=draft, max_num_seqs=8, max_num_batched_tokens=chunk, kv_cache_memory_bytes=1 << 22)
-    )
+    settings = {"max_num_seqs": rows, "max_num_batched_tokens": chunk, "kv_cache_memory_bytes": 1 << 22}
+    llm = toys.watch(LLM(toys.adopted(target()), config, draft_model=draft, **settings))
     outputs = llm.generate(toys.prompts(), params("sampled"))
     assert [o.outputs[0].token_ids for o in outputs] == truth("sampled")
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sampled"])
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_preemption_at_every_step_changes_no_token(drafter: str, batch_size: int, mode: str) -> None:
+    """50 runs: after every step the youngest row is thrown out, whatever it was doing, and comes back later."""
+    llm = speculative_llm(drafter, mode, batch_size)
+    step, scheduler = llm.engine.step, llm.engine.scheduler
+
+    num_preempted = 0
+
+    def step_and_preempt() -> Any:
+        nonlocal num_preempted
+        grown = step()
+        if scheduler.running:
+            llm.engine.drafter.forget(scheduler._preempt().id)
+            num_preempted += 1
+            llm.engine.check()
+        return grown
+
+    llm.engine.step = step_and_preempt  # type: ignore[method-assign]
+    short = [p.model_copy(update={"max_tokens": 10}) for p in params(mode)]
+    outputs = llm.generate(toys.prompts()[:12], short[:12])
+    assert [o.outputs[0].token_ids for o in outputs] == [t[:10] for t in truth(mode)[:12]]
+    assert num_preempted > 1
+    toys.assert_all_blocks_free(llm)
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])

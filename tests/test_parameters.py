@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import toys
-from echelon import LLM, RequestError, SamplingParams
-from echelon.demo import DRAFT, TARGET
+from echelon import LLM, CompletionOutput, RequestError, SamplingParams
+from echelon.demo import TARGET
 from echelon.sampling import Sampler, logprobs_of
 from echelon.target.loading import LoadedModel, load_model
 
@@ -197,36 +197,42 @@ def test_a_drawn_seed_is_returned_and_repeats_the_text() -> None:
     assert again.token_ids == first.token_ids
 
 
+def straddling(out: CompletionOutput, pieces: list[str], rng: np.random.Generator) -> str | None:
+    """A stop string whose first hit ends inside an accepted block: the draft goes on after its last token. None: drawn badly."""
+    ends = np.cumsum([len(p) for p in pieces])
+    end, length = int(rng.integers(1, ends[-1] + 1)), int(rng.integers(1, 9))
+    last = int(np.searchsorted(ends, end))
+    stop = out.text[max(0, end - length) : end]
+    is_inside = last + 1 < len(pieces) and out.is_accepted[last] and out.is_accepted[last + 1]
+    return stop if is_inside and out.text.index(stop) + len(stop) == end else None
+
+
 def test_stop_strings_cut_where_plain_decoding_cuts() -> None:
-    """Stop strings taken from the plain text, so that most straddle an accepted block."""
-    target, draft = load_model(str(TARGET)), load_model(str(DRAFT))
-    plain = LLM(target, max_num_seqs=1)
+    """500 stop strings that end inside an accepted block, each cut at the same character as by plain decoding."""
+    target = load_model(str(TARGET))
+    plain = LLM(target, max_num_seqs=16)
     llm = LLM(target, {"method": "ngram", "num_speculative_tokens": 7}, max_num_seqs=16)
-    assert llm.target.tokenizer is not None
+    tokenizer = target.tokenizer
+    assert tokenizer is not None
     base = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    texts = ["class A:\n    def f(self):\n", "import os\nimport sys\n", "def main(argv):\n    parser = "]
-    whole = [o.outputs[0].text for o in plain.generate(texts, base)]
+    texts = ["class A:\n    def f(self):\n", "import os\nimport sys\n", "def main(argv):\n    parser = ", "x = 1\ny = 2\n", "if True:\n"]
+    whole = [o.outputs[0] for o in llm.generate(texts, base)]
+    pieces = [[tokenizer.decode([t]) for t in out.token_ids] for out in whole]
+    assert ["".join(p) for p in pieces] == [out.text for out in whole]
     rng = np.random.default_rng(0)
-    prompts, chosen = [], []
-    for i in range(60):
-        text = whole[i % 3]
-        start = int(rng.integers(0, len(text) - 9))
-        prompts.append(texts[i % 3])
-        chosen.append(
-            base.model_copy(update={"stop": (text[start : start + int(rng.integers(1, 9))],), "include_stop_str_in_output": i % 2 == 1})
-        )
-    outputs = llm.generate(prompts, chosen)
-    for i, (out, q) in enumerate(zip(outputs, chosen, strict=True)):
-        place = whole[i % 3].index(q.stop[0])
-        end = place + len(q.stop[0]) * (i % 2)
-        assert out.outputs[0].text == whole[i % 3][:end]
-        assert out.outputs[0].finish_reason == "stop"
-    alone = plain.generate(prompts[:12], chosen[:12])
-    assert [o.outputs for o in alone] == [
-        [o.outputs[0].__class__(**{**vars(o.outputs[0]), "is_accepted": [False] * len(o.outputs[0].token_ids), "seed": a.outputs[0].seed})]
-        for o, a in zip(outputs[:12], alone, strict=True)
-    ]
-    assert draft.vocab_size == target.vocab_size
+    prompts: list[str] = []
+    chosen: list[SamplingParams] = []
+    while len(chosen) < 500:
+        i = int(rng.integers(0, len(texts)))
+        if (stop := straddling(whole[i], pieces[i], rng)) is not None:
+            prompts.append(texts[i])
+            chosen.append(base.model_copy(update={"stop": (stop,), "include_stop_str_in_output": len(chosen) % 2 == 1}))
+    got, expected = ([o.outputs[0] for o in engine.generate(prompts, chosen)] for engine in (llm, plain))
+    assert [(o.text, o.token_ids, o.finish_reason) for o in got] == [(o.text, o.token_ids, o.finish_reason) for o in expected]
+    for out, prompt, params in zip(got, prompts, chosen, strict=True):
+        text = whole[texts.index(prompt)].text
+        end = text.index(params.stop[0]) + len(params.stop[0]) * params.include_stop_str_in_output
+        assert (out.text, out.finish_reason) == (text[:end], "stop")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,13 +12,15 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from echelon import RequestError, SamplingParams
+import toys
+from echelon import LLM, RequestError, SamplingParams
 from echelon.kv.blocks import BlockTables
 from echelon.sampling import Sampler
 from echelon.scheduler import Plan, Scheduler
 from echelon.sequence import Sequence
 
 MAX_LEN = 60
+PROVE = bool(os.environ.get("PROVE"))  # 10,000 runs of 100 steps instead of 60 of 40
 
 
 @dataclass
@@ -185,13 +188,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(t.pool.num_free == t.pool.num_blocks for t in self.tables)
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=10_000 if PROVE else 60, stateful_step_count=100 if PROVE else 40, deadline=None, derandomize=True
+)
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 
 @pytest.mark.parametrize("num_speculative_tokens", range(1, 9))
 def test_room_at_the_context_limit_and_at_max_tokens(num_speculative_tokens: int) -> None:
-    """Room left 0 … k + 2, by either limit, everything right: never a token too many, never a slot too few."""
+    """Room left 1 … k + 2, by either limit, everything right: never a token too many, never a slot too few. No room: see below."""
     k = num_speculative_tokens
     for room in range(1, k + 3):
         for limited_by in ("context", "max_tokens"):
@@ -218,3 +223,12 @@ def test_room_at_the_context_limit_and_at_max_tokens(num_speculative_tokens: int
             assert sequence.output_tokens == continuation(list(range(10)), room)
             assert sequence.finish_reason == "length"
             assert tables.pool.num_free == tables.pool.num_blocks
+
+
+def test_no_room_is_refused_at_the_door() -> None:
+    """Room 0, by either limit: a prompt that fills the context, and a limit of no token."""
+    llm = LLM(toys.adopted(toys.llama()))
+    with pytest.raises(RequestError, match="shorten it"):
+        llm.generate([[1] * llm.max_len])
+    with pytest.raises(RequestError, match="max_tokens"):
+        SamplingParams(max_tokens=0)

@@ -251,7 +251,7 @@ def test_every_query_finds_its_own_text(layout: str) -> None:
             start = tables.num_cached(row)
             end = int(rng.integers(start + 1, len(known[row]) + 1))  # sometimes a piece
             drafted = rng.integers(1, 1000, rng.integers(0, 5)).tolist() if end == len(known[row]) else []
-            spans.append(Span(row, start, known[row][start:end] + drafted, 1 + len(drafted), len(drafted)))
+            spans.append(Span(row, start, known[row][start:end] + drafted, 1 + len(drafted), len(known[row]), len(drafted)))
             texts_[row] = known[row][:end] + drafted
         batch = LAYOUTS[layout](spans, tables)
         batch.check()
@@ -292,36 +292,41 @@ def rectangle(contents: list[int], num_slots: int = 32) -> LineTables:
     spans = []
     for row, length in enumerate(contents):
         tables.reserve(row, length)
-        spans.append(Span(row, 0, [0] * length, 0))
+        spans.append(Span(row, 0, [0] * length, 0, length))
     realign.pack(spans, tables)
     for row, length in enumerate(contents):
         tables.commit(row, length)
     return tables
 
 
+def after(row: int, tables: LineTables, *drafted: int) -> Span:
+    """The row's next step: one known token and drafted ones."""
+    start = tables.num_cached(row)
+    return Span(row, start, [1, *drafted], 1 + len(drafted), start + 1, len(drafted))
+
+
 def test_equal_acceptance_moves_nothing() -> None:
     """Corollaries B.2 and B.3 of EQSPEC: no shift for a row alone, or where all rows accept equally many."""
     tables = rectangle([9, 4, 6])
     for _ in range(3):
-        starts = [tables.num_cached(row) for row in range(3)]
-        realign.pack([Span(row, start, [1, 2, 3], 3, 2) for row, start in enumerate(starts)], tables)
-        for row, start in enumerate(starts):
-            tables.commit(row, start + 2)
+        realign.pack([after(row, tables, 2, 3) for row in range(3)], tables)
+        for row in range(3):
+            tables.commit(row, tables.num_cached(row) + 2)
     assert tables.num_moved_lines == 0
-    realign.pack([Span(row, 15, [1], 1) if row == 0 else Span(row, tables.num_cached(row), [1], 1) for row in range(3)], tables)
+    realign.pack([after(row, tables) for row in range(3)], tables)
     tables.commit(0, 16)
     for row in (1, 2):
         tables.commit(row, tables.num_cached(row))
-    realign.pack([Span(row, tables.num_cached(row), [1], 1) for row in range(3)], tables)
+    realign.pack([after(row, tables) for row in range(3)], tables)
     assert tables.num_moved_lines == 2, "the rows that kept less are shifted, the longest stays"
 
 
 def test_padded_rows_share_one_start_and_keep_dead_slots() -> None:
     tables = rectangle([5, 5])
-    padded.pack([Span(0, 5, [1, 2, 3, 4], 4, 3), Span(1, 5, [1], 1, 0)], tables)
+    padded.pack([after(0, tables, 2, 3, 4), after(1, tables)], tables)
     tables.commit(0, 8)
     tables.commit(1, 6)
-    batch = padded.pack([Span(0, 8, [1], 1), Span(1, 6, [1, 2], 2, 1)], tables)
+    batch = padded.pack([after(0, tables), after(1, tables, 2)], tables)
     assert (batch.slots % tables.num_slots).tolist() == [8, 8, 9]
     assert batch.key_positions[1].tolist() == [0, 1, 2, 3, 4, 5, -1, -1, 6, 7]
     assert len(batch.tokens) == 4

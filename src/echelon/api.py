@@ -7,7 +7,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import count
 from typing import Any
 
@@ -15,6 +15,7 @@ from echelon.config import EngineConfig, SpeculativeConfig, speculative
 from echelon.drafters.base import Drafter, NoDrafter
 from echelon.drafters.draft_model import DraftModelDrafter
 from echelon.drafters.ngram import NgramDrafter
+from echelon.drafters.replay import ReplayDrafter
 from echelon.engine import Engine
 from echelon.errors import ConfigError, RequestError
 from echelon.outputs import RequestOutput, request_output
@@ -23,7 +24,7 @@ from echelon.scheduler import Scheduler
 from echelon.sequence import Sequence
 from echelon.stats import Stats
 from echelon.strategies import build_runners, selector
-from echelon.target.loading import LoadedModel, load_model
+from echelon.target.loading import LoadedModel, check_vocabularies, load_model
 from echelon.target.runner import ModelRunner
 from echelon.text import Detokenizer
 
@@ -76,19 +77,15 @@ class LLM:
             if config.model is None:
                 raise ConfigError("method 'draft_model' needs the key 'model': a folder or hub name of a small model")
             draft = load_model(config.model, self.config.dtype)
-        if draft.vocab_size != self.target.vocab_size:
-            raise ConfigError(
-                f"the draft model {draft.name!r} has {draft.vocab_size:,} tokens, the target {self.target.vocab_size:,}; "
-                "a draft model must share the target's vocabulary"
-            )
+        check_vocabularies(self.target, draft)
         return draft
 
     def _context(self) -> int:
-        """Longest text, prompt included: what both models can hold, or less if asked."""
-        longest = min(m.max_len for m in (self.target, self.draft) if m is not None)
+        """Longest text, prompt included: what the target can hold, or less if asked."""
+        longest = self.target.max_len
         asked = self.config.max_model_len or longest
         if asked > longest:
-            raise ConfigError(f"max_model_len = {asked} exceeds the models' context of {longest} tokens; lower it")
+            raise ConfigError(f"max_model_len = {asked} exceeds the model's context of {longest} tokens; lower it")
         return asked
 
     def _build_engine(self, runners: list[ModelRunner]) -> Engine:
@@ -96,13 +93,18 @@ class LLM:
         drafter: Drafter = NoDrafter()
         if spec is not None and spec.method == "ngram":
             drafter = NgramDrafter(spec)
+        elif spec is not None and spec.method == "replay":
+            logger.warning("method 'replay' accepts what it is told: the speed is that of a real run, the text is meaningless")
+            drafter = ReplayDrafter(spec, self.target.vocab_size)
         elif spec is not None:
-            drafter = DraftModelDrafter(runners[1], config.max_num_batched_tokens, spec.acceptance == "rejection")
+            drafter = DraftModelDrafter(runners[1], config.max_num_batched_tokens, self.target.vocab_size, spec.acceptance == "rejection")
         scheduler = Scheduler(
             [r.cache.tables for r in runners],
             config.num_rows_held,
             config.max_num_batched_tokens,
             self._num_speculative_tokens,
+            self.draft.max_len if self.draft else None,
+            [r.loaded.original_context for r in runners if r.loaded.original_context is not None],
             selector(config),
             config.refill,
         )
@@ -177,7 +179,13 @@ class LLM:
     def get_metrics(self) -> dict[str, Any]:
         """Counters since this object was made: tokens, acceptance (also by position in the draft), steps, KV use, preemptions."""
         stats, pool = self.stats, self.engine.target.cache.tables.pool
-        return asdict(stats) | {
+        counters = {f.name: getattr(stats, f.name) for f in fields(stats) if f.name != "acceptance"}
+        return counters | {
+            "seconds": dict(stats.seconds),
+            "target": asdict(stats.target),
+            "draft": asdict(stats.draft),
+            "num_drafts_by_position": stats.num_drafts_by_position,
+            "num_accepted_by_position": stats.num_accepted_by_position,
             "tokens_per_step": stats.tokens_per_step,
             "acceptance_rate": stats.acceptance_rate,
             "num_running": len(self.engine.scheduler.running),
@@ -238,6 +246,7 @@ class LLM:
             raise RequestError(f"token id {bad[0]} is outside the vocabulary of {size}; check the tokenizer and the parameters")
         if (params.stop or params.bad_words) and self.target.tokenizer is None:
             raise RequestError(f"stop strings and bad words need a tokenizer, and {self.target.name!r} has none; use token ids")
+        self.engine.scheduler.check_size(min(self.max_len, len(tokens) + params.max_tokens))
 
     def _samples(self, prompt: Prompt, params: SamplingParams, watch_text: bool) -> list[Sequence]:
         """The `n` sequences of one request; all but the first share the first one's prompt."""

@@ -18,13 +18,14 @@ from torch import Tensor
 class Span:
     """New tokens of one row: they take positions `start`, `start + 1`, …; the last `num_logits` of them want logits.
 
-    The last `num_drafted` of them may be taken back.
+    `text_len` counts the row's known tokens, whatever of them is fed now; the last `num_drafted` tokens fed may be taken back.
     """
 
     row: int
     start: int
     tokens: Sequence[int]
     num_logits: int
+    text_len: int
     num_drafted: int = 0
 
 
@@ -37,6 +38,7 @@ class RaggedBatch:
     indptr      int32[B+1]
     slots       int64[T]    KV slot that token t's key and value are written to
     kv_lens     int32[B]    tokens of the row that have keys and values once this batch is written
+    text_lens   int32[B]    known tokens of the row's text, fed or not, drafts left out
     block_table int32[B, M] the row's KV blocks in order; entries past its own are arbitrary
     logit_rows  int64[R]    packed tokens whose logits are wanted, in order
     plans       what attention has worked out about this batch, shared by all layers
@@ -47,6 +49,7 @@ class RaggedBatch:
     indptr: Tensor
     slots: Tensor
     kv_lens: Tensor
+    text_lens: Tensor
     block_table: Tensor
     logit_rows: Tensor
     block_size: int
@@ -59,6 +62,11 @@ class RaggedBatch:
     @property
     def num_rows(self) -> int:
         return len(self.kv_lens)
+
+    @property
+    def text_len_of(self) -> Tensor:
+        """int32[T]: known tokens of the text that each token belongs to."""
+        return self.text_lens.repeat_interleave(self.indptr.diff().long())
 
     def check(self) -> None:
         """The invariants of a chain batch: positions count up inside a row and end at its length."""
@@ -76,6 +84,7 @@ class PaddedBatch:
 
     tokens          int32[T']    rows padded to n tokens each (T' = B · n, pads are 0), or concatenated (T' = T)
     positions       int32[T']    absolute, from the start of each row's own text; a pad repeats its row's last
+    text_len_of     int32[T']    known tokens of the text that each input belongs to
     logit_rows      int64[R]     places among T' whose logits are wanted, in order
     written         int64[T]     places among T' of the real tokens
     slots           int64[T]     line · num_slots + slot that each of them is written to
@@ -94,6 +103,7 @@ class PaddedBatch:
 
     tokens: Tensor
     positions: Tensor
+    text_len_of: Tensor
     logit_rows: Tensor
     written: Tensor
     slots: Tensor

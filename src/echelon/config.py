@@ -42,15 +42,21 @@ class SpeculativeConfig(Settings):
     `ngram` is LLMA (Yang et al. 2023): the last `prompt_lookup_max` tokens down to `prompt_lookup_min` are looked up in the source,
     and what followed them there is proposed. `draft_model` runs the small model in `model`. `acceptance="exact"` keeps a drafted token if
     plain decoding would choose it: the same text. `"rejection"` (Leviathan et al. 2023) keeps the distribution, not the text.
+    `replay` measures speed on untrained weights: it accepts as many tokens as a histogram says (a JSON list of
+    [num_draft_tokens, num_accepted, count] in the file `replay_histogram`, or the law with the mean `replay_tokens_per_step`), and its
+    text is meaningless.
     """
 
-    method: Literal["ngram", "draft_model"]
+    method: Literal["ngram", "draft_model", "replay"]
     model: str | None = None
     num_speculative_tokens: int = Field(default=5, ge=1, le=64)
     prompt_lookup_max: int = Field(default=2, ge=1, le=16)
     prompt_lookup_min: int = Field(default=1, ge=1, le=16)
     prompt_lookup_source: Literal["prompt", "prompt_and_output"] = "prompt_and_output"
     acceptance: Literal["exact", "rejection"] = "exact"
+    replay_histogram: str | None = None
+    replay_tokens_per_step: float | None = None
+    replay_seed: int = Field(default=0, ge=0, lt=1 << 64)
 
     @model_validator(mode="before")
     @classmethod
@@ -69,6 +75,11 @@ class SpeculativeConfig(Settings):
             raise ValueError(
                 f"prompt_lookup_min = {self.prompt_lookup_min} exceeds prompt_lookup_max = {self.prompt_lookup_max}; lower the first"
             )
+        has_source = [self.replay_histogram is not None, self.replay_tokens_per_step is not None]
+        if sum(has_source) != (self.method == "replay"):
+            raise ValueError("replay_histogram or replay_tokens_per_step: method 'replay' needs exactly one of them, others take neither")
+        if self.method == "replay" and self.acceptance != "exact":
+            raise ValueError(f"method 'replay' accepts what it is told, so acceptance = {self.acceptance!r} has no meaning; leave it out")
         return self
 
 

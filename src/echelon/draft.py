@@ -19,22 +19,24 @@ class Draft:
     parents int32[N]    index of the parent among the row's own nodes; −1: child of the row's last known token
     indptr  int32[B+1]  starts at 0
     probs   float64[N, V] or None  the distribution each token was drawn from, where rejection asks; None: proposed with certainty
+    replayed int32[B] or None  how many tokens to keep, whatever the target says: set by the `replay` drafter alone, whose text is no text
     """
 
     tokens: Int32
     parents: Int32
     indptr: Int32
     probs: NDArray[np.float64] | None = None
+    replayed: Int32 | None = None
 
     @classmethod
-    def chains(cls, proposals: Sequence[Sequence[int]], probs: NDArray[np.float64] | None = None) -> Draft:
+    def chains(cls, proposals: Sequence[Sequence[int]], probs: NDArray[np.float64] | None = None, replayed: Int32 | None = None) -> Draft:
         """One chain per row; an empty proposal is a row that is not drafted for."""
         lengths = [len(p) for p in proposals]
         indptr = np.zeros(len(lengths) + 1, np.int32)
         np.cumsum(lengths, out=indptr[1:])
         tokens = np.fromiter((t for p in proposals for t in p), np.int32, int(indptr[-1]))
         parents = np.arange(len(tokens), dtype=np.int32) - np.repeat(indptr[:-1], lengths) - 1
-        return cls(tokens, parents.astype(np.int32), indptr, probs)
+        return cls(tokens, parents.astype(np.int32), indptr, probs, replayed)
 
     @property
     def num_rows(self) -> int:

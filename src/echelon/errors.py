@@ -25,5 +25,9 @@ class OutOfBlocksError(EchelonError):
     """The KV pool has too few free blocks for a reservation."""
 
 
+class OutputError(EchelonError):
+    """Results cannot be written: no space, no permission, no such place."""
+
+
 class MissingExtraError(EchelonError):
     """An optional dependency is not installed; the message says which `pip install` mends it."""

@@ -51,7 +51,7 @@ def request_from_text(index: int, text: str) -> Request:
 def read_requests(path: Path, limit: int | None = None) -> list[Request]:
     """Requests of a .txt or .jsonl file, in order. A malformed line becomes a request with a `problem` that names its number."""
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8").split("\n")  # and not at other separators, which JSON allows inside a string
     except OSError as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}; check the path") from error
     except UnicodeDecodeError as error:

@@ -45,8 +45,12 @@ class Plan:
 class Scheduler:
     """Rows waiting and running. `tables` are the KV books of the target and of a draft model; slots are reserved in all of them.
 
-    With a `selector` the running rows it chooses take part in a step, at most `max_num_seqs` run, and none is ever preempted: a line of a
-    rectangle holds a whole row. Without `refill`, waiting rows enter only when all that run are done.
+    longest_drafted   the draft model's context: a text is drafted for up to there
+    context_switches  lengths past which a text has other keys and values from its first token on (LongRoPE): no step straddles one, and
+                      a row that has passed one is computed anew
+    selector          chooses which of the running rows take part in a step; then at most `max_num_seqs` run, and none is preempted: a
+                      line of a rectangle holds a whole row
+    refill            without it, waiting rows enter only when all that run are done
     """
 
     def __init__(
@@ -55,6 +59,8 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         num_speculative_tokens: int,
+        longest_drafted: int | None = None,
+        context_switches: SequenceOf[int] = (),
         selector: Selector | None = None,
         refill: bool = True,
     ) -> None:
@@ -64,6 +70,8 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._num_speculative_tokens = num_speculative_tokens
+        self._longest_drafted = longest_drafted
+        self._context_switches = context_switches
         self._selector = selector
         self._refill = refill
         self._is_open = True  # may rows enter?
@@ -74,14 +82,17 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request. Refused is only what could not run even alone in the whole pool."""
+        self.check_size(min(sequence.max_len, sequence.num_prompt_tokens + sequence.params.max_tokens))
+        self.waiting.append(sequence)
+
+    def check_size(self, num_tokens: int) -> None:
+        """Raise `RequestError` for a text that the whole pool could not hold."""
         capacity = min(t.capacity for t in self._tables)
-        longest = min(sequence.max_len, sequence.num_prompt_tokens + sequence.params.max_tokens)
-        if longest > capacity:
+        if num_tokens > capacity:
             raise RequestError(
-                f"the request may grow to {longest} tokens, but the KV pool holds {capacity}; "
+                f"the request may grow to {num_tokens} tokens, but the KV pool holds {capacity}; "
                 "raise kv_cache_memory_bytes or lower max_tokens"
             )
-        self.waiting.append(sequence)
 
     def abort(self, sequence: Sequence) -> None:
         """Take a request out, wherever it is."""
@@ -155,6 +166,8 @@ class Scheduler:
         parent = sequence.parent
         if parent not in self.running or sequence.num_output_tokens or sequence.id in self._tables[0]:
             return True
+        if self._has_passed(len(sequence), len(parent)):
+            return True
         assert parent is not None
         shared = sequence.num_prompt_tokens - 1  # the last token is fed again: its logits are needed
         if self._num_cached(parent) < shared:
@@ -170,7 +183,10 @@ class Scheduler:
         """The extra token takes one of the tokens left, so a draft may take the others."""
         asked = sequence.params.num_speculative_tokens
         limit = self._num_speculative_tokens if asked is None else min(asked, self._num_speculative_tokens)
-        return min(limit, sequence.num_tokens_left - 1)
+        rooms = [switch - len(sequence) for switch in self._context_switches if switch >= len(sequence)]
+        if self._longest_drafted is not None:
+            rooms.append(self._longest_drafted - len(sequence) + 1)  # the last drafted token is not fed to the draft model
+        return max(0, min(limit, sequence.num_tokens_left - 1, *rooms))
 
     def _num_cached(self, sequence: Sequence) -> int:
         """Tokens that have keys and values in the target's cache."""
@@ -183,13 +199,16 @@ class Scheduler:
         reaches_end = start + num_new == len(sequence)
         return PlannedRow(sequence, start, num_new, self._draft_limit(sequence) if reaches_end else 0, wants_logprobs)
 
+    def _has_passed(self, before: int, after: int) -> bool:
+        return any(before <= switch < after for switch in self._context_switches)
+
     def _fits(self, row: int, num_tokens: int) -> bool:
-        return all(t.num_missing(row, num_tokens) <= t.pool.num_free for t in self._tables)
+        return all(t.num_missing(row, min(num_tokens, t.max_tokens_per_row)) <= t.pool.num_free for t in self._tables)
 
     def _reserve(self, row: PlannedRow) -> bool:
         """All tables or none."""
         end = row.start + row.num_new + row.max_draft_tokens
-        return self._fits(row.sequence.id, end) and all(t.reserve(row.sequence.id, end) for t in self._tables)
+        return self._fits(row.sequence.id, end) and all(t.reserve(row.sequence.id, min(end, t.max_tokens_per_row)) for t in self._tables)
 
     def _preempt(self) -> Sequence:
         """The youngest running row gives its blocks back and goes to the head of the queue; its text is computed again later."""
@@ -211,7 +230,11 @@ class Scheduler:
             if row.is_sampled:
                 sequence.num_steps += 1
                 sequence.num_draft_tokens += outcome.num_draft_tokens[i]
+                before = len(sequence)
                 self._append(sequence, outcome.accepted[i], outcome.next_tokens[i], outcome.logprobs[i])
+                if self._has_passed(before, len(sequence)):
+                    for tables in self._tables:
+                        tables.commit(sequence.id, 0)
             if sequence.is_finished:
                 self.running.remove(sequence)
                 self._release(sequence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 
@@ -75,8 +76,7 @@ class Stats:
     num_preemptions: int = 0
     num_group_choices: int = 0  # steps whose rows were looked for in a window of equal lengths
     num_group_hits: int = 0
-    num_drafts_by_position: list[int] = field(default_factory=list)
-    num_accepted_by_position: list[int] = field(default_factory=list)
+    acceptance: Counter[tuple[int, int]] = field(default_factory=Counter)  # (num_draft_tokens, num_accepted) → rows' steps
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("schedule", "draft", "forward", "verify", "settle"), 0.0))
     target: Usage = field(default_factory=Usage)
     draft: Usage = field(default_factory=Usage)
@@ -101,10 +101,22 @@ class Stats:
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted
         self.num_emitted_tokens += num_emitted
-        missing = num_draft_tokens - len(self.num_drafts_by_position)
-        if missing > 0:
-            self.num_drafts_by_position += [0] * missing
-            self.num_accepted_by_position += [0] * missing
-        for position in range(num_draft_tokens):
-            self.num_drafts_by_position[position] += 1
-            self.num_accepted_by_position[position] += position < num_accepted
+        self.acceptance[num_draft_tokens, num_accepted] += 1
+
+    @property
+    def num_drafts_by_position(self) -> list[int]:
+        """Rows' steps that drafted a token at each position of the draft."""
+        return self._by_position(0)
+
+    @property
+    def num_accepted_by_position(self) -> list[int]:
+        """Rows' steps that accepted the token at each position of the draft."""
+        return self._by_position(1)
+
+    def _by_position(self, which: int) -> list[int]:
+        longest = max((drafted for drafted, _ in self.acceptance), default=0)
+        return [sum(n for pair, n in self.acceptance.items() if pair[which] > place) for place in range(longest)]
+
+    def histogram(self) -> list[list[int]]:
+        """[num_draft_tokens, num_accepted, count], in order: what the `replay` drafter reads."""
+        return [[*pair, count] for pair, count in sorted(self.acceptance.items())]

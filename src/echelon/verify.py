@@ -107,6 +107,13 @@ def accepted_path(tokens: list[int], parents: list[int], own: list[int]) -> list
     return path
 
 
+def kept_path(draft: Draft, i: int, own: list[int]) -> list[int]:
+    """What row i keeps of its draft."""
+    if draft.replayed is not None:
+        return list(range(int(draft.replayed[i])))
+    return accepted_path(draft.row(i), draft.row_parents(i), own)
+
+
 def verify(draft: Draft, logits: Tensor, rows: SequenceOf[PlannedRow], acceptance: Acceptance = "exact") -> Verdict:
     """Decide what of a draft is kept, and the extra token of every row.
 
@@ -125,7 +132,7 @@ def verify(draft: Draft, logits: Tensor, rows: SequenceOf[PlannedRow], acceptanc
         if row.is_sampled:
             end = start + 1 + len(tokens)
             if acceptance == "exact":
-                path = accepted_path(tokens, draft.row_parents(i), own[start:end])
+                path = kept_path(draft, i, own[start:end])
             else:
                 path, extra = rejection_path(draft, i, logits[start:end].float().numpy(), row)
             places = [0, *(node + 1 for node in path)]  # the row of logits that each emitted token came from

@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class Result:
     acceptance_rate: float
     num_identical: int  # rows whose token ids equal plain decoding alone
     num_rows: int
+    acceptance: list[list[int]] = field(default_factory=list)  # a histogram as `replay` takes it
 
     @property
     def median(self) -> float:
@@ -102,6 +103,7 @@ def measure(
             engines[i].stats.acceptance_rate,
             sum(a == b for a, b in zip(outputs[i], truth, strict=True)),
             len(truth),
+            engines[i].stats.histogram(),
         )
         for i, method in enumerate(methods)
     ]

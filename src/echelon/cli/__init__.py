@@ -18,6 +18,7 @@ from echelon.cli import bench
 from echelon.cli.doctor import doctor
 from echelon.cli.generate import generate
 from echelon.cli.inflate import inflate
+from echelon.cli.inspect import inspect
 from echelon.cli.shared import SPECULATIVE, errors
 from echelon.cli.verify import verify
 
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for verb in (generate, verify, doctor, inflate):
+for verb in (generate, verify, inspect, doctor, inflate):
     app.command()(verb)
 app.add_typer(bench.app, name="bench")
 

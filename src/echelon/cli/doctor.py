@@ -22,7 +22,7 @@ def doctor(
     model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Also load this model and say how it is served.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
-    """Say what this machine offers, which implementation serves each operation and why, and what is promised."""
+    """Say what this machine offers, which implementation serves each operation and why, and what is promised (more: `echelon inspect`)."""
     report: dict[str, str] = {
         "echelon": version("echelon"),
         "python": platform.python_version(),
@@ -34,14 +34,10 @@ def doctor(
     }
     if model is not None:
         llm = LLM(model)
-        config = llm.target.model.config
-        replaced = ", ".join(f"{n} {name}" for name, n in llm.target.replaced.items())
         report |= {
             "model": f"{type(llm.target.model).__name__}, {llm.target.model.dtype}, context {llm.max_len}".replace("torch.", ""),
             "self-test": "passed: every attention layer batches exactly",
-            "layers": f"{config.num_hidden_layers} layers; {replaced} run echelon's operations",
             "same text": _promise(framework_layers(llm.target.model)),
-            "memory": str(llm.memory_plan),
         }
     if json_output:
         typer.echo(json.dumps(report))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -12,7 +14,8 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from echelon import LLM, ConfigError, EchelonError, RequestOutput, SamplingParams
+from echelon import LLM, CompletionOutput, ConfigError, EchelonError, Logprob, RequestOutput, SamplingParams
+from echelon.cli.output import OutputFile, config_hash, file_hash
 from echelon.cli.shared import SPECULATIVE, ModelArgument, errors
 from echelon.requests import Request, read_requests, request_from_text
 
@@ -31,7 +34,10 @@ def generate(
         Path | None,
         typer.Option(help="Prompts: .txt (one a line) or .jsonl with `prompt`, `prompt_token_ids`, `messages` or `turns` (Spec-Bench)."),
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="JSONL file for the outputs; without it they are printed.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="JSONL file for the outputs, each appended when it is done; without it they are printed.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the rows that --output holds already and run the others.")] = False,
     speculative_config: Annotated[
         str | None,
         typer.Option(
@@ -70,11 +76,14 @@ def generate(
     SamplingParams(**defaults)
     if (input is None) == (not prompt):
         raise ConfigError("give prompts either as arguments or with --input FILE")
+    if resume and output is None:
+        raise ConfigError("--resume goes on with an output file; name it with --output")
     requests = read_requests(input, num_prompts) if input else [request_from_text(i, p) for i, p in enumerate(prompt or [])]
     pool = kv_cache_memory_bytes if kv_cache_memory_bytes == "auto" else _integer(kv_cache_memory_bytes)
+    drafts = _speculative(speculative_config)
     llm = LLM(
         model,
-        _speculative(speculative_config),
+        drafts,
         dtype=dtype.value,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(2048, max_num_seqs),
@@ -82,39 +91,51 @@ def generate(
         kv_cache_memory_bytes=pool,
     )
     errors.print(escape(str(llm.memory_plan)), highlight=False)
-    lines = _run(llm, requests, defaults)
-    failed = sum("error" in line for line in lines)
-    _deliver(lines, output, json_output)
+    settings = {
+        "model": _identity(model),
+        "input": file_hash(input) if input else prompt,
+        "num_prompts": num_prompts,
+        "speculative_config": drafts,
+        "dtype": dtype.value,
+        "max_model_len": max_model_len,
+        "params": defaults,
+    }
+    with OutputFile(output, config_hash(settings), resume) if output else nullcontext() as file:
+        rows = _run(llm, requests, defaults, file)
+    _report(rows, output, print_texts=output is None and not json_output)
     if json_output:
-        typer.echo(json.dumps(_summary(llm, lines)))
-    for line in lines:
-        if "error" in line:
-            errors.print(f"[red]row {line['index']}:[/] {escape(line['error'])}", highlight=False)
-    if failed:
+        typer.echo(json.dumps(_summary(llm, rows)))
+    if any("error" in row for row in rows):
         raise typer.Exit(3)
 
 
-def _run(llm: LLM, requests: list[Request], defaults: dict[str, Any]) -> list[dict[str, Any]]:
-    """Output lines in the order of the input; a request that cannot be served becomes an error line."""
-    lines: list[dict[str, Any]] = [{} for _ in requests]
-    rows, prompts, params = [], [], []
-    for i, request in enumerate(requests):
+def _run(llm: LLM, requests: list[Request], defaults: dict[str, Any], file: OutputFile | None) -> list[dict[str, Any]]:
+    """Output rows in the order of the input, each appended to the file when it is done; those in the file already are not run again."""
+    rows = {row["index"]: row for row in (file.rows if file else ())}
+    if rows:
+        errors.print(f"{len(rows)} of {len(requests)} rows are done already", highlight=False)
+
+    def done(row: dict[str, Any]) -> None:
+        rows[row["index"]] = row
+        if file is not None:
+            file.append(row)
+
+    accepted = []
+    for request in requests:
+        if request.index in rows:
+            continue
         try:
             tokens = request.token_ids(llm)
-            chosen = SamplingParams(**{**defaults, **request.params})
-            llm.check_prompt(tokens, chosen)
+            params = SamplingParams(**{**defaults, **request.params})
+            llm.check_prompt(tokens, params)
+            accepted.append((request, tokens, params))
         except EchelonError as error:
-            lines[i] = {"index": request.index, "id": request.id, "error": str(error)}
-            continue
-        rows.append(i)
-        prompts.append(tokens)
-        params.append(chosen)
-    columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.fields[rate]}"), console=errors, transient=True) as progress:
-        task = progress.add_task("generating", total=len(rows), rate="")
+            done({"index": request.index, "id": request.id, "error": str(error)})
+    with _progress() as progress:
+        task = progress.add_task("generating", total=len(accepted), rate="")
 
         def finished(i: int, out: RequestOutput) -> None:
-            lines[rows[i]] = output_line(requests[rows[i]], out)
+            done(output_line(accepted[i][0], out))
             progress.advance(task)
 
         def stepped() -> None:
@@ -124,35 +145,62 @@ def _run(llm: LLM, requests: list[Request], defaults: dict[str, Any]) -> list[di
                 rate = f"{stats.num_emitted_tokens / elapsed:,.0f} tokens/s, {stats.tokens_per_step:.2f} tokens a step"
                 progress.update(task, rate=rate)
 
-        llm.generate(prompts, params, finished, stepped)
-    return lines
+        llm.generate([tokens for _, tokens, _ in accepted], [params for *_, params in accepted], finished, stepped)
+    return [rows[request.index] for request in requests]
+
+
+def _progress() -> Progress:
+    columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, TextColumn("{task.fields[rate]}"), console=errors, transient=True)
 
 
 def output_line(request: Request, out: RequestOutput) -> dict[str, Any]:
-    completion = out.outputs[0]
+    """What the file says of a request; with n > 1, `samples` has every continuation and the line itself the first."""
+    samples = [_sample(completion) for completion in out.outputs]
     return {
         "index": request.index,
         "id": request.id,
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-        "seed": completion.seed,
-        "usage": {"prompt_tokens": len(out.prompt_token_ids), "completion_tokens": len(completion.token_ids)},
+        **samples[0],
+        **({"samples": samples} if len(samples) > 1 else {}),
+        "seed": out.outputs[0].seed,
+        "usage": {
+            "prompt_tokens": len(out.prompt_token_ids),
+            "completion_tokens": sum(len(completion.token_ids) for completion in out.outputs),
+        },
         "metrics": asdict(out.metrics),
-    }
+    } | ({} if out.prompt_logprobs is None else {"prompt_logprobs": [_logprobs(p or {}) for p in out.prompt_logprobs]})
 
 
-def _deliver(lines: list[dict[str, Any]], output: Path | None, json_output: bool) -> None:
+def _sample(completion: CompletionOutput) -> dict[str, Any]:
+    line: dict[str, Any] = {"text": completion.text, "token_ids": completion.token_ids, "finish_reason": completion.finish_reason}
+    if completion.logprobs is not None:
+        line["logprobs"] = [_logprobs(place) for place in completion.logprobs]
+    return line
+
+
+def _logprobs(place: Mapping[int, Logprob]) -> dict[int, Any]:
+    return {token: asdict(entry) for token, entry in place.items()}
+
+
+def _report(rows: list[dict[str, Any]], output: Path | None, print_texts: bool) -> None:
+    """Where the rows are, or their texts; and what is wrong with those that failed."""
     if output is not None:
-        try:
-            output.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), "utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {str(output)!r}: {error.strerror}; choose another --output") from error
-        errors.print(f"wrote {len(lines)} lines to {escape(str(output))}", highlight=False)
-    elif not json_output:
-        for line in lines:
-            if "error" not in line:
-                typer.echo(line["text"])
+        errors.print(f"{escape(str(output))} holds {len(rows)} rows", highlight=False)
+    for row in rows:
+        if print_texts and "error" not in row:
+            typer.echo(row["text"])
+    for row in rows:
+        if "error" in row:
+            errors.print(f"[red]row {row['index']}:[/] {escape(row['error'])}", highlight=False)
+
+
+def _identity(model: str) -> str:
+    """The model by name and, for a folder, by its configuration and the sizes of its weights."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return model
+    weights = [(p.name, p.stat().st_size) for p in sorted(folder.glob("*.safetensors"))]
+    return f"{file_hash(folder / 'config.json')} {weights}"
 
 
 def _summary(llm: LLM, lines: list[dict[str, Any]]) -> dict[str, Any]:

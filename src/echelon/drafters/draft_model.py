@@ -1,5 +1,8 @@
 """A small model with the target's vocabulary proposes a chain (Leviathan et al. 2023; Chen et al. 2023), one token a pass.
 
+Its vocabulary may be padded to another width than the target's. A row whose text outgrows the draft model's context goes on without it:
+the scheduler grants it no draft.
+
 The draft model draws with the target's own noise, so where the two distributions are close they draw the same token. Its cache
 follows the same rule as the target's: each pass feeds whatever known tokens lack keys and values. The prompt, the row that accepted
 everything (two tokens behind), a step without a draft and a row that comes back after preemption are one case.
@@ -10,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -23,8 +28,9 @@ from echelon.verify import Verdict, argmax_rows
 class DraftModelDrafter:
     """`runner` is the draft model's own; the scheduler reserves slots in its cache."""
 
-    def __init__(self, runner: ModelRunner, max_num_batched_tokens: int, keeps_probs: bool = False) -> None:
+    def __init__(self, runner: ModelRunner, max_num_batched_tokens: int, vocab_size: int, keeps_probs: bool = False) -> None:
         self._runner = runner
+        self._vocab_size = vocab_size  # the target's
         self._keeps_probs = keeps_probs  # rejection compares distributions
         self._max_num_batched_tokens = max_num_batched_tokens
 
@@ -54,7 +60,8 @@ class DraftModelDrafter:
 
     def _piece(self, row: PlannedRow, limit: int) -> Span | None:
         tokens, start = row.sequence.tokens, self._runner.num_cached(row.sequence.id)
-        return Span(row.sequence.id, start, tokens[start : start + limit], 0) if len(tokens) - start > limit else None
+        piece = self._readable(tokens[start : start + limit])
+        return Span(row.sequence.id, start, piece, 0, len(tokens)) if len(tokens) - start > limit else None
 
     def _feed(self, rows: SequenceOf[PlannedRow], proposals: list[list[int]], active: list[int]) -> Tensor:
         """One pass over the active rows: logits [len(active), V] after each row's last known or drafted token."""
@@ -62,8 +69,17 @@ class DraftModelDrafter:
         for i in active:
             sequence, start = rows[i].sequence, self._runner.num_cached(rows[i].sequence.id)
             known = sequence.tokens[start:] + proposals[i][max(0, start - len(sequence)) :]
-            spans.append(Span(sequence.id, start, known, 1))
-        return self._runner.feed(spans)
+            spans.append(Span(sequence.id, start, self._readable(known), 1, len(sequence)))
+        return self._widened(self._runner.feed(spans))
+
+    def _readable(self, tokens: list[int]) -> list[int]:
+        """A target padded further than the draft model may emit an id that the draft model lacks; any other will do in its place."""
+        size = self._runner.loaded.vocab_size
+        return tokens if size >= self._vocab_size else [t if t < size else 0 for t in tokens]
+
+    def _widened(self, logits: Tensor) -> Tensor:
+        """[…, V] of the target: ids that only one of the two has are never drafted."""
+        return F.pad(logits, (0, self._vocab_size - logits.shape[-1]), value=-torch.inf)  # a negative width cuts
 
     def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:
         """Shorten every row to its known tokens and the accepted part of the draft."""

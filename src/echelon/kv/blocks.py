@@ -76,6 +76,10 @@ class BlockTables:
         self._table: NDArray[np.int32] = np.zeros((8, max_blocks_per_row), np.int32)
         self._free_lines = list(range(7, -1, -1))
 
+    @property
+    def max_tokens_per_row(self) -> int:
+        return int(self._table.shape[1]) * self.block_size
+
     def __contains__(self, row: int) -> bool:
         return row in self._rows
 

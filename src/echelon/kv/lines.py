@@ -60,6 +60,10 @@ class LineTables:
         return Pool(len(self.positions), len(self.positions) - len(self._lines))
 
     @property
+    def max_tokens_per_row(self) -> int:
+        return self.num_slots
+
+    @property
     def row_ids(self) -> list[int]:
         return list(self._lines)
 

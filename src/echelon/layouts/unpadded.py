@@ -32,6 +32,7 @@ def pack(spans: Sequence[Span], tables: BlockTables) -> RaggedBatch:
         indptr=torch.from_numpy(indptr),
         slots=torch.from_numpy(slots),
         kv_lens=torch.from_numpy((starts + counts).astype(np.int32)),
+        text_lens=torch.tensor([s.text_len for s in spans], dtype=torch.int32),
         block_table=torch.from_numpy(table),
         logit_rows=torch.from_numpy(np.flatnonzero(is_wanted)),
         block_size=size,

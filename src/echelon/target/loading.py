@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from echelon.errors import ModelLoadError, UnsupportedModelError
+from echelon.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from echelon.target.attention import IMPLEMENTATION
+from echelon.target.fused import fuse, restore_fused
 from echelon.target.layers import LINEAR, replace_layers, restore_layers
+from echelon.target.rope import replace_rope, restore_rope
 from echelon.target.selftest import self_test
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -29,6 +32,7 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase | None
     name: str
     replaced: dict[str, int]  # class → number of modules that run our operations
+    original_context: int | None  # where longer texts have rotary frequencies of their own
 
     @property
     def vocab_size(self) -> int:
@@ -63,7 +67,15 @@ def load_model(name: str, dtype: str = "auto") -> LoadedModel:
     _check_weights(name, info)
     self_test(type(model), model.config)
     model.eval().requires_grad_(False)
-    return LoadedModel(model, _read_tokenizer(name), name, replace_layers(model))
+    return _served(model, _read_tokenizer(name), name)
+
+
+def _served(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> LoadedModel:
+    """Our operations in the place of the model's own."""
+    with torch.inference_mode():
+        original_context = replace_rope(model)
+        replaced = fuse(model) | replace_layers(model)
+    return LoadedModel(model, tokenizer, name, replaced, original_context)
 
 
 def load_plain(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -79,7 +91,7 @@ def adopt_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
     self_test(type(model), model.config)
     model.set_attn_implementation(IMPLEMENTATION)
     model.eval().requires_grad_(False)
-    return LoadedModel(model, tokenizer, name, replace_layers(model))
+    return _served(model, tokenizer, name)
 
 
 @contextmanager
@@ -91,8 +103,10 @@ def borrowed(model: PreTrainedModel) -> Iterator[LoadedModel]:
     before = model.config._attn_implementation
     model.set_attn_implementation(IMPLEMENTATION)
     try:
-        yield LoadedModel(model, None, type(model).__name__, replace_layers(model))
+        yield _served(model, None, type(model).__name__)
     finally:
+        restore_rope(model)
+        restore_fused(model)
         restore_layers(model)
         model.set_attn_implementation(before)
 
@@ -120,6 +134,7 @@ def _check_folder(name: str) -> None:
             f"{name!r} wants to run its own code (auto_map in config.json), which echelon never does; "
             "use a checkpoint whose architecture is part of transformers"
         )
+    _tensors(name)
 
 
 def _read_config(name: str) -> Any:
@@ -148,22 +163,44 @@ def _read_weights(name: str, config: Any, dtype: str, attention: str = IMPLEMENT
             raise UnsupportedModelError(f"{type(config).__name__} of {name!r} is no causal language model of transformers") from error
         raise ModelLoadError(f"cannot load {name!r}: {_first_line(error)}") from error
     except (OSError, RuntimeError, KeyError) as error:
-        raise ModelLoadError(f"cannot load {name!r}: {_first_line(error)}") from error
-    except Exception as error:
-        if type(error).__module__.startswith("safetensors"):
-            raise ModelLoadError(f"a weight file of {name!r} is torn: {_first_line(error)}; copy it again") from error
-        raise
+        reason = "; ".join(_misshapen(name, config)) or _first_line(error)
+        raise ModelLoadError(f"cannot load {name!r}: {reason}") from error
     if model.dtype not in DTYPES.values():
         raise UnsupportedModelError(f"{name!r} is stored in {model.dtype}; served are {', '.join(DTYPES)}: pass dtype=")
     return model, info
 
 
+def _tensors(name: str) -> dict[str, tuple[str, list[int]]]:
+    """Tensor → (file, shape), from the headers of a folder's weight files; nothing for a hub name."""
+    found: dict[str, tuple[str, list[int]]] = {}
+    for path in sorted(Path(name).glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                found |= {key: (path.name, file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ModelLoadError(f"{path} is torn: {_first_line(error)}; copy it again") from error
+    return found
+
+
+def _misshapen(name: str, config: Any) -> list[str]:
+    """What is wrong with tensors whose shape is not that of the architecture."""
+    with torch.device("meta"):
+        expected = {key: list(t.shape) for key, t in AutoModelForCausalLM.from_config(config).state_dict().items()}
+    return [
+        f"{file}: tensor {key} has shape {shape}, and config.json asks for {expected[key]}"
+        for key, (file, shape) in _tensors(name).items()
+        if key in expected and shape != expected[key]
+    ]
+
+
 def _check_weights(name: str, info: dict[str, Any]) -> None:
     """Every tensor of the architecture must come from the checkpoint, and every tensor of the checkpoint must have a place."""
-    for key, what in (("missing_keys", "lacks"), ("mismatched_keys", "has other shapes for"), ("unexpected_keys", "has surplus")):
+    files = {key: file for key, (file, _) in _tensors(name).items()}
+    for key, what in (("missing_keys", "lacks"), ("unexpected_keys", "has surplus")):
         if names := sorted(str(n) for n in info.get(key) or ()):
+            listed = ", ".join(f"{n} ({files[n]})" if n in files else n for n in names[:5])
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise ModelLoadError(f"the checkpoint {name!r} {what} tensors: {', '.join(names[:5])}{more}; it does not fit its config.json")
+            raise ModelLoadError(f"the checkpoint {name!r} {what} tensors: {listed}{more}; it does not fit its config.json")
 
 
 def _read_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
@@ -175,6 +212,30 @@ def _read_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"cannot read the tokenizer of {name!r}: {_first_line(error)}") from error
     return tokenizer
+
+
+def check_vocabularies(target: LoadedModel, draft: LoadedModel) -> None:
+    """A draft model must mean the same by every token id; how far the two vocabularies are padded does not matter.
+
+    Raises
+    ------
+    ConfigError  they differ, with the first token that does, or cannot be compared for lack of a tokenizer
+    """
+    if target.tokenizer is None or draft.tokenizer is None:
+        if target.vocab_size != draft.vocab_size:
+            raise ConfigError(
+                f"the draft model {draft.name!r} has {draft.vocab_size:,} tokens, the target {target.vocab_size:,}, and without both "
+                "tokenizers they cannot be compared; a draft model must share the target's vocabulary"
+            )
+        return
+    pieces = [{i: piece for piece, i in m.tokenizer.get_vocab().items()} for m in (target, draft) if m.tokenizer is not None]
+    for token in sorted(pieces[0].keys() | pieces[1].keys()):
+        ours, theirs = (p.get(token) for p in pieces)
+        if ours != theirs:
+            raise ConfigError(
+                f"token {token} is {theirs!r} in the draft model {draft.name!r} and {ours!r} in the target; "
+                "a draft model must share the target's vocabulary"
+            )
 
 
 def _first_line(error: Exception) -> str:

@@ -16,6 +16,7 @@ from echelon.ops import ROWS_PER_CALL
 from echelon.stats import Load, Usage
 from echelon.target.attention import STEP_KEYWORD, CachedStep, Step
 from echelon.target.loading import LoadedModel
+from echelon.target.rope import coded_positions
 
 
 class ModelRunner:
@@ -62,7 +63,7 @@ class ModelRunner:
         missing = -len(batch.tokens) % ROWS_PER_CALL
         output = self.loaded.model(
             input_ids=F.pad(batch.tokens, (0, missing))[None],
-            position_ids=F.pad(batch.positions, (0, missing))[None],
+            position_ids=F.pad(coded_positions(batch, self.loaded.original_context), (0, missing))[None],
             use_cache=False,
             logits_to_keep=batch.logit_rows,
             **{STEP_KEYWORD: self.step(batch)},

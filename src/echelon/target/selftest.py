@@ -8,6 +8,7 @@ position-dependent rotary embeddings show within 24 tokens.
 from __future__ import annotations
 
 import copy
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.layouts import unpadded
 from echelon.target.attention import IMPLEMENTATION, STEP_KEYWORD, CachedStep, record_layers
+from echelon.target.rope import coded_positions, replace_rope
 
 LENGTHS = (24, 3)  # one long row, one short
 VOCABULARY = 64
@@ -71,7 +73,7 @@ def _shrink_rope(rope: dict[str, Any], small: Any) -> None:
         small.max_position_embeddings = 8
     for key in ("short_factor", "long_factor"):
         if key in rope:
-            rope[key] = rope[key][: int(16 * rope.get("partial_rotary_factor", 1.0)) // 2]
+            rope[key] = list(islice(cycle(rope[key]), int(16 * rope.get("partial_rotary_factor", 1.0)) // 2))
 
 
 def self_test(cls: type[PreTrainedModel], config: Any) -> None:
@@ -118,6 +120,7 @@ def _ragged(twin: PreTrainedModel, rows: list[Tensor]) -> list[Tensor]:
     """The rows in one batch through our attention; the long row in two steps, so that cached keys are read too."""
     twin.set_attn_implementation(IMPLEMENTATION)
     shapes = record_layers(twin)
+    original = replace_rope(twin)
     cache = KVCache(shapes, BlockTables(8, 8, 4), torch.float32, torch.device("cpu"))
     for storage in (*cache.keys, *cache.values):
         storage.fill_(torch.nan)
@@ -125,11 +128,11 @@ def _ragged(twin: PreTrainedModel, rows: list[Tensor]) -> list[Tensor]:
     steps = [{0: (0, rows[0][:half])}, {0: (half, rows[0][half:]), 1: (0, rows[1])}]
     parts: dict[int, list[Tensor]] = {0: [], 1: []}
     for step in steps:
-        spans = [Span(row, start, tokens.tolist(), len(tokens)) for row, (start, tokens) in step.items()]
+        spans = [Span(row, start, tokens.tolist(), len(tokens), len(rows[row])) for row, (start, tokens) in step.items()]
         for span in spans:
             cache.tables.reserve(span.row, span.start + len(span.tokens))
         batch = unpadded.pack(spans, cache.tables)
-        inputs = {"input_ids": batch.tokens[None].long(), "position_ids": batch.positions[None].long()}
+        inputs = {"input_ids": batch.tokens[None].long(), "position_ids": coded_positions(batch, original)[None].long()}
         logits = twin(**inputs, use_cache=False, **{STEP_KEYWORD: CachedStep(batch, cache)}).logits[0]
         for span, piece in zip(spans, logits.split([len(s.tokens) for s in spans]), strict=True):
             parts[span.row].append(piece)

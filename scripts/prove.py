@@ -1,0 +1,101 @@
+"""Every full-size proof, cell by cell: `python scripts/prove.py [NAME ...]`.
+
+A cell is a command that must succeed. What came out, with commit and machine, goes to docs/evidence/prove.json as soon as a cell is done;
+a cell that has passed with the same sources on the same machine is not run again, so that a run which was cut off goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mutants import MUTANTS
+
+from echelon.bench.throughput import environment
+
+ROOT = Path(__file__).parents[1]
+EVIDENCE = ROOT / "docs" / "evidence" / "prove.json"
+SOURCES = ("src/echelon", "tests", "scripts")
+SUFFIXES = {".py", ".cpp", ".h", ".safetensors"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A proof: its name, its command after `python`, and whether it asks for the full size."""
+
+    name: str
+    command: list[str] = field(hash=False)
+    full_size: bool = True
+
+
+def pytest(name: str, *arguments: str) -> Cell:
+    return Cell(name, ["-m", "pytest", *arguments])
+
+
+CELLS = [
+    pytest("lossless", "tests/test_lossless.py"),
+    pytest("decoders", "tests/test_decoders.py"),
+    pytest("invariance", "tests/test_invariance.py"),
+    pytest("parameters", "tests/test_parameters.py"),
+    pytest("transformers", "tests/test_hf.py"),
+    pytest("kill and resume", "tests/test_resume.py"),
+    pytest("goodness of fit", "tests/test_fit.py"),
+    pytest("state machine", "tests/test_scheduler.py"),
+    *(Cell(f"mutant: {m.name}", ["scripts/mutants.py", m.name], full_size=False) for m in MUTANTS),
+]
+
+
+def sources_hash() -> str:
+    """Of everything that a proof may depend on."""
+    files = sorted(p for folder in SOURCES for p in (ROOT / folder).rglob("*") if p.suffix in SUFFIXES)
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def run(cell: Cell) -> dict[str, object]:
+    """The cell's record; its output passes on to the terminal."""
+    start = time.perf_counter()
+    environ = os.environ | ({"PROVE": "1"} if cell.full_size else {})
+    lines = []
+    with subprocess.Popen([sys.executable, *cell.command], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line.strip())
+    return {
+        "command": ("PROVE=1 " if cell.full_size else "") + " ".join(["python", *cell.command]),
+        "passed": process.returncode == 0,
+        "seconds": round(time.perf_counter() - start, 1),
+        "result": next((line for line in reversed(lines) if line), ""),
+        "sources": sources_hash(),
+        **environment(),
+    }
+
+
+def main(names: list[str]) -> int:
+    records: dict[str, dict[str, object]] = json.loads(EVIDENCE.read_text("utf-8")) if EVIDENCE.exists() else {}
+    records = {cell.name: records[cell.name] for cell in CELLS if cell.name in records}
+    known = {"sources": sources_hash(), "cpu": environment()["cpu"], "passed": True}
+    chosen = [cell for cell in CELLS if not names or cell.name in names]
+    for place, cell in enumerate(chosen, 1):
+        if known.items() <= records.get(cell.name, {}).items():
+            print(f"[{place}/{len(chosen)}] {cell.name}: proven already", flush=True)
+            continue
+        print(f"[{place}/{len(chosen)}] {cell.name}", flush=True)
+        records[cell.name] = run(cell)
+        EVIDENCE.write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    failed = [cell.name for cell in chosen if not records[cell.name]["passed"]]
+    print(f"{len(chosen) - len(failed)} of {len(chosen)} proven", *(f"  FAILED {name}" for name in failed), sep="\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

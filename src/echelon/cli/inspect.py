@@ -1,0 +1,100 @@
+"""`echelon inspect`: a model as the engine sees it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from echelon import LLM, ConfigError, ops
+from echelon.cli.shared import ModelArgument
+from echelon.memory import mebibytes
+from echelon.target.attention import record_layers
+from echelon.target.layers import framework_layers
+from echelon.target.loading import LoadedModel, check_vocabularies, load_model
+
+
+def inspect(
+    model: ModelArgument,
+    draft: Annotated[list[str] | None, typer.Option(help="A draft model to try beside it; may be repeated.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Say what a model is made of, what serves each layer, what memory it takes, and whether it can have a draft model (exit 1: no)."""
+    llm = LLM(model)
+    drafters = {"ngram": "yes: needs no weights"} | {name: _compatible(llm.target, name) for name in draft or []}
+    report = {
+        "architecture": architecture(llm.target),
+        "layers": layers(llm.target),
+        "memory": memory(llm),
+        "drafters": drafters,
+    }
+    if json_output:
+        typer.echo(json.dumps(report))
+    else:
+        _print(report)
+    if any(answer.startswith("no") for answer in drafters.values()):
+        raise typer.Exit(1)
+
+
+def architecture(loaded: LoadedModel) -> dict[str, Any]:
+    """What the configuration says, and what the model was seen to store."""
+    config = loaded.model.config.get_text_config()
+    shapes = Counter((s.num_kv_heads, s.key_size, s.value_size) for s in record_layers(loaded.model))
+    return {
+        "class": type(loaded.model).__name__,
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "parameters": sum(p.numel() for p in loaded.model.parameters()),
+        "vocabulary": loaded.vocab_size,
+        "context": loaded.max_len,
+        "hidden size": config.hidden_size,
+        "query heads": config.num_attention_heads,
+        "key/value heads × key, value size": ", ".join(f"{h} × {k}, {v} in {n} layers" for (h, k, v), n in shapes.items()),
+        "sliding window": getattr(config, "sliding_window", None) or "none",
+        "end-of-text ids": sorted(loaded.eos_token_ids),
+        "tokenizer": "none" if loaded.tokenizer is None else f"{len(loaded.tokenizer):,} pieces",
+    }
+
+
+def layers(loaded: LoadedModel) -> dict[str, str]:
+    """Class of module → what computes it."""
+    served = {name: f"{count} by echelon: {ops.which()['linear']}" for name, count in loaded.replaced.items()}
+    left = dict.fromkeys(framework_layers(loaded.model), "by the framework, which may round by batch")
+    return {"attention": f"by echelon: {ops.which()['ragged_attention']}", **served, **left}
+
+
+def memory(llm: LLM) -> dict[str, str]:
+    """Weights, KV a token, and the pool that `LLM` would take by default."""
+    plan = llm.memory_plan
+    weights = sum(p.numel() * p.element_size() for p in llm.target.model.parameters())
+    return {
+        "weights": mebibytes(weights),
+        "KV per token": f"{plan.block_bytes // plan.block_size:,} bytes",
+        "KV per full row": mebibytes(plan.block_bytes // plan.block_size * llm.max_len),
+        "KV pool": str(plan).removeprefix("KV pool: "),
+    }
+
+
+def _compatible(target: LoadedModel, name: str) -> str:
+    draft = load_model(name)
+    try:
+        check_vocabularies(target, draft)
+    except ConfigError as error:
+        return f"no: {error}"
+    share = sum(p.numel() for p in draft.model.parameters()) / sum(p.numel() for p in target.model.parameters())
+    skipped = "" if draft.max_len >= target.max_len else f"; rows longer than its context of {draft.max_len:,} go on without it"
+    return f"yes: {share:.1%} of the target's parameters{skipped}"
+
+
+def _print(report: dict[str, dict[str, Any]]) -> None:
+    table = Table.grid(padding=(0, 2))
+    for title, entries in report.items():
+        table.add_row(f"[bold]{title}[/]")
+        for key, value in entries.items():
+            text = f"{value:,}" if isinstance(value, int) else str(value)
+            table.add_row(f"  {escape(key)}", escape(text))
+    Console().print(table)

@@ -1,0 +1,241 @@
+#include "elementwise.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+// One build for every processor: the compiler makes a version for each of these and the loader picks one. All give the same bits.
+#define FOR_EVERY_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define INLINE static inline __attribute__((always_inline))
+
+namespace echelon {
+namespace {
+
+constexpr int64_t lanes = 16;  // independent partial sums of a reduction
+
+// 16-bit numbers by their bits, so that one loop serves every processor.
+INLINE float widen_bfloat16(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+
+INLINE uint16_t narrow_bfloat16(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;  // to nearest, ties to even
+  const uint32_t quiet = bits >> 16 | 0x40u;
+  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+}
+
+// Shift the exponent by a multiplication, which also serves subnormal numbers.
+INLINE float widen_float16(uint16_t half) {
+  const uint32_t magnitude = static_cast<uint32_t>(half & 0x7fffu) << 13;
+  const float scaled = std::bit_cast<float>(magnitude) * 0x1p112f;
+  const uint32_t is_special = (half & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;
+  const uint32_t bits = std::bit_cast<uint32_t>(scaled) | is_special;
+  return std::bit_cast<float>(bits | static_cast<uint32_t>(half & 0x8000u) << 16);
+}
+
+INLINE uint16_t narrow_float16(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+  const uint32_t normal = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - 0x38000000u) >> 13;
+  // below 2⁻¹⁴ the sum with 0.5 puts the rounded value into the low bits of the significand
+  const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
+  const uint32_t subnormal = std::bit_cast<uint32_t>(shifted) - std::bit_cast<uint32_t>(0.5f);
+  const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
+  return static_cast<uint16_t>(sign | (magnitude >= 0x477ff000u ? special : finite));
+}
+
+template <Storage type>
+struct Number;
+template <>
+struct Number<Storage::float32> {
+  using Stored = float;
+  INLINE float widen(float v) { return v; }
+  INLINE float narrow(float v) { return v; }
+};
+template <>
+struct Number<Storage::bfloat16> {
+  using Stored = uint16_t;
+  INLINE float widen(uint16_t v) { return widen_bfloat16(v); }
+  INLINE uint16_t narrow(float v) { return narrow_bfloat16(v); }
+};
+template <>
+struct Number<Storage::float16> {
+  using Stored = uint16_t;
+  INLINE float widen(uint16_t v) { return widen_float16(v); }
+  INLINE uint16_t narrow(float v) { return narrow_float16(v); }
+};
+
+// eˣ with a relative error below 3e-7: 2ⁿ · e^r, |r| ≤ ln 2 / 2, by its series.
+INLINE float exponential(float x) {
+  x = std::min(std::max(x, -87.0f), 88.0f);
+  const float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // the sum rounds to an integer
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.0f / 5040.0f;
+  p = p * r + 1.0f / 720.0f;
+  p = p * r + 1.0f / 120.0f;
+  p = p * r + 1.0f / 24.0f;
+  p = p * r + 1.0f / 6.0f;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  return p * std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
+}
+
+template <Activation kind>
+INLINE float activation(float x) {
+  if constexpr (kind == Activation::silu) return x / (1.0f + exponential(-x));
+  if constexpr (kind == Activation::gelu_tanh) {
+    const float twice = 1.59576912f * (x + 0.044715f * x * x * x);  // (1 + tanh u) / 2 = 1 / (1 + exp(−2u))
+    return x / (1.0f + exponential(-twice));
+  }
+  return x * 0.5f * (1.0f + std::erf(x * 0.70710678f));
+}
+
+// Σ f(x[i]) in an order that depends on `size` alone.
+template <typename Term>
+INLINE float sum(int64_t size, Term term) {
+  float parts[lanes] = {};
+  int64_t i = 0;
+  for (; i + lanes <= size; i += lanes)
+    for (int64_t j = 0; j < lanes; ++j) parts[j] += term(i + j);
+  for (int64_t j = 0; i + j < size; ++j) parts[j] += term(i + j);
+  for (int64_t width = lanes / 2; width > 0; width /= 2)
+    for (int64_t j = 0; j < width; ++j) parts[j] += parts[j + width];
+  return parts[0];
+}
+
+template <Storage type>
+INLINE void rms_norm_rows(Rows x, const void* weight, void* out, int64_t begin, int64_t end, int64_t size, float eps, RmsWeight how) {
+  using N = Number<type>;
+  const auto* w = static_cast<const typename N::Stored*>(weight);
+  for (int64_t row = begin; row < end; ++row) {
+    const auto* in = static_cast<const typename N::Stored*>(x.data) + row * x.stride;
+    auto* to = static_cast<typename N::Stored*>(out) + row * size;
+    const float squares = sum(size, [&](int64_t i) __attribute__((always_inline)) {
+      const float v = N::widen(in[i]);
+      return v * v;
+    });
+    const float scale = 1.0f / std::sqrt(squares / static_cast<float>(size) + eps);
+    if (how == RmsWeight::after_rounding)
+      for (int64_t i = 0; i < size; ++i) to[i] = N::narrow(N::widen(w[i]) * N::widen(N::narrow(N::widen(in[i]) * scale)));
+    else if (how == RmsWeight::in_float32)
+      for (int64_t i = 0; i < size; ++i) to[i] = N::narrow(N::widen(w[i]) * (N::widen(in[i]) * scale));
+    else
+      for (int64_t i = 0; i < size; ++i) to[i] = N::narrow((1.0f + N::widen(w[i])) * (N::widen(in[i]) * scale));
+  }
+}
+
+template <Storage type>
+INLINE void layer_norm_rows(Rows x, const void* weight, const void* bias, void* out, int64_t begin, int64_t end, int64_t size, float eps) {
+  using N = Number<type>;
+  const auto* w = static_cast<const typename N::Stored*>(weight);
+  const auto* b = static_cast<const typename N::Stored*>(bias);
+  for (int64_t row = begin; row < end; ++row) {
+    const auto* in = static_cast<const typename N::Stored*>(x.data) + row * x.stride;
+    auto* to = static_cast<typename N::Stored*>(out) + row * size;
+    const float mean = sum(size, [&](int64_t i) __attribute__((always_inline)) { return N::widen(in[i]); }) / static_cast<float>(size);
+    const float squares = sum(size, [&](int64_t i) __attribute__((always_inline)) {
+      const float v = N::widen(in[i]) - mean;
+      return v * v;
+    });
+    const float scale = 1.0f / std::sqrt(squares / static_cast<float>(size) + eps);
+    if (w && b)
+      for (int64_t i = 0; i < size; ++i) to[i] = N::narrow((N::widen(in[i]) - mean) * scale * N::widen(w[i]) + N::widen(b[i]));
+    else if (w)
+      for (int64_t i = 0; i < size; ++i) to[i] = N::narrow((N::widen(in[i]) - mean) * scale * N::widen(w[i]));
+    else
+      for (int64_t i = 0; i < size; ++i) to[i] = N::narrow((N::widen(in[i]) - mean) * scale);
+  }
+}
+
+template <Storage type, Activation kind>
+INLINE void activate_rows(Rows x, Rows other, void* out, int64_t begin, int64_t end, int64_t size) {
+  using N = Number<type>;
+  for (int64_t row = begin; row < end; ++row) {
+    const auto* in = static_cast<const typename N::Stored*>(x.data) + row * x.stride;
+    auto* to = static_cast<typename N::Stored*>(out) + row * size;
+    if (other.data) {
+      const auto* by = static_cast<const typename N::Stored*>(other.data) + row * other.stride;
+      for (int64_t i = 0; i < size; ++i) to[i] = N::narrow(activation<kind>(N::widen(in[i])) * N::widen(by[i]));
+    } else {
+      for (int64_t i = 0; i < size; ++i) to[i] = N::narrow(activation<kind>(N::widen(in[i])));
+    }
+  }
+}
+
+template <Storage type, Storage angle_type>
+INLINE void rotate_tokens(const void* x, int64_t token_stride, int64_t head_stride, const void* cos, const void* sin, void* out,
+                          int64_t begin, int64_t end, int64_t heads, int64_t size, int64_t rotary) {
+  using N = Number<type>;
+  using A = Number<angle_type>;
+  const int64_t half = rotary / 2;
+  for (int64_t token = begin; token < end; ++token) {
+    const auto* c = static_cast<const typename A::Stored*>(cos) + token * rotary;
+    const auto* s = static_cast<const typename A::Stored*>(sin) + token * rotary;
+    for (int64_t head = 0; head < heads; ++head) {
+      const auto* in = static_cast<const typename N::Stored*>(x) + token * token_stride + head * head_stride;
+      auto* to = static_cast<typename N::Stored*>(out) + (token * heads + head) * size;
+      for (int64_t i = 0; i < half; ++i) {
+        const float low = N::widen(in[i]), high = N::widen(in[i + half]);
+        to[i] = N::narrow(low * A::widen(c[i]) - high * A::widen(s[i]));
+        to[i + half] = N::narrow(high * A::widen(c[i + half]) + low * A::widen(s[i + half]));
+      }
+      std::memcpy(to + rotary, in + rotary, sizeof(*to) * static_cast<size_t>(size - rotary));
+    }
+  }
+}
+
+template <Storage type>
+INLINE void activate_kind(Activation kind, Rows x, Rows other, void* out, int64_t begin, int64_t end, int64_t size) {
+  if (kind == Activation::silu) return activate_rows<type, Activation::silu>(x, other, out, begin, end, size);
+  if (kind == Activation::gelu_tanh) return activate_rows<type, Activation::gelu_tanh>(x, other, out, begin, end, size);
+  activate_rows<type, Activation::gelu>(x, other, out, begin, end, size);
+}
+
+template <Storage type>
+INLINE void rotate_type(Storage angle_type, const void* x, int64_t token_stride, int64_t head_stride, const void* cos, const void* sin,
+                        void* out, int64_t begin, int64_t end, int64_t heads, int64_t size, int64_t rotary) {
+  if (angle_type == type)
+    rotate_tokens<type, type>(x, token_stride, head_stride, cos, sin, out, begin, end, heads, size, rotary);
+  else
+    rotate_tokens<type, Storage::float32>(x, token_stride, head_stride, cos, sin, out, begin, end, heads, size, rotary);
+}
+
+}  // namespace
+
+#define BY_STORAGE(call)                                             \
+  switch (type) {                                                    \
+    case Storage::float32: return call<Storage::float32> ARGUMENTS;  \
+    case Storage::bfloat16: return call<Storage::bfloat16> ARGUMENTS; \
+    case Storage::float16: return call<Storage::float16> ARGUMENTS;  \
+  }
+
+#define ARGUMENTS (x, weight, out, begin, end, size, eps, how)
+FOR_EVERY_PROCESSOR void rms_norm(Storage type, Rows x, const void* weight, void* out, int64_t begin, int64_t end, int64_t size, float eps,
+                                  RmsWeight how) {
+  BY_STORAGE(rms_norm_rows)
+}
+#undef ARGUMENTS
+
+#define ARGUMENTS (x, weight, bias, out, begin, end, size, eps)
+FOR_EVERY_PROCESSOR void layer_norm(Storage type, Rows x, const void* weight, const void* bias, void* out, int64_t begin, int64_t end,
+                                    int64_t size, float eps) {
+  BY_STORAGE(layer_norm_rows)
+}
+#undef ARGUMENTS
+
+#define ARGUMENTS (kind, x, other, out, begin, end, size)
+FOR_EVERY_PROCESSOR void activate(Storage type, Activation kind, Rows x, Rows other, void* out, int64_t begin, int64_t end, int64_t size) {
+  BY_STORAGE(activate_kind)
+}
+#undef ARGUMENTS
+
+#define ARGUMENTS (angle_type, x, token_stride, head_stride, cos, sin, out, begin, end, heads, size, rotary)
+FOR_EVERY_PROCESSOR void rotate(Storage type, Storage angle_type, const void* x, int64_t token_stride, int64_t head_stride,
+                                const void* cos, const void* sin, void* out, int64_t begin, int64_t end, int64_t heads, int64_t size, int64_t rotary) {
+  BY_STORAGE(rotate_type)
+}
+#undef ARGUMENTS
+
+}  // namespace echelon

@@ -1,0 +1,55 @@
+"""Compiled row-wise operations around the linear layers; see csrc/elementwise.h for what each computes and in which order.
+
+They are there where the extension was built: `AVAILABLE`. A row's result depends on that row alone, bit for bit, whatever the number of
+rows, their place and the number of threads. All take float32, bfloat16 or float16, compute in float32 and round once.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from torch import Tensor
+
+try:
+    from echelon import _kernels
+except ImportError:  # not built: no compiler, or another PyTorch
+    _kernels = None  # type: ignore[assignment]
+
+AVAILABLE = _kernels is not None
+
+
+class RmsWeight(IntEnum):
+    """How the weight w meets the normalised row y: w · round(y), round(w · y), round((1 + w) · y)."""
+
+    AFTER_ROUNDING = 0
+    IN_FLOAT32 = 1
+    ONE_PLUS = 2
+
+
+class Activation(IntEnum):
+    SILU = 0
+    GELU_TANH = 1
+    GELU = 2
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, how: RmsWeight) -> Tensor:
+    """x [..., N], weight [N] → [..., N] (Zhang and Sennrich 2019)."""
+    return _kernels.rms_norm(x, weight, eps, int(how))
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """x [..., N], weight and bias [N] → [..., N] (Ba et al. 2016)."""
+    return _kernels.layer_norm(x, weight, bias, eps)
+
+
+def activate(x: Tensor, kind: Activation, other: Tensor | None = None) -> Tensor:
+    """act(x), or act(x) · other: [..., N] → [..., N]."""
+    return _kernels.activate(x, other, int(kind))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding by halves of the first R values of every head: x [1, H, T, D], cos and sin [1, T, R] → [1, H, T, D].
+
+    cos and sin have the dtype of x, or float32.
+    """
+    return _kernels.rotate(x, cos, sin)
