@@ -17,7 +17,7 @@ from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench.throughput import environment
 from echelon.bench.verify import STRATEGIES, Request, Result, verify_model
 from echelon.bench.workloads import code_prompts
-from echelon.cli.shared import ModelArgument, errors
+from echelon.cli.shared import ModelArgument, RefillOption, errors
 from echelon.demo import held_out_files
 from echelon.requests import read_requests
 
@@ -36,7 +36,7 @@ def verify(
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the longest prompt of source; the others are shorter.", min=4)] = 96,
     max_tokens: Annotated[int, typer.Option(help="New tokens a prompt.", min=1)] = 48,
     num_speculative_tokens: Annotated[int, typer.Option(help="Most drafted tokens a row.", min=1)] = 5,
-    refill: Annotated[bool, typer.Option("--refill/--no-refill", help="Rows enter as others finish, or in static batches.")] = True,
+    refill: RefillOption = True,
     control: Annotated[bool, typer.Option("--control/--no-control", help="Also compare `transformers` with itself at batch 1.")] = True,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
