@@ -108,6 +108,8 @@ def test_bad_lines_are_reported_and_the_others_run(run: Run, tmp_path: Path) -> 
         (["generate", TARGET, "a", "--temperature", "-1"], "temperature"),
         (["generate", TARGET, "a", "--max-model-len", "5000"], "2048"),
         (["generate", TARGET, "a", "--kv-cache-memory-bytes", "lots"], "2e9"),
+        (["generate", TARGET, "a", "--strategy", "padded", "--grouping", "same_length"], "realign"),
+        (["generate", TARGET, "a", "--strategy", "staircase"], "unpadded"),
         (["inflate", TARGET, "/tmp/never", "--width", "3"], "power of two"),
     ],
 )
@@ -125,6 +127,13 @@ def test_txt_input_and_printed_output(run: Run, tmp_path: Path) -> None:
                "--speculative-config.model", DRAFT)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_strategies_write_the_same_text(run: Run) -> None:
+    ways = [[], ["--strategy", "padded", "--pad", "kv", "--no-refill"], ["--strategy", "realign", "--grouping", "same_length"]]
+    prompts = ["def main(argv):\n", "import os", "class A:\n"]
+    texts = {run("generate", TARGET, *prompts, "--dtype", "float32", "--max-num-seqs", 2, "--max-tokens", 8, *w).stdout for w in ways}
+    assert len(texts) == 1 and "\n" in texts.pop()
 
 
 def test_dotted_keys_become_json() -> None:

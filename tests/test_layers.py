@@ -9,16 +9,16 @@ SOURCE = Path(__file__).parents[1] / "src" / "echelon"
 LEVELS = [
     {"errors"},
     {"config"},
-    {"sampling", "draft", "stats", "text", "memory", "kv.blocks"},
+    {"sampling", "draft", "stats", "text", "memory", "kv.blocks", "kv.lines"},
     {"sequence"},
     {"outputs"},
-    {"batch", "kv.cache"},
+    {"batch", "kv.cache", "kv.rectangle", "selection"},
     {"ops"},
     {"layouts", "target"},
     {"verify"},
     {"drafters"},
     {"scheduler"},
-    {"engine"},
+    {"engine", "strategies"},
     {"api"},
     {"requests"},
     {"bench", "demo", "cli", "hf"},
@@ -78,5 +78,5 @@ def test_training_never_imports_the_engine() -> None:
 
 
 def test_the_scheduler_sees_no_tensors() -> None:
-    for module in ("scheduler", "sequence", "kv.blocks", "sampling"):
+    for module in ("scheduler", "selection", "sequence", "kv.blocks", "kv.lines", "sampling"):
         assert "torch" not in modules()[module].read_text("utf-8").replace("tokenizers", ""), module

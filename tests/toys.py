@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from echelon import LLM
 from echelon.draft import Draft
+from echelon.kv.cache import KVCache
 from echelon.sequence import PlannedRow
 from echelon.target.loading import LoadedModel, adopt_model
 from echelon.verify import Verdict
@@ -101,8 +102,13 @@ def caches(llm: LLM) -> list[Any]:
     return [r.cache for r in runners if r is not None]
 
 
+def poison(cache: Any) -> float:
+    """What a stale slot of this cache may hold: anything in blocks; anything finite in a rectangle, whose masks multiply by zero."""
+    return torch.nan if isinstance(cache, KVCache) else 1e4
+
+
 def watch(llm: LLM) -> LLM:
-    """After every step: all invariants hold, and every slot that holds no cached token becomes NaN."""
+    """After every step: all invariants hold, and every slot that holds no cached token is poisoned."""
     step = llm.engine.step
 
     def watched() -> Any:
@@ -112,12 +118,12 @@ def watch(llm: LLM) -> LLM:
             cache.check()
             stale = ~cache.held_slots()
             for storage in (*cache.keys, *cache.values):
-                storage[stale] = torch.nan
+                storage[stale] = poison(cache)
         return finished
 
     for cache in caches(llm):
         for storage in (*cache.keys, *cache.values):
-            storage.fill_(torch.nan)
+            storage.fill_(poison(cache))
     llm.engine.step = watched  # type: ignore[method-assign]
     return llm
 

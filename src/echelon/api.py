@@ -7,11 +7,9 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import fields
+from dataclasses import asdict, fields
 from itertools import count
 from typing import Any
-
-import torch
 
 from echelon.config import EngineConfig, SpeculativeConfig, speculative
 from echelon.drafters.base import Drafter, NoDrafter
@@ -20,15 +18,12 @@ from echelon.drafters.ngram import NgramDrafter
 from echelon.drafters.replay import ReplayDrafter
 from echelon.engine import Engine
 from echelon.errors import ConfigError, RequestError
-from echelon.kv.blocks import BlockTables
-from echelon.kv.cache import KVCache
-from echelon.memory import MemoryPlan, plan_kv
 from echelon.outputs import RequestOutput, request_output
 from echelon.sampling import Sampler, SamplingParams
 from echelon.scheduler import Scheduler
 from echelon.sequence import Sequence
 from echelon.stats import Stats
-from echelon.target.attention import record_layers
+from echelon.strategies import build_runners, selector
 from echelon.target.loading import LoadedModel, check_vocabularies, load_model
 from echelon.target.runner import ModelRunner
 from echelon.text import Detokenizer
@@ -46,7 +41,7 @@ class LLM:
     speculative_config  what drafts: a `SpeculativeConfig` or a mapping with vLLM's keys; `None` decodes plainly
     draft_model         a draft model loaded already, instead of the name in `speculative_config`
     settings            see `EngineConfig`: dtype, max_num_seqs, max_num_batched_tokens, max_model_len, block_size,
-                        kv_cache_memory_bytes
+                        kv_cache_memory_bytes; and how rows become a batch: strategy, pad, grouping, group_window, refill
 
     Raises
     ------
@@ -65,7 +60,8 @@ class LLM:
         self.target = load_model(model, self.config.dtype) if isinstance(model, str) else model
         self.draft = self._check_draft(draft_model)
         self.max_len = self._context()
-        self.memory_plan, runners = self._build_runners()
+        models = [m for m in (self.target, self.draft) if m is not None]
+        self.memory_plan, runners = build_runners(self.config, models, self.max_len, self._num_speculative_tokens)
         logger.info("%s", self.memory_plan)
         self.engine = self._build_engine(runners)
         self._ids = count()
@@ -92,19 +88,6 @@ class LLM:
             raise ConfigError(f"max_model_len = {asked} exceeds the model's context of {longest} tokens; lower it")
         return asked
 
-    def _build_runners(self) -> tuple[MemoryPlan, list[ModelRunner]]:
-        """One runner a model, on pools of equally many blocks."""
-        config = self.config
-        models = [m for m in (self.target, self.draft) if m is not None]
-        layers = [record_layers(m.model) for m in models]
-        per_token = sum(s.num_entries * m.model.dtype.itemsize for m, shapes in zip(models, layers, strict=True) for s in shapes)
-        plan = plan_kv(per_token, config.block_size, config.max_num_seqs, self.max_len, config.kv_cache_memory_bytes)
-        runners = []
-        for loaded, shapes in zip(models, layers, strict=True):
-            tables = BlockTables(plan.num_blocks, plan.block_size, -(-min(self.max_len, loaded.max_len) // plan.block_size))
-            runners.append(ModelRunner(loaded, KVCache(shapes, tables, loaded.model.dtype, torch.device("cpu"))))
-        return plan, runners
-
     def _build_engine(self, runners: list[ModelRunner]) -> Engine:
         config, spec = self.config, self.speculative_config
         drafter: Drafter = NoDrafter()
@@ -117,13 +100,22 @@ class LLM:
             drafter = DraftModelDrafter(runners[1], config.max_num_batched_tokens, self.target.vocab_size, spec.acceptance == "rejection")
         scheduler = Scheduler(
             [r.cache.tables for r in runners],
-            config.max_num_seqs,
+            config.num_rows_held,
             config.max_num_batched_tokens,
-            spec.num_speculative_tokens if spec else 0,
+            self._num_speculative_tokens,
             self.draft.max_len if self.draft else None,
             [r.loaded.original_context for r in runners if r.loaded.original_context is not None],
+            selector(config),
+            config.refill,
         )
-        return Engine(runners[0], drafter, scheduler, spec.acceptance if spec else "exact")
+        engine = Engine(runners[0], drafter, scheduler, spec.acceptance if spec else "exact")
+        if len(runners) > 1:
+            engine.stats.draft = runners[1].usage
+        return engine
+
+    @property
+    def _num_speculative_tokens(self) -> int:
+        return self.speculative_config.num_speculative_tokens if self.speculative_config else 0
 
     @property
     def stats(self) -> Stats:
@@ -190,6 +182,8 @@ class LLM:
         counters = {f.name: getattr(stats, f.name) for f in fields(stats) if f.name != "acceptance"}
         return counters | {
             "seconds": dict(stats.seconds),
+            "target": asdict(stats.target),
+            "draft": asdict(stats.draft),
             "num_drafts_by_position": stats.num_drafts_by_position,
             "num_accepted_by_position": stats.num_accepted_by_position,
             "tokens_per_step": stats.tokens_per_step,

@@ -18,7 +18,7 @@ from torch import Tensor
 class Span:
     """New tokens of one row: they take positions `start`, `start + 1`, …; the last `num_logits` of them want logits.
 
-    `text_len` counts the row's known tokens, whatever of them is fed now.
+    `text_len` counts the row's known tokens, whatever of them is fed now; the last `num_drafted` tokens fed may be taken back.
     """
 
     row: int
@@ -26,6 +26,7 @@ class Span:
     tokens: Sequence[int]
     num_logits: int
     text_len: int
+    num_drafted: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ class RaggedBatch:
     def num_rows(self) -> int:
         return len(self.kv_lens)
 
+    @property
+    def text_len_of(self) -> Tensor:
+        """int32[T]: known tokens of the text that each token belongs to."""
+        return self.text_lens.repeat_interleave(self.indptr.diff().long())
+
     def check(self) -> None:
         """The invariants of a chain batch: positions count up inside a row and end at its length."""
         starts, ends = self.indptr[:-1].long(), self.indptr[1:].long()
@@ -70,3 +76,51 @@ class RaggedBatch:
         expected = torch.repeat_interleave(self.kv_lens.long() - ends, counts) + torch.arange(self.num_tokens)
         assert torch.equal(self.positions.long(), expected)
         assert len(set(self.slots.tolist())) == self.num_tokens, "two tokens share a slot"
+
+
+@dataclass(frozen=True)
+class PaddedBatch:
+    """New tokens of B rows whose keys and values lie in a rectangle, for masked attention of the framework. n: most new tokens of a row.
+
+    tokens          int32[T']    rows padded to n tokens each (T' = B · n, pads are 0), or concatenated (T' = T)
+    positions       int32[T']    absolute, from the start of each row's own text; a pad repeats its row's last
+    text_len_of     int32[T']    known tokens of the text that each input belongs to
+    logit_rows      int64[R]     places among T' whose logits are wanted, in order
+    written         int64[T]     places among T' of the real tokens
+    slots           int64[T]     line · num_slots + slot that each of them is written to
+    lines           [first, end) of the lines that the rows are, and
+    columns         [first, end) of their slots that attention loads
+    gathered        int64[B, W]  instead of lines and columns: the slots to copy together before attention; or None
+    key_positions   int32[B, W]  position of the token in each loaded slot; −1: dead
+    query_positions int32[B, n]  position of each query; a pad repeats its row's last, so that it sees something
+    queries         int64[B, n]  places among T' of the queries; None where T' is the rectangle itself
+    outputs         int64[T']    where concatenated tokens find their output in the rectangle, with `queries`
+    num_tokens      T, real tokens
+    num_live        slots that hold a token of their row
+    num_reserved    slots that no other row can use while these run
+    masks           what attention has worked out about this batch, shared by all layers
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    text_len_of: Tensor
+    logit_rows: Tensor
+    written: Tensor
+    slots: Tensor
+    lines: tuple[int, int]
+    columns: tuple[int, int]
+    gathered: Tensor | None
+    key_positions: Tensor
+    query_positions: Tensor
+    queries: Tensor | None
+    outputs: Tensor | None
+    num_tokens: int
+    num_live: int
+    num_reserved: int
+    masks: dict[Any, Tensor] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Every query sees a key, and every new token its own slot once."""
+        visible = (self.key_positions[:, None] >= 0) & (self.key_positions[:, None] <= self.query_positions[..., None])
+        assert bool(visible.any(-1).all()), "a query sees nothing"
+        assert len(set(self.slots.tolist())) == len(self.slots) == len(self.written) == self.num_tokens

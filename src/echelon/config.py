@@ -91,7 +91,12 @@ def speculative(config: SpeculativeConfig | Mapping[str, Any] | None) -> Specula
 
 
 class EngineConfig(Settings):
-    """How the engine runs a model; names are vLLM's where vLLM has one."""
+    """How the engine runs a model; names are vLLM's where vLLM has one. The last five choose how rows become a batch.
+
+    `unpadded` (EMS-SD) is the engine's own. The others are the field's, on the framework's attention: `padded`, with `pad` saying what is
+    padded, and `realign` (EQSPEC), with `grouping="same_length"` EXSPEC: up to `group_window` rows are held, by default 3 × max_num_seqs,
+    and max_num_seqs of them with equal lengths run in a step. With `refill=False` rows enter only when all others are done.
+    """
 
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     max_num_seqs: int = Field(default=64, ge=1)
@@ -99,6 +104,18 @@ class EngineConfig(Settings):
     max_model_len: int | None = Field(default=None, ge=2)
     block_size: int = Field(default=16, ge=1)
     kv_cache_memory_bytes: int | Literal["auto"] = "auto"
+    strategy: Literal["unpadded", "padded", "realign"] = "unpadded"
+    pad: Literal["both", "kv", "inputs"] = "both"
+    grouping: Literal["none", "same_length"] = "none"
+    group_window: int | None = Field(default=None, ge=1)
+    refill: bool = True
+
+    @property
+    def num_rows_held(self) -> int:
+        """Rows that hold keys and values at once: those of a step, or the window that its group is chosen from."""
+        if self.grouping == "none":
+            return self.max_num_seqs
+        return self.group_window or 3 * self.max_num_seqs
 
     @model_validator(mode="after")
     def _every_row_can_step(self) -> Self:
@@ -106,5 +123,18 @@ class EngineConfig(Settings):
             raise ValueError(
                 f"max_num_batched_tokens = {self.max_num_batched_tokens} is less than max_num_seqs = {self.max_num_seqs}; "
                 "every decoding row feeds at least one token a step: raise the first"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _strategy_is_consistent(self) -> Self:
+        for key, value, default, home in (("pad", self.pad, "both", "padded"), ("grouping", self.grouping, "none", "realign")):
+            if value != default and self.strategy != home:
+                raise ValueError(f"{key} = {value!r} belongs to strategy = {home!r}, not to {self.strategy!r}; change one of them")
+        if self.group_window is not None and self.grouping == "none":
+            raise ValueError(f"group_window = {self.group_window} needs grouping = 'same_length'; set it, or leave the window out")
+        if self.num_rows_held < self.max_num_seqs:
+            raise ValueError(
+                f"group_window = {self.group_window} is less than max_num_seqs = {self.max_num_seqs}; a group is chosen from it: raise it"
             )
         return self

@@ -23,7 +23,7 @@ def spans_of(rows: SequenceOf[PlannedRow], draft: Draft) -> list[Span]:
         known = row.sequence.tokens[row.start : row.start + row.num_new]
         drafted = draft.row(i)
         num_logits = row.num_prompt_logits + (1 + len(drafted) if row.is_sampled else 0)
-        spans.append(Span(row.sequence.id, row.start, known + drafted, num_logits, len(row.sequence)))
+        spans.append(Span(row.sequence.id, row.start, known + drafted, num_logits, len(row.sequence), len(drafted)))
     return spans
 
 
@@ -32,7 +32,7 @@ class Engine:
 
     def __init__(self, target: ModelRunner, drafter: Drafter, scheduler: Scheduler, acceptance: Acceptance = "exact") -> None:
         self.target, self.drafter, self.scheduler, self.acceptance = target, drafter, scheduler, acceptance
-        self.stats = Stats()
+        self.stats = Stats(target=target.usage)
 
     @property
     def has_work(self) -> bool:
@@ -68,6 +68,8 @@ class Engine:
         clock.append(time.perf_counter())
         self._count(plan.rows, lengths, verdict, batch.num_tokens, clock)
         self.stats.num_preemptions += len(plan.preempted)
+        self.stats.num_group_choices += plan.is_group is not None
+        self.stats.num_group_hits += bool(plan.is_group)
         return [row.sequence for row, before in zip(plan.rows, lengths, strict=True) if len(row.sequence) > before]
 
     def _commit(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:

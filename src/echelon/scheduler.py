@@ -12,7 +12,9 @@ from typing import Protocol
 
 from echelon.errors import RequestError
 from echelon.kv.blocks import BlockTables
+from echelon.kv.lines import LineTables
 from echelon.sampling import Logprobs
+from echelon.selection import Selector
 from echelon.sequence import PlannedRow, Sequence
 
 PROMPT_LOGITS = 128  # prompt tokens a step of a row whose prompt logprobs are wanted: bounds the logits held at once
@@ -37,6 +39,7 @@ class Outcome(Protocol):
 class Plan:
     rows: list[PlannedRow]
     preempted: list[Sequence] = field(default_factory=list)
+    is_group: bool | None = None  # were the rows found by equal length? None where nothing was looked for
 
 
 class Scheduler:
@@ -45,16 +48,21 @@ class Scheduler:
     longest_drafted   the draft model's context: a text is drafted for up to there
     context_switches  lengths past which a text has other keys and values from its first token on (LongRoPE): no step straddles one, and
                       a row that has passed one is computed anew
+    selector          chooses which of the running rows take part in a step; then at most `max_num_seqs` run, and none is preempted: a
+                      line of a rectangle holds a whole row
+    refill            without it, waiting rows enter only when all that run are done
     """
 
     def __init__(
         self,
-        tables: SequenceOf[BlockTables],
+        tables: SequenceOf[BlockTables | LineTables],
         max_num_seqs: int,
         max_num_batched_tokens: int,
         num_speculative_tokens: int,
         longest_drafted: int | None = None,
         context_switches: SequenceOf[int] = (),
+        selector: Selector | None = None,
+        refill: bool = True,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -64,6 +72,9 @@ class Scheduler:
         self._num_speculative_tokens = num_speculative_tokens
         self._longest_drafted = longest_drafted
         self._context_switches = context_switches
+        self._selector = selector
+        self._refill = refill
+        self._is_open = True  # may rows enter?
 
     @property
     def has_work(self) -> bool:
@@ -76,7 +87,7 @@ class Scheduler:
 
     def check_size(self, num_tokens: int) -> None:
         """Raise `RequestError` for a text that the whole pool could not hold."""
-        capacity = min(t.pool.num_blocks * t.block_size for t in self._tables)
+        capacity = min(t.capacity for t in self._tables)
         if num_tokens > capacity:
             raise RequestError(
                 f"the request may grow to {num_tokens} tokens, but the KV pool holds {capacity}; "
@@ -96,6 +107,9 @@ class Scheduler:
 
         Decoding rows come first, so that a long prompt fed in pieces never holds them up.
         """
+        self._is_open = self._is_open or not self.running
+        if self._selector is not None:
+            return self._selected_step(self._selector)
         plan = Plan([])
         budget = self._max_num_batched_tokens
         for sequence in sorted(self.running, key=lambda s: len(s) - self._num_cached(s) > 1):
@@ -112,12 +126,31 @@ class Scheduler:
             self._admit(plan, budget)
         return plan
 
+    def _selected_step(self, selector: Selector) -> Plan:
+        """The rows that the selector chooses; a rectangle of them holds at most `max_num_batched_tokens` tokens before drafts."""
+        while self._may_enter() and self._fits(self.waiting[0].id, 1):
+            sequence = self.waiting.popleft()
+            self.running.append(sequence)
+            for tables in self._tables:
+                tables.reserve(sequence.id, 1)
+        self._is_open = self._refill
+        chosen = selector.choose(self.running, self._num_cached)
+        limit = max(1, self._max_num_batched_tokens // len(chosen.rows))
+        plan = Plan([self._plan_row(sequence, limit) for sequence in chosen.rows], is_group=chosen.is_group)
+        for row in plan.rows:
+            has_line = self._reserve(row)
+            assert has_line, f"row {row.sequence.id} runs without a line"
+        return plan
+
+    def _may_enter(self) -> bool:
+        return self._is_open and bool(self.waiting) and len(self.running) < self._max_num_seqs
+
     def _admit(self, plan: Plan, budget: int) -> None:
         """Waiting rows enter, in order, while a place, blocks for their whole text and token budget are left."""
-        while self.waiting and len(self.running) < self._max_num_seqs and budget > 0:
+        while self._may_enter() and budget > 0:
             sequence = self.waiting[0]
             if not self._share_prompt(sequence):
-                break
+                return
             row = self._plan_row(sequence, budget)
             if not self._fits(sequence.id, len(sequence) + self._draft_limit(sequence)) or not self._reserve(row):
                 self._release(sequence)  # what it shares with another sample; it holds nothing while it waits
@@ -125,6 +158,8 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             plan.rows.append(row)
             budget -= row.num_new
+        if budget > 0:  # the batch is complete: what waits has no place or no blocks in it
+            self._is_open = self._refill
 
     def _share_prompt(self, sequence: Sequence) -> bool:
         """Let a further sample of a prompt start from the blocks of the first; false while the first is still reading the prompt."""
@@ -138,6 +173,7 @@ class Scheduler:
         if self._num_cached(parent) < shared:
             return False
         for tables in self._tables:
+            assert isinstance(tables, BlockTables), "rows of a rectangle share nothing"
             if parent.id in tables:
                 tables.fork(parent.id, sequence.id)
                 tables.commit(sequence.id, min(shared, tables.num_cached(sequence.id)))
@@ -203,6 +239,8 @@ class Scheduler:
                 self.running.remove(sequence)
                 self._release(sequence)
                 finished.append(sequence)
+        if finished:  # without refill, nobody takes their places
+            self._is_open = self._refill
         return finished
 
     def _append(self, sequence: Sequence, accepted: list[int], extra: int, logprobs: list[Logprobs]) -> None:

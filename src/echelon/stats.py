@@ -6,9 +6,66 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 
+@dataclass(frozen=True)
+class Load:
+    """What one forward pass holds and loads, in rows of input and slots of KV; a slot is one token's keys and values in every layer."""
+
+    num_inputs: int
+    num_reserved: int
+    num_touched: int
+    num_live: int
+    index_bytes: int
+
+
+@dataclass
+class Usage:
+    """Sums over the forward passes of one model. Sliding windows are not taken off what attention loads.
+
+    num_tokens          real tokens fed
+    num_inputs          rows fed to the layers, padding included
+    num_touched         slots that attention loads
+    num_live            those of them that hold a token of their row
+    kv_bytes_reserved   bytes that no other row could use, and the largest of any pass
+    kv_bytes_touched    bytes that attention loads
+    index_bytes         tables, slots and masks that say what lies where
+    layout_seconds      shifting and copying keys and values so that they form a rectangle; part of the time of the pass or just before
+    """
+
+    num_passes: int = 0
+    num_tokens: int = 0
+    num_inputs: int = 0
+    num_touched: int = 0
+    num_live: int = 0
+    kv_bytes_reserved: int = 0
+    largest_kv_bytes_reserved: int = 0
+    kv_bytes_touched: int = 0
+    index_bytes: int = 0
+    layout_seconds: float = 0.0
+
+    @property
+    def padded_input_share(self) -> float:
+        return 1.0 - self.num_tokens / self.num_inputs if self.num_inputs else 0.0
+
+    @property
+    def padded_kv_share(self) -> float:
+        return 1.0 - self.num_live / self.num_touched if self.num_touched else 0.0
+
+    def count(self, num_tokens: int, load: Load, bytes_per_slot: int) -> None:
+        self.num_passes += 1
+        self.num_tokens += num_tokens
+        self.num_inputs += load.num_inputs
+        self.num_touched += load.num_touched
+        self.num_live += load.num_live
+        reserved = load.num_reserved * bytes_per_slot
+        self.kv_bytes_reserved += reserved
+        self.largest_kv_bytes_reserved = max(self.largest_kv_bytes_reserved, reserved)
+        self.kv_bytes_touched += load.num_touched * bytes_per_slot
+        self.index_bytes += load.index_bytes
+
+
 @dataclass
 class Stats:
-    """Sums over rows and steps; seconds by part of a step."""
+    """Sums over rows and steps; seconds by part of a step. `target` and `draft` are what the two models' passes cost in memory."""
 
     num_steps: int = 0
     num_row_steps: int = 0  # rows that emitted something, summed over steps
@@ -17,8 +74,12 @@ class Stats:
     num_emitted_tokens: int = 0
     num_input_tokens: int = 0
     num_preemptions: int = 0
+    num_group_choices: int = 0  # steps whose rows were looked for in a window of equal lengths
+    num_group_hits: int = 0
     acceptance: Counter[tuple[int, int]] = field(default_factory=Counter)  # (num_draft_tokens, num_accepted) → rows' steps
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("schedule", "draft", "forward", "verify", "settle"), 0.0))
+    target: Usage = field(default_factory=Usage)
+    draft: Usage = field(default_factory=Usage)
 
     @property
     def tokens_per_step(self) -> float:
@@ -28,6 +89,11 @@ class Stats:
     @property
     def acceptance_rate(self) -> float:
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def group_rate(self) -> float:
+        """Share of steps in which enough rows of equal length were found (EXSPEC)."""
+        return self.num_group_hits / self.num_group_choices if self.num_group_choices else 0.0
 
     def count_row(self, num_draft_tokens: int, num_accepted: int, num_emitted: int) -> None:
         """One row's step: drafted, accepted, and emitted (less than accepted + 1 only where the row stopped)."""

@@ -24,6 +24,7 @@ from echelon.kv.cache import KVCache
 from echelon.sampling import Sampler, SamplingParams
 from echelon.scheduler import Scheduler
 from echelon.sequence import PlannedRow, Sequence
+from echelon.stats import Usage
 from echelon.target.runner import ModelRunner
 from echelon.verify import Verdict
 
@@ -46,7 +47,7 @@ class PreparedRunner(ModelRunner):
     """Returns the first rows of fixed logits; `seconds` is what that took in the last step."""
 
     def __init__(self, cache: KVCache, logits: Tensor) -> None:
-        self.cache, self._logits, self.seconds = cache, logits, 0.0
+        self.cache, self._logits, self.seconds, self.usage = cache, logits, 0.0, Usage()
 
     def run(self, batch: RaggedBatch) -> Tensor:
         start = time.perf_counter()

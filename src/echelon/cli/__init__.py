@@ -20,6 +20,7 @@ from echelon.cli.generate import generate
 from echelon.cli.inflate import inflate
 from echelon.cli.inspect import inspect
 from echelon.cli.shared import SPECULATIVE, errors
+from echelon.cli.verify import verify
 
 app = typer.Typer(
     help="Batched speculative decoding: several tokens a step from every sequence, no padding, the same text.",
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for verb in (generate, inspect, doctor, inflate):
+for verb in (generate, verify, inspect, doctor, inflate):
     app.command()(verb)
 app.add_typer(bench.app, name="bench")
 

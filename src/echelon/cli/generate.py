@@ -16,7 +16,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from echelon import LLM, CompletionOutput, ConfigError, EchelonError, Logprob, RequestOutput, SamplingParams
 from echelon.cli.output import OutputFile, config_hash, file_hash
-from echelon.cli.shared import SPECULATIVE, ModelArgument, errors
+from echelon.cli.shared import (
+    SPECULATIVE,
+    Grouping,
+    GroupingOption,
+    ModelArgument,
+    Pad,
+    PadOption,
+    RefillOption,
+    Strategy,
+    StrategyOption,
+    errors,
+)
 from echelon.requests import Request, read_requests, request_from_text
 
 
@@ -60,6 +71,10 @@ def generate(
     max_model_len: Annotated[int | None, typer.Option(help="Context limit in tokens; the model's own by default.")] = None,
     kv_cache_memory_bytes: Annotated[str, typer.Option(help="Bytes of the KV pool, or auto.")] = "auto",
     dtype: Annotated[DType, typer.Option(help="auto: as stored.")] = DType.auto,
+    strategy: StrategyOption = Strategy.unpadded,
+    pad: PadOption = Pad.both,
+    grouping: GroupingOption = Grouping.none,
+    refill: RefillOption = True,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON summary on stdout.")] = False,
 ) -> None:
     """Continue prompts, many at once. Lines that cannot be served are reported; the others still run (exit 3)."""
@@ -89,6 +104,10 @@ def generate(
         max_num_batched_tokens=max(2048, max_num_seqs),
         max_model_len=max_model_len,
         kv_cache_memory_bytes=pool,
+        strategy=strategy.value,
+        pad=pad.value,
+        grouping=grouping.value,
+        refill=refill,
     )
     errors.print(escape(str(llm.memory_plan)), highlight=False)
     settings = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -9,4 +10,27 @@ from rich.console import Console
 
 SPECULATIVE = "--speculative-config"
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name of a causal language model (safetensors).")]
+
+
+class Strategy(StrEnum):
+    unpadded = "unpadded"
+    padded = "padded"
+    realign = "realign"
+
+
+class Pad(StrEnum):
+    both = "both"
+    kv = "kv"
+    inputs = "inputs"
+
+
+class Grouping(StrEnum):
+    none = "none"
+    same_length = "same_length"
+
+
+StrategyOption = Annotated[Strategy, typer.Option(help="How rows become a batch; all but `unpadded` are there to be compared with.")]
+PadOption = Annotated[Pad, typer.Option(help="What `padded` pads.")]
+GroupingOption = Annotated[Grouping, typer.Option(help="What `realign` runs together: the first rows, or rows of equal length.")]
+RefillOption = Annotated[bool, typer.Option("--refill/--no-refill", help="Rows enter as others finish, or in static batches.")]
 errors = Console(stderr=True, soft_wrap=True)

@@ -84,6 +84,11 @@ class BlockTables:
         return row in self._rows
 
     @property
+    def capacity(self) -> int:
+        """Tokens of the longest text that one row alone could have."""
+        return self.pool.num_blocks * self.block_size
+
+    @property
     def row_ids(self) -> list[int]:
         return list(self._rows)
 

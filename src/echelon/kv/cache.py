@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,7 @@ class KVCache:
 
     def __init__(self, shapes: list[LayerShape], tables: BlockTables, dtype: torch.dtype, device: torch.device) -> None:
         self.tables = tables
+        self.seconds = 0.0  # spent moving keys and values about
         num_slots = tables.pool.num_blocks * tables.block_size
 
         def storage(heads: int, size: int) -> Tensor:
@@ -48,6 +50,10 @@ class KVCache:
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
+    @property
+    def bytes_per_slot(self) -> int:
+        return sum(t[0].numel() * t.element_size() for t in (*self.keys, *self.values))
+
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Store keys and values [T, num_kv_heads, size] in `slots` int64 [T], in the cache's dtype."""
         self.keys[layer].index_copy_(0, slots, keys.to(self.keys[layer].dtype))
@@ -55,11 +61,13 @@ class KVCache:
 
     def apply_copies(self) -> None:
         """Carry out the block copies that reservations asked for (copy-on-write)."""
+        start = time.perf_counter()
         while self.tables.copies:
             source, target = self.tables.copies.pop(0)
             size = self.block_size
             for storage in (*self.keys, *self.values):
                 storage[target * size : (target + 1) * size] = storage[source * size : (source + 1) * size]
+        self.seconds += time.perf_counter() - start
 
     def held_slots(self) -> Tensor:
         """bool [num_slots]: slots that hold a cached token of some row; all others may contain anything."""

@@ -109,9 +109,9 @@ def attention(
 AttentionInterface.register(IMPLEMENTATION, attention)
 
 
-def record_layers(model: nn.Module) -> list[LayerShape]:
+def record_layers(model: nn.Module, step: RecordingStep | None = None) -> list[LayerShape]:
     """What each attention layer stores per token, from one forward pass over one token."""
-    step = RecordingStep()
+    step = step or RecordingStep()
     zero = torch.zeros(1, 1, dtype=torch.int64)
     with torch.inference_mode():
         model(input_ids=zero, position_ids=zero, use_cache=False, **{STEP_KEYWORD: step})

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from echelon.batch import RaggedBatch
+from echelon.batch import PaddedBatch, RaggedBatch
 
 LONG_TEXT = 1 << 30  # added to the positions of rows whose text is longer than the original context
 
@@ -67,9 +67,9 @@ def restore_rope(model: nn.Module) -> None:
             patched.restore()
 
 
-def coded_positions(batch: RaggedBatch, original: int | None) -> Tensor:
+def coded_positions(batch: RaggedBatch | PaddedBatch, original: int | None) -> Tensor:
     """int32[T]: what a patched model is given as positions."""
     if original is None:
         return batch.positions
-    is_long = (batch.text_lens > original).repeat_interleave(batch.indptr.diff().long())
+    is_long = batch.text_len_of > original
     return batch.positions + LONG_TEXT * is_long.to(batch.positions.dtype)

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from echelon.batch import RaggedBatch, Span
 from echelon.kv.cache import KVCache
+from echelon.kv.rectangle import RectangleCache
 from echelon.layouts import unpadded
 from echelon.ops import ROWS_PER_CALL
-from echelon.target.attention import STEP_KEYWORD, CachedStep
+from echelon.stats import Load, Usage
+from echelon.target.attention import STEP_KEYWORD, CachedStep, Step
 from echelon.target.loading import LoadedModel
 from echelon.target.rope import coded_positions
 
@@ -20,14 +22,29 @@ from echelon.target.rope import coded_positions
 class ModelRunner:
     """Runs ragged batches. Slots for every position must have been reserved in `cache.tables`."""
 
-    def __init__(self, loaded: LoadedModel, cache: KVCache) -> None:
-        self.loaded, self.cache = loaded, cache
+    cache: KVCache | RectangleCache
+
+    def __init__(self, loaded: LoadedModel, cache: KVCache | RectangleCache) -> None:
+        self.loaded, self.cache, self.usage = loaded, cache, Usage()
 
     def num_cached(self, row: int) -> int:
         return self.cache.tables.num_cached(row)
 
     def pack(self, spans: Sequence[Span]) -> RaggedBatch:
+        assert isinstance(self.cache, KVCache)
         return unpadded.pack(spans, self.cache.tables)
+
+    def step(self, batch: RaggedBatch) -> Step:
+        """What answers the attention layers of a pass over `batch`."""
+        assert isinstance(self.cache, KVCache)
+        return CachedStep(batch, self.cache)
+
+    def load(self, batch: RaggedBatch) -> Load:
+        """What a pass over `batch` holds and loads."""
+        assert isinstance(self.cache, KVCache)
+        pool, num_live = self.cache.tables.pool, int(batch.kv_lens.sum())
+        index_bytes = sum(t.nbytes for t in (batch.indptr, batch.slots, batch.kv_lens, batch.block_table))
+        return Load(batch.num_tokens, (pool.num_blocks - pool.num_free) * self.cache.block_size, num_live, num_live, index_bytes)
 
     def feed(self, spans: Sequence[Span]) -> Tensor:
         """Pack and run spans whose tokens are known to stay: they count as cached at once. Logits [R, V]."""
@@ -44,16 +61,19 @@ class ModelRunner:
         compiled layers skip what was filled up.
         """
         self.cache.apply_copies()
-        missing = -batch.num_tokens % ROWS_PER_CALL
-        with self.loaded.rows.filled_up(batch.num_tokens, batch.num_tokens + missing):
+        num_inputs = len(batch.tokens)
+        missing = -num_inputs % ROWS_PER_CALL
+        with self.loaded.rows.filled_up(num_inputs, num_inputs + missing):
             output = self.loaded.model(
                 input_ids=F.pad(batch.tokens, (0, missing))[None],
                 position_ids=F.pad(coded_positions(batch, self.loaded.original_context), (0, missing))[None],
                 use_cache=False,
                 logits_to_keep=batch.logit_rows,
-                **{STEP_KEYWORD: CachedStep(batch, self.cache)},
+                **{STEP_KEYWORD: self.step(batch)},
             )
         logits: Tensor = output.logits[0]
+        self.usage.count(batch.num_tokens, self.load(batch), self.cache.bytes_per_slot)
+        self.usage.layout_seconds = self.cache.seconds
         return logits
 
     def commit(self, row: int, num_cached: int) -> None:

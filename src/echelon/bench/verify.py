@@ -1,0 +1,221 @@
+"""Does every way of batching and drafting give the text of plain decoding alone? Where not: is it a tie of rounding, or a fault?
+
+The reference is plain greedy decoding at batch 1, unpadded, in the same dtype. A row that differs is judged at its first different token:
+it is a tie only if both tokens are the float32 model's top two after the same prefix, and their float32 logits lie no further apart than
+twice the error that the dtype makes there at batch 1 (two logits, each off by at most the error, can change places within that). In
+float32 itself that error is zero, so there a difference is always a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from echelon.api import LLM
+from echelon.batch import Span
+from echelon.errors import ConfigError
+from echelon.sampling import SamplingParams
+from echelon.target.loading import DTYPES, LoadedModel, load_model, load_plain
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "unpadded": {},
+    "padded": {"strategy": "padded"},
+    "padded-kv": {"strategy": "padded", "pad": "kv"},
+    "padded-inputs": {"strategy": "padded", "pad": "inputs"},
+    "realign": {"strategy": "realign"},
+    "realign-grouped": {"strategy": "realign", "grouping": "same_length"},
+}
+FRAMEWORK = "transformers"  # a control: `generate` at a batch against itself at batch 1
+Tokens = list[int]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the table. `drafter` "none" is plain decoding: a control of batching alone; batch 1 is a control of drafting alone."""
+
+    dtype: str
+    strategy: str
+    drafter: str
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The first different token of a row; `gap` between the two tokens and `error` of the dtype are in logits."""
+
+    row: int
+    position: int
+    token: int | None
+    expected: int | None
+    gap: float
+    error: float
+    is_tie: bool
+
+
+@dataclass(frozen=True)
+class Result:
+    """How many of the rows are equal, cut at EOS; `partial_match`: mean share of the reference's tokens before the first difference."""
+
+    case: Case
+    num_rows: int
+    num_exact: int
+    partial_match: float
+    is_judged: bool = True
+    mismatches: list[Mismatch] = field(default_factory=list)
+
+    @property
+    def exact_match(self) -> float:
+        return self.num_exact / self.num_rows
+
+    @property
+    def num_faults(self) -> int:
+        return sum(not m.is_tie for m in self.mismatches) if self.is_judged else 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is verified: a model by name, token ids of prompts, and the settings of the runs."""
+
+    model: str
+    prompts: SequenceOf[SequenceOf[int]]
+    drafters: Mapping[str, Mapping[str, Any] | None]  # name → speculative_config
+    max_tokens: int
+    refill: bool = True
+
+
+def cut(tokens: SequenceOf[int], end_tokens: frozenset[int]) -> Tokens:
+    """Up to and including the first end-of-text token."""
+    for place, token in enumerate(tokens):
+        if token in end_tokens:
+            return list(tokens[: place + 1])
+    return list(tokens)
+
+
+def first_difference(tokens: SequenceOf[int], expected: SequenceOf[int]) -> int | None:
+    """Where two texts part; the length of the shorter where one is the beginning of the other; `None` if they are equal."""
+    for place, (one, other) in enumerate(zip(tokens, expected, strict=False)):
+        if one != other:
+            return place
+    return None if len(tokens) == len(expected) else min(len(tokens), len(expected))
+
+
+def logits_after(llm: LLM, tokens: SequenceOf[int]) -> Tensor:
+    """float32 [V] after a text, from one pass over it alone."""
+    runner, row = llm.engine.target, -1
+    runner.cache.tables.reserve(row, len(tokens))
+    logits = runner.feed([Span(row, 0, tokens, 1, len(tokens))])[0].float()
+    runner.cache.tables.release(row)
+    return logits
+
+
+class Judge:
+    """Says whether two tokens after the same prefix are a tie of rounding."""
+
+    def __init__(self, exact: LLM, rounded: LLM) -> None:
+        self._exact, self._rounded = exact, rounded
+
+    def compare(self, row: int, prompt: SequenceOf[int], tokens: Tokens, expected: Tokens, place: int) -> Mismatch:
+        token = tokens[place] if place < len(tokens) else None
+        wanted = expected[place] if place < len(expected) else None
+        if token is None or wanted is None:  # one text ended where the other went on: no two tokens to tie
+            return Mismatch(row, place, token, wanted, torch.inf, 0.0, is_tie=False)
+        prefix = [*prompt, *expected[:place]]
+        exact, rounded = logits_after(self._exact, prefix), logits_after(self._rounded, prefix)
+        error = float((exact - rounded).abs().max())
+        gap = float((exact[token] - exact[wanted]).abs())
+        are_top_two = {token, wanted} == set(exact.topk(2).indices.tolist())
+        return Mismatch(row, place, token, wanted, gap, error, is_tie=are_top_two and gap <= 2 * error)
+
+
+def compare(case: Case, outputs: SequenceOf[Tokens], truth: SequenceOf[Tokens], request: Request, judge: Judge | None) -> Result:
+    """Row by row; without a judge the differences are counted and not explained."""
+    places = [first_difference(a, b) for a, b in zip(outputs, truth, strict=True)]
+    shares = [1.0 if place is None else place / max(1, len(expected)) for place, expected in zip(places, truth, strict=True)]
+    mismatches = [
+        judge.compare(row, request.prompts[row], outputs[row], truth[row], place)
+        for row, place in enumerate(places)
+        if judge is not None and place is not None
+    ]
+    return Result(case, len(truth), places.count(None), sum(shares) / len(shares), judge is not None, mismatches)
+
+
+def verify_dtype(
+    request: Request, dtype: str, strategies: SequenceOf[str], batch_sizes: SequenceOf[int], draft_model: str | None, has_control: bool
+) -> Iterator[Result]:
+    """Every strategy × drafter × batch size in one dtype, then `transformers` against itself."""
+    target = load_model(request.model, dtype)
+    draft = load_model(draft_model, dtype) if draft_model else None
+    alone = LLM(target, max_num_seqs=1)
+    params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens)
+    truth = [alone.generate([p], params)[0].outputs[0].token_ids for p in request.prompts]
+    judge = Judge(alone if dtype == "float32" else LLM(load_model(request.model, "float32"), max_num_seqs=1), alone)
+    for strategy in strategies:
+        for drafter, config in request.drafters.items():
+            for size in batch_sizes:
+                outputs = _generate(target, draft, config, STRATEGIES[strategy], size, request, params)
+                yield compare(Case(dtype, strategy, drafter, size), outputs, truth, request, judge)
+    if has_control:
+        yield from _control(request, dtype, batch_sizes, target.eos_token_ids)
+
+
+def _generate(
+    target: LoadedModel,
+    draft: LoadedModel | None,
+    config: Mapping[str, Any] | None,
+    strategy: Mapping[str, Any],
+    batch_size: int,
+    request: Request,
+    params: SamplingParams,
+) -> list[Tokens]:
+    llm = LLM(target, config, draft, max_num_seqs=batch_size, refill=request.refill, **strategy)
+    return [o.outputs[0].token_ids for o in llm.generate(list(request.prompts), params)]
+
+
+def _control(request: Request, dtype: str, batch_sizes: SequenceOf[int], end_tokens: frozenset[int]) -> Iterator[Result]:
+    """What batching costs in equality elsewhere: reported, not judged."""
+    model = load_plain(request.model)[0].to(DTYPES[dtype])
+    truth = _framework_generate(model, request, 1, end_tokens)
+    for size in batch_sizes:
+        if size > 1:
+            outputs = _framework_generate(model, request, size, end_tokens)
+            yield compare(Case(dtype, FRAMEWORK, "none", size), outputs, truth, request, None)
+
+
+def _framework_generate(model: PreTrainedModel, request: Request, batch_size: int, end_tokens: frozenset[int]) -> list[Tokens]:
+    """Left-padded static batches through `generate`."""
+    outputs: list[Tokens] = []
+    for start in range(0, len(request.prompts), batch_size):
+        rows = request.prompts[start : start + batch_size]
+        width = max(map(len, rows))
+        ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+        done = model.generate(ids, attention_mask=mask, max_new_tokens=request.max_tokens, do_sample=False, pad_token_id=0)
+        outputs += [cut(row[width:].tolist(), end_tokens) for row in done]
+    return outputs
+
+
+def verify_model(
+    request: Request,
+    dtypes: SequenceOf[str],
+    strategies: SequenceOf[str],
+    batch_sizes: SequenceOf[int],
+    draft_model: str | None = None,
+    has_control: bool = True,
+    on_result: Callable[[Result], None] = lambda _: None,
+) -> list[Result]:
+    """All cells of the table, in order of dtype, strategy, drafter, batch size."""
+    for kind, names, known in (("strategy", strategies, STRATEGIES), ("dtype", dtypes, DTYPES)):
+        if unknown := [n for n in names if n not in known]:
+            raise ConfigError(f"there is no {kind} {unknown[0]!r}; known: {', '.join(known)}")
+    results = []
+    for dtype in dtypes:
+        for result in verify_dtype(request, dtype, strategies, batch_sizes, draft_model, has_control):
+            results.append(result)
+            on_result(result)
+    return results

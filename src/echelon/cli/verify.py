@@ -1,0 +1,137 @@
+"""`echelon verify`: is the text of every strategy and drafter that of plain decoding alone?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as SequenceOf
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from echelon import LLM, ConfigError, SamplingParams
+from echelon.bench.throughput import environment
+from echelon.bench.verify import STRATEGIES, Request, Result, verify_model
+from echelon.bench.workloads import code_prompts
+from echelon.cli.shared import ModelArgument, RefillOption, errors
+from echelon.demo import held_out_files
+from echelon.requests import read_requests
+
+DRAFTERS = ("none", "ngram", "draft_model")
+
+
+def verify(
+    model: ModelArgument,
+    draft_model: Annotated[str | None, typer.Option(help="Folder or hub name; without it the drafter `draft_model` is left out.")] = None,
+    strategies: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(STRATEGIES),
+    drafters: Annotated[str, typer.Option(help="Comma-separated; `none` is plain decoding.")] = ",".join(DRAFTERS),
+    batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,4,8",
+    dtypes: Annotated[str, typer.Option(help="Comma-separated.")] = "float32,bfloat16",
+    input: Annotated[Path | None, typer.Option(help="Prompts, .txt or .jsonl; held-out Python source by default.")] = None,
+    num_prompts: Annotated[int, typer.Option(help="Prompts to use.", min=1)] = 8,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the longest prompt of source; the others are shorter.", min=4)] = 96,
+    max_tokens: Annotated[int, typer.Option(help="New tokens a prompt.", min=1)] = 48,
+    num_speculative_tokens: Annotated[int, typer.Option(help="Most drafted tokens a row.", min=1)] = 5,
+    refill: RefillOption = True,
+    control: Annotated[bool, typer.Option("--control/--no-control", help="Also compare `transformers` with itself at batch 1.")] = True,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Compare token ids with plain decoding at batch 1: exact and partial match of every strategy, drafter, batch size and dtype.
+
+    Exit 1 if any difference is not a tie of rounding: both tokens the float32 model's top two, no further apart than twice the error of
+    the dtype.
+    """
+    sizes = [_size(part) for part in batch_sizes.split(",")]
+    request = Request(
+        model,
+        _prompts(model, input, num_prompts, prompt_tokens, max_tokens),
+        _drafters(drafters.split(","), draft_model, num_speculative_tokens),
+        max_tokens,
+        refill,
+    )
+    chosen, kinds = strategies.split(","), dtypes.split(",")
+    total = len(kinds) * (len(chosen) * len(request.drafters) * len(sizes) + control * sum(s > 1 for s in sizes))
+    with Progress(console=errors, transient=True) as progress:
+        task = progress.add_task("plain decoding at batch 1", total=total)
+
+        def done(result: Result) -> None:
+            case = result.case
+            progress.update(task, advance=1, description=f"{case.dtype}, {case.strategy}, {case.drafter}, batch {case.batch_size}")
+
+        results = verify_model(request, kinds, chosen, sizes, draft_model, control, done)
+    num_faults = sum(r.num_faults for r in results)
+    if json_output:
+        typer.echo(json.dumps({"environment": environment(), "num_faults": num_faults, "results": [as_json(r) for r in results]}))
+    else:
+        for kind in kinds:
+            Console().print(as_table(kind, [r for r in results if r.case.dtype == kind]))
+    _explain(results)
+    if num_faults:
+        errors.print(f"[red]{num_faults} rows differ from plain decoding by more than a tie[/]")
+        raise typer.Exit(1)
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    value: dict[str, Any] = asdict(result)
+    case: dict[str, Any] = value.pop("case")
+    # JSON knows no infinity: a text that ended where the other went on has no gap
+    mismatches = [m | {"gap": None if m["token"] is None or m["expected"] is None else m["gap"]} for m in value["mismatches"]]
+    return case | value | {"exact_match": result.exact_match, "num_faults": result.num_faults, "mismatches": mismatches}
+
+
+def as_table(title: str, results: SequenceOf[Result]) -> Table:
+    table = Table("strategy", "drafter", "batch", "exact", "partial", "ties", "faults", title=title)
+    for r in results:
+        case = r.case
+        ties = str(sum(m.is_tie for m in r.mismatches)) if r.is_judged else "–"
+        faults = f"[red]{r.num_faults}[/]" if r.num_faults else ("0" if r.is_judged else "–")
+        exact, partial = f"{r.num_exact} of {r.num_rows}", f"{r.partial_match:.1%}"
+        table.add_row(case.strategy, case.drafter, str(case.batch_size), exact, partial, ties, faults)
+    return table
+
+
+def _explain(results: SequenceOf[Result]) -> None:
+    """Every fault; ties are in the JSON."""
+    for r in results:
+        for m in (m for m in r.mismatches if not m.is_tie):
+            case = r.case
+            where = f"{case.dtype}, {case.strategy}, {case.drafter}, batch {case.batch_size}, row {m.row}, token {m.position}"
+            errors.print(
+                f"{where}: {m.token} for {m.expected}, {m.gap:.4f} apart in float32, the dtype errs by {m.error:.4f}", highlight=False
+            )
+
+
+def _prompts(model: str, path: Path | None, count: int, num_tokens: int, max_tokens: int) -> list[list[int]]:
+    """Token ids; those made from source have different lengths, or padding would have nothing to do."""
+    llm = LLM(model, max_num_seqs=1)
+    if path is not None:
+        prompts = [r.token_ids(llm) for r in read_requests(path, count)]
+    elif llm.target.tokenizer is None:
+        raise ConfigError(f"{model!r} has no tokenizer to encode source with; give --input with prompt_token_ids")
+    else:
+        whole = code_prompts(llm.target.tokenizer, held_out_files(), count, num_tokens)
+        prompts = [p[i * 7 % (num_tokens // 2) :] for i, p in enumerate(whole)]
+    for prompt in prompts:
+        llm.check_prompt(prompt, SamplingParams(max_tokens=max_tokens))
+    return prompts
+
+
+def _drafters(names: SequenceOf[str], draft_model: str | None, num_speculative_tokens: int) -> dict[str, dict[str, Any] | None]:
+    """Name → speculative_config, `draft_model` only where one is given."""
+    if unknown := [n for n in names if n not in DRAFTERS]:
+        raise ConfigError(f"there is no drafter {unknown[0]!r} here; known: {', '.join(DRAFTERS)}")
+    config: dict[str, Any] = {"num_speculative_tokens": num_speculative_tokens}
+    found = {n: None if n == "none" else config | {"method": n} for n in names if n != "draft_model" or draft_model}
+    if not found:
+        raise ConfigError("the drafter 'draft_model' needs --draft-model; give one, or another drafter")
+    return found
+
+
+def _size(text: str) -> int:
+    if not text.strip().isdigit() or int(text) < 1:
+        raise ConfigError(f"--batch-sizes: {text!r} is no batch size; write 1,4,8")
+    return int(text)

@@ -1,0 +1,71 @@
+"""The tensors behind line tables: one rectangle of lines and slots a layer."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from echelon.kv.cache import LayerShape
+from echelon.kv.lines import LineTables, Move
+
+
+class RectangleCache:
+    """keys[layer], values[layer]: [num_lines, num_slots, num_kv_heads, size], in the cache's dtype.
+
+    Dead slots must be finite: the framework's masked attention gives them the weight 0 and multiplies, and 0 · NaN is NaN. So the storage
+    starts as zeros, only real tokens are ever written, and what a dead slot holds is the key and value of some former token.
+    """
+
+    def __init__(self, shapes: list[LayerShape], tables: LineTables, dtype: torch.dtype, device: torch.device) -> None:
+        self.tables = tables
+        self.seconds = 0.0  # spent moving keys and values about
+
+        def storage(heads: int, size: int) -> Tensor:
+            return torch.zeros(*tables.positions.shape, heads, size, dtype=dtype, device=device)
+
+        self.keys = [storage(s.num_kv_heads, s.key_size) for s in shapes]
+        self.values = [storage(s.num_kv_heads, s.value_size) for s in shapes]
+
+    @property
+    def bytes_per_slot(self) -> int:
+        return sum(t[0, 0].numel() * t.element_size() for t in (*self.keys, *self.values))
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Store keys and values [T, num_kv_heads, size] in `slots` int64 [T] = line · num_slots + slot, in the cache's dtype."""
+        for storage, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            storage.flatten(0, 1).index_copy_(0, slots, new.to(storage.dtype))
+
+    def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of `slots` int64 [B, W] as new tensors [B, W, num_kv_heads, size]."""
+        start = time.perf_counter()
+        flat, shape = slots.flatten(), slots.shape
+        keys, values = (s[layer].flatten(0, 1).index_select(0, flat).view(*shape, *s[layer].shape[2:]) for s in (self.keys, self.values))
+        self.seconds += time.perf_counter() - start
+        return keys, values
+
+    def apply_copies(self) -> None:
+        """Carry out the moves that the tables ask for, each with one gather a tensor."""
+        start = time.perf_counter()
+        while self.tables.moves:
+            self._apply(self.tables.moves.pop(0))
+        self.seconds += time.perf_counter() - start
+
+    def _apply(self, move: Move) -> None:
+        num_slots, width = self.tables.num_slots, move.slots.shape[1]
+        sources = torch.from_numpy((move.sources[:, None] * num_slots + move.slots).ravel())
+        goals = move.targets[:, None] * num_slots + np.arange(move.first, move.first + width)
+        targets = torch.from_numpy(goals.ravel())
+        for storage in (*self.keys, *self.values):
+            flat = storage.flatten(0, 1)
+            flat.index_copy_(0, targets, flat.index_select(0, sources))
+
+    def held_slots(self) -> Tensor:
+        """bool [num_lines, num_slots]: slots that hold a cached token of some row; all others are dead."""
+        return torch.from_numpy(self.tables.positions >= 0)
+
+    def check(self) -> None:
+        self.tables.check()
+        assert not self.tables.moves, "a move was asked for and never carried out"

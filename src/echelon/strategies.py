@@ -1,0 +1,63 @@
+"""What a strategy is made of: KV storage, layout, and which rows take part in a step. Everything else is the same code for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import torch
+
+from echelon.config import EngineConfig
+from echelon.kv.blocks import BlockTables
+from echelon.kv.cache import KVCache, LayerShape
+from echelon.kv.lines import LineTables
+from echelon.kv.rectangle import RectangleCache
+from echelon.layouts import padded, realign
+from echelon.memory import MemoryPlan, plan_kv
+from echelon.selection import PromptsApart, SameLength, Selector
+from echelon.target.attention import record_layers
+from echelon.target.loading import LoadedModel
+from echelon.target.masked import MaskedRunner, Pack, record_maskable_layers
+from echelon.target.runner import ModelRunner
+
+PADDED: dict[str, Pack] = {"both": padded.pack, "kv": padded.pack_kv, "inputs": padded.pack_inputs}
+REALIGN: dict[str, Pack] = {"none": realign.pack, "same_length": realign.pack_group}
+CPU = torch.device("cpu")
+
+
+def build_runners(
+    config: EngineConfig, models: SequenceOf[LoadedModel], max_len: int, num_speculative_tokens: int
+) -> tuple[MemoryPlan, list[ModelRunner]]:
+    """One runner a model, all with the same strategy, on pools of equally many blocks or lines."""
+    if config.strategy == "unpadded":
+        return _unpadded(config, models, max_len)
+    pack = PADDED[config.pad] if config.strategy == "padded" else REALIGN[config.grouping]
+    layers = [record_maskable_layers(m.model) for m in models]
+    num_slots = max_len + num_speculative_tokens  # a draft may reach beyond the longest row of a rectangle
+    plan = plan_kv(_bytes_per_token(models, layers), num_slots, config.num_rows_held, num_slots, config.kv_cache_memory_bytes)
+    runners: list[ModelRunner] = []
+    for loaded, shapes in zip(models, layers, strict=True):
+        tables = LineTables(min(plan.num_blocks, config.num_rows_held), num_slots, num_speculative_tokens)
+        runners.append(MaskedRunner(loaded, RectangleCache(shapes, tables, loaded.model.dtype, CPU), pack))
+    return plan, runners
+
+
+def _unpadded(config: EngineConfig, models: SequenceOf[LoadedModel], max_len: int) -> tuple[MemoryPlan, list[ModelRunner]]:
+    layers = [record_layers(m.model) for m in models]
+    per_token = _bytes_per_token(models, layers)
+    plan = plan_kv(per_token, config.block_size, config.max_num_seqs, max_len, config.kv_cache_memory_bytes)
+    runners = []
+    for loaded, shapes in zip(models, layers, strict=True):
+        tables = BlockTables(plan.num_blocks, plan.block_size, -(-max_len // plan.block_size))
+        runners.append(ModelRunner(loaded, KVCache(shapes, tables, loaded.model.dtype, CPU)))
+    return plan, runners
+
+
+def _bytes_per_token(models: SequenceOf[LoadedModel], layers: SequenceOf[SequenceOf[LayerShape]]) -> int:
+    return sum(s.num_entries * m.model.dtype.itemsize for m, shapes in zip(models, layers, strict=True) for s in shapes)
+
+
+def selector(config: EngineConfig) -> Selector | None:
+    """Which running rows take part in a step; `None`: all, prompts beside decoding rows."""
+    if config.grouping == "same_length":
+        return SameLength(config.max_num_seqs)
+    return None if config.strategy == "unpadded" else PromptsApart()
