@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from echelon import ops
 from echelon.batch import RaggedBatch, Span
 from echelon.kv.blocks import BlockTables
 from echelon.layouts import unpadded
+from echelon.ops import attention, reference
+from echelon.ops.compiled import is_built
 
 CASES = {
     "plain": {},
@@ -19,6 +23,13 @@ CASES = {
     "sinks": {"sinks": torch.linspace(-1, 1, 6)},
     "window, softcap and sinks": {"window": 5, "softcap": 3.0, "sinks": torch.linspace(-2, 2, 6)},
 }
+
+
+needs_kernels = pytest.mark.skipif(not is_built(), reason="the compiled kernels are not built")
+IMPLEMENTATIONS = [
+    pytest.param(reference.ragged_attention, id="reference"),
+    pytest.param(attention.ragged_attention, id="compiled", marks=needs_kernels),
+]
 
 
 def naive(query: Tensor, key: Tensor, value: Tensor, position: int, scale: float, **options: object) -> Tensor:
@@ -48,9 +59,10 @@ def random_batch(rng: np.random.Generator, num_rows: int, block_size: int) -> tu
     return unpadded.pack(spans, tables), tables
 
 
+@pytest.mark.parametrize("attend", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("seed", range(4))
-def test_matches_the_naive_form(case: str, seed: int) -> None:
+def test_matches_the_naive_form(case: str, seed: int, attend: Callable[..., Tensor]) -> None:
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     options = CASES[case]
@@ -63,14 +75,81 @@ def test_matches_the_naive_form(case: str, seed: int) -> None:
         blocks = torch.tensor(tables.blocks(row))
         slots = (blocks[:, None] * block + torch.arange(block)).flatten()[: int(batch.kv_lens[row])]
         keys[slots], values[slots] = torch.randn(len(slots), kv_heads, size), torch.randn(len(slots), kv_heads, size)
-    got = ops.ragged_attention(query, keys, values, batch, 0.25, **options)
+    got = attend(query, keys, values, batch, 0.25, **options)
     for row in range(6):
         blocks = torch.tensor(tables.blocks(row))
         slots = (blocks[:, None] * block + torch.arange(block)).flatten()[: int(batch.kv_lens[row])]
         alone_keys, alone_values = torch.full_like(keys, torch.nan), torch.full_like(values, torch.nan)
         alone_keys[slots], alone_values[slots] = keys[slots], values[slots]
-        neighbours_gone = ops.ragged_attention(query, alone_keys, alone_values, batch, 0.25, **options)
+        neighbours_gone = attend(query, alone_keys, alone_values, batch, 0.25, **options)
         for token in range(int(batch.indptr[row]), int(batch.indptr[row + 1])):
             expected = naive(query[token], keys[slots], values[slots], int(batch.positions[token]), 0.25, **options)
             assert torch.allclose(expected.float(), got[token], rtol=1e-5, atol=1e-5)
             assert torch.equal(neighbours_gone[token], got[token])
+
+
+def filled(tables: BlockTables, rows: int, kv_heads: int, sizes: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+    """Keys and values in the slots that rows hold, NaN everywhere else."""
+    generator = torch.Generator().manual_seed(rows)
+    storages = []
+    for size in sizes:
+        storage = torch.full((1400 * tables.block_size, kv_heads, size), torch.nan, dtype=dtype)
+        for row in range(rows):
+            blocks = torch.tensor(tables.blocks(row))
+            slots = (blocks[:, None] * tables.block_size + torch.arange(tables.block_size)).flatten()
+            storage[slots] = torch.randn(len(slots), kv_heads, size, generator=generator).to(dtype)
+        storages.append(storage)
+    return storages
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "sizes"), [(6, 2, (24, 40)), (8, 1, (64, 64)), (4, 4, (128, 128)), (80, 1, (8, 8))])
+def test_the_kernel_agrees_with_the_reference(heads: int, kv_heads: int, sizes: tuple[int, int], dtype: torch.dtype, threads: int) -> None:
+    """500 ragged rows a shape: alone and together, whatever the window and cap."""
+    assert threads == torch.get_num_threads()
+    rng = np.random.default_rng(heads)
+    for case in CASES.values():
+        options = {k: torch.linspace(-1, 1, heads) if k == "sinks" else v for k, v in case.items()}
+        batch, tables = random_batch(rng, 20, 16)
+        keys, values = filled(tables, 20, kv_heads, sizes, dtype)
+        query = torch.randn(batch.num_tokens, heads, sizes[0], generator=torch.Generator().manual_seed(1)).to(dtype)
+        expected = reference.ragged_attention(query, keys, values, batch, 0.2, **options)
+        got = attention.ragged_attention(query, keys, values, batch, 0.2, **options)
+        limit = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
+        assert got.dtype == dtype
+        assert float((got.double() - expected.double()).abs().max()) < limit * float(expected.double().abs().max())
+
+
+@pytest.mark.parametrize("attend", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_a_query_depends_on_what_it_sees_alone(case: str, dtype: torch.dtype, attend: Callable[..., Tensor], threads: int) -> None:
+    """A row of 300 tokens whole, in pieces, token by token; alone and beside 1 to 63 others: the same bits."""
+    assert threads == torch.get_num_threads()
+    heads, kv_heads, size, length = 6, 2, 24, 300
+    tables = BlockTables(1400, 16, 300)
+    rng = np.random.default_rng(0)
+    lengths = [length, *rng.integers(1, 150, 63).tolist()]
+    for row, count in enumerate(lengths):
+        assert tables.reserve(row, count)
+    keys, values = filled(tables, 64, kv_heads, (size, size), dtype)
+    queries = [torch.randn(n, heads, size, generator=torch.Generator().manual_seed(r)).to(dtype) for r, n in enumerate(lengths)]
+
+    def run(pieces: dict[int, tuple[int, int]]) -> dict[int, Tensor]:
+        spans = [Span(row, start, [0] * (end - start), 1, end) for row, (start, end) in pieces.items()]
+        query = torch.cat([queries[row][start:end] for row, (start, end) in pieces.items()])
+        out = attend(query, keys, values, unpadded.pack(spans, tables), 0.3, **CASES[case])
+        return dict(zip(pieces, out.split([e - s for s, e in pieces.values()]), strict=True))
+
+    whole = run({0: (0, length)})[0]
+    assert bool(whole.isfinite().all())
+    for cuts in ([0, 1, 8, 9, 70, 135, 299, 300], list(range(280, 301))):
+        for start, end in pairwise(cuts):
+            assert torch.equal(run({0: (start, end)})[0], whole[start:end])
+    for count in (1, 7, 63):
+        others = {row: (lengths[row] // 2, lengths[row]) for row in range(1, count + 1) if lengths[row] > 1}
+        order = [*list(others)[: count // 2], 0, *list(others)[count // 2 :]]
+        for start, end in ((0, 300), (290, 300), (128, 129)):
+            pieces = others | {0: (start, end)}
+            assert torch.equal(run({row: pieces[row] for row in order})[0], whole[start:end])

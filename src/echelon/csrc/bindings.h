@@ -5,6 +5,7 @@
 
 namespace echelon {
 
+void bind_attention(pybind11::module_& module);
 void bind_elementwise(pybind11::module_& module);
 void bind_linear(pybind11::module_& module);
 void bind_sample(pybind11::module_& module);

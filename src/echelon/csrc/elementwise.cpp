@@ -12,58 +12,6 @@ namespace {
 
 constexpr int64_t lanes = 16;  // independent partial sums of a reduction
 
-// 16-bit numbers by their bits, so that one loop serves every processor.
-INLINE float widen_bfloat16(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
-
-INLINE uint16_t narrow_bfloat16(float value) {
-  const uint32_t bits = std::bit_cast<uint32_t>(value);
-  const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;  // to nearest, ties to even
-  const uint32_t quiet = bits >> 16 | 0x40u;
-  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
-}
-
-// Shift the exponent by a multiplication, which also serves subnormal numbers.
-INLINE float widen_float16(uint16_t half) {
-  const uint32_t magnitude = static_cast<uint32_t>(half & 0x7fffu) << 13;
-  const float scaled = std::bit_cast<float>(magnitude) * 0x1p112f;
-  const uint32_t is_special = (half & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;
-  const uint32_t bits = std::bit_cast<uint32_t>(scaled) | is_special;
-  return std::bit_cast<float>(bits | static_cast<uint32_t>(half & 0x8000u) << 16);
-}
-
-INLINE uint16_t narrow_float16(float value) {
-  const uint32_t bits = std::bit_cast<uint32_t>(value);
-  const uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
-  const uint32_t normal = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - 0x38000000u) >> 13;
-  // below 2⁻¹⁴ the sum with 0.5 puts the rounded value into the low bits of the significand
-  const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
-  const uint32_t subnormal = std::bit_cast<uint32_t>(shifted) - std::bit_cast<uint32_t>(0.5f);
-  const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-  const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
-  return static_cast<uint16_t>(sign | (magnitude >= 0x477ff000u ? special : finite));
-}
-
-template <Storage type>
-struct Number;
-template <>
-struct Number<Storage::float32> {
-  using Stored = float;
-  INLINE float widen(float v) { return v; }
-  INLINE float narrow(float v) { return v; }
-};
-template <>
-struct Number<Storage::bfloat16> {
-  using Stored = uint16_t;
-  INLINE float widen(uint16_t v) { return widen_bfloat16(v); }
-  INLINE uint16_t narrow(float v) { return narrow_bfloat16(v); }
-};
-template <>
-struct Number<Storage::float16> {
-  using Stored = uint16_t;
-  INLINE float widen(uint16_t v) { return widen_float16(v); }
-  INLINE uint16_t narrow(float v) { return narrow_float16(v); }
-};
-
 template <Activation kind>
 INLINE float activation(float x) {
   if constexpr (kind == Activation::silu) return x / (1.0f + exponential(-x));

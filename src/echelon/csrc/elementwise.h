@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
-namespace echelon {
+#include "numbers.h"
 
-enum class Storage { float32, bfloat16, float16 };
+namespace echelon {
 
 enum class Activation { silu, gelu_tanh, gelu };
 

@@ -7,6 +7,7 @@
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("isa", [] { return echelon::isa_name(echelon::active_isa()); });
   module.def("set_isa", &echelon::set_isa);
+  echelon::bind_attention(module);
   echelon::bind_elementwise(module);
   echelon::bind_sample(module);
   echelon::bind_linear(module);

@@ -8,7 +8,8 @@ that are masked or stale are never multiplied.
 import torch
 
 from echelon.ops import compiled, linear
-from echelon.ops.reference import LARGEST_CALL, ROWS_PER_CALL, RowCounts, fixed_rows_linear, ragged_attention
+from echelon.ops.attention import ragged_attention
+from echelon.ops.reference import LARGEST_CALL, ROWS_PER_CALL, RowCounts, fixed_rows_linear
 
 __all__ = ["ROWS_PER_CALL", "RowCounts", "fixed_rows_linear", "ragged_attention", "which"]
 
@@ -16,9 +17,20 @@ __all__ = ["ROWS_PER_CALL", "RowCounts", "fixed_rows_linear", "ragged_attention"
 def which() -> dict[str, str]:
     """Operation → the implementation that serves it, with the reason."""
     return {
-        "ragged_attention": "PyTorch (tiles of fixed shape, float32 accumulation): no compiled kernels in this version",
+        "ragged_attention": _attention(),
         "linear": _linear(),
+        "norms, rotary, activations": _compiled("rounded once, where seen to compute what the model's own do", "the model's own"),
+        "drawing tokens": _compiled("no sort, noise only for tokens that can win", "NumPy, row by row"),
     }
+
+
+def _compiled(how: str, otherwise: str) -> str:
+    return f"compiled: {how}" if compiled.is_built() else f"{otherwise}: no compiled kernels ({compiled.REASON})"
+
+
+def _attention() -> str:
+    how = "keys and values read once a step for all new tokens and heads of a group; tiles at fixed positions, float32"
+    return _compiled(how, "PyTorch (tiles of fixed shape, float32 accumulation)")
 
 
 def _linear() -> str:

@@ -1,0 +1,272 @@
+#include "attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+// Multiply-adds are fused where the processor can: always or never, so a query's bits do not depend on the queries beside it.
+#pragma GCC optimize("fp-contract=fast")
+
+namespace echelon {
+namespace {
+
+using F16 = float __attribute__((vector_size(64)));
+using U16 = uint32_t __attribute__((vector_size(64)));
+
+constexpr int64_t lanes = 16;
+constexpr float minus_infinity = -__builtin_inff();
+
+INLINE int64_t padded(int64_t n) { return (n + lanes - 1) / lanes * lanes; }
+INLINE F16 splat(float x) { return F16{} + x; }
+
+INLINE F16 load(const float* p) {
+  F16 v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+INLINE void store(float* p, F16 v) { std::memcpy(p, &v, sizeof v); }
+
+// `size` values of storage, widened and filled up with zeros to full vectors.
+template <Storage type>
+INLINE void widen_row(const void* from, int64_t size, float scale, float* to) {
+  using N = Number<type>;
+  const auto* in = static_cast<const typename N::Stored*>(from);
+  for (int64_t i = 0; i < size; ++i) to[i] = N::widen(in[i]) * scale;
+  for (int64_t i = size; i < padded(size); ++i) to[i] = 0.0f;
+}
+
+// Exchange lanes that differ in bit `h` between vectors that differ in bit `h`: four of these transpose 16 × 16.
+template <int h>
+INLINE void exchange(F16* v) {
+  U16 low, high;
+  for (uint32_t lane = 0; lane < 16; ++lane) {
+    low[lane] = lane & h ? 16 + lane - h : lane;
+    high[lane] = lane & h ? 16 + lane : lane + h;
+  }
+  for (int i = 0; i < 16; ++i) {
+    if (i & h) continue;
+    const F16 a = v[i], b = v[i + h];
+    v[i] = __builtin_shuffle(a, b, low);
+    v[i + h] = __builtin_shuffle(a, b, high);
+  }
+}
+
+// rows [key_tile][width] -> columns [width][key_tile].
+INLINE void transpose(const float* rows, int64_t width, float* columns) {
+  for (int64_t key = 0; key < key_tile; key += lanes)
+    for (int64_t d = 0; d < width; d += lanes) {
+      F16 v[lanes];
+      for (int64_t i = 0; i < lanes; ++i) v[i] = load(rows + (key + i) * width + d);
+      exchange<1>(v);
+      exchange<2>(v);
+      exchange<4>(v);
+      exchange<8>(v);
+      for (int64_t i = 0; i < lanes; ++i) store(columns + (d + i) * key_tile + key, v[i]);
+    }
+}
+
+// c[M][N vectors] += a[M][depth] · b[depth][N vectors]: one chain of multiply-adds an output.
+template <int M, int N>
+INLINE void multiply_block(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride, int64_t depth) {
+  F16 sum[M][N];
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < N; ++j) sum[i][j] = load(c + i * c_stride + j * lanes);
+  for (int64_t k = 0; k < depth; ++k) {
+    F16 right[N];
+    for (int j = 0; j < N; ++j) right[j] = load(b + k * b_stride + j * lanes);
+    for (int i = 0; i < M; ++i) {
+      const F16 left = splat(a[i * a_stride + k]);
+      for (int j = 0; j < N; ++j) sum[i][j] += left * right[j];
+    }
+  }
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < N; ++j) store(c + i * c_stride + j * lanes, sum[i][j]);
+}
+
+template <int N>
+INLINE void multiply_rows(int64_t rows, const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride,
+                          int64_t depth) {
+  int64_t i = 0;
+  for (; i + 4 <= rows; i += 4) multiply_block<4, N>(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, depth);
+  for (; i < rows; ++i) multiply_block<1, N>(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, depth);
+}
+
+// c[rows][columns] += a[rows][depth] · b[depth][columns], columns a multiple of 16.
+INLINE void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t a_stride, const float* b, float* c) {
+  int64_t j = 0;
+  for (; j + 4 * lanes <= columns; j += 4 * lanes) multiply_rows<4>(rows, a, a_stride, b + j, columns, c + j, columns, depth);
+  for (; j < columns; j += lanes) multiply_rows<1>(rows, a, a_stride, b + j, columns, c + j, columns, depth);
+}
+
+// tanh with a relative error below 1e-6: its series near 0, from eˣ elsewhere.
+INLINE float hyperbolic_tangent(float x) {
+  const float z = x * x, a = std::abs(x);
+  const float near = x * (1.0f + z * (-1.0f / 3.0f + z * (2.0f / 15.0f + z * (-17.0f / 315.0f))));
+  const float far = std::copysign(1.0f - 2.0f / (exponential(2.0f * a) + 1.0f), x);
+  return a < 0.25f ? near : far;
+}
+
+// What one unit works with; one a thread, kept.
+struct Scratch {
+  std::vector<float> memory;
+  float *query, *rows, *columns, *values, *scores, *out, *sums, *highest;
+
+  void lay_out(int64_t heads, int64_t pairs, int64_t key_width, int64_t value_width) {
+    const int64_t sizes[] = {heads * pairs * key_width,   key_tile * key_width,     key_tile * key_width, key_tile * value_width,
+                             pairs * key_tile,            heads * pairs * value_width, heads * pairs * lanes, heads * pairs};
+    float** places[] = {&query, &rows, &columns, &values, &scores, &out, &sums, &highest};
+    int64_t total = 0;
+    for (const int64_t size : sizes) total += padded(size);
+    memory.resize(static_cast<size_t>(total));
+    float* at = memory.data();
+    for (int i = 0; i < 8; ++i) {
+      *places[i] = at;
+      at += padded(sizes[i]);
+    }
+  }
+};
+
+// Softmax of one query over a tile, online: scores become weights, what was summed before shrinks by the returned factor. The query sees
+// keys `first` to `last` of the tile; every other weight is exactly 0.
+INLINE float softmax(float* scores, int64_t first, int64_t last, float softcap, float* highest, float* sums) {
+  if (softcap > 0.0f)
+    for (int64_t k = 0; k < key_tile; ++k) scores[k] = hyperbolic_tangent(scores[k] / softcap) * softcap;
+  float most[lanes];
+  for (int64_t j = 0; j < lanes; ++j) most[j] = minus_infinity;
+  for (int64_t k = 0; k < key_tile; k += lanes)
+    for (int64_t j = 0; j < lanes; ++j) {
+      const bool is_visible = (k + j >= first) & (k + j <= last);
+      const float score = is_visible ? scores[k + j] : minus_infinity;
+      most[j] = score > most[j] ? score : most[j];
+    }
+  float now = *highest;
+  for (int64_t j = 0; j < lanes; ++j) now = most[j] > now ? most[j] : now;
+  const float shrink = *highest == minus_infinity ? 0.0f : exponential(*highest - now);
+  *highest = now;
+  for (int64_t j = 0; j < lanes; ++j) sums[j] *= shrink;
+  for (int64_t k = 0; k < key_tile; k += lanes)
+    for (int64_t j = 0; j < lanes; ++j) {
+      const bool is_visible = (k + j >= first) & (k + j <= last);
+      const float weight = is_visible ? exponential(scores[k + j] - now) : 0.0f;
+      scores[k + j] = weight;
+      sums[j] += weight;
+    }
+  return shrink;
+}
+
+template <Storage type>
+INLINE void load_queries(const AttentionCall& call, const AttentionUnit& unit, int64_t group, int64_t width, Scratch& s) {
+  const int64_t pairs = (unit.token_end - unit.token_begin) * group;
+  for (int64_t head = unit.head_begin; head < unit.head_end; ++head)
+    for (int64_t pair = 0; pair < pairs; ++pair) {
+      const int64_t at = (unit.token_begin + pair / group) * call.query_token_stride + (head * group + pair % group) * call.query_head_stride;
+      const auto* from = static_cast<const typename Number<type>::Stored*>(call.query) + at;
+      widen_row<type>(from, call.key_size, call.scale, s.query + ((head - unit.head_begin) * pairs + pair) * width);
+    }
+}
+
+// Keys and values of a tile for one head, in float32; places that no query of the unit sees become 0 and are not read.
+template <Storage type>
+INLINE void load_tile(const AttentionCall& call, const AttentionUnit& unit, int64_t head, int64_t start, int64_t first, int64_t last,
+                      int64_t key_width, int64_t value_width, Scratch& s) {
+  using Stored = typename Number<type>::Stored;
+  const int32_t* table = call.block_table + unit.row * call.table_stride;
+  for (int64_t k = 0; k < key_tile; ++k) {
+    if (start + k < first || start + k > last) {
+      std::fill_n(s.rows + k * key_width, key_width, 0.0f);
+      std::fill_n(s.values + k * value_width, value_width, 0.0f);
+      continue;
+    }
+    const int64_t slot = table[(start + k) / call.block_size] * call.block_size + (start + k) % call.block_size;
+    const int64_t at = slot * call.num_kv_heads + head;
+    widen_row<type>(static_cast<const Stored*>(call.keys) + at * call.key_size, call.key_size, 1.0f, s.rows + k * key_width);
+    widen_row<type>(static_cast<const Stored*>(call.values) + at * call.value_size, call.value_size, 1.0f, s.values + k * value_width);
+  }
+}
+
+template <Storage type>
+INLINE void write_out(const AttentionCall& call, const AttentionUnit& unit, int64_t group, int64_t width, const Scratch& s) {
+  using N = Number<type>;
+  const int64_t pairs = (unit.token_end - unit.token_begin) * group;
+  for (int64_t head = unit.head_begin; head < unit.head_end; ++head)
+    for (int64_t pair = 0; pair < pairs; ++pair) {
+      const int64_t place = (head - unit.head_begin) * pairs + pair, query_head = head * group + pair % group;
+      float parts[lanes];
+      std::copy_n(s.sums + place * lanes, lanes, parts);
+      for (int64_t half = lanes / 2; half > 0; half /= 2)
+        for (int64_t j = 0; j < half; ++j) parts[j] += parts[j + half];
+      float total = parts[0];
+      if (call.sinks) total += std::exp(call.sinks[query_head] - s.highest[place]);
+      auto* to = static_cast<typename N::Stored*>(call.out) + ((unit.token_begin + pair / group) * call.num_heads + query_head) * call.value_size;
+      for (int64_t i = 0; i < call.value_size; ++i) to[i] = N::narrow(s.out[place * width + i] / total);
+    }
+}
+
+// Keys that a token sees, within its row.
+struct Seen {
+  int64_t first, last;
+};
+INLINE Seen seen_by(const AttentionCall& call, int64_t token) {
+  const int64_t position = call.positions[token];
+  return {call.window > 0 ? std::max<int64_t>(0, position - call.window + 1) : 0, position};
+}
+
+INLINE void attend_tile(const AttentionCall& call, const AttentionUnit& unit, int64_t head, int64_t start, int64_t group, int64_t key_width,
+                        int64_t value_width, Scratch& s) {
+  const int64_t pairs = (unit.token_end - unit.token_begin) * group, place = (head - unit.head_begin) * pairs;
+  transpose(s.rows, key_width, s.columns);
+  std::fill_n(s.scores, pairs * key_tile, 0.0f);
+  multiply(pairs, key_tile, key_width, s.query + place * key_width, key_width, s.columns, s.scores);
+  for (int64_t pair = 0; pair < pairs; ++pair) {
+    const Seen seen = seen_by(call, unit.token_begin + pair / group);
+    float* scores = s.scores + pair * key_tile;
+    if (seen.last < start || seen.first >= start + key_tile) {  // nothing to see: everything stays as it is
+      std::fill_n(scores, key_tile, 0.0f);
+      continue;
+    }
+    const float shrink = softmax(scores, seen.first - start, seen.last - start, call.softcap, s.highest + place + pair, s.sums + (place + pair) * lanes);
+    float* out = s.out + (place + pair) * value_width;
+    for (int64_t i = 0; i < value_width; ++i) out[i] *= shrink;
+  }
+  multiply(pairs, value_width, key_tile, s.scores, key_tile, s.values, s.out + place * value_width);
+}
+
+template <Storage type>
+INLINE void attend_type(const AttentionCall& call, const AttentionUnit& unit, Scratch& s) {
+  const int64_t group = call.num_heads / call.num_kv_heads, pairs = (unit.token_end - unit.token_begin) * group;
+  const int64_t heads = unit.head_end - unit.head_begin, key_width = padded(call.key_size), value_width = padded(call.value_size);
+  s.lay_out(heads, pairs, key_width, value_width);
+  std::fill_n(s.out, heads * pairs * value_width, 0.0f);
+  std::fill_n(s.sums, heads * pairs * lanes, 0.0f);
+  std::fill_n(s.highest, heads * pairs, minus_infinity);
+  load_queries<type>(call, unit, group, key_width, s);
+  const int64_t first = seen_by(call, unit.token_begin).first, last = seen_by(call, unit.token_end - 1).last;  // positions rise in a row
+  for (int64_t start = first / key_tile * key_tile; start <= last; start += key_tile)
+    for (int64_t head = unit.head_begin; head < unit.head_end; ++head) {
+      load_tile<type>(call, unit, head, start, first, last, key_width, value_width, s);
+      attend_tile(call, unit, head, start, group, key_width, value_width, s);
+    }
+  write_out<type>(call, unit, group, value_width, s);
+}
+
+FOR_EVERY_PROCESSOR void attend_float32(const AttentionCall& call, const AttentionUnit& unit, Scratch& s) {
+  attend_type<Storage::float32>(call, unit, s);
+}
+FOR_EVERY_PROCESSOR void attend_bfloat16(const AttentionCall& call, const AttentionUnit& unit, Scratch& s) {
+  attend_type<Storage::bfloat16>(call, unit, s);
+}
+FOR_EVERY_PROCESSOR void attend_float16(const AttentionCall& call, const AttentionUnit& unit, Scratch& s) {
+  attend_type<Storage::float16>(call, unit, s);
+}
+
+}  // namespace
+
+void attend(const AttentionCall& call, const AttentionUnit& unit) {
+  thread_local Scratch scratch;
+  if (call.type == Storage::float32) return attend_float32(call, unit, scratch);
+  if (call.type == Storage::bfloat16) return attend_bfloat16(call, unit, scratch);
+  attend_float16(call, unit, scratch);
+}
+
+}  // namespace echelon

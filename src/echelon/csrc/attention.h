@@ -1,0 +1,40 @@
+// Causal attention of packed new tokens over cached keys and values. `ops/reference.py` is the definition.
+#pragma once
+
+#include <cstdint>
+
+#include "numbers.h"
+
+namespace echelon {
+
+// Shapes as in `ops.ragged_attention`: query and out [T, H, D or Dv], keys and values [slots, Hkv, D or Dv]. A head is contiguous;
+// strides count values. window 0: none; softcap 0: none; sinks null: none.
+struct AttentionCall {
+  Storage type;  // of query, keys, values and out
+  const void *query, *keys, *values;
+  void* out;
+  int64_t query_token_stride, query_head_stride;
+  int64_t num_rows, num_heads, num_kv_heads, key_size, value_size, block_size, table_stride;
+  const int32_t *positions, *indptr, *block_table;
+  float scale, softcap;
+  int64_t window;
+  const float* sinks;  // [H]
+};
+
+// Some new tokens of one row for some key/value heads: what one thread does at a time.
+struct AttentionUnit {
+  int64_t row, token_begin, token_end, head_begin, head_end;
+};
+
+constexpr int64_t query_block = 64;  // (token, head of the group) pairs that share one pass over the keys
+constexpr int64_t key_tile = 64;     // tiles lie at multiples of this from position 0
+
+// How many tokens of one row a unit holds.
+inline int64_t tokens_per_unit(const AttentionCall& call) {
+  const int64_t group = call.num_heads / call.num_kv_heads;
+  return group >= query_block ? 1 : query_block / group;
+}
+
+void attend(const AttentionCall& call, const AttentionUnit& unit);
+
+}  // namespace echelon

@@ -1,0 +1,75 @@
+// Tensors in, tensors out: checks, division of work and threads around attention.cpp.
+#include <ATen/Parallel.h>
+#include <torch/extension.h>
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "attention.h"
+#include "bindings.h"
+
+namespace echelon {
+namespace {
+
+using torch::Tensor;
+
+Storage storage_of(const Tensor& x) {
+  if (x.scalar_type() == at::kFloat) return Storage::float32;
+  if (x.scalar_type() == at::kBFloat16) return Storage::bfloat16;
+  TORCH_CHECK(x.scalar_type() == at::kHalf, "dtype ", x.scalar_type(), " is not served; use float32, bfloat16 or float16");
+  return Storage::float16;
+}
+
+const int32_t* int32_of(const Tensor& x) {
+  TORCH_CHECK(x.scalar_type() == at::kInt && x.is_contiguous(), "positions, indptr and block_table must be contiguous int32");
+  return x.const_data_ptr<int32_t>();
+}
+
+// Work in pieces that no thread need wait for: blocks of a row's tokens, and single heads where there would be too few of those.
+std::vector<AttentionUnit> divide(const AttentionCall& call) {
+  const int64_t at_once = tokens_per_unit(call);
+  int64_t blocks = 0;
+  for (int64_t row = 0; row < call.num_rows; ++row) blocks += (call.indptr[row + 1] - call.indptr[row] + at_once - 1) / at_once;
+  const int64_t heads_at_once = blocks >= 4 * at::get_num_threads() ? call.num_kv_heads : 1;
+  std::vector<AttentionUnit> units;
+  for (int64_t row = 0; row < call.num_rows; ++row)
+    for (int64_t token = call.indptr[row]; token < call.indptr[row + 1]; token += at_once)
+      for (int64_t head = 0; head < call.num_kv_heads; head += heads_at_once)
+        units.push_back({row, token, std::min<int64_t>(token + at_once, call.indptr[row + 1]), head,
+                         std::min(head + heads_at_once, call.num_kv_heads)});
+  const auto cost = [&](const AttentionUnit& u) { return (call.positions[u.token_end - 1] + 1) * (u.head_end - u.head_begin); };
+  std::stable_sort(units.begin(), units.end(), [&](const auto& a, const auto& b) { return cost(a) > cost(b); });  // long ones first
+  return units;
+}
+
+Tensor ragged_attention(const Tensor& given, const Tensor& keys, const Tensor& values, const Tensor& positions, const Tensor& indptr,
+                        const Tensor& block_table, int64_t block_size, double scale, std::optional<int64_t> window,
+                        std::optional<double> softcap, const std::optional<Tensor>& sinks) {
+  const Tensor query = given.stride(2) == 1 ? given : given.contiguous();
+  TORCH_CHECK(keys.is_contiguous() && values.is_contiguous(), "keys and values must be contiguous");
+  TORCH_CHECK(query.scalar_type() == keys.scalar_type() && keys.scalar_type() == values.scalar_type(), "one dtype for query, keys and values");
+  TORCH_CHECK(query.size(1) % keys.size(1) == 0, "query heads must be a multiple of key/value heads");
+  Tensor out = at::empty({query.size(0), query.size(1), values.size(2)}, query.options());
+  const Tensor sink = sinks ? sinks->to(at::kFloat).contiguous() : Tensor();
+  const AttentionCall call{storage_of(query), query.const_data_ptr(), keys.const_data_ptr(), values.const_data_ptr(), out.data_ptr(),
+                           query.stride(0), query.stride(1), indptr.size(0) - 1, query.size(1), keys.size(1), keys.size(2), values.size(2),
+                           block_size, block_table.size(1), int32_of(positions), int32_of(indptr), int32_of(block_table),
+                           static_cast<float>(scale), static_cast<float>(softcap.value_or(0.0)), window.value_or(0),
+                           sinks ? sink.const_data_ptr<float>() : nullptr};
+  const std::vector<AttentionUnit> units = divide(call);
+  std::atomic<size_t> next = 0;
+  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), static_cast<int64_t>(units.size())), 1, [&](int64_t begin, int64_t end) {
+    for (; begin < end; ++begin)
+      for (size_t i = next++; i < units.size(); i = next++) attend(call, units[i]);
+  });
+  return out;
+}
+
+}  // namespace
+
+void bind_attention(pybind11::module_& module) {
+  module.def("ragged_attention", &ragged_attention, pybind11::call_guard<pybind11::gil_scoped_release>());
+}
+
+}  // namespace echelon

@@ -1,0 +1,33 @@
+"""Ragged attention: compiled (csrc/attention.h) where the extension was built, else its definition in `reference`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from echelon.batch import RaggedBatch
+from echelon.ops import reference
+from echelon.ops.compiled import is_built, kernels
+
+
+def ragged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    batch: RaggedBatch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of every new token over its row's keys and values, which have been written already.
+
+    query [T, H, D], keys [slots, Hkv, D], values [slots, Hkv, Dv], sinks [H] or None → [T, H, Dv] in the query's dtype, which is that of
+    the cache. Softmax runs online in float32 over key tiles at multiples of a fixed size from position 0 (Milakov and Gimelshein 2018);
+    a row's keys and values are read once for all heads of a group and up to 64 (token, head) pairs.
+    """
+    if not is_built():
+        return reference.ragged_attention(query, keys, values, batch, scale, window, softcap, sinks)
+    out: Tensor = kernels.ragged_attention(
+        query, keys, values, batch.positions, batch.indptr, batch.block_table, batch.block_size, scale, window, softcap, sinks
+    )
+    return out
