@@ -49,6 +49,7 @@ CELLS = [
     pytest("linear layers", "tests/test_linear.py"),
     pytest("norms, rotary embeddings, activations", "tests/test_fused.py"),
     pytest("drawing", "tests/test_sampling.py"),
+    pytest("attention", "tests/test_attention.py"),
     pytest("kill and resume", "tests/test_resume.py"),
     pytest("goodness of fit", "tests/test_fit.py"),
     pytest("state machine", "tests/test_scheduler.py"),
