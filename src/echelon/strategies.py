@@ -7,6 +7,7 @@ from collections.abc import Sequence as SequenceOf
 import torch
 
 from echelon.config import EngineConfig
+from echelon.errors import UnsupportedModelError
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache, LayerShape
 from echelon.kv.lines import LineTables
@@ -30,6 +31,12 @@ def build_runners(
     """One runner a model, all with the same strategy, on pools of equally many blocks or lines."""
     if config.strategy == "unpadded":
         return _unpadded(config, models, max_len)
+    for loaded in models:
+        if loaded.original_context is not None:
+            raise UnsupportedModelError(
+                f"{loaded.name!r} has LongRoPE, whose keys change when a row outgrows {loaded.original_context} tokens; under rectangular "
+                "strategies the text was seen to change there: use strategy='unpadded'"
+            )
     pack = PADDED[config.pad] if config.strategy == "padded" else REALIGN[config.grouping]
     layers = [record_maskable_layers(m.model) for m in models]
     num_slots = max_len + num_speculative_tokens  # a draft may reach beyond the longest row of a rectangle
