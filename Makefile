@@ -21,12 +21,9 @@ lint: $(READY)
 pair: $(READY)
 	$(BIN)/python -m echelon.train.pair src/echelon/demo/pair
 
-# The table of the README and the overhead of a step.
+# The table of the README, the overhead of a step, the kernels beside the machine's own rates.
 bench: $(READY)
-	$(BIN)/echelon bench throughput --parameters 500000000 --output docs/evidence/throughput.json
-	$(BIN)/echelon bench overhead --output docs/evidence/overhead.json
-	$(BIN)/echelon bench pair --output docs/evidence/pair.json
-	$(BIN)/echelon bench kernels --output docs/evidence/kernels.json
+	$(BIN)/python scripts/prove.py bench
 
 # Every full-size proof, cell by cell; goes on where it was cut off. Results: docs/evidence/prove.json
 prove: $(READY)

@@ -1,4 +1,4 @@
-"""Every full-size proof, cell by cell: `python scripts/prove.py [NAME ...]`.
+"""Every full-size proof and benchmark, cell by cell: `python scripts/prove.py [PREFIX ...]`, all or those whose names begin so.
 
 A cell is a command that must succeed. What came out, with commit and machine, goes to docs/evidence/prove.json as soon as a cell is done;
 a cell that has passed with the same sources on the same machine is not run again, so that a run which was cut off goes on where it was.
@@ -38,6 +38,11 @@ def pytest(name: str, *arguments: str) -> Cell:
     return Cell(name, ["-m", "pytest", *arguments])
 
 
+def bench(name: str, *arguments: str) -> Cell:
+    """A benchmark, whose figures go to a file of their own beside the other evidence."""
+    return Cell(f"bench {name}", ["-m", "echelon", "bench", name, *arguments, "--output", f"docs/evidence/{name}.json"], full_size=False)
+
+
 CELLS = [
     pytest("lossless", "tests/test_lossless.py"),
     pytest("decoders", "tests/test_decoders.py"),
@@ -54,6 +59,10 @@ CELLS = [
     pytest("goodness of fit", "tests/test_fit.py"),
     pytest("state machine", "tests/test_scheduler.py"),
     *(Cell(f"mutant: {m.name}", ["scripts/mutants.py", m.name], full_size=False) for m in MUTANTS),
+    bench("pair"),
+    bench("overhead"),
+    bench("kernels"),
+    bench("throughput", "--parameters", "500000000"),
 ]
 
 
@@ -86,11 +95,11 @@ def run(cell: Cell) -> dict[str, object]:
     }
 
 
-def main(names: list[str]) -> int:
+def main(prefixes: list[str]) -> int:
     records: dict[str, dict[str, object]] = json.loads(EVIDENCE.read_text("utf-8")) if EVIDENCE.exists() else {}
     records = {cell.name: records[cell.name] for cell in CELLS if cell.name in records}
     known = {"sources": sources_hash(), "cpu": environment()["cpu"], "passed": True}
-    chosen = [cell for cell in CELLS if not names or cell.name in names]
+    chosen = [cell for cell in CELLS if not prefixes or cell.name.startswith(tuple(prefixes))]
     for place, cell in enumerate(chosen, 1):
         if known.items() <= records.get(cell.name, {}).items():
             print(f"[{place}/{len(chosen)}] {cell.name}: proven already", flush=True)

@@ -22,6 +22,7 @@ LEVELS = [
     {"api"},
     {"requests"},
     {"bench", "demo", "cli", "hf"},
+    {"__main__"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(LEVELS) for room in rooms}
 APART = {"layouts", "drafters"}  # siblings in these rooms do not import each other
