@@ -49,7 +49,7 @@ MUTANTS = [
     Mutant("min_tokens ignores the path", "sampling.py", "len(tokens) + len(path) - self", "len(tokens) - self", "tests/test_parameters.py"),
     Mutant("top_p keeps one too few", "sampling.py", '"left")) - 1', '"left")) - 2', "tests/test_sampling.py"),
     Mutant("keep the last accepted too few", "engine.py", "row.num_new + len(path))", "row.num_new + max(0, len(path) - 1))", f"{LOSSLESS}[1-always_right-3-greedy]"),
-    Mutant("keep a rejected slot", "engine.py", "row.num_new + len(path))", "row.num_new + min(len(path) + 1, row.max_draft_tokens))", f"{LOSSLESS}[1-random-3-greedy]"),
+    Mutant("keep a rejected slot", "engine.py", "row.start + row.num_new, path)", "row.start + row.num_new, [*path, len(path)][: row.max_draft_tokens])", f"{LOSSLESS}[1-random-3-greedy]"),
     Mutant("draft cache keeps rejected tokens", "drafters/draft_model.py", "min(cached, len(row.sequence) + len(path))", "cached", f"{LOSSLESS}[1-draft_model-3-greedy]"),
     Mutant("draft cache forgets to catch up", "drafters/draft_model.py", "known = sequence.tokens[start:] +", "known = sequence.tokens[-1:] +", f"{LOSSLESS}[1-draft_model-3-greedy]"),
     Mutant("released blocks are kept", "kv/blocks.py", "        if self._counts[block] == 0:\n", "        if self._counts[block] < 0:\n", "tests/test_blocks.py"),

@@ -88,6 +88,52 @@ def test_matches_the_naive_form(case: str, seed: int, attend: Callable[..., Tens
             assert torch.equal(neighbours_gone[token], got[token])
 
 
+def random_tree(rng: np.random.Generator, count: int) -> list[int]:
+    """Parents of a random forest: nodes without children, long paths and wide levels all come up."""
+    deep = rng.random()
+    return [node - 1 if rng.random() < deep else int(rng.integers(-1, node)) for node in range(count)]
+
+
+@pytest.mark.parametrize("attend", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_a_node_of_a_tree_sees_what_its_path_as_a_chain_would_see(
+    case: str, dtype: torch.dtype, attend: Callable[..., Tensor], threads: int
+) -> None:
+    """Every node of random trees, over the edges of tiles, beside chains and other trees: the same bits as its path in a row of its own."""
+    assert threads == torch.get_num_threads()
+    rng = np.random.default_rng(3)
+    heads, kv_heads, size, options = 6, 2, 24, CASES[case]
+    for texts, nodes in (([120, 3, 60, 127], [30, 5, 0, 90]), ([1, 250, 64], [70, 1, 12])):
+        tables = BlockTables(1400, 16, 300)
+        trees = [random_tree(rng, count) for count in nodes]
+        known = [int(rng.integers(1, min(text, 4) + 1)) for text in texts]
+        spans = []
+        for row, (text, new, tree) in enumerate(zip(texts, known, trees, strict=True)):
+            assert tables.reserve(row, text + len(tree))
+            spans.append(Span(row, text - new, [0] * (new + len(tree)), 1, text, len(tree), tree))
+        keys, values = filled(tables, len(texts), kv_heads, (size, size), dtype)
+        query = torch.randn(sum(known) + sum(nodes), heads, size, generator=torch.Generator().manual_seed(1)).to(dtype)
+        batch = unpadded.pack(spans, tables)
+        batch.check()
+        got = attend(query, keys, values, batch, 0.3, **options)
+        for row, tree in enumerate(trees):
+            own = torch.tensor([b * 16 + i for b in tables.blocks(row) for i in range(16)])
+            for node in range(-1, len(tree)):
+                path = [node] if node >= 0 else []
+                while path and tree[path[0]] >= 0:
+                    path.insert(0, tree[path[0]])
+                length = texts[row] + len(path)
+                assert tables.reserve(9, length)
+                slots = torch.tensor([b * 16 + i for b in tables.blocks(9) for i in range(16)])[:length]
+                places = own[torch.tensor([*range(texts[row]), *(texts[row] + n for n in path)])]
+                keys[slots], values[slots] = keys[places], values[places]
+                token = int(batch.indptr[row]) + known[row] + node
+                alone = unpadded.pack([Span(9, length - 1, [0], 1, length)], tables)
+                assert torch.equal(attend(query[token : token + 1], keys, values, alone, 0.3, **options)[0], got[token])
+                tables.release(9)
+
+
 def filled(tables: BlockTables, rows: int, kv_heads: int, sizes: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
     """Keys and values in the slots that rows hold, NaN everywhere else."""
     generator = torch.Generator().manual_seed(rows)

@@ -94,6 +94,57 @@ def test_logits_and_cache_depend_on_the_row_alone(name: str, dtype: torch.dtype,
     run.cache.check()
 
 
+def tree_around(rng: np.random.Generator, true: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """A random tree that holds `true` as one path: tokens, parents, the nodes of the path."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    path: list[int] = []
+    while len(path) < len(true):
+        if rng.random() < 0.4:
+            parents.append(path[-1] if path else -1)
+            path.append(len(tokens))
+            tokens.append(true[len(path) - 1])
+        else:
+            parents.append(int(rng.integers(-1, len(tokens))) if tokens else -1)
+            tokens.append(int(rng.integers(3, 80)))
+    return tokens, parents, path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_path_of_a_tree_is_a_chain(name: str, dtype: torch.dtype, threads: int) -> None:
+    """The text verified as paths of random trees, rejected nodes in the cache between its tokens, accepted ones moved: the same bits."""
+    assert threads == torch.get_num_threads()
+    rng = np.random.default_rng(4)
+    text = rng.integers(3, 80, 250).tolist()  # on one side of LongRoPE's limit
+    run = runner(name, dtype)
+    whole = feed(run, {1001: text})[1001]
+    expected = cached(run, 1001)
+    run.cache.tables.release(1001)
+    for row, first in ((1002, 1), (1003, 110)):
+        feed(run, {row: text[:first]})
+        start = first
+        while start + 8 < min(len(text), first + 150):
+            others = {2000 + i: rng.integers(3, 80, rng.integers(1, 40)).tolist() for i in range(2)}
+            accepted = int(rng.integers(0, 8))
+            tokens, parents, path = tree_around(rng, text[start + 1 : start + 1 + accepted])
+            spans = [Span(r, 0, t, 0, len(t)) for r, t in others.items()]
+            spans.insert(1, Span(row, start, [text[start], *tokens], 1 + len(tokens), start + 1, len(tokens), parents))
+            for span in spans:
+                assert run.cache.tables.reserve(span.row, span.start + len(span.tokens))
+            batch = run.pack(spans)
+            batch.check()
+            logits = run.run(batch)
+            assert torch.equal(logits[[0, *(n + 1 for n in path)]], whole[start : start + 1 + accepted])
+            run.commit(row, start + 1, path)
+            run.cache.apply_copies()
+            start += 1 + accepted
+            for other in others:
+                run.cache.tables.release(other)
+        assert all(torch.equal(a[:start], b) for a, b in zip(expected, cached(run, row), strict=True))
+        run.cache.tables.release(row)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_no_layer_stays_with_the_framework(name: str) -> None:
     assert framework_layers(runner(name, torch.float32).loaded.model) == []

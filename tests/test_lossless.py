@@ -13,7 +13,7 @@ from echelon import LLM, SamplingParams
 
 GREEDY = {"temperature": 0.0}
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "min_p": 0.01}
-DRAFTERS = ["ngram", "draft_model", "always_wrong", "always_right", "random"]
+DRAFTERS = ["ngram", "draft_model", "always_wrong", "always_right", "random", "random_tree"]
 NUM_SPECULATIVE_TOKENS = 4
 
 
@@ -35,13 +35,16 @@ def truth(mode: str) -> list[list[int]]:
 
 
 def speculative_llm(drafter: str, mode: str, batch_size: int) -> LLM:
-    config = {"method": "draft_model" if drafter == "draft_model" else "ngram", "num_speculative_tokens": NUM_SPECULATIVE_TOKENS}
+    size = 12 if drafter == "random_tree" else NUM_SPECULATIVE_TOKENS
+    config = {"method": "draft_model" if drafter == "draft_model" else "ngram", "num_speculative_tokens": size}
     draft = toys.adopted(toys.noisy_copy(target(), 0.05)) if drafter == "draft_model" else None
     llm = LLM(toys.adopted(target()), config, draft_model=draft, max_num_seqs=batch_size, block_size=8, kv_cache_memory_bytes=1 << 22)
-    shifts = {"always_wrong": 1, "always_right": 0, "random": None}
+    shifts = {"always_wrong": 1, "always_right": 0, "random": None, "random_tree": None}
     if drafter in shifts:
         known = {tuple(p): t for p, t in zip(toys.prompts(), truth(mode), strict=True)}
-        llm.engine.drafter = toys.ScriptedDrafter(known, shifts[drafter])
+        scripted = toys.ScriptedTreeDrafter if drafter == "random_tree" else toys.ScriptedDrafter
+        llm.engine.drafter = scripted(known, shifts[drafter])
+        llm.engine.scheduler._grows_trees = drafter == "random_tree"
     return toys.watch(llm)
 
 
@@ -63,6 +66,9 @@ def test_speculation_changes_no_token(drafter: str, batch_size: int, mode: str, 
         assert llm.stats.tokens_per_step == 1.0
     if drafter == "draft_model":
         assert 0.2 < rate < 1.0, "the draft model should be right sometimes and wrong sometimes"
+    if drafter == "random_tree":
+        assert llm.stats.tokens_per_step > 1.5
+        assert rate < 0.5
 
 
 def test_rows_are_long_enough_to_mean_something() -> None:
@@ -118,7 +124,7 @@ def test_prompts_in_pieces_change_no_token(drafter: str, chunk: int, rows: int) 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_preemption_at_every_step_changes_no_token(drafter: str, batch_size: int, mode: str) -> None:
-    """50 runs: after every step the youngest row is thrown out, whatever it was doing, and comes back later."""
+    """60 runs: after every step the youngest row is thrown out, whatever it was doing, and comes back later."""
     llm = speculative_llm(drafter, mode, batch_size)
     step, scheduler = llm.engine.step, llm.engine.scheduler
 

@@ -17,7 +17,7 @@ def planned(num_rows: int, sampled: tuple[bool, ...] = ()) -> list[PlannedRow]:
     for i in range(num_rows):
         sequence = Sequence(i, [1, 2, 3], 3, Sampler(SamplingParams(temperature=0), 0), frozenset(), 50)
         is_sampled = sampled[i] if sampled else True
-        rows.append(PlannedRow(sequence, 0, 3 if is_sampled else 2, 4))
+        rows.append(PlannedRow(sequence, 0, 3 if is_sampled else 2, 4, 4))
     return rows
 
 

@@ -83,18 +83,48 @@ class ScriptedDrafter:
         return Draft.chains([self._row(row) for row in rows])
 
     def _row(self, row: PlannedRow) -> list[int]:
-        sequence = row.sequence
-        done = sequence.num_output_tokens
         if self._shift is None:
-            rng = np.random.default_rng([sequence.id, done])
+            rng = np.random.default_rng([row.sequence.id, len(row.sequence)])
             return rng.integers(0, VOCABULARY, rng.integers(0, row.max_draft_tokens + 1)).tolist()
-        true = self._truth[tuple(sequence.tokens[: sequence.num_prompt_tokens])]
-        return [(t + self._shift) % VOCABULARY for t in true[done : done + row.max_draft_tokens]]
+        return [(t + self._shift) % VOCABULARY for t in self._truth_of(row)[: row.max_draft_tokens]]
+
+    def _truth_of(self, row: PlannedRow) -> list[int]:
+        """What is left of the row's text."""
+        sequence = row.sequence
+        return self._truth[tuple(sequence.tokens[: sequence.num_prompt_tokens])][sequence.num_output_tokens :]
 
     def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:
         self.observed += [(n, len(p)) for n, p, r in zip(verdict.num_draft_tokens, verdict.paths, rows, strict=True) if r.is_sampled]
 
     def forget(self, row: int) -> None: ...
+
+
+class ScriptedTreeDrafter(ScriptedDrafter):
+    """Random trees with a piece of the true continuation somewhere among their nodes."""
+
+    def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
+        return Draft.trees([self._tree(row) for row in rows])
+
+    def _tree(self, row: PlannedRow) -> tuple[list[int], list[int]]:
+        rng = np.random.default_rng([row.sequence.id, len(row.sequence)])
+        true, at = self._truth_of(row), -1  # `at`: where the true path has got to
+        tokens: list[int] = []
+        parents: list[int] = []
+        depths: list[int] = []
+        for _ in range(int(rng.integers(0, row.max_draft_tokens + 1))):
+            parent = at if rng.random() < 0.5 else int(rng.integers(-1, len(tokens))) if tokens else -1
+            depth = depths[parent] + 1 if parent >= 0 else 0
+            is_true = parent == at and depth < len(true) and rng.random() < 0.7
+            token = true[depth] if is_true else int(rng.integers(0, VOCABULARY))
+            siblings = {t for t, p in zip(tokens, parents, strict=True) if p == parent}
+            if depth >= row.max_draft_depth or token in siblings:
+                continue
+            if parent == at and depth < len(true) and token == true[depth]:
+                at = len(tokens)
+            tokens.append(token)
+            parents.append(parent)
+            depths.append(depth)
+        return tokens, parents
 
 
 def caches(llm: LLM) -> list[Any]:
@@ -116,6 +146,7 @@ def watch(llm: LLM) -> LLM:
         llm.engine.check()
         for cache in caches(llm):
             cache.check()
+            cache.apply_copies()
             stale = ~cache.held_slots()
             for storage in (*cache.keys, *cache.values):
                 storage[stale] = poison(cache)

@@ -18,7 +18,8 @@ from torch import Tensor
 class Span:
     """New tokens of one row: they take positions `start`, `start + 1`, …; the last `num_logits` of them want logits.
 
-    `text_len` counts the row's known tokens, whatever of them is fed now; the last `num_drafted` tokens fed may be taken back.
+    `text_len` counts the row's known tokens, whatever of them is fed now; the last `num_drafted` tokens fed may be taken back. With
+    `parents`, as in `Draft`, these are a tree: each takes the position after its parent's.
     """
 
     row: int
@@ -27,6 +28,7 @@ class Span:
     num_logits: int
     text_len: int
     num_drafted: int = 0
+    parents: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class RaggedBatch:
     text_lens   int32[B]    known tokens of the row's text, fed or not, drafts left out
     block_table int32[B, M] the row's KV blocks in order; entries past its own are arbitrary
     logit_rows  int64[R]    packed tokens whose logits are wanted, in order
+    parents     int32[T]    in trees, the packed token before each one; or None: in every row the next follows the last
     plans       what attention has worked out about this batch, shared by all layers
     """
 
@@ -53,6 +56,7 @@ class RaggedBatch:
     block_table: Tensor
     logit_rows: Tensor
     block_size: int
+    parents: Tensor | None = None
     plans: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -69,11 +73,17 @@ class RaggedBatch:
         return self.text_lens.repeat_interleave(self.indptr.diff().long())
 
     def check(self) -> None:
-        """The invariants of a chain batch: positions count up inside a row and end at its length."""
+        """In a row positions count up to its length; in a tree, from each token's parent."""
         starts, ends = self.indptr[:-1].long(), self.indptr[1:].long()
         counts = ends - starts
         assert self.indptr[0] == 0 and self.indptr[-1] == self.num_tokens and bool((counts > 0).all())
         expected = torch.repeat_interleave(self.kv_lens.long() - ends, counts) + torch.arange(self.num_tokens)
+        if self.parents is not None:
+            is_drafted = expected >= self.text_len_of
+            parents = self.parents.long()[is_drafted]
+            expected[is_drafted] = self.positions.long()[parents] + 1
+            assert bool((parents >= starts.repeat_interleave(counts)[is_drafted]).all()), "a parent is in another row"
+            assert bool((parents < torch.nonzero(is_drafted).flatten()).all()), "a child stands before its parent"
         assert torch.equal(self.positions.long(), expected)
         assert len(set(self.slots.tolist())) == self.num_tokens, "two tokens share a slot"
 

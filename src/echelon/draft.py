@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,19 @@ class Draft:
         tokens = np.fromiter((t for p in proposals for t in p), np.int32, int(indptr[-1]))
         parents = np.arange(len(tokens), dtype=np.int32) - np.repeat(indptr[:-1], lengths) - 1
         return cls(tokens, parents.astype(np.int32), indptr, probs, replayed)
+
+    @classmethod
+    def trees(cls, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Draft:
+        """One tree per row as (tokens, parents), parents before their children; two siblings never share a token."""
+        chains = cls.chains([tokens for tokens, _ in rows])
+        parents = np.fromiter((p for _, parents in rows for p in parents), np.int32, len(chains.tokens))
+        return cls(chains.tokens, parents, chains.indptr)
+
+    @cached_property
+    def has_branches(self) -> bool:
+        """Is any row more than a chain?"""
+        chain = np.arange(len(self.parents)) - np.repeat(self.indptr[:-1], self.num_draft_tokens) - 1
+        return not np.array_equal(self.parents, chain)
 
     @property
     def num_rows(self) -> int:

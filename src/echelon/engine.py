@@ -23,7 +23,8 @@ def spans_of(rows: SequenceOf[PlannedRow], draft: Draft) -> list[Span]:
         known = row.sequence.tokens[row.start : row.start + row.num_new]
         drafted = draft.row(i)
         num_logits = row.num_prompt_logits + (1 + len(drafted) if row.is_sampled else 0)
-        spans.append(Span(row.sequence.id, row.start, known + drafted, num_logits, len(row.sequence), len(drafted)))
+        parents = draft.row_parents(i) if draft.has_branches else None
+        spans.append(Span(row.sequence.id, row.start, known + drafted, num_logits, len(row.sequence), len(drafted), parents))
     return spans
 
 
@@ -75,7 +76,7 @@ class Engine:
     def _commit(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:
         """Keep the keys and values of fed tokens and accepted drafts, give the rest back."""
         for row, path in zip(rows, verdict.paths, strict=True):
-            self.target.commit(row.sequence.id, row.start + row.num_new + len(path))
+            self.target.commit(row.sequence.id, row.start + row.num_new, path)
 
     def _count(self, rows: SequenceOf[PlannedRow], lengths: list[int], verdict: Verdict, num_input_tokens: int, clock: list[float]) -> None:
         stats = self.stats

@@ -51,6 +51,7 @@ class Scheduler:
     selector          chooses which of the running rows take part in a step; then at most `max_num_seqs` run, and none is preempted: a
                       line of a rectangle holds a whole row
     refill            without it, waiting rows enter only when all that run are done
+    grows_trees       drafts may be trees: then a draft's number of tokens is not bounded by the room left, only its depth is
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Scheduler:
         context_switches: SequenceOf[int] = (),
         selector: Selector | None = None,
         refill: bool = True,
+        grows_trees: bool = False,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -71,6 +73,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._num_speculative_tokens = num_speculative_tokens
         self._longest_drafted = longest_drafted
+        self._grows_trees = grows_trees
         self._context_switches = context_switches
         self._selector = selector
         self._refill = refill
@@ -87,7 +90,7 @@ class Scheduler:
 
     def check_size(self, num_tokens: int) -> None:
         """Raise `RequestError` for a text that the whole pool could not hold."""
-        capacity = min(t.capacity for t in self._tables)
+        capacity = min(t.capacity for t in self._tables) - (self._num_speculative_tokens if self._grows_trees else 0)
         if num_tokens > capacity:
             raise RequestError(
                 f"the request may grow to {num_tokens} tokens, but the KV pool holds {capacity}; "
@@ -152,7 +155,7 @@ class Scheduler:
             if not self._share_prompt(sequence):
                 return
             row = self._plan_row(sequence, budget)
-            if not self._fits(sequence.id, len(sequence) + self._draft_limit(sequence)) or not self._reserve(row):
+            if not self._fits(sequence.id, len(sequence) + self._draft_limits(sequence)[0]) or not self._reserve(row):
                 self._release(sequence)  # what it shares with another sample; it holds nothing while it waits
                 break
             self.running.append(self.waiting.popleft())
@@ -179,14 +182,15 @@ class Scheduler:
                 tables.commit(sequence.id, min(shared, tables.num_cached(sequence.id)))
         return True
 
-    def _draft_limit(self, sequence: Sequence) -> int:
-        """The extra token takes one of the tokens left, so a draft may take the others."""
+    def _draft_limits(self, sequence: Sequence) -> tuple[int, int]:
+        """Most tokens of a draft, and most on one path of it: the extra token takes one of the tokens left, a path may take the others."""
         asked = sequence.params.num_speculative_tokens
         limit = self._num_speculative_tokens if asked is None else min(asked, self._num_speculative_tokens)
         rooms = [switch - len(sequence) for switch in self._context_switches if switch >= len(sequence)]
         if self._longest_drafted is not None:
             rooms.append(self._longest_drafted - len(sequence) + 1)  # the last drafted token is not fed to the draft model
-        return max(0, min(limit, sequence.num_tokens_left - 1, *rooms))
+        depth = max(0, min(limit, sequence.num_tokens_left - 1, *rooms))
+        return limit if self._grows_trees and depth else depth, depth
 
     def _num_cached(self, sequence: Sequence) -> int:
         """Tokens that have keys and values in the target's cache."""
@@ -197,7 +201,7 @@ class Scheduler:
         wants_logprobs = sequence.lacks_prompt_logprobs
         num_new = min(len(sequence) - start, budget, PROMPT_LOGITS if wants_logprobs else budget)
         reaches_end = start + num_new == len(sequence)
-        return PlannedRow(sequence, start, num_new, self._draft_limit(sequence) if reaches_end else 0, wants_logprobs)
+        return PlannedRow(sequence, start, num_new, *(self._draft_limits(sequence) if reaches_end else (0, 0)), wants_logprobs)
 
     def _has_passed(self, before: int, after: int) -> bool:
         return any(before <= switch < after for switch in self._context_switches)

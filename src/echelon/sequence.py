@@ -98,7 +98,8 @@ class Sequence:
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """One row of a step: feed tokens `start … start + num_new − 1` of the sequence, draft at most `max_draft_tokens`.
+    """One row of a step: feed tokens `start … start + num_new − 1` of the sequence, draft at most `max_draft_tokens`, no path of them
+    longer than `max_draft_depth`.
 
     `is_sampled` is false for a piece of a prompt that does not reach the sequence's end: it emits nothing. With `wants_prompt_logprobs`
     the logits after every new token are kept, not only those after the last.
@@ -108,6 +109,7 @@ class PlannedRow:
     start: int
     num_new: int
     max_draft_tokens: int
+    max_draft_depth: int
     wants_prompt_logprobs: bool = False
 
     @property

@@ -30,7 +30,7 @@ def build_runners(
 ) -> tuple[MemoryPlan, list[ModelRunner]]:
     """One runner a model, all with the same strategy, on pools of equally many blocks or lines."""
     if config.strategy == "unpadded":
-        return _unpadded(config, models, max_len)
+        return _unpadded(config, models, max_len, num_speculative_tokens)
     for loaded in models:
         if loaded.original_context is not None:
             raise UnsupportedModelError(
@@ -48,13 +48,16 @@ def build_runners(
     return plan, runners
 
 
-def _unpadded(config: EngineConfig, models: SequenceOf[LoadedModel], max_len: int) -> tuple[MemoryPlan, list[ModelRunner]]:
+def _unpadded(
+    config: EngineConfig, models: SequenceOf[LoadedModel], max_len: int, num_speculative_tokens: int
+) -> tuple[MemoryPlan, list[ModelRunner]]:
     layers = [record_layers(m.model) for m in models]
     per_token = _bytes_per_token(models, layers)
-    plan = plan_kv(per_token, config.block_size, config.max_num_seqs, max_len, config.kv_cache_memory_bytes)
+    longest = max_len + num_speculative_tokens  # a tree may take more places than the text has left
+    plan = plan_kv(per_token, config.block_size, config.max_num_seqs, longest, config.kv_cache_memory_bytes)
     runners = []
     for loaded, shapes in zip(models, layers, strict=True):
-        tables = BlockTables(plan.num_blocks, plan.block_size, -(-max_len // plan.block_size))
+        tables = BlockTables(plan.num_blocks, plan.block_size, -(-longest // plan.block_size))
         runners.append(ModelRunner(loaded, KVCache(shapes, tables, loaded.model.dtype, CPU)))
     return plan, runners
 

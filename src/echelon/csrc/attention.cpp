@@ -110,17 +110,18 @@ INLINE float hyperbolic_tangent(float x) {
 // What one unit works with; one a thread, kept.
 struct Scratch {
   std::vector<float> memory;
-  float *query, *rows, *columns, *values, *scores, *out, *sums, *highest;
+  float *query, *rows, *columns, *values, *scores, *drafted, *out, *sums, *highest;
+  std::vector<int64_t> path;
 
   void lay_out(int64_t heads, int64_t pairs, int64_t key_width, int64_t value_width) {
     const int64_t sizes[] = {heads * pairs * key_width,   key_tile * key_width,     key_tile * key_width, key_tile * value_width,
-                             pairs * key_tile,            heads * pairs * value_width, heads * pairs * lanes, heads * pairs};
-    float** places[] = {&query, &rows, &columns, &values, &scores, &out, &sums, &highest};
+                             pairs * key_tile,            pairs * key_tile,     heads * pairs * value_width, heads * pairs * lanes, heads * pairs};
+    float** places[] = {&query, &rows, &columns, &values, &scores, &drafted, &out, &sums, &highest};
     int64_t total = 0;
     for (const int64_t size : sizes) total += padded(size);
     memory.resize(static_cast<size_t>(total));
     float* at = memory.data();
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < 9; ++i) {
       *places[i] = at;
       at += padded(sizes[i]);
     }
@@ -166,23 +167,26 @@ INLINE void load_queries(const AttentionCall& call, const AttentionUnit& unit, i
     }
 }
 
-// Keys and values of a tile for one head, in float32; places that no query of the unit sees become 0 and are not read.
+// `count` (at most key_tile) consecutive places of a row, from `place` on, of keys or values of one head, in float32.
 template <Storage type>
-INLINE void load_tile(const AttentionCall& call, const AttentionUnit& unit, int64_t head, int64_t start, int64_t first, int64_t last,
-                      int64_t key_width, int64_t value_width, Scratch& s) {
-  using Stored = typename Number<type>::Stored;
-  const int32_t* table = call.block_table + unit.row * call.table_stride;
-  for (int64_t k = 0; k < key_tile; ++k) {
-    if (start + k < first || start + k > last) {
-      std::fill_n(s.rows + k * key_width, key_width, 0.0f);
-      std::fill_n(s.values + k * value_width, value_width, 0.0f);
-      continue;
-    }
-    const int64_t slot = table[(start + k) / call.block_size] * call.block_size + (start + k) % call.block_size;
-    const int64_t at = slot * call.num_kv_heads + head;
-    widen_row<type>(static_cast<const Stored*>(call.keys) + at * call.key_size, call.key_size, 1.0f, s.rows + k * key_width);
-    widen_row<type>(static_cast<const Stored*>(call.values) + at * call.value_size, call.value_size, 1.0f, s.values + k * value_width);
+INLINE void load_places(const AttentionCall& call, int64_t row, int64_t head, int64_t place, int64_t count, const void* storage, int64_t size,
+                        float* to) {
+  const int32_t* table = call.block_table + row * call.table_stride;
+  for (int64_t k = 0; k < count; ++k) {
+    const int64_t slot = table[(place + k) / call.block_size] * call.block_size + (place + k) % call.block_size;
+    const auto* from = static_cast<const typename Number<type>::Stored*>(storage) + (slot * call.num_kv_heads + head) * size;
+    widen_row<type>(from, size, 1.0f, to + k * padded(size));
   }
+}
+
+// A tile of keys or values of one head; places before `first` and after `last` become 0 and are not read.
+template <Storage type>
+INLINE void load_tile(const AttentionCall& call, int64_t row, int64_t head, int64_t start, int64_t first, int64_t last, const void* storage,
+                      int64_t size, float* to) {
+  const int64_t width = padded(size), begin = std::clamp<int64_t>(first - start, 0, key_tile), end = std::clamp<int64_t>(last + 1 - start, begin, key_tile);
+  std::fill_n(to, begin * width, 0.0f);
+  load_places<type>(call, row, head, start + begin, end - begin, storage, size, to + begin * width);
+  std::fill_n(to + end * width, (key_tile - end) * width, 0.0f);
 }
 
 template <Storage type>
@@ -212,25 +216,122 @@ INLINE Seen seen_by(const AttentionCall& call, int64_t token) {
   return {call.window > 0 ? std::max<int64_t>(0, position - call.window + 1) : 0, position};
 }
 
-INLINE void attend_tile(const AttentionCall& call, const AttentionUnit& unit, int64_t head, int64_t start, int64_t group, int64_t key_width,
-                        int64_t value_width, Scratch& s) {
-  const int64_t pairs = (unit.token_end - unit.token_begin) * group, place = (head - unit.head_begin) * pairs;
-  transpose(s.rows, key_width, s.columns);
-  std::fill_n(s.scores, pairs * key_tile, 0.0f);
-  multiply(pairs, key_tile, key_width, s.query + place * key_width, key_width, s.columns, s.scores);
-  for (int64_t pair = 0; pair < pairs; ++pair) {
-    const Seen seen = seen_by(call, unit.token_begin + pair / group);
-    float* scores = s.scores + pair * key_tile;
-    if (seen.last < start || seen.first >= start + key_tile) {  // nothing to see: everything stays as it is
-      std::fill_n(scores, key_tile, 0.0f);
-      continue;
-    }
-    const float shrink = softmax(scores, seen.first - start, seen.last - start, call.softcap, s.highest + place + pair, s.sums + (place + pair) * lanes);
-    float* out = s.out + (place + pair) * value_width;
-    for (int64_t i = 0; i < value_width; ++i) out[i] *= shrink;
-  }
-  multiply(pairs, value_width, key_tile, s.scores, key_tile, s.values, s.out + place * value_width);
+// A row's drafted tokens as a tree: packed tokens from `begin` on, the first of them at position `start` of the text. A token's own
+// place in the cache is that of a chain; its position is its depth.
+struct Tree {
+  int64_t begin, start, first_place;
+};
+constexpr int64_t no_tree = INT64_MAX;
+
+INLINE Tree tree_of(const AttentionCall& call, const AttentionUnit& unit) {
+  if (!call.parents) return {no_tree, no_tree, 0};
+  const int64_t row_begin = call.indptr[unit.row], start = call.text_lens[unit.row], begin = row_begin + start - call.positions[row_begin];
+  for (int64_t token = begin; token < unit.token_end; ++token)
+    if (call.parents[token] != token - 1) return {begin, start, start};
+  return {no_tree, no_tree, 0};
 }
+
+// The token's drafted ancestors, itself the last; ancestors have lower numbers.
+INLINE void find_path(const AttentionCall& call, const Tree& tree, int64_t token, std::vector<int64_t>& path) {
+  path.resize(static_cast<size_t>(std::max<int64_t>(0, call.positions[token] - tree.start + 1)));
+  for (size_t depth = path.size(); depth-- > 0; token = call.parents[token]) path[depth] = token;
+}
+
+#define ALWAYS_INLINE __attribute__((always_inline))
+#define METHOD ALWAYS_INLINE inline
+
+// What one (unit, head) does with one tile of positions.
+template <Storage type>
+struct Tile {
+  const AttentionCall& call;
+  const AttentionUnit& unit;
+  const Tree& tree;
+  Scratch& s;
+  int64_t head, start, group, key_width, value_width;
+
+  METHOD int64_t pairs() const { return (unit.token_end - unit.token_begin) * group; }
+  METHOD int64_t place() const { return (head - unit.head_begin) * pairs(); }
+  METHOD bool holds_drafts() const { return start + key_tile > tree.start; }
+
+  METHOD void score(float* scores) const {
+    transpose(s.rows, key_width, s.columns);
+    std::fill_n(scores, pairs() * key_tile, 0.0f);
+    multiply(pairs(), key_tile, key_width, s.query + place() * key_width, key_width, s.columns, scores);
+  }
+
+  METHOD void soften() const {
+    for (int64_t pair = 0; pair < pairs(); ++pair) {
+      const Seen seen = seen_by(call, unit.token_begin + pair / group);
+      float* scores = s.scores + pair * key_tile;
+      if (seen.last < start || seen.first >= start + key_tile) {  // nothing to see: everything stays as it is
+        std::fill_n(scores, key_tile, 0.0f);
+        continue;
+      }
+      const int64_t at = place() + pair;
+      const float shrink = softmax(scores, seen.first - start, seen.last - start, call.softcap, s.highest + at, s.sums + at * lanes);
+      for (int64_t i = 0; i < value_width; ++i) s.out[at * value_width + i] *= shrink;
+    }
+  }
+
+  // Drafted tokens of the tree in tiles of their own, in order of their numbers.
+  template <typename Use>
+  METHOD void for_drafts(const void* storage, int64_t size, float* to, Use use) const {
+    for (int64_t first = tree.begin; first < unit.token_end; first += key_tile) {
+      const int64_t count = std::min(key_tile, unit.token_end - first);
+      load_places<type>(call, unit.row, head, tree.first_place + first - tree.begin, count, storage, size, to);
+      std::fill_n(to + count * padded(size), (key_tile - count) * padded(size), 0.0f);
+      use(first, first + count);
+    }
+  }
+
+  // For every token of the unit that sees drafts in this tile: `use(token, position, ancestor)` in order of position.
+  template <typename Use>
+  METHOD void for_ancestors(int64_t first, int64_t end, Use use) const {
+    for (int64_t token = std::max(unit.token_begin, tree.begin); token < unit.token_end; ++token) {
+      find_path(call, tree, token, s.path);
+      const Seen seen = seen_by(call, token);
+      const int64_t from = std::max({start, seen.first, tree.start}), to = std::min(seen.last, start + key_tile - 1);
+      for (int64_t position = from; position <= to; ++position) {
+        const int64_t ancestor = s.path[position - tree.start];
+        if (ancestor >= first && ancestor < end) use(token, position, ancestor);
+      }
+    }
+  }
+
+  // A drafted key's score takes the lane of its position, as in a chain.
+  METHOD void place_draft_scores() const {
+    for_drafts(call.keys, call.key_size, s.rows, [&](int64_t first, int64_t end) ALWAYS_INLINE {
+      score(s.drafted);
+      for_ancestors(first, end, [&](int64_t token, int64_t position, int64_t ancestor) ALWAYS_INLINE {
+        for (int64_t pair = (token - unit.token_begin) * group; pair < (token - unit.token_begin + 1) * group; ++pair)
+          s.scores[pair * key_tile + position - start] = s.drafted[pair * key_tile + ancestor - first];
+      });
+    });
+  }
+
+  // After the values before the tree, which have the lower lanes: one multiply-add each, in order of position.
+  METHOD void add_draft_values() const {
+    for_drafts(call.values, call.value_size, s.values, [&](int64_t first, int64_t end) ALWAYS_INLINE {
+      for_ancestors(first, end, [&](int64_t token, int64_t position, int64_t ancestor) ALWAYS_INLINE {
+        for (int64_t pair = (token - unit.token_begin) * group; pair < (token - unit.token_begin + 1) * group; ++pair)
+          multiply(1, value_width, 1, s.scores + pair * key_tile + position - start, key_tile, s.values + (ancestor - first) * value_width,
+                   s.out + (place() + pair) * value_width);
+      });
+    });
+  }
+
+  // Keys `first` to `last` of the row are seen by some token of the unit.
+  METHOD void attend(int64_t first, int64_t last) const {
+    last = std::min(last, tree.start - 1);
+    load_tile<type>(call, unit.row, head, start, first, last, call.keys, call.key_size, s.rows);
+    score(s.scores);
+    if (holds_drafts()) place_draft_scores();
+    soften();
+    load_tile<type>(call, unit.row, head, start, first, last, call.values, call.value_size, s.values);
+    multiply(pairs(), value_width, key_tile, s.scores, key_tile, s.values, s.out + place() * value_width);
+    if (holds_drafts()) add_draft_values();
+  }
+};
 
 template <Storage type>
 INLINE void attend_type(const AttentionCall& call, const AttentionUnit& unit, Scratch& s) {
@@ -241,12 +342,15 @@ INLINE void attend_type(const AttentionCall& call, const AttentionUnit& unit, Sc
   std::fill_n(s.sums, heads * pairs * lanes, 0.0f);
   std::fill_n(s.highest, heads * pairs, minus_infinity);
   load_queries<type>(call, unit, group, key_width, s);
-  const int64_t first = seen_by(call, unit.token_begin).first, last = seen_by(call, unit.token_end - 1).last;  // positions rise in a row
-  for (int64_t start = first / key_tile * key_tile; start <= last; start += key_tile)
-    for (int64_t head = unit.head_begin; head < unit.head_end; ++head) {
-      load_tile<type>(call, unit, head, start, first, last, key_width, value_width, s);
-      attend_tile(call, unit, head, start, group, key_width, value_width, s);
-    }
+  const Tree tree = tree_of(call, unit);
+  Seen all = seen_by(call, unit.token_begin);
+  for (int64_t token = unit.token_begin + 1; token < unit.token_end; ++token) {
+    const Seen seen = seen_by(call, token);
+    all = {std::min(all.first, seen.first), std::max(all.last, seen.last)};
+  }
+  for (int64_t start = all.first / key_tile * key_tile; start <= all.last; start += key_tile)
+    for (int64_t head = unit.head_begin; head < unit.head_end; ++head)
+      Tile<type>{call, unit, tree, s, head, start, group, key_width, value_width}.attend(all.first, all.last);
   write_out<type>(call, unit, group, value_width, s);
 }
 

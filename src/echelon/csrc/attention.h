@@ -8,7 +8,7 @@
 namespace echelon {
 
 // Shapes as in `ops.ragged_attention`: query and out [T, H, D or Dv], keys and values [slots, Hkv, D or Dv]. A head is contiguous;
-// strides count values. window 0: none; softcap 0: none; sinks null: none.
+// strides count values. window 0: none; softcap 0: none; sinks null: none; parents null: every row is a chain.
 struct AttentionCall {
   Storage type;  // of query, keys, values and out
   const void *query, *keys, *values;
@@ -16,6 +16,7 @@ struct AttentionCall {
   int64_t query_token_stride, query_head_stride;
   int64_t num_rows, num_heads, num_kv_heads, key_size, value_size, block_size, table_stride;
   const int32_t *positions, *indptr, *block_table;
+  const int32_t *parents, *text_lens;  // [T] packed token before each, read for drafted ones alone; [B]
   float scale, softcap;
   int64_t window;
   const float* sinks;  // [H]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,7 +72,7 @@ class BlockTables:
     def __init__(self, num_blocks: int, block_size: int, max_blocks_per_row: int) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
-        self.copies: list[tuple[int, int]] = []  # (from, to) blocks that the storage still has to copy
+        self.copies: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []  # (from, to) slots that the storage has yet to copy, in order
         self._rows: dict[int, RowTable] = {}
         self._table: NDArray[np.int32] = np.zeros((8, max_blocks_per_row), np.int32)
         self._free_lines = list(range(7, -1, -1))
@@ -144,7 +145,8 @@ class BlockTables:
         block = int(self._table[table.line, place])
         if self.pool.is_shared(block):
             fresh = self.pool.allocate()
-            self.copies.append((block, fresh))
+            offsets = np.arange(self.block_size)
+            self.copies.append((block * self.block_size + offsets, fresh * self.block_size + offsets))
             self.pool.release(block)
             self._table[table.line, place] = fresh
 
@@ -163,6 +165,13 @@ class BlockTables:
         for block in self._table[table.line, keep : table.num_blocks].tolist():
             self.pool.release(block)
         table.num_blocks = keep
+
+    def move(self, row: int, sources: SequenceOf[int], first: int) -> None:
+        """What stands in the row's places `sources` goes to the places from `first` on: the accepted path of a tree closes up."""
+        line = self._table[self._rows[row].line]
+        places = np.array([sources, range(first, first + len(sources))], np.int64)
+        slots = line[places // self.block_size].astype(np.int64) * self.block_size + places % self.block_size
+        self.copies.append((slots[0], slots[1]))
 
     def fork(self, row: int, child: int) -> None:
         """`child` starts with the parent's cached tokens, sharing every block."""

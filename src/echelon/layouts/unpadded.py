@@ -7,9 +7,13 @@ from itertools import chain
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from echelon.batch import RaggedBatch, Span
 from echelon.kv.blocks import BlockTables
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
 
 
 def pack(spans: Sequence[Span], tables: BlockTables) -> RaggedBatch:
@@ -21,10 +25,11 @@ def pack(spans: Sequence[Span], tables: BlockTables) -> RaggedBatch:
     np.cumsum(counts, out=indptr[1:])
     num_tokens = int(indptr[-1])
     rows = np.repeat(np.arange(len(spans)), counts)
-    positions = np.arange(num_tokens) + np.repeat(starts - indptr[:-1], counts)
+    places = np.arange(num_tokens) + np.repeat(starts - indptr[:-1], counts)
+    positions, parents = grow_trees(spans, indptr, places)
     table = tables.gather([s.row for s in spans])
     size = tables.block_size
-    slots = table[rows, positions // size].astype(np.int64) * size + positions % size
+    slots = table[rows, places // size].astype(np.int64) * size + places % size
     is_wanted = np.arange(num_tokens) >= np.repeat(indptr[1:] - wanted, counts)
     return RaggedBatch(
         tokens=torch.from_numpy(np.fromiter(chain.from_iterable(s.tokens for s in spans), np.int32, num_tokens)),
@@ -36,4 +41,27 @@ def pack(spans: Sequence[Span], tables: BlockTables) -> RaggedBatch:
         block_table=torch.from_numpy(table),
         logit_rows=torch.from_numpy(np.flatnonzero(is_wanted)),
         block_size=size,
+        parents=None if parents is None else torch.from_numpy(parents),
     )
+
+
+def grow_trees(spans: Sequence[Span], indptr: Int32, places: Int64) -> tuple[Int64, Int32 | None]:
+    """int64[T] positions, int32[T] parents; `places` int64[T] are the positions that tokens would have in chains."""
+    if all(s.parents is None for s in spans):
+        return places, None
+    positions, before = places.copy(), np.arange(-1, indptr[-1] - 1, dtype=np.int32)
+    before[indptr[:-1]] = -1
+    for span, end in zip(spans, indptr[1:].tolist(), strict=True):
+        if span.parents is not None:
+            first = end - len(span.parents)
+            before[first:end] = np.asarray(span.parents, np.int32) + first
+            positions[first:end] = span.text_len + np.asarray(node_depths(span.parents))
+    return positions, before
+
+
+def node_depths(parents: Sequence[int]) -> list[int]:
+    """Of nodes whose parents come before them; the root's children have depth 0."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    return depths

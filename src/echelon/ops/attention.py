@@ -19,7 +19,8 @@ def ragged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of every new token over its row's keys and values, which have been written already.
+    """Causal attention of every new token over its row's keys and values, which have been written already; in a tree, over those of the
+    text and of its own ancestors.
 
     query [T, H, D], keys [slots, Hkv, D], values [slots, Hkv, Dv], sinks [H] or None → [T, H, Dv] in the query's dtype, which is that of
     the cache. Softmax runs online in float32 over key tiles at multiples of a fixed size from position 0 (Milakov and Gimelshein 2018);
@@ -27,7 +28,6 @@ def ragged_attention(
     """
     if not is_built():
         return reference.ragged_attention(query, keys, values, batch, scale, window, softcap, sinks)
-    out: Tensor = kernels.ragged_attention(
-        query, keys, values, batch.positions, batch.indptr, batch.block_table, batch.block_size, scale, window, softcap, sinks
-    )
+    where = (batch.positions, batch.indptr, batch.block_table, batch.block_size)
+    out: Tensor = kernels.ragged_attention(query, keys, values, *where, scale, window, softcap, sinks, batch.parents, batch.text_lens)
     return out

@@ -7,7 +7,8 @@ not fill a call is filled up with zeros.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -101,8 +102,38 @@ class AttentionPlan:
     tiles: list[KeyTile]
 
 
+def without_trees(batch: RaggedBatch) -> RaggedBatch:
+    """The same tokens as chains: every drafted token a row of its own, whose table leads to the slots of its ancestors.
+
+    A key so takes the place in its tile that its position has, whatever slot it lies in.
+    """
+    if batch.parents is None:
+        return batch
+    places = torch.arange(int(batch.kv_lens.max()))
+    table = batch.block_table.long()
+    own = table[:, (places // batch.block_size).clamp_max(table.shape[1] - 1)] * batch.block_size + places % batch.block_size
+    ends, lines = [0], []
+    for row, (start, end) in enumerate(pairwise(batch.indptr.tolist())):
+        first_drafted = start + int(batch.text_lens[row] - batch.positions[start])
+        if first_drafted > start:
+            ends.append(min(first_drafted, end))
+            lines.append(own[row])
+        for token in range(first_drafted, end):
+            line, ancestor = own[row].clone(), token
+            while ancestor >= first_drafted:
+                line[batch.positions[ancestor]] = batch.slots[ancestor]
+                ancestor = int(batch.parents[ancestor])
+            ends.append(token + 1)
+            lines.append(line)
+    indptr = torch.tensor(ends, dtype=torch.int32)
+    return replace(
+        batch, indptr=indptr, kv_lens=batch.positions[indptr[1:].long() - 1] + 1, block_table=torch.stack(lines), block_size=1, parents=None
+    )
+
+
 def plan_attention(batch: RaggedBatch, group: int, window: int | None) -> AttentionPlan:
     """What all layers with the same group size and sliding window share."""
+    batch = without_trees(batch)
     counts = batch.indptr.diff().long()
     pairs = counts * group
     items_per_row = (pairs + QUERY_TILE - 1) // QUERY_TILE

@@ -76,6 +76,10 @@ class ModelRunner:
         self.usage.layout_seconds = self.cache.seconds
         return logits
 
-    def commit(self, row: int, num_cached: int) -> None:
-        """Keep the first `num_cached` tokens of the row, give the rest back."""
-        self.cache.tables.commit(row, num_cached)
+    def commit(self, row: int, num_known: int, path: Sequence[int] = ()) -> None:
+        """Keep the first `num_known` tokens of the row and, of the drafted ones after them, those of the accepted path; give the rest back."""
+        first = next((i for i, node in enumerate(path) if node != i), len(path))
+        if first < len(path):
+            assert isinstance(self.cache, KVCache), "trees need blocks"
+            self.cache.tables.move(row, [num_known + node for node in path[first:]], num_known + first)
+        self.cache.tables.commit(row, num_known + len(path))
