@@ -77,7 +77,7 @@ class ModelRunner:
         return logits
 
     def commit(self, row: int, num_known: int, path: Sequence[int] = ()) -> None:
-        """Keep the first `num_known` tokens of the row and, of the drafted ones after them, those of the accepted path; give the rest back."""
+        """Keep the first `num_known` tokens of the row and, of the drafted ones after them, the accepted path; give the rest back."""
         first = next((i for i, node in enumerate(path) if node != i), len(path))
         if first < len(path):
             assert isinstance(self.cache, KVCache), "trees need blocks"
