@@ -104,7 +104,7 @@ def test_a_node_of_a_tree_sees_what_its_path_as_a_chain_would_see(
     assert threads == torch.get_num_threads()
     rng = np.random.default_rng(3)
     heads, kv_heads, size, options = 6, 2, 24, CASES[case]
-    for texts, nodes in (([120, 3, 60, 127], [30, 5, 0, 90]), ([1, 250, 64], [70, 1, 12])):
+    for texts, nodes in (([120, 3, 60, 127], [30, 5, 0, 90]), ([1, 500, 64], [70, 40, 12])):
         tables = BlockTables(1400, 16, 300)
         trees = [random_tree(rng, count) for count in nodes]
         known = [int(rng.integers(1, min(text, 4) + 1)) for text in texts]
@@ -171,9 +171,9 @@ def test_the_kernel_agrees_with_the_reference(heads: int, kv_heads: int, sizes: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_a_query_depends_on_what_it_sees_alone(case: str, dtype: torch.dtype, attend: Callable[..., Tensor], threads: int) -> None:
-    """A row of 300 tokens whole, in pieces, token by token; alone and beside 1 to 63 others: the same bits."""
+    """A row of 1,100 tokens whole, in pieces, token by token; alone and beside 1 to 63 others: the same bits."""
     assert threads == torch.get_num_threads()
-    heads, kv_heads, size, length = 6, 2, 24, 300
+    heads, kv_heads, size, length = 6, 2, 24, 1100  # more than two sections of keys
     tables = BlockTables(1400, 16, 300)
     rng = np.random.default_rng(0)
     lengths = [length, *rng.integers(1, 150, 63).tolist()]
@@ -190,12 +190,12 @@ def test_a_query_depends_on_what_it_sees_alone(case: str, dtype: torch.dtype, at
 
     whole = run({0: (0, length)})[0]
     assert bool(whole.isfinite().all())
-    for cuts in ([0, 1, 8, 9, 70, 135, 299, 300], list(range(280, 301))):
+    for cuts in ([0, 1, 8, 9, 70, 135, 511, 512, 700, 1024, 1099, 1100], list(range(1015, 1030))):
         for start, end in pairwise(cuts):
             assert torch.equal(run({0: (start, end)})[0], whole[start:end])
     for count in (1, 7, 63):
         others = {row: (lengths[row] // 2, lengths[row]) for row in range(1, count + 1) if lengths[row] > 1}
         order = [*list(others)[: count // 2], 0, *list(others)[count // 2 :]]
-        for start, end in ((0, 300), (290, 300), (128, 129)):
+        for start, end in ((0, 1100), (1090, 1100), (512, 513)):
             pieces = others | {0: (start, end)}
             assert torch.equal(run({row: pieces[row] for row in order})[0], whole[start:end])

@@ -107,26 +107,56 @@ INLINE float hyperbolic_tangent(float x) {
   return a < 0.25f ? near : far;
 }
 
+// What softmax has come to for `count` (head, pair) places: unnormalised outputs [count][width], sums of weights [count][lanes], and the
+// highest score [count] that both are relative to.
+struct Sums {
+  float *out, *weights, *highest;
+
+  static int64_t size(int64_t count, int64_t width) { return count * (width + lanes + 1); }
+  static Sums at(float* memory, int64_t count, int64_t width) {
+    return {memory, memory + count * width, memory + count * (width + lanes)};
+  }
+};
+
+INLINE void clear(const Sums& sums, int64_t count, int64_t width) {
+  std::fill_n(sums.out, count * (width + lanes), 0.0f);
+  std::fill_n(sums.highest, count, minus_infinity);
+}
+
 // What one unit works with; one a thread, kept.
 struct Scratch {
   std::vector<float> memory;
-  float *query, *rows, *columns, *values, *scores, *drafted, *out, *sums, *highest;
+  float *query, *rows, *columns, *values, *scores, *drafted, *section_sums, *all_sums;
+  Sums section, all;
   std::vector<int64_t> path;
 
   void lay_out(int64_t heads, int64_t pairs, int64_t key_width, int64_t value_width) {
     const int64_t sizes[] = {heads * pairs * key_width,   key_tile * key_width,     key_tile * key_width, key_tile * value_width,
-                             pairs * key_tile,            pairs * key_tile,     heads * pairs * value_width, heads * pairs * lanes, heads * pairs};
-    float** places[] = {&query, &rows, &columns, &values, &scores, &drafted, &out, &sums, &highest};
+                             pairs * key_tile,            pairs * key_tile,     Sums::size(heads * pairs, value_width), Sums::size(heads * pairs, value_width)};
+    float** places[] = {&query, &rows, &columns, &values, &scores, &drafted, &section_sums, &all_sums};
     int64_t total = 0;
     for (const int64_t size : sizes) total += padded(size);
     memory.resize(static_cast<size_t>(total));
     float* at = memory.data();
-    for (int i = 0; i < 9; ++i) {
+    for (int i = 0; i < 8; ++i) {
       *places[i] = at;
       at += padded(sizes[i]);
     }
+    section = Sums::at(section_sums, heads * pairs, value_width);
+    all = Sums::at(all_sums, heads * pairs, value_width);
   }
 };
+
+// Add a section's sums to those of the sections before it. Where either is of nothing, the other stays as it is, bit for bit.
+INLINE void merge(const Sums& all, const Sums& section, int64_t count, int64_t width) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float before = all.highest[i], here = section.highest[i], now = std::max(before, here);
+    const float shrink = before == minus_infinity ? 0.0f : exponential(before - now), weight = here == minus_infinity ? 0.0f : exponential(here - now);
+    for (int64_t j = 0; j < width; ++j) all.out[i * width + j] = all.out[i * width + j] * shrink + section.out[i * width + j] * weight;
+    for (int64_t j = 0; j < lanes; ++j) all.weights[i * lanes + j] = all.weights[i * lanes + j] * shrink + section.weights[i * lanes + j] * weight;
+    all.highest[i] = now;
+  }
+}
 
 // Softmax of one query over a tile, online: scores become weights, what was summed before shrinks by the returned factor. The query sees
 // keys `first` to `last` of the tile; every other weight is exactly 0.
@@ -190,20 +220,20 @@ INLINE void load_tile(const AttentionCall& call, int64_t row, int64_t head, int6
 }
 
 template <Storage type>
-INLINE void write_out(const AttentionCall& call, const AttentionUnit& unit, int64_t group, int64_t width, const Scratch& s) {
+INLINE void write_out(const AttentionCall& call, const AttentionUnit& unit, int64_t group, int64_t width, const Sums& sums) {
   using N = Number<type>;
   const int64_t pairs = (unit.token_end - unit.token_begin) * group;
   for (int64_t head = unit.head_begin; head < unit.head_end; ++head)
     for (int64_t pair = 0; pair < pairs; ++pair) {
       const int64_t place = (head - unit.head_begin) * pairs + pair, query_head = head * group + pair % group;
       float parts[lanes];
-      std::copy_n(s.sums + place * lanes, lanes, parts);
+      std::copy_n(sums.weights + place * lanes, lanes, parts);
       for (int64_t half = lanes / 2; half > 0; half /= 2)
         for (int64_t j = 0; j < half; ++j) parts[j] += parts[j + half];
       float total = parts[0];
-      if (call.sinks) total += std::exp(call.sinks[query_head] - s.highest[place]);
+      if (call.sinks) total += std::exp(call.sinks[query_head] - sums.highest[place]);
       auto* to = static_cast<typename N::Stored*>(call.out) + ((unit.token_begin + pair / group) * call.num_heads + query_head) * call.value_size;
-      for (int64_t i = 0; i < call.value_size; ++i) to[i] = N::narrow(s.out[place * width + i] / total);
+      for (int64_t i = 0; i < call.value_size; ++i) to[i] = N::narrow(sums.out[place * width + i] / total);
     }
 }
 
@@ -268,8 +298,8 @@ struct Tile {
         continue;
       }
       const int64_t at = place() + pair;
-      const float shrink = softmax(scores, seen.first - start, seen.last - start, call.softcap, s.highest + at, s.sums + at * lanes);
-      for (int64_t i = 0; i < value_width; ++i) s.out[at * value_width + i] *= shrink;
+      const float shrink = softmax(scores, seen.first - start, seen.last - start, call.softcap, s.section.highest + at, s.section.weights + at * lanes);
+      for (int64_t i = 0; i < value_width; ++i) s.section.out[at * value_width + i] *= shrink;
     }
   }
 
@@ -315,7 +345,7 @@ struct Tile {
       for_ancestors(first, end, [&](int64_t token, int64_t position, int64_t ancestor) ALWAYS_INLINE {
         for (int64_t pair = (token - unit.token_begin) * group; pair < (token - unit.token_begin + 1) * group; ++pair)
           multiply(1, value_width, 1, s.scores + pair * key_tile + position - start, key_tile, s.values + (ancestor - first) * value_width,
-                   s.out + (place() + pair) * value_width);
+                   s.section.out + (place() + pair) * value_width);
       });
     });
   }
@@ -328,7 +358,7 @@ struct Tile {
     if (holds_drafts()) place_draft_scores();
     soften();
     load_tile<type>(call, unit.row, head, start, first, last, call.values, call.value_size, s.values);
-    multiply(pairs(), value_width, key_tile, s.scores, key_tile, s.values, s.out + place() * value_width);
+    multiply(pairs(), value_width, key_tile, s.scores, key_tile, s.values, s.section.out + place() * value_width);
     if (holds_drafts()) add_draft_values();
   }
 };
@@ -338,9 +368,7 @@ INLINE void attend_type(const AttentionCall& call, const AttentionUnit& unit, Sc
   const int64_t group = call.num_heads / call.num_kv_heads, pairs = (unit.token_end - unit.token_begin) * group;
   const int64_t heads = unit.head_end - unit.head_begin, key_width = padded(call.key_size), value_width = padded(call.value_size);
   s.lay_out(heads, pairs, key_width, value_width);
-  std::fill_n(s.out, heads * pairs * value_width, 0.0f);
-  std::fill_n(s.sums, heads * pairs * lanes, 0.0f);
-  std::fill_n(s.highest, heads * pairs, minus_infinity);
+  clear(s.all, heads * pairs, value_width);
   load_queries<type>(call, unit, group, key_width, s);
   const Tree tree = tree_of(call, unit);
   Seen all = seen_by(call, unit.token_begin);
@@ -348,29 +376,69 @@ INLINE void attend_type(const AttentionCall& call, const AttentionUnit& unit, Sc
     const Seen seen = seen_by(call, token);
     all = {std::min(all.first, seen.first), std::max(all.last, seen.last)};
   }
-  for (int64_t start = all.first / key_tile * key_tile; start <= all.last; start += key_tile)
-    for (int64_t head = unit.head_begin; head < unit.head_end; ++head)
-      Tile<type>{call, unit, tree, s, head, start, group, key_width, value_width}.attend(all.first, all.last);
-  write_out<type>(call, unit, group, value_width, s);
+  const int64_t begin = std::max(all.first, unit.key_begin), end = std::min(all.last + 1, unit.key_end);
+  for (int64_t section = begin / key_section * key_section; section < end; section += key_section) {
+    clear(s.section, heads * pairs, value_width);
+    const int64_t first = std::max(begin / key_tile * key_tile, section), last = std::min(end, section + key_section);
+    for (int64_t start = first; start < last; start += key_tile)
+      for (int64_t head = unit.head_begin; head < unit.head_end; ++head)
+        Tile<type>{call, unit, tree, s, head, start, group, key_width, value_width}.attend(all.first, all.last);
+    merge(s.all, s.section, heads * pairs, value_width);
+  }
+  if (unit.partial)
+    std::copy_n(s.all_sums, Sums::size(heads * pairs, value_width), unit.partial);
+  else
+    write_out<type>(call, unit, group, value_width, s.all);
+}
+
+template <Storage type>
+INLINE void combine_type(const AttentionCall& call, const AttentionUnit& unit, int64_t count, Scratch& s) {
+  const int64_t group = call.num_heads / call.num_kv_heads, pairs = (unit.token_end - unit.token_begin) * group;
+  const int64_t places = pairs * (unit.head_end - unit.head_begin), width = padded(call.value_size);
+  s.lay_out(unit.head_end - unit.head_begin, pairs, padded(call.key_size), width);
+  clear(s.all, places, width);
+  for (int64_t i = 0; i < count; ++i) merge(s.all, Sums::at(unit.partial + i * Sums::size(places, width), places, width), places, width);
+  write_out<type>(call, unit, group, width, s.all);
 }
 
 FOR_EVERY_PROCESSOR void attend_float32(const AttentionCall& call, const AttentionUnit& unit, Scratch& s) {
   attend_type<Storage::float32>(call, unit, s);
 }
+FOR_EVERY_PROCESSOR void combine_float32(const AttentionCall& call, const AttentionUnit& unit, int64_t count, Scratch& s) {
+  combine_type<Storage::float32>(call, unit, count, s);
+}
 FOR_EVERY_PROCESSOR void attend_bfloat16(const AttentionCall& call, const AttentionUnit& unit, Scratch& s) {
   attend_type<Storage::bfloat16>(call, unit, s);
+}
+FOR_EVERY_PROCESSOR void combine_bfloat16(const AttentionCall& call, const AttentionUnit& unit, int64_t count, Scratch& s) {
+  combine_type<Storage::bfloat16>(call, unit, count, s);
 }
 FOR_EVERY_PROCESSOR void attend_float16(const AttentionCall& call, const AttentionUnit& unit, Scratch& s) {
   attend_type<Storage::float16>(call, unit, s);
 }
+FOR_EVERY_PROCESSOR void combine_float16(const AttentionCall& call, const AttentionUnit& unit, int64_t count, Scratch& s) {
+  combine_type<Storage::float16>(call, unit, count, s);
+}
+
+thread_local Scratch scratch;
 
 }  // namespace
 
 void attend(const AttentionCall& call, const AttentionUnit& unit) {
-  thread_local Scratch scratch;
   if (call.type == Storage::float32) return attend_float32(call, unit, scratch);
   if (call.type == Storage::bfloat16) return attend_bfloat16(call, unit, scratch);
   attend_float16(call, unit, scratch);
+}
+
+int64_t partial_size(const AttentionCall& call, const AttentionUnit& unit) {
+  const int64_t heads = (unit.head_end - unit.head_begin) * (call.num_heads / call.num_kv_heads);
+  return Sums::size((unit.token_end - unit.token_begin) * heads, padded(call.value_size));
+}
+
+void combine(const AttentionCall& call, const AttentionUnit& unit, int64_t count) {
+  if (call.type == Storage::float32) return combine_float32(call, unit, count, scratch);
+  if (call.type == Storage::bfloat16) return combine_bfloat16(call, unit, count, scratch);
+  combine_float16(call, unit, count, scratch);
 }
 
 }  // namespace echelon

@@ -22,13 +22,17 @@ struct AttentionCall {
   const float* sinks;  // [H]
 };
 
-// Some new tokens of one row for some key/value heads: what one thread does at a time.
+// Some new tokens of one row for some key/value heads and the keys of positions `key_begin` to `key_end` − 1: what one thread does at a
+// time. `partial` null: all keys, and the result is written. Else these are the keys of one section, and what came of them is left
+// in `partial` [partial_size] for `combine`.
 struct AttentionUnit {
-  int64_t row, token_begin, token_end, head_begin, head_end;
+  int64_t row, token_begin, token_end, head_begin, head_end, key_begin, key_end;
+  float* partial;
 };
 
-constexpr int64_t query_block = 64;  // (token, head of the group) pairs that share one pass over the keys
-constexpr int64_t key_tile = 64;     // tiles lie at multiples of this from position 0
+constexpr int64_t query_block = 64;   // (token, head of the group) pairs that share one pass over the keys
+constexpr int64_t key_tile = 64;      // tiles lie at multiples of this from position 0
+constexpr int64_t key_section = 512;  // sums over sections, also at multiples from position 0, are added up in order
 
 // How many tokens of one row a unit holds.
 inline int64_t tokens_per_unit(const AttentionCall& call) {
@@ -37,5 +41,11 @@ inline int64_t tokens_per_unit(const AttentionCall& call) {
 }
 
 void attend(const AttentionCall& call, const AttentionUnit& unit);
+
+// Floats that a unit leaves in `partial`.
+int64_t partial_size(const AttentionCall& call, const AttentionUnit& unit);
+
+// Add up `count` sections that `attend` left one after another from `unit.partial` on, and write the result.
+void combine(const AttentionCall& call, const AttentionUnit& unit, int64_t count);
 
 }  // namespace echelon

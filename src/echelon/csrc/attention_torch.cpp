@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <utility>
 #include <vector>
 
 #include "attention.h"
@@ -26,21 +27,65 @@ const int32_t* int32_of(const Tensor& x) {
   return x.const_data_ptr<int32_t>();
 }
 
-// Work in pieces that no thread need wait for: blocks of a row's tokens, and single heads where there would be too few of those.
-std::vector<AttentionUnit> divide(const AttentionCall& call) {
-  const int64_t at_once = tokens_per_unit(call);
+// The work of a call in units, and those whose sections are to be combined afterwards: the first of each and how many there are.
+struct Division {
+  std::vector<AttentionUnit> units;
+  std::vector<std::pair<AttentionUnit, int64_t>> combinations;
+  std::vector<float> partials;
+};
+
+int64_t keys_of(const AttentionCall& call, const AttentionUnit& unit) {
+  return std::min<int64_t>(unit.key_end, *std::max_element(call.positions + unit.token_begin, call.positions + unit.token_end) + 1) -
+         unit.key_begin;
+}
+
+// Units of one section each instead of units of all keys.
+void split_keys(const AttentionCall& call, Division& division) {
+  std::vector<AttentionUnit> whole;
+  std::swap(whole, division.units);
+  int64_t total = 0;
+  for (const auto& unit : whole) total += partial_size(call, unit) * ((keys_of(call, unit) + key_section - 1) / key_section);
+  division.partials.resize(static_cast<size_t>(total));
+  float* partial = division.partials.data();
+  for (auto unit : whole) {
+    const int64_t count = (keys_of(call, unit) + key_section - 1) / key_section;
+    unit.partial = partial;
+    division.combinations.emplace_back(unit, count);
+    for (int64_t i = 0; i < count; ++i, partial += partial_size(call, unit)) {
+      unit.key_begin = i * key_section;
+      unit.key_end = unit.key_begin + key_section;
+      unit.partial = partial;
+      division.units.push_back(unit);
+    }
+  }
+}
+
+// Pieces that no thread need wait for: blocks of a row's tokens; single heads where there would be too few of those; then sections of keys.
+Division divide(const AttentionCall& call) {
+  const int64_t at_once = tokens_per_unit(call), enough = 4 * at::get_num_threads();
   int64_t blocks = 0;
   for (int64_t row = 0; row < call.num_rows; ++row) blocks += (call.indptr[row + 1] - call.indptr[row] + at_once - 1) / at_once;
-  const int64_t heads_at_once = blocks >= 4 * at::get_num_threads() ? call.num_kv_heads : 1;
-  std::vector<AttentionUnit> units;
+  const int64_t heads_at_once = blocks >= enough ? call.num_kv_heads : 1;
+  Division division;
   for (int64_t row = 0; row < call.num_rows; ++row)
     for (int64_t token = call.indptr[row]; token < call.indptr[row + 1]; token += at_once)
       for (int64_t head = 0; head < call.num_kv_heads; head += heads_at_once)
-        units.push_back({row, token, std::min<int64_t>(token + at_once, call.indptr[row + 1]), head,
-                         std::min(head + heads_at_once, call.num_kv_heads)});
-  const auto cost = [&](const AttentionUnit& u) { return (call.positions[u.token_end - 1] + 1) * (u.head_end - u.head_begin); };
-  std::stable_sort(units.begin(), units.end(), [&](const auto& a, const auto& b) { return cost(a) > cost(b); });  // long ones first
-  return units;
+        division.units.push_back({row, token, std::min<int64_t>(token + at_once, call.indptr[row + 1]), head,
+                                  std::min(head + heads_at_once, call.num_kv_heads), 0, INT64_MAX, nullptr});
+  if (blocks * call.num_kv_heads < enough) split_keys(call, division);
+  const auto cost = [&](const AttentionUnit& unit) { return keys_of(call, unit) * (unit.head_end - unit.head_begin); };
+  std::stable_sort(division.units.begin(), division.units.end(), [&](const auto& a, const auto& b) { return cost(a) > cost(b); });  // long ones first
+  return division;
+}
+
+// All threads take the next index until none is left.
+template <typename Do>
+void for_each_index(size_t count, const Do& work) {
+  std::atomic<size_t> next = 0;
+  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), static_cast<int64_t>(count)), 1, [&](int64_t begin, int64_t end) {
+    for (; begin < end; ++begin)
+      for (size_t i = next++; i < count; i = next++) work(i);
+  });
 }
 
 Tensor ragged_attention(const Tensor& given, const Tensor& keys, const Tensor& values, const Tensor& positions, const Tensor& indptr,
@@ -59,12 +104,9 @@ Tensor ragged_attention(const Tensor& given, const Tensor& keys, const Tensor& v
                            parents ? int32_of(*parents) : nullptr, int32_of(text_lens),
                            static_cast<float>(scale), static_cast<float>(softcap.value_or(0.0)), window.value_or(0),
                            sinks ? sink.const_data_ptr<float>() : nullptr};
-  const std::vector<AttentionUnit> units = divide(call);
-  std::atomic<size_t> next = 0;
-  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), static_cast<int64_t>(units.size())), 1, [&](int64_t begin, int64_t end) {
-    for (; begin < end; ++begin)
-      for (size_t i = next++; i < units.size(); i = next++) attend(call, units[i]);
-  });
+  const Division division = divide(call);
+  for_each_index(division.units.size(), [&](size_t i) { attend(call, division.units[i]); });
+  for_each_index(division.combinations.size(), [&](size_t i) { combine(call, division.combinations[i].first, division.combinations[i].second); });
   return out;
 }
 
