@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -70,6 +71,22 @@ def test_fork_copies_only_what_is_written() -> None:
     tables.release(2)
     assert tables.pool.num_free == 8
     cache.check()
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 19), min_size=1, max_size=4, unique=True), st.integers(0, 16)), max_size=12))
+def test_copies_are_as_if_made_one_after_the_other(copies: list[tuple[list[int], int]]) -> None:
+    """Sources and targets that overlap at random."""
+    cache = KVCache([LayerShape(1, 1, 1)], BlockTables(5, 4, 5), torch.float32, torch.device("cpu"))
+    expected = list(range(20))
+    for storage in (*cache.keys, *cache.values):
+        storage[:, 0, 0] = torch.arange(20.0)
+    for sources, first in copies:
+        targets = range(first, first + len(sources))
+        cache.tables.copies.append((np.array(sources), np.array(targets)))
+        for target, value in zip(targets, [expected[s] for s in sources], strict=True):
+            expected[target] = value
+    cache.apply_copies()
+    assert cache.keys[0].flatten().tolist() == cache.values[0].flatten().tolist() == expected
 
 
 OPERATIONS = st.lists(

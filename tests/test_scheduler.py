@@ -51,7 +51,7 @@ def verdict_for(plan: Plan, rng: random.Random, drafter_fails: bool) -> Scripted
     outcome = Scripted()
     for row in plan.rows:
         size = 0 if drafter_fails else rng.randint(0, row.max_draft_tokens)
-        right = rng.randint(0, size)
+        right = rng.randint(0, min(size, row.max_draft_depth))
         true = continuation(row.sequence.tokens, right + 1)
         outcome.num_draft_tokens.append(size)
         outcome.accepted.append(true[:right] if row.is_sampled else [])
@@ -64,10 +64,14 @@ def verdict_for(plan: Plan, rng: random.Random, drafter_fails: bool) -> Scripted
 class SchedulerMachine(RuleBasedStateMachine):
     """Ten kinds of events; the oracle is the text each request must end with."""
 
+    grows_trees = False
+
     def __init__(self) -> None:
         super().__init__()
         self.tables = [BlockTables(24, 4, 16), BlockTables(24, 4, 16)]
-        self.scheduler = Scheduler(self.tables, max_num_seqs=5, max_num_batched_tokens=20, num_speculative_tokens=4)
+        self.scheduler = Scheduler(
+            self.tables, max_num_seqs=5, max_num_batched_tokens=20, num_speculative_tokens=4, grows_trees=self.grows_trees
+        )
         self.rng = random.Random(0)
         self.alive: dict[int, Sequence] = {}
         self.finished: list[Sequence] = []
@@ -188,10 +192,36 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(t.pool.num_free == t.pool.num_blocks for t in self.tables)
 
 
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=10_000 if PROVE else 60, stateful_step_count=100 if PROVE else 40, deadline=None, derandomize=True
-)
+class TreeSchedulerMachine(SchedulerMachine):
+    """Drafts that take more places than the row has room for."""
+
+    grows_trees = True
+
+
+SIZES = {"deadline": None, "derandomize": True, "stateful_step_count": 100 if PROVE else 40}
+SchedulerMachine.TestCase.settings = settings(max_examples=10_000 if PROVE else 60, **SIZES)
+TreeSchedulerMachine.TestCase.settings = settings(max_examples=2_000 if PROVE else 30, **SIZES)
 TestSchedulerMachine = SchedulerMachine.TestCase
+TestTreeSchedulerMachine = TreeSchedulerMachine.TestCase
+
+
+def test_a_request_that_fills_the_pool_leaves_no_room_for_a_tree() -> None:
+    """48 places: a text of 44 tokens and a tree of 4 fit, a text of 45 would preempt itself for ever."""
+    for max_tokens, fits in ((34, True), (35, False)):
+        scheduler = Scheduler([BlockTables(12, 4, 30)], 1, 100, 4, grows_trees=True)
+        sequence = Sequence(1, list(range(10)), 10, Sampler(SamplingParams(temperature=0, max_tokens=max_tokens), 0), frozenset(), 100)
+        if not fits:
+            with pytest.raises(RequestError, match="KV pool"):
+                scheduler.add(sequence)
+            continue
+        scheduler.add(sequence)
+        while scheduler.has_work:
+            plan = scheduler.next_step()
+            assert plan.rows[0].max_draft_tokens in (0, 4), "a tree does not shrink with the room left"
+            outcome = verdict_for(plan, random.Random(0), drafter_fails=False)
+            scheduler._tables[0].commit(1, plan.rows[0].start + plan.rows[0].num_new + len(outcome.accepted[0]))
+            scheduler.settle(plan, outcome)
+        assert sequence.num_output_tokens == max_tokens
 
 
 @pytest.mark.parametrize("num_speculative_tokens", range(1, 9))

@@ -142,15 +142,18 @@ def watch(llm: LLM) -> LLM:
     step = llm.engine.step
 
     def watched() -> Any:
-        finished = step()
+        grown = step()
         llm.engine.check()
+        for sequence in grown:
+            if sequence in llm.engine.scheduler.running:
+                assert llm.engine.target.num_cached(sequence.id) in (0, len(sequence) - 1), "all tokens but the last have keys and values"
         for cache in caches(llm):
             cache.check()
             cache.apply_copies()
             stale = ~cache.held_slots()
             for storage in (*cache.keys, *cache.values):
                 storage[stale] = poison(cache)
-        return finished
+        return grown
 
     for cache in caches(llm):
         for storage in (*cache.keys, *cache.values):

@@ -79,12 +79,12 @@ def load_plain(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | No
     return model.eval().requires_grad_(False), _read_tokenizer(name)
 
 
-def adopt_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> LoadedModel:
-    """A model built in memory is served: self-tested, attention and layers replaced; its weights stay beside the packed ones."""
+def adopt_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, keep_weights: bool = True) -> LoadedModel:
+    """A model built in memory is served: self-tested, attention and layers replaced; its weights stay beside the packed ones if asked."""
     self_test(type(model), model.config)
     model.set_attn_implementation(IMPLEMENTATION)
     model.eval().requires_grad_(False)
-    return _served(model, tokenizer, name, keep_weights=True)
+    return _served(model, tokenizer, name, keep_weights)
 
 
 @contextmanager

@@ -1,0 +1,56 @@
+"""Models of serving size with random weights, made on the spot: speed depends on a model's shape, not on what it knows."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig
+
+from echelon.errors import ConfigError
+from echelon.target.loading import LoadedModel, adopt_model
+
+
+def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    )
+
+
+def opt(hidden: int, layers: int, heads: int) -> OPTConfig:
+    return OPTConfig(
+        hidden_size=hidden, ffn_dim=4 * hidden, num_hidden_layers=layers, num_attention_heads=heads, word_embed_proj_dim=hidden
+    )
+
+
+SHAPES = {
+    "llama-1.1b": lambda: llama(2048, 5632, 22, 32, 4),
+    "opt-125m": lambda: opt(768, 12, 12),
+    "opt-1.3b": lambda: opt(2048, 24, 32),
+}
+
+
+def random_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> LoadedModel:
+    """A model of one of `SHAPES`, served like any other; weights are uniform, with the spread that keeps activations near 1."""
+    if shape not in SHAPES:
+        raise ConfigError(f"{shape!r} is neither a shape ({', '.join(SHAPES)}) nor a folder; choose one of these")
+    config: PretrainedConfig = SHAPES[shape]()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if tensor.ndim == 2:
+                tensor.uniform_(-1.0, 1.0, generator=generator).mul_((3.0 / tensor.shape[1]) ** 0.5)
+            else:
+                tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+    for module in model.modules():  # what the configuration says is computed anew: a model on no device has no values
+        if hasattr(module, "inv_freq"):
+            module.__init__(module.config)  # type: ignore[misc]
+    return adopt_model(model, None, shape, keep_weights=False)

@@ -1,0 +1,144 @@
+"""What one forward pass costs as it gets wider, beside what reading the weights costs.
+
+Batched speculation earns the difference: if a pass over 40 tokens costs little more than a pass over one, every accepted token is nearly
+free. Passes of all widths and reads of the weights are interleaved; figures are medians.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from echelon.batch import RaggedBatch, Span
+from echelon.kv.blocks import BlockTables
+from echelon.kv.cache import KVCache
+from echelon.ops import attention, elementwise, linear
+from echelon.ops.compiled import kernels
+from echelon.target.attention import record_layers
+from echelon.target.layers import PackedParameter
+from echelon.target.loading import LoadedModel
+from echelon.target.runner import ModelRunner
+
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class StepSpeed:
+    """A pass over `tokens` new tokens in rows of at most `tokens_per_row`, each with `context` tokens before them. Milliseconds."""
+
+    tokens: int
+    tokens_per_row: int
+    context: int
+    milliseconds: float
+    linear: float
+    attention: float
+    other: float  # everything else: norms, rotary embeddings, activations, the framework's own work
+    reading: float  # merely reading the packed weights, between the passes
+
+
+class Clock:
+    """Seconds spent in compiled kernels, by kind."""
+
+    def __init__(self) -> None:
+        self.seconds = {"linear": 0.0, "attention": 0.0}
+
+    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            out = call(*arguments)
+            self.seconds[name] += time.perf_counter() - start
+            return out
+
+        return run
+
+
+@contextmanager
+def clocked() -> Iterator[Clock]:
+    """Time the kernels of linear layers and attention while this lasts."""
+    clock = Clock()
+    names = {"packed_linear": "linear", "packed_experts": "linear", "ragged_attention": "attention"}
+    own = {n: clock.timed(names[n], f) if n in names else f for n, f in vars(kernels).items() if callable(f)}
+    modules = (linear, attention, elementwise)
+    for module in modules:
+        module.kernels = SimpleNamespace(**own)  # type: ignore[attr-defined]
+    try:
+        yield clock
+    finally:
+        for module in modules:
+            module.kernels = kernels  # type: ignore[attr-defined]
+
+
+def packed_weights(loaded: LoadedModel) -> list[torch.Tensor]:
+    """What a pass has to read: every packed weight once."""
+    packed = {p.packed.data.data_ptr(): p.packed.data for p in loaded.model.parameters() if isinstance(p, PackedParameter)}
+    return list(packed.values())
+
+
+def measure_steps(
+    loaded: LoadedModel,
+    widths: SequenceOf[int],
+    tokens_per_row: int,
+    context: int,
+    rounds: int,
+    on_round: Callable[[], None] = lambda: None,
+) -> list[StepSpeed]:
+    """One result a width."""
+    num_rows = -(-max(widths) // tokens_per_row)
+    blocks_per_row = -(-(context + tokens_per_row) // BLOCK)
+    tables = BlockTables(num_rows * blocks_per_row, BLOCK, blocks_per_row)
+    runner = ModelRunner(loaded, KVCache(record_layers(loaded.model), tables, loaded.model.dtype, torch.device("cpu")))
+    for row in range(num_rows):
+        tables.reserve(row, context + tokens_per_row)
+        if context:
+            runner.feed([Span(row, 0, [1 + row] * context, 0, context)])
+    batches = [_batch(runner, width, tokens_per_row, context) for width in widths]
+    weights = packed_weights(loaded)
+    taken: list[list[tuple[float, float, float]]] = [[] for _ in widths]
+    reads = []
+    with clocked() as clock:
+        for _ in range(rounds + 1):
+            start = time.perf_counter()
+            for weight in weights:
+                linear.read_memory(weight)
+            reads.append(time.perf_counter() - start)
+            for batch, results in zip(batches, taken, strict=True):
+                clock.seconds = dict.fromkeys(clock.seconds, 0.0)
+                batch.plans.clear()
+                start = time.perf_counter()
+                runner.run(batch)
+                results.append((time.perf_counter() - start, clock.seconds["linear"], clock.seconds["attention"]))
+            on_round()
+    reading = statistics.median(reads[1:]) * 1e3
+    return [_result(width, tokens_per_row, context, results[1:], reading) for width, results in zip(widths, taken, strict=True)]
+
+
+def _batch(runner: ModelRunner, width: int, tokens_per_row: int, context: int) -> RaggedBatch:
+    counts = [min(tokens_per_row, width - start) for start in range(0, width, tokens_per_row)]
+    return runner.pack([Span(row, context, [7] * n, n, context + 1, n - 1) for row, n in enumerate(counts)])
+
+
+def _result(width: int, tokens_per_row: int, context: int, taken: list[tuple[float, float, float]], reading: float) -> StepSpeed:
+    total, in_linear, in_attention = (statistics.median(part) * 1e3 for part in zip(*taken, strict=True))
+    return StepSpeed(width, tokens_per_row, context, total, in_linear, in_attention, total - in_linear - in_attention, reading)
+
+
+def as_markdown(results: SequenceOf[StepSpeed]) -> str:
+    one = results[0].milliseconds
+    lines = [
+        f"| tokens | ms | × the pass over {results[0].tokens} | linear | attention | other | reading the weights | pass / reading |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r.tokens} | {r.milliseconds:.1f} | {r.milliseconds / one:.2f} | {r.linear:.1f} | {r.attention:.1f} | {r.other:.1f} "
+        f"| {r.reading:.1f} | {r.milliseconds / r.reading:.2f} |"
+        for r in results
+    ]
+    return "\n".join(lines)
