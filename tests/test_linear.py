@@ -193,16 +193,6 @@ def test_tile_registers_are_driven_right() -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_that_are_not_real_are_zero(family: str, dtype: torch.dtype) -> None:
-    x, packed = drawn(40, 50, dtype=dtype), linear.PackedWeight.pack(drawn(70, 50, dtype=dtype, seed=1))
-    for rows in (0, 1, 33, 40):
-        got = linear.packed_linear(x, packed, rows=rows)
-        assert torch.equal(got[:rows], linear.packed_linear(x, packed)[:rows])
-        assert bool((got[rows:] == 0).all())
-
-
-@needs_kernels
 def test_calls_that_do_not_fit_are_refused() -> None:
     packed = linear.PackedWeight.pack(torch.ones(5, 3))
     assert linear.packed_linear(torch.ones(0, 3), packed).shape == (0, 5)
@@ -214,7 +204,6 @@ def test_calls_that_do_not_fit_are_refused() -> None:
         lambda: linear.packed_linear(torch.ones(2, 3), packed, activation="swish"),
         lambda: linear.packed_linear(torch.ones(2, 3), packed, emulate_amx=True),
         lambda: linear.PackedWeight.pack(torch.ones(5, 3, dtype=torch.float64)),
-        lambda: linear.packed_linear(torch.ones(2, 3), packed, rows=3),
         lambda: compiled.set_isa("mmx"),
     ):
         with pytest.raises((RuntimeError, ValueError)):

@@ -52,5 +52,5 @@ def random_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> LoadedModel
                 tensor.fill_(0.0 if name.endswith("bias") else 1.0)
     for module in model.modules():  # what the configuration says is computed anew: a model on no device has no values
         if hasattr(module, "inv_freq"):
-            module.__init__(module.config)  # type: ignore[misc]
+            module.__init__(module.config)
     return adopt_model(model, None, shape, keep_weights=False)

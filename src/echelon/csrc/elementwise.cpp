@@ -105,7 +105,7 @@ INLINE void rotate_tokens(const void* x, int64_t token_stride, int64_t head_stri
     const auto* s = static_cast<const typename A::Stored*>(sin) + token * rotary;
     for (int64_t head = 0; head < heads; ++head) {
       const auto* in = static_cast<const typename N::Stored*>(x) + token * token_stride + head * head_stride;
-      auto* to = static_cast<typename N::Stored*>(out) + (token * heads + head) * size;
+      auto* __restrict__ to = static_cast<typename N::Stored*>(out) + (token * heads + head) * size;
       for (int64_t i = 0; i < half; ++i) {
         const float low = N::widen(in[i]), high = N::widen(in[i + half]);
         to[i] = N::narrow(low * A::widen(c[i]) - high * A::widen(s[i]));

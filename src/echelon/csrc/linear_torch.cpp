@@ -114,13 +114,11 @@ void run(const linear::Pass& pass, int64_t weight_bytes) {
 }
 
 Tensor packed_linear(const Tensor& input, const Tensor& packed, int64_t columns, const std::optional<Tensor>& bias,
-                     const std::optional<Tensor>& residual, const std::string& activation, bool float32, std::optional<int64_t> only_rows,
-                     bool emulate_amx) {
+                     const std::optional<Tensor>& residual, const std::string& activation, bool float32, bool emulate_amx) {
   TORCH_CHECK(input.dim() == 2, "packed_linear takes x [T, K], not ", input.sizes());
   TORCH_CHECK(input.scalar_type() == packed.scalar_type(), "x is ", input.scalar_type(), ", the weight ", packed.scalar_type());
   const Tensor x = input.stride(1) == 1 ? input : input.contiguous();
-  const int64_t rows = x.size(0), wanted = only_rows.value_or(rows);
-  TORCH_CHECK(wanted >= 0 && wanted <= rows, "x has ", rows, " rows, not ", wanted);
+  const int64_t rows = x.size(0);
   const linear::Weight weight = weight_of(packed, columns, x.size(1));
   TORCH_CHECK(!bias || (bias->scalar_type() == torch::kFloat32 && bias->is_contiguous() && bias->numel() == columns),
               "the bias must be float32 [", columns, "]");
@@ -130,7 +128,7 @@ Tensor packed_linear(const Tensor& input, const Tensor& packed, int64_t columns,
   TORCH_CHECK(!emulate_amx || weight.type == Type::bf16, "AMX is emulated for bfloat16 alone");
   Tensor out = torch::empty({rows, columns}, x.options().dtype(float32 ? torch::kFloat32 : x.scalar_type()));
   const linear::Problem problem{x.data_ptr(),
-                                wanted,
+                                rows,
                                 x.stride(0),
                                 weight,
                                 bias ? bias->data_ptr<float>() : nullptr,
@@ -141,9 +139,8 @@ Tensor packed_linear(const Tensor& input, const Tensor& packed, int64_t columns,
                                 columns,
                                 float32};
   const linear::Family& family = emulate_amx ? linear::emulated_amx() : linear::family(active_isa(), weight.type);
-  for (int64_t first = 0; first < wanted; first += linear::most_rows)
-    run({problem, family, first, std::min(linear::most_rows, wanted - first)}, packed.nbytes());
-  if (wanted < rows) out.narrow(0, wanted, rows - wanted).zero_();
+  for (int64_t first = 0; first < rows; first += linear::most_rows)
+    run({problem, family, first, std::min(linear::most_rows, rows - first)}, packed.nbytes());
   return out;
 }
 
@@ -175,7 +172,7 @@ void bind_linear(pybind11::module_& module) {
   module.def("pack_linear", &pack, py::arg("weight"), Release());
   module.def("packed_linear", &packed_linear, py::arg("x"), py::arg("packed"), py::arg("columns"), py::arg("bias") = py::none(),
              py::arg("residual") = py::none(), py::arg("activation") = "none", py::arg("float32") = false,
-             py::arg("rows") = py::none(), py::arg("emulate_amx") = false, Release());
+             py::arg("emulate_amx") = false, Release());
   module.def("packed_rows", &packed_rows, py::arg("packed"), py::arg("columns"), py::arg("depth"), py::arg("ids"), Release());
   module.def("linear_family", [](py::object dtype) { return linear_family(torch::python::detail::py_object_to_dtype(std::move(dtype))); });
 }

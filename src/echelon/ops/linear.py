@@ -37,17 +37,16 @@ def packed_linear(
     residual: Tensor | None = None,
     activation: Activation = "none",
     float32: bool = False,
-    rows: int | None = None,
     emulate_amx: bool = False,
 ) -> Tensor:
     """activation(x [T, K] · weightᵀ + bias) + residual → [T, N], summed in float32 and rounded once.
 
     bias float32 [N], residual [T, N] in x's dtype. The result is in x's dtype, or float32 where asked. Each row's result is the
-    same bits whatever T, its place and the number of threads. `rows`: only so many rows are real; the others' results are zero.
+    same bits whatever T, its place and the number of threads.
     `emulate_amx` is for tests of the tile registers' control flow.
     """
     return kernels.packed_linear(  # type: ignore[no-any-return]
-        x, packed.data, packed.columns, bias, residual, activation, float32, rows, emulate_amx
+        x, packed.data, packed.columns, bias, residual, activation, float32, emulate_amx
     )
 
 

@@ -61,11 +61,12 @@ class CachedStep:
         self.batch, self.cache = batch, cache
 
     def attend(self, call: LayerCall) -> Tensor:
-        num_tokens = self.batch.num_tokens
-        self.cache.write(call.layer, call.key[:num_tokens], call.value[:num_tokens], self.batch.slots)
+        num_tokens, num_inputs = self.batch.num_tokens, len(call.query)
+        query, key, value = (x[:num_tokens] if num_inputs > num_tokens else x for x in (call.query, call.key, call.value))
+        self.cache.write(call.layer, key, value, self.batch.slots)
         keys, values = self.cache.keys[call.layer], self.cache.values[call.layer]
-        out = ops.ragged_attention(call.query[:num_tokens], keys, values, self.batch, call.scale, call.window, call.softcap, call.sinks)
-        return F.pad(out, (0, 0, 0, 0, 0, len(call.query) - num_tokens))
+        out = ops.ragged_attention(query, keys, values, self.batch, call.scale, call.window, call.softcap, call.sinks)
+        return F.pad(out, (0, 0, 0, 0, 0, num_inputs - num_tokens)) if num_inputs > num_tokens else out
 
 
 class RecordingStep:

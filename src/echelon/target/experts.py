@@ -48,7 +48,6 @@ class Experts:
     up: Projection
     down: Projection
     activation: str
-    real_rows: Callable[[int], int]
 
     def hidden(self, expert: int, x: Tensor) -> Tensor:
         """x [n, K] → [n, I]: what goes into the expert's down projection."""
@@ -67,11 +66,8 @@ def is_experts(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("is_transposed", "has_gate", "has_bias", "down_proj", "num_experts", "_apply_gate"))
 
 
-def serve_experts(module: Any, real_rows: Callable[[int], int], absent: Callable[[tuple[int, ...], torch.dtype], Tensor] | None) -> None:
-    """Patch `forward`, which serves the first `real_rows(T)` of T rows.
-
-    Where `absent` is given, the stacked weights are replaced by what it returns.
-    """
+def serve_experts(module: Any, absent: Callable[[tuple[int, ...], torch.dtype], Tensor] | None) -> None:
+    """Patch `forward`. Where `absent` is given, the stacked weights are replaced by what it returns."""
     default = getattr(type(module)._apply_gate, "__name__", "") == "_default_apply_gate"
     activation = ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__)
     gate = None
@@ -81,7 +77,7 @@ def serve_experts(module: Any, real_rows: Callable[[int], int], absent: Callable
         up = _projection(module, "gate_up_proj", slice(size, None))
     else:
         up = _projection(module, "gate_up_proj" if module.has_gate else "up_proj", slice(None))
-    experts = Experts(module, gate, up, _projection(module, "down_proj", slice(None)), activation or "none", real_rows)
+    experts = Experts(module, gate, up, _projection(module, "down_proj", slice(None)), activation or "none")
     module.forward = functools.partial(_forward, experts)
     for name in STACKED:
         if absent is not None and name in module._parameters:
@@ -102,8 +98,8 @@ def _forward(experts: Experts, hidden: Tensor, top_k_index: Tensor, top_k_weight
 
     Sums run over a token's experts in the order of `top_k_index`, in float32.
     """
-    num_tokens, num_chosen = experts.real_rows(len(top_k_index)), top_k_index.shape[1]
-    chosen = top_k_index[:num_tokens].flatten()
+    num_tokens, num_chosen = top_k_index.shape
+    chosen = top_k_index.flatten()
     order = chosen.argsort(stable=True)
     out = torch.empty(len(chosen), hidden.shape[1], dtype=torch.float32)
     start = 0
@@ -116,8 +112,8 @@ def _forward(experts: Experts, hidden: Tensor, top_k_index: Tensor, top_k_weight
     module: Any = experts.module
     if getattr(module, "has_post_expert_norm", False):
         out = module.post_expert_norm(out.to(hidden.dtype)).float()
-    out = out.view(num_tokens, num_chosen, -1) * top_k_weights[:num_tokens].float()[..., None]
+    out = out.view(num_tokens, num_chosen, -1) * top_k_weights.float()[..., None]
     total = out[:, 0]
     for place in range(1, num_chosen):
         total = total + out[:, place]
-    return F.pad(total.to(hidden.dtype), (0, 0, 0, len(hidden) - num_tokens))
+    return total.to(hidden.dtype)

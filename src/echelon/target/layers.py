@@ -10,9 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,28 +27,6 @@ SERVED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROUTES = re.compile(r"F\.linear\(\w+, self\.weight(, (bias=)?self\.bias)?\)")  # how a router uses its weight
 
 
-@dataclass
-class PassRows:
-    """Which rows of the current pass are real: the first `real` where a layer is given `padded` of them, else all.
-
-    Passes are filled up for the sake of the framework's element-wise operations (`ModelRunner.run`); our layers skip the filling.
-    """
-
-    padded: int = 0
-    real: int = 0
-
-    def of(self, num_rows: int) -> int:
-        return self.real if num_rows == self.padded else num_rows
-
-    @contextmanager
-    def filled_up(self, real: int, padded: int) -> Iterator[None]:
-        self.padded, self.real = padded, real
-        try:
-            yield
-        finally:
-            self.padded = self.real = 0
-
-
 class PackedParameter(torch.Tensor):
     """Stands for a packed weight [N, K] where a module reads `self.weight` itself: linear layers and lookups use the packed one.
 
@@ -59,14 +34,13 @@ class PackedParameter(torch.Tensor):
     """
 
     packed: PackedWeight
-    rows: PassRows
     original: nn.Parameter | None
 
     @classmethod
-    def of(cls, packed: PackedWeight, rows: PassRows, original: nn.Parameter | None) -> nn.Parameter:
+    def of(cls, packed: PackedWeight, original: nn.Parameter | None) -> nn.Parameter:
         data = absent((packed.columns, packed.depth), packed.data.dtype) if original is None else original.data
         parameter = nn.Parameter(data.as_subclass(cls), requires_grad=False)
-        parameter.packed, parameter.rows, parameter.original = packed, rows, original  # type: ignore[attr-defined]
+        parameter.packed, parameter.original = packed, original  # type: ignore[attr-defined]
         return parameter
 
     @classmethod
@@ -75,7 +49,7 @@ class PackedParameter(torch.Tensor):
             return args[1].packed.rows(args[0])
         if func is F.linear and isinstance(args[1], cls):
             bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
-            return _linear(args[1].packed, None if bias is None else bias.float(), False, args[1].rows, args[0])
+            return _linear(args[1].packed, None if bias is None else bias.float(), False, args[0])
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
@@ -84,10 +58,10 @@ def absent(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.full((1,) * len(shape), torch.nan, dtype=dtype).expand(shape)
 
 
-def _linear(packed: PackedWeight, bias: Tensor | None, float32: bool, rows: PassRows, x: Tensor) -> Tensor:
+def _linear(packed: PackedWeight, bias: Tensor | None, float32: bool, x: Tensor) -> Tensor:
     """x [..., K] → [..., N]."""
     flat = x.reshape(-1, x.shape[-1])
-    out = packed_linear(flat, packed, bias, float32=float32, rows=rows.of(len(flat)))
+    out = packed_linear(flat, packed, bias, float32=float32)
     return out.view(*x.shape[:-1], packed.columns)
 
 
@@ -101,13 +75,13 @@ def _weight(module: nn.Module) -> Tensor:
     return weight.t() if isinstance(module, Conv1D) else weight
 
 
-def replace_layers(model: nn.Module, rows: PassRows, keep_weights: bool) -> dict[str, int]:
+def replace_layers(model: nn.Module, keep_weights: bool) -> dict[str, int]:
     """Patch every linear layer, router and stack of experts; returns how many modules of each class now run our operations.
 
     The output layer gives float32. `keep_weights`: the model belongs to a caller.
     """
     replaced: dict[str, int] = {}
-    served = _serve_packed(model, rows, keep_weights) if compiled.is_built() else _serve_fixed(model)
+    served = _serve_packed(model, keep_weights) if compiled.is_built() else _serve_fixed(model)
     for module in served:
         name = type(module).__name__
         replaced[name] = replaced.get(name, 0) + 1
@@ -124,7 +98,7 @@ def _serve_fixed(model: nn.Module) -> list[nn.Module]:
     return served
 
 
-def _serve_packed(model: nn.Module, rows: PassRows, keep_weights: bool) -> list[nn.Module]:
+def _serve_packed(model: nn.Module, keep_weights: bool) -> list[nn.Module]:
     output = model.get_output_embeddings()  # type: ignore[operator]
     holders: dict[int, list[nn.Module]] = {}
     for module in model.modules():
@@ -134,9 +108,9 @@ def _serve_packed(model: nn.Module, rows: PassRows, keep_weights: bool) -> list[
     served: list[nn.Module] = []
     for module in model.modules():
         if is_experts(module):
-            serve_experts(module, rows.of, None if keep_weights else absent)
+            serve_experts(module, None if keep_weights else absent)
         elif isinstance(module, LINEAR) or _is_router(module):
-            _serve_weight(module, packed, rows, holders, keep_weights, module is output)
+            _serve_weight(module, packed, holders, keep_weights, module is output)
         else:
             continue
         served.append(module)
@@ -146,7 +120,6 @@ def _serve_packed(model: nn.Module, rows: PassRows, keep_weights: bool) -> list[
 def _serve_weight(
     module: nn.Module,
     packed: dict[int, PackedWeight],
-    rows: PassRows,
     holders: dict[int, list[nn.Module]],
     keep_weights: bool,
     is_output: bool,
@@ -158,13 +131,13 @@ def _serve_weight(
     else:
         weight = packed.get(id(parameter)) or packed.setdefault(id(parameter), PackedWeight.pack(_weight(module).detach()))
     if not isinstance(module, LINEAR):  # a router
-        module.weight = PackedParameter.of(weight, rows, parameter)
+        module.weight = PackedParameter.of(weight, parameter)
         return
     bias: Tensor | None = module.bias
     bias32 = None if bias is None else bias.detach().float()
-    module.forward = functools.partial(_linear, weight, bias32, is_output, rows)  # type: ignore[method-assign]
+    module.forward = functools.partial(_linear, weight, bias32, is_output)  # type: ignore[method-assign]
     if not keep_weights and not isinstance(parameter, PackedParameter):
-        _give_up(module, parameter, PackedParameter.of(weight, rows, None), holders[id(parameter)])
+        _give_up(module, parameter, PackedParameter.of(weight, None), holders[id(parameter)])
 
 
 def _give_up(module: nn.Module, parameter: nn.Parameter, stand_in: nn.Parameter, sharing: list[nn.Module]) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from echelon.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from echelon.target.attention import IMPLEMENTATION
 from echelon.target.fused import fuse, restore_fused
-from echelon.target.layers import LINEAR, PassRows, replace_layers, restore_layers
+from echelon.target.layers import LINEAR, replace_layers, restore_layers
 from echelon.target.rope import replace_rope, restore_rope
 from echelon.target.selftest import self_test
 
@@ -33,7 +33,6 @@ class LoadedModel:
     name: str
     replaced: dict[str, int]  # class → number of modules that run our operations
     original_context: int | None  # where longer texts have rotary frequencies of their own
-    rows: PassRows
 
     @property
     def vocab_size(self) -> int:
@@ -106,11 +105,10 @@ def borrowed(model: PreTrainedModel) -> Iterator[LoadedModel]:
 
 def _served(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, keep_weights: bool) -> LoadedModel:
     """Our operations in the place of the model's own."""
-    rows = PassRows()
     with torch.inference_mode():
         original_context = replace_rope(model)
         replaced = fuse(model)
-    return LoadedModel(model, tokenizer, name, replaced | replace_layers(model, rows, keep_weights), original_context, rows)
+    return LoadedModel(model, tokenizer, name, replaced | replace_layers(model, keep_weights), original_context)
 
 
 def _check_folder(name: str) -> None:

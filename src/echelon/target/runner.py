@@ -13,6 +13,7 @@ from echelon.kv.cache import KVCache
 from echelon.kv.rectangle import RectangleCache
 from echelon.layouts import unpadded
 from echelon.ops import ROWS_PER_CALL
+from echelon.ops.compiled import is_built
 from echelon.stats import Load, Usage
 from echelon.target.attention import STEP_KEYWORD, CachedStep, Step
 from echelon.target.loading import LoadedModel
@@ -57,20 +58,18 @@ class ModelRunner:
     def run(self, batch: RaggedBatch) -> Tensor:
         """One pass over every row: logits [R, V] of `batch.logit_rows`, float32 from compiled kernels, else in the model's dtype.
 
-        The packed tokens are filled up to full calls of ROWS_PER_CALL, so that element-wise operations see the same shapes;
-        compiled layers skip what was filled up.
+        Without compiled kernels the packed tokens are filled up to full calls of ROWS_PER_CALL, so that the framework's element-wise
+        operations see the same shapes.
         """
         self.cache.apply_copies()
-        num_inputs = len(batch.tokens)
-        missing = -num_inputs % ROWS_PER_CALL
-        with self.loaded.rows.filled_up(num_inputs, num_inputs + missing):
-            output = self.loaded.model(
-                input_ids=F.pad(batch.tokens, (0, missing))[None],
-                position_ids=F.pad(coded_positions(batch, self.loaded.original_context), (0, missing))[None],
-                use_cache=False,
-                logits_to_keep=batch.logit_rows,
-                **{STEP_KEYWORD: self.step(batch)},
-            )
+        missing = 0 if is_built() else -len(batch.tokens) % ROWS_PER_CALL
+        output = self.loaded.model(
+            input_ids=F.pad(batch.tokens, (0, missing))[None],
+            position_ids=F.pad(coded_positions(batch, self.loaded.original_context), (0, missing))[None],
+            use_cache=False,
+            logits_to_keep=batch.logit_rows,
+            **{STEP_KEYWORD: self.step(batch)},
+        )
         logits: Tensor = output.logits[0]
         self.usage.count(batch.num_tokens, self.load(batch), self.cache.bytes_per_slot)
         self.usage.layout_seconds = self.cache.seconds
