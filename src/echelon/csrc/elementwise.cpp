@@ -94,6 +94,23 @@ INLINE void activate_rows(Rows x, Rows other, void* out, int64_t begin, int64_t 
   }
 }
 
+// One head: pairs (low, high) turned by their angles. Nothing overlaps.
+template <Storage type, Storage angle_type>
+INLINE void rotate_head(const typename Number<type>::Stored* low, const typename Number<type>::Stored* high,
+                        const typename Number<angle_type>::Stored* cos, const typename Number<angle_type>::Stored* sin,
+                        typename Number<type>::Stored* __restrict__ to_low, typename Number<type>::Stored* __restrict__ to_high, int64_t half) {
+  using N = Number<type>;
+  using A = Number<angle_type>;
+  for (int64_t i = 0; i < half; ++i) {
+    const float a = N::widen(low[i]), b = N::widen(high[i]);
+    to_low[i] = N::narrow(a * A::widen(cos[i]) - b * A::widen(sin[i]));
+  }
+  for (int64_t i = 0; i < half; ++i) {
+    const float a = N::widen(low[i]), b = N::widen(high[i]);
+    to_high[i] = N::narrow(b * A::widen(cos[half + i]) + a * A::widen(sin[half + i]));
+  }
+}
+
 template <Storage type, Storage angle_type>
 INLINE void rotate_tokens(const void* x, int64_t token_stride, int64_t head_stride, const void* cos, const void* sin, void* out,
                           int64_t begin, int64_t end, int64_t heads, int64_t size, int64_t rotary) {
@@ -105,13 +122,9 @@ INLINE void rotate_tokens(const void* x, int64_t token_stride, int64_t head_stri
     const auto* s = static_cast<const typename A::Stored*>(sin) + token * rotary;
     for (int64_t head = 0; head < heads; ++head) {
       const auto* in = static_cast<const typename N::Stored*>(x) + token * token_stride + head * head_stride;
-      auto* __restrict__ to = static_cast<typename N::Stored*>(out) + (token * heads + head) * size;
-      for (int64_t i = 0; i < half; ++i) {
-        const float low = N::widen(in[i]), high = N::widen(in[i + half]);
-        to[i] = N::narrow(low * A::widen(c[i]) - high * A::widen(s[i]));
-        to[i + half] = N::narrow(high * A::widen(c[i + half]) + low * A::widen(s[i + half]));
-      }
-      std::memcpy(to + rotary, in + rotary, sizeof(*to) * static_cast<size_t>(size - rotary));
+      auto* to = static_cast<typename N::Stored*>(out) + (token * heads + head) * size;
+      rotate_head<type, angle_type>(in, in + half, c, s, to, to + half, half);
+      if (rotary < size) std::memcpy(to + rotary, in + rotary, sizeof(*to) * static_cast<size_t>(size - rotary));
     }
   }
 }

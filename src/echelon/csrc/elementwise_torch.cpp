@@ -2,6 +2,7 @@
 #include <ATen/Parallel.h>
 #include <torch/extension.h>
 
+#include <cstring>
 #include <string>
 
 #include "bindings.h"
@@ -90,6 +91,30 @@ Tensor rotate_tensor(const Tensor& given, const Tensor& cos, const Tensor& sin) 
   return out.transpose(1, 2);
 }
 
+// Rows of `from` [T, ...] go to the rows `slots` of `to` [slots, ...].
+void scatter_rows(const Tensor& from, const Tensor& to, const int64_t* slots) {
+  const int64_t row_bytes = to.stride(0) * to.element_size(), limit = to.size(0);
+  TORCH_CHECK(to.is_contiguous() && from.scalar_type() == to.scalar_type() && from[0].numel() == to.stride(0), "rows must fit in dtype and size");
+  const Tensor rows = from[0].is_contiguous() ? from : from.contiguous();
+  const auto* source = static_cast<const char*>(rows.const_data_ptr());
+  auto* target = static_cast<char*>(to.mutable_data_ptr());
+  const int64_t stride = rows.stride(0) * rows.element_size();
+  over_rows(rows.size(0), to.stride(0), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      TORCH_CHECK(slots[i] >= 0 && slots[i] < limit, "slot ", slots[i], " is outside the cache of ", limit);
+      std::memcpy(target + slots[i] * row_bytes, source + i * stride, static_cast<size_t>(row_bytes));
+    }
+  });
+}
+
+void write_slots(const Tensor& keys, const Tensor& values, const Tensor& key_cache, const Tensor& value_cache, const Tensor& slots) {
+  TORCH_CHECK(slots.scalar_type() == at::kLong && slots.is_contiguous() && slots.numel() == keys.size(0) && slots.numel() == values.size(0),
+              "slots must be int64, one a token");
+  if (slots.numel() == 0) return;
+  scatter_rows(keys, key_cache, slots.const_data_ptr<int64_t>());
+  scatter_rows(values, value_cache, slots.const_data_ptr<int64_t>());
+}
+
 }  // namespace
 
 void bind_elementwise(pybind11::module_& module) {
@@ -98,6 +123,7 @@ void bind_elementwise(pybind11::module_& module) {
   module.def("layer_norm", &layer_norm_tensor, Unlocked());
   module.def("activate", &activate_tensor, Unlocked());
   module.def("rotate", &rotate_tensor, Unlocked());
+  module.def("write_slots", &write_slots, Unlocked());
 }
 
 }  // namespace echelon

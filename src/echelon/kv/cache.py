@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from echelon.kv.blocks import BlockTables
+from echelon.ops import elementwise
+from echelon.ops.compiled import is_built
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,13 @@ class KVCache:
 
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Store keys and values [T, num_kv_heads, size] in `slots` int64 [T], in the cache's dtype."""
-        self.keys[layer].index_copy_(0, slots, keys.to(self.keys[layer].dtype))
-        self.values[layer].index_copy_(0, slots, values.to(self.values[layer].dtype))
+        storages = (self.keys[layer], self.values[layer])
+        key, value = (x.to(storage.dtype) for x, storage in zip((keys, values), storages, strict=True))
+        if is_built():
+            elementwise.write_slots(key, value, *storages, slots)
+            return
+        storages[0].index_copy_(0, slots, key)
+        storages[1].index_copy_(0, slots, value)
 
     def apply_copies(self) -> None:
         """Carry out the copies that the tables ask for: shared blocks before they are written (copy-on-write), accepted paths of trees.

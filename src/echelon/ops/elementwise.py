@@ -45,6 +45,11 @@ def activate(x: Tensor, kind: Activation, other: Tensor | None = None) -> Tensor
     return out
 
 
+def write_slots(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    """keys [T, Hkv, D] and values [T, Hkv, Dv] into rows `slots` int64 [T] of the caches; RuntimeError for a slot outside."""
+    kernels.write_slots(keys, values, key_cache, value_cache, slots)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding by halves of the first R values of every head: x [1, H, T, D], cos and sin [1, T, R] → [1, H, T, D].
 
