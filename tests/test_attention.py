@@ -199,3 +199,32 @@ def test_a_query_depends_on_what_it_sees_alone(case: str, dtype: torch.dtype, at
         for start, end in ((0, 1100), (1090, 1100), (512, 513)):
             pieces = others | {0: (start, end)}
             assert torch.equal(run({row: pieces[row] for row in order})[0], whole[start:end])
+
+
+@needs_kernels
+def test_2000_random_ragged_shapes_agree_with_the_reference() -> None:
+    """Rows, blocks, heads, windows, caps, sinks, trees and dtypes drawn at random; NaN in every slot that no row holds."""
+    rng = np.random.default_rng(7)
+    limits = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+    for shape in range(2000):
+        block, kv_heads, group = int(rng.integers(1, 20)), int(rng.integers(1, 4)), int(rng.integers(1, 5))
+        dtype = list(limits)[shape % 3]
+        tables = BlockTables(1400, block, 300)
+        spans = []
+        for row in range(int(rng.integers(1, 5))):
+            known, text = int(rng.integers(1, 6)), int(rng.integers(6, 90))
+            tree = random_tree(rng, int(rng.integers(0, 9))) if shape % 2 else None
+            count = len(tree) if tree is not None else int(rng.integers(0, 9))
+            assert tables.reserve(row, text + count)
+            spans.append(Span(row, text - known, [0] * (known + count), 1, text, count, tree))
+        sizes = (8 * int(rng.integers(1, 6)), 8 * int(rng.integers(1, 6)))
+        keys, values = filled(tables, len(spans), kv_heads, sizes, dtype)
+        batch = unpadded.pack(spans, tables)
+        query = torch.randn(batch.num_tokens, group * kv_heads, sizes[0], generator=torch.Generator().manual_seed(shape)).to(dtype)
+        window = int(rng.integers(1, 60)) if rng.random() < 0.4 else None
+        softcap = 3.0 if rng.random() < 0.3 else None
+        sinks = torch.linspace(-1, 1, group * kv_heads) if rng.random() < 0.3 else None
+        expected = reference.ragged_attention(query, keys, values, batch, 0.3, window, softcap, sinks)
+        got = attention.ragged_attention(query, keys, values, batch, 0.3, window, softcap, sinks)
+        error = float((got.double() - expected.double()).abs().max())
+        assert error < limits[dtype] * float(expected.double().abs().max()), f"shape {shape}: {error}"

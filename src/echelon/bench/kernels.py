@@ -11,16 +11,22 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from echelon.batch import RaggedBatch, Span
 from echelon.errors import ConfigError
-from echelon.ops import compiled, linear
+from echelon.kv.blocks import BlockTables
+from echelon.layouts import unpadded
+from echelon.ops import attention, compiled, linear
 
 LINEAR_SHAPES = "2048x2048,8192x2048,2048x8192,5632x2048,50272x2048"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ATTENTION_SHAPES = ((32, 32, 64), (32, 8, 128), (32, 4, 64))  # heads, key/value heads, head size: OPT-1.3B, Llama-3 8B, Llama 1.1B
+ATTENTION_ROWS, ATTENTION_CONTEXT = 8, 1024
 COLD_BYTES = 256 * 2**20
 SECONDS = 0.5  # spent on each implementation of a case
 FEWEST, MOST = 7, 60  # calls of each
@@ -51,6 +57,21 @@ class LinearSpeed:
     read: float  # time of merely reading the weight over ours, measured between our calls
     onednn: float | None  # oneDNN on a weight that it packed for this number of rows
     plain: float
+
+
+@dataclass(frozen=True)
+class AttentionSpeed:
+    """One shape, `new_tokens` a row; `read` is the time of merely reading as many bytes over ours."""
+
+    heads: int
+    kv_heads: int
+    size: int
+    new_tokens: int
+    dtype: str
+    milliseconds: float
+    gb: float  # GB/s of keys and values
+    gflop: float
+    read: float
 
 
 def measure_machine() -> Machine:
@@ -118,6 +139,47 @@ def _calls(x: Tensor, plain: list[Tensor], packed: list[linear.PackedWeight]) ->
     except RuntimeError:
         return calls
     return [*calls, lambda i: onednn._linear_pointwise(x, reordered[i % count], None, "none", [], "")]
+
+
+def measure_attention(heads: int, kv_heads: int, size: int, counts: SequenceOf[int], dtype: str) -> Iterator[AttentionSpeed]:
+    """ATTENTION_ROWS rows of ATTENTION_CONTEXT tokens, `counts` new tokens each; one result for each count."""
+    tables = BlockTables(ATTENTION_ROWS * (ATTENTION_CONTEXT // 16 + 4), 16, ATTENTION_CONTEXT // 16 + 4)
+    generator = torch.Generator().manual_seed(0)
+    shape = (tables.pool.num_blocks * 16, kv_heads, size)
+    kv_bytes = 2 * ATTENTION_ROWS * ATTENTION_CONTEXT * kv_heads * size * DTYPES[dtype].itemsize
+    num_copies = max(2, COLD_BYTES // kv_bytes)
+    caches = [torch.randn(shape, generator=generator).to(DTYPES[dtype]) for _ in range(2)]
+    copies = [(caches[0].clone(), caches[1].clone()) for _ in range(num_copies)]
+    read = torch.empty(kv_bytes // 8, dtype=torch.int64)
+    reads = [read.fill_(i).clone() for i in range(num_copies)]
+    for row in range(ATTENTION_ROWS):
+        tables.reserve(row, ATTENTION_CONTEXT + max(counts))
+    for count in counts:
+        start = ATTENTION_CONTEXT - count
+        batch = unpadded.pack([Span(row, start, [0] * count, count, start + 1, count - 1) for row in range(ATTENTION_ROWS)], tables)
+        query = torch.randn(batch.num_tokens, heads, size, generator=generator).to(DTYPES[dtype])
+        calls = [partial(_attend, query, copies, batch), lambda i: linear.read_memory(reads[i % num_copies])]
+        ours, reading = interleaved(calls)
+        flop = 4 * batch.num_tokens * heads * size * ATTENTION_CONTEXT
+        yield AttentionSpeed(heads, kv_heads, size, count, dtype, ours * 1e3, kv_bytes / ours / 1e9, flop / ours / 1e9, reading / ours)
+
+
+def _attend(query: Tensor, copies: list[tuple[Tensor, Tensor]], batch: RaggedBatch, i: int) -> object:
+    return attention.ragged_attention(query, *copies[i % len(copies)], batch, query.shape[2] ** -0.5)
+
+
+def attention_as_markdown(results: SequenceOf[AttentionSpeed]) -> str:
+    lines = [
+        f"attention of {ATTENTION_ROWS} rows × {ATTENTION_CONTEXT:,} tokens of context",
+        "",
+        "| heads / key-value heads × size | new tokens a row | ms | GB/s of keys and values | of reading | GFLOP/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r.heads} / {r.kv_heads} × {r.size} | {r.new_tokens} | {r.milliseconds:.3f} | {r.gb:.1f} | {r.read:.2f} | {r.gflop:.0f} |"
+        for r in results
+    ]
+    return "\n".join(lines)
 
 
 def as_markdown(machine: Machine, results: SequenceOf[LinearSpeed]) -> str:

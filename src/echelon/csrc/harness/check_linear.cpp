@@ -79,8 +79,8 @@ std::vector<const Family*> families(Type type) {
 
 void check_linear(Random& random) {
   const Type type = static_cast<Type>(between(random, 0, 2));
-  const int64_t rows = between(random, 1, between(random, 0, 9) ? 45 : 700), columns = between(random, 1, 140),
-                depth = between(random, 1, between(random, 0, 9) ? 90 : 1400), size = size_of(type);
+  const int64_t rows = between(random, 1, between(random, 0, 39) ? 45 : 700), columns = between(random, 1, 140),
+                depth = between(random, 1, between(random, 0, 39) ? 90 : 1400), size = size_of(type);
   const Bytes x(rows * depth * size), w(columns * depth * size), bias(columns * 4), residual(rows * columns * size);
   fill(random, x.as(), rows * depth, type);
   fill(random, w.as(), columns * depth, type);

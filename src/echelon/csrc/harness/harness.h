@@ -38,6 +38,9 @@ class Bytes {
   void* data_;
 };
 
-void check_linear(Random& random);  // one random case each
+void check_linear(Random& random);
+void check_attention(Random& random);
+void check_elementwise(Random& random);
+void check_sample(Random& random);  // one random case each
 
 }  // namespace harness

@@ -1,4 +1,4 @@
-// harness [cases [seed]]: every check on so many random cases.
+// harness [cases [seed [check]]]: every check, or one of them, on so many random cases.
 #include <string>
 
 #include "harness.h"
@@ -10,7 +10,9 @@ int main(int argc, char** argv) {
     const char* name;
     void (*run)(harness::Random&);
   };
-  for (const Check& check : {Check{"linear", harness::check_linear}}) {
+  for (const Check& check : {Check{"linear", harness::check_linear}, Check{"attention", harness::check_attention},
+                             Check{"elementwise", harness::check_elementwise}, Check{"sample", harness::check_sample}}) {
+    if (argc > 3 && std::string(argv[3]) != check.name) continue;
     for (int64_t i = 0; i < cases; ++i) check.run(random);
     std::printf("%s: %lld cases agree with the reference\n", check.name, static_cast<long long>(cases));
   }

@@ -1,0 +1,165 @@
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "../attention.h"
+#include "harness.h"
+
+namespace harness {
+namespace {
+
+using namespace echelon;
+
+// A ragged batch: chains and trees over blocks in random order, NaN in every slot that no row has.
+struct Batch {
+  std::vector<int32_t> positions, indptr{0}, table, parents, text_lens;
+  std::vector<std::vector<int32_t>> slots;  // of every token's visible keys, in order of position
+  int64_t block, table_stride, num_slots;
+};
+
+Batch random_batch(Random& random, bool has_trees) {
+  Batch batch;
+  batch.block = between(random, 1, 20);
+  const int64_t rows = between(random, 1, 5);
+  std::vector<std::vector<int32_t>> blocks;
+  int64_t taken = 0;
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t before = between(random, 0, between(random, 0, 39) ? 80 : 1100), known = between(random, 1, 9);
+    const int64_t nodes = between(random, 0, has_trees ? between(random, 0, 39) ? 15 : 150 : 0), text = before + known;
+    const int64_t count = (text + nodes + batch.block - 1) / batch.block;
+    blocks.emplace_back();
+    for (int64_t i = 0; i < count; ++i) blocks.back().push_back(static_cast<int32_t>(taken++));
+    batch.text_lens.push_back(static_cast<int32_t>(text));
+    const auto first = static_cast<int32_t>(batch.positions.size());
+    for (int64_t i = 0; i < known; ++i) {
+      batch.positions.push_back(static_cast<int32_t>(before + i));
+      batch.parents.push_back(i ? first + static_cast<int32_t>(i) - 1 : -1);
+    }
+    for (int64_t i = 0; i < nodes; ++i) {
+      const auto parent = static_cast<int32_t>(first + known - 1 + between(random, 0, i));
+      batch.positions.push_back(batch.positions[static_cast<size_t>(parent)] + 1);
+      batch.parents.push_back(parent);
+    }
+    batch.indptr.push_back(static_cast<int32_t>(batch.positions.size()));
+  }
+  std::vector<int32_t> order(static_cast<size_t>(taken));
+  for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
+  std::shuffle(order.begin(), order.end(), random);
+  batch.num_slots = taken * batch.block;
+  batch.table_stride = 0;
+  for (const auto& own : blocks) batch.table_stride = std::max<int64_t>(batch.table_stride, static_cast<int64_t>(own.size()));
+  batch.table.assign(static_cast<size_t>(rows * batch.table_stride), -1);  // what lies past a row's blocks is never read
+  for (size_t row = 0; row < blocks.size(); ++row)
+    for (size_t i = 0; i < blocks[row].size(); ++i)
+      batch.table[row * static_cast<size_t>(batch.table_stride) + i] = order[static_cast<size_t>(blocks[row][i])];
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t first = batch.indptr[static_cast<size_t>(row)], end = batch.indptr[static_cast<size_t>(row) + 1];
+    const int64_t text = batch.text_lens[static_cast<size_t>(row)], before = batch.positions[static_cast<size_t>(first)];
+    const auto slot = [&](int64_t place) {
+      return static_cast<int32_t>(batch.table[static_cast<size_t>(row * batch.table_stride + place / batch.block)] * batch.block + place % batch.block);
+    };
+    for (int64_t token = first; token < end; ++token) {
+      std::vector<int32_t> path;
+      int64_t at = token;
+      for (; before + at - first >= text; at = batch.parents[static_cast<size_t>(at)]) path.push_back(slot(before + at - first));
+      for (int64_t place = before + at - first; place >= 0; --place) path.push_back(slot(place));
+      std::reverse(path.begin(), path.end());
+      batch.slots.push_back(path);
+    }
+  }
+  return batch;
+}
+
+template <Storage type>
+void check_type(Random& random) {
+  using N = Number<type>;
+  using Stored = typename N::Stored;
+  std::normal_distribution<float> normal;
+  const bool has_trees = between(random, 0, 1);
+  const Batch batch = random_batch(random, has_trees);
+  const int64_t group = between(random, 1, between(random, 0, 39) ? 4 : 70), kv_heads = between(random, 1, 3), heads = group * kv_heads;
+  const int64_t key_size = 8 * between(random, 1, 5), value_size = 8 * between(random, 1, 5), tokens = static_cast<int64_t>(batch.positions.size());
+  const Bytes query(tokens * heads * key_size * sizeof(Stored)), keys(batch.num_slots * kv_heads * key_size * sizeof(Stored)),
+      values(batch.num_slots * kv_heads * value_size * sizeof(Stored)), out(tokens * heads * value_size * sizeof(Stored)), sinks(heads * 4);
+  for (int64_t i = 0; i < tokens * heads * key_size; ++i) query.as<Stored>()[i] = N::narrow(normal(random));
+  std::vector<char> is_seen(static_cast<size_t>(batch.num_slots));
+  const int64_t window = between(random, 0, 2) ? 0 : between(random, 1, 200);
+  for (size_t token = 0; token < batch.slots.size(); ++token) {
+    const auto& path = batch.slots[token];
+    for (size_t i = window && path.size() > static_cast<size_t>(window) ? path.size() - static_cast<size_t>(window) : 0; i < path.size(); ++i)
+      is_seen[static_cast<size_t>(path[i])] = 1;
+  }
+  for (int64_t slot = 0; slot < batch.num_slots; ++slot) {
+    for (int64_t i = 0; i < kv_heads * key_size; ++i)
+      keys.as<Stored>()[slot * kv_heads * key_size + i] = N::narrow(is_seen[static_cast<size_t>(slot)] ? normal(random) : NAN);
+    for (int64_t i = 0; i < kv_heads * value_size; ++i)
+      values.as<Stored>()[slot * kv_heads * value_size + i] = N::narrow(is_seen[static_cast<size_t>(slot)] ? normal(random) : NAN);
+  }
+  for (int64_t i = 0; i < heads; ++i) sinks.as<float>()[i] = normal(random);
+  const float softcap = between(random, 0, 2) ? 0.0f : 3.0f, scale = 0.4f;
+  const bool has_sinks = between(random, 0, 1);
+  const AttentionCall call{type, query.as(), keys.as(), values.as(), out.as(), heads * key_size, key_size,
+                           static_cast<int64_t>(batch.indptr.size()) - 1, heads, kv_heads, key_size, value_size, batch.block,
+                           batch.table_stride, batch.positions.data(), batch.indptr.data(), batch.table.data(),
+                           has_trees ? batch.parents.data() : nullptr, batch.text_lens.data(), scale, softcap, window,
+                           has_sinks ? sinks.as<float>() : nullptr};
+  const int64_t at_once = between(random, 1, tokens_per_unit(call)), heads_at_once = between(random, 1, kv_heads);
+  for (int64_t row = 0; row < call.num_rows; ++row)
+    for (int64_t token = batch.indptr[static_cast<size_t>(row)]; token < batch.indptr[static_cast<size_t>(row) + 1]; token += at_once)
+      for (int64_t head = 0; head < kv_heads; head += heads_at_once) {
+        AttentionUnit unit{row, token, std::min<int64_t>(token + at_once, batch.indptr[static_cast<size_t>(row) + 1]), head,
+                           std::min(head + heads_at_once, kv_heads), 0, INT64_MAX, nullptr};
+        if (between(random, 0, 1)) {
+          attend(call, unit);
+          continue;
+        }
+        const int64_t last = *std::max_element(batch.positions.begin() + unit.token_begin, batch.positions.begin() + unit.token_end);
+        const int64_t sections = last / key_section + 1, size = partial_size(call, unit);
+        const Bytes partial(sections * size * 4);
+        for (int64_t i = sections - 1; i >= 0; --i) {
+          unit.key_begin = i * key_section, unit.key_end = unit.key_begin + key_section, unit.partial = partial.as<float>() + i * size;
+          attend(call, unit);
+        }
+        combine(call, unit, sections);
+      }
+  const double allowed = type == Storage::float32 ? 1e-5 : type == Storage::float16 ? 2e-3 : 1.6e-2;
+  for (int64_t token = 0; token < tokens; ++token)
+    for (int64_t head = 0; head < heads; ++head) {
+      const auto& path = batch.slots[static_cast<size_t>(token)];
+      const size_t first = window && path.size() > static_cast<size_t>(window) ? path.size() - static_cast<size_t>(window) : 0;
+      std::vector<double> scores;
+      double highest = has_sinks ? sinks.as<float>()[head] : -INFINITY;
+      for (size_t i = first; i < path.size(); ++i) {
+        double score = 0.0;
+        for (int64_t d = 0; d < key_size; ++d)
+          score += double(N::widen(query.as<Stored>()[(token * heads + head) * key_size + d])) *
+                   N::widen(keys.as<Stored>()[(path[i] * kv_heads + head / group) * key_size + d]);
+        score *= scale;
+        scores.push_back(softcap > 0.0f ? std::tanh(score / softcap) * softcap : score);
+        highest = std::max(highest, scores.back());
+      }
+      double total = has_sinks ? std::exp(sinks.as<float>()[head] - highest) : 0.0;
+      for (double& score : scores) total += score = std::exp(score - highest);
+      for (int64_t d = 0; d < value_size; ++d) {
+        double expected = 0.0, terms = 0.0;
+        for (size_t i = first; i < path.size(); ++i) {
+          const double term = scores[i - first] / total * N::widen(values.as<Stored>()[(path[i] * kv_heads + head / group) * value_size + d]);
+          expected += term, terms += std::abs(term);
+        }
+        const double got = N::widen(out.as<Stored>()[(token * heads + head) * value_size + d]);
+        expect(std::abs(got - expected) <= allowed * (terms + 1e-3), "attention");
+      }
+    }
+}
+
+}  // namespace
+
+void check_attention(Random& random) {
+  switch (between(random, 0, 2)) {
+    case 0: return check_type<Storage::float32>(random);
+    case 1: return check_type<Storage::bfloat16>(random);
+    default: return check_type<Storage::float16>(random);
+  }
+}
+
+}  // namespace harness
