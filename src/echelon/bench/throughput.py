@@ -110,7 +110,7 @@ class Result:
 
 def display_name(method: str, strategy: str) -> str:
     """Method and strategy in one; the engine's own strategy goes without saying."""
-    return method if strategy == "unpadded" else f"{method}, {strategy}"
+    return method if strategy in ("unpadded", "transformers") else f"{method}, {strategy}"
 
 
 @dataclass(frozen=True)
