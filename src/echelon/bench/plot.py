@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from echelon.bench.latency import Latency
 from echelon.bench.steps import SPLIT
 from echelon.bench.throughput import Result
 from echelon.errors import MissingExtraError
@@ -153,3 +154,19 @@ def throughput_charts(folder: Path, results: SequenceOf[Result]) -> list[Path]:
     split = [folder / f"steps.{kind}" for kind in ("png", "svg")]
     split_chart(split, bars)
     return [*speed, *split]
+
+
+def latency_charts(folder: Path, results: SequenceOf[Latency]) -> list[Path]:
+    """P50 and P99 of every strategy by batch size, one panel a load; PNG and SVG."""
+    panels = {}
+    for load in dict.fromkeys(r.load for r in results):
+        lines = []
+        for strategy, colour in STRATEGY_COLOURS.items():
+            found = [r for r in results if r.load == load and r.strategy == strategy]
+            if found:
+                lines.append(Line(f"{strategy}, P50", [(r.batch_size, 1e3 * r.p50) for r in found], colour))
+                lines.append(Line(f"{strategy}, P99", [(r.batch_size, 1e3 * r.p99) for r in found], colour, ":"))
+        panels[f"arrivals at {load:.0%} of capacity"] = lines
+    paths = [folder / f"latency.{kind}" for kind in ("png", "svg")]
+    line_chart(paths, panels, "milliseconds from arrival to last token")
+    return paths
