@@ -14,18 +14,23 @@ import psutil
 import torch
 from torch import Tensor
 
-from echelon import LLM, SamplingParams
+from echelon import LLM, SamplingParams, SpeculativeConfig
 from echelon.batch import PaddedBatch, Span
-from echelon.bench.steps import Recorder
+from echelon.bench.replayed import ReplayedDraftModel
+from echelon.bench.steps import Recorder, Sums
+from echelon.bench.throughput import Method, Prompts, Result, Run, display_name, engine_result
+from echelon.bench.verify import STRATEGIES
 from echelon.errors import ConfigError
 from echelon.memory import mebibytes
 from echelon.sampling import Sampler
 from echelon.sequence import Sequence
+from echelon.stats import Stats
 from echelon.target.loading import LoadedModel
 from echelon.target.runner import ModelRunner
 
 PIECE = 512  # prompt tokens a pass
 HEADROOM = 1.2  # over the caches, for activations and logits
+BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -37,22 +42,22 @@ class Prefix:
     values: list[Tensor]
 
 
-def check_memory(loaded: LoadedModel, num_rows: int, num_slots: int, num_kept: int = 0) -> int:
-    """Bytes of a cache of `num_rows` rows of `num_slots` tokens; `num_kept` tokens of prefixes have to fit beside it.
+def bytes_per_token(*models: LoadedModel) -> int:
+    """Keys and values of one token in all layers of all models."""
+    plans = [LLM(m, max_num_seqs=1, max_model_len=2).memory_plan for m in models]
+    return sum(p.block_bytes // p.block_size for p in plans)
+
+
+def check_memory(num_bytes: int, what: str) -> None:
+    """Refuse what would not fit beside what is in memory already, so that nothing swaps or is killed half way.
 
     Raises
     ------
-    ConfigError  less than that is available, so that a measurement would swap or be killed
+    ConfigError
     """
-    plan = LLM(loaded, max_num_seqs=1, max_model_len=2).memory_plan
-    per_token = plan.block_bytes // plan.block_size
-    cache, available = num_rows * num_slots * per_token, psutil.virtual_memory().available
-    needed = int((cache + num_kept * per_token) * HEADROOM)
+    needed, available = int(num_bytes * HEADROOM), psutil.virtual_memory().available
     if needed > available:
-        raise ConfigError(
-            f"{num_rows} rows of {num_slots} tokens need {mebibytes(needed)}, available are {mebibytes(available)}; take fewer"
-        )
-    return cache
+        raise ConfigError(f"{what} needs {mebibytes(needed)}, available are {mebibytes(available)}; take fewer or shorter rows")
 
 
 def read_prefixes(loaded: LoadedModel, prompts: SequenceOf[SequenceOf[int]]) -> list[Prefix]:
@@ -128,3 +133,62 @@ def decode(
         llm.engine.step()
         recorder()
     return [s.output_tokens for s in sequences], recorder
+
+
+class PrefilledRun:
+    """A method on one static batch whose prompts are read already: a contender of `throughput.measure`.
+
+    The engine is built for each run and given up after it, so that of many methods only one holds a cache. `law` makes a draft model's
+    acceptance a replayed one.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        target: LoadedModel,
+        draft: LoadedModel | None,
+        prefixes: SequenceOf[Prefix],
+        max_model_len: int,
+        law: SpeculativeConfig | None = None,
+    ) -> None:
+        self.name = display_name(method.name, method.strategy)
+        self._method, self._target, self._draft, self._prefixes, self._law = method, target, draft, prefixes, law
+        self._max_model_len = max_model_len
+        self._decode, self._stats = Sums(), Stats()
+
+    def warm_up(self, prompts: Prompts, params: SamplingParams) -> None:
+        decode(self._engine(len(prompts)), prompts, params, self._prefixes[: len(prompts)])
+
+    def run(self, prompts: Prompts, params: SamplingParams) -> Run:
+        llm = self._engine(len(prompts))
+        outputs, recorder = decode(llm, prompts, params, self._prefixes[: len(prompts)])
+        self._decode += recorder.decode
+        self._stats = llm.stats
+        return Run(outputs, recorder.whole["seconds"], (recorder.decode["tokens"], recorder.decode["seconds"]))
+
+    def result(self, batch_size: int, runs: SequenceOf[Run]) -> Result:
+        """Acceptance is the last run's; all of them draft and accept the same."""
+        return engine_result(self._method, batch_size, runs, self._stats, self._decode)
+
+    def _engine(self, num_rows: int) -> LLM:
+        config = self._method.config
+        models = [self._target, *([self._draft] if config and config["method"] == "draft_model" and self._draft else [])]
+        num_slots = self._max_model_len + BLOCK + (config or {}).get("num_speculative_tokens", 0)
+        num_bytes = num_rows * num_slots * bytes_per_token(*models)
+        check_memory(num_bytes, f"{self.name} with {num_rows} rows of {num_slots} tokens")
+        llm = LLM(
+            self._target,
+            config,
+            self._draft,
+            max_num_seqs=num_rows,
+            max_model_len=self._max_model_len,
+            block_size=BLOCK,
+            kv_cache_memory_bytes=num_bytes,
+            refill=False,
+            **STRATEGIES[self._method.strategy],
+        )
+        for storage in (*llm.engine.target.cache.keys, *llm.engine.target.cache.values):
+            storage.zero_()  # the operating system hands out memory at the first touch, which is no part of decoding
+        if self._law is not None:
+            llm.engine.drafter = ReplayedDraftModel(llm.engine.drafter, self._law, self._target.vocab_size)
+        return llm

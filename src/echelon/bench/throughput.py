@@ -19,6 +19,7 @@ import transformers
 from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench.steps import Recorder, Sums
 from echelon.bench.verify import STRATEGIES
+from echelon.stats import Stats
 from echelon.target.loading import LoadedModel
 
 Prompts = SequenceOf[SequenceOf[int]]
@@ -157,12 +158,11 @@ class EngineRun:
         return Run([o.outputs[0].token_ids for o in done], seconds, (recorder.decode["tokens"], recorder.decode["seconds"]))
 
     def result(self, batch_size: int, runs: SequenceOf[Run]) -> Result:
-        return engine_result(self._method, batch_size, runs, self._llm, self._decode)
+        return engine_result(self._method, batch_size, runs, self._llm.stats, self._decode)
 
 
-def engine_result(method: Method, batch_size: int, runs: SequenceOf[Run], llm: LLM, decode: Sums) -> Result:
+def engine_result(method: Method, batch_size: int, runs: SequenceOf[Run], stats: Stats, decode: Sums) -> Result:
     """The engine's counters as a result; rows are compared with plain decoding later."""
-    stats = llm.stats
     drafted, accepted = stats.num_drafts_by_position, stats.num_accepted_by_position
     return Result(
         method.name,
@@ -222,7 +222,7 @@ def measure(
 
 def compared(result: Result, outputs: SequenceOf[SequenceOf[int]], truth: SequenceOf[SequenceOf[int]]) -> Result:
     """With the number of rows that equal plain decoding; a replayed text means nothing and is compared with nothing."""
-    if result.method == "replay":
+    if result.method.startswith("replay"):
         return result
     return replace(result, num_identical=sum(a == b for a, b in zip(outputs, truth, strict=True)), num_rows=len(truth))
 
