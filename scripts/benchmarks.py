@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -303,6 +304,7 @@ def main(arguments: list[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    logging.getLogger("echelon").setLevel(logging.ERROR)  # the document says that replayed texts mean nothing
     bench = Bench(SMALL if asked.small else Size(), asked.output / "evidence" / "benchmarks")
     run_cells(bench, asked.cells)
     print(f"wrote {write_document(asked.output)}")

@@ -73,12 +73,13 @@ def throughput_as_markdown(results: SequenceOf[Result], environment: dict[str, s
     parts = [
         "# Throughput",
         f"`{command}` on {described(environment)}.",
-        "Medians of interleaved rounds. *Decoding* leaves out every step that reads a prompt, tokens and seconds alike; *all* is the whole "
-        "call. *identical*: rows with the token ids of plain decoding alone.",
+        "Medians of interleaved rounds. *Decoding* leaves out every step that reads a prompt, tokens and seconds alike; where rows enter "
+        "as others finish it is what a run takes longer than one that ends after two tokens a prompt. *All* is the whole call. "
+        "*identical*: rows with the token ids of plain decoding alone.",
         speeds_as_markdown(results),
         "## A decoding step",
-        "Milliseconds, all rounds together; *layout*: choosing slots, building the batch, moving keys and values; *host*: the rest outside "
-        "the models. KV is the target's.",
+        "Milliseconds of steps that read no prompt, all rounds together; *layout*: choosing slots, building the batch, moving keys and "
+        "values; *host*: the rest outside the models. KV is the target's.",
         steps_as_markdown(results),
     ]
     if positions := positions_as_markdown(results):

@@ -23,6 +23,7 @@ from echelon.stats import Stats
 from echelon.target.loading import LoadedModel
 
 Prompts = SequenceOf[SequenceOf[int]]
+HEAD_TOKENS = 2  # with the second token a draft model has read the prompt as well
 DRAFTERS = {"none": "plain", "ngram": "LLMA", "draft_model": "draft model", "replay": "replay"}
 
 
@@ -63,7 +64,7 @@ class Result:
     """One method at one batch size.
 
     tokens_per_second         new tokens over the whole call, prefill included; one a round
-    decode_tokens_per_second  of steps that read no prompt (see `steps`); one a round, 0 where there was no such step
+    decode_tokens_per_second  without prefill (see `steps` and `EngineRun`); one a round, 0 where nothing was decoded after it
     tokens_per_step           emitted per row and step
     num_identical             rows whose token ids equal plain decoding alone
     acceptance                a histogram as `replay` takes it
@@ -136,7 +137,12 @@ class Contender(Protocol):
 
 
 class EngineRun:
-    """A method in the engine, and what its decoding steps added up to."""
+    """A method in the engine, and what its decoding steps added up to.
+
+    Where rows enter as others finish, prompts are read beside decoding rows, and steps without a prompt are mostly the thin last ones.
+    There the speed of decoding is that of the tokens after the first HEAD_TOKENS of every prompt: what a run takes longer than one that
+    ends there.
+    """
 
     def __init__(
         self, method: Method, target: LoadedModel, draft: LoadedModel | None, batch_size: int, settings: Mapping[str, Any]
@@ -147,15 +153,31 @@ class EngineRun:
         self._decode = Sums()
 
     def warm_up(self, prompts: Prompts, params: SamplingParams) -> None:
-        self._llm.generate(list(prompts), params)
+        self._uncounted(prompts, params)
 
     def run(self, prompts: Prompts, params: SamplingParams) -> Run:
+        outputs, seconds, decode = self._timed(prompts, params)
+        self._decode += decode
+        config = self._llm.config
+        if not (config.refill and len(prompts) > config.max_num_seqs > 1):
+            return Run(outputs, seconds, (decode["tokens"], decode["seconds"]))
+        num_head, head_seconds = self._uncounted(prompts, params.model_copy(update={"max_tokens": min(HEAD_TOKENS, params.max_tokens)}))
+        later = sum(map(len, outputs)) - num_head
+        return Run(outputs, seconds, (later, seconds - head_seconds if later else 0.0))
+
+    def _timed(self, prompts: Prompts, params: SamplingParams) -> tuple[list[list[int]], float, Sums]:
         recorder = Recorder(self._llm.stats)
         start = time.perf_counter()
         done = self._llm.generate(list(prompts), params, on_step=recorder)
-        seconds = time.perf_counter() - start
-        self._decode += recorder.decode
-        return Run([o.outputs[0].token_ids for o in done], seconds, (recorder.decode["tokens"], recorder.decode["seconds"]))
+        return [o.outputs[0].token_ids for o in done], time.perf_counter() - start, recorder.decode
+
+    def _uncounted(self, prompts: Prompts, params: SamplingParams) -> tuple[int, float]:
+        """Tokens and seconds of a run that must not enter the counts of acceptance."""
+        engine = self._llm.engine
+        counted, engine.stats = engine.stats, Stats()
+        outputs, seconds, _ = self._timed(prompts, params)
+        engine.stats = counted
+        return sum(map(len, outputs)), seconds
 
     def result(self, batch_size: int, runs: SequenceOf[Run]) -> Result:
         return engine_result(self._method, batch_size, runs, self._llm.stats, self._decode)
