@@ -112,7 +112,7 @@ class Result:
 
 def display_name(method: str, strategy: str) -> str:
     """Method and strategy in one; the engine's own strategy goes without saying."""
-    return method if strategy in ("unpadded", "transformers") else f"{method}, {strategy}"
+    return method if strategy not in STRATEGIES or strategy == "unpadded" else f"{method}, {strategy}"
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,7 @@ class EngineRun:
     def run(self, prompts: Prompts, params: SamplingParams) -> Run:
         outputs, seconds, decode = self._timed(prompts, params)
         self._decode += decode
-        config = self._llm.config
-        if not (config.refill and len(prompts) > config.max_num_seqs > 1):
+        if not self._llm.config.refill:
             return Run(outputs, seconds, (decode["tokens"], decode["seconds"]))
         num_head, head_seconds = self._uncounted(prompts, params.model_copy(update={"max_tokens": min(HEAD_TOKENS, params.max_tokens)}))
         later = sum(map(len, outputs)) - num_head

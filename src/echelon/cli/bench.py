@@ -17,12 +17,14 @@ from echelon.bench.pair import evaluate_pair
 from echelon.bench.throughput import environment
 from echelon.cli.latency import latency
 from echelon.cli.measured import OutputOption, sizes_of, write_report
+from echelon.cli.peers import peers
 from echelon.cli.shared import errors
 from echelon.cli.throughput import throughput
 
 app = typer.Typer(help="Measure: whole runs, or a step without its model.", no_args_is_help=True)
 app.command()(throughput)
 app.command()(latency)
+app.command()(peers)
 
 
 @app.command()
