@@ -2,8 +2,8 @@
 
 `python scripts/opt_cnn_dailymail.py --sizes 350m,1.3b --output build/opt` fetches models and articles from the hub. As there: the first
 480 articles of the test set, each followed by `TL;DR:`, at most its last 2048 − 128 − 1 tokens, 128 new tokens, greedy, static batches
-in the order of the data, LLMA with a match of 2 in the prompt and 7 copied tokens, OPT-125m drafting 4. Otherwise than there: bfloat16 on the
-CPU, speeds are all tokens over all seconds, and the tokens of the first step count as little as its seconds.
+in the order of the data, LLMA with a match of 2 in the prompt and 7 copied tokens, OPT-125m drafting 4. Otherwise than there: bfloat16
+on the CPU, speeds are all tokens over all seconds, and the tokens of the first step count as little as its seconds.
 """
 
 from __future__ import annotations
