@@ -62,7 +62,7 @@ CELLS = [
     bench("pair"),
     bench("overhead"),
     bench("kernels"),
-    bench("throughput", "--parameters", "500000000"),
+    bench("throughput", "--parameters", "500000000", "--strategies", "unpadded", "--no-transformers"),
 ]
 
 

@@ -68,7 +68,7 @@ def test_table_controls_and_both_dtypes(capsys: pytest.CaptureFixture[str], monk
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--strategies", "paddled"], "realign-grouped"),
+        (["--strategies", "paddled"], "same-length"),
         (["--dtypes", "int4"], "bfloat16"),
         (["--drafters", "oracle"], "ngram"),
         (["--drafters", "draft_model"], "--draft-model"),

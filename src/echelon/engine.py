@@ -56,6 +56,7 @@ class Engine:
         draft = self.drafter.propose(plan.rows)
         clock.append(time.perf_counter())
         batch = self.target.pack(spans_of(plan.rows, draft))
+        clock.append(time.perf_counter())
         logits = self.target.run(batch)
         clock.append(time.perf_counter())
         verdict = verify(draft, logits, plan.rows, self.acceptance)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+PARTS = ("schedule", "draft", "layout", "forward", "verify", "settle")  # of a step, in order
+
 
 @dataclass(frozen=True)
 class Load:
@@ -77,7 +79,7 @@ class Stats:
     num_group_choices: int = 0  # steps whose rows were looked for in a window of equal lengths
     num_group_hits: int = 0
     acceptance: Counter[tuple[int, int]] = field(default_factory=Counter)  # (num_draft_tokens, num_accepted) → rows' steps
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("schedule", "draft", "forward", "verify", "settle"), 0.0))
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     target: Usage = field(default_factory=Usage)
     draft: Usage = field(default_factory=Usage)
 

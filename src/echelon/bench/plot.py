@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from echelon.bench.latency import Latency
+from echelon.bench.steps import SPLIT
 from echelon.bench.throughput import Result
 from echelon.errors import MissingExtraError
 
+STRATEGY_COLOURS = {
+    "unpadded": "#1a9850",
+    "padded": "#d73027",
+    "padded-kv": "#fc8d59",
+    "padded-inputs": "#fdae61",
+    "realign": "#762a83",
+    "same-length": "#2f7ed8",
+}
+SPLIT_COLOURS = dict(zip(SPLIT, ("#91bfdb", "#4575b4", "#fee090", "#d73027", "#9aa5b1"), strict=True))
 COLOURS = {"plain": "#9aa5b1", "LLMA": "#2f7ed8", "draft model": "#1a9850", "transformers": "#d98c5f"}
 
 
-def bar_chart(path: Path, groups: Mapping[str, SequenceOf[Result]]) -> None:
-    """One panel a group: median tokens per second of each method, the range as an error bar, τ written on the bar.
+def pyplot_or_refusal() -> Any:
+    """matplotlib's pyplot, without a window.
 
     Raises
     ------
@@ -24,8 +37,20 @@ def bar_chart(path: Path, groups: Mapping[str, SequenceOf[Result]]) -> None:
     except ImportError as error:
         raise MissingExtraError("plots need matplotlib: pip install 'echelon[plot]'") from error
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "echelon"  # the same picture is the same file
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def bar_chart(path: Path, groups: Mapping[str, SequenceOf[Result]]) -> None:
+    """One panel a group: median tokens per second of each method, the range as an error bar, τ written on the bar.
+
+    Raises
+    ------
+    MissingExtraError  matplotlib is not installed
+    """
+    pyplot = pyplot_or_refusal()
     figure, axes = pyplot.subplots(1, len(groups), figsize=(5.2 * len(groups), 3.6), constrained_layout=True, squeeze=False)
     for axis, (title, results) in zip(axes[0], groups.items(), strict=True):
         names = [r.method for r in results]
@@ -40,3 +65,108 @@ def bar_chart(path: Path, groups: Mapping[str, SequenceOf[Result]]) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve: values by batch size, with the range of the rounds where there were several."""
+
+    name: str
+    points: SequenceOf[tuple[int, float]]
+    colour: str
+    style: str = "-"
+    ranges: SequenceOf[tuple[float, float]] = ()
+
+
+def line_chart(paths: SequenceOf[Path], panels: Mapping[str, SequenceOf[Line]], ylabel: str, level: float | None = None) -> None:
+    """One panel a key, batch size to the right; `level` draws a horizontal line there. The same picture goes to every path."""
+    pyplot = pyplot_or_refusal()
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.8 * len(panels), 4.2), constrained_layout=True, squeeze=False)
+    for axis, (title, lines) in zip(axes[0], panels.items(), strict=True):
+        for line in lines:
+            x, y = [p[0] for p in line.points], [p[1] for p in line.points]
+            axis.plot(x, y, line.style, marker="o", markersize=4, color=line.colour, label=line.name)
+            if line.ranges:
+                axis.fill_between(x, [r[0] for r in line.ranges], [r[1] for r in line.ranges], color=line.colour, alpha=0.15, linewidth=0)
+        ticks = sorted({p[0] for line in lines for p in line.points})
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, [str(t) for t in ticks])
+        axis.minorticks_off()
+        axis.set_xlabel("batch size")
+        axis.set_ylabel(ylabel)
+        axis.set_ylim(bottom=0)
+        if level is not None:
+            axis.axhline(level, color="#777777", linewidth=0.8)
+        axis.set_title(title, fontsize=10.5)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(fontsize=8, frameon=False)
+    _save(pyplot, figure, paths)
+
+
+def split_chart(paths: SequenceOf[Path], bars: Mapping[str, Mapping[str, float]]) -> None:
+    """Where a step's milliseconds go: one horizontal bar a key, cut into the parts of a step."""
+    pyplot = pyplot_or_refusal()
+    figure, axis = pyplot.subplots(figsize=(8.5, 1.2 + 0.32 * len(bars)), constrained_layout=True)
+    names, left = list(bars), [0.0] * len(bars)
+    for part in SPLIT:
+        values = [bars[n].get(part, 0.0) for n in names]
+        axis.barh(names, values, left=left, color=SPLIT_COLOURS[part], label=part)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    axis.invert_yaxis()
+    axis.set_xlabel("milliseconds a decoding step")
+    axis.tick_params(axis="y", labelsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8, frameon=False, ncols=len(SPLIT), loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    _save(pyplot, figure, paths)
+
+
+def _save(pyplot: Any, figure: Any, paths: SequenceOf[Path]) -> None:
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        metadata = {"Date": None} if path.suffix == ".svg" else {}
+        figure.savefig(path, dpi=130, metadata=metadata)
+    pyplot.close(figure)
+
+
+def strategy_lines(results: SequenceOf[Result], drafter: str) -> list[Line]:
+    """Decoding speed of every strategy with one drafter, and of plain decoding, by batch size."""
+    lines = []
+    for strategy, colour in STRATEGY_COLOURS.items():
+        found = sorted((r for r in results if r.method == drafter and r.strategy == strategy), key=lambda r: r.batch_size)
+        if found:
+            lines.append(_line(strategy, found, colour))
+    plain = sorted((r for r in results if r.name == "plain"), key=lambda r: r.batch_size)
+    return [*lines, _line("plain decoding", plain, "#555555", "--")] if plain else lines
+
+
+def _line(name: str, found: SequenceOf[Result], colour: str, style: str = "-") -> Line:
+    speeds = [r.decode_tokens_per_second or [0.0] for r in found]
+    return Line(name, [(r.batch_size, r.decode_median) for r in found], colour, style, [(min(s), max(s)) for s in speeds])
+
+
+def throughput_charts(folder: Path, results: SequenceOf[Result]) -> list[Path]:
+    """Speed by batch size, one panel a drafter, and the parts of a step at the largest batch; PNG and SVG."""
+    drafters = list(dict.fromkeys(r.method for r in results if r.strategy != "transformers" and r.method != "plain")) or ["plain"]
+    speed = [folder / f"throughput.{kind}" for kind in ("png", "svg")]
+    line_chart(speed, {d: strategy_lines(results, d) for d in drafters}, "new tokens per second, decoding")
+    largest = max(r.batch_size for r in results)
+    bars = {f"{r.name}, batch {largest}": r.step_ms for r in results if r.step_ms and r.batch_size == largest}
+    split = [folder / f"steps.{kind}" for kind in ("png", "svg")]
+    split_chart(split, bars)
+    return [*speed, *split]
+
+
+def latency_charts(folder: Path, results: SequenceOf[Latency]) -> list[Path]:
+    """P50 and P99 of every strategy by batch size, one panel a load; PNG and SVG."""
+    panels = {}
+    for load in dict.fromkeys(r.load for r in results):
+        lines = []
+        for strategy, colour in STRATEGY_COLOURS.items():
+            found = [r for r in results if r.load == load and r.strategy == strategy]
+            if found:
+                lines.append(Line(f"{strategy}, P50", [(r.batch_size, 1e3 * r.p50) for r in found], colour))
+                lines.append(Line(f"{strategy}, P99", [(r.batch_size, 1e3 * r.p99) for r in found], colour, ":"))
+        panels[f"arrivals at {load:.0%} of capacity"] = lines
+    paths = [folder / f"latency.{kind}" for kind in ("png", "svg")]
+    line_chart(paths, panels, "milliseconds from arrival to last token")
+    return paths

@@ -9,25 +9,31 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
 
-from echelon import LLM, SamplingParams
+from echelon import LLM, ConfigError, SamplingParams
+from echelon.bench.steps import Recorder, Sums
+from echelon.bench.verify import STRATEGIES
+from echelon.stats import Stats
 from echelon.target.loading import LoadedModel
 
 Prompts = SequenceOf[SequenceOf[int]]
+HEAD_TOKENS = 2  # with the second token a draft model has read the prompt as well
+DRAFTERS = {"none": "plain", "ngram": "LLMA", "draft_model": "draft model", "replay": "replay"}
 
 
 @dataclass(frozen=True)
 class Method:
-    """A name for the table and what drafts."""
+    """A name for the table, what drafts, and how rows become a batch."""
 
     name: str
     config: Mapping[str, Any] | None
+    strategy: str = "unpadded"
 
 
 def default_methods(num_ngram_tokens: int = 7, num_draft_tokens: int = 4) -> list[Method]:
@@ -39,26 +45,166 @@ def default_methods(num_ngram_tokens: int = 7, num_draft_tokens: int = 4) -> lis
     ]
 
 
+def methods_of(
+    strategies: SequenceOf[str], drafters: SequenceOf[str], num_ngram_tokens: int = 7, num_draft_tokens: int = 4, **replay: Any
+) -> list[Method]:
+    """Every strategy with every drafter, after plain decoding unpadded, which all are compared with; `replay` are that drafter's keys."""
+    for kind, names, known in (("strategy", strategies, STRATEGIES), ("drafter", drafters, DRAFTERS)):
+        if unknown := [n for n in names if n not in known]:
+            raise ConfigError(f"there is no {kind} {unknown[0]!r} here; known: {', '.join(known)}")
+    configs = {m.name: m.config for m in default_methods(num_ngram_tokens, num_draft_tokens)}
+    configs["replay"] = {"method": "replay", "num_speculative_tokens": num_ngram_tokens, **replay}
+    found = [Method("plain", None)]
+    found += [Method(DRAFTERS[d], configs[DRAFTERS[d]], s) for d in drafters for s in strategies]
+    return list({(m.name, m.strategy): m for m in found}.values())
+
+
 @dataclass(frozen=True)
 class Result:
-    """One method at one batch size. Tokens per second count new tokens over the whole call, prefill included."""
+    """One method at one batch size.
+
+    tokens_per_second         new tokens over the whole call, prefill included; one a round
+    decode_tokens_per_second  without prefill (see `steps` and `EngineRun`); one a round, 0 where nothing was decoded after it
+    tokens_per_step           emitted per row and step
+    num_identical             rows whose token ids equal plain decoding alone
+    acceptance                a histogram as `replay` takes it
+    accepted_by_position      share of drafted tokens kept, by position in the draft
+
+    The rest is of decoding steps, all rounds together: milliseconds by part of a step, share of padding in the rows fed to the layers
+    and in the KV slots that attention loads, bytes of KV a step (those reserved are what no other row can use), and EXSPEC's group rate.
+    """
 
     method: str
     batch_size: int
-    tokens_per_second: list[float]  # one a round
+    tokens_per_second: list[float]
     tokens_per_step: float
     acceptance_rate: float
-    num_identical: int  # rows whose token ids equal plain decoding alone
+    num_identical: int
     num_rows: int
-    acceptance: list[list[int]] = field(default_factory=list)  # a histogram as `replay` takes it
+    acceptance: list[list[int]] = field(default_factory=list)
+    strategy: str = "unpadded"
+    decode_tokens_per_second: list[float] = field(default_factory=list)
+    accepted_by_position: list[float] = field(default_factory=list)
+    step_ms: dict[str, float] = field(default_factory=dict)
+    padded_input_share: float = 0.0
+    padded_kv_share: float = 0.0
+    kv_bytes_reserved: float = 0.0
+    kv_bytes_touched: float = 0.0
+    index_bytes: float = 0.0
+    group_rate: float | None = None
 
     @property
     def median(self) -> float:
         return statistics.median(self.tokens_per_second)
 
     @property
+    def decode_median(self) -> float:
+        return statistics.median(self.decode_tokens_per_second or [0.0])
+
+    @property
     def spread(self) -> str:
         return f"{min(self.tokens_per_second):,.0f}–{max(self.tokens_per_second):,.0f}"
+
+    @property
+    def name(self) -> str:
+        return display_name(self.method, self.strategy)
+
+
+def display_name(method: str, strategy: str) -> str:
+    """Method and strategy in one; the engine's own strategy goes without saying."""
+    return method if strategy not in STRATEGIES or strategy == "unpadded" else f"{method}, {strategy}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Token ids of every prompt, and how long they took with prefill and (tokens, seconds) without."""
+
+    outputs: list[list[int]]
+    seconds: float
+    decode: tuple[float, float]
+
+
+class Contender(Protocol):
+    """Something that generates at a batch size, on equal terms with the others."""
+
+    name: str
+
+    def warm_up(self, prompts: Prompts, params: SamplingParams) -> None: ...
+
+    def run(self, prompts: Prompts, params: SamplingParams) -> Run: ...
+
+    def result(self, batch_size: int, runs: SequenceOf[Run]) -> Result: ...
+
+
+class EngineRun:
+    """A method in the engine, and what its decoding steps added up to.
+
+    Where rows enter as others finish, prompts are read beside decoding rows, and steps without a prompt are mostly the thin last ones.
+    There the speed of decoding is that of the tokens after the first HEAD_TOKENS of every prompt: what a run takes longer than one that
+    ends there.
+    """
+
+    def __init__(
+        self, method: Method, target: LoadedModel, draft: LoadedModel | None, batch_size: int, settings: Mapping[str, Any]
+    ) -> None:
+        self._method = method
+        self.name = display_name(method.name, method.strategy)
+        self._llm = LLM(target, method.config, draft, max_num_seqs=batch_size, **STRATEGIES[method.strategy], **settings)
+        self._decode = Sums()
+
+    def warm_up(self, prompts: Prompts, params: SamplingParams) -> None:
+        self._uncounted(prompts, params)
+
+    def run(self, prompts: Prompts, params: SamplingParams) -> Run:
+        outputs, seconds, decode = self._timed(prompts, params)
+        self._decode += decode
+        if not self._llm.config.refill:
+            return Run(outputs, seconds, (decode["tokens"], decode["seconds"]))
+        num_head, head_seconds = self._uncounted(prompts, params.model_copy(update={"max_tokens": min(HEAD_TOKENS, params.max_tokens)}))
+        later = sum(map(len, outputs)) - num_head
+        return Run(outputs, seconds, (later, seconds - head_seconds if later else 0.0))
+
+    def _timed(self, prompts: Prompts, params: SamplingParams) -> tuple[list[list[int]], float, Sums]:
+        recorder = Recorder(self._llm.stats)
+        start = time.perf_counter()
+        done = self._llm.generate(list(prompts), params, on_step=recorder)
+        return [o.outputs[0].token_ids for o in done], time.perf_counter() - start, recorder.decode
+
+    def _uncounted(self, prompts: Prompts, params: SamplingParams) -> tuple[int, float]:
+        """Tokens and seconds of a run that must not enter the counts of acceptance."""
+        engine = self._llm.engine
+        counted, engine.stats = engine.stats, Stats()
+        outputs, seconds, _ = self._timed(prompts, params)
+        engine.stats = counted
+        return sum(map(len, outputs)), seconds
+
+    def result(self, batch_size: int, runs: SequenceOf[Run]) -> Result:
+        return engine_result(self._method, batch_size, runs, self._llm.stats, self._decode)
+
+
+def engine_result(method: Method, batch_size: int, runs: SequenceOf[Run], stats: Stats, decode: Sums) -> Result:
+    """The engine's counters as a result; rows are compared with plain decoding later."""
+    drafted, accepted = stats.num_drafts_by_position, stats.num_accepted_by_position
+    return Result(
+        method.name,
+        batch_size,
+        [sum(map(len, r.outputs)) / r.seconds for r in runs],
+        stats.tokens_per_step,
+        stats.acceptance_rate,
+        0,
+        0,
+        stats.histogram(),
+        method.strategy,
+        [tokens / seconds if seconds else 0.0 for tokens, seconds in (r.decode for r in runs)],
+        [a / d for a, d in zip(accepted, drafted, strict=True)],
+        decode.split_ms,
+        1.0 - decode.per("fed", "inputs") if decode["inputs"] else 0.0,
+        1.0 - decode.per("live", "touched") if decode["touched"] else 0.0,
+        decode.per("kv_bytes_reserved", "passes"),
+        decode.per("kv_bytes_touched", "passes"),
+        decode.per("index_bytes", "passes"),
+        decode.per("group_hits", "group_choices") if decode["group_choices"] else None,
+    )
 
 
 def plain_outputs(target: LoadedModel, prompts: Prompts, params: SamplingParams) -> list[list[int]]:
@@ -69,7 +215,7 @@ def plain_outputs(target: LoadedModel, prompts: Prompts, params: SamplingParams)
 
 def measure(
     target: LoadedModel,
-    draft: LoadedModel,
+    draft: LoadedModel | None,
     methods: SequenceOf[Method],
     prompts: Prompts,
     params: SamplingParams,
@@ -77,36 +223,29 @@ def measure(
     rounds: int,
     truth: list[list[int]] | None = None,
     on_run: Callable[[str], None] = lambda _: None,
+    others: SequenceOf[Contender] = (),
+    **settings: Any,
 ) -> list[Result]:
-    """Run every method `rounds` times in turn, after one warm-up each."""
+    """Run every method, and `others`, `rounds` times in turn, after one warm-up each; `settings` are the engine's."""
     truth = plain_outputs(target, prompts, params) if truth is None else truth
-    engines = [LLM(target, m.config, draft, max_num_seqs=batch_size) for m in methods]
+    contenders: list[Contender] = [EngineRun(m, target, draft, batch_size, settings) for m in methods]
+    contenders += others
     warm_up = params.model_copy(update={"max_tokens": 4})
-    for llm in engines:
-        llm.generate(list(prompts[:batch_size]), warm_up)
-    speeds: list[list[float]] = [[] for _ in methods]
-    outputs: list[list[list[int]]] = [[] for _ in methods]
+    for contender in contenders:
+        contender.warm_up(prompts[:batch_size], warm_up)
+    runs: list[list[Run]] = [[] for _ in contenders]
     for _ in range(rounds):
-        for i, llm in enumerate(engines):
-            start = time.perf_counter()
-            done = llm.generate(list(prompts), params)
-            seconds = time.perf_counter() - start
-            outputs[i] = [o.outputs[0].token_ids for o in done]
-            speeds[i].append(sum(map(len, outputs[i])) / seconds)
-            on_run(methods[i].name)
-    return [
-        Result(
-            method.name,
-            batch_size,
-            speeds[i],
-            engines[i].stats.tokens_per_step,
-            engines[i].stats.acceptance_rate,
-            sum(a == b for a, b in zip(outputs[i], truth, strict=True)),
-            len(truth),
-            engines[i].stats.histogram(),
-        )
-        for i, method in enumerate(methods)
-    ]
+        for contender, own in zip(contenders, runs, strict=True):
+            own.append(contender.run(prompts, params))
+            on_run(contender.name)
+    return [compared(c.result(batch_size, own), own[-1].outputs, truth) for c, own in zip(contenders, runs, strict=True)]
+
+
+def compared(result: Result, outputs: SequenceOf[SequenceOf[int]], truth: SequenceOf[SequenceOf[int]]) -> Result:
+    """With the number of rows that equal plain decoding; a replayed text means nothing and is compared with nothing."""
+    if result.method.startswith("replay"):
+        return result
+    return replace(result, num_identical=sum(a == b for a, b in zip(outputs, truth, strict=True)), num_rows=len(truth))
 
 
 def cpu_name() -> str:
@@ -153,7 +292,7 @@ def as_markdown(results: SequenceOf[Result]) -> str:
     """One line a method and batch size."""
     lines = ["| batch | method | tokens/s (min–max) | tokens_per_step | acceptance_rate | identical |", "|---|---|---|---|---|---|"]
     lines += [
-        f"| {r.batch_size} | {r.method} | {r.median:,.0f} ({r.spread}) | {r.tokens_per_step:.2f} | {r.acceptance_rate:.2f} "
+        f"| {r.batch_size} | {r.name} | {r.median:,.0f} ({r.spread}) | {r.tokens_per_step:.2f} | {r.acceptance_rate:.2f} "
         f"| {r.num_identical} of {r.num_rows} rows |"
         for r in results
     ]

@@ -29,7 +29,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "padded-kv": {"strategy": "padded", "pad": "kv"},
     "padded-inputs": {"strategy": "padded", "pad": "inputs"},
     "realign": {"strategy": "realign"},
-    "realign-grouped": {"strategy": "realign", "grouping": "same_length"},
+    "same-length": {"strategy": "realign", "grouping": "same_length"},
 }
 FRAMEWORK = "transformers"  # a control: `generate` at a batch against itself at batch 1
 Tokens = list[int]

@@ -1,0 +1,99 @@
+"""The baselines of `transformers` itself: plain `generate` on static left-padded batches, and assisted generation, which takes one row."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from echelon import SamplingParams
+from echelon.bench.throughput import Contender, Prompts, Result, Run
+from echelon.bench.verify import cut
+
+PAD = 0  # masked, and never looked for
+
+
+class Clock(StoppingCriteria):  # type: ignore[misc]
+    """Never stops anything; notes when each step ended and how long the rows were. The first call comes after prefill."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, int]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # noqa: ARG002
+        self.steps.append((time.perf_counter(), input_ids.shape[1]))
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    @property
+    def decode(self) -> tuple[int, float]:
+        """New tokens of a row and seconds after the first step."""
+        (start, shortest), (end, longest) = self.steps[0], self.steps[-1]
+        return longest - shortest, end - start
+
+
+class FrameworkRun:
+    """`generate` of `model`; `extra` are its arguments for assisted generation. Finished rows stay in the batch until all are done."""
+
+    def __init__(self, name: str, model: PreTrainedModel, batch_size: int, **extra: Any) -> None:
+        self.name, self._model, self._batch_size, self._extra = name, model, batch_size, extra
+        self._num_tokens, self._num_steps = 0, 0
+
+    def warm_up(self, prompts: Prompts, params: SamplingParams) -> None:
+        self._generate(prompts[: self._batch_size], params, Clock())
+
+    def run(self, prompts: Prompts, params: SamplingParams) -> Run:
+        outputs: list[list[int]] = []
+        tokens, seconds = 0.0, 0.0
+        start = time.perf_counter()
+        for first in range(0, len(prompts), self._batch_size):
+            rows, clock = prompts[first : first + self._batch_size], Clock()
+            outputs += self._generate(rows, params, clock)
+            new, elapsed = clock.decode
+            tokens, seconds = tokens + new * len(rows), seconds + elapsed
+            self._num_steps += len(clock.steps)
+        self._num_tokens += sum(map(len, outputs))
+        return Run(outputs, time.perf_counter() - start, (tokens, seconds))
+
+    def _generate(self, rows: Prompts, params: SamplingParams, clock: Clock) -> list[list[int]]:
+        width = max(map(len, rows))
+        ends = self._model.generation_config.eos_token_id
+        done = self._model.generate(
+            torch.tensor([[PAD] * (width - len(row)) + list(row) for row in rows]),
+            attention_mask=torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
+            max_new_tokens=params.max_tokens,
+            do_sample=False,
+            pad_token_id=PAD,
+            eos_token_id=None if params.ignore_eos else ends,
+            stopping_criteria=StoppingCriteriaList([clock]),
+            **self._extra,
+        )
+        stops = frozenset() if params.ignore_eos or ends is None else frozenset([ends] if isinstance(ends, int) else ends)
+        return [cut(row[width:].tolist(), stops) for row in done]
+
+    def result(self, batch_size: int, runs: SequenceOf[Run]) -> Result:
+        """tokens_per_step is emitted tokens over steps of one row; acceptance is not reported by the framework."""
+        per_step = self._num_tokens / self._num_steps if self._batch_size == 1 and self._num_steps else 1.0
+        speeds = [sum(map(len, r.outputs)) / r.seconds for r in runs]
+        decode = [tokens / seconds if seconds else 0.0 for tokens, seconds in (r.decode for r in runs)]
+        return Result(self.name, batch_size, speeds, per_step, 0.0, 0, 0, strategy="transformers", decode_tokens_per_second=decode)
+
+
+def framework_runs(
+    model: PreTrainedModel, draft: PreTrainedModel | None, batch_size: int, lookup: Mapping[str, Any], num_draft_tokens: int
+) -> list[Contender]:
+    """Plain generation, and at batch 1 both kinds of assisted generation. `lookup`: num_speculative_tokens and prompt_lookup_max."""
+    runs: list[Contender] = [FrameworkRun("transformers", model, batch_size)]
+    if batch_size > 1:
+        return runs
+    words = {"prompt_lookup_num_tokens": lookup["num_speculative_tokens"], "max_matching_ngram_size": lookup["prompt_lookup_max"]}
+    runs.append(FrameworkRun("transformers, prompt lookup", model, 1, **words))
+    if draft is not None:
+        draft.generation_config.num_assistant_tokens = num_draft_tokens
+        draft.generation_config.num_assistant_tokens_schedule = "constant"
+        draft.generation_config.assistant_confidence_threshold = 0.0  # the same draft length as ours
+        runs.append(FrameworkRun("transformers, assisted", model, 1, assistant_model=draft))
+    return runs

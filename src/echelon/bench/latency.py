@@ -1,0 +1,144 @@
+"""Latencies of requests that arrive one by one (Zhang et al. 2025, Table 4).
+
+Arrivals are a Poisson process: every gap is a function of (seed, number of the request), so all methods see the same requests at the same
+moments. Time is that of the engine's steps: a request that arrives during a step waits for its end, and while nothing runs the clock jumps
+to the next arrival, so that nobody has to sleep.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from echelon import LLM, SamplingParams
+from echelon.bench.prefill import sequence_of
+from echelon.bench.report import table
+from echelon.bench.throughput import Method, Prompts, display_name, environment
+from echelon.bench.verify import STRATEGIES
+from echelon.target.loading import LoadedModel
+
+
+@dataclass(frozen=True)
+class Latency:
+    """One method at one batch size and load. Seconds from arrival to the last token, and to the first, at three quantiles."""
+
+    method: str
+    strategy: str
+    batch_size: int
+    load: float  # arrivals a second over the requests a second that the reference method can serve
+    requests_per_second: float  # that arrived
+    tokens_per_second: float  # new tokens from the first arrival to the last token
+    p50: float
+    p90: float
+    p99: float
+    first_p50: float
+    first_p99: float
+    group_rate: float | None = None
+
+    @property
+    def name(self) -> str:
+        return display_name(self.method, self.strategy)
+
+
+def arrivals(count: int, rate: float, seed: int) -> list[float]:
+    """Seconds at which requests arrive, the first at once; gaps are exponential with mean 1 / rate, keyed by request."""
+    gaps = [0.0] + [-math.log1p(-np.random.default_rng([seed, i]).random()) / rate for i in range(1, count)]
+    return list(accumulate(gaps))
+
+
+@dataclass(frozen=True)
+class Served:
+    """Seconds from arrival to first and last token of every request, and all in all."""
+
+    first: list[float]
+    last: list[float]
+    seconds: float
+    num_tokens: int
+
+
+def serve(
+    llm: LLM, prompts: Prompts, params: SamplingParams, times: SequenceOf[float], clock: Callable[[], float] = time.perf_counter
+) -> Served:
+    """Run requests as they arrive."""
+    engine = llm.engine
+    sequences = [sequence_of(llm, row, prompt, params) for row, prompt in enumerate(prompts)]
+    first, last = dict[int, float](), dict[int, float]()
+    now, num_added = 0.0, 0
+    while len(last) < len(sequences):
+        if not engine.has_work:
+            now = max(now, times[num_added])
+        while num_added < len(sequences) and times[num_added] <= now:
+            engine.add(sequences[num_added])
+            num_added += 1
+        start = clock()
+        grown = engine.step()
+        now += clock() - start
+        for sequence in grown:
+            first.setdefault(sequence.id, now)
+            if sequence.is_finished:
+                last[sequence.id] = now
+    waits = [[moments[i] - times[i] for i in range(len(sequences))] for moments in (first, last)]
+    return Served(waits[0], waits[1], now - times[0], sum(s.num_output_tokens for s in sequences))
+
+
+def measure_latency(
+    target: LoadedModel,
+    draft: LoadedModel | None,
+    methods: SequenceOf[Method],
+    prompts: Prompts,
+    params: SamplingParams,
+    batch_size: int,
+    loads: SequenceOf[float],
+    seed: int = 0,
+    on_run: Callable[[str], None] = lambda _: None,
+    **settings: Any,
+) -> list[Latency]:
+    """Every method under the same arrivals, at rates relative to what the first method serves when all requests are there at once."""
+    engines = [LLM(target, m.config, draft, max_num_seqs=batch_size, **STRATEGIES[m.strategy], **settings) for m in methods]
+    for llm in engines:
+        llm.generate([list(p) for p in prompts[:batch_size]], params.model_copy(update={"max_tokens": 4}))
+    capacity = len(prompts) / serve(engines[0], prompts, params, [0.0] * len(prompts)).seconds
+    results = []
+    for load in loads:
+        times = arrivals(len(prompts), load * capacity, seed)
+        for method, llm in zip(methods, engines, strict=True):
+            before = llm.stats.num_group_choices, llm.stats.num_group_hits
+            served = serve(llm, prompts, params, times)
+            choices, hits = llm.stats.num_group_choices - before[0], llm.stats.num_group_hits - before[1]
+            rate = hits / choices if choices else None
+            results.append(_result(method, batch_size, load, load * capacity, served, rate))
+            on_run(f"batch {batch_size}, load {load:.0%}, {results[-1].name}")
+    return results
+
+
+def _result(method: Method, batch_size: int, load: float, arriving: float, served: Served, group_rate: float | None) -> Latency:
+    p50, p90, p99 = (float(q) for q in np.quantile(served.last, (0.5, 0.9, 0.99)))
+    first_p50, first_p99 = (float(q) for q in np.quantile(served.first, (0.5, 0.99)))
+    speed = served.num_tokens / served.seconds
+    return Latency(method.name, method.strategy, batch_size, load, arriving, speed, p50, p90, p99, first_p50, first_p99, group_rate)
+
+
+def as_json(results: SequenceOf[Latency]) -> dict[str, Any]:
+    return {"environment": environment(), "results": [asdict(r) for r in results]}
+
+
+def from_json(value: Mapping[str, Any]) -> list[Latency]:
+    return [Latency(**entry) for entry in value["results"]]
+
+
+def as_markdown(results: SequenceOf[Latency]) -> str:
+    """One line a batch size, load and method; milliseconds."""
+    head = ["batch", "load", "method", "tokens/s", "P50 ms", "P90 ms", "P99 ms", "first token P50 ms", "first token P99 ms", "group rate"]
+    rows = []
+    for r in results:
+        milliseconds = [f"{1e3 * s:,.0f}" for s in (r.p50, r.p90, r.p99, r.first_p50, r.first_p99)]
+        group = "–" if r.group_rate is None else f"{r.group_rate:.0%}"
+        rows.append((r.batch_size, f"{r.load:.0%}", r.name, f"{r.tokens_per_second:,.0f}", *milliseconds, group))
+    return table(head, rows)

@@ -1,0 +1,156 @@
+"""vLLM's CPU build and OpenVINO GenAI on the same prompts and the same model folder, each in a Python environment of its own.
+
+A peer is a worker script (`workers/`) that imports nothing of ours: it reads a job (JSON), runs it, and writes what came out. The speed of
+decoding is, for peers and for us alike, that of the tokens after the first HEAD_TOKENS of every prompt: what a run takes longer than one
+that ends there.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon import ConfigError
+from echelon.bench.report import table
+from echelon.bench.throughput import HEAD_TOKENS, Prompts, Result
+
+WORKERS = Path(__file__).parent / "workers"
+TAIL = 12  # lines of a failed worker's messages that are shown
+PINNED = {"vllm": "0.32", "openvino-genai": "2026.4"}  # what the workers were written for
+MODES = {"plain": "plain", "ngram": "LLMA", "draft_model": "draft model"}  # of a job → our name for it
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A system, and the Python that has it."""
+
+    name: str
+    python: str
+
+    @property
+    def worker(self) -> Path:
+        return WORKERS / f"{self.name}_worker.py"
+
+
+@dataclass(frozen=True)
+class PeerResult:
+    """One mode of a peer at one batch size; `versions` of the packages that served it."""
+
+    result: Result
+    versions: dict[str, str]
+
+
+def job(
+    model: str,
+    draft_model: str | None,
+    prompts: Prompts,
+    mode: str,
+    batch_size: int,
+    max_tokens: int,
+    rounds: int,
+    num_threads: int,
+    lookup: Mapping[str, int],
+    num_draft_tokens: int,
+) -> dict[str, Any]:
+    """What a worker is told. `mode`: plain, ngram or draft_model; greedy, to `max_tokens`, EOS ignored, bfloat16."""
+    return {
+        "model": model,
+        "draft_model": draft_model,
+        "prompts": [list(p) for p in prompts],
+        "mode": mode,
+        "batch_size": batch_size,
+        "max_tokens": max_tokens,
+        "head_tokens": min(HEAD_TOKENS, max_tokens),
+        "rounds": rounds,
+        "num_threads": num_threads,
+        "dtype": "bfloat16",
+        "num_ngram_tokens": lookup["num_speculative_tokens"],
+        "match_length": lookup["prompt_lookup_max"],
+        "num_draft_tokens": num_draft_tokens,
+    }
+
+
+def run_worker(peer: Peer, task: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+    """What the worker wrote: `versions`, `outputs` (token ids), and `seconds` and `head_seconds`, one a round.
+
+    Raises
+    ------
+    ConfigError  the worker cannot be started, fails, or writes something else
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        given, taken = Path(folder) / "job.json", Path(folder) / "result.json"
+        given.write_text(json.dumps(task), "utf-8")
+        try:
+            command = [peer.python, str(peer.worker), str(given), str(taken)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+        except OSError as error:
+            raise ConfigError(f"cannot start {peer.python!r} for {peer.name}: {error.strerror}; give the path of its Python") from error
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"{peer.name} took longer than {timeout:.0f} s; give it fewer prompts or tokens") from None
+        if done.returncode != 0 or not taken.exists():
+            tail = "\n".join(done.stderr.strip().splitlines()[-TAIL:])
+            raise ConfigError(f"the worker of {peer.name} failed (exit {done.returncode}); its last words:\n{tail}")
+        value: dict[str, Any] = json.loads(taken.read_text("utf-8"))
+    if missing := {"versions", "outputs", "seconds", "head_seconds"} - value.keys():
+        raise ConfigError(f"the worker of {peer.name} wrote no {', '.join(sorted(missing))}; it does not fit this version of echelon")
+    return value
+
+
+def peer_result(peer: Peer, task: Mapping[str, Any], value: Mapping[str, Any], truth: SequenceOf[SequenceOf[int]]) -> PeerResult:
+    """In the terms of our own results."""
+    outputs = value["outputs"]
+    count, later = sum(map(len, outputs)), sum(max(0, len(o) - task["head_tokens"]) for o in outputs)
+    spans = [s - h for s, h in zip(value["seconds"], value["head_seconds"], strict=True)]
+    result = Result(
+        f"{peer.name}, {MODES[task['mode']]}",
+        task["batch_size"],
+        [count / s for s in value["seconds"]],
+        value.get("tokens_per_step") or 0.0,
+        value.get("acceptance_rate") or 0.0,
+        sum(list(a) == list(b) for a, b in zip(outputs, truth, strict=True)),
+        len(truth),
+        strategy="peer",
+        decode_tokens_per_second=[later / s if s > 0 else 0.0 for s in spans],
+    )
+    return PeerResult(result, value["versions"])
+
+
+def measure_peers(
+    peers: SequenceOf[Peer],
+    tasks: SequenceOf[Mapping[str, Any]],
+    truth: SequenceOf[SequenceOf[int]],
+    timeout: float,
+    on_run: Callable[[str], None] = lambda _: None,
+) -> list[PeerResult]:
+    """Every task on every peer, one process each: what one system leaves behind in memory slows no other."""
+    results = []
+    for task in tasks:
+        for peer in peers:
+            results.append(peer_result(peer, task, run_worker(peer, task, timeout), truth))
+            on_run(f"batch {task['batch_size']}, {results[-1].result.name}")
+    return results
+
+
+def as_markdown(results: SequenceOf[Result], versions: Mapping[str, str]) -> str:
+    """Decoding speed with the whole call's in brackets, one column a batch size."""
+    sizes = sorted({r.batch_size for r in results})
+    rows = []
+    for name in dict.fromkeys(r.name for r in results):
+        own = {r.batch_size: r for r in results if r.name == name}
+        cells = [f"{own[b].decode_median:,.1f} ({own[b].median:,.1f})" if b in own else "–" for b in sizes]
+        per_step = statistics.median(r.tokens_per_step for r in own.values())
+        rows.append((name, *cells, f"{per_step:.2f}" if per_step else "–"))
+    text = ", ".join(f"{k} {v}{_unpinned(k, v)}" for k, v in versions.items())
+    return f"{table(['tokens/s, decoding (all)', *(f'B={b}' for b in sizes), 'tokens_per_step'], rows)}\n\n{text}"
+
+
+def _unpinned(package: str, version: str) -> str:
+    pinned = PINNED.get(package)
+    return f" (not {pinned}, which the worker was written for)" if pinned and not version.startswith(pinned) else ""

@@ -1,0 +1,194 @@
+"""Prompts read once for all methods: their keys and values are computed alone, kept, and written into each method's cache.
+
+A run that measures decoding alone need not read 24 prompts of 512 tokens again for every strategy and round. What is written lies where the
+strategy's own layout would have put it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from echelon import LLM, SamplingParams, SpeculativeConfig
+from echelon.batch import PaddedBatch, Span
+from echelon.bench.replayed import ReplayedDraftModel
+from echelon.bench.steps import Recorder, Sums
+from echelon.bench.throughput import Method, Prompts, Result, Run, display_name, engine_result
+from echelon.bench.verify import STRATEGIES
+from echelon.errors import ConfigError
+from echelon.memory import mebibytes
+from echelon.sampling import Sampler
+from echelon.sequence import Sequence
+from echelon.stats import Stats
+from echelon.target.loading import LoadedModel
+from echelon.target.runner import ModelRunner
+
+PIECE = 512  # prompt tokens a pass
+HEADROOM = 1.2  # over the caches, for activations and logits
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A prompt without its last token, which the first step feeds. keys[layer], values[layer]: [len(tokens), num_kv_heads, size]."""
+
+    tokens: list[int]
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+def bytes_per_token(*models: LoadedModel) -> int:
+    """Keys and values of one token in all layers of all models."""
+    plans = [LLM(m, max_num_seqs=1, max_model_len=2).memory_plan for m in models]
+    return sum(p.block_bytes // p.block_size for p in plans)
+
+
+def check_memory(num_bytes: int, what: str) -> None:
+    """Refuse what would not fit beside what is in memory already, so that nothing swaps or is killed half way.
+
+    Raises
+    ------
+    ConfigError
+    """
+    needed, available = int(num_bytes * HEADROOM), psutil.virtual_memory().available
+    if needed > available:
+        raise ConfigError(f"{what} needs {mebibytes(needed)}, available are {mebibytes(available)}; take fewer or shorter rows")
+
+
+def read_prefixes(loaded: LoadedModel, prompts: SequenceOf[SequenceOf[int]]) -> list[Prefix]:
+    """Each prompt alone through the unpadded engine, which gives every row the same bits in any batch."""
+    longest = max(map(len, prompts))
+    llm = LLM(loaded, max_num_seqs=1, max_model_len=longest + 1)
+    return [_read(llm.engine.target, row, list(prompt[:-1])) for row, prompt in enumerate(prompts)]
+
+
+def _read(runner: ModelRunner, row: int, tokens: list[int]) -> Prefix:
+    tables, cache = runner.cache.tables, runner.cache
+    tables.reserve(row, len(tokens))
+    slots = []
+    for start in range(0, len(tokens), PIECE):
+        span = Span(row, start, tokens[start : start + PIECE], 0, len(tokens))
+        batch = runner.pack([span])
+        slots.append(batch.slots)
+        runner.run(batch)
+        tables.advance(row, start + len(span.tokens))
+    where = torch.cat(slots) if slots else torch.zeros(0, dtype=torch.int64)
+    prefix = Prefix(tokens, [k[where] for k in cache.keys], [v[where] for v in cache.values])
+    tables.release(row)
+    return prefix
+
+
+def write_prefixes(runner: ModelRunner, rows: SequenceOf[int], prefixes: SequenceOf[Prefix]) -> None:
+    """Give `rows` their prompts' keys and values, in the slots where this runner's strategy reads prompts to."""
+    tables, cache = runner.cache.tables, runner.cache
+    held = [(row, p) for row, p in zip(rows, prefixes, strict=True) if p.tokens]
+    for row, prefix in held:
+        has_room = tables.reserve(row, len(prefix.tokens))
+        assert has_room, f"no room for the prompt of row {row}"
+    if not held:
+        return
+    batch = runner.pack([Span(row, 0, p.tokens, 0, len(p.tokens)) for row, p in held])
+    cache.apply_copies()
+    order = _order(runner, batch, [row for row, _ in held])
+    for layer in range(len(cache.keys)):
+        keys, values = (torch.cat([getattr(held[i][1], kind)[layer] for i in order]) for kind in ("keys", "values"))
+        cache.write(layer, keys, values, batch.slots)
+    for row, prefix in held:
+        tables.advance(row, len(prefix.tokens))
+
+
+def _order(runner: ModelRunner, batch: Any, rows: list[int]) -> list[int]:
+    """Which row each run of `batch.slots` belongs to: rectangles list rows by line."""
+    if not isinstance(batch, PaddedBatch):
+        return list(range(len(rows)))
+    lines = runner.cache.tables.lines(rows)  # type: ignore[union-attr]
+    return [int(i) for i in lines.argsort()]
+
+
+def sequence_of(llm: LLM, row: int, prompt: SequenceOf[int], params: SamplingParams) -> Sequence:
+    """A request by number: `row` keys the draws of the `replay` drafter, so that every method replays the same."""
+    eos = llm.target.eos_token_ids
+    sampler = Sampler(params, params.seed or 0, 0, len(prompt), eos | set(params.stop_token_ids))
+    return Sequence(row, list(prompt), len(prompt), sampler, eos, llm.max_len)
+
+
+def decode(
+    llm: LLM, prompts: SequenceOf[SequenceOf[int]], params: SamplingParams, prefixes: SequenceOf[Prefix]
+) -> tuple[list[list[int]], Recorder]:
+    """Run one static batch to its end, the target's prompts read already: token ids, and what the steps added up to.
+
+    A draft model reads the prompts itself in the first step, which then counts as no decoding step.
+    """
+    sequences = [sequence_of(llm, row, prompt, params) for row, prompt in enumerate(prompts)]
+    write_prefixes(llm.engine.target, range(len(prompts)), prefixes)
+    for sequence in sequences:
+        llm.engine.add(sequence)
+    recorder = Recorder(llm.stats)
+    while llm.engine.has_work:
+        llm.engine.step()
+        recorder()
+    return [s.output_tokens for s in sequences], recorder
+
+
+class PrefilledRun:
+    """A method on one static batch whose prompts are read already: a contender of `throughput.measure`.
+
+    The engine is built for each run and given up after it, so that of many methods only one holds a cache. `law` makes a draft model's
+    acceptance a replayed one.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        target: LoadedModel,
+        draft: LoadedModel | None,
+        prefixes: SequenceOf[Prefix],
+        max_model_len: int,
+        law: SpeculativeConfig | None = None,
+    ) -> None:
+        self.name = display_name(method.name, method.strategy)
+        self._method, self._target, self._draft, self._prefixes, self._law = method, target, draft, prefixes, law
+        self._max_model_len = max_model_len
+        self._decode, self._stats = Sums(), Stats()
+
+    def warm_up(self, prompts: Prompts, params: SamplingParams) -> None:
+        decode(self._engine(len(prompts)), prompts, params, self._prefixes[: len(prompts)])
+
+    def run(self, prompts: Prompts, params: SamplingParams) -> Run:
+        llm = self._engine(len(prompts))
+        outputs, recorder = decode(llm, prompts, params, self._prefixes[: len(prompts)])
+        self._decode += recorder.decode
+        self._stats = llm.stats
+        return Run(outputs, recorder.whole["seconds"], (recorder.decode["tokens"], recorder.decode["seconds"]))
+
+    def result(self, batch_size: int, runs: SequenceOf[Run]) -> Result:
+        """Acceptance is the last run's; all of them draft and accept the same."""
+        return engine_result(self._method, batch_size, runs, self._stats, self._decode)
+
+    def _engine(self, num_rows: int) -> LLM:
+        config = self._method.config
+        models = [self._target, *([self._draft] if config and config["method"] == "draft_model" and self._draft else [])]
+        num_slots = self._max_model_len + BLOCK + (config or {}).get("num_speculative_tokens", 0)
+        num_bytes = num_rows * num_slots * bytes_per_token(*models)
+        check_memory(num_bytes, f"{self.name} with {num_rows} rows of {num_slots} tokens")
+        llm = LLM(
+            self._target,
+            config,
+            self._draft,
+            max_num_seqs=num_rows,
+            max_model_len=self._max_model_len,
+            block_size=BLOCK,
+            kv_cache_memory_bytes=num_bytes,
+            refill=False,
+            **STRATEGIES[self._method.strategy],
+        )
+        for storage in (*llm.engine.target.cache.keys, *llm.engine.target.cache.values):
+            storage.zero_()  # the operating system hands out memory at the first touch, which is no part of decoding
+        if self._law is not None:
+            llm.engine.drafter = ReplayedDraftModel(llm.engine.drafter, self._law, self._target.vocab_size)
+        return llm

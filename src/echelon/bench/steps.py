@@ -1,0 +1,120 @@
+"""Which part of a run is decoding, and where its time goes.
+
+The papers' speeds leave prefill out. A step counts as *decoding* if every row in it fed its last known token and its draft, and nothing
+else: a step that reads (a piece of) a prompt feeds more, in the target or in the draft model. The tokens and the seconds of such steps are
+both left out, so the speed without prefill is that of all other steps; in a static batch it is everything after the last prompt.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.stats import Stats
+
+SPLIT = ("draft", "forward", "verify", "layout", "host")
+NAMES = (
+    "seconds",
+    *SPLIT,
+    "steps",
+    "row_steps",
+    "tokens",
+    "draft_tokens",
+    "fed",
+    "draft_fed",
+    "inputs",
+    "live",
+    "touched",
+    "kv_bytes_touched",
+    "kv_bytes_reserved",
+    "index_bytes",
+    "passes",
+    "group_choices",
+    "group_hits",
+)
+
+
+def read(stats: Stats) -> NDArray[np.float64]:
+    """float64 [len(NAMES)]: the engine's counters now; "seconds" and "host" are 0, the recorder's clock knows them.
+
+    "layout" is choosing slots, building the batch, and moving keys and values; the last happens inside the passes of the two models.
+    """
+    part, target, draft = stats.seconds, stats.target, stats.draft
+    return np.array(
+        [
+            0.0,
+            part["draft"] - draft.layout_seconds,
+            part["forward"] - target.layout_seconds,
+            part["verify"],
+            part["layout"] + target.layout_seconds + draft.layout_seconds,
+            0.0,
+            stats.num_steps,
+            stats.num_row_steps,
+            stats.num_emitted_tokens,
+            stats.num_draft_tokens,
+            target.num_tokens,
+            draft.num_tokens,
+            target.num_inputs,
+            target.num_live,
+            target.num_touched,
+            target.kv_bytes_touched,
+            target.kv_bytes_reserved,
+            target.index_bytes,
+            target.num_passes,
+            stats.num_group_choices,
+            stats.num_group_hits,
+        ]
+    )
+
+
+class Sums:
+    """What happened in some steps, by the names above; "host" is what is left of the time."""
+
+    def __init__(self, values: NDArray[np.float64] | None = None) -> None:
+        self.values = np.zeros(len(NAMES)) if values is None else values
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(self.values + other.values)
+
+    def __getitem__(self, name: str) -> float:
+        if name == "host":
+            return self["seconds"] - sum(self[part] for part in SPLIT if part != "host")
+        return float(self.values[NAMES.index(name)])
+
+    def per(self, name: str, unit: str) -> float:
+        """0 where there is none of the unit."""
+        return self[name] / self[unit] if self[unit] else 0.0
+
+    @property
+    def split_ms(self) -> dict[str, float]:
+        """Milliseconds of a step, by part."""
+        return {part: 1e3 * self.per(part, "steps") for part in SPLIT}
+
+    @property
+    def overhead_share(self) -> float:
+        """Share of the time that goes into neither model nor verification (the papers' alignment overhead)."""
+        return (self["layout"] + self["host"]) / self["seconds"] if self["seconds"] else 0.0
+
+
+class Recorder:
+    """Call it after every step: `whole` sums all of them, `decode` those that read no prompt."""
+
+    def __init__(self, stats: Stats) -> None:
+        self._stats = stats
+        self.whole, self.decode = Sums(), Sums()
+        self.start()
+
+    def start(self) -> None:
+        """The next step begins now."""
+        self._before, self._clock = read(self._stats), time.perf_counter()
+
+    def __call__(self) -> None:
+        now, after = time.perf_counter(), read(self._stats)
+        step = Sums(after - self._before)
+        step.values[0] = now - self._clock
+        self.whole += step
+        if max(step["fed"], step["draft_fed"]) <= step["row_steps"] + step["draft_tokens"]:
+            self.decode += step
+        self._before, self._clock = after, time.perf_counter()

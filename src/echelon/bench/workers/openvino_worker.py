@@ -1,0 +1,92 @@
+"""Runs one job on OpenVINO GenAI; started by `echelon bench peers` with a Python that has openvino-genai. `openvino_worker.py JOB RESULT`
+
+A checkpoint that is not in OpenVINO's form is converted first, which needs optimum-intel and openvino-tokenizers.
+"""
+
+import hashlib
+import json
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+
+def converted(folder: str, dtype: str) -> Path:
+    """The model in OpenVINO's form: as it is, or exported once into the temporary folder with its weights in the job's precision."""
+    source = Path(folder)
+    if (source / "openvino_model.xml").exists():
+        return source
+    stamp = hashlib.sha256(f"{source.resolve()} {(source / 'config.json').stat().st_mtime_ns} {dtype}".encode()).hexdigest()[:12]
+    target = Path(tempfile.gettempdir()) / f"echelon-openvino-{stamp}"
+    if not (target / "openvino_model.xml").exists():
+        from optimum.exporters.openvino import main_export  # type: ignore[import-not-found]
+
+        main_export(str(source), str(target), task="text-generation-with-past", convert_tokenizer=True)
+    return target
+
+
+def pipeline(job: dict[str, Any]) -> Any:
+    import openvino_genai  # type: ignore[import-not-found]
+
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.max_num_seqs = job["batch_size"]
+    scheduler.max_num_batched_tokens = 2048
+    scheduler.enable_prefix_caching = False  # every round reads its prompts
+    scheduler.cache_size = 4  # GB
+    properties = {"INFERENCE_NUM_THREADS": job["num_threads"], "INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16"}
+    if job["mode"] == "ngram":
+        properties["prompt_lookup"] = True
+    if job["mode"] == "draft_model":
+        properties["draft_model"] = openvino_genai.draft_model(str(converted(job["draft_model"], job["dtype"])), "CPU")
+    return openvino_genai.ContinuousBatchingPipeline(str(converted(job["model"], job["dtype"])), scheduler, "CPU", properties)
+
+
+def generation(job: dict[str, Any], max_tokens: int) -> Any:
+    import openvino_genai
+
+    config = openvino_genai.GenerationConfig()
+    config.max_new_tokens = max_tokens
+    config.ignore_eos, config.do_sample = True, False
+    if job["mode"] == "ngram":
+        config.num_assistant_tokens, config.max_ngram_size = job["num_ngram_tokens"], job["match_length"]
+    if job["mode"] == "draft_model":
+        config.num_assistant_tokens = job["num_draft_tokens"]
+    return config
+
+
+def main(given: str, taken: str) -> None:
+    import numpy as np
+    import openvino  # type: ignore[import-not-found]
+
+    job = json.loads(Path(given).read_text("utf-8"))
+    pipe = pipeline(job)
+    prompts = [openvino.Tensor(np.array([p], np.int64)) for p in job["prompts"]]
+
+    def run(max_tokens: int) -> tuple[float, list[list[int]]]:
+        configs = [generation(job, max_tokens) for _ in prompts]
+        start = time.perf_counter()
+        results = pipe.generate(prompts, configs)
+        return time.perf_counter() - start, [list(map(int, r.m_generation_ids[0])) for r in results]
+
+    run(job["head_tokens"])  # warm-up
+    seconds: list[float] = []
+    head_seconds: list[float] = []
+    outputs: list[list[int]] = []
+    for _ in range(job["rounds"]):
+        head_seconds.append(run(job["head_tokens"])[0])
+        elapsed, outputs = run(job["max_tokens"])
+        seconds.append(elapsed)
+    versions = {}
+    for name in ("openvino-genai", "openvino", "optimum-intel"):
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    Path(taken).write_text(
+        json.dumps({"versions": versions, "outputs": outputs, "seconds": seconds, "head_seconds": head_seconds}), "utf-8"
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
