@@ -48,4 +48,8 @@ int64_t partial_size(const AttentionCall& call, const AttentionUnit& unit);
 // Add up `count` sections that `attend` left one after another from `unit.partial` on, and write the result.
 void combine(const AttentionCall& call, const AttentionUnit& unit, int64_t count);
 
+// The same with products of bfloat16 pairs, in `memory` that these functions have found for them.
+void attend_avx512_bf16(const AttentionCall& call, const AttentionUnit& unit, float* memory);
+void combine_avx512_bf16(const AttentionCall& call, const AttentionUnit& unit, int64_t count, float* memory);
+
 }  // namespace echelon

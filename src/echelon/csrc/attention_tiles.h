@@ -1,0 +1,435 @@
+// Attention of one unit, as templates over the arithmetic: for files that compile it for one processor or another.
+//
+// A tile is 64 keys at a multiple of 64 from position 0. Keys and weights are handled in 32-bit entries, which `Math` multiplies and adds
+// up: one float32 each, or two bfloat16 side by side. Within one entry, and over entries, the order of additions is fixed, whatever else the
+// unit holds: so a query's bits depend on what it sees alone.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "attention.h"
+
+// Multiply-adds are fused where the processor can: always or never, so a query's bits do not depend on the queries beside it.
+#pragma GCC optimize("fp-contract=fast")
+
+#define ALWAYS_INLINE __attribute__((always_inline))
+#define METHOD ALWAYS_INLINE inline
+
+namespace echelon {
+namespace {
+
+using F16 = float __attribute__((vector_size(64)));
+using U16 = uint32_t __attribute__((vector_size(64)));
+
+constexpr int64_t lanes = 16;
+constexpr float minus_infinity = -__builtin_inff();
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE float most(float a, float b) { return a > b ? a : b; }
+INLINE int64_t padded(int64_t n) { return (n + lanes - 1) / lanes * lanes; }
+INLINE void zero(float* to, int64_t count) { std::memset(to, 0, static_cast<size_t>(count) * sizeof(float)); }
+
+INLINE F16 load(const void* p) {
+  F16 v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+INLINE void store(float* p, F16 v) { std::memcpy(p, &v, sizeof v); }
+
+// Exchange lanes that differ in bit `h` between vectors that differ in bit `h`: four of these transpose 16 × 16.
+template <int h>
+INLINE void exchange(F16* v) {
+  U16 low, high;
+  for (uint32_t lane = 0; lane < 16; ++lane) {
+    low[lane] = lane & h ? 16 + lane - h : lane;
+    high[lane] = lane & h ? 16 + lane : lane + h;
+  }
+  for (int i = 0; i < 16; ++i) {
+    if (i & h) continue;
+    const F16 a = v[i], b = v[i + h];
+    v[i] = __builtin_shuffle(a, b, low);
+    v[i + h] = __builtin_shuffle(a, b, high);
+  }
+}
+
+// Entries [from, from + 16) of 16 rows -> 16 columns of key_tile keys each.
+INLINE void transpose(const float* const* rows, int64_t from, float* columns) {
+  F16 v[lanes];
+  for (int64_t i = 0; i < lanes; ++i) v[i] = load(rows[i] + from);
+  exchange<1>(v);
+  exchange<2>(v);
+  exchange<4>(v);
+  exchange<8>(v);
+  for (int64_t i = 0; i < lanes; ++i) store(columns + (from + i) * key_tile, v[i]);
+}
+
+// c[M][N vectors] += a[M][depth] · b[depth][N vectors]: one chain of multiply-adds an output.
+template <class Math, int M, int N>
+INLINE void multiply_block(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride, int64_t depth) {
+  F16 sum[M][N];
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < N; ++j) sum[i][j] = load(c + i * c_stride + j * lanes);
+  for (int64_t k = 0; k < depth; ++k) {
+    F16 right[N];
+    for (int j = 0; j < N; ++j) right[j] = load(b + k * b_stride + j * lanes);
+    for (int i = 0; i < M; ++i) {
+      const F16 left = Math::broadcast(a + i * a_stride + k);
+      for (int j = 0; j < N; ++j) sum[i][j] = Math::multiply_add(left, right[j], sum[i][j]);
+    }
+  }
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < N; ++j) store(c + i * c_stride + j * lanes, sum[i][j]);
+}
+
+template <class Math, int N>
+INLINE void multiply_rows(int64_t rows, const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride,
+                          int64_t depth) {
+  int64_t i = 0;
+  for (; i + 4 <= rows; i += 4) multiply_block<Math, 4, N>(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, depth);
+  for (; i < rows; ++i) multiply_block<Math, 1, N>(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, depth);
+}
+
+// c[rows][columns] += a[rows][depth] · b[depth][columns], columns a multiple of 16.
+template <class Math>
+INLINE void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t a_stride, const float* b, float* c) {
+  int64_t j = 0;
+  for (; j + 4 * lanes <= columns; j += 4 * lanes) multiply_rows<Math, 4>(rows, a, a_stride, b + j, columns, c + j, columns, depth);
+  for (; j < columns; j += lanes) multiply_rows<Math, 1>(rows, a, a_stride, b + j, columns, c + j, columns, depth);
+}
+
+// tanh with a relative error below 1e-6: its series near 0, from eˣ elsewhere.
+INLINE float hyperbolic_tangent(float x) {
+  const float z = x * x, a = std::abs(x);
+  const float near = x * (1.0f + z * (-1.0f / 3.0f + z * (2.0f / 15.0f + z * (-17.0f / 315.0f))));
+  const float far = std::copysign(1.0f - 2.0f / (exponential(2.0f * a) + 1.0f), x);
+  return a < 0.25f ? near : far;
+}
+
+// What softmax has come to for `count` (head, pair) places: unnormalised outputs [count][width], sums of weights [count][lanes], and the
+// highest score [count] that both are relative to.
+struct Sums {
+  float *out, *weights, *highest;
+
+  METHOD static int64_t size(int64_t count, int64_t width) { return count * (width + lanes + 1); }
+  METHOD static Sums at(float* memory, int64_t count, int64_t width) {
+    return {memory, memory + count * width, memory + count * (width + lanes)};
+  }
+  METHOD void clear(int64_t count, int64_t width) const {
+    zero(out, count * (width + lanes));
+    for (int64_t i = 0; i < count; ++i) highest[i] = minus_infinity;
+  }
+};
+
+// Add a section's sums to those of the sections before it. Where either is of nothing, the other stays as it is, bit for bit.
+INLINE void merge(const Sums& all, const Sums& section, int64_t count, int64_t width) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float before = all.highest[i], here = section.highest[i], now = most(before, here);
+    const float shrink = before == minus_infinity ? 0.0f : exponential(before - now);
+    const float weight = here == minus_infinity ? 0.0f : exponential(here - now);
+    for (int64_t j = 0; j < width; ++j) all.out[i * width + j] = all.out[i * width + j] * shrink + section.out[i * width + j] * weight;
+    for (int64_t j = i * lanes; j < (i + 1) * lanes; ++j) all.weights[j] = all.weights[j] * shrink + section.weights[j] * weight;
+    all.highest[i] = now;
+  }
+}
+
+// Softmax of one query over a tile, online: scores become weights as `Math` rounds them, what was summed before shrinks by the returned
+// factor. The query sees keys `first` to `last` of the tile; every other weight is exactly 0.
+template <class Math>
+INLINE float softmax(float* scores, int64_t first, int64_t last, float scale, float softcap, float* highest, float* sums) {
+  for (int64_t k = 0; k < key_tile; ++k) scores[k] *= scale;
+  if (softcap > 0.0f)
+    for (int64_t k = 0; k < key_tile; ++k) scores[k] = hyperbolic_tangent(scores[k] / softcap) * softcap;
+  float largest[lanes];
+  for (int64_t j = 0; j < lanes; ++j) largest[j] = minus_infinity;
+  for (int64_t k = 0; k < key_tile; k += lanes)
+    for (int64_t j = 0; j < lanes; ++j) {
+      const bool is_visible = (k + j >= first) & (k + j <= last);
+      const float score = is_visible ? scores[k + j] : minus_infinity;
+      largest[j] = score > largest[j] ? score : largest[j];
+    }
+  float now = *highest;
+  for (int64_t j = 0; j < lanes; ++j) now = most(largest[j], now);
+  const float shrink = *highest == minus_infinity ? 0.0f : exponential(*highest - now);
+  *highest = now;
+  for (int64_t j = 0; j < lanes; ++j) sums[j] *= shrink;
+  for (int64_t k = 0; k < key_tile; k += lanes)
+    for (int64_t j = 0; j < lanes; ++j) {
+      const bool is_visible = (k + j >= first) & (k + j <= last);
+      const float weight = is_visible ? Math::round_weight(exponential(scores[k + j] - now)) : 0.0f;
+      scores[k + j] = weight;
+      sums[j] += weight;
+    }
+  return shrink;
+}
+
+// Keys that a token sees, by position in its row.
+struct Seen {
+  int64_t first, last;
+};
+INLINE Seen seen_by(const AttentionCall& call, int64_t token) {
+  const int64_t position = call.positions[token];
+  return {call.window > 0 ? most(int64_t{0}, position - call.window + 1) : 0, position};
+}
+
+// A row's drafted tokens as a tree: packed tokens from `begin` on, the first of them at position `start` of the text. A token's own
+// place in the cache is that of a chain; its position is its depth.
+struct Tree {
+  int64_t begin, start;
+};
+constexpr int64_t no_tree = INT64_MAX;
+
+INLINE Tree tree_of(const AttentionCall& call, const AttentionUnit& unit) {
+  if (!call.parents) return {no_tree, no_tree};
+  const int64_t row_begin = call.indptr[unit.row], start = call.text_lens[unit.row], begin = row_begin + start - call.positions[row_begin];
+  for (int64_t token = begin; token < unit.token_end; ++token)
+    if (call.parents[token] != token - 1) return {begin, start};
+  return {no_tree, no_tree};
+}
+
+// The memory of a unit, of `unit_size` floats.
+struct Memory {
+  float *query, *staged, *columns, *values, *scores, *drafted;
+  Sums section, all;
+
+  template <class Math>
+  METHOD static Memory at(float* memory, const AttentionCall& call, int64_t heads, int64_t pairs) {
+    const int64_t steps = padded(call.key_size / Math::grain), width = padded(call.value_size), places = heads * pairs;
+    Memory m{};
+    const auto take = [&](int64_t size) ALWAYS_INLINE {
+      float* const taken = memory;
+      memory += padded(size);
+      return taken;
+    };
+    m.query = take(places * steps);
+    m.staged = take(key_tile * most(steps, width));
+    m.columns = take(steps * key_tile);
+    m.values = take(key_tile * width);
+    m.scores = take(pairs * key_tile);
+    m.drafted = take(pairs * key_tile);
+    m.section = Sums::at(take(Sums::size(places, width)), places, width);
+    m.all = Sums::at(take(Sums::size(places, width)), places, width);
+    return m;
+  }
+};
+
+alignas(64) constexpr float zero_row[256] = {};
+
+// One unit's way through its tiles.
+template <class Math>
+struct Unit {
+  const AttentionCall& call;
+  const AttentionUnit& unit;
+  const Memory m;
+  const int64_t group, pairs, steps, width;  // query heads a key/value head, (token, query head) pairs, entries of a key, of a value
+  const Tree tree;
+  const int32_t* const table;
+  Seen all;                        // what any token of the unit sees
+  int64_t here[key_tile];          // slots of the tile's keys, −1 where there is none
+  int64_t next[key_tile];          // those of the tile after it
+  int64_t path[key_tile];          // of one token: its drafted ancestors in the tile, as packed tokens; −1 elsewhere
+
+  METHOD Unit(const AttentionCall& c, const AttentionUnit& u, float* memory)
+      : call(c), unit(u), m(Memory::at<Math>(memory, c, u.head_end - u.head_begin, (u.token_end - u.token_begin) * (c.num_heads / c.num_kv_heads))),
+        group(c.num_heads / c.num_kv_heads), pairs((u.token_end - u.token_begin) * group), steps(padded(c.key_size / Math::grain)),
+        width(padded(c.value_size)), tree(tree_of(c, u)), table(c.block_table + u.row * c.table_stride), all(seen_by(c, u.token_begin)) {
+    for (int64_t token = u.token_begin + 1; token < u.token_end; ++token) {
+      const Seen seen = seen_by(c, token);
+      all = {least(all.first, seen.first), most(all.last, seen.last)};
+    }
+  }
+
+  METHOD int64_t slot(int64_t place) const { return int64_t{table[place / call.block_size]} * call.block_size + place % call.block_size; }
+  METHOD const char* key_row(int64_t slot, int64_t head) const {
+    return static_cast<const char*>(call.keys) + (slot * call.num_kv_heads + head) * call.key_size * Math::bytes;
+  }
+  METHOD const char* value_row(int64_t slot, int64_t head) const {
+    return static_cast<const char*>(call.values) + (slot * call.num_kv_heads + head) * call.value_size * Math::bytes;
+  }
+  METHOD int64_t drafted_slot(int64_t token) const { return slot(tree.start + token - tree.begin); }
+
+  METHOD void find_slots(int64_t start, int64_t* slots) const {
+    const int64_t last = least(all.last, tree.start - 1);
+    for (int64_t k = 0; k < key_tile; ++k) slots[k] = start + k >= all.first && start + k <= last ? slot(start + k) : -1;
+  }
+
+  METHOD void load_queries() const {
+    for (int64_t head = unit.head_begin; head < unit.head_end; ++head)
+      for (int64_t pair = 0; pair < pairs; ++pair) {
+        const int64_t at = (unit.token_begin + pair / group) * call.query_token_stride + (head * group + pair % group) * call.query_head_stride;
+        Math::copy_row(static_cast<const char*>(call.query) + at * Math::bytes, call.key_size, steps, m.query + ((head - unit.head_begin) * pairs + pair) * steps);
+      }
+  }
+
+  // Bring the next head's, or the next tile's, keys and values on their way: rows of one head lie apart, which no processor foresees.
+  METHOD void prefetch(int64_t head) const {
+    const bool is_last = head + 1 == unit.head_end;
+    const int64_t* slots = is_last ? next : here;
+    const int64_t next_head = is_last ? unit.head_begin : head + 1;
+    for (int64_t k = 0; k < key_tile; ++k) {
+      if (slots[k] < 0) continue;
+      const char *key = key_row(slots[k], next_head), *value = value_row(slots[k], next_head);
+      for (int64_t i = 0; i < call.key_size * Math::bytes; i += 64) __builtin_prefetch(key + i);
+      for (int64_t i = 0; i < call.value_size * Math::bytes; i += 64) __builtin_prefetch(value + i);
+    }
+  }
+
+  // Scores of all pairs against the keys in `slots`; 0 where there is none.
+  METHOD void score(const int64_t* slots, int64_t head, float* scores) const {
+    for (int64_t k = 0; k < key_tile; k += lanes) {
+      const float* rows[lanes];
+      for (int64_t i = 0; i < lanes; ++i)
+        rows[i] = slots[k + i] < 0 ? zero_row : Math::row(key_row(slots[k + i], head), call.key_size, steps, m.staged + (k + i) * steps);
+      for (int64_t from = 0; from < steps; from += lanes) transpose(rows, from, m.columns + k);
+    }
+    zero(scores, pairs * key_tile);
+    multiply<Math>(pairs, key_tile, steps, m.query + (head - unit.head_begin) * pairs * steps, steps, m.columns, scores);
+  }
+
+  // The token's drafted ancestors, itself among them, by the lanes of their positions.
+  METHOD void find_path(int64_t token, int64_t start) {
+    for (int64_t k = 0; k < key_tile; ++k) path[k] = -1;
+    for (; token >= tree.begin; token = call.parents[token]) {
+      const int64_t lane = call.positions[token] - start;
+      if (lane >= 0 && lane < key_tile) path[lane] = token;
+    }
+  }
+
+  // A drafted key's score takes the lane of its position, as in a chain. Drafted tokens are scored in tiles of their own.
+  METHOD void score_drafts(int64_t start, int64_t head) {
+    for (int64_t first = tree.begin; first < unit.token_end; first += key_tile) {
+      int64_t slots[key_tile];
+      for (int64_t k = 0; k < key_tile; ++k) slots[k] = first + k < unit.token_end ? drafted_slot(first + k) : -1;
+      score(slots, head, m.drafted);
+      for (int64_t token = most(unit.token_begin, tree.begin); token < unit.token_end; ++token) {
+        find_path(token, start);
+        for (int64_t lane = 0; lane < key_tile; ++lane)
+          if (path[lane] >= first && path[lane] < first + key_tile)
+            for (int64_t pair = (token - unit.token_begin) * group; pair < (token - unit.token_begin + 1) * group; ++pair)
+              m.scores[pair * key_tile + lane] = m.drafted[pair * key_tile + path[lane] - first];
+      }
+    }
+  }
+
+  METHOD void soften(int64_t start, int64_t head) const {
+    for (int64_t pair = 0; pair < pairs; ++pair) {
+      const Seen seen = seen_by(call, unit.token_begin + pair / group);
+      float* scores = m.scores + pair * key_tile;
+      if (seen.last < start || seen.first >= start + key_tile) {  // nothing to see: everything stays as it is
+        zero(scores, key_tile);
+        continue;
+      }
+      const int64_t at = (head - unit.head_begin) * pairs + pair;
+      const float shrink =
+          softmax<Math>(scores, seen.first - start, seen.last - start, call.scale, call.softcap, m.section.highest + at, m.section.weights + at * lanes);
+      for (int64_t i = 0; i < width; ++i) m.section.out[at * width + i] *= shrink;
+      Math::pack_weights(scores);
+    }
+  }
+
+  METHOD bool is_seen_by_all(int64_t start) const {
+    for (int64_t token = unit.token_begin; token < unit.token_end; ++token) {
+      const Seen seen = seen_by(call, token);
+      if (seen.first > start || seen.last < start + key_tile - 1) return false;
+    }
+    return start + key_tile <= tree.start;
+  }
+
+  // Rows of values, as many as an entry holds, from `slots`.
+  METHOD void load_values(const int64_t* slots, int64_t head, float* to) const {
+    const char* rows[Math::grain];
+    for (int64_t i = 0; i < Math::grain; ++i) rows[i] = slots[i] < 0 ? nullptr : value_row(slots[i], head);
+    Math::interleave(rows, call.value_size, to);
+  }
+
+  // Weights times values. What some token of the unit does not see has the weight 0 for it, but 0 · NaN is NaN: where there is such a
+  // value, and in trees, each token takes its own.
+  METHOD void add_values(int64_t start, int64_t head) {
+    const int64_t entries = key_tile / Math::grain, at = (head - unit.head_begin) * pairs;
+    for (int64_t j = 0; j < entries; ++j) load_values(here + j * Math::grain, head, m.values + j * width);
+    int64_t shared = entries;
+    if (!is_seen_by_all(start)) {
+      shared = tree.start == no_tree ? entries : least(most(tree.start - start, int64_t{0}) / Math::grain, entries);
+      if (!Math::are_finite(m.values, shared * width)) shared = 0;
+    }
+    multiply<Math>(pairs, width, shared, m.scores, key_tile, m.values, m.section.out + at * width);
+    if (shared == entries) return;
+    for (int64_t token = unit.token_begin; token < unit.token_end; ++token) add_own_values(token, shared, start, head);
+  }
+
+  METHOD void add_own_values(int64_t token, int64_t shared, int64_t start, int64_t head) {
+    const Seen seen = seen_by(call, token);
+    const int64_t pair = (token - unit.token_begin) * group, at = (head - unit.head_begin) * pairs + pair;
+    if (token >= tree.begin) find_path(token, start);
+    for (int64_t j = shared; j < key_tile / Math::grain; ++j) {
+      int64_t slots[Math::grain];
+      bool is_seen = false;
+      for (int64_t i = 0; i < Math::grain; ++i) {
+        const int64_t lane = j * Math::grain + i, position = start + lane;
+        const bool is_visible = position >= seen.first && position <= seen.last;
+        slots[i] = !is_visible ? -1 : position < tree.start ? here[lane] : drafted_slot(path[lane]);
+        is_seen |= is_visible;
+      }
+      if (!is_seen) continue;
+      load_values(slots, head, m.staged);
+      multiply<Math>(group, width, 1, m.scores + pair * key_tile + j, key_tile, m.staged, m.section.out + at * width);
+    }
+  }
+
+  METHOD void attend_section(int64_t begin, int64_t end) {
+    const int64_t places = pairs * (unit.head_end - unit.head_begin);
+    m.section.clear(places, width);
+    find_slots(begin, next);
+    for (int64_t start = begin; start < end; start += key_tile) {
+      std::memcpy(here, next, sizeof here);
+      find_slots(start + key_tile, next);
+      for (int64_t head = unit.head_begin; head < unit.head_end; ++head) {
+        prefetch(head);
+        score(here, head, m.scores);
+        if (start + key_tile > tree.start) score_drafts(start, head);
+        soften(start, head);
+        add_values(start, head);
+      }
+    }
+    merge(m.all, m.section, places, width);
+  }
+
+  METHOD void write_out() const {
+    for (int64_t head = unit.head_begin; head < unit.head_end; ++head)
+      for (int64_t pair = 0; pair < pairs; ++pair) {
+        const int64_t place = (head - unit.head_begin) * pairs + pair, query_head = head * group + pair % group;
+        float parts[lanes];
+        std::memcpy(parts, m.all.weights + place * lanes, sizeof parts);
+        for (int64_t half = lanes / 2; half > 0; half /= 2)
+          for (int64_t j = 0; j < half; ++j) parts[j] += parts[j + half];
+        float total = parts[0];
+        if (call.sinks) total += exponential(call.sinks[query_head] - m.all.highest[place]);
+        Math::write_row(m.all.out + place * width, total, call.value_size,
+                        static_cast<char*>(call.out) + ((unit.token_begin + pair / group) * call.num_heads + query_head) * call.value_size * Math::bytes);
+      }
+  }
+
+  METHOD void attend() {
+    const int64_t places = pairs * (unit.head_end - unit.head_begin);
+    m.all.clear(places, width);
+    load_queries();
+    const int64_t begin = most(all.first, unit.key_begin) / key_tile * key_tile, end = least(all.last + 1, unit.key_end);
+    for (int64_t section = begin / key_section * key_section; section < end; section += key_section)
+      attend_section(most(begin, section), least(end, section + key_section));
+    if (unit.partial)
+      std::memcpy(unit.partial, m.all.out, static_cast<size_t>(Sums::size(places, width)) * sizeof(float));
+    else
+      write_out();
+  }
+
+  METHOD void combine(int64_t count) const {
+    const int64_t places = pairs * (unit.head_end - unit.head_begin);
+    m.all.clear(places, width);
+    for (int64_t i = 0; i < count; ++i) merge(m.all, Sums::at(unit.partial + i * Sums::size(places, width), places, width), places, width);
+    write_out();
+  }
+};
+
+}  // namespace
+}  // namespace echelon
