@@ -216,6 +216,11 @@ struct Memory {
 
 alignas(64) constexpr float zero_row[256] = {};
 
+// Where the first head's keys and values of a tile's positions lie; null where the row has no such key.
+struct Places {
+  const char *keys[key_tile], *values[key_tile];
+};
+
 // One unit's way through its tiles.
 template <class Math>
 struct Unit {
@@ -226,8 +231,7 @@ struct Unit {
   const Tree tree;
   const int32_t* const table;
   Seen all;                        // what any token of the unit sees
-  int64_t here[key_tile];          // slots of the tile's keys, −1 where there is none
-  int64_t next[key_tile];          // those of the tile after it
+  Places places[2];                // of a tile and of the one after it, in turn
   int64_t path[key_tile];          // of one token: its drafted ancestors in the tile, as packed tokens; −1 elsewhere
 
   METHOD Unit(const AttentionCall& c, const AttentionUnit& u, float* memory)
@@ -240,18 +244,25 @@ struct Unit {
     }
   }
 
-  METHOD int64_t slot(int64_t place) const { return int64_t{table[place / call.block_size]} * call.block_size + place % call.block_size; }
-  METHOD const char* key_row(int64_t slot, int64_t head) const {
-    return static_cast<const char*>(call.keys) + (slot * call.num_kv_heads + head) * call.key_size * Math::bytes;
-  }
-  METHOD const char* value_row(int64_t slot, int64_t head) const {
-    return static_cast<const char*>(call.values) + (slot * call.num_kv_heads + head) * call.value_size * Math::bytes;
-  }
-  METHOD int64_t drafted_slot(int64_t token) const { return slot(tree.start + token - tree.begin); }
+  METHOD int64_t key_bytes() const { return call.key_size * Math::bytes; }
+  METHOD int64_t value_bytes() const { return call.value_size * Math::bytes; }
 
-  METHOD void find_slots(int64_t start, int64_t* slots) const {
-    const int64_t last = least(all.last, tree.start - 1);
-    for (int64_t k = 0; k < key_tile; ++k) slots[k] = start + k >= all.first && start + k <= last ? slot(start + k) : -1;
+  // Places `first` to `last` of the row, among key_tile from `start` on.
+  METHOD void find(int64_t start, int64_t first, int64_t last, Places& found) const {
+    int64_t block = start / call.block_size, offset = start % call.block_size;
+    for (int64_t k = 0; k < key_tile; ++k) {
+      const bool is_there = start + k >= first && start + k <= last;
+      const int64_t slot = is_there ? int64_t{table[block]} * call.block_size + offset : 0;
+      found.keys[k] = is_there ? static_cast<const char*>(call.keys) + slot * call.num_kv_heads * key_bytes() : nullptr;
+      found.values[k] = is_there ? static_cast<const char*>(call.values) + slot * call.num_kv_heads * value_bytes() : nullptr;
+      if (++offset == call.block_size) ++block, offset = 0;
+    }
+  }
+  METHOD void find_tile(int64_t start, Places& found) const { find(start, all.first, least(all.last, tree.start - 1), found); }
+
+  METHOD const char* drafted_value(int64_t token) const {
+    const int64_t place = tree.start + token - tree.begin, slot = int64_t{table[place / call.block_size]} * call.block_size + place % call.block_size;
+    return static_cast<const char*>(call.values) + slot * call.num_kv_heads * value_bytes();
   }
 
   METHOD void load_queries() const {
@@ -262,25 +273,20 @@ struct Unit {
       }
   }
 
-  // Bring the next head's, or the next tile's, keys and values on their way: rows of one head lie apart, which no processor foresees.
-  METHOD void prefetch(int64_t head) const {
-    const bool is_last = head + 1 == unit.head_end;
-    const int64_t* slots = is_last ? next : here;
-    const int64_t next_head = is_last ? unit.head_begin : head + 1;
-    for (int64_t k = 0; k < key_tile; ++k) {
-      if (slots[k] < 0) continue;
-      const char *key = key_row(slots[k], next_head), *value = value_row(slots[k], next_head);
-      for (int64_t i = 0; i < call.key_size * Math::bytes; i += 64) __builtin_prefetch(key + i);
-      for (int64_t i = 0; i < call.value_size * Math::bytes; i += 64) __builtin_prefetch(value + i);
-    }
+  // Bring rows that come next on their way, a few at a time: rows of one head lie apart, which no processor foresees.
+  METHOD static void prefetch(const char* const* rows, int64_t count, int64_t offset, int64_t bytes) {
+    for (int64_t k = 0; k < count; ++k)
+      if (rows[k])
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(rows[k] + offset + i);
   }
 
-  // Scores of all pairs against the keys in `slots`; 0 where there is none.
-  METHOD void score(const int64_t* slots, int64_t head, float* scores) const {
+  // Scores of all pairs against these keys; 0 where there is none.
+  METHOD void score(const Places& from, int64_t head, const Places& ahead, int64_t ahead_head, float* scores) const {
     for (int64_t k = 0; k < key_tile; k += lanes) {
+      prefetch(ahead.keys + k, lanes, ahead_head * key_bytes(), key_bytes());
       const float* rows[lanes];
       for (int64_t i = 0; i < lanes; ++i)
-        rows[i] = slots[k + i] < 0 ? zero_row : Math::row(key_row(slots[k + i], head), call.key_size, steps, m.staged + (k + i) * steps);
+        rows[i] = from.keys[k + i] ? Math::row(from.keys[k + i] + head * key_bytes(), call.key_size, steps, m.staged + (k + i) * steps) : zero_row;
       for (int64_t from = 0; from < steps; from += lanes) transpose(rows, from, m.columns + k);
     }
     zero(scores, pairs * key_tile);
@@ -299,9 +305,9 @@ struct Unit {
   // A drafted key's score takes the lane of its position, as in a chain. Drafted tokens are scored in tiles of their own.
   METHOD void score_drafts(int64_t start, int64_t head) {
     for (int64_t first = tree.begin; first < unit.token_end; first += key_tile) {
-      int64_t slots[key_tile];
-      for (int64_t k = 0; k < key_tile; ++k) slots[k] = first + k < unit.token_end ? drafted_slot(first + k) : -1;
-      score(slots, head, m.drafted);
+      Places drafted;
+      find(tree.start + first - tree.begin, 0, tree.start + unit.token_end - tree.begin - 1, drafted);
+      score(drafted, head, drafted, head, m.drafted);
       for (int64_t token = most(unit.token_begin, tree.begin); token < unit.token_end; ++token) {
         find_path(token, start);
         for (int64_t lane = 0; lane < key_tile; ++lane)
@@ -336,18 +342,21 @@ struct Unit {
     return start + key_tile <= tree.start;
   }
 
-  // Rows of values, as many as an entry holds, from `slots`.
-  METHOD void load_values(const int64_t* slots, int64_t head, float* to) const {
+  // Rows of values, as many as an entry holds.
+  METHOD void load_values(const char* const* values, int64_t head, float* to) const {
     const char* rows[Math::grain];
-    for (int64_t i = 0; i < Math::grain; ++i) rows[i] = slots[i] < 0 ? nullptr : value_row(slots[i], head);
+    for (int64_t i = 0; i < Math::grain; ++i) rows[i] = values[i] ? values[i] + head * value_bytes() : nullptr;
     Math::interleave(rows, call.value_size, to);
   }
 
   // Weights times values. What some token of the unit does not see has the weight 0 for it, but 0 · NaN is NaN: where there is such a
   // value, and in trees, each token takes its own.
-  METHOD void add_values(int64_t start, int64_t head) {
+  METHOD void add_values(const Places& here, int64_t start, int64_t head, const Places& ahead, int64_t ahead_head) {
     const int64_t entries = key_tile / Math::grain, at = (head - unit.head_begin) * pairs;
-    for (int64_t j = 0; j < entries; ++j) load_values(here + j * Math::grain, head, m.values + j * width);
+    for (int64_t j = 0; j < entries; ++j) {
+      prefetch(ahead.values + j * Math::grain, Math::grain, ahead_head * value_bytes(), value_bytes());
+      load_values(here.values + j * Math::grain, head, m.values + j * width);
+    }
     int64_t shared = entries;
     if (!is_seen_by_all(start)) {
       shared = tree.start == no_tree ? entries : least(most(tree.start - start, int64_t{0}) / Math::grain, entries);
@@ -355,44 +364,47 @@ struct Unit {
     }
     multiply<Math>(pairs, width, shared, m.scores, key_tile, m.values, m.section.out + at * width);
     if (shared == entries) return;
-    for (int64_t token = unit.token_begin; token < unit.token_end; ++token) add_own_values(token, shared, start, head);
+    for (int64_t token = unit.token_begin; token < unit.token_end; ++token) add_own_values(here, token, shared, start, head);
   }
 
-  METHOD void add_own_values(int64_t token, int64_t shared, int64_t start, int64_t head) {
+  METHOD void add_own_values(const Places& here, int64_t token, int64_t shared, int64_t start, int64_t head) {
     const Seen seen = seen_by(call, token);
     const int64_t pair = (token - unit.token_begin) * group, at = (head - unit.head_begin) * pairs + pair;
     if (token >= tree.begin) find_path(token, start);
     for (int64_t j = shared; j < key_tile / Math::grain; ++j) {
-      int64_t slots[Math::grain];
+      const char* values[Math::grain];
       bool is_seen = false;
       for (int64_t i = 0; i < Math::grain; ++i) {
         const int64_t lane = j * Math::grain + i, position = start + lane;
         const bool is_visible = position >= seen.first && position <= seen.last;
-        slots[i] = !is_visible ? -1 : position < tree.start ? here[lane] : drafted_slot(path[lane]);
+        values[i] = !is_visible ? nullptr : position < tree.start ? here.values[lane] : drafted_value(path[lane]);
         is_seen |= is_visible;
       }
       if (!is_seen) continue;
-      load_values(slots, head, m.staged);
+      load_values(values, head, m.staged);
       multiply<Math>(group, width, 1, m.scores + pair * key_tile + j, key_tile, m.staged, m.section.out + at * width);
     }
   }
 
   METHOD void attend_section(int64_t begin, int64_t end) {
-    const int64_t places = pairs * (unit.head_end - unit.head_begin);
-    m.section.clear(places, width);
-    find_slots(begin, next);
+    const int64_t count = pairs * (unit.head_end - unit.head_begin);
+    m.section.clear(count, width);
+    find_tile(begin, places[begin / key_tile % 2]);
     for (int64_t start = begin; start < end; start += key_tile) {
-      std::memcpy(here, next, sizeof here);
-      find_slots(start + key_tile, next);
+      const Places& here = places[start / key_tile % 2];
+      Places& next = places[(start / key_tile + 1) % 2];
+      find_tile(start + key_tile, next);
       for (int64_t head = unit.head_begin; head < unit.head_end; ++head) {
-        prefetch(head);
-        score(here, head, m.scores);
+        const bool is_last = head + 1 == unit.head_end;
+        const Places& ahead = is_last ? next : here;
+        const int64_t ahead_head = is_last ? unit.head_begin : head + 1;
+        score(here, head, ahead, ahead_head, m.scores);
         if (start + key_tile > tree.start) score_drafts(start, head);
         soften(start, head);
-        add_values(start, head);
+        add_values(here, start, head, ahead, ahead_head);
       }
     }
-    merge(m.all, m.section, places, width);
+    merge(m.all, m.section, count, width);
   }
 
   METHOD void write_out() const {
@@ -411,22 +423,22 @@ struct Unit {
   }
 
   METHOD void attend() {
-    const int64_t places = pairs * (unit.head_end - unit.head_begin);
-    m.all.clear(places, width);
+    const int64_t count = pairs * (unit.head_end - unit.head_begin);
+    m.all.clear(count, width);
     load_queries();
     const int64_t begin = most(all.first, unit.key_begin) / key_tile * key_tile, end = least(all.last + 1, unit.key_end);
     for (int64_t section = begin / key_section * key_section; section < end; section += key_section)
       attend_section(most(begin, section), least(end, section + key_section));
     if (unit.partial)
-      std::memcpy(unit.partial, m.all.out, static_cast<size_t>(Sums::size(places, width)) * sizeof(float));
+      std::memcpy(unit.partial, m.all.out, static_cast<size_t>(Sums::size(count, width)) * sizeof(float));
     else
       write_out();
   }
 
-  METHOD void combine(int64_t count) const {
-    const int64_t places = pairs * (unit.head_end - unit.head_begin);
-    m.all.clear(places, width);
-    for (int64_t i = 0; i < count; ++i) merge(m.all, Sums::at(unit.partial + i * Sums::size(places, width), places, width), places, width);
+  METHOD void combine(int64_t sections) const {
+    const int64_t count = pairs * (unit.head_end - unit.head_begin);
+    m.all.clear(count, width);
+    for (int64_t i = 0; i < sections; ++i) merge(m.all, Sums::at(unit.partial + i * Sums::size(count, width), count, width), count, width);
     write_out();
   }
 };
