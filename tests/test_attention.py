@@ -25,10 +25,20 @@ CASES = {
 }
 
 
+def blocked(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`attend` over keys and values that these tests keep as [slots, Hkv, D]."""
+
+    def attend_blocked(query: Tensor, keys: Tensor, values: Tensor, batch: RaggedBatch, *arguments: object, **options: object) -> Tensor:
+        stored = (x.view(-1, batch.block_size, *x.shape[1:]).transpose(1, 2).contiguous() for x in (keys, values))
+        return attend(query, *stored, batch, *arguments, **options)
+
+    return attend_blocked
+
+
 needs_kernels = pytest.mark.skipif(not is_built(), reason="the compiled kernels are not built")
 IMPLEMENTATIONS = [
-    pytest.param(reference.ragged_attention, id="reference"),
-    pytest.param(attention.ragged_attention, id="compiled", marks=needs_kernels),
+    pytest.param(blocked(reference.ragged_attention), id="reference"),
+    pytest.param(blocked(attention.ragged_attention), id="compiled", marks=needs_kernels),
 ]
 
 
@@ -160,8 +170,8 @@ def test_the_kernel_agrees_with_the_reference(heads: int, kv_heads: int, sizes: 
         batch, tables = random_batch(rng, 20, 16)
         keys, values = filled(tables, 20, kv_heads, sizes, dtype)
         query = torch.randn(batch.num_tokens, heads, sizes[0], generator=torch.Generator().manual_seed(1)).to(dtype)
-        expected = reference.ragged_attention(query, keys, values, batch, 0.2, **options)
-        got = attention.ragged_attention(query, keys, values, batch, 0.2, **options)
+        expected = blocked(reference.ragged_attention)(query, keys, values, batch, 0.2, **options)
+        got = blocked(attention.ragged_attention)(query, keys, values, batch, 0.2, **options)
         limit = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
         assert got.dtype == dtype
         assert float((got.double() - expected.double()).abs().max()) < limit * float(expected.double().abs().max())
@@ -224,7 +234,7 @@ def test_2000_random_ragged_shapes_agree_with_the_reference() -> None:
         window = int(rng.integers(1, 60)) if rng.random() < 0.4 else None
         softcap = 3.0 if rng.random() < 0.3 else None
         sinks = torch.linspace(-1, 1, group * kv_heads) if rng.random() < 0.3 else None
-        expected = reference.ragged_attention(query, keys, values, batch, 0.3, window, softcap, sinks)
-        got = attention.ragged_attention(query, keys, values, batch, 0.3, window, softcap, sinks)
+        expected = blocked(reference.ragged_attention)(query, keys, values, batch, 0.3, window, softcap, sinks)
+        got = blocked(attention.ragged_attention)(query, keys, values, batch, 0.3, window, softcap, sinks)
         error = float((got.double() - expected.double()).abs().max())
         assert error < limits[dtype] * float(expected.double().abs().max()), f"shape {shape}: {error}"

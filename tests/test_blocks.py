@@ -66,7 +66,7 @@ def test_fork_copies_only_what_is_written() -> None:
     assert tables.blocks(1)[0] == tables.blocks(2)[0]
     assert tables.blocks(1)[1] != tables.blocks(2)[1]
     first, second = tables.blocks(1)[1], tables.blocks(2)[1]
-    assert torch.equal(cache.keys[0][first * 4 : first * 4 + 2], cache.keys[0][second * 4 : second * 4 + 2])
+    assert torch.equal(cache.keys[0][first, :, :2], cache.keys[0][second, :, :2])
     tables.release(1)
     tables.release(2)
     assert tables.pool.num_free == 8
@@ -79,7 +79,7 @@ def test_copies_are_as_if_made_one_after_the_other(copies: list[tuple[list[int],
     cache = KVCache([LayerShape(1, 1, 1)], BlockTables(5, 4, 5), torch.float32, torch.device("cpu"))
     expected = list(range(20))
     for storage in (*cache.keys, *cache.values):
-        storage[:, 0, 0] = torch.arange(20.0)
+        storage[:, 0, :, 0] = torch.arange(20.0).view(5, 4)
     for sources, first in copies:
         targets = range(first, first + len(sources))
         cache.tables.copies.append((np.array(sources), np.array(targets)))

@@ -13,6 +13,7 @@ from echelon.batch import Span
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.ops import compiled
+from echelon.ops.slots import gather_slots
 from echelon.target.attention import record_layers
 from echelon.target.layers import framework_layers
 from echelon.target.loading import adopt_model
@@ -51,7 +52,7 @@ def feed(run: ModelRunner, pieces: dict[int, list[int]]) -> dict[int, Tensor]:
 def cached(run: ModelRunner, row: int) -> list[Tensor]:
     """Keys and values of a row, layer by layer, in logical order."""
     slots = torch.tensor([b * BLOCK + i for b in run.cache.tables.blocks(row) for i in range(BLOCK)])[: run.num_cached(row)]
-    return [storage[slots].clone() for storage in (*run.cache.keys, *run.cache.values)]
+    return [gather_slots(storage, slots) for storage in (*run.cache.keys, *run.cache.values)]
 
 
 def in_pieces(run: ModelRunner, row: int, tokens: list[int], sizes: list[int], neighbours: int, seed: int) -> Tensor:

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from echelon import LLM
 from echelon.draft import Draft
 from echelon.kv.cache import KVCache
+from echelon.ops.slots import by_slot
 from echelon.sequence import PlannedRow
 from echelon.target.loading import LoadedModel, adopt_model
 from echelon.verify import Verdict
@@ -152,7 +153,7 @@ def watch(llm: LLM) -> LLM:
             cache.apply_copies()
             stale = ~cache.held_slots()
             for storage in (*cache.keys, *cache.values):
-                storage[stale] = poison(cache)
+                (by_slot(storage) if isinstance(cache, KVCache) else storage)[stale] = poison(cache)
         return grown
 
     for cache in caches(llm):

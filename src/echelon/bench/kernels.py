@@ -145,7 +145,7 @@ def measure_attention(heads: int, kv_heads: int, size: int, counts: SequenceOf[i
     """ATTENTION_ROWS rows of ATTENTION_CONTEXT tokens, `counts` new tokens each; one result for each count."""
     tables = BlockTables(ATTENTION_ROWS * (ATTENTION_CONTEXT // 16 + 4), 16, ATTENTION_CONTEXT // 16 + 4)
     generator = torch.Generator().manual_seed(0)
-    shape = (tables.pool.num_blocks * 16, kv_heads, size)
+    shape = (tables.pool.num_blocks, kv_heads, 16, size)
     kv_bytes = 2 * ATTENTION_ROWS * ATTENTION_CONTEXT * kv_heads * size * DTYPES[dtype].itemsize
     num_copies = max(2, COLD_BYTES // kv_bytes)
     caches = [torch.randn(shape, generator=generator).to(DTYPES[dtype]) for _ in range(2)]

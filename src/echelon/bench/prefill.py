@@ -22,6 +22,7 @@ from echelon.bench.throughput import Method, Prompts, Result, Run, display_name,
 from echelon.bench.verify import STRATEGIES
 from echelon.errors import ConfigError
 from echelon.memory import mebibytes
+from echelon.ops.slots import gather_slots
 from echelon.sampling import Sampler
 from echelon.sequence import Sequence
 from echelon.stats import Stats
@@ -78,7 +79,7 @@ def _read(runner: ModelRunner, row: int, tokens: list[int]) -> Prefix:
         runner.run(batch)
         tables.advance(row, start + len(span.tokens))
     where = torch.cat(slots) if slots else torch.zeros(0, dtype=torch.int64)
-    prefix = Prefix(tokens, [k[where] for k in cache.keys], [v[where] for v in cache.values])
+    prefix = Prefix(tokens, [gather_slots(k, where) for k in cache.keys], [gather_slots(v, where) for v in cache.values])
     tables.release(row)
     return prefix
 

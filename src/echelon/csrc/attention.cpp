@@ -15,7 +15,7 @@ struct FloatMath {
 
   METHOD static F16 broadcast(const float* p) { return F16{} + *p; }
   METHOD static F16 multiply_add(F16 a, F16 b, F16 c) { return c + a * b; }
-  METHOD static float round_weight(float weight) { return weight; }
+  METHOD static F16 round_weights(F16 weights) { return weights; }
   METHOD static void pack_weights(float*) {}
 
   METHOD static void copy_row(const char* from, int64_t size, int64_t width, float* to) {

@@ -7,8 +7,8 @@
 
 namespace echelon {
 
-// Shapes as in `ops.ragged_attention`: query and out [T, H, D or Dv], keys and values [slots, Hkv, D or Dv]. A head is contiguous;
-// strides count values. window 0: none; softcap 0: none; sinks null: none; parents null: every row is a chain.
+// Shapes as in `ops.ragged_attention`: query and out [T, H, D or Dv], keys and values [blocks, Hkv, block_size, D or Dv]. A head is
+// contiguous; strides count values. window 0: none; softcap 0: none; sinks null: none; parents null: every row is a chain.
 struct AttentionCall {
   Storage type;  // of query, keys, values and out
   const void *query, *keys, *values;

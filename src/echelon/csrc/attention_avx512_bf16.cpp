@@ -17,7 +17,7 @@ struct PairMath {
 
   METHOD static F16 broadcast(const float* p) { return (F16)_mm512_set1_ps(*p); }
   METHOD static F16 multiply_add(F16 a, F16 b, F16 c) { return (F16)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b); }
-  METHOD static float round_weight(float weight) { return widen_bfloat16(narrow_bfloat16(weight)); }
+  METHOD static F16 round_weights(F16 weights) { return (F16)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)weights)), 16); }
 
   // 64 float32 weights that are bfloat16 numbers -> 32 pairs.
   METHOD static void pack_weights(float* weights) {

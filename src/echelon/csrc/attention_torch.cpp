@@ -95,11 +95,13 @@ Tensor ragged_attention(const Tensor& given, const Tensor& keys, const Tensor& v
   const Tensor query = given.stride(2) == 1 ? given : given.contiguous();
   TORCH_CHECK(keys.is_contiguous() && values.is_contiguous(), "keys and values must be contiguous");
   TORCH_CHECK(query.scalar_type() == keys.scalar_type() && keys.scalar_type() == values.scalar_type(), "one dtype for query, keys and values");
+  TORCH_CHECK(keys.dim() == 4 && values.dim() == 4 && keys.size(2) == block_size && values.size(2) == block_size,
+              "keys and values must be [blocks, heads, block_size, size]");
   TORCH_CHECK(query.size(1) % keys.size(1) == 0, "query heads must be a multiple of key/value heads");
-  Tensor out = at::empty({query.size(0), query.size(1), values.size(2)}, query.options());
+  Tensor out = at::empty({query.size(0), query.size(1), values.size(3)}, query.options());
   const Tensor sink = sinks ? sinks->to(at::kFloat).contiguous() : Tensor();
   const AttentionCall call{storage_of(query), query.const_data_ptr(), keys.const_data_ptr(), values.const_data_ptr(), out.data_ptr(),
-                           query.stride(0), query.stride(1), indptr.size(0) - 1, query.size(1), keys.size(1), keys.size(2), values.size(2),
+                           query.stride(0), query.stride(1), indptr.size(0) - 1, query.size(1), keys.size(1), keys.size(3), values.size(3),
                            block_size, block_table.size(1), int32_of(positions), int32_of(indptr), int32_of(block_table),
                            parents ? int32_of(*parents) : nullptr, int32_of(text_lens),
                            static_cast<float>(scale), static_cast<float>(softcap.value_or(0.0)), window.value_or(0),

@@ -91,18 +91,20 @@ Tensor rotate_tensor(const Tensor& given, const Tensor& cos, const Tensor& sin) 
   return out.transpose(1, 2);
 }
 
-// Rows of `from` [T, ...] go to the rows `slots` of `to` [slots, ...].
+// Rows of `from` [T, H, D] go to `slots` of `to` [blocks, H, block_size, D].
 void scatter_rows(const Tensor& from, const Tensor& to, const int64_t* slots) {
-  const int64_t row_bytes = to.stride(0) * to.element_size(), limit = to.size(0);
-  TORCH_CHECK(to.is_contiguous() && from.scalar_type() == to.scalar_type() && from[0].numel() == to.stride(0), "rows must fit in dtype and size");
-  const Tensor rows = from[0].is_contiguous() ? from : from.contiguous();
+  TORCH_CHECK(to.dim() == 4 && from.dim() == 3 && to.is_contiguous() && from.scalar_type() == to.scalar_type() && from.size(1) == to.size(1) &&
+                  from.size(2) == to.size(3), "rows must fit the cache in dtype and size");
+  const Tensor rows = from.stride(2) == 1 ? from : from.contiguous();
+  const int64_t heads = to.size(1), block = to.size(2), item = to.element_size(), size = to.size(3) * item, limit = to.size(0) * block;
   const auto* source = static_cast<const char*>(rows.const_data_ptr());
   auto* target = static_cast<char*>(to.mutable_data_ptr());
-  const int64_t stride = rows.stride(0) * rows.element_size();
-  over_rows(rows.size(0), to.stride(0), [&](int64_t begin, int64_t end) {
+  over_rows(rows.size(0), heads * to.size(3), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       TORCH_CHECK(slots[i] >= 0 && slots[i] < limit, "slot ", slots[i], " is outside the cache of ", limit);
-      std::memcpy(target + slots[i] * row_bytes, source + i * stride, static_cast<size_t>(row_bytes));
+      char* place = target + (slots[i] / block * heads * block + slots[i] % block) * size;
+      for (int64_t head = 0; head < heads; ++head)
+        std::memcpy(place + head * block * size, source + (i * rows.stride(0) + head * rows.stride(1)) * item, static_cast<size_t>(size));
     }
   });
 }

@@ -12,6 +12,7 @@ from torch import Tensor
 from echelon.kv.blocks import BlockTables
 from echelon.ops import elementwise
 from echelon.ops.compiled import is_built
+from echelon.ops.slots import gather_slots, scatter_slots
 
 
 @dataclass(frozen=True)
@@ -30,17 +31,16 @@ class LayerShape:
 class KVCache:
     """Keys and values of every layer in blocks of `block_size` slots; slot = block · block_size + offset.
 
-    keys[layer], values[layer]: [num_blocks · block_size, num_kv_heads, size], in the cache's dtype. Slots that no row holds may
-    contain anything, NaN included: nothing ever multiplies them.
+    keys[layer], values[layer]: [num_blocks, num_kv_heads, block_size, size], in the cache's dtype (`ops.slots`). Slots that no row holds
+    may contain anything, NaN included: nothing ever multiplies them.
     """
 
     def __init__(self, shapes: list[LayerShape], tables: BlockTables, dtype: torch.dtype, device: torch.device) -> None:
         self.tables = tables
         self.seconds = 0.0  # spent moving keys and values about
-        num_slots = tables.pool.num_blocks * tables.block_size
 
         def storage(heads: int, size: int) -> Tensor:
-            return torch.empty(num_slots, heads, size, dtype=dtype, device=device)
+            return torch.empty(tables.pool.num_blocks, heads, tables.block_size, size, dtype=dtype, device=device)
 
         self.keys = [storage(s.num_kv_heads, s.key_size) for s in shapes]
         self.values = [storage(s.num_kv_heads, s.value_size) for s in shapes]
@@ -55,7 +55,7 @@ class KVCache:
 
     @property
     def bytes_per_slot(self) -> int:
-        return sum(t[0].numel() * t.element_size() for t in (*self.keys, *self.values))
+        return sum(t[0, :, 0].numel() * t.element_size() for t in (*self.keys, *self.values))
 
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Store keys and values [T, num_kv_heads, size] in `slots` int64 [T], in the cache's dtype."""
@@ -64,8 +64,8 @@ class KVCache:
         if is_built():
             elementwise.write_slots(key, value, *storages, slots)
             return
-        storages[0].index_copy_(0, slots, key)
-        storages[1].index_copy_(0, slots, value)
+        scatter_slots(storages[0], slots, key)
+        scatter_slots(storages[1], slots, value)
 
     def apply_copies(self) -> None:
         """Carry out the copies that the tables ask for: shared blocks before they are written (copy-on-write), accepted paths of trees.
@@ -82,18 +82,18 @@ class KVCache:
                 count += 1
             sources, targets = (torch.from_numpy(np.concatenate([c[i] for c in copies[:count]])) for i in (0, 1))
             for storage in (*self.keys, *self.values):
-                storage.index_copy_(0, targets, storage.index_select(0, sources))
+                scatter_slots(storage, targets, gather_slots(storage, sources))
             del copies[:count]
         self.seconds += time.perf_counter() - start
 
     def held_slots(self) -> Tensor:
-        """bool [num_slots]: slots that hold a cached token of some row; all others may contain anything."""
+        """bool [num_blocks, block_size]: slots that hold a cached token of some row; all others may contain anything."""
         held = torch.zeros(self.tables.pool.num_blocks * self.block_size, dtype=torch.bool)
         for row in self.tables.row_ids:
             blocks = torch.tensor(self.tables.blocks(row), dtype=torch.int64)
             slots = (blocks[:, None] * self.block_size + torch.arange(self.block_size)).flatten()
             held[slots[: self.tables.num_cached(row)]] = True
-        return held
+        return held.view(-1, self.block_size)
 
     def check(self) -> None:
         self.tables.check()

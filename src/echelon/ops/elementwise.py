@@ -46,7 +46,7 @@ def activate(x: Tensor, kind: Activation, other: Tensor | None = None) -> Tensor
 
 
 def write_slots(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """keys [T, Hkv, D] and values [T, Hkv, Dv] into rows `slots` int64 [T] of the caches; RuntimeError for a slot outside."""
+    """keys [T, Hkv, D] and values [T, Hkv, Dv] to `slots` int64 [T] of the caches (`ops.slots`); RuntimeError for a slot outside."""
     kernels.write_slots(keys, values, key_cache, value_cache, slots)
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echelon.batch import RaggedBatch
+from echelon.ops.slots import gather_slots
 
 ROWS_PER_CALL = 16  # rows of one linear call: where arithmetic and reading the weights balance on CPUs with bf16 instructions
 LARGEST_CALL = 128  # rows of the largest linear call that is tried
@@ -192,12 +193,13 @@ def ragged_attention(
 ) -> Tensor:
     """Causal attention of every new token over its row's keys and values, which have been written already.
 
-    query [T, H, D], keys [slots, H / G, D], values [slots, H / G, Dv], sinks [H] or None → [T, H, Dv] in the query's dtype.
+    query [T, H, D], keys [blocks, H / G, block_size, D], values [blocks, H / G, block_size, Dv], sinks [H] or None → [T, H, Dv] in the
+    query's dtype.
     Scores and sums are float32. Softmax runs online over key tiles in order of position; a tile that a query cannot see leaves its
     running maximum, sum and output unchanged, bit for bit.
     """
     num_tokens, num_heads, size = query.shape
-    num_kv_heads, value_size = values.shape[1:]
+    num_kv_heads, value_size = values.shape[1], values.shape[3]
     group = num_heads // num_kv_heads
     key = (group, window)
     plan: AttentionPlan = batch.plans.get(key) or batch.plans.setdefault(key, plan_attention(batch, group, window))
@@ -225,9 +227,9 @@ def ragged_attention(
 def _attend_tile(tile: KeyTile, query: Tensor, keys: Tensor, values: Tensor, softcap: float | None, highest: Tensor, total: Tensor) -> None:
     """Fold one tile of keys into the running maximum and sums of its items (in place)."""
     num_items, heads, width = len(tile.items), query.shape[1], total.shape[-1]
-    row_keys = keys[tile.slots].transpose(1, 2).contiguous().float()  # [U, Hkv, K, D]
+    row_keys = gather_slots(keys, tile.slots).transpose(1, 2).contiguous().float()  # [U, Hkv, K, D]
     row_values = torch.ones(*row_keys.shape[:3], width)
-    row_values[..., : values.shape[-1]] = torch.where(tile.exists, values[tile.slots].transpose(1, 2), 0.0)
+    row_values[..., : values.shape[-1]] = torch.where(tile.exists, gather_slots(values, tile.slots).transpose(1, 2), 0.0)
     if tile.row is not None:
         row_keys, row_values = row_keys[tile.row], row_values[tile.row]
     scores = torch.bmm(query[tile.items].flatten(0, 1), row_keys.flatten(0, 1).transpose(1, 2))

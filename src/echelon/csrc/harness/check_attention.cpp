@@ -89,12 +89,13 @@ void check_type(Random& random) {
     for (size_t i = window && path.size() > static_cast<size_t>(window) ? path.size() - static_cast<size_t>(window) : 0; i < path.size(); ++i)
       is_seen[static_cast<size_t>(path[i])] = 1;
   }
-  for (int64_t slot = 0; slot < batch.num_slots; ++slot) {
-    for (int64_t i = 0; i < kv_heads * key_size; ++i)
-      keys.as<Stored>()[slot * kv_heads * key_size + i] = N::narrow(is_seen[static_cast<size_t>(slot)] ? normal(random) : NAN);
-    for (int64_t i = 0; i < kv_heads * value_size; ++i)
-      values.as<Stored>()[slot * kv_heads * value_size + i] = N::narrow(is_seen[static_cast<size_t>(slot)] ? normal(random) : NAN);
-  }
+  const auto at = [&](int64_t slot, int64_t head) { return (slot / batch.block * kv_heads + head) * batch.block + slot % batch.block; };
+  for (int64_t slot = 0; slot < batch.num_slots; ++slot)
+    for (int64_t head = 0; head < kv_heads; ++head) {
+      const bool is_there = is_seen[static_cast<size_t>(slot)];
+      for (int64_t i = 0; i < key_size; ++i) keys.as<Stored>()[at(slot, head) * key_size + i] = N::narrow(is_there ? normal(random) : NAN);
+      for (int64_t i = 0; i < value_size; ++i) values.as<Stored>()[at(slot, head) * value_size + i] = N::narrow(is_there ? normal(random) : NAN);
+    }
   for (int64_t i = 0; i < heads; ++i) sinks.as<float>()[i] = normal(random);
   const float softcap = between(random, 0, 2) ? 0.0f : 3.0f, scale = 0.4f;
   const bool has_sinks = between(random, 0, 1);
@@ -133,7 +134,7 @@ void check_type(Random& random) {
         double score = 0.0;
         for (int64_t d = 0; d < key_size; ++d)
           score += double(N::widen(query.as<Stored>()[(token * heads + head) * key_size + d])) *
-                   N::widen(keys.as<Stored>()[(path[i] * kv_heads + head / group) * key_size + d]);
+                   N::widen(keys.as<Stored>()[at(path[i], head / group) * key_size + d]);
         score *= scale;
         scores.push_back(softcap > 0.0f ? std::tanh(score / softcap) * softcap : score);
         highest = std::max(highest, scores.back());
@@ -143,7 +144,7 @@ void check_type(Random& random) {
       for (int64_t d = 0; d < value_size; ++d) {
         double expected = 0.0, terms = 0.0;
         for (size_t i = first; i < path.size(); ++i) {
-          const double term = scores[i - first] / total * N::widen(values.as<Stored>()[(path[i] * kv_heads + head / group) * value_size + d]);
+          const double term = scores[i - first] / total * N::widen(values.as<Stored>()[at(path[i], head / group) * value_size + d]);
           expected += term, terms += std::abs(term);
         }
         const double got = N::widen(out.as<Stored>()[(token * heads + head) * value_size + d]);
