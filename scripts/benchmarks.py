@@ -59,7 +59,7 @@ class Size:
     prompt_tokens: int = 512
     short_prompt_tokens: int = 128
     gain_prompt_tokens: int = 256
-    table_tokens: int = 96
+    table_tokens: int = 64
     gain_tokens: int = 128
     realign_tokens: int = 48
     latency_tokens: int = 32
