@@ -96,7 +96,6 @@ def write_prefixes(runner: ModelRunner, rows: SequenceOf[int], prefixes: Sequenc
     if not held:
         return
     batch = runner.pack([Span(row, 0, p.tokens, 0, len(p.tokens)) for row, p in held])
-    cache.apply_copies()
     for layer in range(len(cache.keys)):
         keys, values = (torch.cat([getattr(p, kind)[layer] for _, p in held]) for kind in ("keys", "values"))
         cache.write(layer, keys, values, batch.slots)
