@@ -187,6 +187,7 @@ class Bench:
             "histogram": self.histogram,
             **{f"table-opt-{b:02d}": lambda b=b: self.opt_table(b) for b in size.table_batches},
             **{f"table-pair-{b:02d}": lambda b=b: self.pair_table(b) for b in size.table_batches},
+            **{f"gain-{b:02d}": lambda b=b: self.gain(b) for b in size.gain_batches},
             **{
                 f"realign-{kind}-{b:02d}": lambda b=b, k=kind: self.realign(k, b)
                 for kind in ("random", "equal")

@@ -341,8 +341,10 @@ def test_benchmarks_are_resumable_and_write_the_document(
     names = runpy.run_path(str(SCRIPTS / "benchmarks.py"))
     assert names["main"](["--small", "--output", str(tmp_path)]) == 0
     document = (tmp_path / "benchmarks.md").read_text()
-    for words in ("unpadded / padded", "Where speculation loses", "EXSPEC", "P99", "exact match", "plots/gain.png"):
+    for words in ("unpadded / padded", "Where speculation loses", "EXSPEC", "P99", "exact match", "plots/gain.png", "| gain | LLMA | 2 |"):
         assert words in document, words
+    cells = {p.stem.rsplit("-", 1)[0] for p in (tmp_path / "evidence" / "benchmarks").glob("*-*.json")}
+    assert cells == {"table-opt", "table-pair", "gain", "realign-random", "realign-equal", "latency"}
     assert {p.suffix for p in (tmp_path / "plots").iterdir()} == {".png", ".svg"}
     capsys.readouterr()
     assert names["main"](["--small", "--output", str(tmp_path)]) == 0
