@@ -55,10 +55,13 @@ class Size:
     table_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 24)
     realign_batches: tuple[int, ...] = (1, 2, 4, 8, 16)
     latency_batches: tuple[int, ...] = (1, 2, 4, 8)
+    gain_batches: tuple[int, ...] = (1, 8, 16)
     prompt_tokens: int = 512
     short_prompt_tokens: int = 128
-    table_tokens: int = 96
-    realign_tokens: int = 64
+    gain_prompt_tokens: int = 256
+    table_tokens: int = 64
+    gain_tokens: int = 128
+    realign_tokens: int = 48
     latency_tokens: int = 32
     latency_requests: int = 32
     histogram_prompts: int = 128
@@ -75,9 +78,12 @@ SMALL = Size(
     table_batches=(1, 2),
     realign_batches=(2,),
     latency_batches=(2,),
+    gain_batches=(2,),
     prompt_tokens=24,
     short_prompt_tokens=16,
+    gain_prompt_tokens=24,
     table_tokens=10,
+    gain_tokens=10,
     realign_tokens=8,
     latency_tokens=6,
     latency_requests=6,
@@ -181,6 +187,7 @@ class Bench:
             "histogram": self.histogram,
             **{f"table-opt-{b:02d}": lambda b=b: self.opt_table(b) for b in size.table_batches},
             **{f"table-pair-{b:02d}": lambda b=b: self.pair_table(b) for b in size.table_batches},
+            **{f"gain-{b:02d}": lambda b=b: self.gain(b) for b in size.gain_batches},
             **{
                 f"realign-{kind}-{b:02d}": lambda b=b, k=kind: self.realign(k, b)
                 for kind in ("random", "equal")
@@ -234,17 +241,25 @@ class Bench:
         return self._table(target, prompts[:batch], [PrefilledRun(m, target, draft, prefixes, longest) for m in methods])
 
     def _table(self, target: LoadedModel, prompts: list[list[int]], runs: list[PrefilledRun]) -> dict[str, Any]:
-        params, nothing = self.params(self.size.table_tokens), [[] for _ in prompts]
-        results = measure(target, None, [], prompts, params, len(prompts), self.size.rounds, nothing, said, runs)
+        params = self.params(self.size.table_tokens)
+        results = measure(target, None, [], prompts, params, len(prompts), self.size.rounds, [], said, runs)
+        return {"results": [asdict(r) for r in results]}
+
+    def gain(self, batch: int) -> dict[str, Any]:
+        """What speculation brings where places never stay empty: code continuation on the grown pair, rows enter as others finish."""
+        target, draft = self.models.pair()[:2]
+        prompts = self.models.source(target, max(2 * batch, 8), self.size.gain_prompt_tokens, is_ragged=False)
+        params = self.params(self.size.gain_tokens)
+        results = measure(target, draft, default_methods(), prompts, params, batch, self.size.rounds, [], said)
         return {"results": [asdict(r) for r in results]}
 
     def realign(self, kind: str, batch: int) -> dict[str, Any]:
         """EQSPEC, EXSPEC and ours with the draft model: rows enter as others finish, prompts of random or of equal lengths."""
         target = self.models.realigned()
-        prompts = self.models.source(target, max(4 * batch, 8), self.size.short_prompt_tokens, is_ragged=kind == "random")
+        prompts = self.models.source(target, max(3 * batch, 8), self.size.short_prompt_tokens, is_ragged=kind == "random")
         methods = [Method("plain", None), *(Method("draft model", default_methods()[2].config, s) for s in REALIGNMENTS)]
-        params, nothing = self.params(self.size.realign_tokens), [[] for _ in prompts]
-        results = measure(target, self.models.draft, methods, prompts, params, batch, self.size.rounds, nothing, said)
+        params = self.params(self.size.realign_tokens)
+        results = measure(target, self.models.draft, methods, prompts, params, batch, self.size.rounds, [], said)
         return {"results": [asdict(r) for r in results]}
 
     def latency(self, batch: int) -> dict[str, Any]:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 
 from echelon import LLM, SamplingParams, SpeculativeConfig
-from echelon.batch import PaddedBatch, Span
+from echelon.batch import Span
 from echelon.bench.replayed import ReplayedDraftModel
 from echelon.bench.steps import Recorder, Sums
 from echelon.bench.throughput import Method, Prompts, Result, Run, display_name, engine_result
@@ -85,8 +84,12 @@ def _read(runner: ModelRunner, row: int, tokens: list[int]) -> Prefix:
 
 
 def write_prefixes(runner: ModelRunner, rows: SequenceOf[int], prefixes: SequenceOf[Prefix]) -> None:
-    """Give `rows` their prompts' keys and values, in the slots where this runner's strategy reads prompts to."""
+    """Give `rows` their prompts' keys and values, in the slots where this runner's strategy reads prompts to.
+
+    The cache is empty, so that rows take its lines in order.
+    """
     tables, cache = runner.cache.tables, runner.cache
+    assert not tables.row_ids
     held = [(row, p) for row, p in zip(rows, prefixes, strict=True) if p.tokens]
     for row, prefix in held:
         has_room = tables.reserve(row, len(prefix.tokens))
@@ -94,21 +97,11 @@ def write_prefixes(runner: ModelRunner, rows: SequenceOf[int], prefixes: Sequenc
     if not held:
         return
     batch = runner.pack([Span(row, 0, p.tokens, 0, len(p.tokens)) for row, p in held])
-    cache.apply_copies()
-    order = _order(runner, batch, [row for row, _ in held])
     for layer in range(len(cache.keys)):
-        keys, values = (torch.cat([getattr(held[i][1], kind)[layer] for i in order]) for kind in ("keys", "values"))
+        keys, values = (torch.cat([getattr(p, kind)[layer] for _, p in held]) for kind in ("keys", "values"))
         cache.write(layer, keys, values, batch.slots)
     for row, prefix in held:
         tables.advance(row, len(prefix.tokens))
-
-
-def _order(runner: ModelRunner, batch: Any, rows: list[int]) -> list[int]:
-    """Which row each run of `batch.slots` belongs to: rectangles list rows by line."""
-    if not isinstance(batch, PaddedBatch):
-        return list(range(len(rows)))
-    lines = runner.cache.tables.lines(rows)  # type: ignore[union-attr]
-    return [int(i) for i in lines.argsort()]
 
 
 def sequence_of(llm: LLM, row: int, prompt: SequenceOf[int], params: SamplingParams) -> Sequence:

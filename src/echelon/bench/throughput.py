@@ -226,7 +226,10 @@ def measure(
     others: SequenceOf[Contender] = (),
     **settings: Any,
 ) -> list[Result]:
-    """Run every method, and `others`, `rounds` times in turn, after one warm-up each; `settings` are the engine's."""
+    """Run every method, and `others`, `rounds` times in turn, after one warm-up each; `settings` are the engine's.
+
+    `truth` is found by plain decoding, row by row, if it is not given; an empty one compares nothing.
+    """
     truth = plain_outputs(target, prompts, params) if truth is None else truth
     contenders: list[Contender] = [EngineRun(m, target, draft, batch_size, settings) for m in methods]
     contenders += others
@@ -242,8 +245,8 @@ def measure(
 
 
 def compared(result: Result, outputs: SequenceOf[SequenceOf[int]], truth: SequenceOf[SequenceOf[int]]) -> Result:
-    """With the number of rows that equal plain decoding; a replayed text means nothing and is compared with nothing."""
-    if result.method.startswith("replay"):
+    """With the number of rows that equal plain decoding; a replayed text means nothing, and without a truth nothing is compared."""
+    if result.method.startswith("replay") or not truth:
         return result
     return replace(result, num_identical=sum(a == b for a, b in zip(outputs, truth, strict=True)), num_rows=len(truth))
 
