@@ -158,7 +158,7 @@ def measure_attention(heads: int, kv_heads: int, size: int, counts: SequenceOf[i
         start = ATTENTION_CONTEXT - count
         batch = unpadded.pack([Span(row, start, [0] * count, count, start + 1, count - 1) for row in range(ATTENTION_ROWS)], tables)
         query = torch.randn(batch.num_tokens, heads, size, generator=generator).to(DTYPES[dtype])
-        calls = [partial(_attend, query, copies, batch), lambda i: linear.read_memory(reads[i % num_copies])]
+        calls: list[Call] = [partial(_attend, query, copies, batch), lambda i: linear.read_memory(reads[i % num_copies])]
         ours, reading = interleaved(calls)
         flop = 4 * batch.num_tokens * heads * size * ATTENTION_CONTEXT
         yield AttentionSpeed(heads, kv_heads, size, count, dtype, ours * 1e3, kv_bytes / ours / 1e9, flop / ours / 1e9, reading / ours)

@@ -85,7 +85,7 @@ def measure_overhead(batch_size: int, num_draft_tokens: int, temperature: float,
     runner = PreparedRunner(KVCache([], tables, torch.float32, torch.device("cpu")), logits)
     scheduler = Scheduler([tables], batch_size, batch_size * PROMPT_LENGTH, num_draft_tokens)
     engine = Engine(runner, PreparedDrafter(logits.argmax(-1).tolist(), rng), scheduler)
-    params = SamplingParams(temperature=temperature, max_tokens=max_len - PROMPT_LENGTH)
+    params = SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_len - PROMPT_LENGTH)
     for i in range(batch_size):
         prompt = rng.integers(0, vocab_size, PROMPT_LENGTH).tolist()
         engine.add(Sequence(i, prompt, PROMPT_LENGTH, Sampler(params, seed=i, num_prompt_tokens=PROMPT_LENGTH), frozenset(), max_len))

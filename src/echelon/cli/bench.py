@@ -10,7 +10,15 @@ import typer
 from rich.progress import Progress
 
 from echelon import ConfigError
-from echelon.bench.kernels import ATTENTION_SHAPES, LINEAR_SHAPES, attention_as_markdown, measure_attention, measure_linear, measure_machine
+from echelon.bench.kernels import (
+    ATTENTION_SHAPES,
+    LINEAR_SHAPES,
+    AttentionSpeed,
+    attention_as_markdown,
+    measure_attention,
+    measure_linear,
+    measure_machine,
+)
 from echelon.bench.kernels import as_markdown as kernels_as_markdown
 from echelon.bench.overhead import measure_all
 from echelon.bench.pair import evaluate_pair
@@ -59,7 +67,7 @@ def kernels(
                 results.append(result)
                 progress.advance(task)
         task = progress.add_task("attention", total=len(ATTENTION_SHAPES))
-        attention = []
+        attention: list[AttentionSpeed] = []
         for heads in ATTENTION_SHAPES:
             attention += measure_attention(*heads, [1, 2, 4, 8], dtype)
             progress.advance(task)

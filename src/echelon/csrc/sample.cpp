@@ -36,8 +36,6 @@ INLINE uint64_t noise_bits(uint64_t key, int64_t token) { return mix(key + (stat
 
 double gumbel(uint64_t bits) { return -std::log(-std::log((static_cast<double>(bits) + 0.5) * 0x1p-52)); }
 
-constexpr double largest_noise = 36.75;  // −log(−log(1 − 2⁻⁵³)), a little more
-
 // Larger values have smaller bins.
 INLINE size_t bin_of(float value, float highest) {
   return static_cast<size_t>(std::min((highest - value) * static_cast<float>(bins_per_unit), static_cast<float>(num_bins - 1)));
@@ -78,7 +76,6 @@ FOR_EVERY_PROCESSOR void weights_of(const float* scaled, float highest, double* 
 struct Scratch {
   std::vector<float> scaled, members;
   std::vector<double> weights;
-  std::vector<int32_t> kept;
 };
 
 // The k-th largest value: a histogram by leading bits, then a selection within one bin.
@@ -153,7 +150,8 @@ FOR_EVERY_PROCESSOR int64_t candidates(const float* scaled, float highest, float
   return found;
 }
 
-int64_t draw_from_all(const Scratch& s, float highest, uint64_t key) {
+// The token with the largest value plus noise among those of at least `threshold`.
+int64_t draw(const Scratch& s, float highest, float threshold, uint64_t key) {
   const auto size = static_cast<int64_t>(s.scaled.size());
   const int64_t likeliest = std::find(s.scaled.begin(), s.scaled.end(), highest) - s.scaled.begin();
   Best best{highest + gumbel(noise_bits(key, likeliest)), likeliest};
@@ -162,25 +160,10 @@ int64_t draw_from_all(const Scratch& s, float highest, uint64_t key) {
     const int64_t count = std::min(block, size - first);
     const float bound = static_cast<float>(std::exp(std::min(static_cast<double>(highest) - best.score, 80.0))) * 1.0001f;
     if (candidates(s.scaled.data(), highest, bound, key, first, count, marks.data()) == 0) continue;
-    for (int64_t i = 0; i < count; ++i)
-      if (marks[static_cast<size_t>(i)] && s.scaled[static_cast<size_t>(first + i)] > -infinity)
-        best.offer(s.scaled[static_cast<size_t>(first + i)] + gumbel(noise_bits(key, first + i)), first + i);
-  }
-  return best.token;
-}
-
-int64_t draw_from_kept(Scratch& s, float highest, float threshold, uint64_t key) {
-  s.kept.clear();
-  int64_t likeliest = -1;
-  for (size_t i = 0; i < s.scaled.size(); ++i) {
-    if (s.scaled[i] < threshold) continue;
-    if (likeliest < 0 && s.scaled[i] == highest) likeliest = static_cast<int64_t>(i);
-    s.kept.push_back(static_cast<int32_t>(i));
-  }
-  Best best{highest + gumbel(noise_bits(key, likeliest)), likeliest};
-  for (const int32_t token : s.kept) {
-    const double value = s.scaled[static_cast<size_t>(token)];
-    if (value > -infinity && value + largest_noise >= best.score) best.offer(value + gumbel(noise_bits(key, token)), token);
+    for (int64_t i = 0; i < count; ++i) {
+      const float value = s.scaled[static_cast<size_t>(first + i)];
+      if (marks[static_cast<size_t>(i)] && value >= threshold && value > -infinity) best.offer(value + gumbel(noise_bits(key, first + i)), first + i);
+    }
   }
   return best.token;
 }
@@ -193,8 +176,7 @@ int64_t sample(const SampleRow& row, int64_t vocabulary) {
   const float highest = scale(row.logits, row.temperature, s.scaled.data(), vocabulary);
   if (!(std::abs(highest) < infinity)) return -1;
   const uint64_t key = noise_key(row);
-  const float threshold = threshold_of(row, s, highest);
-  return threshold == -infinity ? draw_from_all(s, highest, key) : draw_from_kept(s, highest, threshold, key);
+  return draw(s, highest, threshold_of(row, s, highest), key);
 }
 
 }  // namespace echelon

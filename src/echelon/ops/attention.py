@@ -23,8 +23,8 @@ def ragged_attention(
     text and of its own ancestors.
 
     query [T, H, D], keys [blocks, Hkv, block_size, D], values [blocks, Hkv, block_size, Dv], sinks [H] or None → [T, H, Dv] in the query's
-    dtype, which is that of the cache. Softmax runs online in float32 over key tiles at multiples of a fixed size from position 0 (Milakov and Gimelshein 2018);
-    a row's keys and values are read once for all heads of a group and up to 64 (token, head) pairs.
+    dtype, which is that of the cache. Softmax runs online in float32 over key tiles at multiples of a fixed size from position 0 (Milakov
+    and Gimelshein 2018); a row's keys and values are read once for all heads of a group and up to 64 (token, head) pairs.
     """
     if not is_built():
         return reference.ragged_attention(query, keys, values, batch, scale, window, softcap, sinks)
