@@ -41,8 +41,8 @@ MUTANTS = [
     Mutant(
         "drafted places share one noise",
         "sampling.py",
-        "return self.choose_processed(self.processed(logits, tokens, path), len(tokens) + len(path))",
-        "return self.choose_processed(self.processed(logits, tokens, path), len(tokens))",
+        "return self.choose_processed(self.checked(logits, tokens, path), len(tokens) + len(path))",
+        "return self.choose_processed(self.checked(logits, tokens, path), len(tokens))",
         f"{LOSSLESS}[1-always_right-3-sampled]",
     ),
     Mutant("penalties ignore the path", "sampling.py", "text = [*tokens, *path]", "text = [*tokens]", "tests/test_parameters.py"),

@@ -14,6 +14,7 @@ from typing import Any
 from echelon.config import EngineConfig, SpeculativeConfig, speculative
 from echelon.drafters.base import Drafter, NoDrafter
 from echelon.drafters.draft_model import DraftModelDrafter
+from echelon.drafters.guard import GuardedDrafter
 from echelon.drafters.ngram import NgramDrafter
 from echelon.drafters.replay import ReplayDrafter
 from echelon.engine import Engine
@@ -108,7 +109,10 @@ class LLM:
             selector(config),
             config.refill,
         )
-        engine = Engine(runners[0], drafter, scheduler, spec.acceptance if spec else "exact")
+        guard = GuardedDrafter(drafter, self.target.vocab_size) if spec is not None else None
+        engine = Engine(runners[0], guard or drafter, scheduler, spec.acceptance if spec else "exact")
+        if guard is not None:
+            engine.stats.drafter_faults = guard.faults
         if len(runners) > 1:
             engine.stats.draft = runners[1].usage
         return engine
@@ -182,6 +186,7 @@ class LLM:
         counters = {f.name: getattr(stats, f.name) for f in fields(stats) if f.name != "acceptance"}
         return counters | {
             "seconds": dict(stats.seconds),
+            "drafter_faults": dict(stats.drafter_faults),
             "target": asdict(stats.target),
             "draft": asdict(stats.draft),
             "num_drafts_by_position": stats.num_drafts_by_position,

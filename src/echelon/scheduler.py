@@ -10,7 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from echelon.errors import RequestError
+from echelon.errors import EchelonError, RequestError
 from echelon.kv.blocks import BlockTables
 from echelon.kv.lines import LineTables
 from echelon.sampling import Logprobs
@@ -33,6 +33,8 @@ class Outcome(Protocol):
     def logprobs(self) -> list[list[Logprobs]]: ...
     @property
     def prompt_logprobs(self) -> list[list[Logprobs]]: ...
+    @property
+    def errors(self) -> dict[int, EchelonError]: ...
 
 
 @dataclass
@@ -222,7 +224,7 @@ class Scheduler:
             tables.release(sequence.id)
 
     def settle(self, plan: Plan, outcome: Outcome) -> list[Sequence]:
-        """Append what survived, one token at a time, until a row stops; finished rows leave at once and are returned."""
+        """Append what survived, one token at a time, until a row stops or fails; finished rows leave at once and are returned."""
         finished = []
         for i, row in enumerate(plan.rows):
             sequence = row.sequence
@@ -230,11 +232,14 @@ class Scheduler:
             if row.is_sampled:
                 sequence.num_steps += 1
                 sequence.num_draft_tokens += outcome.num_draft_tokens[i]
+                sequence.acceptance[outcome.num_draft_tokens[i], len(outcome.accepted[i])] += 1
                 before = len(sequence)
                 self._append(sequence, outcome.accepted[i], outcome.next_tokens[i], outcome.logprobs[i])
                 if self._has_passed(before, len(sequence)):
                     for tables in self._tables:
                         tables.commit(sequence.id, 0)
+            if i in outcome.errors and not sequence.is_finished:
+                sequence.fail(outcome.errors[i])
             if sequence.is_finished:
                 self.running.remove(sequence)
                 self._release(sequence)
@@ -244,9 +249,12 @@ class Scheduler:
         return finished
 
     def _append(self, sequence: Sequence, accepted: list[int], extra: int, logprobs: list[Logprobs]) -> None:
-        """One token at a time, as in plain decoding; what follows the last is dropped."""
-        for place, token in enumerate((*accepted, extra)):
-            sequence.append(token, place < len(accepted), logprobs[place] if logprobs else None)
+        """One token at a time, as in plain decoding; what follows the last is dropped, and what its watcher raises ends it."""
+        for place, token in enumerate((*accepted, extra) if extra >= 0 else accepted):
+            try:
+                sequence.append(token, place < len(accepted), logprobs[place] if logprobs else None)
+            except Exception as error:
+                sequence.fail(error)
             if sequence.is_finished:
                 return
 

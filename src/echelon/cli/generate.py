@@ -175,6 +175,8 @@ def _progress() -> Progress:
 
 def output_line(request: Request, out: RequestOutput) -> dict[str, Any]:
     """What the file says of a request; with n > 1, `samples` has every continuation and the line itself the first."""
+    if problems := [completion.error for completion in out.outputs if completion.error]:
+        return {"index": request.index, "id": request.id, "error": problems[0]}
     samples = [_sample(completion) for completion in out.outputs]
     return {
         "index": request.index,
