@@ -21,6 +21,7 @@ LEVELS = [
     {"engine", "strategies"},
     {"api"},
     {"requests"},
+    {"server"},
     {"bench", "demo", "cli", "hf"},
     {"__main__"},
 ]
