@@ -130,7 +130,13 @@ class Footprint:
 
 
 CANARIES = [
-    {"model": MODEL, "prompt": prompt, "max_tokens": 24, "logprobs": 1, **({"temperature": 0} if greedy else {"temperature": 0.9, "seed": i})}
+    {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": 24,
+        "logprobs": 1,
+        **({"temperature": 0} if greedy else {"temperature": 0.9, "seed": i}),
+    }
     for greedy in (True, False)
     for i, prompt in enumerate(PROMPTS)
 ]
@@ -164,6 +170,12 @@ def unharmed(running: Running, growth: int = 20 * 2**20) -> Iterator[None]:
     assert after.threads <= footprint.threads + 2
     assert after.descriptors <= footprint.descriptors + 2
     assert after.memory <= footprint.memory + growth
+
+
+def request_bytes(body: str, path: str = "/v1/completions") -> bytes:
+    """A whole request for a raw socket."""
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body.encode())}\r\n\r\n"
+    return head.encode() + body.encode()
 
 
 def params(body: dict[str, Any]) -> SamplingParams:

@@ -107,7 +107,7 @@ class Scheduler:
     def next_step(self) -> Plan:
         """Reserve slots for every row of the next step; where blocks are lacking, the youngest row gives its own back and waits.
 
-        Decoding rows come first, so that a long prompt fed in pieces never holds them up.
+        Decoding rows come first, so that a long prompt fed in pieces never holds them up; nor does it those that may enter (`_share`).
         """
         self._is_open = self._is_open or not self.running
         if self._selector is not None:
@@ -116,7 +116,7 @@ class Scheduler:
         budget = self._max_num_batched_tokens
         for sequence in sorted(self.running, key=lambda s: len(s) - self._num_cached(s) > 1):
             while sequence in self.running and budget > 0:
-                row = self._plan_row(sequence, budget)
+                row = self._plan_row(sequence, self._share(budget, len(self.waiting)))
                 if self._reserve(row):
                     plan.rows.append(row)
                     budget -= row.num_new
@@ -147,13 +147,17 @@ class Scheduler:
     def _may_enter(self) -> bool:
         return self._is_open and bool(self.waiting) and len(self.running) < self._max_num_seqs
 
+    def _share(self, budget: int, num_others: int) -> int:
+        """Of the tokens that a step has left, those that one prompt may take: half, while others wait and could enter."""
+        return max(1, budget // 2) if num_others and self._is_open and len(self.running) < self._max_num_seqs else budget
+
     def _admit(self, plan: Plan, budget: int) -> None:
         """Waiting rows enter, in order, while a place, blocks for their whole text and token budget are left."""
         while self._may_enter() and budget > 0:
             sequence = self.waiting[0]
             if not self._share_prompt(sequence):
                 return
-            row = self._plan_row(sequence, budget)
+            row = self._plan_row(sequence, self._share(budget, len(self.waiting) - 1))
             if not self._fits(sequence.id, len(sequence) + self._draft_limit(sequence)) or not self._reserve(row):
                 self._release(sequence)  # what it shares with another sample; it holds nothing while it waits
                 break

@@ -45,7 +45,7 @@ logger = logging.getLogger("echelon.server")
 T = TypeVar("T")
 NUM_TEXT_THREADS = 2
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody} for status in (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503)
+    status: {"model": ErrorBody} for status in (400, 401, 403, 404, 405, 408, 413, 415, 429, 431, 500, 503)
 }
 
 
@@ -349,6 +349,10 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(EchelonError)
     async def ours(_request: Request, error: EchelonError) -> Response:
         return answer(known_error(error))
+
+    @app.exception_handler(Exception)
+    async def unknown(_request: Request, error: Exception) -> Response:
+        return answer(api_error(error))
 
 
 def _describe(app: FastAPI) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from types import FrameType
 from typing import Any
@@ -17,6 +18,7 @@ from echelon.server.app import create_app
 from echelon.server.bridge import Bridge
 from echelon.server.config import ServerConfig
 
+SEND_BYTES = 2**17  # that the system holds for a client that does not read; as much again waits in this process
 logger = logging.getLogger("echelon.server")
 
 
@@ -30,6 +32,7 @@ class BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:

@@ -9,12 +9,15 @@ import asyncio
 import hashlib
 import hmac
 import json
+import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from echelon.server.bridge import place_of
 from echelon.server.config import ServerConfig
 from echelon.server.protocol import ApiError
 
+logger = logging.getLogger("echelon.server")
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -51,9 +54,17 @@ class Wall:
             return
         except LeftError:
             return
-        await self._app(scope, _replayed(body, receive), send)
+        try:
+            await self._app(scope, _replayed(body, receive), send)
+        except Exception as error:  # answered by the application, which passes it on
+            logger.error("a request failed: %s", place_of(error))
 
     def _admit(self, scope: Scope) -> None:
+        size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(name) + len(value) for name, value in scope["headers"])
+        if size > self._config.max_header_bytes:
+            raise ApiError(
+                431, f"the head of the request is larger than {self._config.max_header_bytes} bytes; send less", "head_too_large"
+            )
         if scope["raw_path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
             return
         if not self._digests:
