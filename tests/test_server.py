@@ -133,7 +133,6 @@ def test_logprobs_and_echo(client: httpx.Client) -> None:
     )
     for offset, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
         assert choice["text"][offset:].startswith(token)
-    )
     scored = client.post(COMPLETIONS, json=body | {"max_tokens": 0}).json()
     assert scored["choices"][0]["text"] == PROMPTS[0]
     assert scored["usage"]["completion_tokens"] == 0
@@ -578,7 +577,8 @@ def test_a_hanging_engine_is_seen() -> None:
 
 def test_metrics_have_the_names_of_vllm() -> None:
     with servers.serving(servers.build("ngram"), metrics_prefix="vllm:") as running, running.client() as client:
-        used = [client.post(COMPLETIONS, json={"prompt": p * 3, "max_tokens": 20, "temperature": 0, "ignore_eos": True}).json() for p in PROMPTS]
+        body = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        used = [client.post(COMPLETIONS, json=body | {"prompt": p * 3}).json() for p in PROMPTS]
         servers.settle(running)
         text = client.get("/metrics").text
         values = {line.split("{")[0].split(" ")[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if not line.startswith("#")}
