@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import socket
@@ -142,9 +143,15 @@ CANARIES = [
 ]
 
 
-def canaries(client: httpx.Client) -> list[Any]:
+async def together(url: str, asked: list[dict[str, Any]]) -> list[httpx.Response]:
+    """Answers to completions that are asked for at once."""
+    async with httpx.AsyncClient(base_url=url, timeout=60.0, limits=httpx.Limits(max_connections=None)) as client:
+        return await asyncio.gather(*(client.post("/v1/completions", json=body) for body in asked))
+
+
+def canaries(running: Running) -> list[Any]:
     """Texts and logprobs of four greedy and four seeded requests."""
-    answers = [client.post("/v1/completions", json=body) for body in CANARIES]
+    answers = asyncio.run(together(running.url, CANARIES))
     assert all(a.status_code == 200 for a in answers), [a.text for a in answers if a.status_code != 200]
     return [a.json()["choices"] for a in answers]
 
@@ -152,16 +159,14 @@ def canaries(client: httpx.Client) -> list[Any]:
 @contextmanager
 def unharmed(running: Running, growth: int = 20 * 2**20) -> Iterator[None]:
     """What happens inside leaves canaries, KV blocks, threads, descriptors and memory as they were."""
-    with running.client() as client:
-        canaries(client)
-        before = canaries(client)
+    before = canaries(running)
     settle(running)
     free, footprint = blocks_free(running.llm), Footprint.now()
     yield
     settle(running)
     assert blocks_free(running.llm) == free
+    assert canaries(running) == before
     with running.client() as client:
-        assert canaries(client) == before
         assert client.get("/health").status_code == 200
     settle(running)
     assert blocks_free(running.llm) == free
