@@ -18,11 +18,13 @@ from echelon.bench.overhead import measure_all
 from echelon.bench.pair import evaluate_pair
 from echelon.bench.throughput import as_json, as_markdown, default_methods, environment, measure, plain_outputs
 from echelon.bench.workloads import code_prompts
+from echelon.cli.bench_serve import serve
 from echelon.cli.shared import errors
 from echelon.demo import DRAFT, TARGET, held_out_files
 from echelon.target.loading import adopt_model, load_model, load_plain
 
 app = typer.Typer(help="Measure: whole runs, or a step without its model.", no_args_is_help=True)
+app.command()(serve)
 OutputOption = Annotated[Path | None, typer.Option(help="Also write JSON here.")]
 
 
