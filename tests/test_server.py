@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,8 +15,10 @@ import openai
 import pytest
 
 import servers
-from echelon import ConfigError, SamplingParams
+from echelon import ConfigError, RequestError, SamplingParams
+from echelon.cli import main
 from echelon.server.config import ServerConfig, read_keys
+from echelon.text import num_held_back, render_chat
 from servers import MODEL, PROMPTS, Running
 
 KEY = "a-key-of-thirty-two-characters-x"
@@ -632,3 +635,77 @@ def test_a_long_prompt_does_not_stall_others() -> None:
         assert len(first) == 1
         assert first[0] <= 3 + 1  # the step that was under way when it came does not count
         assert steps[0] >= 6
+
+
+# Text
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "held"),
+    [
+        ("abc", ["cd"], 1),
+        ("abc", ["bcd", "cx"], 2),
+        ("abc", ["abc"], 0),
+        ("", ["a"], 0),
+        ("aaa", ["aaaa"], 3),
+        ("ab", ["x"], 0),
+        ("ab", [], 0),
+    ],
+)
+def test_only_beginnings_of_stop_strings_are_held_back(text: str, stop: list[str], held: int) -> None:
+    assert num_held_back(text, stop) == held
+
+
+class Template:
+    """A tokenizer whose chat template is what a test makes of it."""
+
+    def __init__(self, render: Any) -> None:
+        self.apply_chat_template = lambda messages, **_: render(messages)
+
+
+def test_a_chat_template_has_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.text.TEMPLATE_SECONDS", 0.05)
+
+    def forever(_: Any) -> str:
+        while True:
+            pass
+
+    def refuses(_: Any) -> str:
+        raise ValueError("roles must alternate")
+
+    for render, words in ((forever, "more than 0.05 s"), (refuses, "roles must alternate")):
+        with pytest.raises(RequestError, match=words):
+            render_chat(Template(render), MESSAGES)  # type: ignore[arg-type]
+    llm = servers.build()
+    monkeypatch.setattr(llm.target.tokenizer, "apply_chat_template", lambda *_, **__: "x" * (64 * llm.max_len + 1))
+    with pytest.raises(RequestError, match="characters"):
+        llm.encode_chat(MESSAGES)
+
+
+# The benchmark client
+
+
+def test_a_server_is_measured(running: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    def bench(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["echelon", "bench", "serve", "--url", running.url, *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return int(stop.value.code or 0), capsys.readouterr().out
+
+    code, out = bench(
+        "--num-prompts", 6, "--max-tokens", 8, "--ignore-eos", "--request-rate", 500, "--concurrency", 2, "--json", "--ttft-goal", 6e4
+    )
+    value = json.loads(out)
+    assert (code, value["num_requests"], value["num_failed"], value["completion_tokens"]) == (0, 6, 0, 48)
+    assert value["goodput_requests_per_second"] == value["requests_per_second"] > 0
+    assert 1.0 < value["tokens_per_step"] <= 4.0 and 0.0 < value["acceptance_rate"] < 1.0
+    for name in ("ttft_ms", "tpot_ms", "itl_ms", "end_to_end_ms"):
+        assert 0 < value[name]["p50"] <= value[name]["p99"]
+    assert value["ttft_ms"]["mean"] < value["end_to_end_ms"]["mean"]
+    code, out = bench("--num-prompts", 2, "--max-tokens", 2, "--ttft-goal", 0, "--output", tmp_path / "serve.json")
+    assert code == 0 and "| ttft |" in out
+    assert json.loads((tmp_path / "serve.json").read_text())["goodput_requests_per_second"] == 0.0
+    assert bench("--model", "nothing-like-it")[0] == 2
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a " * 5000}) + "\n" + json.dumps({"prompt": "import os"}) + "\n")
+    code, out = bench("--input", tmp_path / "prompts.jsonl", "--max-tokens", 2, "--json")
+    assert code == 3 and json.loads(out)["num_failed"] == 1 and "context" in json.loads(out)["problems"][0]

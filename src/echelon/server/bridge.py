@@ -28,6 +28,8 @@ from echelon.server.config import ServerConfig
 from echelon.server.metrics import Metrics
 
 logger = logging.getLogger("echelon.server")
+GATHER_SECONDS = 0.005  # that a step waits for who comes in the place of a request that has just ended, and
+GATHER_SHARE = 0.05  # no longer than this share of the step before: missing the step would cost all of it
 IDLE_SECONDS = 1.0  # between the ticks of an engine that has nothing to do
 
 
@@ -94,6 +96,7 @@ class Bridge:
         self._rows: dict[int, tuple[Row, Ticket]] = {}  # by sequence id; the engine's side alone
         self._unstarted: dict[int, Row] = {}
         self._is_stopping = False
+        self._gathers_until = 0.0
         self._progress_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="echelon-engine", daemon=True)
 
@@ -187,14 +190,19 @@ class Bridge:
             with suppress(queue.Empty):
                 self._obey(self._commands.get(timeout=IDLE_SECONDS), engine)
         with suppress(queue.Empty):
+            while (wait := self._gathers_until - time.monotonic()) > 0.0:
+                self._obey(self._commands.get(timeout=wait), engine)
             while True:
                 self._obey(self._commands.get_nowait(), engine)
         if engine.has_work and not self._is_stopping:
-            before = engine.stats.num_input_tokens
+            before, started_at = engine.stats.num_input_tokens, time.monotonic()
             changed = self._step(engine)
             if changed or engine.stats.num_input_tokens > before:
                 self._progress_at = time.monotonic()
             self._publish(changed, engine)
+            if any(s.is_finished for s in changed):
+                ended_at = time.monotonic()
+                self._gathers_until = ended_at + min(GATHER_SECONDS, GATHER_SHARE * (ended_at - started_at))
 
     def _obey(self, command: Callable[[Engine], None], engine: Engine) -> None:
         try:
