@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint prove pair bench sanitize clean
+.PHONY: demo test lint prove pair bench soak sanitize clean
 
 demo: $(READY)
 	$(BIN)/python -m echelon.demo
@@ -28,6 +28,11 @@ bench: $(READY)
 # Every full-size proof, cell by cell; goes on where it was cut off. Results: docs/evidence/prove.json
 prove: $(READY)
 	$(BIN)/python scripts/prove.py
+
+# A server under good, bad and abandoned requests for MINUTES; then it must be as it was.
+MINUTES ?= 10
+soak: $(READY)
+	$(BIN)/python scripts/soak.py $(MINUTES)
 
 # The C++ kernels alone, on random shapes, under the address and undefined-behaviour sanitisers.
 CASES ?= 300

@@ -43,7 +43,7 @@ def test_figures_of_the_pair_are_quoted_as_measured() -> None:
         assert f"| {key} | {value:.3f} |" in quoted, key
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/architecture.md", "docs/correctness.md", "LOG.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/architecture.md", "docs/correctness.md", "docs/serving.md", "LOG.md"])
 def test_links_lead_somewhere(document: str) -> None:
     path = ROOT / document
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text("utf-8")):

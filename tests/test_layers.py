@@ -22,6 +22,7 @@ LEVELS = [
     {"engine", "strategies"},
     {"api"},
     {"requests"},
+    {"server"},
     {"bench", "demo", "cli", "hf"},
     {"__main__"},
 ]

@@ -32,6 +32,7 @@ class Scripted:
     next_tokens: list[int] = field(default_factory=list)
     logprobs: list[list[Any]] = field(default_factory=list)
     prompt_logprobs: list[list[Any]] = field(default_factory=list)
+    errors: dict[int, Any] = field(default_factory=dict)
 
 
 def token_after(text: list[int]) -> int:

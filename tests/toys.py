@@ -129,7 +129,8 @@ class ScriptedTreeDrafter(ScriptedDrafter):
 
 
 def caches(llm: LLM) -> list[Any]:
-    runners = [llm.engine.target, getattr(llm.engine.drafter, "_runner", None)]
+    drafter = getattr(llm.engine.drafter, "drafter", llm.engine.drafter)
+    runners = [llm.engine.target, getattr(drafter, "_runner", None)]
     return [r.cache for r in runners if r is not None]
 
 

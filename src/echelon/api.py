@@ -7,6 +7,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from itertools import count
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from echelon.config import EngineConfig, SpeculativeConfig, speculative
 from echelon.drafters.base import Drafter, NoDrafter
 from echelon.drafters.draft_model import DraftModelDrafter
+from echelon.drafters.guard import GuardedDrafter
 from echelon.drafters.ngram import NgramDrafter
 from echelon.drafters.replay import ReplayDrafter
 from echelon.engine import Engine
@@ -26,9 +28,10 @@ from echelon.stats import Stats
 from echelon.strategies import build_runners, selector
 from echelon.target.loading import LoadedModel, check_vocabularies, load_model
 from echelon.target.runner import ModelRunner
-from echelon.text import Detokenizer
+from echelon.text import Detokenizer, render_chat
 
 Prompt = str | SequenceOf[int]
+MOST_CHARACTERS_PER_TOKEN = 64  # on average over a prompt
 logger = logging.getLogger("echelon")
 
 
@@ -108,7 +111,10 @@ class LLM:
             selector(config),
             config.refill,
         )
-        engine = Engine(runners[0], drafter, scheduler, spec.acceptance if spec else "exact")
+        guard = GuardedDrafter(drafter, self.target.vocab_size) if spec is not None else None
+        engine = Engine(runners[0], guard or drafter, scheduler, spec.acceptance if spec else "exact")
+        if guard is not None:
+            engine.stats.drafter_faults = guard.faults
         if len(runners) > 1:
             engine.stats.draft = runners[1].usage
         return engine
@@ -182,6 +188,7 @@ class LLM:
         counters = {f.name: getattr(stats, f.name) for f in fields(stats) if f.name != "acceptance"}
         return counters | {
             "seconds": dict(stats.seconds),
+            "drafter_faults": dict(stats.drafter_faults),
             "target": asdict(stats.target),
             "draft": asdict(stats.draft),
             "num_drafts_by_position": stats.num_drafts_by_position,
@@ -200,40 +207,61 @@ class LLM:
         One caller at a time: a second thread waits, and a second call inside a running stream is refused. However this ends, no row is
         left in the engine.
         """
-        if self._owner == threading.get_ident():
-            raise RequestError("this LLM is in the middle of a stream of the same thread; finish or close that first")
         place = {s.id: i for i, samples in enumerate(requests) for s in samples}
-        with self._lock:
-            self._owner = threading.get_ident()
+        with self.exclusive() as engine:
             try:
                 for samples in requests:
                     for sequence in samples:
-                        self.engine.add(sequence)
-                while self.engine.has_work:
-                    yield list(dict.fromkeys(place[s.id] for s in self.engine.step()))
+                        engine.add(sequence)
+                while engine.has_work:
+                    yield list(dict.fromkeys(place[s.id] for s in engine.step()))
             finally:
                 for sequence in (s for samples in requests for s in samples):
                     if not sequence.is_finished:
-                        self.engine.abort(sequence)
+                        engine.abort(sequence)
+
+    @contextmanager
+    def exclusive(self) -> Iterator[Engine]:
+        """The engine, for this thread alone: others wait, and a second call inside the first is refused."""
+        if self._owner == threading.get_ident():
+            raise RequestError("this LLM is in the middle of a stream of the same thread; finish or close that first")
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                yield self.engine
+            finally:
                 self._owner = None
 
     def _requests(self, prompts: list[Prompt], params: list[SamplingParams], watch_text: bool) -> list[list[Sequence]]:
-        return [self._samples(p, q, watch_text) for p, q in zip(prompts, params, strict=True)]
+        return [self.samples(p, q, watch_text) for p, q in zip(prompts, params, strict=True)]
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, with the special tokens the tokenizer adds."""
         if self.target.tokenizer is None:
             raise RequestError(f"{self.target.name!r} has no tokenizer; give prompts as lists of token ids")
-        ids: list[int] = self.target.tokenizer.encode(text)
+        self._check_characters(len(text))
+        try:
+            ids: list[int] = self.target.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except UnicodeError as error:
+            raise RequestError(f"the prompt is no valid Unicode text ({error}); remove lone surrogates") from None
         return ids
+
+    def _check_characters(self, count: int) -> None:
+        """Before work that grows with the text: no token is that long."""
+        if count > (most := MOST_CHARACTERS_PER_TOKEN * self.max_len):
+            raise RequestError(
+                f"the prompt has {count:,} characters, more than {most:,} cannot fit the context of {self.max_len} tokens; shorten it"
+            )
 
     def encode_chat(self, messages: SequenceOf[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation in the model's chat template, ready for the assistant's turn."""
         tokenizer = self.target.tokenizer
         if tokenizer is None or tokenizer.chat_template is None:
             raise RequestError(f"{self.target.name!r} has no chat template; give a prompt instead of messages")
-        ids: list[int] = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
-        return ids
+        self._check_characters(sum(len(text) for m in messages for text in m.values()))
+        rendered = render_chat(tokenizer, messages)
+        self._check_characters(len(rendered))
+        return self.encode(rendered, add_special_tokens=False)
 
     def check_prompt(self, tokens: SequenceOf[int], params: SamplingParams) -> None:
         """Raise `RequestError` for what this model cannot serve."""
@@ -248,8 +276,15 @@ class LLM:
             raise RequestError(f"stop strings and bad words need a tokenizer, and {self.target.name!r} has none; use token ids")
         self.engine.scheduler.check_size(min(self.max_len, len(tokens) + params.max_tokens))
 
-    def _samples(self, prompt: Prompt, params: SamplingParams, watch_text: bool) -> list[Sequence]:
-        """The `n` sequences of one request; all but the first share the first one's prompt."""
+    def samples(self, prompt: Prompt, params: SamplingParams, watch_text: bool) -> list[Sequence]:
+        """The `n` sequences of one request, checked and ready for the engine; all but the first share the first one's prompt.
+
+        With `watch_text` each has a `watcher` that holds its text after every token.
+
+        Raises
+        ------
+        RequestError  the prompt or the parameters cannot be served
+        """
         tokens = self.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         self.check_prompt(tokens, params)
         seed = secrets.randbits(64) if params.seed is None else params.seed

@@ -47,7 +47,7 @@ class Engine:
         self.drafter.forget(sequence.id)
 
     def step(self) -> list[Sequence]:
-        """One step of every running row; returns the sequences that grew in it, finished ones among them."""
+        """One step of every running row; returns the sequences that grew in it or finished."""
         clock = [time.perf_counter()]
         plan = self.scheduler.next_step()
         for sequence in plan.preempted:
@@ -72,7 +72,8 @@ class Engine:
         self.stats.num_preemptions += len(plan.preempted)
         self.stats.num_group_choices += plan.is_group is not None
         self.stats.num_group_hits += bool(plan.is_group)
-        return [row.sequence for row, before in zip(plan.rows, lengths, strict=True) if len(row.sequence) > before]
+        changed = zip(plan.rows, lengths, strict=True)
+        return [row.sequence for row, before in changed if len(row.sequence) > before or row.sequence.is_finished]
 
     def _commit(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:
         """Keep the keys and values of fed tokens and accepted drafts, give the rest back."""

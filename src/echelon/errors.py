@@ -13,6 +13,19 @@ class RequestError(EchelonError, ValueError):
     """One request (prompt or sampling parameters) cannot be served; others can."""
 
 
+class RowError(EchelonError):
+    """One request's work failed inside the engine: its logits are no numbers, or code that serves it alone raised."""
+
+
+def row_error(error: Exception) -> EchelonError:
+    """What a request's output says about an exception in its work."""
+    if isinstance(error, EchelonError):
+        return error
+    wrapped = RowError(f"{type(error).__name__} in the work of one request: {error}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
 class ModelLoadError(EchelonError):
     """A checkpoint cannot be read: files missing, unsafe or mis-shaped."""
 

@@ -131,6 +131,9 @@ def _decode(
             llm.check_prompt(prompt, row.params)
         for _ in llm.run([[row] for row in rows]):
             pass
+    for row in rows:
+        if row.error is not None:
+            raise row.error.__cause__ or row.error
     width = max(row.num_output_tokens for row in rows) if ending.has_end_token else ending.width
     pad = generation._pad_token_tensor
     new = torch.full((len(rows), width), 0 if pad is None else int(pad), dtype=input_ids.dtype)

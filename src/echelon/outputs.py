@@ -32,7 +32,9 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One continuation; `is_accepted[i]` says whether token i came from the draft. `finish_reason` is None while it goes on."""
+    """One continuation; `is_accepted[i]` says whether token i came from the draft. `finish_reason` is None while it goes on, and "error"
+    where the row's work failed: `error` says why, and what was emitted before stays.
+    """
 
     index: int
     text: str
@@ -42,6 +44,7 @@ class CompletionOutput:
     is_accepted: list[bool]
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -91,10 +94,13 @@ def _completion(sequence: Sequence, decoder: Decoder | None) -> CompletionOutput
         list(sequence.is_accepted),
         sum(p.logprob for p in sequence.logprobs) if has_logprobs else None,
         [_entry(p, decoder) for p in sequence.logprobs] if has_logprobs else None,
+        str(sequence.error) if sequence.error else None,
     )
 
 
 def _text(sequence: Sequence, decoder: Decoder | None) -> str:
+    if sequence.error is not None:  # its decoder may be what failed
+        return sequence.watcher.text if sequence.watcher else ""
     if sequence.watcher is not None:
         return sequence.watcher.finish() if sequence.is_finished else sequence.watcher.text
     if decoder is None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from echelon.config import Settings
-from echelon.errors import EchelonError, RequestError
+from echelon.errors import EchelonError, RequestError, RowError
 
 Float32 = NDArray[np.float32]
 Int64 = NDArray[np.int64]
@@ -120,7 +120,7 @@ class Sampler:
 
     def choose(self, logits: Float32, tokens: SequenceOf[int], path: SequenceOf[int] = ()) -> int:
         """The token after `tokens` and the drafted `path`, which counts as if it were committed. `logits` float32 [V], raw."""
-        return self.choose_processed(self.processed(logits, tokens, path), len(tokens) + len(path))
+        return self.choose_processed(self.checked(logits, tokens, path), len(tokens) + len(path))
 
     def choose_processed(self, logits: Float32, position: int) -> int:
         """Argmax of processed logits, plus keyed noise on what the filters keep."""
@@ -132,7 +132,7 @@ class Sampler:
 
     def probabilities(self, logits: Float32, tokens: SequenceOf[int], path: SequenceOf[int] = ()) -> NDArray[np.float64]:
         """float64 [V]: what `choose` draws from."""
-        processed = self.processed(logits, tokens, path)
+        processed = self.checked(logits, tokens, path)
         out = np.zeros(len(processed))
         if self.params.is_greedy:
             out[processed.argmax()] = 1.0
@@ -152,6 +152,27 @@ class Sampler:
         """A token in proportion to `weights` [V], with noise that no other draw at this position uses."""
         ids = np.flatnonzero(weights > 0.0)
         return int(ids[np.argmax(np.log(weights[ids]) + gumbel_noise(self.seed, self.index, position, ids, RESIDUAL))])
+
+    def checked(self, logits: Float32, tokens: SequenceOf[int], path: SequenceOf[int] = ()) -> Float32:
+        """`processed` logits from which a token can be chosen.
+
+        Raises
+        ------
+        RowError      the model's logits hold NaN or infinity, or nothing but −infinity
+        RequestError  the request's parameters forbid every token or overflow, or a logits processor changes the shape
+        """
+        out = self.processed(logits, tokens, path)
+        where = f"at position {len(tokens) + len(path)}"
+        if out.shape != logits.shape:
+            raise RequestError(f"a logits processor turned {logits.shape} logits {where} into {out.shape}; it must keep the shape")
+        highest = float(out.max())  # NaN where any is
+        if not np.isfinite(highest):
+            if not np.isfinite(logits.max()):
+                raise RowError(f"the largest logit {where} is {highest}: the model overflowed")
+            raise RequestError(f"the largest logit {where} is {highest}: the parameters forbid every token or overflow; relax them")
+        if abs(highest) > self.params.temperature * 1e38 and not self.params.is_greedy:
+            raise RequestError(f"temperature = {self.params.temperature} makes logits {where} overflow; use 0 for greedy decoding")
+        return out
 
     def processed(self, logits: Float32, tokens: SequenceOf[int], path: SequenceOf[int] = ()) -> Float32:
         """Logits after everything that may change their order, in vLLM's sequence; the input is left as it is."""

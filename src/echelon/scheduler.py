@@ -10,7 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from echelon.errors import RequestError
+from echelon.errors import EchelonError, RequestError
 from echelon.kv.blocks import BlockTables
 from echelon.kv.lines import LineTables
 from echelon.sampling import Logprobs
@@ -33,6 +33,8 @@ class Outcome(Protocol):
     def logprobs(self) -> list[list[Logprobs]]: ...
     @property
     def prompt_logprobs(self) -> list[list[Logprobs]]: ...
+    @property
+    def errors(self) -> dict[int, EchelonError]: ...
 
 
 @dataclass
@@ -108,7 +110,7 @@ class Scheduler:
     def next_step(self) -> Plan:
         """Reserve slots for every row of the next step; where blocks are lacking, the youngest row gives its own back and waits.
 
-        Decoding rows come first, so that a long prompt fed in pieces never holds them up.
+        Decoding rows come first, so that a long prompt fed in pieces never holds them up; nor does it those that may enter (`_share`).
         """
         self._is_open = self._is_open or not self.running
         if self._selector is not None:
@@ -117,7 +119,7 @@ class Scheduler:
         budget = self._max_num_batched_tokens
         for sequence in sorted(self.running, key=lambda s: len(s) - self._num_cached(s) > 1):
             while sequence in self.running and budget > 0:
-                row = self._plan_row(sequence, budget)
+                row = self._plan_row(sequence, self._share(budget, len(self.waiting)))
                 if self._reserve(row):
                     plan.rows.append(row)
                     budget -= row.num_new
@@ -148,13 +150,17 @@ class Scheduler:
     def _may_enter(self) -> bool:
         return self._is_open and bool(self.waiting) and len(self.running) < self._max_num_seqs
 
+    def _share(self, budget: int, num_others: int) -> int:
+        """Of the tokens that a step has left, those that one prompt may take: half, while others wait and could enter."""
+        return max(1, budget // 2) if num_others and self._is_open and len(self.running) < self._max_num_seqs else budget
+
     def _admit(self, plan: Plan, budget: int) -> None:
         """Waiting rows enter, in order, while a place, blocks for their whole text and token budget are left."""
         while self._may_enter() and budget > 0:
             sequence = self.waiting[0]
             if not self._share_prompt(sequence):
                 return
-            row = self._plan_row(sequence, budget)
+            row = self._plan_row(sequence, self._share(budget, len(self.waiting) - 1))
             if not self._fits(sequence.id, len(sequence) + self._draft_limits(sequence)[0]) or not self._reserve(row):
                 self._release(sequence)  # what it shares with another sample; it holds nothing while it waits
                 break
@@ -226,7 +232,7 @@ class Scheduler:
             tables.release(sequence.id)
 
     def settle(self, plan: Plan, outcome: Outcome) -> list[Sequence]:
-        """Append what survived, one token at a time, until a row stops; finished rows leave at once and are returned."""
+        """Append what survived, one token at a time, until a row stops or fails; finished rows leave at once and are returned."""
         finished = []
         for i, row in enumerate(plan.rows):
             sequence = row.sequence
@@ -234,11 +240,14 @@ class Scheduler:
             if row.is_sampled:
                 sequence.num_steps += 1
                 sequence.num_draft_tokens += outcome.num_draft_tokens[i]
+                sequence.acceptance[outcome.num_draft_tokens[i], len(outcome.accepted[i])] += 1
                 before = len(sequence)
                 self._append(sequence, outcome.accepted[i], outcome.next_tokens[i], outcome.logprobs[i])
                 if self._has_passed(before, len(sequence)):
                     for tables in self._tables:
                         tables.commit(sequence.id, 0)
+            if i in outcome.errors and not sequence.is_finished:
+                sequence.fail(outcome.errors[i])
             if sequence.is_finished:
                 self.running.remove(sequence)
                 self._release(sequence)
@@ -248,9 +257,12 @@ class Scheduler:
         return finished
 
     def _append(self, sequence: Sequence, accepted: list[int], extra: int, logprobs: list[Logprobs]) -> None:
-        """One token at a time, as in plain decoding; what follows the last is dropped."""
-        for place, token in enumerate((*accepted, extra)):
-            sequence.append(token, place < len(accepted), logprobs[place] if logprobs else None)
+        """One token at a time, as in plain decoding; what follows the last is dropped, and what its watcher raises ends it."""
+        for place, token in enumerate((*accepted, extra) if extra >= 0 else accepted):
+            try:
+                sequence.append(token, place < len(accepted), logprobs[place] if logprobs else None)
+            except Exception as error:
+                sequence.fail(error)
             if sequence.is_finished:
                 return
 

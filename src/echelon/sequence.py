@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from echelon.errors import EchelonError, row_error
 from echelon.sampling import Logprobs, Sampler, SamplingParams
 
 
 class FinishReason(StrEnum):
     STOP = "stop"  # EOS, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the context limit
+    ERROR = "error"  # its work failed; `Sequence.error` says why
 
 
 class Watcher(Protocol):
@@ -37,9 +40,11 @@ class Sequence:
     watcher: Watcher | None = None  # only where the text has to be watched
     parent: Sequence | None = None  # whose prompt this one shares (`n` samples of one prompt)
     finish_reason: FinishReason | None = None
+    error: EchelonError | None = None  # a `RequestError` where the request itself is at fault
     is_accepted: list[bool] = field(default_factory=list)  # per output token: was it drafted?
     num_steps: int = 0
     num_draft_tokens: int = 0
+    acceptance: Counter[tuple[int, int]] = field(default_factory=Counter)  # (num_draft_tokens, num_accepted) → steps
     logprobs: list[Logprobs] = field(default_factory=list)  # one an output token, where asked for
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # from the second prompt token on, where asked for
 
@@ -86,6 +91,12 @@ class Sequence:
             self.finish_reason = FinishReason.STOP
         elif self.num_tokens_left <= 0:
             self.finish_reason = FinishReason.LENGTH
+
+    def fail(self, error: Exception) -> None:
+        """End here; what was emitted so far stays."""
+        assert not self.is_finished
+        self.finish_reason = FinishReason.ERROR
+        self.error = row_error(error)
 
     def _ends(self, token: int) -> bool:
         return token in self.params.stop_token_ids or (token in self.eos_token_ids and not self.params.ignore_eos)

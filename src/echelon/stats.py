@@ -82,6 +82,7 @@ class Stats:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     target: Usage = field(default_factory=Usage)
     draft: Usage = field(default_factory=Usage)
+    drafter_faults: Counter[str] = field(default_factory=Counter)  # by kind; see `drafters.guard`
 
     @property
     def tokens_per_step(self) -> float:

@@ -7,7 +7,7 @@ is what plain decoding emits, whatever was drafted.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.draft import Draft
+from echelon.errors import EchelonError, RowError, row_error
 from echelon.ops.sample import Place, choose
 from echelon.sampling import Logprobs, logprobs_of
 from echelon.sequence import PlannedRow
@@ -31,9 +32,10 @@ class Verdict:
     num_draft_tokens  how many tokens were drafted
     paths             accepted nodes, root first, as indices among the row's own nodes
     accepted          their tokens
-    next_tokens       the extra token: recovered after a rejection, bonus after full acceptance; −1 where nothing was sampled
+    next_tokens       the extra token: recovered after a rejection, bonus after full acceptance; −1 where nothing was sampled or could be
     logprobs          of accepted and extra token, where asked for
     prompt_logprobs   of the prompt tokens that this step passed, where asked for
+    errors            why a row cannot go on after what it accepted, by row; its neighbours know nothing of it
     """
 
     num_draft_tokens: list[int]
@@ -42,6 +44,7 @@ class Verdict:
     next_tokens: list[int]
     logprobs: list[list[Logprobs]]
     prompt_logprobs: list[list[Logprobs]]
+    errors: dict[int, EchelonError] = field(default_factory=dict)
 
     @property
     def num_accepted(self) -> list[int]:
@@ -49,32 +52,45 @@ class Verdict:
 
 
 def argmax_rows(logits: Tensor) -> NDArray[np.int64]:
-    """int64 [R]: the first largest entry of every row of [R, V].
+    """int64 [R]: the first largest entry of every row of [R, V]."""
+    return largest_rows(logits)[0]
 
-    `torch.argmax` tracks an index per element; the maximum of tiles is vectorised, and only the winning tile is searched.
+
+def largest_rows(logits: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The first largest entry of every row of [R, V]: its place int64 [R] and its value float32 [R].
+
+    A row that holds NaN anywhere has the value NaN, and then its place means nothing. `torch.argmax` tracks an index per element; the
+    maximum of tiles is vectorised, and only the winning tile is searched.
     """
     num_rows, width = logits.shape
     whole = width - width % ARGMAX_TILE
     if num_rows == 0 or whole == 0:
-        return np.asarray(logits.float().numpy().argmax(-1))
+        values = logits.float().numpy()
+        return np.asarray(values.argmax(-1)), np.asarray(values.max(-1, initial=-np.inf))
     tiles = logits[:, :whole].view(num_rows, -1, ARGMAX_TILE)
     best = tiles.amax(-1).float().numpy()
     tile = best.argmax(-1)
     inside = tiles[torch.arange(num_rows), torch.from_numpy(tile)].float().numpy().argmax(-1)
-    winners = tile * ARGMAX_TILE + inside
+    winners, highest = tile * ARGMAX_TILE + inside, best.max(-1)
     if whole < width:
         rest = logits[:, whole:].float().numpy()
         is_rest = rest.max(-1) > best.max(-1)
         winners = np.where(is_rest, whole + rest.argmax(-1), winners)
-    return np.asarray(winners)
+        highest = np.maximum(highest, rest.max(-1))
+    return np.asarray(winners), highest
 
 
-def own_tokens(logits: Tensor, rows: SequenceOf[PlannedRow], draft: Draft) -> list[int]:
+def own_tokens(logits: Tensor, rows: SequenceOf[PlannedRow], draft: Draft, problems: dict[int, EchelonError]) -> list[int]:
     """The target's own token after every verified place: for each sampled row its last known token, then its draft nodes.
 
-    logits [R, V] in this order, prompt logits left out → R tokens.
+    logits [R, V] in this order, prompt logits left out → R tokens; −1 where there is none, with the reason in `problems`. No draft
+    equals −1, so a row fails where plain decoding would, and not for a place that its text never reaches.
     """
-    own: list[int] = argmax_rows(logits).tolist()
+    largest, values = largest_rows(logits)
+    own: list[int] = largest.tolist()
+    for at in np.flatnonzero(~np.isfinite(values)).tolist():
+        own[at] = -1
+        problems[at] = RowError(f"the largest of the model's logits is {values[at]}; the model overflowed, so this row ends")
     places: list[tuple[int, Place]] = []
     start = 0
     for i, row in enumerate(rows):
@@ -82,12 +98,14 @@ def own_tokens(logits: Tensor, rows: SequenceOf[PlannedRow], draft: Draft) -> li
             continue
         drafted, sequence = draft.row(i), row.sequence
         if not sequence.sampler.is_argmax:
-            values = logits[start : start + 1 + len(drafted)].float().numpy()
+            lines = logits[start : start + 1 + len(drafted)].float().numpy()
             for node, path in enumerate(_paths(drafted, draft.row_parents(i))):
-                places.append((start + node, Place(sequence.sampler, values[node], sequence.tokens, path)))
+                places.append((start + node, Place(sequence.sampler, lines[node], sequence.tokens, path)))
         start += 1 + len(drafted)
-    for (at, _), token in zip(places, choose([place for _, place in places]), strict=True):
+    failed: dict[int, EchelonError] = {}
+    for (at, _), token in zip(places, choose([place for _, place in places], failed), strict=True):
         own[at] = token
+    problems |= {places[n][0]: error for n, error in failed.items()}
     return own
 
 
@@ -121,27 +139,35 @@ def verify(draft: Draft, logits: Tensor, rows: SequenceOf[PlannedRow], acceptanc
     """Decide what of a draft is kept, and the extra token of every row.
 
     logits [R, V]: for each row its prompt logits, if wanted, then (sampled rows) one after the last known token and one a draft node;
-    nodes of a row are ordered parents first.
+    nodes of a row are ordered parents first. What fails in one row's work is entered in `Verdict.errors` and ends that row alone.
     """
     verdict = Verdict([], [], [], [], [], [])
     logits = _take_prompt_logits(logits, rows, draft, verdict)
-    own = own_tokens(logits, rows, draft) if acceptance == "exact" else []
+    problems: dict[int, EchelonError] = {}
+    own = own_tokens(logits, rows, draft, problems) if acceptance == "exact" else []
     start = 0
     for i, row in enumerate(rows):
         tokens = draft.row(i)
         end = start + (1 + len(tokens) if row.is_sampled else 0)
         path, extra = [], -1
-        if row.is_sampled and acceptance == "exact":
-            path = kept_path(draft, i, own[start:end])
-            extra = own[start + _last_place(path)]
-        elif row.is_sampled:
-            path, extra = rejection_path(draft, i, logits[start:end].float().numpy(), row)
-        accepted = [tokens[node] for node in path]
+        logprobs: list[Logprobs] = []
+        try:
+            if row.is_sampled and acceptance == "exact":
+                path = kept_path(draft, i, own[start:end])
+                extra = own[start + _last_place(path)]
+            elif row.is_sampled:
+                path, extra = rejection_path(draft, i, logits[start:end].float().numpy(), row)
+            logprobs = _logprobs(row, logits[start:end], path, [*(tokens[node] for node in path), extra])
+        except Exception as error:
+            path, extra = [], -1
+            verdict.errors[i] = row_error(error)
+        if row.is_sampled and extra < 0:
+            verdict.errors.setdefault(i, problems.get(start + _last_place(path)) or RowError("no token could be chosen"))
         verdict.num_draft_tokens.append(len(tokens))
         verdict.paths.append(path)
-        verdict.accepted.append(accepted)
+        verdict.accepted.append([tokens[node] for node in path])
         verdict.next_tokens.append(extra)
-        verdict.logprobs.append(_logprobs(row, logits[start:end], path, [*accepted, extra]))
+        verdict.logprobs.append(logprobs)
         start = end
     return verdict
 
@@ -152,12 +178,12 @@ def _last_place(path: list[int]) -> int:
 
 
 def _logprobs(row: PlannedRow, logits: Tensor, path: list[int], emitted: list[int]) -> list[Logprobs]:
-    """Of every emitted token, where the request asks; logits [1 + nodes, V]."""
+    """Of every emitted token, where the request asks, an extra −1 left out; logits [1 + nodes, V]."""
     count = row.sequence.params.logprobs
     if count is None or not row.is_sampled:
         return []
     values = logits[[0, *(node + 1 for node in path)]].float().numpy()
-    return [logprobs_of(line, token, count) for line, token in zip(values, emitted, strict=True)]
+    return [logprobs_of(line, token, count) for line, token in zip(values, emitted, strict=True) if token >= 0]
 
 
 def rejection_path(draft: Draft, i: int, logits: NDArray[np.float32], row: PlannedRow) -> tuple[list[int], int]:
@@ -193,6 +219,9 @@ def _take_prompt_logits(logits: Tensor, rows: SequenceOf[PlannedRow], draft: Dra
         values = logits[start : start + row.num_prompt_logits].float().numpy()
         for place, line in enumerate(values, row.start + 1):
             if len(sequence.prompt_logprobs) + len(found) < place < sequence.num_prompt_tokens:
+                if not np.isfinite(highest := line.max()):
+                    verdict.errors[i] = RowError(f"the largest logit at position {place} of the prompt is {highest}: the model overflowed")
+                    break
                 found.append(logprobs_of(line, sequence.tokens[place], sequence.params.prompt_logprobs or 0))
         verdict.prompt_logprobs.append(found)
         start += row.num_prompt_logits

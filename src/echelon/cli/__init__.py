@@ -19,6 +19,7 @@ from echelon.cli.doctor import doctor
 from echelon.cli.generate import generate
 from echelon.cli.inflate import inflate
 from echelon.cli.inspect import inspect
+from echelon.cli.serve import serve
 from echelon.cli.shared import SPECULATIVE, errors
 from echelon.cli.verify import verify
 
@@ -29,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for verb in (generate, verify, inspect, doctor, inflate):
+for verb in (generate, verify, inspect, doctor, inflate, serve):
     app.command()(verb)
 app.add_typer(bench.app, name="bench")
 

@@ -23,6 +23,7 @@ from echelon.bench.kernels import as_markdown as kernels_as_markdown
 from echelon.bench.overhead import measure_all
 from echelon.bench.pair import evaluate_pair
 from echelon.bench.throughput import environment
+from echelon.cli.bench_serve import serve
 from echelon.cli.latency import latency
 from echelon.cli.measured import OutputOption, sizes_of, write_report
 from echelon.cli.peers import peers
@@ -35,6 +36,7 @@ app.command()(throughput)
 app.command()(latency)
 app.command()(peers)
 app.command()(step)
+app.command()(serve)
 
 
 @app.command()

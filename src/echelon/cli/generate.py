@@ -94,8 +94,8 @@ def generate(
     if resume and output is None:
         raise ConfigError("--resume goes on with an output file; name it with --output")
     requests = read_requests(input, num_prompts) if input else [request_from_text(i, p) for i, p in enumerate(prompt or [])]
-    pool = kv_cache_memory_bytes if kv_cache_memory_bytes == "auto" else _integer(kv_cache_memory_bytes)
-    drafts = _speculative(speculative_config)
+    pool = bytes_or_auto(kv_cache_memory_bytes)
+    drafts = speculative_mapping(speculative_config)
     llm = LLM(
         model,
         drafts,
@@ -175,6 +175,8 @@ def _progress() -> Progress:
 
 def output_line(request: Request, out: RequestOutput) -> dict[str, Any]:
     """What the file says of a request; with n > 1, `samples` has every continuation and the line itself the first."""
+    if problems := [completion.error for completion in out.outputs if completion.error]:
+        return {"index": request.index, "id": request.id, "error": problems[0]}
     samples = [_sample(completion) for completion in out.outputs]
     return {
         "index": request.index,
@@ -235,14 +237,18 @@ def _summary(llm: LLM, lines: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _integer(text: str) -> int:
+def bytes_or_auto(text: str) -> int | str:
+    """What `--kv-cache-memory-bytes` says."""
+    if text == "auto":
+        return text
     try:
         return int(float(text)) if "e" in text.lower() else int(text)
     except ValueError:
         raise ConfigError(f"--kv-cache-memory-bytes {text!r} is no number; give bytes such as 2000000000 or 2e9, or auto") from None
 
 
-def _speculative(text: str | None) -> dict[str, Any] | None:
+def speculative_mapping(text: str | None) -> dict[str, Any] | None:
+    """What `--speculative-config` says."""
     if text is None:
         return None
     try:

@@ -42,9 +42,10 @@ class DraftModelDrafter:
         self._catch_up([rows[i] for i in active])
         while active:
             logits = self._feed(rows, proposals, active)
-            for i, token in zip(active, self._choose(rows, proposals, probs, active, logits), strict=True):
-                proposals[i].append(token)
-            active = [i for i in active if len(proposals[i]) < rows[i].max_draft_tokens]
+            chosen = list(zip(active, self._choose(rows, proposals, probs, active, logits), strict=True))
+            for i, token in chosen:
+                proposals[i] += [token] if token >= 0 else []
+            active = [i for i, token in chosen if token >= 0 and len(proposals[i]) < rows[i].max_draft_tokens]
         flat = [p for row in probs for p in row]
         return Draft.chains(proposals, np.stack(flat) if flat else None)
 
@@ -56,16 +57,19 @@ class DraftModelDrafter:
         active: list[int],
         logits: Tensor,
     ) -> list[int]:
-        """The next token of every active row, with the target's noise; logits [len(active), V]."""
+        """The next token of every active row, with the target's noise; logits [len(active), V]. −1 where a request's own parameters or
+        processors fail: its draft ends there, and the target settles it.
+        """
         samplers = [rows[i].sequence.sampler for i in active]
-        if self._keeps_probs:
-            for i, sampler, values in zip(active, samplers, logits.float().numpy(), strict=True):
-                probs[i].append(sampler.probabilities(values, rows[i].sequence.tokens, proposals[i]))
         tokens: list[int] = argmax_rows(logits).tolist()
         drawn = [n for n, sampler in enumerate(samplers) if not sampler.is_argmax]
         places = [Place(samplers[n], logits[n].float().numpy(), rows[active[n]].sequence.tokens, proposals[active[n]]) for n in drawn]
-        for n, token in zip(drawn, choose(places), strict=True):
+        for n, token in zip(drawn, choose(places, {}), strict=True):
             tokens[n] = token
+        if self._keeps_probs:
+            for n, (i, values) in enumerate(zip(active, logits.float().numpy(), strict=True)):
+                if tokens[n] >= 0:
+                    probs[i].append(samplers[n].probabilities(values, rows[i].sequence.tokens, proposals[i]))
         return tokens
 
     def _catch_up(self, rows: SequenceOf[PlannedRow]) -> None:
@@ -104,4 +108,6 @@ class DraftModelDrafter:
             self._runner.commit(row.sequence.id, min(cached, len(row.sequence) + len(path)))
 
     def forget(self, row: int) -> None:
-        """The scheduler has released the row's blocks already."""
+        """The scheduler has released the row's blocks already, or the row is read anew."""
+        if row in self._runner.cache.tables:
+            self._runner.commit(row, 0)

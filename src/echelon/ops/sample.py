@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from echelon.errors import EchelonError
+from echelon.errors import EchelonError, row_error
 from echelon.ops.compiled import is_built, kernels
 from echelon.sampling import Sampler
 
@@ -32,24 +32,37 @@ class Place:
         return len(self.tokens) + len(self.path)
 
 
-def choose(places: Sequence[Place]) -> list[int]:
-    """The sampler's own token at every place.
+def choose(places: Sequence[Place], problems: dict[int, EchelonError] | None = None) -> list[int]:
+    """The sampler's own token at every place; −1 at a place that has none, where `problems` is given to take the reason.
 
     Raises
     ------
-    EchelonError  a place's logits hold NaN or infinity, or nothing but −infinity
+    EchelonError  a place has no token, and `problems` is not given: its logits hold NaN or infinity, its parameters forbid every token
+                  (a `RequestError`), or a logits processor raised
     """
-    processed = [p.sampler.processed(p.logits, p.tokens, p.path) for p in places]
-    for place, logits in zip(places, processed, strict=True):
-        if not np.isfinite(highest := logits.max()):
-            raise EchelonError(
-                f"the largest logit at position {place.position} is {highest}: the model overflowed, or its parameters forbid every token"
-            )
-    tokens = [int(logits.argmax()) if p.sampler.params.is_greedy else -1 for p, logits in zip(places, processed, strict=True)]
-    drawn = [i for i, token in enumerate(tokens) if token < 0]
+    found: dict[int, EchelonError] = {}
+    processed = [_processed(place, i, found) for i, place in enumerate(places)]
+    if found and problems is None:
+        raise next(iter(found.values()))
+    if problems is not None:
+        problems.update(found)
+    greedy = [p.sampler.params.is_greedy for p in places]
+    tokens = [-1] * len(places)
+    for i in (i for i, is_greedy in enumerate(greedy) if is_greedy and i not in found):
+        tokens[i] = int(processed[i].argmax())
+    drawn = [i for i, is_greedy in enumerate(greedy) if not is_greedy and i not in found]
     for i, token in zip(drawn, _draw([places[i] for i in drawn], [processed[i] for i in drawn]), strict=True):
         tokens[i] = token
     return tokens
+
+
+def _processed(place: Place, i: int, problems: dict[int, EchelonError]) -> NDArray[np.float32]:
+    """Logits [V] as the request's parameters make them; what prevents a choice is entered in `problems`."""
+    try:
+        return place.sampler.checked(place.logits, place.tokens, place.path)
+    except Exception as error:
+        problems[i] = row_error(error)
+        return place.logits
 
 
 def _draw(places: list[Place], logits: list[NDArray[np.float32]]) -> list[int]:

@@ -1,0 +1,283 @@
+"""From rows of the engine to what a client gets: whole answers and chunks, for completions and chat."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Any
+
+from echelon.api import LLM
+from echelon.errors import RequestError
+from echelon.sampling import Logprobs
+from echelon.sequence import Sequence
+from echelon.server.bridge import OvertimeError, RefusedError, State
+from echelon.server.protocol import (
+    Answer,
+    ApiError,
+    Chat,
+    ChatChoice,
+    ChatLogprobs,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    Metrics,
+    SpeculativeDecoding,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from echelon.text import num_held_back
+
+RETRY = {"Retry-After": "1"}
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass
+class Plan:
+    """A validated request: its sequences (all samples of a prompt together), and what its answer shows of them."""
+
+    model: str
+    prompts: list[list[Sequence]]
+    num_shown: int  # samples a prompt
+    is_chat: bool
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    echo: list[str] | None = None  # texts of the prompts
+    only_echo: bool = False  # max_tokens = 0
+    has_logprobs: bool = False
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [s for samples in self.prompts for s in samples]
+
+    @property
+    def name(self) -> str:
+        return f"chatcmpl-{self.id}" if self.is_chat else f"cmpl-{self.id}"
+
+
+def api_error(error: Exception) -> ApiError:
+    """An answer for what went wrong while a request ran; nothing of the inside is told."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error))
+    if isinstance(error, RefusedError):
+        return ApiError(429 if error.is_full else 503, str(error), "overloaded" if error.is_full else "unavailable", headers=RETRY)
+    if isinstance(error, OvertimeError):
+        return ApiError(503, str(error), "timeout", headers=RETRY)
+    return ApiError(500, "this request failed inside the server; others are not affected", "internal_error")
+
+
+class Answers:
+    """Builds answers for one model."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def piece(self, token: int) -> str:
+        tokenizer = self._llm.target.tokenizer
+        return tokenizer.decode([token], skip_special_tokens=False) if tokenizer is not None else ""
+
+    def whole(self, plan: Plan, states: SequenceOf[State]) -> Completion | Chat:
+        """The answer once every row is done."""
+        chosen = self._chosen(plan, states)
+        metrics = self.metrics(plan)
+        usage = self.usage(plan, states)
+        if plan.is_chat:
+            choices = [
+                ChatChoice(
+                    index=i,
+                    message=Answer(content=state.text),
+                    logprobs=self.chat_logprobs(plan, sequence, 0, state.num_tokens),
+                    finish_reason=state.reason,
+                )
+                for i, (sequence, state) in enumerate(chosen)
+            ]
+            return Chat(id=plan.name, created=plan.created, model=plan.model, choices=choices, usage=usage, metrics=metrics)
+        texts = [self._completion_choice(plan, i, sequence, state) for i, (sequence, state) in enumerate(chosen)]
+        return Completion(id=plan.name, created=plan.created, model=plan.model, choices=texts, usage=usage, metrics=metrics)
+
+    def _chosen(self, plan: Plan, states: SequenceOf[State]) -> list[tuple[Sequence, State]]:
+        """The samples to show of every prompt: all, or the likeliest by mean logprob (`best_of`)."""
+        by_id = {s.id: state for s, state in zip(plan.sequences, states, strict=True)}
+        shown = []
+        for samples in plan.prompts:
+            ranked = samples if len(samples) == plan.num_shown else sorted(samples, key=_mean_logprob, reverse=True)
+            shown += [(s, by_id[s.id]) for s in ranked[: plan.num_shown]]
+        return shown
+
+    def _completion_choice(self, plan: Plan, i: int, sequence: Sequence, state: State) -> CompletionChoice:
+        prefix = plan.echo[i // plan.num_shown] if plan.echo is not None else ""
+        text, count = ("", 0) if plan.only_echo else (state.text, state.num_tokens)
+        logprobs = self.completion_logprobs(plan, sequence, 0, count, 0, is_echoed=plan.echo is not None)
+        return CompletionChoice(index=i, text=prefix + text, logprobs=logprobs, finish_reason="length" if plan.only_echo else state.reason)
+
+    def usage(self, plan: Plan, states: SequenceOf[State]) -> Usage:
+        prompt = sum(samples[0].num_prompt_tokens for samples in plan.prompts)
+        completion = 0 if plan.only_echo else sum(s.num_tokens for s in states)
+        return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+
+    def metrics(self, plan: Plan) -> Metrics | None:
+        """How speculation went; of one sequence, so nothing where there are several."""
+        config = self._llm.speculative_config
+        if config is None:
+            return None
+        if len(plan.sequences) > 1:
+            return Metrics(speculative_decoding=None)
+        return Metrics(speculative_decoding=speculation_of(plan.sequences[0], config.num_speculative_tokens))
+
+    def completion_logprobs(
+        self, plan: Plan, sequence: Sequence, start: int, end: int, offset: int, is_echoed: bool = False
+    ) -> CompletionLogprobs | None:
+        """Of output tokens `start … end − 1`, which begin at character `offset`; the echoed prompt's before them."""
+        if not plan.has_logprobs:
+            return None
+        out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        places: list[Logprobs | None] = [*sequence.logprobs[start:end]]
+        tokens = sequence.output_tokens[start:end]
+        if is_echoed:
+            places = [None, *sequence.prompt_logprobs, *places]
+            tokens = sequence.tokens[: sequence.num_prompt_tokens] + tokens
+        for token, place in zip(tokens, places, strict=True):
+            piece = self.piece(token)
+            out.tokens.append(piece)
+            out.text_offset.append(offset)
+            out.token_logprobs.append(None if place is None else _finite(place.logprob))
+            out.top_logprobs.append(None if place is None else self._top(place))
+            offset += len(piece)
+        return out
+
+    def _top(self, place: Logprobs) -> dict[str, float]:
+        """By text; of tokens with the same text the likeliest."""
+        top: dict[str, float] = {}
+        for token, logprob in place.top.items():
+            top.setdefault(self.piece(token), _finite(logprob))
+        top.setdefault(self.piece(place.token), _finite(place.logprob))
+        return top
+
+    def chat_logprobs(self, plan: Plan, sequence: Sequence, start: int, end: int) -> ChatLogprobs | None:
+        if not plan.has_logprobs:
+            return None
+        content = []
+        for place in sequence.logprobs[start:end]:
+            top = [self._entry(token, logprob) for token, logprob in place.top.items()]
+            content.append(TokenLogprob(**self._entry(place.token, place.logprob).model_dump(), top_logprobs=top))
+        return ChatLogprobs(content=content)
+
+    def _entry(self, token: int, logprob: float) -> TopLogprob:
+        piece = self.piece(token)
+        return TopLogprob(token=piece, logprob=_finite(logprob), bytes=list(piece.encode("utf-8", "replace")))
+
+
+class Stream:
+    """The chunks of one answer. What may be the beginning of a stop string is held back until it is known."""
+
+    def __init__(self, answers: Answers, plan: Plan) -> None:
+        self._answers, self._plan = answers, plan
+        count = len(plan.sequences)
+        self._num_characters, self._num_tokens, self._is_over = [0] * count, [0] * count, [False] * count
+        self._offsets = [0] * count
+
+    def first(self) -> Iterator[bytes]:
+        """What a stream begins with: roles, or the echoed prompts."""
+        for i, _ in enumerate(self._plan.sequences):
+            if self._plan.is_chat:
+                yield self._event(i, {"delta": {"role": "assistant", "content": ""}}, None, None)
+            elif self._plan.echo is not None:
+                text = self._plan.echo[i // self._plan.num_shown]
+                logprobs = self._answers.completion_logprobs(self._plan, self._plan.sequences[i], 0, 0, 0, is_echoed=True)
+                self._offsets[i] = len(text)
+                yield self._event(i, {"text": text}, logprobs, None)
+
+    def next(self, states: SequenceOf[State]) -> Iterator[bytes]:
+        """What is new since the last call."""
+        for i, (sequence, state) in enumerate(zip(self._plan.sequences, states, strict=True)):
+            if self._is_over[i] or state.error is not None:
+                continue
+            is_last = state.reason is not None
+            end = len(state.text) if is_last else len(state.text) - num_held_back(state.text, sequence.params.stop)
+            text = state.text[self._num_characters[i] : end]
+            if not (text or is_last):
+                continue
+            self._num_characters[i] = max(end, self._num_characters[i])
+            self._is_over[i] = is_last
+            yield self._growth(i, sequence, text, state)
+            self._num_tokens[i] = state.num_tokens
+
+    def _growth(self, i: int, sequence: Sequence, text: str, state: State) -> bytes:
+        plan, start, end = self._plan, self._num_tokens[i], state.num_tokens
+        if plan.is_chat:
+            return self._event(i, {"delta": {"content": text}}, self._answers.chat_logprobs(plan, sequence, start, end), state.reason)
+        if plan.only_echo:
+            return self._event(i, {"text": ""}, None, "length")
+        logprobs = self._answers.completion_logprobs(plan, sequence, start, end, self._offsets[i])
+        self._offsets[i] += len(text)
+        return self._event(i, {"text": text}, logprobs, state.reason)
+
+    def last(self, states: SequenceOf[State]) -> Iterator[bytes]:
+        """Usage, where asked for, and the end."""
+        if self._plan.include_usage:
+            metrics = self._answers.metrics(self._plan)
+            more = {} if metrics is None else {"metrics": metrics.model_dump()}
+            yield self._wrap([], usage=self._answers.usage(self._plan, states).model_dump(), **more)
+        yield DONE
+
+    def _event(self, i: int, content: dict[str, Any], logprobs: CompletionLogprobs | ChatLogprobs | None, reason: str | None) -> bytes:
+        dumped = None if logprobs is None else logprobs.model_dump()
+        return self._wrap([{"index": i, **content, "logprobs": dumped, "finish_reason": reason}])
+
+    def _wrap(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        plan = self._plan
+        kind = "chat.completion.chunk" if plan.is_chat else "text_completion"
+        chunk = {"id": plan.name, "object": kind, "created": plan.created, "model": plan.model, "choices": choices, **more}
+        if plan.continuous_usage:
+            chunk.setdefault("usage", self._answers.usage(plan, [State(n) for n in self._num_tokens]).model_dump())
+        return event(chunk)
+
+
+def event(value: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+def error_event(error: ApiError) -> bytes:
+    """An error in the middle of a stream: one event, then the end."""
+    return event(error.body) + DONE
+
+
+def speculation_of(sequence: Sequence, num_spec_tokens: int) -> SpeculativeDecoding:
+    """vLLM's object. Steps that drafted nothing do not count."""
+    steps = {pair: count for pair, count in sequence.acceptance.items() if pair[0]}
+    num_steps = sum(steps.values())
+    drafted = sum(d * count for (d, _), count in steps.items())
+    accepted = sum(a * count for (_, a), count in steps.items())
+    by_length: dict[str, list[int]] = {}
+    histogram = [0] * (num_spec_tokens + 1)
+    for (d, a), count in sorted(steps.items()):
+        histogram[a] += count
+        by_length.setdefault(str(d), [0] * (d + 1))[a] += count
+    return SpeculativeDecoding(
+        mean_acceptance_length=1 + accepted / num_steps if num_steps else None,
+        draft_acceptance_rate=accepted / drafted if drafted else None,
+        acceptance_histogram=histogram,
+        acceptance_histogram_by_draft_length=by_length,
+        num_spec_steps=num_steps,
+        num_accepted_draft_tokens=accepted,
+        num_draft_tokens=drafted,
+        num_spec_tokens=num_spec_tokens,
+    )
+
+
+def _mean_logprob(sequence: Sequence) -> float:
+    return sum(place.logprob for place in sequence.logprobs) / max(1, len(sequence.logprobs))
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)

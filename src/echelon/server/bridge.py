@@ -1,0 +1,342 @@
+"""Between the event loop and the engine: one thread steps, requests enter and leave between steps.
+
+The loop's side puts commands into a queue; the engine's side publishes, after each step, how far every changed row has come. A reader that
+is slow finds the latest state and never a backlog: what it holds is bounded by its own text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from echelon.api import LLM
+from echelon.engine import Engine
+from echelon.errors import EchelonError, RowError, row_error
+from echelon.sequence import FinishReason, Sequence
+from echelon.server.config import ServerConfig
+from echelon.server.metrics import Metrics
+
+logger = logging.getLogger("echelon.server")
+GATHER_SECONDS = 0.005  # that a step waits for who comes in the place of a request that has just ended, and
+GATHER_SHARE = 0.05  # no longer than this share of the step before: missing the step would cost all of it
+IDLE_SECONDS = 1.0  # between the ticks of an engine that has nothing to do
+
+
+class RefusedError(EchelonError):
+    """Not now: the queue is full, or the server cannot serve."""
+
+    def __init__(self, message: str, is_full: bool) -> None:
+        super().__init__(message)
+        self.is_full = is_full
+
+
+class OvertimeError(EchelonError):
+    """A request waited, or ran, longer than the server allows."""
+
+
+class State(NamedTuple):
+    """How far a row has come; a value, so that the loop may read it while the engine goes on."""
+
+    num_tokens: int = 0
+    text: str = ""
+    reason: FinishReason | None = None
+    error: EchelonError | None = None
+
+
+@dataclass(eq=False)
+class Row:
+    """A sequence on its way, and when things happened to it (seconds of `time.monotonic`; 0: not yet)."""
+
+    sequence: Sequence
+    arrived_at: float
+    started_at: float = 0.0
+    first_at: float = 0.0
+    last_at: float = 0.0
+    state: State = field(default_factory=State)  # the engine's side writes it
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One HTTP request: the samples of all its prompts, in order. `states` is what the loop has been told."""
+
+    rows: list[Row]
+    loop: asyncio.AbstractEventLoop
+    states: list[State] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_finished(self) -> bool:
+        return bool(self.states) and all(s.reason is not None for s in self.states)
+
+    @property
+    def has_started(self) -> bool:
+        return any(row.started_at for row in self.rows)
+
+
+class Bridge:
+    """The engine's thread and the way to it. `start` and `stop` once; everything else from the event loop."""
+
+    def __init__(self, llm: LLM, config: ServerConfig, metrics: Metrics) -> None:
+        self.llm, self.config, self.metrics = llm, config, metrics
+        self.capacity = llm.config.max_num_seqs + config.max_queue
+        self.num_in_flight = 0  # sequences of requests that have not been answered to the end
+        self.is_draining = False
+        self._commands: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
+        self._rows: dict[int, tuple[Row, Ticket]] = {}  # by sequence id; the engine's side alone
+        self._unstarted: dict[int, Row] = {}
+        self._is_stopping = False
+        self._gathers_until = 0.0
+        self._progress_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="echelon-engine", daemon=True)
+
+    # The loop's side
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the step it is in; what still runs ends with an error."""
+        self._commands.put(self._stop)
+        self._thread.join(self.config.stall_timeout)
+
+    @property
+    def is_healthy(self) -> bool:
+        """The engine's thread lives, and has made a step, or had none to make, within the stall timeout."""
+        return self._thread.is_alive() and time.monotonic() - self._progress_at < self.config.stall_timeout
+
+    def take(self, count: int) -> None:
+        """Places for `count` sequences, from before their prompts are read until they are answered.
+
+        Raises
+        ------
+        RefusedError  there are none, or the server goes down, or the engine makes no progress
+        """
+        if self.is_draining:
+            raise RefusedError("the server is shutting down; ask again elsewhere or later", is_full=False)
+        if not self.is_healthy:
+            raise RefusedError("the engine makes no progress; ask again later", is_full=False)
+        if self.num_in_flight + count > self.capacity:
+            raise RefusedError(
+                f"the server is full: {self.num_in_flight} of {self.capacity} places are taken; ask again later", is_full=True
+            )
+        self.num_in_flight += count
+
+    def give(self, count: int) -> None:
+        """Places back."""
+        self.num_in_flight -= count
+
+    async def updates(self, sequences: SequenceOf[Sequence], arrived_at: float) -> AsyncIterator[Ticket]:
+        """Run sequences; yields whenever some have come further, until all are done. Closing it takes them out of the engine.
+
+        Raises
+        ------
+        OvertimeError  they waited or ran too long
+        """
+        ticket = Ticket([Row(s, arrived_at) for s in sequences], asyncio.get_running_loop())
+        self._commands.put(partial(self._add, ticket))
+        try:
+            while not ticket.is_finished:
+                await self._change(ticket, arrived_at)
+                yield ticket
+        finally:
+            if not ticket.is_finished:
+                self._commands.put(partial(self._abort, ticket))
+
+    async def _change(self, ticket: Ticket, arrived_at: float) -> None:
+        """Wait for the next state, no longer than the request may wait or run."""
+        config = self.config
+        while not ticket.changed.is_set():
+            has_started = ticket.has_started
+            limit = config.total_timeout if has_started else min(config.queue_timeout, config.total_timeout)
+            remaining = arrived_at + limit - time.monotonic()
+            if remaining <= 0.0:
+                what = "ran" if has_started else "waited"
+                raise OvertimeError(f"the request {what} longer than {limit:.0f} s and was given up; ask for fewer tokens, or later")
+            if not self._thread.is_alive():
+                raise RowError("the engine has stopped")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(remaining, IDLE_SECONDS)):
+                    await ticket.changed.wait()
+        ticket.changed.clear()
+
+    # The engine's side
+
+    def _run(self) -> None:
+        try:
+            with self.llm.exclusive() as engine:
+                while not self._is_stopping:
+                    self._tick(engine)
+        except BaseException as error:
+            logger.critical("the engine's thread ends: %s", place_of(error))
+        finally:
+            self._is_stopping = True
+            self._fail_all()
+
+    def _tick(self, engine: Engine) -> None:
+        """Everything that was asked for meanwhile, then a step."""
+        if not engine.has_work:
+            self._progress_at = time.monotonic()
+            with suppress(queue.Empty):
+                self._obey(self._commands.get(timeout=IDLE_SECONDS), engine)
+        with suppress(queue.Empty):
+            while (wait := self._gathers_until - time.monotonic()) > 0.0:
+                self._obey(self._commands.get(timeout=wait), engine)
+            while True:
+                self._obey(self._commands.get_nowait(), engine)
+        if engine.has_work and not self._is_stopping:
+            before, started_at = engine.stats.num_input_tokens, time.monotonic()
+            changed = self._step(engine)
+            if changed or engine.stats.num_input_tokens > before:
+                self._progress_at = time.monotonic()
+            self._publish(changed, engine)
+            if any(s.is_finished for s in changed):
+                ended_at = time.monotonic()
+                self._gathers_until = ended_at + min(GATHER_SECONDS, GATHER_SHARE * (ended_at - started_at))
+
+    def _obey(self, command: Callable[[Engine], None], engine: Engine) -> None:
+        try:
+            command(engine)
+        except Exception as error:
+            logger.error("a command failed: %s", place_of(error))
+
+    def _add(self, ticket: Ticket, engine: Engine) -> None:
+        for row in ticket.rows:
+            sequence = row.sequence
+            self._rows[sequence.id] = (row, ticket)
+            self._unstarted[sequence.id] = row
+            try:
+                engine.add(sequence)
+            except Exception as error:
+                sequence.fail(error)
+        self._publish([row.sequence for row in ticket.rows if row.sequence.is_finished], engine)
+
+    def _abort(self, ticket: Ticket, engine: Engine) -> None:
+        for row in ticket.rows:
+            if self._rows.pop(row.sequence.id, None) is not None:
+                self._unstarted.pop(row.sequence.id, None)
+                engine.abort(row.sequence)
+                with suppress(Exception):
+                    self.metrics.finished(row, time.monotonic(), "abort")
+
+    def _stop(self, _engine: Engine) -> None:
+        self._is_stopping = True
+
+    def _step(self, engine: Engine) -> list[Sequence]:
+        """The sequences that changed."""
+        running = list(engine.scheduler.running)
+        try:
+            return engine.step()
+        except Exception as error:
+            logger.error("a step failed, its rows are tried one by one: %s", place_of(error))
+            return self._try_alone(engine, running, error)
+
+    def _try_alone(self, engine: Engine, running: list[Sequence], error: Exception) -> list[Sequence]:
+        """After a step that failed: every row that was in it runs alone until its next token, so that only those at fault end.
+
+        A row keeps its tokens and loses its keys and values, as in preemption: its text stays the same.
+        """
+        rows = list(dict.fromkeys([*running, *engine.scheduler.running, *engine.scheduler.waiting]))
+        suspects = list(dict.fromkeys([*running, *engine.scheduler.running, *list(engine.scheduler.waiting)[:1]]))
+        for sequence in rows:
+            engine.abort(sequence)
+        for sequence in suspects:
+            if not sequence.is_finished:
+                self._run_alone(engine, sequence, error)
+        for sequence in rows:
+            if not sequence.is_finished:
+                engine.add(sequence)
+        return suspects
+
+    def _run_alone(self, engine: Engine, sequence: Sequence, error: Exception) -> None:
+        before = len(sequence)
+        try:
+            engine.add(sequence)
+            for _ in range(before):  # at least one token of it is fed in a step
+                engine.step()
+                if sequence.is_finished or len(sequence) > before:
+                    return
+            raise RowError("no step brought this request further") from error
+        except Exception as failure:
+            if not sequence.is_finished:
+                sequence.fail(failure)
+        finally:
+            engine.abort(sequence)
+
+    def _publish(self, changed: SequenceOf[Sequence], engine: Engine) -> None:
+        """Tell the loop what has changed, in one call."""
+        now = time.monotonic()
+        if self._unstarted:
+            for sequence in (*engine.scheduler.running, *changed):
+                if row := self._unstarted.pop(sequence.id, None):
+                    row.started_at = now
+                    with suppress(Exception):
+                        self.metrics.started(row)
+        tickets: dict[Ticket, None] = {}
+        for sequence in changed:
+            row, ticket = self._rows.get(sequence.id, (None, None))
+            if row is not None and ticket is not None:
+                self._record(row, now)
+                tickets[ticket] = None
+        self._tell([(ticket, [row.state for row in ticket.rows]) for ticket in tickets])
+
+    def _record(self, row: Row, now: float) -> None:
+        sequence = row.sequence
+        before, row.last_at = row.last_at, now
+        row.first_at = row.first_at or now
+        row.state = state_of(sequence)
+        with suppress(Exception):  # what fails in measuring a request is no reason to end it
+            if row.state.num_tokens:
+                self.metrics.grew(row, before, now)
+        if row.state.reason is not None:
+            del self._rows[sequence.id]
+            with suppress(Exception):
+                self.metrics.finished(row, now, row.state.reason)
+
+    def _tell(self, news: list[tuple[Ticket, list[State]]]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, list[State]]]] = {}
+        for ticket, states in news:
+            by_loop.setdefault(ticket.loop, []).append((ticket, states))
+        for loop, part in by_loop.items():
+            with suppress(RuntimeError):  # the loop is closed, and nobody listens any more
+                loop.call_soon_threadsafe(_deliver, part)
+
+    def _fail_all(self) -> None:
+        """The thread ends: whoever waits is told so, and whoever comes is refused."""
+        news = []
+        for row, ticket in self._rows.values():
+            row.state = row.state._replace(reason=FinishReason.ERROR, error=RowError("the engine has stopped"))
+            news.append((ticket, [r.state for r in ticket.rows]))
+        self._tell(news)
+
+
+def place_of(error: BaseException) -> str:
+    """An exception for the log: its kind and where it arose. What it says may hold pieces of a request, so that stays out."""
+    frames = traceback.extract_tb((error.__cause__ or error).__traceback__)[-3:]
+    return f"{type(error).__name__} in " + " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames))
+
+
+def _deliver(news: list[tuple[Ticket, list[State]]]) -> None:
+    for ticket, states in news:
+        ticket.states = states
+        ticket.changed.set()
+
+
+def state_of(sequence: Sequence) -> State:
+    """A row's state; where its text cannot be had, the row has failed."""
+    watcher, error = sequence.watcher, sequence.error
+    try:
+        text = "" if watcher is None else watcher.finish() if sequence.is_finished and error is None else watcher.text
+        return State(sequence.num_output_tokens, text, sequence.finish_reason, error)
+    except Exception as failure:
+        return State(sequence.num_output_tokens, "", FinishReason.ERROR, row_error(failure))

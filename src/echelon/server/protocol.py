@@ -1,0 +1,408 @@
+"""What clients send and get, after OpenAI's API: one description for every route, which validates, and documents itself as OpenAPI.
+
+Fields that OpenAI documents are accepted. Those that ask for what this server cannot do are refused by name unless they ask for nothing;
+unknown fields are refused. Fields beyond OpenAI's have vLLM's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+from echelon.errors import RequestError
+from echelon.sampling import SamplingParams
+
+MOST_SAMPLES = 16
+MOST_PROMPTS = 32
+MOST_LOGPROBS = 20
+MOST_STOPS = 16
+REFUSED = {
+    "response_format": "structured output",
+    "guided_json": "structured output",
+    "guided_regex": "structured output",
+    "guided_choice": "structured output",
+    "guided_grammar": "structured output",
+    "structured_outputs": "structured output",
+    "lora": "LoRA",
+    "lora_request": "LoRA",
+    "lora_name": "LoRA",
+    "adapter_id": "LoRA",
+    "tools": "tool calling",
+    "tool_choice": "tool calling",
+    "tool_calls": "tool calling",
+    "functions": "tool calling",
+    "function_call": "tool calling",
+    "audio": "audio",
+    "modalities": "anything but text",
+    "web_search_options": "web search",
+    "suffix": "insertion before a suffix",
+    "use_beam_search": "beam search",
+    "chat_template": "a chat template from a client",
+    "chat_template_kwargs": "a chat template from a client",
+}
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, StringConstraints(max_length=2**21)]
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
+IdKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
+
+
+class Strict(BaseModel):
+    """Unknown fields are refused, and no type stands in for another."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = Field(default=None, description="Accepted; nothing is padded.")
+
+
+class GenerationRequest(Strict):
+    """What completions and chat share."""
+
+    model: Text | None = None
+    frequency_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
+    logit_bias: dict[IdKey, Bias] | None = Field(default=None, max_length=1024)
+    max_tokens: int | None = Field(default=None, ge=0, lt=2**31)
+    n: int | None = Field(default=None, ge=1, le=MOST_SAMPLES)
+    presence_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = Field(default=None, ge=0.0, le=100.0)
+    top_p: float | None = Field(default=None, ge=0.0, le=1.0)
+    user: Text | None = Field(default=None, description="Accepted; changes nothing.")
+
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    min_p: float | None = Field(default=None, ge=0.0, le=1.0)
+    repetition_penalty: float | None = Field(default=None, gt=0.0, le=1000.0)
+    min_tokens: int | None = Field(default=None, ge=0, lt=2**31)
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=1024)
+    allowed_token_ids: list[TokenId] | None = Field(default=None, min_length=1, max_length=65536)
+    bad_words: list[Stop] | None = Field(default=None, max_length=256)
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    num_speculative_tokens: int | None = Field(default=None, ge=0, le=64, description="Most drafted tokens a step; 0: none.")
+
+    @model_validator(mode="after")
+    def _streams_what_it_counts(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options need stream = true; leave them out or stream")
+        return self
+
+    def params(self, max_tokens: int, **more: Any) -> SamplingParams:
+        """The engine's parameters; `RequestError` where they contradict each other."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        values = {
+            "max_tokens": max_tokens,
+            "stop": tuple(stop),
+            "seed": None if self.seed is None else self.seed % 2**64,
+            "top_p": None if self.top_p is None else max(self.top_p, 1e-9),
+            "logit_bias": {int(token): bias for token, bias in self.logit_bias.items()} if self.logit_bias else None,
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "allowed_token_ids": tuple(self.allowed_token_ids) if self.allowed_token_ids else None,
+            "bad_words": tuple(self.bad_words or ()),
+            **{name: getattr(self, name) for name in _SAME_NAME},
+            **more,
+        }
+        return SamplingParams(**{name: value for name, value in values.items() if value is not None})
+
+
+_SAME_NAME = (
+    "n", "temperature", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos",
+    "include_stop_str_in_output", "skip_special_tokens", "num_speculative_tokens",
+)  # fmt: skip
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[TokenId], Field(min_length=1, max_length=2**20)]
+        | Annotated[list[Annotated[list[TokenId], Field(max_length=2**20)]], Field(min_length=1, max_length=MOST_PROMPTS)]
+    )
+    best_of: int | None = Field(default=None, ge=1, le=MOST_SAMPLES, description="Draw so many, return the `n` likeliest; not streamed.")
+    echo: bool | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    suffix: Literal[""] | None = None
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise ValueError(f"best_of = {self.best_of} is less than n = {self.n or 1}; raise it")
+        if self.best_of is not None and self.best_of > (self.n or 1) and self.stream:
+            raise ValueError("best_of cannot be streamed: the best are known at the end; leave out one of the two")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens = 0 gives nothing without echo; raise it")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+    def sampling_params(self) -> SamplingParams:
+        draws = self.best_of or self.n or 1
+        is_ranked = draws > (self.n or 1)
+        count = 0 if is_ranked and self.logprobs is None else self.logprobs
+        most = 16 if self.max_tokens is None else self.max_tokens
+        return self.params(max(most, 1), n=draws, logprobs=count, prompt_logprobs=self.logprobs if self.echo else None)
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: Text
+
+
+class Message(Strict):
+    role: Literal["developer", "system", "user", "assistant", "tool", "function"]
+    content: Text | Annotated[list[TextPart], Field(max_length=1024)] | None = None
+    name: Text | None = None
+    refusal: Text | None = None
+    tool_call_id: Text | None = None
+    tool_calls: list[Any] | None = Field(default=None, max_length=0)
+    function_call: None = None
+    audio: None = None
+
+    def for_template(self) -> dict[str, str]:
+        """Templates know `system`, which OpenAI has renamed `developer`."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": content} | ({"name": self.name} if self.name else {})
+
+
+class ResponseFormat(Strict):
+    type: Literal["text"]
+
+
+class ChatRequest(GenerationRequest):
+    messages: list[Message] = Field(min_length=1, max_length=1024)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+
+    response_format: ResponseFormat | None = None
+    tools: list[Any] | None = Field(default=None, max_length=0)
+    tool_choice: Literal["none", "auto"] | None = None
+    functions: list[Any] | None = Field(default=None, max_length=0)
+    function_call: Literal["none", "auto"] | None = None
+    modalities: list[Literal["text"]] | None = Field(default=None, max_length=1)
+    audio: None = None
+    web_search_options: None = None
+
+    metadata: dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]] | None = Field(
+        default=None, max_length=16, description="Accepted; changes nothing, as do the fields below."
+    )
+    parallel_tool_calls: bool | None = None
+    prediction: dict[str, Any] | None = None
+    prompt_cache_key: Text | None = None
+    reasoning_effort: Text | None = None
+    safety_identifier: Text | None = None
+    service_tier: Text | None = None
+    store: bool | None = None
+    verbosity: Text | None = None
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs need logprobs = true")
+        if self.max_tokens == 0:
+            raise ValueError("max_tokens = 0 gives nothing; raise it")
+        return self
+
+    def sampling_params(self, room: int) -> SamplingParams:
+        """`room`: tokens that the context has left, which an answer without a limit may use."""
+        most = self.max_completion_tokens or self.max_tokens or max(room, 1)
+        return self.params(most, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+
+class TokenizeRequest(Strict):
+    """A text or a conversation."""
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=1024)
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give exactly one of prompt and messages")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    model: Text | None = None
+    tokens: list[TokenId] = Field(max_length=2**20)
+
+
+class Tokens(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(BaseModel):
+    prompt: str
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Version(BaseModel):
+    version: str
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class SpeculativeDecoding(BaseModel):
+    """Of one sequence; `mean_acceptance_length` counts the extra token of every step that drafted, as in vLLM."""
+
+    mean_acceptance_length: float | None
+    draft_acceptance_rate: float | None
+    acceptance_histogram: list[int]
+    acceptance_histogram_by_draft_length: dict[str, list[int]]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+
+
+class Metrics(BaseModel):
+    speculative_decoding: SpeculativeDecoding | None
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    metrics: Metrics | None = None
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class Answer(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: Answer
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class Chat(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | None = None
+    metrics: Metrics | None = None
+
+
+class Problem(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    error: Problem
+
+
+class ApiError(Exception):
+    """An answer that is an error, in OpenAI's terms."""
+
+    def __init__(
+        self, status: int, message: str, code: str | None = None, param: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.headers = status, code, param, dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "rate_limit_error" if self.status == 429 else "invalid_request_error"
+        return ErrorBody(error=Problem(message=str(self), type=kind, param=self.param, code=self.code)).model_dump()
+
+
+def bad_request(error: RequestError) -> ApiError:
+    return ApiError(400, str(error))
+
+
+def validation_error(problems: SequenceOf[Mapping[str, Any]]) -> ApiError:
+    """The first thing wrong with a body, naming the field; never its value, which may be long or private."""
+    problem = problems[0]
+    path = [str(part) for part in problem["loc"] if part != "body"]
+    param = path[0] if path else None
+    named = next((REFUSED[p] for p in path if p in REFUSED), None)
+    if named is not None:
+        return ApiError(400, f"{'.'.join(path)}: {named} is not supported by this server; remove the field", param=param)
+    if problem["type"] == "extra_forbidden":
+        return ApiError(
+            400,
+            f"unknown field {'.'.join(path)[:100]!r}; remove it (GET /openapi.json lists the known ones)",
+            param=param[:100] if param else None,
+        )
+    return ApiError(400, f"{'.'.join(path) or 'body'}: {problem['msg']}", param=param)

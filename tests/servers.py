@@ -1,0 +1,188 @@
+"""A server in this process, on a free port, and what must be true of it after whatever happened."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import psutil
+
+from echelon import LLM, SamplingParams
+from echelon.demo import DRAFT, TARGET
+from echelon.server.app import Service, create_app
+from echelon.server.config import ServerConfig
+from echelon.server.listen import Server, build_server
+from echelon.target.loading import LoadedModel, load_model
+
+SPECULATIVE: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 2},
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": 3},
+}
+PROMPTS = ["def main(argv):\n", "import os\nimport sys\n", "class Stack:\n    def __init__(self):\n", "for i in range(10):\n    print(i)\n"]
+MODEL = "pair"
+
+
+@dataclass(frozen=True)
+class Running:
+    """`url` without a slash; `llm` is the server's own, so never generate with it."""
+
+    url: str
+    service: Service
+    server: Server
+
+    @property
+    def llm(self) -> LLM:
+        return self.service.llm
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60.0, **options)
+
+    def connect(self) -> socket.socket:
+        connection = socket.create_connection(self.address, timeout=60.0)
+        connection.settimeout(60.0)
+        return connection
+
+
+_MODELS: list[LoadedModel] = []
+
+
+def pair() -> tuple[LoadedModel, LoadedModel]:
+    """The embedded target and draft model in float32, loaded once."""
+    if not _MODELS:
+        _MODELS.extend(load_model(str(path), "float32") for path in (TARGET, DRAFT))
+    return _MODELS[0], _MODELS[1]
+
+
+def build(method: str = "plain", **settings: Any) -> LLM:
+    target, draft = pair()
+    defaults = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 2**25}
+    return LLM(target, SPECULATIVE[method], draft if method == "draft_model" else None, **(defaults | settings))
+
+
+@contextmanager
+def serving(llm: LLM, **changes: Any) -> Iterator[Running]:
+    """The server's loop and engine run in threads of their own until the end of the block."""
+    config = ServerConfig(**({"port": 0, "served_model_name": MODEL, "max_queue": 512} | changes))
+    app = create_app(llm, config)
+    has_started = threading.Event()
+
+    class Announced(Server):
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            has_started.set()
+
+    server = build_server(app, app.service.bridge, config, Announced)
+    thread = threading.Thread(target=server.run, name="server")
+    thread.start()
+    assert has_started.wait(60.0)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield Running(f"http://{config.host}:{port}", app.service, server)
+    finally:
+        server.should_exit = True
+        thread.join(60.0)
+        assert not thread.is_alive()
+        assert not app.service.bridge.is_healthy
+
+
+def settle(running: Running) -> None:
+    """Wait, by asking the engine's own queue, until nothing is in flight and every row has left."""
+    for _ in range(2000):
+        done = threading.Event()
+        running.service.bridge._commands.put(lambda _engine, done=done: done.set())
+        assert done.wait(60.0)
+        if running.service.bridge.num_in_flight == 0 and not running.llm.engine.has_work:
+            return
+    raise AssertionError("requests are still in flight")
+
+
+def blocks_free(llm: LLM) -> list[int]:
+    """Free KV blocks of every cache."""
+    drafter = getattr(llm.engine.drafter, "drafter", None)
+    runners = [llm.engine.target, getattr(drafter, "_runner", None)]
+    return [r.cache.tables.pool.num_free for r in runners if r is not None]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    threads: int
+    descriptors: int
+    memory: int
+
+    @classmethod
+    def now(cls) -> Footprint:
+        gc.collect()
+        process = psutil.Process(os.getpid())
+        return cls(process.num_threads(), process.num_fds(), process.memory_info().rss)
+
+
+CANARIES = [
+    {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": 24,
+        "logprobs": 1,
+        **({"temperature": 0} if greedy else {"temperature": 0.9, "seed": i}),
+    }
+    for greedy in (True, False)
+    for i, prompt in enumerate(PROMPTS)
+]
+
+
+async def together(url: str, asked: list[dict[str, Any]]) -> list[httpx.Response]:
+    """Answers to completions that are asked for at once."""
+    async with httpx.AsyncClient(base_url=url, timeout=60.0, limits=httpx.Limits(max_connections=None)) as client:
+        return await asyncio.gather(*(client.post("/v1/completions", json=body) for body in asked))
+
+
+def canaries(running: Running) -> list[Any]:
+    """Texts and logprobs of four greedy and four seeded requests."""
+    answers = asyncio.run(together(running.url, CANARIES))
+    assert all(a.status_code == 200 for a in answers), [a.text for a in answers if a.status_code != 200]
+    return [a.json()["choices"] for a in answers]
+
+
+@contextmanager
+def unharmed(running: Running, growth: int = 20 * 2**20) -> Iterator[None]:
+    """What happens inside leaves canaries, KV blocks, threads, descriptors and memory as they were."""
+    before = canaries(running)
+    settle(running)
+    free, footprint = blocks_free(running.llm), Footprint.now()
+    yield
+    settle(running)
+    assert blocks_free(running.llm) == free
+    assert canaries(running) == before
+    with running.client() as client:
+        assert client.get("/health").status_code == 200
+    settle(running)
+    assert blocks_free(running.llm) == free
+    running.llm.engine.check()
+    after = Footprint.now()
+    assert after.threads <= footprint.threads + 2
+    assert after.descriptors <= footprint.descriptors + 2
+    assert after.memory <= footprint.memory + growth
+
+
+def request_bytes(body: str, path: str = "/v1/completions") -> bytes:
+    """A whole request for a raw socket."""
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body.encode())}\r\n\r\n"
+    return head.encode() + body.encode()
+
+
+def params(body: dict[str, Any]) -> SamplingParams:
+    """Of a request body with fields that `SamplingParams` has, too."""
+    return SamplingParams(**{k: v for k, v in body.items() if k in SamplingParams.model_fields})

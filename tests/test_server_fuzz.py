@@ -1,0 +1,69 @@
+"""Requests made from the server's own description of itself, right and wrong ones: no 5xx, and nothing that the description forbids."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
+
+import servers
+from servers import Running
+
+NUM_CASES = 2000 if os.environ.get("PROVE") else 50  # an operation
+OPERATIONS = [
+    "POST /v1/completions", "POST /v1/chat/completions", "POST /tokenize", "POST /detokenize", "GET /v1/models", "GET /v1/models/{model}",
+    "GET /health", "GET /livez", "GET /readyz", "GET /metrics", "GET /version",
+]  # fmt: skip
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    with servers.serving(servers.build("ngram", max_model_len=48)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def schema(running: Running) -> Any:
+    return schemathesis.openapi.from_url(running.url + "/openapi.json")
+
+
+def test_every_operation_is_tried(schema: Any) -> None:
+    described = [f"{o.ok().method.upper()} {o.ok().path}" for o in schema.get_all_operations()]
+    assert sorted(described) == sorted(OPERATIONS)
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["right", "wrong"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_description_is_kept(running: Running, schema: Any, operation: str, mode: GenerationMode) -> None:
+    method, path = operation.split(" ")
+    if mode is GenerationMode.NEGATIVE and method == "GET":
+        pytest.skip("nothing about it can be wrong")
+    seen = []
+
+    @settings(
+        max_examples=NUM_CASES if method == "POST" else min(NUM_CASES, 10),
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=schema[path][method].as_strategy(generation_mode=mode))
+    def run(case: Any) -> None:
+        seen.append(case.call_and_validate(base_url=running.url, checks=CHECKS, timeout=60).status_code)
+
+    with servers.unharmed(running):
+        run()
+    assert max(seen) < 500
+    if mode is GenerationMode.NEGATIVE:
+        assert min(seen) >= 400
+    elif path not in ("/v1/models/{model}", "/detokenize"):
+        assert 200 in seen
