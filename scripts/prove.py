@@ -27,7 +27,7 @@ SUFFIXES = {".py", ".cpp", ".h", ".safetensors"}
 
 @dataclass(frozen=True)
 class Cell:
-    """A proof: its name, its command after `python`, and whether it asks for the full size."""
+    """A proof: its name, its command, and whether it asks for the full size."""
 
     name: str
     command: list[str] = field(hash=False)
@@ -35,12 +35,13 @@ class Cell:
 
 
 def pytest(name: str, *arguments: str) -> Cell:
-    return Cell(name, ["-m", "pytest", *arguments])
+    return Cell(name, ["python", "-m", "pytest", *arguments])
 
 
 def bench(name: str, *arguments: str) -> Cell:
     """A benchmark, whose figures go to a file of their own beside the other evidence."""
-    return Cell(f"bench {name}", ["-m", "echelon", "bench", name, *arguments, "--output", f"docs/evidence/{name}.json"], full_size=False)
+    output = f"docs/evidence/{name}.json"
+    return Cell(f"bench {name}", ["python", "-m", "echelon", "bench", name, *arguments, "--output", output], full_size=False)
 
 
 CELLS = [
@@ -51,6 +52,10 @@ CELLS = [
     pytest("transformers", "tests/test_hf.py"),
     pytest("strategies", "tests/test_strategies.py"),
     pytest("echelon verify", "tests/test_verify_command.py"),
+    pytest("end to end", "tests/test_end_to_end.py"),
+    pytest("server", "tests/test_server.py", "tests/test_server_walls.py"),
+    pytest("server faults", "tests/test_server_faults.py"),
+    pytest("server fuzz", "tests/test_server_fuzz.py"),
     pytest("linear layers", "tests/test_linear.py"),
     pytest("norms, rotary embeddings, activations", "tests/test_fused.py"),
     pytest("drawing", "tests/test_sampling.py"),
@@ -58,10 +63,12 @@ CELLS = [
     pytest("kill and resume", "tests/test_resume.py"),
     pytest("goodness of fit", "tests/test_fit.py"),
     pytest("state machine", "tests/test_scheduler.py"),
-    *(Cell(f"mutant: {m.name}", ["scripts/mutants.py", m.name], full_size=False) for m in MUTANTS),
+    Cell("sanitisers", ["make", "sanitize", "CASES=100000"], full_size=False),
+    *(Cell(f"mutant: {m.name}", ["python", "scripts/mutants.py", m.name], full_size=False) for m in MUTANTS),
     bench("pair"),
     bench("overhead"),
     bench("kernels"),
+    bench("step", "llama-1.1b"),
     bench("throughput", "--parameters", "500000000", "--strategies", "unpadded", "--no-transformers"),
 ]
 
@@ -79,14 +86,15 @@ def run(cell: Cell) -> dict[str, object]:
     """The cell's record; its output passes on to the terminal."""
     start = time.perf_counter()
     environ = os.environ | ({"PROVE": "1"} if cell.full_size else {})
+    command = [sys.executable if word == "python" else word for word in cell.command]
     lines = []
-    with subprocess.Popen([sys.executable, *cell.command], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
             lines.append(line.strip())
     return {
-        "command": ("PROVE=1 " if cell.full_size else "") + " ".join(["python", *cell.command]),
+        "command": ("PROVE=1 " if cell.full_size else "") + " ".join(cell.command),
         "passed": process.returncode == 0,
         "seconds": round(time.perf_counter() - start, 1),
         "result": next((line for line in reversed(lines) if line), ""),
