@@ -262,7 +262,8 @@ def create_app(llm: LLM, config: ServerConfig) -> Wall:
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    stream: dict[str, Any] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    stream: dict[str, Any] = {"content": {"text/event-stream": {"schema": event}}}
 
     @app.post("/v1/completions", response_model=Completion, responses={200: stream})
     async def completions(asked: CompletionRequest, request: Request) -> Response:
