@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
 import servers
@@ -170,6 +171,8 @@ def test_usage_streams_and_speculation_is_reported(client: httpx.Client) -> None
     whole = client.post(COMPLETIONS, json={"prompt": PROMPTS[2], "max_tokens": 30, "temperature": 0}).json()
     assert last["choices"] == [] and last["usage"] == whole["usage"] and last["metrics"] == whole["metrics"]
     assert all("usage" not in c for c in chunks)
+    counted = events(client, body | {"stream_options": {"continuous_usage_stats": True}})
+    assert [c["usage"]["completion_tokens"] for c in counted] == sorted(c["usage"]["completion_tokens"] for c in counted)
     spec = whole["metrics"]["speculative_decoding"]
     assert sum(spec["acceptance_histogram"]) == spec["num_spec_steps"] > 0
     assert sum(i * n for i, n in enumerate(spec["acceptance_histogram"])) == spec["num_accepted_draft_tokens"] > 0
@@ -469,6 +472,28 @@ def test_other_addresses_need_a_key(tmp_path: Any) -> None:
             path.write_text(content)
         with pytest.raises(ConfigError, match=r"one key a line|holds no key"):
             read_keys(path)
+
+
+CONNECTED: list[Any] = []  # addresses that anything in this process connects to
+
+
+@pytest.fixture(scope="module")
+def audit() -> list[Any]:
+    """A hook cannot be taken away again, so there is one, which only writes down."""
+    sys.addaudithook(lambda name, arguments: CONNECTED.append(arguments[1]) if name == "socket.connect" else None)
+    return CONNECTED
+
+
+def test_nothing_but_loopback_is_connected_to_or_listened_on(audit: list[Any]) -> None:
+    audit.clear()
+    with servers.serving(servers.build("draft_model")) as running:
+        asyncio.run(servers.together(running.url, bodies(4)))
+        with running.client() as client:
+            client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 3})
+            client.post("/tokenize", json={"prompt": "http://example.org/model.safetensors"})
+        listeners = [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert set(listeners) == {"127.0.0.1"}
+    assert audit and {address[0] for address in audit} == {"127.0.0.1"}
 
 
 def test_request_ids_are_echoed(client: httpx.Client) -> None:

@@ -40,30 +40,35 @@ def test_every_operation_is_tried(schema: Any) -> None:
     assert sorted(described) == sorted(OPERATIONS)
 
 
-@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["right", "wrong"])
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_the_description_is_kept(running: Running, schema: Any, operation: str, mode: GenerationMode) -> None:
+def try_cases(running: Running, schema: Any, operation: str, mode: GenerationMode, count: int) -> list[int]:
+    """Status codes of `count` requests."""
     method, path = operation.split(" ")
-    if mode is GenerationMode.NEGATIVE and method == "GET":
-        pytest.skip("nothing about it can be wrong")
-    seen = []
+    seen: list[int] = []
 
     @settings(
-        max_examples=NUM_CASES if method == "POST" else min(NUM_CASES, 10),
-        derandomize=True,
-        deadline=None,
-        database=None,
-        phases=[Phase.explicit, Phase.generate],
-        suppress_health_check=list(HealthCheck),
+        max_examples=count, derandomize=True, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
     )
     @given(case=schema[path][method].as_strategy(generation_mode=mode))
     def run(case: Any) -> None:
         seen.append(case.call_and_validate(base_url=running.url, checks=CHECKS, timeout=60).status_code)
 
-    with servers.unharmed(running):
-        run()
+    run()
     assert max(seen) < 500
-    if mode is GenerationMode.NEGATIVE:
-        assert min(seen) >= 400
-    elif path not in ("/v1/models/{model}", "/detokenize"):
-        assert 200 in seen
+    return seen
+
+
+@pytest.mark.parametrize("operation", [o for o in OPERATIONS if o.startswith("POST")])
+def test_the_description_is_kept(running: Running, schema: Any, operation: str) -> None:
+    with servers.unharmed(running):
+        right = try_cases(running, schema, operation, GenerationMode.POSITIVE, NUM_CASES)
+        wrong = try_cases(running, schema, operation, GenerationMode.NEGATIVE, NUM_CASES)
+    assert len(right) >= NUM_CASES // 2
+    assert min(wrong) >= 400
+    assert 200 in right or operation == "POST /detokenize"  # random ids lie outside the vocabulary
+
+
+def test_what_is_read_stays_readable(running: Running, schema: Any) -> None:
+    for operation in OPERATIONS:
+        if operation.startswith("GET"):
+            seen = try_cases(running, schema, operation, GenerationMode.POSITIVE, min(NUM_CASES, 50) if "{" in operation else 1)
+            assert 200 in seen or "{" in operation

@@ -14,7 +14,8 @@ import toys
 from echelon import LLM, RequestOutput, SamplingParams
 from echelon.draft import Draft
 from echelon.drafters.guard import MOST_FAILURES, NUM_GOOD, GuardedDrafter
-from echelon.sequence import PlannedRow
+from echelon.sampling import Sampler
+from echelon.sequence import PlannedRow, Sequence
 from echelon.target.loading import LoadedModel
 from echelon.verify import Verdict, largest_rows
 
@@ -307,3 +308,17 @@ def test_failures_are_forgiven_after_many_good_proposals() -> None:
     for _ in range(5):
         guard.propose([])
     assert guard.faults == {"raised": 5 + MOST_FAILURES - 1, "cut off": 3}
+
+
+def test_a_drafter_starts_anew_on_rows_of_a_failed_proposal() -> None:
+    """What it keeps of them may be half done."""
+    faulty = FaultyDrafter("raise", 2)
+    forgotten: list[int] = []
+    faulty.forget = forgotten.append  # type: ignore[method-assign]
+    guard = GuardedDrafter(faulty, toys.VOCABULARY)
+    sequences = [Sequence(i, [1, 2], 2, Sampler(SamplingParams(), i), frozenset(), 9) for i in (4, 7)]
+    rows = [PlannedRow(s, 0, 2, 3) for s in sequences]
+    guard.propose(rows)
+    assert forgotten == []
+    assert guard.propose(rows).num_draft_tokens.tolist() == [0, 0]
+    assert forgotten == [4, 7]

@@ -258,7 +258,7 @@ class LLM:
         tokenizer = self.target.tokenizer
         if tokenizer is None or tokenizer.chat_template is None:
             raise RequestError(f"{self.target.name!r} has no chat template; give a prompt instead of messages")
-        self._check_characters(sum(len(text) for m in messages for text in m.values()))
+        self._check_characters(sum(len(text) for m in messages for text in m.values() if isinstance(text, str)))
         rendered = render_chat(tokenizer, messages)
         self._check_characters(len(rendered))
         return self.encode(rendered, add_special_tokens=False)

@@ -16,8 +16,10 @@ from echelon.sampling import Logprobs
 from echelon.sequence import Sequence
 from echelon.server.bridge import OvertimeError, RefusedError, State
 from echelon.server.protocol import (
-    Answer,
     ApiError,
+)
+from echelon.server.responses import (
+    Answer,
     Chat,
     ChatChoice,
     ChatLogprobs,

@@ -19,27 +19,30 @@ from starlette.exceptions import HTTPException
 
 from echelon.api import LLM
 from echelon.errors import EchelonError, RequestError
-from echelon.server.answers import RETRY, Answers, Plan, Stream, api_error, error_event
-from echelon.server.bridge import Bridge, State, Ticket, place_of
+from echelon.server.answers import RETRY, Answers, Plan, Stream, api_error
+from echelon.server.bridge import Bridge, State, Ticket
 from echelon.server.config import ServerConfig
 from echelon.server.metrics import Metrics
 from echelon.server.protocol import (
     ApiError,
-    Chat,
     ChatRequest,
-    Completion,
     CompletionRequest,
-    Detokenized,
     DetokenizeRequest,
+    TokenizeRequest,
+    validation_error,
+)
+from echelon.server.responses import (
+    Chat,
+    Completion,
+    Detokenized,
     ErrorBody,
     ModelCard,
     ModelList,
-    TokenizeRequest,
     Tokens,
     Version,
-    validation_error,
 )
-from echelon.server.wall import Receive, Scope, Send, Wall, send_error
+from echelon.server.streaming import EventStream, known_error, until_gone
+from echelon.server.wall import Wall
 
 logger = logging.getLogger("echelon.server")
 T = TypeVar("T")
@@ -47,67 +50,6 @@ NUM_TEXT_THREADS = 2
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 403, 404, 405, 408, 413, 415, 429, 431, 500, 503)
 }
-
-
-class EventStream(Response):
-    """Server-sent events, made as they are sent. Until the first is there an error is still an error status; afterwards it is an event.
-
-    A client that leaves ends the making of events. `places` are given back at the end.
-    """
-
-    def __init__(self, events: AsyncIterator[bytes], places: ExitStack) -> None:
-        super().__init__()
-        self._events, self._places = events, places
-
-    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        with self._places:
-            await _until_gone(self._send_all(send), receive)
-
-    async def _send_all(self, send: Send) -> None:
-        has_begun = False
-        async with aclosing(self._events) as events:  # type: ignore[type-var]
-            try:
-                async for event in events:
-                    if not has_begun:
-                        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
-                        await send({"type": "http.response.start", "status": 200, "headers": headers})
-                        has_begun = True
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-            except Exception as error:
-                problem = known_error(error)
-                if not has_begun:
-                    await send_error(problem, send)
-                    return
-                await send({"type": "http.response.body", "body": error_event(problem), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def known_error(error: Exception) -> ApiError:
-    """The answer for an exception; one that nobody expected is logged."""
-    answer = api_error(error)
-    if answer.status == 500:
-        logger.error("a request failed: %s", place_of(error))
-    return answer
-
-
-async def _until_gone(work: Any, receive: Receive) -> Any:
-    """The result of `work`, which is cancelled if the client leaves first; then `None`."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnect(receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        return None
-    finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (message := await receive())["type"] != "http.disconnect":
-        assert message["type"] == "http.request"
 
 
 class Service:
@@ -199,7 +141,7 @@ class Service:
             updates = self.bridge.updates(plan.sequences, arrived_at)
             if plan.stream:
                 return EventStream(self._events(plan, updates), places.pop_all())
-            states = await _until_gone(self._finished(updates), request.receive)
+            states = await until_gone(self._finished(updates), request.receive)
             if states is None:
                 return Response(status_code=499)  # nobody reads it
             return Response(self.answers.whole(plan, states).model_dump_json(), media_type="application/json")
@@ -262,7 +204,8 @@ def create_app(llm: LLM, config: ServerConfig) -> Wall:
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    stream: dict[str, Any] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    stream: dict[str, Any] = {"content": {"text/event-stream": {"schema": event}}}
 
     @app.post("/v1/completions", response_model=Completion, responses={200: stream})
     async def completions(asked: CompletionRequest, request: Request) -> Response:

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from echelon.errors import RequestError
 from echelon.sampling import SamplingParams
+from echelon.server.responses import ErrorBody, Problem
 
 MOST_SAMPLES = 16
 MOST_PROMPTS = 32
@@ -82,7 +82,7 @@ class GenerationRequest(Strict):
 
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     min_p: float | None = Field(default=None, ge=0.0, le=1.0)
-    repetition_penalty: float | None = Field(default=None, gt=0.0, le=1000.0)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100.0)
     min_tokens: int | None = Field(default=None, ge=0, lt=2**31)
     stop_token_ids: list[TokenId] | None = Field(default=None, max_length=1024)
     allowed_token_ids: list[TokenId] | None = Field(default=None, min_length=1, max_length=65536)
@@ -248,130 +248,6 @@ class DetokenizeRequest(Strict):
     tokens: list[TokenId] = Field(max_length=2**20)
 
 
-class Tokens(BaseModel):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-
-
-class Detokenized(BaseModel):
-    prompt: str
-
-
-class ModelCard(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str
-    max_model_len: int
-
-
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class Version(BaseModel):
-    version: str
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class SpeculativeDecoding(BaseModel):
-    """Of one sequence; `mean_acceptance_length` counts the extra token of every step that drafted, as in vLLM."""
-
-    mean_acceptance_length: float | None
-    draft_acceptance_rate: float | None
-    acceptance_histogram: list[int]
-    acceptance_histogram_by_draft_length: dict[str, list[int]]
-    num_spec_steps: int
-    num_accepted_draft_tokens: int
-    num_draft_tokens: int
-    num_spec_tokens: int
-
-
-class Metrics(BaseModel):
-    speculative_decoding: SpeculativeDecoding | None
-
-
-class CompletionLogprobs(BaseModel):
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class CompletionChoice(BaseModel):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: str | None
-
-
-class Completion(BaseModel):
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
-    metrics: Metrics | None = None
-
-
-class TopLogprob(BaseModel):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(BaseModel):
-    content: list[TokenLogprob]
-    refusal: None = None
-
-
-class Answer(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str
-    refusal: None = None
-
-
-class ChatChoice(BaseModel):
-    index: int
-    message: Answer
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-
-
-class Chat(BaseModel):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage | None = None
-    metrics: Metrics | None = None
-
-
-class Problem(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(BaseModel):
-    error: Problem
-
-
 class ApiError(Exception):
     """An answer that is an error, in OpenAI's terms."""
 
@@ -385,10 +261,6 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "rate_limit_error" if self.status == 429 else "invalid_request_error"
         return ErrorBody(error=Problem(message=str(self), type=kind, param=self.param, code=self.code)).model_dump()
-
-
-def bad_request(error: RequestError) -> ApiError:
-    return ApiError(400, str(error))
 
 
 def validation_error(problems: SequenceOf[Mapping[str, Any]]) -> ApiError:
