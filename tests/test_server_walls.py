@@ -13,7 +13,7 @@ import torch
 import toys
 from echelon import LLM, RequestOutput, SamplingParams
 from echelon.draft import Draft
-from echelon.drafters.guard import MOST_FAILURES, NUM_GOOD, GuardedDrafter
+from echelon.drafters.guard import MOST_FAILURES, NUM_GOOD, GuardedDrafter, problem_of
 from echelon.sampling import Sampler
 from echelon.sequence import PlannedRow, Sequence
 from echelon.target.loading import LoadedModel
@@ -317,8 +317,16 @@ def test_a_drafter_starts_anew_on_rows_of_a_failed_proposal() -> None:
     faulty.forget = forgotten.append  # type: ignore[method-assign]
     guard = GuardedDrafter(faulty, toys.VOCABULARY)
     sequences = [Sequence(i, [1, 2], 2, Sampler(SamplingParams(), i), frozenset(), 9) for i in (4, 7)]
-    rows = [PlannedRow(s, 0, 2, 3) for s in sequences]
+    rows = [PlannedRow(s, 0, 2, 3, 3) for s in sequences]
     guard.propose(rows)
     assert forgotten == []
     assert guard.propose(rows).num_draft_tokens.tolist() == [0, 0]
     assert forgotten == [4, 7]
+
+
+def test_a_tree_is_no_deeper_than_its_row_has_room() -> None:
+    sequence = Sequence(1, [1, 2], 2, Sampler(SamplingParams(), 1), frozenset(), 9)
+    row = PlannedRow(sequence, 0, 2, 6, 2)
+    for parents, is_good in (([-1, -1, 0, 1], True), ([-1, 0, 1, -1], False), ([-1, 0, 0, 0], True)):
+        problem = problem_of(Draft.trees([([3, 4, 5, 6], parents)]), [row], toys.VOCABULARY)
+        assert (problem is None) == is_good, parents

@@ -70,3 +70,11 @@ class Draft:
         """Parents of row i's nodes."""
         parents: list[int] = self.parents[self.indptr[i] : self.indptr[i + 1]].tolist()
         return parents
+
+
+def node_depths(parents: Sequence[int]) -> list[int]:
+    """Of nodes whose parents come before them; the root's children have depth 0."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    return depths

@@ -14,7 +14,7 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
-from echelon.draft import Draft
+from echelon.draft import Draft, node_depths
 from echelon.drafters.base import Drafter
 from echelon.sequence import PlannedRow
 from echelon.verify import Verdict
@@ -122,6 +122,10 @@ def problem_of(draft: Draft, rows: SequenceOf[PlannedRow], vocab_size: int) -> s
     places = np.arange(len(tokens)) - np.repeat(indptr[:-1], counts)
     if (parents < -1).any() or (parents >= places).any():
         return "a parent does not stand before its child"
+    if draft.has_branches and any(
+        max(node_depths(draft.row_parents(i)), default=-1) >= row.max_draft_depth for i, row in enumerate(rows) if counts[i]
+    ):
+        return "a path is longer than its row has room for"
     return _problem_of_probs(draft, vocab_size)
 
 

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from echelon.batch import RaggedBatch, Span
+from echelon.draft import node_depths
 from echelon.kv.blocks import BlockTables
 
 Int32 = NDArray[np.int32]
@@ -57,11 +58,3 @@ def grow_trees(spans: Sequence[Span], indptr: Int32, places: Int64) -> tuple[Int
             before[first:end] = np.asarray(span.parents, np.int32) + first
             positions[first:end] = span.text_len + np.asarray(node_depths(span.parents))
     return positions, before
-
-
-def node_depths(parents: Sequence[int]) -> list[int]:
-    """Of nodes whose parents come before them; the root's children have depth 0."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(depths[parent] + 1 if parent >= 0 else 0)
-    return depths
