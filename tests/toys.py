@@ -146,6 +146,7 @@ def watch(llm: LLM) -> LLM:
     def watched() -> Any:
         grown = step()
         llm.engine.check()
+        assert not getattr(llm.engine.drafter, "faults", None), "a wall hides what the drafter does wrong"
         for sequence in grown:
             if sequence in llm.engine.scheduler.running:
                 assert llm.engine.target.num_cached(sequence.id) in (0, len(sequence) - 1), "all tokens but the last have keys and values"
