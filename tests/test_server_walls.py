@@ -39,7 +39,7 @@ def models() -> tuple[LoadedModel, LoadedModel]:
 def build(models: tuple[LoadedModel, LoadedModel], method: str) -> LLM:
     config = METHODS[method]
     draft = models[1] if config and config["method"] == "draft_model" else None
-    return toys.watch(LLM(models[0], config, draft, max_num_seqs=len(LENGTHS), block_size=4))
+    return toys.watch(LLM(models[0], config, draft, max_num_seqs=len(LENGTHS), block_size=4), is_faulty=True)
 
 
 def params(temperature: float, **changes: Any) -> list[SamplingParams]:

@@ -139,14 +139,17 @@ def poison(cache: Any) -> float:
     return torch.nan if isinstance(cache, KVCache) else 1e4
 
 
-def watch(llm: LLM) -> LLM:
-    """After every step: all invariants hold, and every slot that holds no cached token is poisoned."""
+def watch(llm: LLM, is_faulty: bool = False) -> LLM:
+    """After every step: all invariants hold, and every slot that holds no cached token is poisoned.
+
+    `is_faulty`: the drafter fails on purpose.
+    """
     step = llm.engine.step
 
     def watched() -> Any:
         grown = step()
         llm.engine.check()
-        assert not getattr(llm.engine.drafter, "faults", None), "a wall hides what the drafter does wrong"
+        assert is_faulty or not getattr(llm.engine.drafter, "faults", None), "a wall hides what the drafter does wrong"
         for sequence in grown:
             if sequence in llm.engine.scheduler.running:
                 assert llm.engine.target.num_cached(sequence.id) in (0, len(sequence) - 1), "all tokens but the last have keys and values"
