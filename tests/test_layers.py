@@ -14,6 +14,7 @@ LEVELS = [
     {"outputs"},
     {"batch", "selection"},
     {"ops"},
+    {"heads"},
     {"kv.cache", "kv.rectangle"},
     {"layouts", "target"},
     {"verify"},
@@ -27,7 +28,7 @@ LEVELS = [
     {"__main__"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(LEVELS) for room in rooms}
-APART = {"layouts", "drafters"}  # siblings in these rooms do not import each other
+APART = {"layouts", "drafters", "heads"}  # siblings in these rooms do not import each other
 ALLOWED_SIBLINGS = {"base"}
 
 

@@ -1,0 +1,1 @@
+"""Networks that draft from a target's hidden states: one architecture a file, the same for training and for drafting."""
