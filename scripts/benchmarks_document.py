@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +23,46 @@ COLUMNS = {  # ours → the columns of that table
     "padded-kv": "KV padded (unpad inputs only)",
     "unpadded": "unpadded (EMS)",
 }
-TABLES = {"table-opt": "OPT, random weights, replayed", "table-pair": "grown pair, real drafts"}
+TABLES = {
+    "table-opt": "OPT, random weights, replayed",
+    "table-pair": "grown pair, real drafts",
+    "rescaled": "OPT, random weights, replayed at other means",
+}
 SYSTEMS = {"unpadded": "ours", "realign": "EQSPEC", "same-length": "EXSPEC"}
 KINDS = {"random": "random lengths", "equal": "equal lengths"}
 Cells = dict[str, dict[str, Any]]
 
 
-def write_document(folder: Path) -> Path:
-    cells = {p.stem: json.loads(p.read_text("utf-8")) for p in sorted((folder / "evidence" / "benchmarks").glob("*.json"))}
+def write_document(folder: Path, expected: SequenceOf[str], settings: dict[str, Any]) -> Path:
+    """From the cells that were measured with these settings; of those `expected`, it says which are missing."""
+    found = {p.stem: json.loads(p.read_text("utf-8")) for p in sorted((folder / "evidence" / "benchmarks").glob("*.json"))}
+    cells = {name: cell for name, cell in found.items() if name in expected and cell["settings"] == settings}
     plots = folder / "plots"
-    parts = [introduction(cells), findings(cells), *padding_part(cells, plots), *realign_part(cells, plots), *gain_part(cells, plots)]
+    heads = [introduction(cells, expected), findings(cells)]
+    parts = [*heads, *padding_part(cells, plots), *realign_part(cells, plots), *gain_part(cells, plots)]
     path = folder / "benchmarks.md"
     path.write_text("\n\n".join(p for p in parts if p) + "\n", "utf-8")
     return path
+
+
+def missing(cells: Cells, expected: SequenceOf[str]) -> list[str]:
+    """Of experiments that are not complete, the batch sizes that are not there."""
+    gone: dict[str, list[str]] = {}
+    for name in sorted(n for n in expected if n not in cells):
+        experiment, _, batch = name.rpartition("-")
+        gone.setdefault(experiment or name, []).append(batch.lstrip("0") if experiment else "")
+    if not gone:
+        return []
+    count = sum(map(len, gone.values()))
+    lines = [f"  - `{name}`" + (f" at batch {', '.join(batches)}" if batches[0] else "") for name, batches in gone.items()]
+    return [f"- **This is a part**: {count} of {len(expected)} cells have not been measured:", *lines]
 
 
 def results_of(cells: Cells, prefix: str) -> list[Result]:
     return [Result(**r) for name, cell in cells.items() if name.startswith(prefix) for r in cell.get("results", [])]
 
 
-def introduction(cells: Cells) -> str:
+def introduction(cells: Cells, expected: SequenceOf[str]) -> str:
     machines = dict.fromkeys(described(c["environment"]) for c in cells.values())
     minutes = sum(c["seconds"] for c in cells.values()) / 60
     skipped = [f"- not measured: `{name}`: {c['skipped']}" for name, c in cells.items() if "skipped" in c]
@@ -53,10 +74,11 @@ def introduction(cells: Cells) -> str:
             "measuring). Machines and commits:",
             *(f"- {m}" for m in machines),
             *skipped,
+            *missing(cells, expected),
             "",
-            "Figures are medians of interleaved rounds. Speeds are those of *decoding*: in static batches every step that reads a prompt "
-            "is left out, its tokens and its seconds (EMS-SD leaves out its seconds and counts its tokens); where rows enter as others "
-            "finish, the speed is that of all tokens after the second of every prompt.",
+            "Figures are medians of interleaved rounds, two up to batch 8 and one above. Speeds are those of *decoding*: in static batches "
+            "every step that reads a prompt is left out, its tokens and its seconds (EMS-SD leaves out its seconds and counts its tokens); "
+            "where rows enter as others finish, the speed is that of all tokens after the second of every prompt.",
             "",
             "All strategies run in the same engine, drop finished rows at once and emit the extra token after full acceptance, unlike the "
             "published baselines. What separates them is padding, copying and masking, and that strategies besides `unpadded` use the "
@@ -185,9 +207,9 @@ def setting(cells: Cells, name: str) -> Any:
 
 
 def model_text(cells: Cells, name: str) -> str:
-    if name == "table-opt":
+    if name != "table-pair":
         shapes = [" × ".join(map(str, setting(cells, key))) for key in ("opt", "opt_draft")]
-        return f"bfloat16, hidden × feed-forward × layers × heads {shapes[0]}, draft model {shapes[1]}"
+        return f"bfloat16, hidden × layers × heads {shapes[0]}, draft model {shapes[1]}"
     parameters = setting(cells, "pair_parameters")
     return f"the embedded target at {parameters / 1e9:.1f} B parameters" if parameters else "the embedded target as it is"
 
@@ -245,7 +267,8 @@ def realign_part(cells: Cells, plots: Path) -> list[str]:
         parts.append(
             picture(plots, "realign-overhead", "overhead share", lambda p: line_chart(p, shares, "share of a step in layout and host"))
         )
-    return [*parts, *equality_part(cells), *latency_part(cells)] if panels else []
+    rest = [*equality_part(cells), *latency_part(cells)]
+    return [*parts, *rest] if panels or rest else []
 
 
 def overhead(result: Result) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import toys
 from echelon import LLM, ConfigError, SamplingParams, SpeculativeConfig
@@ -104,6 +105,13 @@ def test_prompts_read_once_give_the_same_text_in_every_strategy(drafter: str) ->
         assert recorder.decode["steps"] == recorder.whole["steps"] - reading
         assert recorder.whole["tokens"] == 60
         toys.assert_all_blocks_free(llm)
+
+
+def test_a_beginning_of_a_prefix_is_the_prefix_of_a_beginning() -> None:
+    whole, short = read_prefixes(target(), [PROMPTS[3], PROMPTS[3][:20]])
+    begun = whole.first(19)
+    assert begun.tokens == short.tokens
+    assert all(torch.equal(a, b) for a, b in zip(begun.keys + begun.values, short.keys + short.values, strict=True))
 
 
 def test_prefilled_runs_and_framework_beside_ours(tmp_path: Path) -> None:
@@ -343,14 +351,49 @@ def test_benchmarks_are_resumable_and_write_the_document(
     document = (tmp_path / "benchmarks.md").read_text()
     for words in ("unpadded / padded", "Where speculation loses", "EXSPEC", "P99", "exact match", "plots/gain.png", "| gain | LLMA | 2 |"):
         assert words in document, words
-    cells = {p.stem.rsplit("-", 1)[0] for p in (tmp_path / "evidence" / "benchmarks").glob("*-*.json")}
-    assert cells == {"table-opt", "table-pair", "gain", "realign-random", "realign-equal", "latency"}
+    evidence = tmp_path / "evidence" / "benchmarks"
+    cells = {p.stem.rsplit("-", 1)[0] for p in evidence.glob("*-*.json")}
+    assert cells == {"table-opt", "table-pair", "rescaled", "gain", "realign-random", "realign-equal", "latency"}
     assert {p.suffix for p in (tmp_path / "plots").iterdir()} == {".png", ".svg"}
+    assert "This is a part" not in document
     capsys.readouterr()
     assert names["main"](["--small", "--output", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    assert printed.count("measured already") == len(list((tmp_path / "evidence" / "benchmarks").glob("*.json"))) > 7
+    assert "12 of 12 cells are measured already" in capsys.readouterr().out
     assert (tmp_path / "benchmarks.md").read_text() == document
+    for gone in ("table-opt-01", "table-opt-02", "gain-02", "equality", "realign-random-02", "realign-equal-02"):
+        (evidence / f"{gone}.json").unlink()
+    other = json.loads((evidence / "rescaled-02.json").read_text())
+    (evidence / "rescaled-02.json").write_text(json.dumps(other | {"settings": {}}))
+    cells = list(names["Bench"](names["SMALL"], evidence).cells)
+    part = names["write_document"](tmp_path, cells, json.loads((evidence / "latency-02.json").read_text())["settings"]).read_text()
+    assert "**This is a part**: 7 of 12 cells have not been measured" in part
+    for words in ("  - `table-opt` at batch 1, 2\n", "  - `rescaled` at batch 2\n", "  - `equality`\n", "P99", "EXSPEC"):
+        assert words in part, words
+
+
+def test_a_cell_that_fails_takes_no_other_with_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    names = runpy.run_path(str(SCRIPTS / "benchmarks.py"))
+    found: dict[str, Any] = {"results": []}
+    outcomes: list[Any] = [ZeroDivisionError("no steps"), KeyboardInterrupt()]
+
+    def measured() -> dict[str, Any]:
+        if outcomes:
+            raise outcomes.pop(0)
+        return found
+
+    bench = names["Bench"](names["SMALL"], tmp_path / "evidence" / "benchmarks")
+    monkeypatch.setattr(type(bench), "cells", {"one": names["Cell"](measured, 1.0), "two": names["Cell"](lambda: found, 2.0)})
+    monkeypatch.setitem(names["main"].__globals__, "Bench", lambda *_: bench)
+    asked = ["--small", "--output", str(tmp_path)]
+    assert names["main"](asked) == 1
+    assert "not measured: `one`: ZeroDivisionError: no steps" in (tmp_path / "benchmarks.md").read_text()
+    assert names["main"](asked) == 130  # stopped in the first cell; the second is there
+    assert "0 of 2" in capsys.readouterr().out.split("wrote")[0]
+    assert names["main"](asked) == 0
+    assert "1 of 2 cells are measured already" in capsys.readouterr().out
 
 
 def test_the_document_says_where_speculation_loses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,10 @@ class Prefix:
     keys: list[Tensor]
     values: list[Tensor]
 
+    def first(self, count: int) -> Prefix:
+        """Its first `count` tokens, which see nothing of what follows them; no copy."""
+        return Prefix(self.tokens[:count], [k[:count] for k in self.keys], [v[:count] for v in self.values])
+
 
 def bytes_per_token(*models: LoadedModel) -> int:
     """Keys and values of one token in all layers of all models."""
@@ -151,7 +155,8 @@ class PrefilledRun:
         self._decode, self._stats = Sums(), Stats()
 
     def warm_up(self, prompts: Prompts, params: SamplingParams) -> None:
-        decode(self._engine(len(prompts)), prompts, params, self._prefixes[: len(prompts)])
+        """Two rows: enough to load code, and no large cache."""
+        decode(self._engine(len(prompts[:2])), prompts[:2], params, self._prefixes[: len(prompts[:2])])
 
     def run(self, prompts: Prompts, params: SamplingParams) -> Run:
         llm = self._engine(len(prompts))

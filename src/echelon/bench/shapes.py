@@ -22,9 +22,14 @@ def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> Ll
     )
 
 
-def opt(hidden: int, layers: int, heads: int) -> OPTConfig:
+def opt(hidden: int, layers: int, heads: int, vocab_size: int = 50_272) -> OPTConfig:
     return OPTConfig(
-        hidden_size=hidden, ffn_dim=4 * hidden, num_hidden_layers=layers, num_attention_heads=heads, word_embed_proj_dim=hidden
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        ffn_dim=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        word_embed_proj_dim=hidden,
     )
 
 
@@ -36,21 +41,25 @@ SHAPES = {
 
 
 def random_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> LoadedModel:
-    """A model of one of `SHAPES`, served like any other; weights are uniform, with the spread that keeps activations near 1."""
+    """A model of one of `SHAPES`, served like any other."""
     if shape not in SHAPES:
         raise ConfigError(f"{shape!r} is neither a shape ({', '.join(SHAPES)}) nor a folder; choose one of these")
-    config: PretrainedConfig = SHAPES[shape]()
+    return with_random_weights(SHAPES[shape](), shape, dtype)
+
+
+def with_random_weights(config: PretrainedConfig, name: str, dtype: torch.dtype = torch.bfloat16) -> LoadedModel:
+    """A model of this configuration; weights are uniform, with the spread that keeps activations near 1."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model = model.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for name, tensor in model.named_parameters():
+        for parameter, tensor in model.named_parameters():
             if tensor.ndim == 2:
                 tensor.uniform_(-1.0, 1.0, generator=generator).mul_((3.0 / tensor.shape[1]) ** 0.5)
             else:
-                tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+                tensor.fill_(0.0 if parameter.endswith("bias") else 1.0)
     for module in model.modules():  # what the configuration says is computed anew: a model on no device has no values
         if hasattr(module, "inv_freq"):
             module.__init__(module.config)
-    return adopt_model(model, None, shape, keep_weights=False)
+    return adopt_model(model, None, name, keep_weights=False)
