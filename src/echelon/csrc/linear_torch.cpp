@@ -115,9 +115,10 @@ void run(const linear::Pass& pass, int64_t weight_bytes) {
 
 Tensor packed_linear(const Tensor& input, const Tensor& packed, int64_t columns, const std::optional<Tensor>& bias,
                      const std::optional<Tensor>& residual, const std::string& activation, bool float32, bool emulate_amx) {
-  TORCH_CHECK(input.dim() == 2, "packed_linear takes x [T, K], not ", input.sizes());
+  TORCH_CHECK(input.dim() >= 1, "packed_linear takes x [..., K], not a number");
   TORCH_CHECK(input.scalar_type() == packed.scalar_type(), "x is ", input.scalar_type(), ", the weight ", packed.scalar_type());
-  const Tensor x = input.stride(1) == 1 ? input : input.contiguous();
+  const Tensor flat = input.dim() == 2 ? input : input.reshape({-1, input.size(-1)});
+  const Tensor x = flat.stride(1) == 1 ? flat : flat.contiguous();
   const int64_t rows = x.size(0);
   const linear::Weight weight = weight_of(packed, columns, x.size(1));
   TORCH_CHECK(!bias || (bias->scalar_type() == torch::kFloat32 && bias->is_contiguous() && bias->numel() == columns),
@@ -126,7 +127,9 @@ Tensor packed_linear(const Tensor& input, const Tensor& packed, int64_t columns,
                             residual->size(1) == columns && residual->stride(1) == 1),
               "the residual must be like the output, [", rows, ", ", columns, "]");
   TORCH_CHECK(!emulate_amx || weight.type == Type::bf16, "AMX is emulated for bfloat16 alone");
-  Tensor out = torch::empty({rows, columns}, x.options().dtype(float32 ? torch::kFloat32 : x.scalar_type()));
+  at::DimVector shape(input.sizes());
+  shape.back() = columns;
+  Tensor out = torch::empty(shape, x.options().dtype(float32 ? torch::kFloat32 : x.scalar_type()));
   const linear::Problem problem{x.data_ptr(),
                                 rows,
                                 x.stride(0),

@@ -39,9 +39,9 @@ def packed_linear(
     float32: bool = False,
     emulate_amx: bool = False,
 ) -> Tensor:
-    """activation(x [T, K] · weightᵀ + bias) + residual → [T, N], summed in float32 and rounded once.
+    """activation(x [..., K] · weightᵀ + bias) + residual → [..., N], summed in float32 and rounded once.
 
-    bias float32 [N], residual [T, N] in x's dtype. The result is in x's dtype, or float32 where asked. Each row's result is the
+    bias float32 [N], residual [T, N] in x's dtype for T rows in all. The result is in x's dtype, or float32 where asked. Each row's result is the
     same bits whatever T, its place and the number of threads.
     `emulate_amx` is for tests of the tile registers' control flow.
     """

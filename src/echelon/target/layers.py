@@ -60,9 +60,7 @@ def absent(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def _linear(packed: PackedWeight, bias: Tensor | None, float32: bool, x: Tensor) -> Tensor:
     """x [..., K] → [..., N]."""
-    flat = x.reshape(-1, x.shape[-1])
-    out = packed_linear(flat, packed, bias, float32=float32)
-    return out.view(*x.shape[:-1], packed.columns)
+    return packed_linear(x, packed, bias, float32=float32)
 
 
 def _fixed(module: nn.Module, counts: ops.RowCounts, x: Tensor) -> Tensor:
