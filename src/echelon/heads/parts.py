@@ -118,7 +118,7 @@ class AttentionDecoder(nn.Module):
         )
         if self.is_second:
             weight: Tensor = F.cosine_similarity(query, key, dim=-1, eps=self.eps)
-            return states + (weight[..., None] * value).flatten(-2)
+            return states + (weight.unsqueeze(-1) * value).flatten(-2)
         taken: Tensor = F.silu(((query * key).sum(-1, keepdim=True) * value).flatten(-2))
         return states + taken
 

@@ -28,7 +28,7 @@ from echelon.train.lessons import lesson, unroll
 from echelon.train.loop import Loop
 from echelon.train.losses import RECIPES, Recipe, depth_loss, noised
 
-ROWS_PER_BATCH = 16
+ROWS_PER_BATCH = 8
 DEPTHS_EVALUATED = 5  # of heads that can go on for ever
 Report = Callable[[int, int, float], None]  # steps done, steps in all, loss
 
@@ -78,26 +78,38 @@ def train_head(target: PreTrainedModel, data: Data, out: Path, plan: Plan, repor
     depth = min(plan.recipe.depth, head.max_depth or plan.recipe.depth)
     start = time.monotonic()
     for step in range(loop.first, plan.steps):
-        loss = batch_loss(head, target, data.batch(plan.seed, step, ROWS_PER_BATCH), depth, plan, step)
-        loop.update(step, loss)
-        log.write(step=step + 1, loss=float(loss.detach()), seconds=time.monotonic() - start)
+        loss = learn(head, target, data.batch(plan.seed, step, ROWS_PER_BATCH), depth, plan, step)
+        loop.apply(step)
+        log.write(step=step + 1, loss=loss, seconds=time.monotonic() - start)
         if (step + 1) % plan.every == 0 or step + 1 == plan.steps:
             log.write(step=step + 1, **asdict(evaluate(head, target, data.said_held_out)))
             loop.save(step + 1)
-        report(step + 1, plan.steps, float(loss.detach()))
+        report(step + 1, plan.steps, loss)
     draw(log.lines, out / "curves.png", plan.method)
     save_head(head, out, target)
     return head
 
 
-def batch_loss(head: Head, target: PreTrainedModel, ids: Tensor, depth: int, plan: Plan, step: int) -> Tensor:
-    """The loss of the published recipe over `ids` int64[B, N]."""
+def learn(head: Head, target: PreTrainedModel, ids: Tensor, depth: int, plan: Plan, step: int) -> float:
+    """Add up the gradients of the recipe's loss over `ids` int64[B, N]; the loss.
+
+    Each depth is differentiated down to its states at once, so that the logits of one depth alone are held.
+    """
+    recipe, total = plan.recipe, 0.0
     generator = torch.Generator().manual_seed(plan.seed * 10_000_000 + step)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        given = lesson(target, head.taps, ids, depth)
-        features = noised(given.features, plan.recipe, given.num_places, generator)
-        losses = [depth_loss(head, s, given, k, plan.recipe) for k, s in enumerate(unroll(head, given, features, depth))]
-    return torch.stack(losses).sum()
+        given = lesson(target, head.taps, ids, depth, recipe.is_soft)
+        features = noised(given.features, recipe, given.num_places, generator)
+        states = list(unroll(head, given, features, depth))
+        leaves = [s.detach().requires_grad_(s.requires_grad) for s in states]
+        for k, leaf in enumerate(leaves):
+            loss = depth_loss(head, leaf, given, k, recipe)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+    roots = [(s, leaf) for s, leaf in zip(states, leaves, strict=True) if s.requires_grad]
+    if roots:
+        torch.autograd.backward([s for s, _ in roots], [leaf.grad for _, leaf in roots])
+    return total
 
 
 @torch.no_grad()
@@ -107,7 +119,7 @@ def evaluate(head: Head, target: PreTrainedModel, texts: np.ndarray) -> Accuracy
     hits: list[list[Tensor]] = [[] for _ in range(depth)]
     for rows in np.array_split(texts, max(1, len(texts) // ROWS_PER_BATCH)):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            given = lesson(target, head.taps, torch.from_numpy(rows.astype(np.int64)), depth)
+            given = lesson(target, head.taps, torch.from_numpy(rows.astype(np.int64)), depth, False)
             for k, states in enumerate(unroll(head, given, given.features, depth)):
                 hits[k].append(head.logits(states, k).topk(5).indices == given.token(2 + k)[:, None])
     found = torch.stack([torch.cat(h) for h in hits]).float()  # [depth, places, 5]

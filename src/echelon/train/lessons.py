@@ -21,12 +21,17 @@ from echelon.target.attention import STEP_KEYWORD, LayerCall
 
 @dataclass(frozen=True)
 class Lesson:
-    """`ids` int64[B, N]; `features` [B·M, F] of the head's taps; the target's `last` [B, N, d] after its final norm, `logits` [B, N, V]."""
+    """What the target makes of `ids` int64[B, N].
+
+    features  [B·M, F]   the head's taps
+    last      [B, N, d]  hidden states after the final norm
+    logits    [B, N, V]  if they were wanted
+    """
 
     ids: Tensor
     features: Tensor
     last: Tensor
-    logits: Tensor
+    logits: Tensor | None
     num_places: int
 
     def _at(self, values: Tensor, shift: int) -> Tensor:
@@ -38,6 +43,7 @@ class Lesson:
 
     def target_logits(self, depth: int) -> Tensor:
         """[B·M, V]: what the target says of the token at this depth."""
+        assert self.logits is not None
         return self._at(self.logits, depth + 1)
 
     def target_feature(self, depth: int) -> Tensor:
@@ -46,7 +52,7 @@ class Lesson:
 
 
 @torch.no_grad()
-def lesson(target: nn.Module, taps: Sequence[str], ids: Tensor, depth: int) -> Lesson:
+def lesson(target: nn.Module, taps: Sequence[str], ids: Tensor, depth: int, wants_logits: bool) -> Lesson:
     """One pass of the target over `ids` int64[B, N]."""
     seen: dict[str, Tensor] = {}
     layers = decoder_layers(target)
@@ -54,20 +60,20 @@ def lesson(target: nn.Module, taps: Sequence[str], ids: Tensor, depth: int) -> L
     def before(name: str) -> Any:
         return lambda _, args, kwargs: seen.__setitem__(name, args[0] if args else kwargs["hidden_states"])
 
-    def after(_: nn.Module, __: Any, output: Any) -> None:
-        seen["last_unnormed"] = output[0] if isinstance(output, tuple) else output
+    def after(name: str) -> Any:
+        return lambda _, __, output: seen.__setitem__(name, output if isinstance(output, Tensor) else output[0])
 
     hooks = [layer.register_forward_pre_hook(before(f"layer:{i}"), with_kwargs=True) for i, layer in enumerate(layers)]
-    hooks.append(layers[-1].register_forward_hook(after))
-    hooks.append(target.get_output_embeddings().register_forward_pre_hook(before("last"), with_kwargs=True))  # type: ignore[operator]
+    hooks.append(layers[-1].register_forward_hook(after("last_unnormed")))
+    hooks.append(target.get_decoder().register_forward_hook(after("last")))  # type: ignore[operator]
     try:
-        logits = target(input_ids=ids, use_cache=False).logits
+        logits = target(input_ids=ids, use_cache=False, logits_to_keep=0 if wants_logits else 1).logits
     finally:
         for hook in hooks:
             hook.remove()
     num_places = ids.shape[1] - 1 - depth
     features = torch.cat([seen[tap][:, :num_places] for tap in taps], -1).flatten(0, 1)
-    return Lesson(ids, features, seen["last"], logits, num_places)
+    return Lesson(ids, features, seen["last"], logits if wants_logits else None, num_places)
 
 
 class TrainingStep:

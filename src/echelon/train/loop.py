@@ -49,6 +49,10 @@ class Loop:
     def update(self, step: int, loss: Tensor) -> None:
         """One optimiser step at the rate of this step."""
         loss.backward()  # type: ignore[no-untyped-call]
+        self.apply(step)
+
+    def apply(self, step: int) -> None:
+        """The same for gradients that are there already."""
         factor = rate_factor(step, self.steps, self.decay)
         for model in self.models.values():
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
