@@ -117,9 +117,10 @@ class AttentionDecoder(nn.Module):
             for linear, x in ((self.q, self.input_layernorm(states)), (self.k, embeddings), (self.v, embeddings))
         )
         if self.is_second:
-            weight: Tensor = F.cosine_similarity(query, key, dim=-1, eps=self.eps)
-            return states + (weight.unsqueeze(-1) * value).flatten(-2)
-        taken: Tensor = F.silu(((query * key).sum(-1, keepdim=True) * value).flatten(-2))
+            weight = F.cosine_similarity(query, key, dim=-1, eps=self.eps).unsqueeze(-1)
+            taken: Tensor = (weight * value).flatten(-2)
+        else:
+            taken = F.silu(((query * key).sum(-1, keepdim=True) * value).flatten(-2))
         return states + taken
 
 
