@@ -26,7 +26,7 @@ from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache, LayerShape
 from echelon.layouts import unpadded
 from echelon.target.attention import STEP_KEYWORD, CachedStep
-from echelon.train.lessons import Lesson, lesson, unroll
+from echelon.train.lessons import Lesson, TrainingStep, lesson, unroll
 
 VOCABULARY, HIDDEN, DEPTH = toys.VOCABULARY, 64, 3
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -228,6 +228,68 @@ def test_eagle3_drafts_from_its_own_vocabulary(target: PreTrainedModel) -> None:
     logits = head.logits(torch.randn(3, HIDDEN), 0)
     assert torch.equal(torch.isfinite(logits).any(0), head.t2d)
     assert int(head.t2d.sum()) == 40
+
+
+def attended(attention: Any, x: Tensor) -> Tensor:
+    """What an attention layer makes of a text of one token: its value, whatever the query."""
+    value = attention.v_proj(x).unflatten(-1, (2, 16)).repeat_interleave(2, -2).flatten(-2)
+    out: Tensor = attention.o_proj(value)
+    return out
+
+
+def one_layer(layer: Any, x: Tensor) -> Tensor:
+    x = x + attended(layer.self_attn, layer.input_layernorm(x))
+    out: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
+    return out
+
+
+def cosine_gated(cell: Any, x: Tensor, e: Tensor) -> Tensor:
+    q, k, v = (y.view(4, 16) for y in (cell.q(cell.input_layernorm(x)), cell.k(e), cell.v(e)))
+    weights = [torch.dot(a, b) / (a.norm() * b.norm()) for a, b in zip(q, k, strict=True)]
+    return x + torch.cat([w * y for w, y in zip(weights, v, strict=True)])
+
+
+def silu_gated(cell: Any, x: Tensor, e: Tensor) -> Tensor:
+    q, k, v = (y.view(4, 16) for y in (cell.q(cell.input_layernorm(x)), cell.k(e), cell.v(e)))
+    y = torch.cat([torch.dot(a, b) * c for a, b, c in zip(q, k, v, strict=True)])
+    return x + y / (1 + torch.exp(-y))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["clover", "clover2", "eagle", "eagle3", "eagle3-normed-residual"])
+def test_the_equations_of_the_papers(kind: str, target: PreTrainedModel) -> None:
+    """A text of one token, by hand: the state, and without attention the one after it."""
+    head = shaken(kind, target)
+    generator = torch.Generator().manual_seed(2)
+    features, (first, second) = torch.randn(len(head.taps) * HIDDEN, generator=generator), (torch.tensor([11]), torch.tensor([42]))
+    e, e2 = (target.get_input_embeddings()(t)[0] for t in (first, second))
+    if kind == "clover":
+        state = silu_gated(head.cell, head.norm(one_layer(head.layers[0], features)), e / e.norm())
+        after = silu_gated(head.cell, state, e2 / e2.norm())
+    elif kind == "clover2":
+        x = cosine_gated(head.clover_head_mlp_rnn, features, e)
+        for layer in head.layers:
+            x = one_layer(layer, x)
+        g = head.clover_norm(x)
+        state = torch.cat([g, head.clover_head_norm(head.clover_head_mlp(g))])
+        x = cosine_gated(head.clover_head_mlp_rnn2, g, e2)
+        after = torch.cat([x, head.clover_head_norm(head.clover_head_mlp2(torch.cat([x, e2])))])
+    elif kind == "eagle":
+        x = head.fc(torch.cat([e, features]))
+        x = x + attended(head.layers[0].self_attn, x)
+        state, after = x + head.layers[0].mlp(head.layers[0].post_attention_layernorm(x)), None
+    else:
+        layer, g = head.layers[0], head.fc(features)
+        normed = layer.hidden_norm(g)
+        x = (normed if "normed" in kind else g) + attended(layer.self_attn, torch.cat([layer.input_layernorm(e), normed]))
+        state, after = x + layer.mlp(layer.post_attention_layernorm(x)), None
+    step, place = {STEP_KEYWORD: TrainingStep(1)}, torch.tensor([7])
+    found = head.encode(features[None], first, place, **step)
+    torch.testing.assert_close(found[0], state, rtol=1e-5, atol=1e-5)
+    if after is not None:
+        torch.testing.assert_close(head.extend(found, second, place + 1, 1, **step)[0], after, rtol=1e-5, atol=1e-5)
+    if kind == "eagle3":
+        torch.testing.assert_close(head.logits(found, 0)[0, head.draft_ids], head.lm_head(head.norm(state)), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("layers", "depths"), [(32, (2, 16, 29)), (7, (2, 3, 4)), (4, (1, 2, 3)), (2, (0, 1, 1)), (1, (0, 0, 0))])

@@ -157,7 +157,14 @@ def train_together(
         ids = batch(tokens, step, length, TOKENS_PER_BATCH // length)
         cross_entropy, divergence = losses(target, draft, ids)
         loop.update(step, cross_entropy + divergence)
-        report("pair", step + 1, steps, (time.monotonic() - start) / (step + 1 - loop.first), float(cross_entropy), float(divergence))
+        report(
+            "pair",
+            step + 1,
+            steps,
+            (time.monotonic() - start) / (step + 1 - loop.first),
+            float(cross_entropy.detach()),
+            float(divergence.detach()),
+        )
         if (step + 1) % every == 0 or step + 1 == steps:
             loop.save(step + 1)
             log_held_out(work, "pair", step + 1, target, draft, tokens)
@@ -173,12 +180,12 @@ def distil(target: nn.Module, draft: nn.Module, tokens: Tokens, work: Path, said
     losses = torch.compile(draft_loss, dynamic=False)
     start = time.monotonic()
     for step in range(loop.first, steps):
-        text = batch(tokens, 1_000_000 + step, 256, TOKENS_PER_BATCH // 512)
+        text = batch(tokens, 1_000_000 + step, said.shape[1] - 1, TOKENS_PER_BATCH // 512)
         rng = np.random.default_rng([2025, step])
         own = torch.from_numpy(said[rng.integers(0, len(said), TOKENS_PER_BATCH // 512)].astype(np.int64))
         loss = losses(target, draft, torch.cat([text, own]))
         loop.update(step, loss)
-        report("draft", step + 1, steps, (time.monotonic() - start) / (step + 1 - loop.first), float(loss))
+        report("draft", step + 1, steps, (time.monotonic() - start) / (step + 1 - loop.first), float(loss.detach()))
         if (step + 1) % every == 0 or step + 1 == steps:
             loop.save(step + 1)
             log_held_out(work, "draft", step + 1, target, draft, tokens)
