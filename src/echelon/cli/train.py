@@ -47,7 +47,7 @@ def train(
     steps: Annotated[int, typer.Option(help="Batches of about 4,000 tokens.", min=1)] = 1000,
     rate: Annotated[float, typer.Option(help="Peak learning rate.", min=0.0)] = 3e-3,
     every: Annotated[int, typer.Option(help="Steps between checkpoints and evaluations.", min=1)] = 100,
-    seed: Annotated[int, typer.Option(help="Of initial weights, batches and noise.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Of initial weights, batches and noise of heads.", min=0)] = 0,
     targets: Annotated[Targets | None, typer.Option(help="Learn the text, or the model's distribution; as published without.")] = None,
     num_heads: Annotated[int | None, typer.Option(help="Heads of Medusa (5) or Clover (3).", min=1, max=16)] = None,
     ablate: Annotated[str | None, typer.Option(help="Blocks of Clover to leave out, with commas: " + ", ".join(Block))] = None,
@@ -56,6 +56,8 @@ def train(
 ) -> None:
     """Train heads, or a draft model, on the frozen MODEL: from text, and from what it says itself."""
     options = _options(method, num_heads, ablate, draft_vocab_size)
+    if method is Method.draft_model and targets is not None:
+        raise ConfigError("method draft_model learns the model's distribution and what it would accept; leave --targets out")
     target, tokenizer = load_plain(model)
     texts = prepare(target, tokenizer, text, data or out / "data", num_continuations)
     if method is Method.draft_model:

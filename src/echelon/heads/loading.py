@@ -43,6 +43,22 @@ PREFIXES = ("model.", "medusa_heads.")
 # copies of the target's own weights, and what its authors' modules happened to save besides
 NOT_OF_THE_HEAD = {"embed_tokens.weight", "rotary_emb.inv_freq"}
 ONCE_LLAMA = ("rope_theta", "rope_scaling")
+LAYER_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_parameters",
+    "attention_bias",
+    "mlp_bias",
+    "tie_word_embeddings",
+)
 Tensors = dict[str, Tensor]
 Parsed = tuple[str, LlamaConfig, dict[str, Any], Tensors]
 
@@ -111,7 +127,7 @@ def save_head(head: Any, folder: Path, target: PreTrainedModel, num_speculative_
 
 def _layer_dict(config: LlamaConfig) -> dict[str, Any]:
     """The layer's configuration, with `rope_theta` where older readers look for it."""
-    values = {k: v for k, v in config.to_dict().items() if v is not None and k not in ("transformers_version", "architectures")}
+    values = {key: getattr(config, key) for key in LAYER_KEYS}
     return {**values, "model_type": "llama", "rope_theta": config.rope_parameters["rope_theta"]}
 
 

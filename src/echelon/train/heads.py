@@ -85,8 +85,8 @@ def train_head(target: PreTrainedModel, data: Data, out: Path, plan: Plan, repor
             log.write(step=step + 1, **asdict(evaluate(head, target, data.said_held_out)))
             loop.save(step + 1)
         report(step + 1, plan.steps, loss)
-    draw(log.lines, out / "curves.png", plan.method)
     save_head(head, out, target)
+    draw(log.lines, out / "curves.png", plan.method)
     return head
 
 

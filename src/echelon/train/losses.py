@@ -68,8 +68,8 @@ def soft(logits: Tensor, target_logits: Tensor) -> Tensor:
 def _in_draft_vocabulary(head: Eagle3Head, states: Tensor, given: Lesson, depth: int, is_soft: bool) -> Tensor:
     """Places whose right token cannot be drafted count as zero: the mean is over all places, as in the authors' code."""
     logits = head.draft_logits(states).float()
-    target_logits = given.target_logits(depth)
     if is_soft:
+        target_logits = given.target_logits(depth)
         return (soft(logits, target_logits[:, head.draft_ids]) * head.t2d[target_logits.argmax(-1)]).mean()
     token = given.token(2 + depth)
     place = torch.searchsorted(head.draft_ids, token).clamp_max(len(head.draft_ids) - 1)

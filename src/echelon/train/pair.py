@@ -10,6 +10,7 @@ Constant learning rate, then a linear decay to zero over the last part; sequence
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -157,14 +158,8 @@ def train_together(
         ids = batch(tokens, step, length, TOKENS_PER_BATCH // length)
         cross_entropy, divergence = losses(target, draft, ids)
         loop.update(step, cross_entropy + divergence)
-        report(
-            "pair",
-            step + 1,
-            steps,
-            (time.monotonic() - start) / (step + 1 - loop.first),
-            float(cross_entropy.detach()),
-            float(divergence.detach()),
-        )
+        seconds = (time.monotonic() - start) / (step + 1 - loop.first)
+        report("pair", step + 1, steps, seconds, float(cross_entropy.detach()), float(divergence.detach()))
         if (step + 1) % every == 0 or step + 1 == steps:
             loop.save(step + 1)
             log_held_out(work, "pair", step + 1, target, draft, tokens)
@@ -208,14 +203,18 @@ def draft_loss(target: nn.Module, draft: nn.Module, ids: Tensor) -> Tensor:
 def report(phase: str, done: int, steps: int, seconds: float, *losses: float) -> None:
     if done % 10 == 0:
         shown = ", ".join(f"{x:.3f}" for x in losses)
-        print(f"{phase} {done}/{steps}: {shown}; {seconds:.2f} s a step, {(steps - done) * seconds / 60:.0f} min left", flush=True)
+        print(
+            f"{phase} {done}/{steps}: {shown}; {seconds:.2f} s a step, {(steps - done) * seconds / 60:.0f} min left",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def log_held_out(work: Path, phase: str, done: int, target: nn.Module, draft: nn.Module, tokens: Tokens) -> None:
     losses = evaluate(target, draft, tokens[HELD_OUT])
     with (work / "log.jsonl").open("a") as log:
         log.write(json.dumps({"phase": phase, "step": done, "tokens": done * TOKENS_PER_BATCH, "held_out": losses}) + "\n")
-    print(f"held-out: target {losses[0]:.3f}, draft {losses[1]:.3f} nats a token", flush=True)
+    print(f"held-out: target {losses[0]:.3f}, draft {losses[1]:.3f} nats a token", file=sys.stderr, flush=True)
 
 
 def main(

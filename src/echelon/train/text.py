@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,7 @@ def target_continuations(target: nn.Module, tokens: Tokens, file: Path, count: i
                     mask, new = torch.ones_like(prompts), length - PROMPT_LENGTH
                     out = target.generate(prompts, attention_mask=mask, max_new_tokens=new, **options)  # type: ignore[operator]
                 parts.append(out.numpy().astype(next(iter(tokens.values())).dtype))
-                print(f"target's own text: {min(i + 128, count)}/{count}", flush=True)
+                print(f"target's own text: {min(i + 128, count)}/{count}", file=sys.stderr, flush=True)
         partial = file.with_suffix(".tmp.npy")
         np.save(partial, np.concatenate(parts))
         partial.replace(file)
