@@ -70,7 +70,7 @@ def _in_draft_vocabulary(head: Eagle3Head, states: Tensor, given: Lesson, depth:
     logits = head.draft_logits(states).float()
     if is_soft:
         target_logits = given.target_logits(depth)
-        return (soft(logits, target_logits[:, head.draft_ids]) * head.t2d[target_logits.argmax(-1)]).mean()
+        return (soft(logits, target_logits[:, head.draft_ids]) * head.t2d[target_logits.max(-1).indices]).mean()
     token = given.token(2 + depth)
     place = torch.searchsorted(head.draft_ids, token).clamp_max(len(head.draft_ids) - 1)
     return (F.cross_entropy(logits, place, reduction="none") * head.t2d[token]).mean()
