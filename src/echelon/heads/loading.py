@@ -1,0 +1,224 @@
+"""Heads on disk: published layouts in, `speculators` and our own out; safetensors only."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, PreTrainedModel
+
+from echelon.errors import ConfigError, ModelLoadError
+from echelon.heads.base import Head
+from echelon.heads.eagle import EagleHead
+from echelon.heads.eagle3 import Eagle3Head, default_depths
+from echelon.heads.layouts import HEADS, Tensors, parse
+from echelon.heads.parts import Shared, head_config
+
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+PREFIXES = ("model.", "medusa_heads.")
+# copies of the target's own weights, and what its authors' modules happened to save besides
+NOT_OF_THE_HEAD = {"embed_tokens.weight", "rotary_emb.inv_freq"}
+LAYER_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_parameters",
+    "attention_bias",
+    "mlp_bias",
+    "tie_word_embeddings",
+)
+
+
+def shared_parts(target: PreTrainedModel) -> Shared:
+    """What a head borrows, by call; works for a served model whose weights are packed."""
+    return Shared(target.get_input_embeddings(), target.get_output_embeddings())
+
+
+def build_head(method: str, target: PreTrainedModel, **options: Any) -> Head:
+    """A head for `target` as its paper begins training, float32.
+
+    Raises
+    ------
+    ConfigError  no such method, or no such option of it
+    """
+    if method not in HEADS:
+        raise ConfigError(f"there is no head {method!r}; known: {', '.join(HEADS)}")
+    cls, config = HEADS[method], head_config(target.config)
+    text = target.config.get_text_config()
+    if method == "eagle3":
+        options = {"depths": default_depths(text.num_hidden_layers), "draft_vocab_size": min(config.vocab_size, 32000)} | options
+    if method in ("clover", "clover2"):
+        options = {"own_rows": not text.tie_word_embeddings} | options
+    try:
+        chosen = cls.options_class(**options)
+    except TypeError:
+        known = ", ".join(cls.options_class.__dataclass_fields__)
+        raise ConfigError(f"{method} knows the options {known}, not all of {', '.join(options)}") from None
+    head: Head = cls(config, shared_parts(target), chosen)
+    return head
+
+
+def load_head(name: str, target: PreTrainedModel, dtype: torch.dtype | None = None) -> Head:
+    """The head in `name`, a folder or a hub name, for `target`; in the target's dtype unless another is given.
+
+    Raises
+    ------
+    ModelLoadError  files are missing or pickled, the layout is unknown, tensors are missing, surplus or mis-shaped, or the head belongs to
+                    another target
+    """
+    folder = _folder(name)
+    raw, tensors = _read_config(folder), _read_tensors(folder)
+    method, config, options, tensors = parse(name, raw, tensors, target)
+    _check_target(name, config, tensors, target)
+    head: Head = HEADS[method](config, shared_parts(target), HEADS[method].options_class(**options))
+    _fill(name, head, {k: t for k, t in tensors.items() if k not in NOT_OF_THE_HEAD})
+    if isinstance(head, Eagle3Head):
+        _check_vocabulary(name, head)
+    return head.to(dtype or target.dtype).eval().requires_grad_(False)
+
+
+def save_head(head: Any, folder: Path, target: PreTrainedModel, num_speculative_tokens: int = 5) -> None:
+    """Write `head`, made for `target`, to `folder`: EAGLE-3 as `speculators`, EAGLE as its authors have it, others in our layout."""
+    layer = _layer_dict(head.config)
+    if isinstance(head, Eagle3Head):
+        config = _speculators(head, layer, target, num_speculative_tokens)
+    elif isinstance(head, EagleHead):
+        config = layer | {"architectures": ["LlamaForCausalLM"], "bias": head.options.bias}
+    else:
+        config = {"echelon_head": head.method, "options": asdict(head.options), "transformer_layer_config": layer}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({k: t.detach().contiguous() for k, t in head.state_dict().items()}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+
+def _layer_dict(config: LlamaConfig) -> dict[str, Any]:
+    """The layer's configuration, with `rope_theta` where older readers look for it."""
+    values = {key: getattr(config, key) for key in LAYER_KEYS}
+    return {**values, "model_type": "llama", "rope_theta": config.rope_parameters["rope_theta"]}
+
+
+def _speculators(head: Eagle3Head, layer: dict[str, Any], target: PreTrainedModel, num_tokens: int) -> dict[str, Any]:
+    proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    verifier = {"name_or_path": target.config._name_or_path, "architectures": [type(target).__name__]}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
+        "transformer_layer_config": layer,
+        "draft_vocab_size": head.options.draft_vocab_size,
+        "norm_before_residual": head.options.norm_before_residual,
+        "target_hidden_size": head.config.hidden_size,
+        "eagle_aux_hidden_state_layer_ids": list(head.options.depths),
+        "embed_requires_grad": False,
+    }
+
+
+def _folder(name: str) -> Path:
+    if Path(name).is_dir():
+        return Path(name)
+    if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise ModelLoadError(f"head folder {name!r} does not exist; give a folder with config.json, or a hub name such as 'org/head'")
+    try:
+        return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors"]))
+    except Exception as error:  # the hub's own errors share no base
+        raise ModelLoadError(f"cannot fetch the head {name!r}: {error}") from error
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{folder}/config.json cannot be read ({error}); a head needs its configuration beside its weights") from error
+    if not isinstance(raw, dict):
+        raise ModelLoadError(f"{folder}/config.json holds no settings; copy the checkpoint again")
+    return raw
+
+
+def _read_tensors(folder: Path) -> Tensors:
+    """All tensors of the folder, without prefixes that say nothing."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickled = sorted(p.name for pattern in PICKLED for p in folder.glob(pattern))
+        remedy = f"only pickled weights ({', '.join(pickled)}); run `echelon convert {folder} OUT` once" if pickled else "no weights"
+        raise ModelLoadError(f"the head in {folder} holds {remedy}")
+    tensors: Tensors = {}
+    for file in files:
+        try:
+            tensors |= load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(f"{file} is torn: {error}; copy it again") from error
+    return {_bare(k): t for k, t in tensors.items()}
+
+
+def _bare(name: str) -> str:
+    for prefix in PREFIXES:
+        name = name.removeprefix(prefix)
+    return re.sub(r"^midlayer\.", "layers.0.", name)
+
+
+def _check_target(name: str, config: LlamaConfig, tensors: Tensors, target: PreTrainedModel) -> None:
+    """The head was made for this target: same sizes, and where it brings a copy of the embedding, the same rows."""
+    text = target.config.get_text_config()
+    for key, what in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary")):
+        if getattr(config, key) != getattr(text, key):
+            raise ModelLoadError(
+                f"the head {name!r} has {what} {getattr(config, key):,} and the target {getattr(text, key):,}; "
+                "use a head trained for this target"
+            )
+    if (rows := tensors.get("embed_tokens.weight")) is None:
+        return
+    some = torch.linspace(0, len(rows) - 1, min(64, len(rows))).long()
+    ours = target.get_input_embeddings()(some[some < text.vocab_size].to(target.device)).cpu().float()
+    if rows.shape != (text.vocab_size, text.hidden_size) or not torch.allclose(rows[some].float(), ours, rtol=0.02, atol=1e-3):
+        raise ModelLoadError(
+            f"embed_tokens.weight {list(rows.shape)} of the head {name!r} is not the target's embedding; use a head trained for this target"
+        )
+
+
+def _fill(name: str, head: Head, tensors: Tensors) -> None:
+    """Every tensor of the architecture comes from the checkpoint, in its shape, and every one of the checkpoint has a place."""
+    own = head.state_dict()
+    for what, names in (("lacks tensors", own.keys() - tensors.keys()), ("has surplus tensors", tensors.keys() - own.keys())):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ModelLoadError(
+                f"the {head.method} head {name!r} {what}: {', '.join(sorted(names)[:5])}{more}; it does not fit its config.json"
+            )
+    for key, tensor in tensors.items():
+        if tensor.shape != own[key].shape:
+            raise ModelLoadError(
+                f"tensor {key} of the {head.method} head {name!r} has shape {list(tensor.shape)}; the target and config.json ask for "
+                f"{list(own[key].shape)}"
+            )
+    with torch.no_grad():
+        for key, tensor in tensors.items():
+            own[key].copy_(tensor)
+
+
+def _check_vocabulary(name: str, head: Eagle3Head) -> None:
+    ids = head.draft_ids
+    is_sound = bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < head.config.vocab_size
+    if not is_sound or int(head.t2d.sum()) != len(ids) or not bool(head.t2d[ids].all()):
+        raise ModelLoadError(
+            f"d2t and t2d of the head {name!r} contradict each other: i + d2t[i] must rise, and t2d must mark the same tokens"
+        )
