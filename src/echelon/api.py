@@ -16,18 +16,20 @@ from echelon.config import EngineConfig, SpeculativeConfig, speculative
 from echelon.drafters.base import Drafter, NoDrafter
 from echelon.drafters.draft_model import DraftModelDrafter
 from echelon.drafters.guard import GuardedDrafter
+from echelon.drafters.heads import HeadDrafter, TappedHead, growth_of, tapped_head
 from echelon.drafters.ngram import NgramDrafter
 from echelon.drafters.replay import ReplayDrafter
 from echelon.engine import Engine
 from echelon.errors import ConfigError, RequestError
+from echelon.heads.base import Head
+from echelon.memory import MemoryPlan
 from echelon.outputs import RequestOutput, request_output
 from echelon.sampling import Sampler, SamplingParams
 from echelon.scheduler import Scheduler
 from echelon.sequence import Sequence
 from echelon.stats import Stats
-from echelon.strategies import build_runners, selector
+from echelon.strategies import Storage, build_storage, selector
 from echelon.target.loading import LoadedModel, check_vocabularies, load_model
-from echelon.target.runner import ModelRunner
 from echelon.text import Detokenizer, render_chat
 
 Prompt = str | SequenceOf[int]
@@ -43,6 +45,7 @@ class LLM:
     model               folder or hub name, or a model loaded already
     speculative_config  what drafts: a `SpeculativeConfig` or a mapping with vLLM's keys; `None` decodes plainly
     draft_model         a draft model loaded already, instead of the name in `speculative_config`
+    draft_head          likewise a head of the target
     settings            see `EngineConfig`: dtype, max_num_seqs, max_num_batched_tokens, max_model_len, block_size,
                         kv_cache_memory_bytes; and how rows become a batch: strategy, pad, grouping, group_window, refill
 
@@ -56,17 +59,20 @@ class LLM:
         model: str | LoadedModel,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         draft_model: LoadedModel | None = None,
+        draft_head: Head | None = None,
         **settings: Any,
     ) -> None:
         self.config = EngineConfig(**settings)
         self.speculative_config = speculative(speculative_config)
         self.target = load_model(model, self.config.dtype) if isinstance(model, str) else model
         self.draft = self._check_draft(draft_model)
+        self.head = self._check_head(draft_head)
         self.max_len = self._context()
         models = [m for m in (self.target, self.draft) if m is not None]
-        self.memory_plan, runners = build_runners(self.config, models, self.max_len, self._num_speculative_tokens)
+        head = None if self.head is None else tapped_head(self.head, self.target)
+        self.storage = build_storage(self.config, models, self.max_len, self._num_speculative_tokens, head)
         logger.info("%s", self.memory_plan)
-        self.engine = self._build_engine(runners)
+        self.engine = self._build_engine(self.storage, head)
         self._ids = count()
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread whose requests are running
@@ -83,6 +89,26 @@ class LLM:
         check_vocabularies(self.target, draft)
         return draft
 
+    def _check_head(self, given: Head | None) -> Head | None:
+        config = self.speculative_config
+        if config is None or not config.is_head:
+            return None
+        if self.config.strategy != "unpadded":
+            raise ConfigError(
+                f"method {config.method!r} needs strategy = 'unpadded', not {self.config.strategy!r}: its trees and its own keys and values "
+                "need blocks"
+            )
+        if given is None and config.model is None:
+            raise ConfigError(f"method {config.method!r} needs the key 'model': the folder of a head that was trained on the target")
+        head = given or _load_head(str(config.model), self.target)
+        if head.method != config.method:
+            raise ConfigError(f"the head is one of method {head.method!r}, not {config.method!r}; change the key 'method'")
+        return head
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        return self.storage.plan
+
     def _context(self) -> int:
         """Longest text, prompt included: what the target can hold, or less if asked."""
         longest = self.target.max_len
@@ -91,18 +117,21 @@ class LLM:
             raise ConfigError(f"max_model_len = {asked} exceeds the model's context of {longest} tokens; lower it")
         return asked
 
-    def _build_engine(self, runners: list[ModelRunner]) -> Engine:
-        config, spec = self.config, self.speculative_config
+    def _build_engine(self, storage: Storage, head: TappedHead | None) -> Engine:
+        config, spec, runners = self.config, self.speculative_config, storage.runners
         drafter: Drafter = NoDrafter()
         if spec is not None and spec.method == "ngram":
             drafter = NgramDrafter(spec)
         elif spec is not None and spec.method == "replay":
             logger.warning("method 'replay' accepts what it is told: the speed is that of a real run, the text is meaningless")
             drafter = ReplayDrafter(spec, self.target.vocab_size)
+        elif spec is not None and head is not None:
+            drafter = HeadDrafter(head, growth_of(spec, head.depth), storage.head_cache)
+            runners[0].taps = head.taps
         elif spec is not None:
             drafter = DraftModelDrafter(runners[1], config.max_num_batched_tokens, self.target.vocab_size, spec.acceptance == "rejection")
         scheduler = Scheduler(
-            [r.cache.tables for r in runners],
+            storage.tables,
             config.num_rows_held,
             config.max_num_batched_tokens,
             self._num_speculative_tokens,
@@ -110,7 +139,10 @@ class LLM:
             [r.loaded.original_context for r in runners if r.loaded.original_context is not None],
             selector(config),
             config.refill,
+            spec is not None and spec.grows_trees,
         )
+        if spec is not None and spec.acceptance == "typical":
+            logger.warning("acceptance 'typical' is lossy: above temperature 0 the text is not distributed as the target's")
         guard = GuardedDrafter(drafter, self.target.vocab_size) if spec is not None else None
         engine = Engine(runners[0], guard or drafter, scheduler, spec.acceptance if spec else "exact")
         if guard is not None:
@@ -324,6 +356,12 @@ class LLM:
 
     def _output(self, samples: list[Sequence], prompt: Prompt) -> RequestOutput:
         return request_output(samples, prompt if isinstance(prompt, str) else None, self.target.tokenizer)
+
+
+def _load_head(name: str, target: LoadedModel) -> Head:
+    from echelon.heads.loading import load_head
+
+    return load_head(name, target.model)
 
 
 def _as_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
