@@ -90,7 +90,12 @@ class Layer(nn.Module):
         super().__init__()
         given = target.config
         config = LlamaConfig(
-            hidden_size=given.hidden_size, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1, head_dim=16
+            hidden_size=given.hidden_size,
+            intermediate_size=32,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_hidden_layers=1,
+            head_dim=16,
         )
         config._attn_implementation = IMPLEMENTATION
         self.block = LlamaDecoderLayer(config, 0)

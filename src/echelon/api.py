@@ -31,6 +31,7 @@ from echelon.stats import Stats
 from echelon.strategies import Storage, build_storage, selector
 from echelon.target.loading import LoadedModel, check_vocabularies, load_model
 from echelon.text import Detokenizer, render_chat
+from echelon.verify import Acceptance, Typical
 
 Prompt = str | SequenceOf[int]
 MOST_CHARACTERS_PER_TOKEN = 64  # on average over a prompt
@@ -95,8 +96,8 @@ class LLM:
             return None
         if self.config.strategy != "unpadded":
             raise ConfigError(
-                f"method {config.method!r} needs strategy = 'unpadded', not {self.config.strategy!r}: its trees and its own keys and values "
-                "need blocks"
+                f"method {config.method!r} needs strategy = 'unpadded', not {self.config.strategy!r}: "
+                "its trees and its own keys and values need blocks"
             )
         if given is None and config.model is None:
             raise ConfigError(f"method {config.method!r} needs the key 'model': the folder of a head that was trained on the target")
@@ -142,9 +143,9 @@ class LLM:
             spec is not None and spec.grows_trees,
         )
         if spec is not None and spec.acceptance == "typical":
-            logger.warning("acceptance 'typical' is lossy: above temperature 0 the text is not distributed as the target's")
+            logger.warning("acceptance 'typical' is LOSSY: above temperature 0 the text is not distributed as the target's own")
         guard = GuardedDrafter(drafter, self.target.vocab_size) if spec is not None else None
-        engine = Engine(runners[0], guard or drafter, scheduler, spec.acceptance if spec else "exact")
+        engine = Engine(runners[0], guard or drafter, scheduler, _acceptance(spec))
         if guard is not None:
             engine.stats.drafter_faults = guard.faults
         if len(runners) > 1:
@@ -356,6 +357,14 @@ class LLM:
 
     def _output(self, samples: list[Sequence], prompt: Prompt) -> RequestOutput:
         return request_output(samples, prompt if isinstance(prompt, str) else None, self.target.tokenizer)
+
+
+def _acceptance(config: SpeculativeConfig | None) -> Acceptance:
+    if config is None or config.acceptance == "exact":
+        return "exact"
+    if config.acceptance == "rejection":
+        return "rejection"
+    return Typical(config.posterior_threshold, config.posterior_alpha)
 
 
 def _load_head(name: str, target: LoadedModel) -> Head:

@@ -107,7 +107,6 @@ class SpeculativeConfig(Settings):
             raise ValueError(f"method 'replay' accepts what it is told, so acceptance = {self.acceptance!r} has no meaning; leave it out")
         return self
 
-
     @property
     def is_head(self) -> bool:
         return self.method in HEADS

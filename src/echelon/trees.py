@@ -261,4 +261,3 @@ def best_paths(accuracies: Sequence[Sequence[float]], count: int) -> list[Path]:
 def expected_tokens(accuracies: Sequence[Sequence[float]], paths: Sequence[Path]) -> float:
     """Tokens accepted per step, the target's own left out, if ranks are right independently with these `accuracies`."""
     return float(sum(np.prod([accuracies[d][r] for d, r in enumerate(path)]) for path in paths))
-

@@ -80,7 +80,9 @@ def tapped_head(head: Head, target: LoadedModel) -> TappedHead:
     except RuntimeError as error:
         raise ConfigError(f"the head of method {head.method!r} does not fit {target.name!r}: {error}") from error
     if width != target.vocab_size:
-        raise ConfigError(f"the head of method {head.method!r} has {width:,} logits, the target {target.vocab_size:,}; it was made for another")
+        raise ConfigError(
+            f"the head of method {head.method!r} has {width:,} logits, the target {target.vocab_size:,}; it was made for another"
+        )
     shapes = encoding.shapes | extending.shapes
     return TappedHead(head, taps, [shapes[i] for i in sorted(shapes)], bool(extending.shapes))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -33,7 +32,7 @@ def likeliest(logits: Tensor, samplers: Sequence[Sampler], positions: Sequence[i
     if is_drawn.any():
         at = np.flatnonzero(is_drawn)
         with np.errstate(all="ignore"):  # logits that no token can come from
-            scores[at] = _perturbed(values[at], tokens[at], [samplers[i] for i in at], [positions[i] for i in at])
+            scores[at] = _perturbed(values[at], tokens[at], [samplers[i] for i in at.tolist()], [positions[i] for i in at.tolist()])
         order = np.argsort(-scores[at], 1, kind="stable")
         scores[at], tokens[at] = np.take_along_axis(scores[at], order, 1), np.take_along_axis(tokens[at], order, 1)
     return tokens[:, :width], scores[:, :width]

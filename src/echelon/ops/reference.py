@@ -128,7 +128,13 @@ def without_trees(batch: RaggedBatch) -> RaggedBatch:
             lines.append(line)
     indptr = torch.tensor(ends, dtype=torch.int32)
     return replace(
-        batch, indptr=indptr, kv_lens=batch.positions[indptr[1:].long() - 1] + 1, block_table=torch.stack(lines), block_size=1, parents=None, node_indptr=None
+        batch,
+        indptr=indptr,
+        kv_lens=batch.positions[indptr[1:].long() - 1] + 1,
+        block_table=torch.stack(lines),
+        block_size=1,
+        parents=None,
+        node_indptr=None,
     )
 
 

@@ -59,8 +59,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: RaggedBatch) -> tuple[Tensor, Tensor | None]:
-        """One pass over every row: logits [R, V] of `batch.logit_rows`, float32 from compiled kernels, else in the model's dtype; and, where
-        `taps` are set, the hidden states [T, len(taps) · d] of every new token, drafted ones included.
+        """One pass over every row: logits [R, V] of `batch.logit_rows`, float32 from compiled kernels, else in the model's dtype; and with
+        `taps` the hidden states [T, len(taps) · d] of every new token, drafted ones included.
 
         Without compiled kernels the packed tokens are filled up to full calls of ROWS_PER_CALL, so that the framework's element-wise
         operations see the same shapes.

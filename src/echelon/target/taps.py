@@ -70,10 +70,10 @@ class Taps:
                 handle.remove()
 
     def _hook(self, name: Tap, found: dict[Tap, Tensor]) -> Any:
-        def after(module: nn.Module, inputs: Any, output: Any) -> None:
+        def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
             found[name] = output[0][0]
 
-        def before(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        def before(_module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             found[name] = (inputs[0] if inputs else keywords["hidden_states"])[0]
 
         if name == "last":
@@ -95,13 +95,13 @@ class _Trial:
         last: list[Tensor] = []
         base = model.base_model
 
-        def note(module: nn.Module, inputs: Any, output: Any) -> None:
+        def note(module: nn.Module, _inputs: Any, output: Any) -> None:
             first = output if isinstance(output, Tensor) else output[0] if isinstance(output, tuple) and output else None
             if isinstance(first, Tensor):
                 called.append((module, first))
 
         handles = [m.register_forward_hook(note) for m in base.modules() if m is not base]
-        handles.append(base.register_forward_hook(lambda module, inputs, output: last.append(output[0])))
+        handles.append(base.register_forward_hook(lambda _module, _inputs, output: last.append(output[0])))
         try:
             zero = torch.zeros(1, 1, dtype=torch.int64)
             with torch.inference_mode():
