@@ -29,7 +29,9 @@ LEVELS = [
 ]
 RANK = {room: rank for rank, rooms in enumerate(LEVELS) for room in rooms}
 APART = {"layouts", "drafters", "heads"}  # siblings in these rooms do not import each other
-ALLOWED_SIBLINGS = {"base"}
+ALLOWED_SIBLINGS = {"base", "parts"}
+GATHERS = {"heads.loading"}  # knows all of its siblings
+TRAINING_READS = {"errors", "heads", "target"}
 
 
 def room(module: str) -> str:
@@ -68,7 +70,7 @@ def test_data_flows_one_way() -> None:
 def test_siblings_stay_apart() -> None:
     for module, path in modules().items():
         folder, _, name = module.partition(".")
-        if folder in APART:
+        if folder in APART and module not in GATHERS:
             for imported in imports(path):
                 parts = imported.split(".")
                 if parts[1] == folder:
@@ -78,7 +80,7 @@ def test_siblings_stay_apart() -> None:
 def test_training_never_imports_the_engine() -> None:
     for module, path in modules().items():
         if module.startswith("train"):
-            assert all(i.startswith("echelon.train") or i == "echelon.errors" for i in imports(path)), module
+            assert {i.split(".")[1] for i in imports(path)} <= {"train", *TRAINING_READS}, module
 
 
 def test_the_scheduler_sees_no_tensors() -> None:

@@ -15,12 +15,14 @@ from rich.markup import escape
 
 from echelon import EchelonError
 from echelon.cli import bench
+from echelon.cli.convert import convert
 from echelon.cli.doctor import doctor
 from echelon.cli.generate import generate
 from echelon.cli.inflate import inflate
 from echelon.cli.inspect import inspect
 from echelon.cli.serve import serve
 from echelon.cli.shared import SPECULATIVE, errors
+from echelon.cli.train import train
 from echelon.cli.verify import verify
 
 app = typer.Typer(
@@ -30,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for verb in (generate, verify, inspect, doctor, inflate, serve):
+for verb in (generate, verify, inspect, doctor, inflate, serve, train, convert):
     app.command()(verb)
 app.add_typer(bench.app, name="bench")
 

@@ -95,6 +95,7 @@ def manifest(docs: Sequence[Document], wheels: Iterable[str]) -> dict[str, objec
 
 
 def tokenize(tokenizer: Tokenizer, docs: Iterable[Document], end_of_text: int) -> np.ndarray:
-    """One flat uint16 array: every document's tokens, each document preceded by `end_of_text`."""
+    """One flat array, uint16 where the vocabulary fits: every document's tokens, each document preceded by `end_of_text`."""
     encoded = tokenizer.encode_batch_fast([d.text for d in docs], add_special_tokens=False)
-    return np.concatenate([np.array([end_of_text, *e.ids], dtype=np.uint16) for e in encoded])
+    dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
+    return np.concatenate([np.array([end_of_text, *e.ids], dtype=dtype) for e in encoded])

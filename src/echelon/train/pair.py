@@ -4,14 +4,12 @@
 model learns the target (forward KL divergence to its distribution) in the same loop, on the same batches. Then the target stands still and
 the draft model goes on, half of it on the target's own text. A rerun resumes; batch n is a function of (seed, n) alone.
 
-Optimiser: Muon (Jordan 2024) for the matrices inside the layers, AdamW for embeddings and norms; constant learning rate, then a
-linear decay to zero over the last part; sequences grow from 256 tokens to the full context.
+Constant learning rate, then a linear decay to zero over the last part; sequences grow from 256 tokens to the full context.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +23,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from echelon.train import corpus
+from echelon.train.loop import Loop
+from echelon.train.text import HELD_OUT, MIX, SAMPLING_TEMPERATURE, WHEELS, Tokens, batch, target_continuations
 
 VOCABULARY = 4096
 CONTEXT = 2048
@@ -34,11 +34,6 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-SAMPLING_TEMPERATURE = 0.8  # of the target's own text, and where the draft model's acceptance is trained
-# Share of each group in a batch: the standard library is what the evaluation reads, the wheels are most of the text.
-MIX = {"stdlib": 0.4, "stdlib-tests": 0.15, "wheels": 0.45}
-Tokens = dict[str, np.ndarray]
-WHEELS = ["torch", "transformers", "sympy", "networkx", "matplotlib", "numpy", "hypothesis", "pydantic", "rich", "setuptools"]
 
 
 def model_config(hidden: int, layers: int, intermediate: int, heads: int) -> LlamaConfig:
@@ -96,21 +91,10 @@ def prepare(work: Path) -> tuple[PreTrainedTokenizerFast, Tokens]:
         (work / "manifest.json").write_text(json.dumps(corpus.manifest(docs, WHEELS), indent=1) + "\n")
         tokenizer = train_tokenizer(docs)
         tokenizer.save_pretrained(folder)
-        groups = {g: [d for d in docs if d.group == g] for g in (*MIX, "held-out")}
+        groups = {g: [d for d in docs if d.group == g] for g in (*MIX, HELD_OUT)}
         arrays: dict[str, Any] = {g: corpus.tokenize(tokenizer.backend_tokenizer, d, 0) for g, d in groups.items()}
         np.savez(file, **arrays)
     return PreTrainedTokenizerFast.from_pretrained(folder), dict(np.load(file))
-
-
-def batch(tokens: Tokens, step: int, length: int) -> Tensor:
-    """int64 [TOKENS_PER_BATCH / length, length + 1]: random crops, a function of `step` alone."""
-    rng = np.random.default_rng([2024, step])
-    rows = []
-    for _ in range(TOKENS_PER_BATCH // length):
-        source = tokens[str(rng.choice(list(MIX), p=list(MIX.values())))]
-        start = int(rng.integers(0, len(source) - length))
-        rows.append(source[start : start + length + 1])
-    return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
 def pair_losses(target: nn.Module, draft: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,20 +110,6 @@ def pair_losses(target: nn.Module, draft: nn.Module, ids: Tensor) -> tuple[Tenso
     return cross_entropy, divergence
 
 
-def optimizers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
-    inside = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    outside = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
-    return [
-        torch.optim.Muon(inside, lr=rate, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(outside, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-
-
-def rate_factor(step: int, steps: int, decay: int) -> float:
-    """Warm-up over 100 steps, constant, linear decay to zero over the last `decay` steps."""
-    return min((step + 1) / 100, 1.0, (steps - step) / decay)
-
-
 def sequence_length(step: int, steps: int, decay: int) -> int:
     """Short sequences while the model learns to spell, the full context at the end (attention is a third of the cost at 512)."""
     if step >= steps - 50:
@@ -152,6 +122,7 @@ def sequence_length(step: int, steps: int, decay: int) -> int:
 @torch.no_grad()
 def evaluate(target: nn.Module, draft: nn.Module, held_out: np.ndarray, num_windows: int = 48, length: int = 1024) -> tuple[float, float]:
     """(target, draft) loss on evenly spaced held-out windows, nats a token, every position counted."""
+    length = min(length, len(held_out) - 1)
     starts = np.linspace(0, len(held_out) - length - 1, num_windows).astype(int)
     totals = [0.0, 0.0]
     for start in starts:
@@ -174,43 +145,6 @@ def export(out: Path, tokenizer: PreTrainedTokenizerFast, target: nn.Module, dra
     (out / "training.jsonl").write_text((work / "log.jsonl").read_text())
 
 
-def save_atomically(state: dict[str, Any], path: Path) -> None:
-    torch.save(state, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
-
-
-class Loop:
-    """Steps of one training phase: learning rate, optimisers, checkpoints. A rerun resumes at the last checkpoint."""
-
-    def __init__(self, models: dict[str, nn.Module], checkpoint: Path, steps: int, decay: int, rate: float) -> None:
-        self.models, self.checkpoint, self.steps, self.decay, self.rate = models, checkpoint, steps, decay, rate
-        self.optimizers = [o for model in models.values() for o in optimizers(model, rate)]
-        self.first = 0
-        if checkpoint.exists():
-            state = torch.load(checkpoint, weights_only=True)
-            self.first = int(state["step"])
-            for name, model in models.items():
-                model.load_state_dict(state[name])
-            for optimizer, saved in zip(self.optimizers, state["optims"], strict=True):
-                optimizer.load_state_dict(saved)
-
-    def update(self, step: int, loss: Tensor) -> None:
-        """One optimiser step at the rate of this step."""
-        loss.backward()  # type: ignore[no-untyped-call]
-        factor = rate_factor(step, self.steps, self.decay)
-        for model in self.models.values():
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self.rate * factor
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-    def save(self, done: int) -> None:
-        states = {name: model.state_dict() for name, model in self.models.items()}
-        save_atomically({"step": done, **states, "optims": [o.state_dict() for o in self.optimizers]}, self.checkpoint)
-
-
 def train_together(
     target: nn.Module, draft: nn.Module, tokens: Tokens, work: Path, steps: int, decay: int, rate: float, every: int
 ) -> None:
@@ -219,7 +153,8 @@ def train_together(
     losses = torch.compile(pair_losses, dynamic=False)
     start = time.monotonic()
     for step in range(loop.first, steps):
-        ids = batch(tokens, step, sequence_length(step, steps, decay))
+        length = sequence_length(step, steps, decay)
+        ids = batch(tokens, step, length, TOKENS_PER_BATCH // length)
         cross_entropy, divergence = losses(target, draft, ids)
         loop.update(step, cross_entropy + divergence)
         report("pair", step + 1, steps, (time.monotonic() - start) / (step + 1 - loop.first), float(cross_entropy), float(divergence))
@@ -228,17 +163,17 @@ def train_together(
             log_held_out(work, "pair", step + 1, target, draft, tokens)
 
 
-def distil(target: nn.Module, draft: nn.Module, tokens: Tokens, work: Path, steps: int, rate: float, every: int) -> None:
+def distil(target: nn.Module, draft: nn.Module, tokens: Tokens, work: Path, said_file: Path, steps: int, rate: float, every: int) -> None:
     """Second phase: the target stands still, and the draft model is trained for acceptance.
 
     Half of each batch is text, half is what the target itself says: continuations sampled at SAMPLING_TEMPERATURE.
     """
-    said = target_continuations(target, tokens, work / "said.npy")
+    said = target_continuations(target, tokens, said_file)
     loop = Loop({"draft": draft}, work / "draft.pt", steps, steps, rate)
     losses = torch.compile(draft_loss, dynamic=False)
     start = time.monotonic()
     for step in range(loop.first, steps):
-        text = batch(tokens, 1_000_000 + step, 256)[: TOKENS_PER_BATCH // 512]
+        text = batch(tokens, 1_000_000 + step, 256, TOKENS_PER_BATCH // 512)
         rng = np.random.default_rng([2025, step])
         own = torch.from_numpy(said[rng.integers(0, len(said), TOKENS_PER_BATCH // 512)].astype(np.int64))
         loss = losses(target, draft, torch.cat([text, own]))
@@ -263,23 +198,6 @@ def draft_loss(target: nn.Module, draft: nn.Module, ids: Tensor) -> Tensor:
     return loss
 
 
-@torch.no_grad()
-def target_continuations(target: nn.Module, tokens: Tokens, file: Path, count: int = 4096, length: int = 257) -> np.ndarray:
-    """uint16 [count, length]: what the target says after 32 tokens of text, sampled; made once and read again."""
-    if not file.exists():
-        torch.manual_seed(7)
-        parts = []
-        for i in range(0, count, 128):
-            prompts = batch(tokens, 2_000_000 + i, 63)[:128, :32]
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                options = {"do_sample": True, "temperature": SAMPLING_TEMPERATURE, "top_k": 0, "eos_token_id": None, "pad_token_id": 1}
-                out = target.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=length - 32, **options)  # type: ignore[operator]
-            parts.append(out.numpy().astype(np.uint16))
-            print(f"target's own text: {i + 128}/{count}", flush=True)
-        np.save(file, np.concatenate(parts))
-    return np.asarray(np.load(file))
-
-
 def report(phase: str, done: int, steps: int, seconds: float, *losses: float) -> None:
     if done % 10 == 0:
         shown = ", ".join(f"{x:.3f}" for x in losses)
@@ -287,7 +205,7 @@ def report(phase: str, done: int, steps: int, seconds: float, *losses: float) ->
 
 
 def log_held_out(work: Path, phase: str, done: int, target: nn.Module, draft: nn.Module, tokens: Tokens) -> None:
-    losses = evaluate(target, draft, tokens["held-out"])
+    losses = evaluate(target, draft, tokens[HELD_OUT])
     with (work / "log.jsonl").open("a") as log:
         log.write(json.dumps({"phase": phase, "step": done, "tokens": done * TOKENS_PER_BATCH, "held_out": losses}) + "\n")
     print(f"held-out: target {losses[0]:.3f}, draft {losses[1]:.3f} nats a token", flush=True)
@@ -310,7 +228,7 @@ def main(
     target = LlamaForCausalLM._from_config(TARGET, attn_implementation="sdpa")
     draft = LlamaForCausalLM._from_config(DRAFT, attn_implementation="sdpa")
     train_together(target, draft, tokens, work, steps, decay, rate, every)
-    distil(target.eval().requires_grad_(False), draft, tokens, work, draft_steps, rate, every)
+    distil(target.eval().requires_grad_(False), draft, tokens, work, work / "said.npy", draft_steps, rate, every)
     export(out, tokenizer, target, draft, work)
 
 

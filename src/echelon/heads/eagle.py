@@ -1,0 +1,54 @@
+"""EAGLE (Li et al. 2024, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty"); EAGLE-2 grows other trees on its weights.
+
+A state is a predicted feature, the target's hidden state after its final norm one token on: f' = layer(W [e; f] + b) of a feature f, or a
+predicted one, and the token that follows it. The layer has no norm before its attention and none follows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from echelon.heads.base import Head, Tap
+from echelon.heads.parts import Rotary, Shared, llama_layers, prepare, run_layer
+
+
+@dataclass(frozen=True)
+class EagleOptions:
+    """`bias` of the layer that joins token and feature."""
+
+    bias: bool = False
+
+
+class EagleHead(Head):
+    method: ClassVar[str] = "eagle"
+    options_class: ClassVar[type] = EagleOptions
+    taps: tuple[Tap, ...] = ("last",)
+
+    def __init__(self, config: LlamaConfig, shared: Shared, options: EagleOptions) -> None:
+        super().__init__()
+        self.config, self.shared, self.options = prepare(config), shared, options
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=options.bias)
+        self.layers, self.rotary = llama_layers(config, 1), Rotary(config)
+        self.layers[0].input_layernorm = nn.Identity()
+
+    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **step: Any) -> Tensor:
+        x = self.fc(torch.cat([self.shared.embed(tokens).to(features.dtype), features], -1))
+        return run_layer(self.layers[0], self.rotary, x, positions, step)
+
+    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **step: Any) -> Tensor:  # noqa: ARG002
+        return self.encode(states, tokens, positions, **step)
+
+    def features(self, states: Tensor) -> Tensor:
+        """[M, d]: the predicted hidden states themselves."""
+        return states
+
+    def logits(self, states: Tensor, depth: int) -> Tensor:  # noqa: ARG002
+        return self.shared.output(states)
+
+    def start_from(self, target: nn.Module) -> None:
+        """Initial weights are random, as in the paper."""

@@ -1,0 +1,113 @@
+"""EAGLE-3 (Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test").
+
+g = W [h_low; h_mid; h_high] joins the target's hidden states at three depths. One decoder layer attends over [RMSNorm(e); RMSNorm(g)],
+twice as wide as its residual g; its output is the state, and takes the place of g when the head goes on alone. An output layer of its own
+reads the normed state, for the tokens of a smaller vocabulary: token i there is token i + d2t[i] of the target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+
+from echelon.heads.base import Head
+from echelon.heads.parts import Rotary, Shared, copy_norm, prepare, run_layer
+
+
+@dataclass(frozen=True)
+class Eagle3Options:
+    """`depths`: the head reads the inputs of these decoder layers. `norm_before_residual`: the residual is RMSNorm(g), not g."""
+
+    depths: tuple[int, int, int]
+    draft_vocab_size: int
+    norm_before_residual: bool = False
+
+
+def default_depths(num_layers: int) -> tuple[int, int, int]:
+    """Inputs of layers 2, n / 2 and n − 3, as the authors and vLLM have it; quarters where that is too shallow to be three depths."""
+    if num_layers >= 7:
+        return 2, num_layers // 2, num_layers - 3
+    return num_layers // 4, num_layers // 2, 3 * num_layers // 4
+
+
+class WideLayer(nn.Module):
+    """A decoder layer whose attention reads token and hidden state side by side: x [1, T, 2d], the hidden state in the second half."""
+
+    def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.norm_before_residual = norm_before_residual
+        self.self_attn = LlamaAttention(config, 0)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            narrow = getattr(self.self_attn, name)
+            setattr(self.self_attn, name, nn.Linear(2 * hidden, narrow.out_features, bias=narrow.bias is not None))
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (LlamaRMSNorm(hidden, eps) for _ in range(3))
+
+    def forward(self, x: Tensor, **step: Any) -> Tensor:
+        embeddings, hidden = x.chunk(2, -1)
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        x = residual + self.self_attn(torch.cat([self.input_layernorm(embeddings), normed], -1), **step)[0]
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Eagle3Head(Head):
+    method: ClassVar[str] = "eagle3"
+    options_class: ClassVar[type] = Eagle3Options
+    d2t: Tensor  # int64[draft_vocab_size]
+    t2d: Tensor  # bool[V]: the token can be drafted
+
+    def __init__(self, config: LlamaConfig, shared: Shared, options: Eagle3Options) -> None:
+        super().__init__()
+        self.config, self.shared, self.options, hidden = prepare(config), shared, options, config.hidden_size
+        self.taps = tuple(f"layer:{i}" for i in options.depths)
+        self.fc = nn.Linear(3 * hidden, hidden, bias=False)
+        self.layers, self.rotary = nn.ModuleList([WideLayer(config, options.norm_before_residual)]), Rotary(config)
+        self.norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
+        self.lm_head = nn.Linear(hidden, options.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", torch.zeros(options.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.arange(config.vocab_size) < options.draft_vocab_size)
+
+    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **step: Any) -> Tensor:
+        return self._layer(self.fc(features), tokens, positions, step)
+
+    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **step: Any) -> Tensor:  # noqa: ARG002
+        return self._layer(states, tokens, positions, step)
+
+    def _layer(self, hidden: Tensor, tokens: Tensor, positions: Tensor, step: dict[str, Any]) -> Tensor:
+        x = torch.cat([self.shared.embed(tokens).to(hidden.dtype), hidden], -1)
+        return run_layer(self.layers[0], self.rotary, x, positions, step)
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """int64[draft_vocab_size], increasing: the target's ids of the draft vocabulary."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def draft_logits(self, states: Tensor) -> Tensor:
+        """[M, draft_vocab_size]"""
+        out: Tensor = self.lm_head(self.norm(states))
+        return out
+
+    def logits(self, states: Tensor, depth: int) -> Tensor:  # noqa: ARG002
+        drafted = self.draft_logits(states)
+        return drafted.new_full((len(states), self.config.vocab_size), -torch.inf).index_copy(1, self.draft_ids, drafted)
+
+    @torch.no_grad()
+    def choose_vocabulary(self, counts: Tensor) -> None:
+        """Draft the most frequent tokens; counts int[V]."""
+        chosen = counts.argsort(descending=True, stable=True)[: len(self.d2t)].sort().values
+        self.d2t.copy_(chosen - torch.arange(len(chosen)))
+        self.t2d.zero_()[chosen] = True
+
+    @torch.no_grad()
+    def start_from(self, target: nn.Module) -> None:
+        """Initial weights: output layer and norm are the target's, the rest is random. Call after `choose_vocabulary`."""
+        self.lm_head.weight.copy_(target.get_output_embeddings().weight[self.draft_ids])  # type: ignore[operator]
+        copy_norm(self.norm, target)

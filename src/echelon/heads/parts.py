@@ -1,0 +1,176 @@
+"""What heads are made of, and what they borrow from their target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from echelon.errors import UnsupportedModelError
+
+# A tapped hidden state must not depend on the other rows of a call: these rotary embeddings read the largest position of all.
+ROPE_OF_THE_WHOLE_CALL = {"dynamic", "longrope"}
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The target's own embedding and output layer, called and never copied: int64[M] → [M, d], and [M, d] → [M, V]."""
+
+    embed: Callable[[Tensor], Tensor]
+    output: Callable[[Tensor], Tensor]
+
+
+def head_config(target: Any) -> LlamaConfig:
+    """The shape of one decoder layer beside a target with this configuration, in the words of Llama."""
+    text = target.get_text_config()
+    hidden, num_heads = int(text.hidden_size), int(text.num_attention_heads)
+    values = {
+        "vocab_size": int(text.vocab_size),
+        "hidden_size": hidden,
+        "intermediate_size": int(getattr(text, "intermediate_size", None) or getattr(text, "ffn_dim", None) or 4 * hidden),
+        "num_hidden_layers": 1,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": int(getattr(text, "num_key_value_heads", None) or num_heads),
+        "head_dim": int(getattr(text, "head_dim", None) or hidden // num_heads),
+        "max_position_embeddings": int(getattr(text, "max_position_embeddings", None) or 2048),
+        "rms_norm_eps": float(getattr(text, "rms_norm_eps", None) or 1e-6),
+        "rope_parameters": {"rope_type": "default", "rope_theta": _theta(text)},
+        "tie_word_embeddings": False,
+    }
+    return LlamaConfig(**values)
+
+
+def _theta(text: Any) -> float:
+    rope = getattr(text, "rope_parameters", None)
+    return float(rope["rope_theta"]) if isinstance(rope, dict) and "rope_theta" in rope else 10000.0
+
+
+def prepare(config: LlamaConfig) -> LlamaConfig:
+    """The configuration of layers that ask the step for their attention."""
+    kind = config.rope_parameters["rope_type"]
+    if kind in ROPE_OF_THE_WHOLE_CALL:
+        raise UnsupportedModelError(
+            f"a head with rope_type {kind!r} would read a row's length from its neighbours; train one with default, linear, yarn or llama3"
+        )
+    config._attn_implementation = "echelon"
+    return config
+
+
+class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc]
+    """Cosines and sines whose frequencies stay float32 when the head is cast."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        exact: Tensor = self.inv_freq  # type: ignore[has-type]
+        super()._apply(fn, recurse)
+        self.inv_freq = exact.to(self.inv_freq.device)  # type: ignore[has-type]
+        return self
+
+
+def run_layer(layer: nn.Module, rotary: nn.Module, x: Tensor, positions: Tensor, step: dict[str, Any]) -> Tensor:
+    """One decoder layer over packed tokens: [T, d'] at positions int[T] → [T, d]."""
+    out: Tensor = layer(x[None], position_embeddings=rotary(x[None], positions[None]), **step)[0]
+    return out
+
+
+class ResBlock(nn.Module):
+    """x + SiLU(W x + b), the identity at first (Cai et al. 2024)."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden, hidden)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class AttentionDecoder(nn.Module):
+    """Clover's cell (Xiao et al. 2024): a state attends to one token, so each attention head has one weight in place of a softmax.
+
+    The first paper takes SiLU of weight · value, the weight being a dot product; the second has biases, cosines and no SiLU.
+    """
+
+    def __init__(self, config: LlamaConfig, is_second: bool) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.num_heads, self.is_second, self.eps = config.num_attention_heads, is_second, config.rms_norm_eps
+        self.input_layernorm = LlamaRMSNorm(hidden, config.rms_norm_eps)
+        self.q, self.k, self.v = (nn.Linear(hidden, hidden, bias=is_second) for _ in range(3))
+        for linear in (self.q, self.k):
+            near_identity(linear)
+        if is_second:
+            near_zero(self.v)
+        else:
+            nn.init.zeros_(self.v.weight)
+
+    def forward(self, states: Tensor, embeddings: Tensor) -> Tensor:
+        """[M, d] from states [M, d] and the embeddings [M, d] of one token each."""
+        query, key, value = (
+            linear(x).unflatten(-1, (self.num_heads, -1))
+            for linear, x in ((self.q, self.input_layernorm(states)), (self.k, embeddings), (self.v, embeddings))
+        )
+        if self.is_second:
+            weight = F.cosine_similarity(query, key, dim=-1, eps=self.eps).unsqueeze(-1)
+            taken: Tensor = (weight * value).flatten(-2)
+        else:
+            taken = F.silu(((query * key).sum(-1, keepdim=True) * value).flatten(-2))
+        return states + taken
+
+
+@torch.no_grad()
+def near_zero(linear: nn.Linear) -> None:
+    """U(0, 0.01), as Clover-2's code has it; no bias."""
+    linear.weight.uniform_(0, 0.01)
+    if linear.bias is not None:
+        linear.bias.zero_()
+
+
+@torch.no_grad()
+def near_identity(linear: nn.Linear) -> None:
+    """The identity on the first inputs, plus U(0, 0.01)."""
+    near_zero(linear)
+    linear.weight += torch.eye(*linear.weight.shape)
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers of a causal language model of transformers."""
+    num_layers = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr,operator]
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise UnsupportedModelError(f"{type(model).__name__} keeps its {num_layers} decoder layers in no list that could be found")
+
+
+def copy_last_layer(layers: nn.ModuleList, target: nn.Module) -> None:
+    """Start layers of a head as the target's last one, where it has the same tensors; else they stay random."""
+    last = decoder_layers(target)[-1].state_dict()
+    for layer in layers:
+        own = layer.state_dict()
+        if {k: v.shape for k, v in last.items()} == {k: v.shape for k, v in own.items()}:
+            layer.load_state_dict(last)
+
+
+def final_norm_weight(target: nn.Module) -> Tensor | None:
+    """The scale of the target's final RMSNorm, if it has one under a known name."""
+    norm = getattr(target.get_decoder(), "norm", None)  # type: ignore[operator]
+    weight = getattr(norm, "weight", None)
+    return weight.detach() if isinstance(weight, Tensor) and getattr(norm, "bias", None) is None else None
+
+
+def copy_norm(norm: LlamaRMSNorm, target: nn.Module) -> None:
+    """Start a norm as the target's final one."""
+    weight = final_norm_weight(target)
+    if weight is not None:
+        with torch.no_grad():
+            norm.weight.copy_(weight)
+
+
+def llama_layers(config: LlamaConfig, count: int) -> nn.ModuleList:
+    return nn.ModuleList(LlamaDecoderLayer(config, i) for i in range(count))

@@ -1,0 +1,173 @@
+"""One trainer for every head, on a frozen target whose hidden states are computed as they are needed.
+
+A run lives in one folder: `training.json` (its settings), `checkpoint.pt`, `log.jsonl`, `curves.png` and, at the end, the head. Batch n and
+the noise in it are functions of (seed, n), so a run that was killed goes on to the same weights.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from echelon.errors import ConfigError
+from echelon.heads.base import Head
+from echelon.heads.eagle3 import Eagle3Head
+from echelon.heads.loading import build_head, save_head
+from echelon.train.curves import draw
+from echelon.train.data import Data, fingerprint
+from echelon.train.lessons import lesson, unroll
+from echelon.train.loop import Loop
+from echelon.train.losses import RECIPES, Recipe, depth_loss, noised
+
+ROWS_PER_BATCH = 8
+DEPTHS_EVALUATED = 5  # of heads that can go on for ever
+Report = Callable[[int, int, float], None]  # steps done, steps in all, loss
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Settings of a run. `is_soft`: the targets are the frozen model's distributions; None: as published. `options` are the head's."""
+
+    method: str
+    steps: int
+    rate: float = 3e-3
+    every: int = 100
+    seed: int = 0
+    is_soft: bool | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def recipe(self) -> Recipe:
+        published = RECIPES[self.method]
+        return published if self.is_soft is None else replace(published, is_soft=self.is_soft)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """By depth: share of held-out places where the target's token is the head's first, or among its first five, on the true path.
+
+    `tokens_per_step` is what a greedy chain of all depths would emit a step, the target's own token included.
+    """
+
+    top1: list[float]
+    top5: list[float]
+    tokens_per_step: float
+
+
+def train_head(target: PreTrainedModel, data: Data, out: Path, plan: Plan, report: Report = lambda *_: None) -> Head:
+    """Train, or go on where an interrupted run in `out` stopped; the head is written to `out`.
+
+    Raises
+    ------
+    ConfigError  `out` holds a run with other settings, or the head has no such options
+    """
+    head = _new_head(target, data, plan)
+    out.mkdir(parents=True, exist_ok=True)
+    _check_same_run(out / "training.json", {**asdict(plan), "target": fingerprint(target)})
+    loop = Loop({"head": head}, out / "checkpoint.pt", plan.steps, max(1, plan.steps // 4), plan.rate)
+    log = Log(out / "log.jsonl", loop.first)
+    depth = min(plan.recipe.depth, head.max_depth or plan.recipe.depth)
+    start = time.monotonic()
+    for step in range(loop.first, plan.steps):
+        loss = learn(head, target, data.batch(plan.seed, step, ROWS_PER_BATCH), depth, plan, step)
+        loop.apply(step)
+        log.write(step=step + 1, loss=loss, seconds=time.monotonic() - start)
+        if (step + 1) % plan.every == 0 or step + 1 == plan.steps:
+            log.write(step=step + 1, **asdict(evaluate(head, target, data.said_held_out)))
+            loop.save(step + 1)
+        report(step + 1, plan.steps, loss)
+    draw(log.lines, out / "curves.png", plan.method)
+    save_head(head, out, target)
+    return head
+
+
+def learn(head: Head, target: PreTrainedModel, ids: Tensor, depth: int, plan: Plan, step: int) -> float:
+    """Add up the gradients of the recipe's loss over `ids` int64[B, N]; the loss.
+
+    Each depth is differentiated down to its states at once, so that the logits of one depth alone are held.
+    """
+    recipe, total = plan.recipe, 0.0
+    generator = torch.Generator().manual_seed(plan.seed * 10_000_000 + step)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        given = lesson(target, head.taps, ids, depth, recipe.is_soft)
+        features = noised(given.features, recipe, given.num_places, generator)
+        states = list(unroll(head, given, features, depth))
+        leaves = [s.detach().requires_grad_(s.requires_grad) for s in states]
+        for k, leaf in enumerate(leaves):
+            loss = depth_loss(head, leaf, given, k, recipe)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+    roots = [(s, leaf) for s, leaf in zip(states, leaves, strict=True) if s.requires_grad]
+    if roots:
+        torch.autograd.backward([s for s, _ in roots], [leaf.grad for _, leaf in roots])
+    return total
+
+
+@torch.no_grad()
+def evaluate(head: Head, target: PreTrainedModel, texts: np.ndarray) -> Accuracy:
+    """Accuracies over `texts` [n, N]."""
+    depth = head.max_depth or DEPTHS_EVALUATED
+    hits: list[list[Tensor]] = [[] for _ in range(depth)]
+    for rows in np.array_split(texts, max(1, len(texts) // ROWS_PER_BATCH)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            given = lesson(target, head.taps, torch.from_numpy(rows.astype(np.int64)), depth, False)
+            for k, states in enumerate(unroll(head, given, given.features, depth)):
+                hits[k].append(head.logits(states, k).topk(5).indices == given.token(2 + k)[:, None])
+    found = torch.stack([torch.cat(h) for h in hits]).float()  # [depth, places, 5]
+    first = found[..., 0]
+    chain = 1 + float(first.cumprod(0).mean(1).sum())
+    return Accuracy(first.mean(1).tolist(), found.sum(-1).mean(1).tolist(), chain)
+
+
+def _new_head(target: PreTrainedModel, data: Data, plan: Plan) -> Head:
+    if plan.method not in RECIPES:
+        raise ConfigError(f"there is no recipe for {plan.method!r}; known: {', '.join(RECIPES)}, draft_model")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(plan.seed)
+        head: Any = build_head(plan.method, target, **dict(plan.options))
+    if isinstance(head, Eagle3Head):
+        head.choose_vocabulary(torch.from_numpy(np.bincount(data.said.ravel(), minlength=head.config.vocab_size)))
+    head.start_from(target)
+    trained: Head = head
+    return trained
+
+
+def _check_same_run(file: Path, settings: dict[str, Any]) -> None:
+    settings = json.loads(json.dumps(settings))
+    before = json.loads(file.read_text("utf-8")) if file.exists() else settings
+    if other := [f"{k} = {before.get(k)!r} there, {v!r} here" for k, v in settings.items() if before.get(k) != v]:
+        raise ConfigError(f"{file.parent} holds a run with other settings ({'; '.join(other)}); choose another folder, or repeat those")
+    file.write_text(json.dumps(settings, indent=1) + "\n", "utf-8")
+
+
+class Log:
+    """Lines of numbers, one a step; what a killed run wrote after its last checkpoint is dropped."""
+
+    def __init__(self, file: Path, first: int) -> None:
+        self._file = file
+        lines = file.read_text("utf-8").splitlines() if file.exists() else []
+        self.lines: list[dict[str, Any]] = [x for line in lines if (x := _whole(line)) and x["step"] <= first]
+        file.write_text("".join(json.dumps(x) + "\n" for x in self.lines), "utf-8")
+
+    def write(self, **values: Any) -> None:
+        self.lines.append(values)
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+
+
+def _whole(line: str) -> dict[str, Any] | None:
+    """A line of the log, or None where the run was killed in the middle of it."""
+    try:
+        values: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return None
+    return values

@@ -1,0 +1,124 @@
+"""What a head learns from: a frozen target's hidden states and distributions over a batch of texts, computed as they are needed.
+
+Legend: B texts of N tokens; a head starts at M = N − 1 − K places of each and looks K tokens ahead, so that each has all its answers.
+Place t is given the token at t + 1, as when drafting; depth k says what stands at t + 2 + k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from echelon.heads.base import Head
+from echelon.heads.parts import decoder_layers
+from echelon.target.attention import STEP_KEYWORD, LayerCall
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What the target makes of `ids` int64[B, N].
+
+    features  [B·M, F]   the head's taps
+    last      [B, N, d]  hidden states after the final norm
+    logits    [B, N, V]  if they were wanted
+    """
+
+    ids: Tensor
+    features: Tensor
+    last: Tensor
+    logits: Tensor | None
+    num_places: int
+
+    def _at(self, values: Tensor, shift: int) -> Tensor:
+        return values[:, shift : shift + self.num_places].flatten(0, 1)
+
+    def token(self, shift: int) -> Tensor:
+        """int64[B·M]: the token `shift` after each place."""
+        return self._at(self.ids, shift)
+
+    def target_logits(self, depth: int) -> Tensor:
+        """[B·M, V]: what the target says of the token at this depth."""
+        assert self.logits is not None
+        return self._at(self.logits, depth + 1)
+
+    def target_feature(self, depth: int) -> Tensor:
+        """[B·M, d]: the hidden state that says so."""
+        return self._at(self.last, depth + 1)
+
+
+@torch.no_grad()
+def lesson(target: nn.Module, taps: Sequence[str], ids: Tensor, depth: int, wants_logits: bool) -> Lesson:
+    """One pass of the target over `ids` int64[B, N]."""
+    seen: dict[str, Tensor] = {}
+    layers = decoder_layers(target)
+
+    def before(name: str) -> Any:
+        return lambda _, args, kwargs: seen.__setitem__(name, args[0] if args else kwargs["hidden_states"])
+
+    def after(name: str) -> Any:
+        return lambda _, __, output: seen.__setitem__(name, output if isinstance(output, Tensor) else output[0])
+
+    hooks = [layer.register_forward_pre_hook(before(f"layer:{i}"), with_kwargs=True) for i, layer in enumerate(layers)]
+    hooks.append(layers[-1].register_forward_hook(after("last_unnormed")))
+    hooks.append(target.get_decoder().register_forward_hook(after("last")))  # type: ignore[operator]
+    try:
+        logits = target(input_ids=ids, use_cache=False, logits_to_keep=0 if wants_logits else 1).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    num_places = ids.shape[1] - 1 - depth
+    features = torch.cat([seen[tap][:, :num_places] for tap in taps], -1).flatten(0, 1)
+    return Lesson(ids, features, seen["last"], logits if wants_logits else None, num_places)
+
+
+class TrainingStep:
+    """Answers a head's attention for `num_rows` texts laid end to end: the first pass is causal, later ones are as when drafting.
+
+    In pass i a place sees the keys of the first pass up to itself and its own of passes 1 to i: EAGLE-3's training-time test.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._passes: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def attend(self, call: LayerCall) -> Tensor:
+        query, key, value = (x.reshape(self._num_rows, -1, *x.shape[1:]).transpose(1, 2) for x in (call.query, call.key, call.value))
+        passes = self._passes.setdefault(call.layer, [])
+        passes.append((key, value))
+        if len(passes) == 1:
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=call.scale, enable_gqa=True)
+        else:
+            out = _simulated(query, passes, call.scale)
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+def _simulated(query: Tensor, passes: list[tuple[Tensor, Tensor]], scale: float) -> Tensor:
+    """query [B, H, M, D] over the first pass, causally, and the place's own key of each later one."""
+    groups = query.shape[1] // passes[0][0].shape[1]
+    wide = [tuple(x.repeat_interleave(groups, 1) for x in pair) for pair in passes]
+    length = query.shape[2]
+    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    real = (query @ wide[0][0].transpose(-1, -2) * scale).masked_fill(future, -torch.inf)
+    own = torch.stack([(query * key).sum(-1) * scale for key, _ in wide[1:]], -1)
+    weights = torch.cat([real, own], -1).softmax(-1).to(query.dtype)
+    out = weights[..., :length] @ wide[0][1]
+    for i, (_, value) in enumerate(wide[1:]):
+        out = out + weights[..., length + i, None] * value
+    return out
+
+
+def unroll(head: Head, given: Lesson, features: Tensor, depth: int) -> Iterator[Tensor]:
+    """States [B·M, s] at depths 0 to `depth` − 1, drafting along the text itself from `features` in the place of the lesson's own."""
+    num_rows = len(given.ids)
+    step = {STEP_KEYWORD: TrainingStep(num_rows)}
+    positions = torch.arange(given.num_places, device=given.ids.device).repeat(num_rows)
+    states = head.encode(features, given.token(1), positions, **step)
+    yield states
+    for k in range(1, depth):
+        states = head.extend(states, given.token(1 + k), positions + k, k, **step)
+        yield states
