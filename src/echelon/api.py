@@ -22,6 +22,7 @@ from echelon.drafters.replay import ReplayDrafter
 from echelon.engine import Engine
 from echelon.errors import ConfigError, RequestError
 from echelon.heads.base import Head
+from echelon.heads.loading import load_head
 from echelon.memory import MemoryPlan
 from echelon.outputs import RequestOutput, request_output
 from echelon.sampling import Sampler, SamplingParams
@@ -101,7 +102,7 @@ class LLM:
             )
         if given is None and config.model is None:
             raise ConfigError(f"method {config.method!r} needs the key 'model': the folder of a head that was trained on the target")
-        head = given or _load_head(str(config.model), self.target)
+        head = given or load_head(str(config.model), self.target.model)
         if head.method != config.method:
             raise ConfigError(f"the head is one of method {head.method!r}, not {config.method!r}; change the key 'method'")
         return head
@@ -365,12 +366,6 @@ def _acceptance(config: SpeculativeConfig | None) -> Acceptance:
     if config.acceptance == "rejection":
         return "rejection"
     return Typical(config.posterior_threshold, config.posterior_alpha)
-
-
-def _load_head(name: str, target: LoadedModel) -> Head:
-    from echelon.heads.loading import load_head
-
-    return load_head(name, target.model)
 
 
 def _as_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
