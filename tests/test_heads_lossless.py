@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +15,18 @@ import torch
 
 import heads
 import toys
-from echelon import LLM, SamplingParams
+from echelon import LLM, ConfigError, SamplingParams
 from echelon.batch import Span
 from echelon.drafters.heads import HeadDrafter, _Frontier
+from echelon.heads.loading import build_head, save_head
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache, LayerShape
 from echelon.layouts import unpadded
 from echelon.ops.compiled import is_built
 from echelon.target.attention import STEP_KEYWORD, CachedStep
+from echelon.target.rope import coded_positions
+from test_decoders import GREEDY as DECODED
+from test_decoders import PROMPTS, by_transformers, model
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -78,7 +83,7 @@ def checked(llm: LLM) -> LLM:
         grown = step()
         for sequence in llm.engine.scheduler.running:
             known, state = drafter._states.get(sequence.id, (-1, None))
-            if state is not None and known == len(sequence):
+            if state is not None and known == len(sequence) == llm.engine.target.num_cached(sequence.id) + 1:
                 expected = from_scratch(llm, sequence.tokens)
                 assert torch.allclose(state.float(), expected.float(), rtol=1e-3, atol=1e-3), "a stale state"
         return grown
@@ -95,7 +100,8 @@ def from_scratch(llm: LLM, tokens: list[int], path: SequenceOf[int] = ()) -> tor
     length = len(tokens) - 1
     with torch.inference_mode(), taps.reading() as found:
         batch, step = read(target.cache, tokens[:-1])
-        inputs = {"input_ids": batch.tokens[None], "position_ids": batch.positions[None]}
+        positions = coded_positions(batch, target.loaded.original_context)
+        inputs = {"input_ids": batch.tokens[None], "position_ids": positions[None]}
         target.loaded.model(**inputs, use_cache=False, **{STEP_KEYWORD: step})
     features = taps.joined(found, length)
     with torch.inference_mode():
@@ -301,3 +307,101 @@ def test_the_pool_counts_the_heads_keys_and_values() -> None:
     plain = LLM(toys.adopted(target())).memory_plan.block_bytes
     assert head_llm("independent", "chain", "greedy", block_size=16).memory_plan.block_bytes == plain
     assert head_llm("autoregressive", "chain", "greedy", block_size=16).memory_plan.block_bytes == plain + 16 * 2 * 2 * 16 * 4
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "medusa": {"num_heads": 3},
+    "clover": {"num_heads": 3},
+    "clover2": {},
+    "eagle": {"bias": True},
+    "eagle3": {"draft_vocab_size": 40, "depths": (0, 1, 1)},
+}
+
+
+@cache
+def published(method: str) -> Any:
+    """A head of random weights on a served target, which it shares the output layer with."""
+    served = toys.adopted(target())
+    torch.manual_seed(1)
+    own: Any = build_head(method, served.model, **PUBLISHED[method])
+    if method == "eagle3":
+        own.choose_vocabulary(torch.arange(toys.VOCABULARY) * 7 % toys.VOCABULARY)
+    return served, own.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("method", PUBLISHED)
+def test_published_architectures_change_no_token(method: str, tree: str, mode: str) -> None:
+    served, own = published(method)
+    llm = checked(toys.watch(LLM(served, {"method": method, **TREES[tree]}, draft_head=own, max_num_seqs=5, kv_cache_memory_bytes=1 << 22)))
+    asked = [p.model_copy(update={"max_tokens": 16}) for p in params(mode)]
+    assert generated(llm, toys.prompts()[:8], asked[:8]) == [t[:16] for t in truth(mode)[:8]]
+    assert llm.stats.num_draft_tokens > 50
+
+
+def test_a_head_is_loaded_by_its_folder(tmp_path: Path) -> None:
+    served, own = published("eagle")
+    save_head(own, tmp_path, served.model)
+    llm = LLM(served, {"method": "eagle", "model": str(tmp_path), **TREES["dynamic"]}, kv_cache_memory_bytes=1 << 22)
+    asked = [p.model_copy(update={"max_tokens": 16}) for p in params("greedy")]
+    assert generated(llm, toys.prompts()[:4], asked[:4]) == [t[:16] for t in truth("greedy")[:4]]
+    assert llm.stats.num_draft_tokens > 50
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+@pytest.mark.parametrize("name", ["gemma3", "gpt2", "phi3-longrope", "opt-350m"])
+def test_heads_on_other_architectures(name: str, tree: str) -> None:
+    """Windows, tied layers, and texts whose keys change past a length; ids are those of transformers."""
+    served = toys.adopted(model(name))
+    torch.manual_seed(1)
+    own = build_head("eagle", served.model).eval() if name != "opt-350m" else heads.Knowing(Last(served.model), [], 80)
+    llm = checked(
+        toys.watch(LLM(served, {"method": own.method, **TREES[tree]}, draft_head=own, max_num_seqs=4, kv_cache_memory_bytes=1 << 22))
+    )
+    assert generated(llm, PROMPTS, [DECODED] * len(PROMPTS)) == by_transformers(name)
+    assert llm.stats.num_draft_tokens > 50
+
+
+class Last(heads.Independent):
+    """Any target's last hidden state, whatever its width."""
+
+
+BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no folder": ({"method": "eagle"}, {}, "needs the key 'model'"),
+    "rectangle": ({"method": "eagle", "model": "x"}, {"strategy": "padded"}, "needs strategy = 'unpadded'"),
+    "rejection": ({"method": "eagle", "model": "x", "acceptance": "rejection"}, {}, "defined on chains"),
+    "tree without a head": ({"method": "ngram", "tree": "dynamic"}, {}, "drafts chains"),
+    "paths without a tree": ({"method": "medusa", "model": "x", "speculative_token_tree": [[0]]}, {}, "needs tree = 'static'"),
+    "words": ({"method": "medusa", "model": "x", "tree": "static", "speculative_token_tree": "[(0,), oak]"}, {}, "is no list of paths"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_makes_no_sense_is_refused(case: str) -> None:
+    config, settings, reason = BAD[case]
+    with pytest.raises(ConfigError, match=reason):
+        LLM(toys.adopted(target()), config, **settings)
+
+
+def test_heads_that_do_not_fit_are_refused() -> None:
+    own = head("independent", "greedy")
+    with pytest.raises(ConfigError, match="not 'eagle'"):
+        LLM(toys.adopted(target()), {"method": "eagle"}, draft_head=own)
+    with pytest.raises(ConfigError, match="does not fit"):
+        LLM(toys.adopted(toys.llama(hidden_size=32)), {"method": "medusa"}, draft_head=own)
+    with pytest.raises(ConfigError, match="logits"):
+        LLM(toys.adopted(toys.llama(vocab_size=97)), {"method": "medusa"}, draft_head=own)
+    tree = {"tree": "static", "speculative_token_tree": "[(0, 0), (0,)]"}
+    with pytest.raises(ConfigError, match="does not come after"):
+        LLM(toys.adopted(target()), {"method": "medusa", **tree}, draft_head=own)
+
+
+def test_a_tree_in_vllms_words() -> None:
+    paths = "[(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]"
+    own = head("autoregressive", "greedy")
+    config = {"method": "eagle", "num_speculative_tokens": 5, "tree": "static", "speculative_token_tree": paths}
+    llm = LLM(toys.adopted(target()), config, draft_head=own)
+    assert generated(llm, toys.prompts((9,)), [SamplingParams(max_tokens=8, temperature=0.0)])
+    assert {drafted for drafted, _ in llm.stats.acceptance} <= {0, 1, 2, 3, 4, 5}
+    assert max(drafted for drafted, _ in llm.stats.acceptance) == 5

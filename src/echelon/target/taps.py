@@ -1,7 +1,7 @@
 """Hidden states of the target that a drafter asks for, taken by hooks that exist during a pass alone.
 
-Where a tap lies is found by trying: a pass over one token shows which module produces the base model's last hidden state, and which
-modules its decoder layers are. `heads.base.Tap` says what the names mean.
+Where a tap lies is found by trying: a pass over one token shows which modules produce what the output layer reads, and which are the
+decoder layers. `heads.base.Tap` says what the names mean.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from echelon.errors import UnsupportedModelError
 from echelon.heads.base import Tap
@@ -30,17 +31,15 @@ class Taps:
 
     def __init__(self, model: Any, names: Sequence[Tap]) -> None:
         self.names = tuple(names)
-        self._model, self._base = model, model.base_model
-        self._name = type(model).__name__
-        if self._base is model:
-            raise UnsupportedModelError(f"{self._name} has no base model apart from its output layer, so no hidden states can be tapped")
+        self._model, self._name = model, type(model).__name__
         seen = _Trial(model)
-        self._norm = seen.norm
-        self._layers = seen.layers
+        self._last, self._norm, self._layers = seen.last, seen.norm, seen.layers
         for name in self.names:
             self._check(name)
 
     def _check(self, name: Tap) -> None:
+        if name == "last" and self._last is None:
+            raise UnsupportedModelError(f"what the output layer of {self._name} reads is no module's output, so it has no tap 'last'")
         if name == "last_unnormed" and self._norm is None:
             raise UnsupportedModelError(f"{self._name} has no norm at its end, so it has no tap 'last_unnormed'")
         if name.startswith(LAYER):
@@ -53,9 +52,8 @@ class Taps:
 
     def example(self) -> Tensor:
         """[1, len(names) · d] of a text of one token."""
-        zero = torch.zeros(1, 1, dtype=torch.int64)
-        with torch.inference_mode(), self.reading() as found:
-            self._model(input_ids=zero, position_ids=zero, use_cache=False, **{STEP_KEYWORD: RecordingStep()})
+        with self.reading() as found:
+            run_one_token(self._model)
         return self.joined(found, 1)
 
     @contextmanager
@@ -71,13 +69,14 @@ class Taps:
 
     def _hook(self, name: Tap, found: dict[Tap, Tensor]) -> Any:
         def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            found[name] = output[0][0]
+            found[name] = _first(output)[0]
 
         def before(_module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             found[name] = (inputs[0] if inputs else keywords["hidden_states"])[0]
 
         if name == "last":
-            return self._base.register_forward_hook(after)
+            assert self._last is not None
+            return self._last.register_forward_hook(after)
         module = self._norm if name == "last_unnormed" else self._layers[int(name.removeprefix(LAYER))]
         assert module is not None
         return module.register_forward_pre_hook(before, with_kwargs=True)
@@ -88,32 +87,41 @@ class Taps:
 
 
 class _Trial:
-    """A pass over one token, watched: the norm that makes the last hidden state, and the decoder layers in order."""
+    """A pass over one token, watched: which module's output the output layer reads, the norm that makes it, and the decoder layers."""
 
     def __init__(self, model: Any) -> None:
         called: list[tuple[nn.Module, Tensor]] = []
-        last: list[Tensor] = []
-        base = model.base_model
+        read: list[Tensor] = []
 
         def note(module: nn.Module, _inputs: Any, output: Any) -> None:
-            first = output if isinstance(output, Tensor) else output[0] if isinstance(output, tuple) and output else None
-            if isinstance(first, Tensor):
+            if isinstance(first := _first(output), Tensor):
                 called.append((module, first))
 
-        handles = [m.register_forward_hook(note) for m in base.modules() if m is not base]
-        handles.append(base.register_forward_hook(lambda _module, _inputs, output: last.append(output[0])))
+        output_layer = model.get_output_embeddings()
+        handles = [m.register_forward_hook(note) for m in model.modules() if m is not model and m is not output_layer]
+        handles.append(output_layer.register_forward_pre_hook(lambda _module, inputs: read.append(inputs[0])))
         try:
-            zero = torch.zeros(1, 1, dtype=torch.int64)
-            with torch.inference_mode():
-                model(input_ids=zero, position_ids=zero, use_cache=False, **{STEP_KEYWORD: RecordingStep()})
+            run_one_token(model)
         finally:
             for handle in handles:
                 handle.remove()
-        self.norm = next((m for m, output in reversed(called) if output is last[0] and _is_norm(m)), None)
-        modules = {id(m): m for m, _ in called}
-        count = model.config.get_text_config().num_hidden_layers
-        lists = [m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) == count and all(id(x) in modules for x in m)]
+        last = [m for m, output in called if output.data_ptr() == read[0].data_ptr()]  # nothing is freed before
+        self.last = last[-1] if last else None
+        self.norm = next((m for m in reversed(last) if _is_norm(m)), None)
+        modules, count = {id(m) for m, _ in called}, model.config.get_text_config().num_hidden_layers
+        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count and all(id(x) in modules for x in m)]
         self.layers = list(lists[0]) if lists else []
+
+
+def run_one_token(model: Any) -> None:
+    zero = torch.zeros(1, 1, dtype=torch.int64)
+    with torch.inference_mode():
+        model(input_ids=zero, position_ids=zero, use_cache=False, **{STEP_KEYWORD: RecordingStep()})
+
+
+def _first(output: Any) -> Any:
+    """The hidden state in what a module returns."""
+    return output if isinstance(output, Tensor) else output[0] if isinstance(output, (tuple, ModelOutput)) and len(output) else None
 
 
 def _is_norm(module: nn.Module) -> bool:
