@@ -343,7 +343,7 @@ def test_published_architectures_change_no_token(method: str, tree: str, mode: s
 def test_a_head_is_loaded_by_its_folder(tmp_path: Path) -> None:
     served, own = published("eagle")
     save_head(own, tmp_path, served.model)
-    llm = LLM(served, {"method": "eagle", "model": str(tmp_path), **TREES["dynamic"]}, kv_cache_memory_bytes=1 << 22)
+    llm = checked(LLM(served, {"method": "eagle", "model": str(tmp_path), **TREES["dynamic"]}, kv_cache_memory_bytes=1 << 22))
     asked = [p.model_copy(update={"max_tokens": 16}) for p in params("greedy")]
     assert generated(llm, toys.prompts()[:4], asked[:4]) == [t[:16] for t in truth("greedy")[:4]]
     assert llm.stats.num_draft_tokens > 50
@@ -405,3 +405,17 @@ def test_a_tree_in_vllms_words() -> None:
     assert generated(llm, toys.prompts((9,)), [SamplingParams(max_tokens=8, temperature=0.0)])
     assert {drafted for drafted, _ in llm.stats.acceptance} <= {0, 1, 2, 3, 4, 5}
     assert max(drafted for drafted, _ in llm.stats.acceptance) == 5
+
+
+@pytest.mark.parametrize("kind", ["independent", "autoregressive"])
+def test_typical_acceptance_says_that_it_is_lossy(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Greedy rows are as ever; others keep more than the exact rule does, and are another text."""
+    own = head(kind, "sampled")
+    config = {"method": own.method, **TREES["dynamic"], "acceptance": "typical"}
+    llm = toys.watch(LLM(toys.adopted(target()), config, draft_head=own, max_num_seqs=8, kv_cache_memory_bytes=1 << 22))
+    assert "LOSSY" in caplog.text
+    assert generated(llm, toys.prompts(), params("greedy")) == truth("greedy")
+    outputs = generated(llm, toys.prompts(), params("sampled"))
+    assert outputs != truth("sampled")
+    assert [len(o) for o in outputs] == [len(t) for t in truth("sampled")]
+    assert outputs == generated(llm, toys.prompts(), params("sampled")), "the seed decides"

@@ -30,7 +30,7 @@ from echelon.scheduler import Scheduler
 from echelon.sequence import Sequence
 from echelon.stats import Stats
 from echelon.strategies import Storage, build_storage, selector
-from echelon.target.loading import LoadedModel, check_vocabularies, load_model
+from echelon.target.loading import LoadedModel, check_vocabularies, load_model, serve_head
 from echelon.text import Detokenizer, render_chat
 from echelon.verify import Acceptance, Typical
 
@@ -102,7 +102,10 @@ class LLM:
             )
         if given is None and config.model is None:
             raise ConfigError(f"method {config.method!r} needs the key 'model': the folder of a head that was trained on the target")
-        head = given or load_head(str(config.model), self.target.model)
+        head = given
+        if head is None:
+            head = load_head(str(config.model), self.target.model)
+            serve_head(head)
         if head.method != config.method:
             raise ConfigError(f"the head is one of method {head.method!r}, not {config.method!r}; change the key 'method'")
         return head
