@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from echelon import EchelonError, RequestError, SamplingParams
-from echelon.ops.rank import likeliest
+from echelon.ops.rank import largest_of, likeliest
 from echelon.ops.sample import Place, choose
 from echelon.sampling import Sampler, gumbel_noise, kept_tokens, logprobs_of
 from echelon.verify import argmax_rows
@@ -214,3 +214,13 @@ def test_where_nothing_can_be_drawn_nothing_is_ranked() -> None:
     samplers = [Sampler(SamplingParams(temperature=t), seed=1) for t in (0.0, 1.0)]
     _, scores = likeliest(torch.full((2, 9), -torch.inf), samplers, [3, 3], 4)
     assert not np.isfinite(scores).any()
+
+
+@pytest.mark.parametrize("width", [1, 30, 96, 160, 1000, 4099])
+def test_the_largest_are_found_wherever_they_stand(width: int) -> None:
+    logits = torch.from_numpy(np.random.default_rng(width).standard_normal((40, width), np.float32))
+    for count in {1, min(4, width), min(60, width)}:
+        values, places = largest_of(logits, count)
+        expected = logits.topk(count)
+        assert torch.equal(values, expected.values)
+        assert torch.equal(places, expected.indices)

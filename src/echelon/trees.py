@@ -92,10 +92,11 @@ class Forest:
 
 
 class Growth(Protocol):
-    """`width`: most children of a node; `depth`: longest path."""
+    """`width`: most children of a node; `depth`: longest path; `only_ranks`: of scores only their order matters, and which are −∞."""
 
     width: int
     depth: int
+    only_ranks: bool
 
     def grow(self, forest: Forest, nodes: Int64, tokens: Int64, scores: Float64) -> Int64:
         """Give `nodes` [M] children: tokens [M, width], the likeliest first, with log-probabilities scores [M, width] ≤ 0, −∞ where there
@@ -134,6 +135,8 @@ class StaticTree:
 
     Published lists are sorted by length first; one that comes from `best_paths` is best cut anywhere.
     """
+
+    only_ranks = True
 
     def __init__(self, paths: Sequence[Sequence[int]]) -> None:
         given = [tuple(int(r) for r in path) for path in paths]
@@ -187,6 +190,8 @@ class BestFirst:
     published settings (60 nodes, 10 a level, depth 6) never meet that limit.
     """
 
+    only_ranks = False
+
     def __init__(self, top_k: int, depth: int) -> None:
         self.width, self.depth = top_k, depth
 
@@ -220,6 +225,7 @@ class LevelByLevel:
     first's; of a level's the most probable jointly, as many as the row's budget has left.
     """
 
+    only_ranks = False
     QUARTER = 0.25
 
     def __init__(self, top_p: float, width: int, depth: int) -> None:

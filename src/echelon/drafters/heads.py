@@ -225,7 +225,7 @@ class _Frontier:
         if any(s.changes_logits for s in samplers):
             return likeliest(self._processed(logits[torch.from_numpy(self._at)], nodes), samplers, positions, growth.width)
         _, first = np.unique(self._at, return_index=True)  # one node of every state; all of its nodes have one row and depth
-        tokens, scores = likeliest(logits, [samplers[i] for i in first], [positions[i] for i in first], growth.width)
+        tokens, scores = likeliest(logits, [samplers[i] for i in first], [positions[i] for i in first], growth.width, growth.only_ranks)
         return tokens[self._at], scores[self._at]
 
     def _processed(self, logits: Tensor, nodes: Int64) -> Tensor:
