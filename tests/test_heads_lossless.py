@@ -28,6 +28,7 @@ from echelon.target.rope import coded_positions
 from test_decoders import GREEDY as DECODED
 from test_decoders import PROMPTS, by_transformers, model
 
+NUM_TOKENS = 28
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "min_p": 0.01},
@@ -46,7 +47,7 @@ def target() -> Any:
 
 
 def params(mode: str, **changes: Any) -> list[SamplingParams]:
-    return [SamplingParams(max_tokens=toys.NUM_TOKENS, seed=100 + i, **(MODES[mode] | changes)) for i in range(len(toys.PROMPT_LENGTHS))]
+    return [SamplingParams(max_tokens=NUM_TOKENS, seed=100 + i, **(MODES[mode] | changes)) for i in range(len(toys.PROMPT_LENGTHS))]
 
 
 @cache
