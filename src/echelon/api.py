@@ -16,13 +16,12 @@ from echelon.config import EngineConfig, SpeculativeConfig, speculative
 from echelon.drafters.base import Drafter, NoDrafter
 from echelon.drafters.draft_model import DraftModelDrafter
 from echelon.drafters.guard import GuardedDrafter
-from echelon.drafters.heads import HeadDrafter, TappedHead, growth_of, tapped_head
+from echelon.drafters.heads import HeadDrafter, TappedHead, head_for, tapped_head
 from echelon.drafters.ngram import NgramDrafter
 from echelon.drafters.replay import ReplayDrafter
 from echelon.engine import Engine
 from echelon.errors import ConfigError, RequestError
 from echelon.heads.base import Head
-from echelon.heads.loading import load_head
 from echelon.memory import MemoryPlan
 from echelon.outputs import RequestOutput, request_output
 from echelon.sampling import Sampler, SamplingParams
@@ -30,8 +29,9 @@ from echelon.scheduler import Scheduler
 from echelon.sequence import Sequence
 from echelon.stats import Stats
 from echelon.strategies import Storage, build_storage, selector
-from echelon.target.loading import LoadedModel, check_vocabularies, load_model, serve_head
+from echelon.target.loading import LoadedModel, check_vocabularies, load_model
 from echelon.text import Detokenizer, render_chat
+from echelon.trees import growth_of
 from echelon.verify import Acceptance, Typical
 
 Prompt = str | SequenceOf[int]
@@ -68,7 +68,7 @@ class LLM:
         self.speculative_config = speculative(speculative_config)
         self.target = load_model(model, self.config.dtype) if isinstance(model, str) else model
         self.draft = self._check_draft(draft_model)
-        self.head = self._check_head(draft_head)
+        self.head = head_for(self.speculative_config, self.config, self.target, draft_head)
         self.max_len = self._context()
         models = [m for m in (self.target, self.draft) if m is not None]
         head = None if self.head is None else tapped_head(self.head, self.target)
@@ -90,25 +90,6 @@ class LLM:
             draft = load_model(config.model, self.config.dtype)
         check_vocabularies(self.target, draft)
         return draft
-
-    def _check_head(self, given: Head | None) -> Head | None:
-        config = self.speculative_config
-        if config is None or not config.is_head:
-            return None
-        if self.config.strategy != "unpadded":
-            raise ConfigError(
-                f"method {config.method!r} needs strategy = 'unpadded', not {self.config.strategy!r}: "
-                "its trees and its own keys and values need blocks"
-            )
-        if given is None and config.model is None:
-            raise ConfigError(f"method {config.method!r} needs the key 'model': the folder of a head that was trained on the target")
-        head = given
-        if head is None:
-            head = load_head(str(config.model), self.target.model)
-            serve_head(head)
-        if head.method != config.method:
-            raise ConfigError(f"the head is one of method {head.method!r}, not {config.method!r}; change the key 'method'")
-        return head
 
     @property
     def memory_plan(self) -> MemoryPlan:

@@ -17,18 +17,19 @@ import torch
 from torch import Tensor
 
 from echelon.batch import RaggedBatch, Span
-from echelon.config import SpeculativeConfig
+from echelon.config import EngineConfig, SpeculativeConfig
 from echelon.draft import Draft
 from echelon.errors import ConfigError, EchelonError
 from echelon.heads.base import Head
+from echelon.heads.loading import load_head
 from echelon.kv.cache import KVCache, LayerShape
 from echelon.layouts import unpadded
 from echelon.ops.rank import likeliest
 from echelon.sequence import PlannedRow
 from echelon.target.attention import STEP_KEYWORD, CachedStep, RecordingStep
-from echelon.target.loading import LoadedModel
+from echelon.target.loading import LoadedModel, serve_head
 from echelon.target.taps import Taps
-from echelon.trees import EAGLE_25, MEDUSA_63, BestFirst, Forest, Growth, Int64, LevelByLevel, StaticTree, chain
+from echelon.trees import Forest, Growth, Int64
 from echelon.verify import Verdict
 
 
@@ -62,6 +63,32 @@ def dtype_of(head: Head) -> torch.dtype:
     return next((p.dtype for p in head.parameters()), torch.float32)
 
 
+def head_for(config: SpeculativeConfig | None, engine: EngineConfig, target: LoadedModel, given: Head | None) -> Head | None:
+    """What `config` asks for: the head in its folder, unless one is `given`; None where it asks for no head.
+
+    Raises
+    ------
+    ConfigError     there is none, it is of another method, or the strategy has no blocks
+    ModelLoadError  it cannot be read, or was made for another target
+    """
+    if config is None or not config.is_head:
+        return None
+    if engine.strategy != "unpadded":
+        raise ConfigError(
+            f"method {config.method!r} needs strategy = 'unpadded', not {engine.strategy!r}: "
+            "its trees and its own keys and values need blocks"
+        )
+    if given is None and config.model is None:
+        raise ConfigError(f"method {config.method!r} needs the key 'model': the folder of a head that was trained on the target")
+    head = given
+    if head is None:
+        head = load_head(str(config.model), target.model)
+        serve_head(head)
+    if head.method != config.method:
+        raise ConfigError(f"the head is one of method {head.method!r}, not {config.method!r}; change the key 'method'")
+    return head
+
+
 @torch.inference_mode()
 def tapped_head(head: Head, target: LoadedModel) -> TappedHead:
     """Find the taps in the target, and what the head's attention layers store, from a call with one token each.
@@ -85,27 +112,6 @@ def tapped_head(head: Head, target: LoadedModel) -> TappedHead:
         )
     shapes = encoding.shapes | extending.shapes
     return TappedHead(head, taps, [shapes[i] for i in sorted(shapes)], bool(extending.shapes))
-
-
-def growth_of(config: SpeculativeConfig, max_depth: int | None) -> Growth:
-    """What shapes the trees, no path longer than `max_depth`.
-
-    Raises
-    ------
-    ConfigError  the configured paths are no tree
-    """
-    count, is_clover = config.num_speculative_tokens, config.method in ("clover", "clover2")
-    longest = 64 if max_depth is None else max_depth
-    if config.tree == "chain":
-        return chain(min(count, longest))
-    if config.tree == "dynamic":
-        depth = min(config.tree_depth, longest)
-        return LevelByLevel(config.tree_top_p, config.tree_top_k, depth) if is_clover else BestFirst(config.tree_top_k, depth)
-    paths = config.speculative_token_tree or (MEDUSA_63 if config.method == "medusa" else EAGLE_25)
-    try:
-        return StaticTree([p for p in paths[:count] if len(p) <= longest])
-    except ValueError as error:
-        raise ConfigError(f"speculative_token_tree: {error}") from error
 
 
 class HeadDrafter:
