@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LOSSLESS = "tests/test_lossless.py::test_speculation_changes_no_token"
+HEADS = "tests/test_heads_lossless.py::test_heads"
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,16 @@ MUTANTS = [
     Mutant("an accepted path stays where it was drafted", "target/runner.py", "if first < len(path):", "if False:", f"{LOSSLESS}[1-random_tree-3-greedy]"),
     Mutant("an accepted path moves to the wrong place", "target/runner.py", "num_known + first)", "num_known + first + 1)", f"{LOSSLESS}[1-random_tree-3-greedy]"),
     Mutant("copies are made out of order", "kv/cache.py", "written.isdisjoint(np.concatenate(copies[count]).tolist())", "True", "tests/test_blocks.py"),
-    Mutant("nodes of a tree stand in a row", "layouts/unpadded.py", "span.text_len + np.asarray(node_depths(span.parents))", "span.text_len + np.arange(len(span.parents))", f"{LOSSLESS}[1-random_tree-3-greedy]"),
+    Mutant("nodes of a tree stand in a row", "layouts/unpadded.py", "depths = node_depths(nodes)[len(nodes)", "depths = list(range(len(nodes)))[len(nodes)", f"{LOSSLESS}[1-random_tree-3-greedy]"),
     Mutant("a tree outgrows the row", "scheduler.py", "capacity = min(t.capacity for t in self._tables) - (", "capacity = min(t.capacity for t in self._tables) - 0 * (", "tests/test_scheduler.py"),
     Mutant("a step straddles the original context", "scheduler.py", "rooms = [switch - len(sequence) for switch", "rooms = [99 for switch", "tests/test_decoders.py::test_greedy_speculation_equals_transformers[phi3-longrope-draft_model]"),
     Mutant("keys of the shorter context stay", "scheduler.py", "tables.commit(sequence.id, 0)", "pass", "tests/test_decoders.py::test_greedy_speculation_equals_transformers[phi3-longrope-ngram]"),
+    Mutant("a head reads the features of the token before", "drafters/heads.py", "row.num_new + path])", "row.num_new - 1 + path])", f"{HEADS}_change_no_token[recurrent-chain-greedy-3]"),
+    Mutant("a head reads the features of its neighbour", "drafters/heads.py", "first += row.num_new + verdict.num_draft_tokens[i]", "first += row.num_new", f"{HEADS}_change_no_token[recurrent-chain-greedy-3]"),
+    Mutant("drafted keys of a head stay among those of the text", "drafters/heads.py", "start = text_len + len(parents)", "start = text_len + len(parents) - 1", f"{HEADS}_change_no_token[autoregressive-chain-greedy-3]"),
+    Mutant("what a head has read is not forked", "scheduler.py", "        for tables in self._tables:\n            assert isinstance", "        for tables in self._tables[:1]:\n            assert isinstance", "tests/test_heads_lossless.py::test_samples_of_one_prompt_share_what_the_head_read[autoregressive-chain]"),
+    Mutant("a head goes on over a gap", "drafters/heads.py", "num_cached(sequence.id) != row.start", "num_cached(sequence.id) < 0", "tests/test_heads_lossless.py::test_after_a_fault_rows_go_on_and_are_drafted_for_once_read_anew[autoregressive]"),
+    Mutant("nodes of a head's tree see their siblings", "drafters/heads.py", "else list(parents)", "else None", "tests/test_heads_lossless.py::test_a_drafted_nodes_state_is_that_of_its_path_alone[dynamic]"),
 ]  # fmt: skip
 
 

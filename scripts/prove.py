@@ -46,6 +46,7 @@ def bench(name: str, *arguments: str) -> Cell:
 
 CELLS = [
     pytest("lossless", "tests/test_lossless.py"),
+    pytest("heads and trees", "tests/test_heads_lossless.py", "tests/test_trees.py", "tests/test_taps.py"),
     pytest("decoders", "tests/test_decoders.py"),
     pytest("invariance", "tests/test_invariance.py"),
     pytest("parameters", "tests/test_parameters.py"),

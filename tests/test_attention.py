@@ -144,6 +144,46 @@ def test_a_node_of_a_tree_sees_what_its_path_as_a_chain_would_see(
                 tables.release(9)
 
 
+@pytest.mark.parametrize("attend", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_a_tree_fed_in_pieces_is_the_tree_fed_at_once(case: str, dtype: torch.dtype, attend: Callable[..., Tensor]) -> None:
+    """Nodes whose ancestors are cached, not in the batch; beside chains fed in pieces and rows without a draft: the same bits."""
+    rng = np.random.default_rng(4)
+    heads, kv_heads, size, options = 6, 2, 24, CASES[case]
+    texts, nodes = [120, 3, 60, 500, 64], [30, 5, 90, 70, 12]
+    for _ in range(3):
+        tables = BlockTables(1400, 16, 300)
+        trees = [random_tree(rng, count) for count in nodes]
+        trees[1] = list(range(-1, nodes[1] - 1))
+        for row, (text, tree) in enumerate(zip(texts, trees, strict=True)):
+            assert tables.reserve(row, text + len(tree))
+        keys, values = filled(tables, len(texts), kv_heads, (size, size), dtype)
+        queries = [torch.randn(1 + n, heads, size, generator=torch.Generator().manual_seed(n)).to(dtype) for n in nodes]
+
+        def run(pieces: dict[int, tuple[int, int]], trees: list[list[int]] = trees, queries: list[Tensor] = queries) -> dict[int, Tensor]:
+            """Nodes first to end − 1 of rows; −1 is the last known token."""
+            spans = []
+            for row, (first, end) in pieces.items():
+                parents = trees[row][:end] if row != 1 else None
+                drafted = end - max(first, 0)
+                spans.append(Span(row, texts[row] + first, [0] * (end - first), 1, texts[row], drafted, parents))
+            batch = unpadded.pack(spans, tables)  # noqa: B023
+            batch.check()
+            query = torch.cat([queries[row][first + 1 : end + 1] for row, (first, end) in pieces.items()])
+            out = attend(query, keys, values, batch, 0.3, **options)  # noqa: B023
+            return dict(zip(pieces, out.split([end - first for first, end in pieces.values()]), strict=True))
+
+        whole = run({row: (-1, n) for row, n in enumerate(nodes)})
+        at = [-1] * len(nodes)
+        while any(a < n for a, n in zip(at, nodes, strict=True)):
+            pieces = {row: (a, min(nodes[row], a + int(rng.integers(1, 40)))) for row, a in enumerate(at) if a < nodes[row]}
+            for row, got in run(pieces).items():
+                first, end = pieces[row]
+                assert torch.equal(got, whole[row][first + 1 : end + 1])
+                at[row] = end
+
+
 def filled(tables: BlockTables, rows: int, kv_heads: int, sizes: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
     """Keys and values in the slots that rows hold, NaN everywhere else."""
     generator = torch.Generator().manual_seed(rows)

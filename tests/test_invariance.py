@@ -43,7 +43,7 @@ def feed(run: ModelRunner, pieces: dict[int, list[int]]) -> dict[int, Tensor]:
         assert run.cache.tables.reserve(span.row, span.start + len(span.tokens))
     batch = run.pack(spans)
     batch.check()
-    logits = run.run(batch)
+    logits, _ = run.run(batch)
     for span in spans:
         run.commit(span.row, span.start + len(span.tokens))
     return dict(zip(pieces, logits.split([len(t) for t in pieces.values()]), strict=True))
@@ -135,7 +135,7 @@ def test_a_path_of_a_tree_is_a_chain(name: str, dtype: torch.dtype, threads: int
                 assert run.cache.tables.reserve(span.row, span.start + len(span.tokens))
             batch = run.pack(spans)
             batch.check()
-            logits = run.run(batch)
+            logits, _ = run.run(batch)
             assert torch.equal(logits[[0, *(n + 1 for n in path)]], whole[start : start + 1 + accepted])
             run.commit(row, start + 1, path)
             run.cache.apply_copies()

@@ -10,7 +10,7 @@ LEVELS = [
     {"errors"},
     {"config"},
     {"sampling", "draft", "stats", "text", "memory", "kv.blocks", "kv.lines"},
-    {"sequence"},
+    {"sequence", "trees"},
     {"outputs"},
     {"batch", "selection"},
     {"ops"},

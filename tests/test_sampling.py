@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from echelon import EchelonError, RequestError, SamplingParams
+from echelon.ops.rank import largest_of, likeliest
 from echelon.ops.sample import Place, choose
 from echelon.sampling import Sampler, gumbel_noise, kept_tokens, logprobs_of
 from echelon.verify import argmax_rows
@@ -183,3 +184,43 @@ def test_the_likeliest_tokens_come_in_order(count: int) -> None:
     order = np.argsort(-logits, kind="stable")[:count]
     assert list(entry.top) == order.tolist()
     assert entry.rank == 1 + int((logits > logits[5]).sum())
+
+
+def test_the_likeliest_draft_is_what_the_target_would_draw() -> None:
+    """With equal logits the first candidate is the sampler's own token, whatever the filters; greedy ones rank by probability."""
+    rng = np.random.default_rng(2)
+    asked = [
+        {"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 5}, {"temperature": 1.0, "top_p": 0.8},
+        {"temperature": 0.9, "min_p": 0.1}, {"temperature": 2.0, "top_k": 9, "top_p": 0.9, "min_p": 0.02},
+    ]  # fmt: skip
+    logits = rng.standard_normal((200, 100), np.float32) * 3
+    samplers = [Sampler(SamplingParams(**asked[i % len(asked)]), seed=i, index=i % 3) for i in range(200)]
+    positions = rng.integers(0, 50, 200).tolist()
+    tokens, scores = likeliest(torch.from_numpy(logits), samplers, positions, 6)
+    assert tokens.shape == scores.shape == (200, 6)
+    for i, sampler in enumerate(samplers):
+        assert tokens[i, 0] == sampler.choose_processed(logits[i], positions[i])
+        assert (np.diff(scores[i][np.isfinite(scores[i])]) <= 0).all()
+        assert np.exp(scores[i]).sum() <= 1 + 1e-6
+        if sampler.params.is_greedy:
+            assert tokens[i].tolist() == np.argsort(-logits[i], kind="stable")[:6].tolist()
+        if sampler.params.top_k == 5:
+            assert np.isneginf(scores[i, 5:]).all()
+    wide, _ = likeliest(torch.from_numpy(logits[:, :4]), samplers, positions, 6)
+    assert wide.shape == (200, 4)
+
+
+def test_where_nothing_can_be_drawn_nothing_is_ranked() -> None:
+    samplers = [Sampler(SamplingParams(temperature=t), seed=1) for t in (0.0, 1.0)]
+    _, scores = likeliest(torch.full((2, 9), -torch.inf), samplers, [3, 3], 4)
+    assert not np.isfinite(scores).any()
+
+
+@pytest.mark.parametrize("width", [1, 30, 96, 160, 1000, 4099])
+def test_the_largest_are_found_wherever_they_stand(width: int) -> None:
+    logits = torch.from_numpy(np.random.default_rng(width).standard_normal((40, width), np.float32))
+    for count in {1, min(4, width), min(60, width)}:
+        values, places = largest_of(logits, count)
+        expected = logits.topk(count)
+        assert torch.equal(values, expected.values)
+        assert torch.equal(places, expected.indices)

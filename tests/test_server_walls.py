@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import toys
 from echelon import LLM, RequestOutput, SamplingParams
@@ -183,6 +184,8 @@ def test_an_exception_in_one_requests_work_ends_it_alone(
 class FaultyDrafter:
     """Fails in one way at every `period`-th proposal; otherwise proposes noise."""
 
+    taps: tuple[str, ...] = ()
+
     def __init__(self, fault: str, period: int = 1) -> None:
         self.fault, self._period, self.num_calls, self.clock = fault, period, 0, 0.0
         self._noise = toys.ScriptedDrafter({}, None)
@@ -220,7 +223,7 @@ class FaultyDrafter:
             return Draft.chains([[7] * (r.max_draft_tokens + 1) for r in rows])
         return replace(one, **changes[self.fault])
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:
         if self.fault == "observe":
             raise ValueError("did not listen")
 

@@ -9,7 +9,7 @@ from echelon import SamplingParams
 from echelon.draft import Draft
 from echelon.sampling import Sampler
 from echelon.sequence import PlannedRow, Sequence
-from echelon.verify import accepted_path, verify
+from echelon.verify import Typical, accepted_path, verify
 
 
 def planned(num_rows: int, sampled: tuple[bool, ...] = ()) -> list[PlannedRow]:
@@ -61,3 +61,32 @@ def test_a_chain_is_a_tree_whose_parents_precede() -> None:
     assert draft.indptr.tolist() == [0, 3, 3, 4]
     assert draft.tokens.dtype == draft.parents.dtype == draft.indptr.dtype == np.int32
     assert [draft.row(i) for i in range(3)] == [[1, 2, 3], [], [4]]
+
+
+def typical(shares: list[list[float]], tokens: list[int], parents: list[int], rule: Typical) -> list[int]:
+    """Nodes kept of one row's tree, where the target gives these probabilities after the last known token and after every node."""
+    sequence = Sequence(0, [1, 2, 3], 3, Sampler(SamplingParams(temperature=1.0), 5), frozenset(), 50)
+    draft = Draft.trees([(tokens, parents)])
+    logits = torch.tensor(shares).clamp_min(1e-12).log()
+    return verify(draft, logits, [PlannedRow(sequence, 0, 3, 9, 9)], rule).paths[0]
+
+
+def test_typical_acceptance_is_medusas() -> None:
+    """p > min(ε, δ · exp(−H)): a sure place (H = 0.394, bound .202 → .09) and a flat one (H = ln 4, bound .075)."""
+    rule = Typical(0.09, 0.3)
+    sure, flat = [0.9, 0.08, 0.01, 0.01], [0.25, 0.25, 0.25, 0.25]
+    assert typical([sure, flat], [0], [-1], rule) == [0]
+    assert typical([sure, flat], [1], [-1], rule) == []  # .08 < .09
+    assert typical([[0.02, 0.08, 0.4, 0.5], flat], [1], [-1], rule) == []
+    assert typical([flat, sure, flat], [3, 1], [-1, 0], rule) == [0]
+    assert typical([flat, sure, flat], [3, 1], [-1, 0], Typical(0.07, 0.3)) == [0, 1]
+    wide = [1 / 40] * 40
+    assert typical([wide, wide], [7], [-1], rule) == [0], "1/40 exceeds 0.3 / 40"
+
+
+def test_typical_acceptance_takes_the_longest_path_then_the_likeliest() -> None:
+    rule, even = Typical(0.09, 0.3), [0.4, 0.3, 0.2, 0.1]
+    places = [even] * 6
+    assert typical(places, [0, 1, 2], [-1, -1, 1], rule) == [1, 2]
+    assert typical(places, [1, 0, 2, 1, 0], [-1, -1, 0, 1, 1], rule) == [1, 4]  # .3 · .2, .4 · .3, .4 · .4
+    assert typical([even, [0.99, 0.01, 0.0, 0.0], even], [0, 1], [-1, 0], rule) == [0]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from echelon import LLM
@@ -76,6 +77,8 @@ def prompts(lengths: SequenceOf[int] = PROMPT_LENGTHS, vocabulary: int = VOCABUL
 class ScriptedDrafter:
     """Knows the true continuations; proposes them (`shift=0`), something else (`shift=1`), or noise (`shift=None`)."""
 
+    taps: tuple[str, ...] = ()
+
     def __init__(self, truth: dict[tuple[int, ...], list[int]], shift: int | None) -> None:
         self._truth, self._shift = truth, shift
         self.observed: list[tuple[int, int]] = []
@@ -94,7 +97,7 @@ class ScriptedDrafter:
         sequence = row.sequence
         return self._truth[tuple(sequence.tokens[: sequence.num_prompt_tokens])][sequence.num_output_tokens :]
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:
         self.observed += [(n, len(p)) for n, p, r in zip(verdict.num_draft_tokens, verdict.paths, rows, strict=True) if r.is_sampled]
 
     def forget(self, row: int) -> None: ...
@@ -130,8 +133,8 @@ class ScriptedTreeDrafter(ScriptedDrafter):
 
 def caches(llm: LLM) -> list[Any]:
     drafter = getattr(llm.engine.drafter, "drafter", llm.engine.drafter)
-    runners = [llm.engine.target, getattr(drafter, "_runner", None)]
-    return [r.cache for r in runners if r is not None]
+    owners = [llm.engine.target, getattr(drafter, "_runner", None), drafter]
+    return [cache for owner in owners if (cache := getattr(owner, "cache", None)) is not None]
 
 
 def poison(cache: Any) -> float:

@@ -13,13 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon.draft import node_depths
+
 
 @dataclass(frozen=True)
 class Span:
     """New tokens of one row: they take positions `start`, `start + 1`, …; the last `num_logits` of them want logits.
 
     `text_len` counts the row's known tokens, whatever of them is fed now; the last `num_drafted` tokens fed may be taken back. With
-    `parents`, as in `Draft`, these are a tree: each takes the position after its parent's.
+    `parents`, as in `Draft`, these are a tree: each takes the position after its parent's. Nodes that were fed in earlier passes, and are
+    cached but not known, come first in `parents`; `start` counts them.
     """
 
     row: int
@@ -43,7 +46,9 @@ class RaggedBatch:
     text_lens   int32[B]    known tokens of the row's text, fed or not, drafts left out
     block_table int32[B, M] the row's KV blocks in order; entries past its own are arbitrary
     logit_rows  int64[R]    packed tokens whose logits are wanted, in order
-    parents     int32[T]    in trees, the packed token before each one; or None: in every row the next follows the last
+    parents     int32[P]    in trees, the parent of every drafted node of a row, cached before or new, among them; −1: the last known
+                            token. Node j of a row has place text_len + j in it. None: in every row the next follows the last
+    node_indptr int32[B+1]  which of them are each row's, with `parents`; a chain may have none
     plans       what attention has worked out about this batch, shared by all layers
     """
 
@@ -57,6 +62,7 @@ class RaggedBatch:
     logit_rows: Tensor
     block_size: int
     parents: Tensor | None = None
+    node_indptr: Tensor | None = None
     plans: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -72,18 +78,23 @@ class RaggedBatch:
         """int32[T]: known tokens of the text that each token belongs to."""
         return self.text_lens.repeat_interleave(self.indptr.diff().long())
 
+    def row_parents(self) -> list[list[int]]:
+        """Of every row, the parents of its nodes; nothing where all rows are chains."""
+        if self.parents is None or self.node_indptr is None:
+            return []
+        return [nodes.tolist() for nodes in self.parents.tensor_split(self.node_indptr[1:-1].long())]
+
     def check(self) -> None:
         """In a row positions count up to its length; in a tree, from each token's parent."""
         starts, ends = self.indptr[:-1].long(), self.indptr[1:].long()
         counts = ends - starts
         assert self.indptr[0] == 0 and self.indptr[-1] == self.num_tokens and bool((counts > 0).all())
         expected = torch.repeat_interleave(self.kv_lens.long() - ends, counts) + torch.arange(self.num_tokens)
-        if self.parents is not None:
-            is_drafted = expected >= self.text_len_of
-            parents = self.parents.long()[is_drafted]
-            expected[is_drafted] = self.positions.long()[parents] + 1
-            assert bool((parents >= starts.repeat_interleave(counts)[is_drafted]).all()), "a parent is in another row"
-            assert bool((parents < torch.nonzero(is_drafted).flatten()).all()), "a child stands before its parent"
+        for row, nodes in enumerate(self.row_parents()):
+            depths = node_depths(nodes)
+            assert all(-1 <= parent < node for node, parent in enumerate(nodes)), "a child stands before its parent"
+            num_new = min(len(nodes), int(counts[row]))
+            expected[ends[row] - num_new : ends[row]] = self.text_lens[row] + torch.tensor(depths[len(nodes) - num_new :])
         assert torch.equal(self.positions.long(), expected)
         assert len(set(self.slots.tolist())) == self.num_tokens, "two tokens share a slot"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
@@ -10,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from echelon.errors import ConfigError, EchelonError
 
 METHOD_ALIASES = {"llma": "ngram"}
+HEADS = ("medusa", "clover", "clover2", "eagle", "eagle3")  # methods whose drafter reads the target's hidden states
 
 
 class Settings(BaseModel):
@@ -42,18 +44,33 @@ class SpeculativeConfig(Settings):
     `ngram` is LLMA (Yang et al. 2023): the last `prompt_lookup_max` tokens down to `prompt_lookup_min` are looked up in the source,
     and what followed them there is proposed. `draft_model` runs the small model in `model`. `acceptance="exact"` keeps a drafted token if
     plain decoding would choose it: the same text. `"rejection"` (Leviathan et al. 2023) keeps the distribution, not the text.
+    `"typical"` (Cai et al. 2024) keeps neither and is LOSSY: at a temperature above 0 a drafted token stays if its probability exceeds
+    min(`posterior_threshold`, `posterior_alpha` · exp(−entropy)).
+
+    `medusa`, `clover`, `clover2`, `eagle` and `eagle3` run the head in the folder `model`. `tree` shapes what it drafts:
+    `chain`: one path of `num_speculative_tokens`. `static`: the paths of ranks in `speculative_token_tree` (a list, or as in vLLM a string
+    of one), by default Medusa's 63 or EAGLE-1's 25, and of them the first `num_speculative_tokens`. `dynamic`: at most
+    `num_speculative_tokens` nodes in all, no path longer than `tree_depth`: EAGLE-2's, `tree_top_k` children a node and nodes a level; for
+    `clover` and `clover2` Clover's, of a node's `tree_top_k` likeliest children those that make up `tree_top_p`.
     `replay` measures speed on untrained weights: it accepts as many tokens as a histogram says (a JSON list of
     [num_draft_tokens, num_accepted, count] in the file `replay_histogram`, or the law with the mean `replay_tokens_per_step`), and its
     text is meaningless.
     """
 
-    method: Literal["ngram", "draft_model", "replay"]
+    method: Literal["ngram", "draft_model", "replay", "medusa", "clover", "clover2", "eagle", "eagle3"]
     model: str | None = None
     num_speculative_tokens: int = Field(default=5, ge=1, le=64)
     prompt_lookup_max: int = Field(default=2, ge=1, le=16)
     prompt_lookup_min: int = Field(default=1, ge=1, le=16)
     prompt_lookup_source: Literal["prompt", "prompt_and_output"] = "prompt_and_output"
-    acceptance: Literal["exact", "rejection"] = "exact"
+    acceptance: Literal["exact", "rejection", "typical"] = "exact"
+    posterior_threshold: float = Field(default=0.09, gt=0.0, lt=1.0)
+    posterior_alpha: float = Field(default=0.3, gt=0.0, lt=1.0)
+    tree: Literal["chain", "static", "dynamic"] = "chain"
+    speculative_token_tree: tuple[tuple[int, ...], ...] | None = None
+    tree_top_k: int = Field(default=4, ge=1, le=64)
+    tree_top_p: float = Field(default=0.8, gt=0.0, le=1.0)
+    tree_depth: int = Field(default=5, ge=1, le=64)
     replay_histogram: str | None = None
     replay_tokens_per_step: float | None = None
     replay_seed: int = Field(default=0, ge=0, lt=1 << 64)
@@ -65,6 +82,8 @@ class SpeculativeConfig(Settings):
         values = dict(values)
         method = values.get("method")
         values["method"] = METHOD_ALIASES.get(method, method) if isinstance(method, str) else method
+        if isinstance(paths := values.get("speculative_token_tree"), str):
+            values["speculative_token_tree"] = _parsed_tree(paths)
         if "prompt_lookup_max" in values:
             values.setdefault("prompt_lookup_min", values["prompt_lookup_max"])
         return values
@@ -78,9 +97,30 @@ class SpeculativeConfig(Settings):
         has_source = [self.replay_histogram is not None, self.replay_tokens_per_step is not None]
         if sum(has_source) != (self.method == "replay"):
             raise ValueError("replay_histogram or replay_tokens_per_step: method 'replay' needs exactly one of them, others take neither")
+        if self.is_head and self.acceptance == "rejection":
+            raise ValueError(f"acceptance = 'rejection' is defined on chains of drawn tokens, and {self.method!r} ranks them; leave it out")
+        if self.tree != "chain" and not self.is_head:
+            raise ValueError(f"tree = {self.tree!r} belongs to {', '.join(HEADS)}; method {self.method!r} drafts chains: leave it out")
+        if self.speculative_token_tree is not None and self.tree != "static":
+            raise ValueError("speculative_token_tree needs tree = 'static'; set it, or leave the paths out")
         if self.method == "replay" and self.acceptance != "exact":
             raise ValueError(f"method 'replay' accepts what it is told, so acceptance = {self.acceptance!r} has no meaning; leave it out")
         return self
+
+    @property
+    def is_head(self) -> bool:
+        return self.method in HEADS
+
+    @property
+    def grows_trees(self) -> bool:
+        return self.tree != "chain"
+
+
+def _parsed_tree(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        raise ValueError(f"speculative_token_tree = {text!r} is no list of paths such as '[(0,), (1,), (0, 0)]'") from None
 
 
 def speculative(config: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig | None:

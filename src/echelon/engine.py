@@ -57,12 +57,12 @@ class Engine:
         clock.append(time.perf_counter())
         batch = self.target.pack(spans_of(plan.rows, draft))
         clock.append(time.perf_counter())
-        logits = self.target.run(batch)
+        logits, taps = self.target.run(batch)
         clock.append(time.perf_counter())
         verdict = verify(draft, logits, plan.rows, self.acceptance)
         clock.append(time.perf_counter())
         self._commit(plan.rows, verdict)
-        self.drafter.observe(plan.rows, verdict)
+        self.drafter.observe(plan.rows, verdict, taps)
         lengths = [len(row.sequence) for row in plan.rows]
         finished = self.scheduler.settle(plan, verdict)
         for sequence in finished:

@@ -14,7 +14,7 @@ AUTO_SHARE = 0.5  # of the memory that is available once the weights are loaded
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The KV pool: how many blocks of target and draft model together, and why so many."""
+    """The KV pool: how many blocks of target and draft model or head together, and why so many."""
 
     num_blocks: int
     block_size: int

@@ -230,11 +230,20 @@ def uniform_noise(seed: int, index: int, position: int, token_ids: Int64, purpos
 
     `position` is the absolute position that the token will have in its sequence; `purpose` keeps different uses at one place apart.
     """
+    return noise_at(np.uint64(noise_key(seed, index, position, purpose)), token_ids)
+
+
+def noise_key(seed: int, index: int, position: int, purpose: int = 0) -> int:
+    """What the noise of all token ids at one place has in common, 64 bits."""
     key = _mix((seed + _GOLDEN) & _MASK)
     key = _mix(key ^ _mix((index * _GOLDEN + 1) & _MASK))
     key = _mix(key ^ _mix((position * _GOLDEN + 2) & _MASK))
-    key = _mix(key ^ _mix((purpose * _GOLDEN + 3) & _MASK))
-    bits = _mix_array(np.uint64(key) + (token_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN))
+    return _mix(key ^ _mix((purpose * _GOLDEN + 3) & _MASK))
+
+
+def noise_at(keys: NDArray[np.uint64] | np.uint64, token_ids: Int64) -> NDArray[np.float64]:
+    """Uniform noise of token ids at the places of `keys`, which broadcast."""
+    bits = _mix_array(keys + (token_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN))
     return np.asarray(((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52)  # 52 bits: exact, and never 0 or 1
 
 

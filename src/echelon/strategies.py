@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 import torch
 
 from echelon.config import EngineConfig
+from echelon.drafters.heads import TappedHead
 from echelon.errors import UnsupportedModelError
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache, LayerShape
@@ -25,12 +27,31 @@ REALIGN: dict[str, Pack] = {"none": realign.pack, "same_length": realign.pack_gr
 CPU = torch.device("cpu")
 
 
-def build_runners(
-    config: EngineConfig, models: SequenceOf[LoadedModel], max_len: int, num_speculative_tokens: int
-) -> tuple[MemoryPlan, list[ModelRunner]]:
-    """One runner a model, all with the same strategy, on pools of equally many blocks or lines."""
+@dataclass(frozen=True)
+class Storage:
+    """One runner a model, all with the same strategy, on pools of equally many blocks or lines; and the cache of a head that needs one."""
+
+    plan: MemoryPlan
+    runners: list[ModelRunner]
+    head_cache: KVCache | None = None
+
+    @property
+    def tables(self) -> list[BlockTables | LineTables]:
+        heads = [] if self.head_cache is None else [self.head_cache.tables]
+        return [*(r.cache.tables for r in self.runners), *heads]
+
+
+def build_storage(
+    config: EngineConfig,
+    models: SequenceOf[LoadedModel],
+    max_len: int,
+    num_speculative_tokens: int,
+    head: TappedHead | None = None,
+) -> Storage:
+    """With a head the strategy must be `unpadded`."""
     if config.strategy == "unpadded":
-        return _unpadded(config, models, max_len, num_speculative_tokens)
+        return _unpadded(config, models, max_len, num_speculative_tokens, head)
+    assert head is None, "a head needs blocks"
     for loaded in models:
         if loaded.original_context is not None:
             raise UnsupportedModelError(
@@ -45,21 +66,27 @@ def build_runners(
     for loaded, shapes in zip(models, layers, strict=True):
         tables = LineTables(min(plan.num_blocks, config.num_rows_held), num_slots, num_speculative_tokens)
         runners.append(MaskedRunner(loaded, RectangleCache(shapes, tables, loaded.model.dtype, CPU), pack))
-    return plan, runners
+    return Storage(plan, runners)
 
 
 def _unpadded(
-    config: EngineConfig, models: SequenceOf[LoadedModel], max_len: int, num_speculative_tokens: int
-) -> tuple[MemoryPlan, list[ModelRunner]]:
+    config: EngineConfig,
+    models: SequenceOf[LoadedModel],
+    max_len: int,
+    num_speculative_tokens: int,
+    head: TappedHead | None,
+) -> Storage:
     layers = [record_layers(m.model) for m in models]
-    per_token = _bytes_per_token(models, layers)
+    per_token = _bytes_per_token(models, layers) + (head.bytes_per_token if head else 0)
     longest = max_len + num_speculative_tokens  # a tree may take more places than the text has left
     plan = plan_kv(per_token, config.block_size, config.max_num_seqs, longest, config.kv_cache_memory_bytes)
-    runners = []
-    for loaded, shapes in zip(models, layers, strict=True):
+
+    def cache(shapes: list[LayerShape], dtype: torch.dtype) -> KVCache:
         tables = BlockTables(plan.num_blocks, plan.block_size, -(-longest // plan.block_size))
-        runners.append(ModelRunner(loaded, KVCache(shapes, tables, loaded.model.dtype, CPU)))
-    return plan, runners
+        return KVCache(shapes, tables, dtype, CPU)
+
+    runners = [ModelRunner(loaded, cache(shapes, loaded.model.dtype)) for loaded, shapes in zip(models, layers, strict=True)]
+    return Storage(plan, runners, cache(head.shapes, head.dtype) if head and head.shapes else None)
 
 
 def _bytes_per_token(models: SequenceOf[LoadedModel], layers: SequenceOf[SequenceOf[LayerShape]]) -> int:

@@ -21,7 +21,23 @@ from echelon.ops.sample import Place, choose
 from echelon.sampling import Logprobs, logprobs_of
 from echelon.sequence import PlannedRow
 
-Acceptance = Literal["exact", "rejection"]
+
+@dataclass(frozen=True)
+class Typical:
+    """Medusa's rule (Cai et al. 2024), LOSSY: a drafted token stays if p > min(threshold, alpha · exp(−entropy)), p being the target's
+    distribution there. At temperature 0 it is the exact rule.
+    """
+
+    threshold: float
+    alpha: float
+
+    def accepts(self, probabilities: NDArray[np.float64], token: int) -> bool:
+        positive = probabilities[probabilities > 0]
+        entropy = -float((positive * np.log(positive)).sum())
+        return bool(probabilities[token] > min(self.threshold, self.alpha * np.exp(-entropy)))
+
+
+Acceptance = Literal["exact", "rejection"] | Typical
 ARGMAX_TILE = 128
 
 
@@ -144,19 +160,23 @@ def verify(draft: Draft, logits: Tensor, rows: SequenceOf[PlannedRow], acceptanc
     verdict = Verdict([], [], [], [], [], [])
     logits = _take_prompt_logits(logits, rows, draft, verdict)
     problems: dict[int, EchelonError] = {}
-    own = own_tokens(logits, rows, draft, problems) if acceptance == "exact" else []
+    own = own_tokens(logits, rows, draft, problems) if acceptance != "rejection" else []
     start = 0
     for i, row in enumerate(rows):
         tokens = draft.row(i)
         end = start + (1 + len(tokens) if row.is_sampled else 0)
-        path, extra = [], -1
+        path: list[int] = []
+        extra = -1
         logprobs: list[Logprobs] = []
         try:
-            if row.is_sampled and acceptance == "exact":
-                path = kept_path(draft, i, own[start:end])
-                extra = own[start + _last_place(path)]
-            elif row.is_sampled:
+            if row.is_sampled and acceptance == "rejection":
                 path, extra = rejection_path(draft, i, logits[start:end].float().numpy(), row)
+            elif row.is_sampled:
+                if isinstance(acceptance, Typical) and not row.sequence.params.is_greedy:
+                    path = typical_path(draft, i, logits[start:end], row, acceptance)
+                else:
+                    path = kept_path(draft, i, own[start:end])
+                extra = own[start + _last_place(path)]
             logprobs = _logprobs(row, logits[start:end], path, [*(tokens[node] for node in path), extra])
         except Exception as error:
             path, extra = [], -1
@@ -184,6 +204,24 @@ def _logprobs(row: PlannedRow, logits: Tensor, path: list[int], emitted: list[in
         return []
     values = logits[[0, *(node + 1 for node in path)]].float().numpy()
     return [logprobs_of(line, token, count) for line, token in zip(values, emitted, strict=True) if token >= 0]
+
+
+def typical_path(draft: Draft, i: int, logits: Tensor, row: PlannedRow, rule: Typical) -> list[int]:
+    """The longest path of typical tokens in row i's tree, of several the most probable; logits [1 + nodes, V]."""
+    tokens, parents, sampler = draft.row(i), draft.row_parents(i), row.sequence.sampler
+    paths: dict[int, list[int]] = {-1: []}  # of typical nodes
+    scores = {-1: 0.0}
+    places: dict[int, NDArray[np.float64]] = {}
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if parent not in paths:
+            continue
+        if parent not in places:
+            values = logits[parent + 1].float().numpy()
+            places[parent] = sampler.probabilities(values, row.sequence.tokens, [tokens[n] for n in paths[parent]])
+        if rule.accepts(places[parent], token):
+            paths[node] = [*paths[parent], node]
+            scores[node] = scores[parent] + float(np.log(places[parent][token]))
+    return paths[max(paths, key=lambda node: (len(paths[node]), scores[node]))]
 
 
 def rejection_path(draft: Draft, i: int, logits: NDArray[np.float32], row: PlannedRow) -> tuple[list[int], int]:

@@ -49,15 +49,17 @@ class PreparedRunner(ModelRunner):
     def __init__(self, cache: KVCache, logits: Tensor) -> None:
         self.cache, self._logits, self.seconds, self.usage = cache, logits, 0.0, Usage()
 
-    def run(self, batch: RaggedBatch) -> Tensor:
+    def run(self, batch: RaggedBatch) -> tuple[Tensor, Tensor | None]:
         start = time.perf_counter()
         logits = self._logits[: len(batch.logit_rows)]
         self.seconds = time.perf_counter() - start
-        return logits
+        return logits, None
 
 
 class PreparedDrafter:
     """Proposes what the prepared logits will say, up to a random place in each row."""
+
+    taps: tuple[str, ...] = ()
 
     def __init__(self, own: list[int], rng: np.random.Generator) -> None:
         self._own, self._rng = own, rng
@@ -71,7 +73,7 @@ class PreparedDrafter:
             start += 1 + row.max_draft_tokens
         return Draft.chains(proposals)
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None: ...
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None: ...
 
     def forget(self, row: int) -> None: ...
 

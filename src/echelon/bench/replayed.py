@@ -7,6 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 import numpy as np
+from torch import Tensor
 
 from echelon.config import SpeculativeConfig
 from echelon.draft import Draft
@@ -55,6 +56,7 @@ class ReplayedDraftModel:
     """
 
     def __init__(self, draft_model: Drafter, law: SpeculativeConfig, vocab_size: int) -> None:
+        self.taps = draft_model.taps
         self._draft_model, self._law = draft_model, ReplayDrafter(law, vocab_size)
 
     def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
@@ -62,8 +64,8 @@ class ReplayedDraftModel:
         assert drawn.replayed is not None
         return replace(draft, replayed=np.minimum(drawn.replayed, draft.num_draft_tokens).astype(np.int32))
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:
-        self._draft_model.observe(rows, verdict)
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:
+        self._draft_model.observe(rows, verdict, taps)
 
     def forget(self, row: int) -> None:
         self._draft_model.forget(row)

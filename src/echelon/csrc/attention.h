@@ -16,7 +16,9 @@ struct AttentionCall {
   int64_t query_token_stride, query_head_stride;
   int64_t num_rows, num_heads, num_kv_heads, key_size, value_size, block_size, table_stride;
   const int32_t *positions, *indptr, *block_table;
-  const int32_t *parents, *text_lens;  // [T] packed token before each, read for drafted ones alone; [B]
+  // A row's drafted nodes, cached before or new: node j has place text_lens[row] + j of the row, and its parent is node
+  // parents[node_indptr[row] + j], −1 the last known token; [B + 1], [B].
+  const int32_t *parents, *node_indptr, *text_lens;
   float scale, softcap;
   int64_t window;
   const float* sinks;  // [H]

@@ -202,19 +202,21 @@ INLINE Seen seen_by(const AttentionCall& call, int64_t token) {
   return {call.window > 0 ? most(int64_t{0}, position - call.window + 1) : 0, position};
 }
 
-// A row's drafted tokens as a tree: packed tokens from `begin` on, the first of them at position `start` of the text. A token's own
-// place in the cache is that of a chain; its position is its depth.
+// A row's drafted nodes as a tree. A node's own place in the cache is that of a chain, `start` being the first one's; its position is its
+// depth. Packed token t is node t − begin; nodes that were fed in earlier passes have no token, and `begin` then lies before the row's.
 struct Tree {
   int64_t begin, start;
+  const int32_t* parents;
 };
 constexpr int64_t no_tree = INT64_MAX;
 
 INLINE Tree tree_of(const AttentionCall& call, const AttentionUnit& unit) {
-  if (!call.parents) return {no_tree, no_tree};
-  const int64_t row_begin = call.indptr[unit.row], start = call.text_lens[unit.row], begin = row_begin + start - call.positions[row_begin];
-  for (int64_t token = begin; token < unit.token_end; ++token)
-    if (call.parents[token] != token - 1) return {begin, start};
-  return {no_tree, no_tree};
+  if (!call.parents) return {no_tree, no_tree, nullptr};
+  const int64_t first = call.node_indptr[unit.row], count = call.node_indptr[unit.row + 1] - first, begin = call.indptr[unit.row + 1] - count;
+  const int32_t* parents = call.parents + first;
+  for (int64_t node = 0; node < unit.token_end - begin; ++node)
+    if (parents[node] != node - 1) return {begin, call.text_lens[unit.row], parents};
+  return {no_tree, no_tree, nullptr};
 }
 
 // The memory of a unit, of `unit_size` floats.
@@ -261,7 +263,7 @@ struct Unit {
   const int32_t* const table;
   Seen all;                        // what any token of the unit sees
   Places places[2];                // of a tile and of the one after it, in turn
-  int64_t path[key_tile];          // of one token: its drafted ancestors in the tile, as packed tokens; −1 elsewhere
+  int64_t path[key_tile];          // of one token: its drafted ancestors in the tile, as nodes; −1 elsewhere
 
   METHOD Unit(const AttentionCall& c, const AttentionUnit& u, float* memory)
       : call(c), unit(u), m(Memory::at<Math>(memory, c, u.head_end - u.head_begin, (u.token_end - u.token_begin) * (c.num_heads / c.num_kv_heads))),
@@ -291,8 +293,8 @@ struct Unit {
   }
   METHOD void find_tile(int64_t start, Places& found) const { find(start, all.first, least(all.last, tree.start - 1), found); }
 
-  METHOD const char* drafted_value(int64_t token) const {
-    const int64_t place = tree.start + token - tree.begin;
+  METHOD const char* drafted_value(int64_t node) const {
+    const int64_t place = tree.start + node;
     const int64_t row = table[place / call.block_size] * call.num_kv_heads * call.block_size + place % call.block_size;
     return static_cast<const char*>(call.values) + row * value_bytes();
   }
@@ -328,17 +330,17 @@ struct Unit {
   // The token's drafted ancestors, itself among them, by the lanes of their positions.
   METHOD void find_path(int64_t token, int64_t start) {
     for (int64_t k = 0; k < key_tile; ++k) path[k] = -1;
-    for (; token >= tree.begin; token = call.parents[token]) {
-      const int64_t lane = call.positions[token] - start;
-      if (lane >= 0 && lane < key_tile) path[lane] = token;
-    }
+    int64_t lane = call.positions[token] - start;
+    for (int64_t node = token - tree.begin; node >= 0; node = tree.parents[node], --lane)
+      if (lane >= 0 && lane < key_tile) path[lane] = node;
   }
 
   // A drafted key's score takes the lane of its position, as in a chain. Drafted tokens are scored in tiles of their own.
   METHOD void score_drafts(int64_t start, int64_t head) {
-    for (int64_t first = tree.begin; first < unit.token_end; first += key_tile) {
+    const int64_t count = unit.token_end - tree.begin;
+    for (int64_t first = 0; first < count; first += key_tile) {
       Places drafted;
-      find(tree.start + first - tree.begin, 0, tree.start + unit.token_end - tree.begin - 1, drafted);
+      find(tree.start + first, 0, tree.start + count - 1, drafted);
       score(drafted, head, drafted, head, m.drafted);
       for (int64_t token = most(unit.token_begin, tree.begin); token < unit.token_end; ++token) {
         find_path(token, start);

@@ -23,7 +23,7 @@ Storage storage_of(const Tensor& x) {
 }
 
 const int32_t* int32_of(const Tensor& x) {
-  TORCH_CHECK(x.scalar_type() == at::kInt && x.is_contiguous(), "positions, indptr, block_table, parents and text_lens must be contiguous int32");
+  TORCH_CHECK(x.scalar_type() == at::kInt && x.is_contiguous(), "positions, indptr, block_table, parents, node_indptr and text_lens must be contiguous int32");
   return x.const_data_ptr<int32_t>();
 }
 
@@ -91,7 +91,7 @@ void for_each_index(size_t count, const Do& work) {
 Tensor ragged_attention(const Tensor& given, const Tensor& keys, const Tensor& values, const Tensor& positions, const Tensor& indptr,
                         const Tensor& block_table, int64_t block_size, double scale, std::optional<int64_t> window,
                         std::optional<double> softcap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& parents,
-                        const Tensor& text_lens) {
+                        const std::optional<Tensor>& node_indptr, const Tensor& text_lens) {
   const Tensor query = given.stride(2) == 1 ? given : given.contiguous();
   TORCH_CHECK(keys.is_contiguous() && values.is_contiguous(), "keys and values must be contiguous");
   TORCH_CHECK(query.scalar_type() == keys.scalar_type() && keys.scalar_type() == values.scalar_type(), "one dtype for query, keys and values");
@@ -103,7 +103,7 @@ Tensor ragged_attention(const Tensor& given, const Tensor& keys, const Tensor& v
   const AttentionCall call{storage_of(query), query.const_data_ptr(), keys.const_data_ptr(), values.const_data_ptr(), out.data_ptr(),
                            query.stride(0), query.stride(1), indptr.size(0) - 1, query.size(1), keys.size(1), keys.size(3), values.size(3),
                            block_size, block_table.size(1), int32_of(positions), int32_of(indptr), int32_of(block_table),
-                           parents ? int32_of(*parents) : nullptr, int32_of(text_lens),
+                           parents ? int32_of(*parents) : nullptr, parents ? int32_of(*node_indptr) : nullptr, int32_of(text_lens),
                            static_cast<float>(scale), static_cast<float>(softcap.value_or(0.0)), window.value_or(0),
                            sinks ? sink.const_data_ptr<float>() : nullptr};
   const Division division = divide(call);

@@ -5,19 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
+from torch import Tensor
+
 from echelon.draft import Draft
+from echelon.heads.base import Tap
 from echelon.sequence import PlannedRow
 from echelon.verify import Verdict
 
 
 class Drafter(Protocol):
-    """Keeps state per row (by `sequence.id`); a row may be forgotten and come back longer at any time."""
+    """Keeps state per row (by `sequence.id`); a row may be forgotten and come back longer at any time.
+
+    taps  hidden states of the target that `observe` wants, [T, len(taps) · d] for the rows' new tokens, drafted ones included; with none
+          it gets None
+    """
+
+    taps: tuple[Tap, ...]
 
     def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
         """At most `max_draft_tokens` tokens for every row, 0 for some or all."""
         ...
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:
         """What became of the last proposal; called once after every `propose`, before the tokens are appended."""
         ...
 
@@ -29,9 +38,11 @@ class Drafter(Protocol):
 class NoDrafter:
     """Plain decoding: every row emits one token a step."""
 
+    taps: tuple[str, ...] = ()
+
     def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
         return Draft.chains([()] * len(rows))
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None: ...
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None: ...
 
     def forget(self, row: int) -> None: ...

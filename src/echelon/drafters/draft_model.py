@@ -29,6 +29,8 @@ from echelon.verify import Verdict, argmax_rows
 class DraftModelDrafter:
     """`runner` is the draft model's own; the scheduler reserves slots in its cache."""
 
+    taps: tuple[str, ...] = ()
+
     def __init__(self, runner: ModelRunner, max_num_batched_tokens: int, vocab_size: int, keeps_probs: bool = False) -> None:
         self._runner = runner
         self._vocab_size = vocab_size  # the target's
@@ -101,7 +103,7 @@ class DraftModelDrafter:
         """[…, V] of the target: ids that only one of the two has are never drafted."""
         return F.pad(logits, (0, self._vocab_size - logits.shape[-1]), value=-torch.inf)  # a negative width cuts
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:  # noqa: ARG002
         """Shorten every row to its known tokens and the accepted part of the draft."""
         for row, path in zip(rows, verdict.paths, strict=True):
             cached = self._runner.num_cached(row.sequence.id)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
+from torch import Tensor
 
 from echelon.draft import Draft, node_depths
 from echelon.drafters.base import Drafter
@@ -42,6 +43,7 @@ class GuardedDrafter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.drafter = drafter
+        self.taps = drafter.taps
         self.faults: Counter[str] = Counter()
         self._vocab_size, self._time_limit, self._retry_after, self._clock = vocab_size, time_limit, retry_after, clock
         self._num_failures = self._num_good = 0
@@ -69,9 +71,9 @@ class GuardedDrafter:
             self._succeed()
         return draft
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:
         try:
-            self.drafter.observe(rows, verdict)
+            self.drafter.observe(rows, verdict, taps)
         except Exception as error:
             self._fail("raised", f"{type(error).__name__}: {error}", rows)
 

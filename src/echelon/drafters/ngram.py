@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
+from torch import Tensor
+
 from echelon.config import SpeculativeConfig
 from echelon.draft import Draft
 from echelon.sequence import PlannedRow
@@ -42,6 +44,8 @@ class NgramIndex:
 class NgramDrafter:
     """Looks up the last tokens of each row in the row's own prompt, or in prompt and output."""
 
+    taps: tuple[str, ...] = ()
+
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
         self._indexes: dict[int, NgramIndex] = {}
@@ -59,7 +63,7 @@ class NgramDrafter:
         place = index.find(sequence.tokens)
         return [] if place is None else copied(sequence.tokens, place, min(row.max_draft_tokens, config.num_speculative_tokens), end)
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:
         """Nothing to do: the index reads the sequence's own tokens."""
 
     def forget(self, row: int) -> None:

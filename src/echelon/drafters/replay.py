@@ -16,6 +16,7 @@ from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from echelon.config import SpeculativeConfig
 from echelon.draft import Draft
@@ -91,6 +92,8 @@ def histogram_of(config: SpeculativeConfig) -> AcceptanceHistogram:
 class ReplayDrafter:
     """Draws are keyed by (`replay_seed`, the row's number, position): a run can be repeated, and no row depends on its neighbours."""
 
+    taps: tuple[str, ...] = ()
+
     def __init__(self, config: SpeculativeConfig, vocab_size: int) -> None:
         self._histogram, self._seed, self._vocab_size = histogram_of(config), config.replay_seed, vocab_size
 
@@ -109,7 +112,7 @@ class ReplayDrafter:
         tokens: list[int] = (uniform * self._vocab_size).astype(np.int64).tolist()
         return tokens
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:
         """Nothing to learn."""
 
     def forget(self, row: int) -> None:

@@ -8,6 +8,7 @@ from itertools import chain
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from echelon.batch import RaggedBatch, Span
 from echelon.draft import node_depths
@@ -27,7 +28,7 @@ def pack(spans: Sequence[Span], tables: BlockTables) -> RaggedBatch:
     num_tokens = int(indptr[-1])
     rows = np.repeat(np.arange(len(spans)), counts)
     places = np.arange(num_tokens) + np.repeat(starts - indptr[:-1], counts)
-    positions, parents = grow_trees(spans, indptr, places)
+    positions, parents, node_indptr = grow_trees(spans, indptr, places)
     table = tables.gather([s.row for s in spans])
     size = tables.block_size
     slots = table[rows, places // size].astype(np.int64) * size + places % size
@@ -42,19 +43,20 @@ def pack(spans: Sequence[Span], tables: BlockTables) -> RaggedBatch:
         block_table=torch.from_numpy(table),
         logit_rows=torch.from_numpy(np.flatnonzero(is_wanted)),
         block_size=size,
-        parents=None if parents is None else torch.from_numpy(parents),
+        parents=parents,
+        node_indptr=node_indptr,
     )
 
 
-def grow_trees(spans: Sequence[Span], indptr: Int32, places: Int64) -> tuple[Int64, Int32 | None]:
-    """int64[T] positions, int32[T] parents; `places` int64[T] are the positions that tokens would have in chains."""
+def grow_trees(spans: Sequence[Span], indptr: Int32, places: Int64) -> tuple[Int64, Tensor | None, Tensor | None]:
+    """int64[T] positions, int32[P] parents, int32[B+1] their rows; `places` int64[T] are the positions that tokens would have in chains."""
     if all(s.parents is None for s in spans):
-        return places, None
-    positions, before = places.copy(), np.arange(-1, indptr[-1] - 1, dtype=np.int32)
-    before[indptr[:-1]] = -1
-    for span, end in zip(spans, indptr[1:].tolist(), strict=True):
-        if span.parents is not None:
-            first = end - len(span.parents)
-            before[first:end] = np.asarray(span.parents, np.int32) + first
-            positions[first:end] = span.text_len + np.asarray(node_depths(span.parents))
-    return positions, before
+        return places, None, None
+    positions, node_indptr = places.copy(), np.zeros(len(spans) + 1, np.int32)
+    for i, (span, end) in enumerate(zip(spans, indptr[1:].tolist(), strict=True)):
+        nodes = span.parents or ()
+        node_indptr[i + 1] = node_indptr[i] + len(nodes)
+        depths = node_depths(nodes)[len(nodes) - span.num_drafted :]
+        positions[end - len(depths) : end] = span.text_len + np.asarray(depths, np.int64)
+    parents = np.fromiter(chain.from_iterable(s.parents or () for s in spans), np.int32, int(node_indptr[-1]))
+    return positions, torch.from_numpy(parents), torch.from_numpy(node_indptr)

@@ -29,5 +29,6 @@ def ragged_attention(
     if not is_built():
         return reference.ragged_attention(query, keys, values, batch, scale, window, softcap, sinks)
     where = (batch.positions, batch.indptr, batch.block_table, batch.block_size)
-    out: Tensor = kernels.ragged_attention(query, keys, values, *where, scale, window, softcap, sinks, batch.parents, batch.text_lens)
+    trees = (batch.parents, batch.node_indptr, batch.text_lens)
+    out: Tensor = kernels.ragged_attention(query, keys, values, *where, scale, window, softcap, sinks, *trees)
     return out

@@ -114,21 +114,27 @@ def without_trees(batch: RaggedBatch) -> RaggedBatch:
     table = batch.block_table.long()
     own = table[:, (places // batch.block_size).clamp_max(table.shape[1] - 1)] * batch.block_size + places % batch.block_size
     ends, lines = [0], []
-    for row, (start, end) in enumerate(pairwise(batch.indptr.tolist())):
-        first_drafted = start + int(batch.text_lens[row] - batch.positions[start])
+    for row, ((start, end), parents) in enumerate(zip(pairwise(batch.indptr.tolist()), batch.row_parents(), strict=True)):
+        first_drafted, text_len = max(start, end - len(parents)), int(batch.text_lens[row])
         if first_drafted > start:
-            ends.append(min(first_drafted, end))
+            ends.append(first_drafted)
             lines.append(own[row])
         for token in range(first_drafted, end):
-            line, ancestor = own[row].clone(), token
-            while ancestor >= first_drafted:
-                line[batch.positions[ancestor]] = batch.slots[ancestor]
-                ancestor = int(batch.parents[ancestor])
+            line, node, position = own[row].clone(), token - end + len(parents), int(batch.positions[token])
+            while node >= 0:
+                line[position] = own[row, text_len + node]
+                node, position = parents[node], position - 1
             ends.append(token + 1)
             lines.append(line)
     indptr = torch.tensor(ends, dtype=torch.int32)
     return replace(
-        batch, indptr=indptr, kv_lens=batch.positions[indptr[1:].long() - 1] + 1, block_table=torch.stack(lines), block_size=1, parents=None
+        batch,
+        indptr=indptr,
+        kv_lens=batch.positions[indptr[1:].long() - 1] + 1,
+        block_table=torch.stack(lines),
+        block_size=1,
+        parents=None,
+        node_indptr=None,
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from echelon import ops
@@ -97,7 +98,7 @@ def _serve_fixed(model: nn.Module) -> list[nn.Module]:
 
 
 def _serve_packed(model: nn.Module, keep_weights: bool) -> list[nn.Module]:
-    output = model.get_output_embeddings()  # type: ignore[operator]
+    output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None  # a head has none
     holders: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

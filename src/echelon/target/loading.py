@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from echelon.errors import ConfigError, ModelLoadError, UnsupportedModelError
@@ -101,6 +102,13 @@ def borrowed(model: PreTrainedModel) -> Iterator[LoadedModel]:
         restore_fused(model)
         restore_layers(model)
         model.set_attn_implementation(before)
+
+
+def serve_head(head: nn.Module) -> None:
+    """Our operations in the place of a head's own; weights stay beside the packed ones, since heads read some of them."""
+    with torch.inference_mode():
+        fuse(head)
+    replace_layers(head, keep_weights=True)
 
 
 def _served(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, keep_weights: bool) -> LoadedModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +19,14 @@ from echelon.stats import Load, Usage
 from echelon.target.attention import STEP_KEYWORD, CachedStep, Step
 from echelon.target.loading import LoadedModel
 from echelon.target.rope import coded_positions
+from echelon.target.taps import Taps
 
 
 class ModelRunner:
     """Runs ragged batches. Slots for every position must have been reserved in `cache.tables`."""
 
     cache: KVCache | RectangleCache
+    taps: Taps | None = None  # what a drafter asks to see of every pass
 
     def __init__(self, loaded: LoadedModel, cache: KVCache | RectangleCache) -> None:
         self.loaded, self.cache, self.usage = loaded, cache, Usage()
@@ -49,31 +52,33 @@ class ModelRunner:
 
     def feed(self, spans: Sequence[Span]) -> Tensor:
         """Pack and run spans whose tokens are known to stay: they count as cached at once. Logits [R, V]."""
-        logits = self.run(self.pack(spans))
+        logits, _ = self.run(self.pack(spans))
         for span in spans:
             self.cache.tables.advance(span.row, span.start + len(span.tokens))
         return logits
 
     @torch.inference_mode()
-    def run(self, batch: RaggedBatch) -> Tensor:
-        """One pass over every row: logits [R, V] of `batch.logit_rows`, float32 from compiled kernels, else in the model's dtype.
+    def run(self, batch: RaggedBatch) -> tuple[Tensor, Tensor | None]:
+        """One pass over every row: logits [R, V] of `batch.logit_rows`, float32 from compiled kernels, else in the model's dtype; and with
+        `taps` the hidden states [T, len(taps) · d] of every new token, drafted ones included.
 
         Without compiled kernels the packed tokens are filled up to full calls of ROWS_PER_CALL, so that the framework's element-wise
         operations see the same shapes.
         """
         self.cache.apply_copies()
         missing = 0 if is_built() else -len(batch.tokens) % ROWS_PER_CALL
-        output = self.loaded.model(
-            input_ids=F.pad(batch.tokens, (0, missing))[None],
-            position_ids=F.pad(coded_positions(batch, self.loaded.original_context), (0, missing))[None],
-            use_cache=False,
-            logits_to_keep=batch.logit_rows,
-            **{STEP_KEYWORD: self.step(batch)},
-        )
+        with self.taps.reading() if self.taps else nullcontext() as found:
+            output = self.loaded.model(
+                input_ids=F.pad(batch.tokens, (0, missing))[None],
+                position_ids=F.pad(coded_positions(batch, self.loaded.original_context), (0, missing))[None],
+                use_cache=False,
+                logits_to_keep=batch.logit_rows,
+                **{STEP_KEYWORD: self.step(batch)},
+            )
         logits: Tensor = output.logits[0]
         self.usage.count(batch.num_tokens, self.load(batch), self.cache.bytes_per_slot)
         self.usage.layout_seconds = self.cache.seconds
-        return logits
+        return logits, self.taps.joined(found, batch.num_tokens) if self.taps and found is not None else None
 
     def commit(self, row: int, num_known: int, path: Sequence[int] = ()) -> None:
         """Keep the first `num_known` tokens of the row and, of the drafted ones after them, the accepted path; give the rest back."""

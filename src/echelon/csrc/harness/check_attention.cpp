@@ -10,9 +10,9 @@ namespace {
 
 using namespace echelon;
 
-// A ragged batch: chains and trees over blocks in random order, NaN in every slot that no row has.
+// A ragged batch: chains and trees over blocks in random order, some of their nodes cached before; NaN in every slot that no row has.
 struct Batch {
-  std::vector<int32_t> positions, indptr{0}, table, parents, text_lens;
+  std::vector<int32_t> positions, indptr{0}, table, parents, node_indptr{0}, text_lens;
   std::vector<std::vector<int32_t>> slots;  // of every token's visible keys, in order of position
   int64_t block, table_stride, num_slots;
 };
@@ -30,17 +30,17 @@ Batch random_batch(Random& random, bool has_trees) {
     blocks.emplace_back();
     for (int64_t i = 0; i < count; ++i) blocks.back().push_back(static_cast<int32_t>(taken++));
     batch.text_lens.push_back(static_cast<int32_t>(text));
-    const auto first = static_cast<int32_t>(batch.positions.size());
-    for (int64_t i = 0; i < known; ++i) {
-      batch.positions.push_back(static_cast<int32_t>(before + i));
-      batch.parents.push_back(i ? first + static_cast<int32_t>(i) - 1 : -1);
-    }
+    const int64_t cached = nodes > 1 && between(random, 0, 1) ? between(random, 1, nodes - 1) : 0;  // then the known tokens are cached too
+    for (int64_t i = 0; i < (cached ? 0 : known); ++i) batch.positions.push_back(static_cast<int32_t>(before + i));
+    std::vector<int32_t> depths;
     for (int64_t i = 0; i < nodes; ++i) {
-      const auto parent = static_cast<int32_t>(first + known - 1 + between(random, 0, i));
-      batch.positions.push_back(batch.positions[static_cast<size_t>(parent)] + 1);
+      const auto parent = static_cast<int32_t>(between(random, 0, i) - 1);
+      depths.push_back(parent < 0 ? 0 : depths[static_cast<size_t>(parent)] + 1);
       batch.parents.push_back(parent);
+      if (i >= cached) batch.positions.push_back(static_cast<int32_t>(text) + depths.back());
     }
     batch.indptr.push_back(static_cast<int32_t>(batch.positions.size()));
+    batch.node_indptr.push_back(static_cast<int32_t>(batch.parents.size()));
   }
   std::vector<int32_t> order(static_cast<size_t>(taken));
   for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
@@ -54,15 +54,16 @@ Batch random_batch(Random& random, bool has_trees) {
       batch.table[row * static_cast<size_t>(batch.table_stride) + i] = order[static_cast<size_t>(blocks[row][i])];
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t first = batch.indptr[static_cast<size_t>(row)], end = batch.indptr[static_cast<size_t>(row) + 1];
-    const int64_t text = batch.text_lens[static_cast<size_t>(row)], before = batch.positions[static_cast<size_t>(first)];
+    const int64_t text = batch.text_lens[static_cast<size_t>(row)], nodes = batch.node_indptr[static_cast<size_t>(row) + 1] - batch.node_indptr[static_cast<size_t>(row)];
+    const int32_t* parents = batch.parents.data() + batch.node_indptr[static_cast<size_t>(row)];
     const auto slot = [&](int64_t place) {
       return static_cast<int32_t>(batch.table[static_cast<size_t>(row * batch.table_stride + place / batch.block)] * batch.block + place % batch.block);
     };
     for (int64_t token = first; token < end; ++token) {
       std::vector<int32_t> path;
-      int64_t at = token;
-      for (; before + at - first >= text; at = batch.parents[static_cast<size_t>(at)]) path.push_back(slot(before + at - first));
-      for (int64_t place = before + at - first; place >= 0; --place) path.push_back(slot(place));
+      int64_t node = token - end + nodes;
+      for (; node >= 0; node = parents[node]) path.push_back(slot(text + node));
+      for (int64_t place = token < end - nodes ? text + nodes + token - end : text - 1; place >= 0; --place) path.push_back(slot(place));
       std::reverse(path.begin(), path.end());
       batch.slots.push_back(path);
     }
@@ -102,7 +103,7 @@ void check_type(Random& random) {
   const AttentionCall call{type, query.as(), keys.as(), values.as(), out.as(), heads * key_size, key_size,
                            static_cast<int64_t>(batch.indptr.size()) - 1, heads, kv_heads, key_size, value_size, batch.block,
                            batch.table_stride, batch.positions.data(), batch.indptr.data(), batch.table.data(),
-                           has_trees ? batch.parents.data() : nullptr, batch.text_lens.data(), scale, softcap, window,
+                           has_trees ? batch.parents.data() : nullptr, batch.node_indptr.data(), batch.text_lens.data(), scale, softcap, window,
                            has_sinks ? sinks.as<float>() : nullptr};
   const int64_t at_once = between(random, 1, tokens_per_unit(call)), heads_at_once = between(random, 1, kv_heads);
   for (int64_t row = 0; row < call.num_rows; ++row)

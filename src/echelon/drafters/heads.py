@@ -1,0 +1,278 @@
+"""A head drafts from the target's hidden states: Medusa, Clover, EAGLE and their kin, one network pass a level of the tree.
+
+The hidden state of position t and the token after it make the head's state t. After a step, `observe` feeds the target's states of all
+tokens that were kept, so the head's keys and values are always made from true features; what it drafts from its own goes into places after
+them, and is overwritten. A row has been read up to where the target has: the prompt, its pieces, a row that accepted anything, and one that
+comes back after preemption are one case. Where early features were lost, the row is drafted for again once the target reads it anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from echelon.batch import RaggedBatch, Span
+from echelon.config import EngineConfig, SpeculativeConfig
+from echelon.draft import Draft
+from echelon.errors import ConfigError, EchelonError
+from echelon.heads.base import Head
+from echelon.heads.loading import load_head
+from echelon.kv.cache import KVCache, LayerShape
+from echelon.layouts import unpadded
+from echelon.ops.rank import likeliest
+from echelon.sequence import PlannedRow
+from echelon.target.attention import STEP_KEYWORD, CachedStep, RecordingStep
+from echelon.target.loading import LoadedModel, serve_head
+from echelon.target.taps import Taps
+from echelon.trees import Forest, Growth, Int64
+from echelon.verify import Verdict
+
+
+@dataclass(frozen=True)
+class TappedHead:
+    """A head on its target.
+
+    shapes   what its attention layers store per token; with none it needs no cache
+    extends  they are called for drafted nodes too
+    """
+
+    head: Head
+    taps: Taps
+    shapes: list[LayerShape]
+    extends: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return dtype_of(self.head)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(s.num_entries for s in self.shapes) * self.dtype.itemsize
+
+    @property
+    def depth(self) -> int | None:
+        return self.head.max_depth
+
+
+def dtype_of(head: Head) -> torch.dtype:
+    return next((p.dtype for p in head.parameters()), torch.float32)
+
+
+def head_for(config: SpeculativeConfig | None, engine: EngineConfig, target: LoadedModel, given: Head | None) -> Head | None:
+    """What `config` asks for: the head in its folder, unless one is `given`; None where it asks for no head.
+
+    Raises
+    ------
+    ConfigError     there is none, it is of another method, or the strategy has no blocks
+    ModelLoadError  it cannot be read, or was made for another target
+    """
+    if config is None or not config.is_head:
+        return None
+    if engine.strategy != "unpadded":
+        raise ConfigError(
+            f"method {config.method!r} needs strategy = 'unpadded', not {engine.strategy!r}: "
+            "its trees and its own keys and values need blocks"
+        )
+    if given is None and config.model is None:
+        raise ConfigError(f"method {config.method!r} needs the key 'model': the folder of a head that was trained on the target")
+    head = given
+    if head is None:
+        head = load_head(str(config.model), target.model)
+        serve_head(head)
+    if head.method != config.method:
+        raise ConfigError(f"the head is one of method {head.method!r}, not {config.method!r}; change the key 'method'")
+    return head
+
+
+@torch.inference_mode()
+def tapped_head(head: Head, target: LoadedModel) -> TappedHead:
+    """Find the taps in the target, and what the head's attention layers store, from a call with one token each.
+
+    Raises
+    ------
+    UnsupportedModelError  the target lacks a tap
+    ConfigError            the head does not fit the target
+    """
+    taps, zero = Taps(target.model, head.taps), torch.zeros(1, dtype=torch.int64)
+    encoding, extending = RecordingStep(), RecordingStep()
+    try:
+        states = head.encode(taps.example().to(dtype_of(head)), zero, zero, **{STEP_KEYWORD: encoding})
+        states = head.extend(states, zero, zero + 1, 1, **{STEP_KEYWORD: extending})
+        width = head.logits(states, 0).shape[-1]
+    except RuntimeError as error:
+        raise ConfigError(f"the head of method {head.method!r} does not fit {target.name!r}: {error}") from error
+    if width != target.vocab_size:
+        raise ConfigError(
+            f"the head of method {head.method!r} has {width:,} logits, the target {target.vocab_size:,}; it was made for another"
+        )
+    shapes = encoding.shapes | extending.shapes
+    return TappedHead(head, taps, [shapes[i] for i in sorted(shapes)], bool(extending.shapes))
+
+
+class HeadDrafter:
+    """`head` proposes trees that `growth` shapes. `cache` is the head's own where it has attention layers; its tables are among the
+    scheduler's, with as many slots reserved as in the target's.
+    """
+
+    def __init__(self, tapped: TappedHead, growth: Growth, cache: KVCache | None) -> None:
+        assert bool(tapped.shapes) == (cache is not None)
+        self.taps, self.cache, self.head, self.growth, self.extends = tapped.taps.names, cache, tapped.head, growth, tapped.extends
+        self._dtype = tapped.dtype
+        self._states: dict[int, tuple[int, Tensor]] = {}  # row → tokens that its last state knows, and the state [s]
+
+    @torch.inference_mode()
+    def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
+        forest = Forest([row.max_draft_tokens for row in rows], [min(row.max_draft_depth, self.growth.depth) for row in rows])
+        active = [i for i, row in enumerate(rows) if self._may_draft(row)]
+        nodes = forest.plant(active)
+        if active:
+            frontier = _Frontier(self, forest, rows, torch.stack([self._states[rows[i].sequence.id][1] for i in active]))
+            for depth in range(self.growth.depth):
+                nodes = self.growth.grow(forest, nodes, *frontier.children(nodes, depth))
+                nodes = nodes[np.argsort(forest.rows[nodes], kind="stable")]
+                if not len(nodes):
+                    break
+                frontier.extend(nodes, depth + 1)
+        return forest.draft(self.growth.kept(forest))
+
+    def _may_draft(self, row: PlannedRow) -> bool:
+        """Its state is that of the text as it is, and the target has the text read."""
+        known, _ = self._states.get(row.sequence.id, (-1, None))
+        return known == len(row.sequence) == row.start + 1 and min(row.max_draft_tokens, row.max_draft_depth) > 0
+
+    @torch.inference_mode()
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:
+        """Read what was kept; `taps` [T, F] of all tokens of the step."""
+        assert taps is not None, "the target was not asked for hidden states"
+        spans: list[Span] = []
+        read: list[Int64] = []  # of every span, which of the step's tokens
+        first = 0
+        for i, row in enumerate(rows):
+            path = np.asarray(verdict.paths[i], np.int64)
+            places = first + np.concatenate([np.arange(row.num_new), row.num_new + path])
+            first += row.num_new + verdict.num_draft_tokens[i]
+            span = self._span(row, verdict.accepted[i], verdict.next_tokens[i])
+            if span is None:
+                self._states.pop(row.sequence.id, None)
+                continue
+            spans.append(span)
+            read.append(places[len(places) - len(span.tokens) :])
+        if spans:
+            features = taps[torch.from_numpy(np.concatenate(read))].to(self._dtype)
+            for span, state in zip(spans, self._encode(spans, features), strict=True):
+                self._states[span.row] = (span.text_len + 1, state)
+
+    def _span(self, row: PlannedRow, accepted: list[int], extra: int) -> Span | None:
+        """What the head reads of a row: for every new position the token that follows it. None: nothing, or nothing that could be used."""
+        sequence = row.sequence
+        following = [*sequence.tokens, *accepted, extra][row.start + 1 :] if row.is_sampled else sequence.tokens[row.start + 1 :]
+        following = following[: row.num_new + len(accepted)]
+        end = row.start + len(following)
+        if following[-1] < 0:  # the row fails
+            return None
+        if self.cache is None:  # only the last state is ever used
+            return Span(sequence.id, end - 1, following[-1:], 0, end) if row.is_sampled else None
+        if self.cache.tables.num_cached(sequence.id) != row.start:
+            return None
+        return Span(sequence.id, row.start, following, 0, end)
+
+    def _encode(self, spans: list[Span], features: Tensor) -> Tensor:
+        """States [B, s] of the last position of every span."""
+        lengths = torch.tensor([len(s.tokens) for s in spans])
+        tokens = torch.tensor([t for s in spans for t in s.tokens])
+        if self.cache is None:
+            positions = torch.tensor([s.start for s in spans])
+            return self.head.encode(features, tokens, positions)
+        batch, step = self.step(spans)
+        states = self.head.encode(features, tokens, batch.positions.long(), **step)
+        for span in spans:
+            self.cache.tables.commit(span.row, span.text_len)
+        return states[lengths.cumsum(0) - 1]
+
+    def step(self, spans: SequenceOf[Span]) -> tuple[RaggedBatch, dict[str, Any]]:
+        """The batch of `spans`, and the keywords that the head's attention layers are called with."""
+        assert self.cache is not None
+        self.cache.apply_copies()
+        batch = unpadded.pack(spans, self.cache.tables)
+        return batch, {STEP_KEYWORD: CachedStep(batch, self.cache)}
+
+    def forget(self, row: int) -> None:
+        """The scheduler has released the row's blocks already, or the row is read anew."""
+        self._states.pop(row, None)
+        if self.cache is not None and row in self.cache.tables:
+            self.cache.tables.commit(row, 0)
+
+
+class _Frontier:
+    """The nodes that a tree grows on from, with the head's states of them.
+
+    Nodes may share a state: those of a head that does not read what it has drafted (Medusa) do, and its logits are computed once.
+    """
+
+    def __init__(self, drafter: HeadDrafter, forest: Forest, rows: SequenceOf[PlannedRow], states: Tensor) -> None:
+        self._drafter, self._forest, self._rows = drafter, forest, rows
+        self._states = states  # [S, s]
+        self._at: Int64 = np.arange(len(states))  # of every node of the frontier, its state
+        self._index = {node: node for node in range(len(states))}  # node → its place in the frontier
+        self._fed: dict[int, int] = {}  # node → its place among those of its row that the head's attention has been fed
+        self._parents: dict[int, list[int]] = {}  # row → parents of these
+
+    def children(self, nodes: Int64, depth: int) -> tuple[Int64, np.ndarray[Any, np.dtype[np.float64]]]:
+        """Tokens and scores of every node, as `Growth.grow` wants them."""
+        head, growth = self._drafter.head, self._drafter.growth
+        logits = head.logits(self._states, depth)
+        samplers = [self._rows[r].sequence.sampler for r in self._forest.rows[nodes]]
+        positions = [len(self._rows[r].sequence) + depth for r in self._forest.rows[nodes]]
+        if any(s.changes_logits for s in samplers):
+            return likeliest(self._processed(logits[torch.from_numpy(self._at)], nodes), samplers, positions, growth.width)
+        _, first = np.unique(self._at, return_index=True)  # one node of every state; all of its nodes have one row and depth
+        tokens, scores = likeliest(logits, [samplers[i] for i in first], [positions[i] for i in first], growth.width, growth.only_ranks)
+        return tokens[self._at], scores[self._at]
+
+    def _processed(self, logits: Tensor, nodes: Int64) -> Tensor:
+        """Through each request's own parameters, its path counted; −∞ where these fail: the draft ends there, and the target settles it."""
+        out = logits.float().clone()
+        for i, node in enumerate(nodes.tolist()):
+            sequence = self._rows[self._forest.rows[node]].sequence
+            try:
+                out[i] = torch.from_numpy(sequence.sampler.checked(out[i].numpy(), sequence.tokens, self._forest.path(node)))
+            except EchelonError:
+                out[i] = -torch.inf
+        return out
+
+    def extend(self, nodes: Int64, depth: int) -> None:
+        """Go on from `nodes`, children of the frontier's, rows together."""
+        forest, head = self._forest, self._drafter.head
+        at = self._at[[self._index[p] for p in forest.parents[nodes].tolist()]]
+        states = self._states[torch.from_numpy(at)]
+        tokens = torch.from_numpy(forest.tokens[nodes])
+        lengths = np.array([len(row.sequence) for row in self._rows])
+        positions = torch.from_numpy(lengths[forest.rows[nodes]] - 2 + forest.depths[nodes])
+        step = self._drafter.step(self._spans(nodes))[1] if self._drafter.extends else {}
+        extended = head.extend(states, tokens, positions, depth, **step)
+        if extended is states:
+            used, self._at = np.unique(at, return_inverse=True)
+            self._states = self._states[torch.from_numpy(used)]
+        else:
+            self._states, self._at = extended, np.arange(len(nodes))
+        self._index = {node: i for i, node in enumerate(nodes.tolist())}
+
+    def _spans(self, nodes: Int64) -> list[Span]:
+        """The nodes as spans of their rows, after the text and the nodes fed before."""
+        forest, spans = self._forest, []
+        for r in dict.fromkeys(forest.rows[nodes].tolist()):
+            own = nodes[forest.rows[nodes] == r].tolist()
+            parents, text_len = self._parents.setdefault(r, []), len(self._rows[r].sequence) - 1
+            start = text_len + len(parents)
+            for node in own:
+                self._fed[node] = len(parents)
+                parents.append(self._fed.get(int(forest.parents[node]), -1))
+            tree = None if parents == list(range(-1, len(parents) - 1)) else list(parents)
+            tokens = forest.tokens[own].tolist()
+            spans.append(Span(self._rows[r].sequence.id, start, tokens, 0, text_len, len(own), tree))
+        return spans

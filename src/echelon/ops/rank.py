@@ -1,0 +1,80 @@
+"""The likeliest next tokens of many places as their requests would choose them: what a drafter grows trees from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from echelon.sampling import Sampler, noise_at, noise_key
+
+NUM_CANDIDATES = 128  # likeliest tokens of a sampled place that noise is drawn for
+FOLD = 16
+
+Int64 = NDArray[np.int64]
+Float64 = NDArray[np.float64]
+
+
+def likeliest(
+    logits: Tensor, samplers: Sequence[Sampler], positions: Sequence[int], width: int, only_ranks: bool = False
+) -> tuple[Int64, Float64]:
+    """Tokens and their log-probabilities, int64 and float64 [M, min(width, V)], the likeliest first.
+
+    logits [M, V] have been through everything that changes them; the tokens will have `positions`. A greedy place ranks by probability.
+    A sampled one ranks by filtered and perturbed logits, with the noise that the target will draw with there: as this noise decides
+    what the target chooses, their softmax says how sure that is. The filters see the NUM_CANDIDATES likeliest tokens. With `only_ranks`
+    greedy scores are relative to the likeliest token's, which saves a pass over V.
+    """
+    is_drawn = np.array([not s.params.is_greedy for s in samplers], np.bool_)
+    count = min(max(width, NUM_CANDIDATES) if is_drawn.any() else width, logits.shape[-1])
+    largest, places = largest_of(logits.float(), count)
+    tokens, values = places.numpy(), largest.double().numpy()
+    scores = values - largest[:, :1].double().nan_to_num(nan=0.0, neginf=0.0).numpy()
+    if not only_ranks and not is_drawn.all():
+        greedy = torch.from_numpy(np.flatnonzero(~is_drawn))
+        scores[greedy] = (largest[greedy] - logits[greedy].float().logsumexp(-1, keepdim=True)).double().numpy()
+    if is_drawn.any():
+        at = np.flatnonzero(is_drawn)
+        with np.errstate(all="ignore"):  # logits that no token can come from
+            scores[at] = _perturbed(values[at], tokens[at], [samplers[i] for i in at.tolist()], [positions[i] for i in at.tolist()])
+        order = np.argsort(-scores[at], 1, kind="stable")
+        scores[at], tokens[at] = np.take_along_axis(scores[at], order, 1), np.take_along_axis(tokens[at], order, 1)
+    return tokens[:, :width], scores[:, :width]
+
+
+def largest_of(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row of [M, V], descending, and their places.
+
+    Columns V/16 apart are taken together: the largest lie in the `count` groups with the largest maxima, which are found at vector speed.
+    """
+    num_rows, width = logits.shape
+    stride = width // FOLD
+    if count * FOLD * 2 > width:
+        top = logits.topk(count)
+        return top.values, top.indices
+    folded = logits[:, : stride * FOLD].view(num_rows, FOLD, stride)
+    groups = folded.amax(1).topk(count, sorted=False).indices
+    inside = folded.gather(2, groups[:, None].expand(-1, FOLD, -1)).flatten(1)
+    places = (groups[:, None] + torch.arange(FOLD)[:, None] * stride).flatten(1)
+    rest = torch.arange(stride * FOLD, width).expand(num_rows, -1)
+    top = torch.cat([inside, logits[:, stride * FOLD :]], 1).topk(count)
+    return top.values, torch.cat([places, rest], 1).gather(1, top.indices)
+
+
+def _perturbed(values: Float64, tokens: Int64, samplers: Sequence[Sampler], positions: Sequence[int]) -> Float64:
+    """log-softmax of perturbed logits, −∞ where a filter drops a token; values float64 [M, C] descend."""
+    params = [s.params for s in samplers]
+    column = np.array([(p.temperature, p.top_p, p.min_p, p.top_k if p.top_k > 0 else np.inf) for p in params])[:, :, None]
+    temperature, top_p, min_p, top_k = column[:, 0], column[:, 1], column[:, 2], column[:, 3]
+    scaled = (values - values[:, :1]) / temperature
+    is_kept = (np.exp(scaled) >= min_p) & (np.arange(values.shape[1]) < top_k)
+    share = np.exp(scaled) * is_kept
+    is_kept &= (np.cumsum(share, 1) - share < top_p * share.sum(1, keepdims=True)) & (share > 0)
+    keys = np.array([noise_key(s.seed, s.index, position) for s, position in zip(samplers, positions, strict=True)], np.uint64)
+    noise = -np.log(-np.log(noise_at(keys[:, None], tokens)))
+    perturbed = np.where(is_kept, scaled + noise, -np.inf)
+    perturbed -= perturbed.max(1, keepdims=True)
+    return np.asarray(perturbed - np.log(np.exp(perturbed).sum(1, keepdims=True)))
