@@ -80,6 +80,7 @@ CELLS = [
     *(Cell(f"mutant: {m.name}", ["python", "scripts/mutants.py", m.name], full_size=False) for m in MUTANTS),
     bench("pair"),
     bench("overhead"),
+    bench("serving"),
     bench("kernels"),
     bench("step", "llama-1.1b"),
     bench("throughput", "--parameters", "500000000", "--strategies", "unpadded", "--no-transformers"),
