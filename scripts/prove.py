@@ -44,6 +44,14 @@ def bench(name: str, *arguments: str) -> Cell:
     return Cell(f"bench {name}", ["python", "-m", "echelon", "bench", name, *arguments, "--output", output], full_size=False)
 
 
+FUZZED = {
+    "completions": "v1/completions",
+    "chat": "v1/chat",
+    "tokenize": "/tokenize",
+    "detokenize": "detokenize",
+    "what is read": "readable or tried",
+}
+
 CELLS = [
     pytest("lossless", "tests/test_lossless.py"),
     pytest("heads and trees", "tests/test_heads_lossless.py", "tests/test_trees.py", "tests/test_taps.py"),
@@ -55,8 +63,13 @@ CELLS = [
     pytest("echelon verify", "tests/test_verify_command.py"),
     pytest("end to end", "tests/test_end_to_end.py"),
     pytest("server", "tests/test_server.py", "tests/test_server_walls.py"),
-    pytest("server faults", "tests/test_server_faults.py"),
-    pytest("server fuzz", "tests/test_server_fuzz.py"),
+    pytest("server exceptions", "tests/test_server_faults.py", "-k", "exception or dies"),
+    pytest("server disconnects", "tests/test_server_faults.py", "-k", "leave"),
+    pytest("server overload", "tests/test_server_faults.py", "-k", "overload"),
+    pytest("server drains", "tests/test_server_faults.py", "-k", "shutdown or signal"),
+    *(pytest(f"server fuzz: {name}", "tests/test_server_fuzz.py", "-k", chosen) for name, chosen in FUZZED.items()),
+    Cell("soak", ["python", "scripts/soak.py"], full_size=False),
+    *(Cell(name, ["python", "scripts/third_party.py", name], full_size=False) for name in ("lm-eval", "guidellm")),
     pytest("linear layers", "tests/test_linear.py"),
     pytest("norms, rotary embeddings, activations", "tests/test_fused.py"),
     pytest("drawing", "tests/test_sampling.py"),
@@ -68,6 +81,7 @@ CELLS = [
     *(Cell(f"mutant: {m.name}", ["python", "scripts/mutants.py", m.name], full_size=False) for m in MUTANTS),
     bench("pair"),
     bench("overhead"),
+    bench("serving"),
     bench("kernels"),
     bench("step", "llama-1.1b"),
     bench("throughput", "--parameters", "500000000", "--strategies", "unpadded", "--no-transformers"),

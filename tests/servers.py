@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import re
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,6 +101,31 @@ def serving(llm: LLM, **changes: Any) -> Iterator[Running]:
         thread.join(60.0)
         assert not thread.is_alive()
         assert not app.service.bridge.is_healthy
+
+
+@contextmanager
+def process(method: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
+    """`echelon serve` in a process of its own: (process, url, lines of its log)."""
+    drafts = {"draft_model": ["--speculative-config.method", "draft_model", "--speculative-config.model", str(DRAFT)],
+              "ngram": ["--speculative-config.method", "ngram"]}  # fmt: skip
+    command = [sys.executable, "-m", "echelon", "serve", str(TARGET), "--port", "0", "--dtype", "float32", "--served-model-name", MODEL]
+    log: list[str] = []
+    with subprocess.Popen([*command, *drafts[method], *options], stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        url = ""
+        for line in server.stderr:
+            log.append(line)
+            if found := re.search(r"running on (http://\S+)", line):
+                url = found[1]
+                break
+        assert url, log
+        reader = threading.Thread(target=lambda: log.extend(server.stderr or ()))
+        reader.start()
+        try:
+            yield server, url, log
+        finally:
+            server.kill()
+            reader.join()
 
 
 def settle(running: Running) -> None:

@@ -14,11 +14,13 @@ import httpx
 import openai
 import psutil
 import pytest
+from pydantic import BaseModel, ValidationError
 
 import servers
 from echelon import ConfigError, RequestError, SamplingParams
 from echelon.cli import main
 from echelon.server.config import ServerConfig, read_keys
+from echelon.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
 from echelon.text import num_held_back, render_chat
 from servers import MODEL, PROMPTS, Running
 
@@ -340,12 +342,86 @@ def test_errors_are_those_the_official_client_knows(official: openai.OpenAI) -> 
         official.embeddings.create(model=MODEL, input="a")
 
 
+HEAPS: list[tuple[type[BaseModel], dict[str, Any]]] = [
+    (CompletionRequest, {"prompt": ["a", *[1] * 50_000]}),
+    (CompletionRequest, {"prompt": [1.5] * 50_000}),
+    (CompletionRequest, {"prompt": [["x"] * 100] * 500}),
+    (CompletionRequest, {"prompt": "a", "stop": [1] * 50_000}),
+    (CompletionRequest, {"prompt": "a", "logit_bias": {f"k{i}": i for i in range(50_000)}}),
+    (CompletionRequest, {f"k{i}": i for i in range(50_000)}),
+    (ChatRequest, {"messages": [{"role": "robot", "content": [{"type": "no"}] * 50}] * 1000}),
+    (ChatRequest, {"messages": MESSAGES, "metadata": {f"k{i}": i for i in range(50_000)}}),
+    (DetokenizeRequest, {"tokens": ["a"] * 50_000}),
+]
+
+
+@pytest.mark.parametrize(("kind", "body"), HEAPS)
+def test_a_heap_of_mistakes_makes_no_heap_of_errors(kind: type[BaseModel], body: dict[str, Any]) -> None:
+    """A million errors hold the event loop for seconds; the client is told the first."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.error_count() < 10
+
+
+def conversation(running: Running, request: bytes) -> bytes:
+    """What a socket reads until the server closes."""
+    with running.connect() as connection:
+        connection.sendall(request)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def test_what_is_no_http_is_answered_like_any_mistake(running: Running) -> None:
+    for request, status in (
+        (b"GET /version\r\n\r\n", 400),
+        (b"GET /version HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
+        (b"GET /version HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 2**15, 431),
+        (b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+    ):
+        head, _, body = conversation(running, request).partition(b"\r\n\r\n")
+        assert head.startswith(f"HTTP/1.1 {status} ".encode()), head
+        assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_request_hidden_in_a_body_is_not_read(running: Running) -> None:
+    """By a body's length it is part of the body, by its chunks a request of its own: two readers in a row may disagree."""
+    hidden = b"0\r\n\r\nGET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nContent-Length: 52\r\n\r\n"
+    answer = conversation(running, head + hidden)
+    assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1") == 1
+    assert b"ambiguous" in answer
+
+
+def test_bodies_that_are_no_json_are_told_so(client: httpx.Client) -> None:
+    answer = client.post(COMPLETIONS, content=b'{"prompt": a}', headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, None)
+    assert "not JSON" in answer.json()["error"]["message"] and "character 11" in answer.json()["error"]["message"]
+    answer = client.post(COMPLETIONS, content=b'{"prompt": "a"}', headers={"content-type": "text/plain"})
+    assert answer.status_code == 400 and "application/json" in answer.json()["error"]["message"]
+    answer = client.post("/detokenize", json={"tokens": [9] * 100_000})
+    assert answer.status_code == 400 and "context" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_an_echo_begins_when_its_prompt_has_been_read(client: httpx.Client, max_tokens: int) -> None:
+    """Samples come one by one; the logprobs of a prompt are there with its first token, not before."""
+    body = {"prompt": [PROMPTS[0], PROMPTS[2] * 30], "max_tokens": max_tokens, "n": 3, "seed": 1, "echo": True, "logprobs": 2}
+    whole = client.post(COMPLETIONS, json=body).json()["choices"]
+    texts, logprobs = [""] * 6, [list[Any]() for _ in range(6)]
+    for event in events(client, body | {"stream": True}):
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+            logprobs[choice["index"]] += (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
+    assert texts == [c["text"] for c in whole]
+    assert logprobs == [c["logprobs"]["token_logprobs"] for c in whole]
+
+
 def test_sizes_are_bounded_while_reading(running: Running) -> None:
     limit = running.service.config.max_body_bytes
     with running.client() as client:
         assert client.post(COMPLETIONS, content=b" " * (limit + 1)).status_code == 413
         assert client.post(COMPLETIONS, content=b"{}", headers={"content-encoding": "gzip"}).status_code == 415
-        assert client.get("/version", headers={"x-long": "a" * 2**16}).status_code in (400, 431)
+        assert client.get("/version", headers={"x-long": "a" * 2**16}).status_code == 431
     with running.connect() as connection:  # chunk by chunk, and never the last: refused at the limit, not at the end
         connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
         chunk = b"10000\r\n" + b"x" * 2**16 + b"\r\n"

@@ -170,7 +170,9 @@ def verify(draft: Draft, logits: Tensor, rows: SequenceOf[PlannedRow], acceptanc
         logprobs: list[Logprobs] = []
         try:
             if row.is_sampled and acceptance == "rejection":
-                path, extra = rejection_path(draft, i, logits[start:end].float().numpy(), row)
+                failed: dict[int, EchelonError] = {}
+                path, extra = rejection_path(draft, i, logits[start:end].float().numpy(), row, failed)
+                problems |= {start + place: error for place, error in failed.items()}
             elif row.is_sampled:
                 if isinstance(acceptance, Typical) and not row.sequence.params.is_greedy:
                     path = typical_path(draft, i, logits[start:end], row, acceptance)
@@ -224,24 +226,45 @@ def typical_path(draft: Draft, i: int, logits: Tensor, row: PlannedRow, rule: Ty
     return paths[max(paths, key=lambda node: (len(paths[node]), scores[node]))]
 
 
-def rejection_path(draft: Draft, i: int, logits: NDArray[np.float32], row: PlannedRow) -> tuple[list[int], int]:
+def rejection_path(
+    draft: Draft, i: int, logits: NDArray[np.float32], row: PlannedRow, problems: dict[int, EchelonError]
+) -> tuple[list[int], int]:
     """Algorithm 1 of Leviathan et al. 2023 on the chain of one row: accepted nodes and the extra token.
 
     logits float32 [1 + nodes, V]. A token drafted with certainty (no `draft.probs`) has draft probability 1. Coins and residual draws
-    are keyed by (seed, index, position), so a row's text depends on no neighbour.
+    are keyed by (seed, index, position), so a row's text depends on no neighbour. Where a place gives no token the path ends, the extra
+    token is −1 and the reason stands in `problems`, by place.
     """
-    sampler, known = row.sequence.sampler, row.sequence.tokens
-    tokens, first = draft.row(i), int(draft.indptr[i])
+    tokens = draft.row(i)
     assert draft.row_parents(i) == list(range(-1, len(tokens) - 1)), "rejection is defined on chains"
-    for node, token in enumerate(tokens):
-        target = sampler.probabilities(logits[node], known, tokens[:node])
-        certain = np.zeros_like(target)
-        certain[token] = 1.0
-        drafted = certain if draft.probs is None else draft.probs[first + node]
-        position = len(known) + node
-        if not sampler.accepts(float(target[token]), float(drafted[token]), position):
-            return list(range(node)), sampler.draw(np.maximum(target - drafted, 0.0), position)
-    return list(range(len(tokens))), sampler.choose(logits[len(tokens)], known, tokens)
+    for node in range(len(tokens)):
+        try:
+            extra = _rejected(draft, i, node, logits[node], row)
+        except Exception as error:
+            problems[node] = row_error(error)
+            extra = -1
+        if extra is not None:
+            return list(range(node)), extra
+    try:
+        return list(range(len(tokens))), row.sequence.sampler.choose(logits[len(tokens)], row.sequence.tokens, tokens)
+    except Exception as error:
+        problems[len(tokens)] = row_error(error)
+        return list(range(len(tokens))), -1
+
+
+def _rejected(draft: Draft, i: int, node: int, logits: NDArray[np.float32], row: PlannedRow) -> int | None:
+    """The token in the place of a drafted one, or `None` where that is accepted."""
+    sampler, known, tokens = row.sequence.sampler, row.sequence.tokens, draft.row(i)
+    token, position = tokens[node], len(known) + node
+    target = sampler.probabilities(logits, known, tokens[:node])
+    drafted = np.zeros_like(target)
+    if draft.probs is None:
+        drafted[token] = 1.0
+    else:
+        drafted = draft.probs[int(draft.indptr[i]) + node]
+    if sampler.accepts(float(target[token]), float(drafted[token]), position):
+        return None
+    return sampler.draw(np.maximum(target - drafted, 0.0), position)
 
 
 def _take_prompt_logits(logits: Tensor, rows: SequenceOf[PlannedRow], draft: Draft, verdict: Verdict) -> Tensor:

@@ -27,6 +27,7 @@ from echelon.cli.bench_serve import serve
 from echelon.cli.latency import latency
 from echelon.cli.measured import OutputOption, sizes_of, write_report
 from echelon.cli.peers import peers
+from echelon.cli.serving import serving
 from echelon.cli.shared import errors
 from echelon.cli.step import step
 from echelon.cli.throughput import throughput
@@ -37,6 +38,7 @@ app.command()(latency)
 app.command()(peers)
 app.command()(step)
 app.command()(serve)
+app.command()(serving)
 
 
 @app.command()

@@ -16,12 +16,14 @@ class RectangleCache:
     """keys[layer], values[layer]: [num_lines, num_slots, num_kv_heads, size], in the cache's dtype.
 
     Dead slots must be finite: the framework's masked attention gives them the weight 0 and multiplies, and 0 · NaN is NaN. So the storage
-    starts as zeros, only real tokens are ever written, and what a dead slot holds is the key and value of some former token.
+    starts as zeros, only real tokens are ever written, and what a dead slot holds is the key and value of some former token; after a token
+    on which the model overflowed, `scrub` makes dead slots zeros again.
     """
 
     def __init__(self, shapes: list[LayerShape], tables: LineTables, dtype: torch.dtype, device: torch.device) -> None:
         self.tables = tables
         self.seconds = 0.0  # spent moving keys and values about
+        self.is_finite = True
 
         def storage(heads: int, size: int) -> Tensor:
             return torch.zeros(*tables.positions.shape, heads, size, dtype=dtype, device=device)
@@ -37,6 +39,16 @@ class RectangleCache:
         """Store keys and values [T, num_kv_heads, size] in `slots` int64 [T] = line · num_slots + slot, in the cache's dtype."""
         for storage, new in ((self.keys[layer], keys), (self.values[layer], values)):
             storage.flatten(0, 1).index_copy_(0, slots, new.to(storage.dtype))
+            if layer == len(self.keys) - 1:  # what is no number in an earlier layer is none in this one, for hidden states add up
+                self.is_finite = self.is_finite and bool(torch.isfinite(new).all())
+
+    def scrub(self) -> None:
+        """Zeros in all dead slots; `is_finite` stays false while a row is cached whose keys or values are no numbers."""
+        dead = ~self.held_slots()
+        storages = (*self.keys, *self.values)
+        for storage in storages:
+            storage[dead] = 0.0
+        self.is_finite = all(bool(torch.isfinite(storage).all()) for storage in storages)
 
     def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of `slots` int64 [B, W] as new tensors [B, W, num_kv_heads, size]."""

@@ -146,7 +146,7 @@ class Answers:
         places: list[Logprobs | None] = [*sequence.logprobs[start:end]]
         tokens = sequence.output_tokens[start:end]
         if is_echoed:
-            places = [None, *sequence.prompt_logprobs, *places]
+            places = [None, *_prompt_logprobs(plan, sequence), *places]
             tokens = sequence.tokens[: sequence.num_prompt_tokens] + tokens
         for token, place in zip(tokens, places, strict=True):
             piece = self.piece(token)
@@ -186,18 +186,18 @@ class Stream:
         self._answers, self._plan = answers, plan
         count = len(plan.sequences)
         self._num_characters, self._num_tokens, self._is_over = [0] * count, [0] * count, [False] * count
-        self._offsets = [0] * count
+        self._offsets, self._has_begun = [0] * count, [False] * count
 
-    def first(self) -> Iterator[bytes]:
-        """What a stream begins with: roles, or the echoed prompts."""
-        for i, _ in enumerate(self._plan.sequences):
-            if self._plan.is_chat:
-                yield self._event(i, {"delta": {"role": "assistant", "content": ""}}, None, None)
-            elif self._plan.echo is not None:
-                text = self._plan.echo[i // self._plan.num_shown]
-                logprobs = self._answers.completion_logprobs(self._plan, self._plan.sequences[i], 0, 0, 0, is_echoed=True)
-                self._offsets[i] = len(text)
-                yield self._event(i, {"text": text}, logprobs, None)
+    def _head(self, i: int, sequence: Sequence) -> Iterator[bytes]:
+        """What the chunks of a sample begin with: a role, or the echoed prompt, whose logprobs are known once it has been read."""
+        self._has_begun[i] = True
+        if self._plan.is_chat:
+            yield self._event(i, {"delta": {"role": "assistant", "content": ""}}, None, None)
+        elif self._plan.echo is not None:
+            text = self._plan.echo[i // self._plan.num_shown]
+            logprobs = self._answers.completion_logprobs(self._plan, sequence, 0, 0, 0, is_echoed=True)
+            self._offsets[i] = len(text)
+            yield self._event(i, {"text": text}, logprobs, None)
 
     def next(self, states: SequenceOf[State]) -> Iterator[bytes]:
         """What is new since the last call."""
@@ -205,6 +205,8 @@ class Stream:
             if self._is_over[i] or state.error is not None:
                 continue
             is_last = state.reason is not None
+            if not self._has_begun[i] and (state.num_tokens or is_last):
+                yield from self._head(i, sequence)
             end = len(state.text) if is_last else len(state.text) - num_held_back(state.text, sequence.params.stop)
             text = state.text[self._num_characters[i] : end]
             if not (text or is_last):
@@ -275,6 +277,12 @@ def speculation_of(sequence: Sequence, num_spec_tokens: int) -> SpeculativeDecod
         num_draft_tokens=drafted,
         num_spec_tokens=num_spec_tokens,
     )
+
+
+def _prompt_logprobs(plan: Plan, sequence: Sequence) -> list[Logprobs]:
+    """Samples share their prompt's keys and values: only the one that read the prompt has its logprobs."""
+    samples = next(samples for samples in plan.prompts if any(s is sequence for s in samples))
+    return max((s.prompt_logprobs for s in samples), key=len)
 
 
 def _mean_logprob(sequence: Sequence) -> float:

@@ -114,6 +114,8 @@ class Service:
     def decode(self, tokens: list[int]) -> str:
         if self.llm.target.tokenizer is None:
             raise RequestError(f"{self.model!r} has no tokenizer")
+        if len(tokens) > self.llm.max_len:
+            raise RequestError(f"{len(tokens)} tokens are more than the context of {self.llm.max_len}; send them in parts")
         if bad := [t for t in tokens if t >= self.llm.target.vocab_size]:
             raise RequestError(f"token id {bad[0]} is outside the vocabulary of {self.llm.target.vocab_size}")
         text: str = self.llm.target.tokenizer.decode(tokens)
@@ -155,15 +157,13 @@ class Service:
         return states
 
     async def _events(self, plan: Plan, updates: AsyncIterator[Ticket]) -> AsyncIterator[bytes]:
-        stream, head = Stream(self.answers, plan), True
+        stream = Stream(self.answers, plan)
         states: list[State] = []
         async with aclosing(updates):  # type: ignore[type-var]
             async for ticket in updates:
                 states = _checked(ticket.states)
-                chunks = [*(stream.first() if head else ()), *stream.next(states)]
-                head = False
-                if chunks:
-                    yield b"".join(chunks)
+                if chunks := b"".join(stream.next(states)):
+                    yield chunks
         yield b"".join(stream.last(states))
 
 

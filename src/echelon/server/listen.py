@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
+import sys
 import time
 from types import FrameType
 from typing import Any
@@ -17,6 +19,7 @@ from echelon.api import LLM
 from echelon.server.app import create_app
 from echelon.server.bridge import Bridge
 from echelon.server.config import ServerConfig
+from echelon.server.protocol import ApiError
 
 SEND_BYTES = 2**17  # that the system holds for a client that does not read; as much again waits in this process
 logger = logging.getLogger("echelon.server")
@@ -42,6 +45,17 @@ class BoundedProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._watch_head()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP gets an error like all others, unless an answer is on its way already."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            is_head = getattr(sys.exception(), "error_status_hint", 400) == 431
+            error = ApiError(431, "the head of the request is too large; send less", "head_too_large") if is_head else ApiError(400, msg)
+            body = json.dumps(error.body).encode()
+            headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+            for event in (h11.Response(status_code=error.status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         _cancel(self._head)

@@ -44,6 +44,9 @@ REFUSED = {
     "chat_template_kwargs": "a chat template from a client",
 }
 
+MOST_ENTRIES = 1024  # of a mapping
+FAST: Any = Field(fail_fast=True)  # one error tells enough, and a million of them take seconds
+
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, StringConstraints(max_length=2**21)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -55,6 +58,16 @@ class Strict(BaseModel):
     """Unknown fields are refused, and no type stands in for another."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_no_heap_of_fields(cls, given: Any) -> Any:
+        """Before every one of them makes an error of its own."""
+        if isinstance(given, dict):
+            for what, value in (("body or message", given), *given.items()):
+                if isinstance(value, dict) and len(value) > MOST_ENTRIES:
+                    raise ValueError(f"{what[:64]} has {len(value)} fields, more than {MOST_ENTRIES}; send fewer")
+        return given
 
 
 class StreamOptions(Strict):
@@ -68,12 +81,12 @@ class GenerationRequest(Strict):
 
     model: Text | None = None
     frequency_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
-    logit_bias: dict[IdKey, Bias] | None = Field(default=None, max_length=1024)
+    logit_bias: dict[IdKey, Bias] | None = Field(default=None, max_length=MOST_ENTRIES)
     max_tokens: int | None = Field(default=None, ge=0, lt=2**31)
     n: int | None = Field(default=None, ge=1, le=MOST_SAMPLES)
     presence_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], FAST, Field(max_length=MOST_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(default=None, ge=0.0, le=100.0)
@@ -84,9 +97,9 @@ class GenerationRequest(Strict):
     min_p: float | None = Field(default=None, ge=0.0, le=1.0)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100.0)
     min_tokens: int | None = Field(default=None, ge=0, lt=2**31)
-    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=1024)
-    allowed_token_ids: list[TokenId] | None = Field(default=None, min_length=1, max_length=65536)
-    bad_words: list[Stop] | None = Field(default=None, max_length=256)
+    stop_token_ids: Annotated[list[TokenId], FAST] | None = Field(default=None, max_length=1024)
+    allowed_token_ids: Annotated[list[TokenId], FAST] | None = Field(default=None, min_length=1, max_length=65536)
+    bad_words: Annotated[list[Stop], FAST] | None = Field(default=None, max_length=256)
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -125,9 +138,9 @@ _SAME_NAME = (
 class CompletionRequest(GenerationRequest):
     prompt: (
         Text
-        | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
-        | Annotated[list[TokenId], Field(min_length=1, max_length=2**20)]
-        | Annotated[list[Annotated[list[TokenId], Field(max_length=2**20)]], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[Text], FAST, Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[TokenId], FAST, Field(min_length=1, max_length=2**20)]
+        | Annotated[list[Annotated[list[TokenId], FAST, Field(max_length=2**20)]], FAST, Field(min_length=1, max_length=MOST_PROMPTS)]
     )
     best_of: int | None = Field(default=None, ge=1, le=MOST_SAMPLES, description="Draw so many, return the `n` likeliest; not streamed.")
     echo: bool | None = None
@@ -167,7 +180,7 @@ class TextPart(Strict):
 
 class Message(Strict):
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
-    content: Text | Annotated[list[TextPart], Field(max_length=1024)] | None = None
+    content: Text | Annotated[list[TextPart], FAST, Field(max_length=1024)] | None = None
     name: Text | None = None
     refusal: Text | None = None
     tool_call_id: Text | None = None
@@ -187,7 +200,7 @@ class ResponseFormat(Strict):
 
 
 class ChatRequest(GenerationRequest):
-    messages: list[Message] = Field(min_length=1, max_length=1024)
+    messages: Annotated[list[Message], FAST] = Field(min_length=1, max_length=1024)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
@@ -197,7 +210,7 @@ class ChatRequest(GenerationRequest):
     tool_choice: Literal["none", "auto"] | None = None
     functions: list[Any] | None = Field(default=None, max_length=0)
     function_call: Literal["none", "auto"] | None = None
-    modalities: list[Literal["text"]] | None = Field(default=None, max_length=1)
+    modalities: Annotated[list[Literal["text"]], FAST] | None = Field(default=None, max_length=1)
     audio: None = None
     web_search_options: None = None
 
@@ -232,7 +245,7 @@ class TokenizeRequest(Strict):
 
     model: Text | None = None
     prompt: Text | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1, max_length=1024)
+    messages: Annotated[list[Message], FAST] | None = Field(default=None, min_length=1, max_length=1024)
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -245,7 +258,7 @@ class TokenizeRequest(Strict):
 
 class DetokenizeRequest(Strict):
     model: Text | None = None
-    tokens: list[TokenId] = Field(max_length=2**20)
+    tokens: Annotated[list[TokenId], FAST] = Field(max_length=2**20)
 
 
 class ApiError(Exception):
@@ -271,6 +284,10 @@ def validation_error(problems: SequenceOf[Mapping[str, Any]]) -> ApiError:
     named = next((REFUSED[p] for p in path if p in REFUSED), None)
     if named is not None:
         return ApiError(400, f"{'.'.join(path)}: {named} is not supported by this server; remove the field", param=param)
+    if problem["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {problem['ctx']['error']} at character {problem['loc'][-1]}")
+    if problem["loc"] == ("body",) and problem["type"] in ("model_attributes_type", "dict_type", "model_type"):
+        return ApiError(400, "the body is no JSON object; send one, with Content-Type: application/json")
     if problem["type"] == "extra_forbidden":
         return ApiError(
             400,

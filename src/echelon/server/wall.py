@@ -95,6 +95,8 @@ class Wall:
         if any(value.strip().lower() not in (b"", b"identity") for value in _values(scope, b"content-encoding")):
             raise ApiError(415, "compressed bodies are not read; send the body as it is", "unsupported_encoding")
         lengths = _values(scope, b"content-length")
+        if lengths and _values(scope, b"transfer-encoding"):  # a proxy may see another end of the body, and another request after it
+            raise ApiError(400, "Content-Length beside Transfer-Encoding is ambiguous; send one of them")
         if lengths and int(lengths[0]) > limit:  # the HTTP parser has seen that it is a number
             raise too_large
         parts, size = [], 0

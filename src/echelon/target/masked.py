@@ -99,6 +99,8 @@ class MaskedRunner(ModelRunner):
         return self._pack(spans, self.cache.tables)
 
     def step(self, batch: PaddedBatch) -> MaskedStep:  # type: ignore[override]
+        if not self.cache.is_finite:
+            self.cache.scrub()
         return MaskedStep(batch, self.cache)
 
     def load(self, batch: PaddedBatch) -> Load:  # type: ignore[override]
