@@ -154,17 +154,22 @@ class Cell(NamedTuple):
     seconds: float
 
 
-SECONDS = {  # experiment: of a cell, and of a row in it
+SECONDS = {  # experiment: of a round, and of a row in it
     "histogram": (15, 0),
-    "table-opt": (40, 6),
-    "table-pair": (40, 6),
-    "rescaled": (40, 10),
-    "realign-random": (20, 6),
-    "realign-equal": (20, 6),
-    "latency": (60, 0),
-    "equality": (60, 0),
-    "gain": (90, 5),
+    "table-opt": (20, 8),
+    "table-pair": (17, 7),
+    "rescaled": (26, 11),
+    "realign-random": (10, 5),
+    "realign-equal": (10, 5),
+    "equality": (40, 0),
+    "latency": (45, 0),
+    "gain": (40, 8),
 }
+REPEATED = ("table-opt", "table-pair", "gain")  # what something is promised for
+
+
+def num_rounds(experiment: str, batch: int) -> int:
+    return 2 if experiment in REPEATED and batch <= TWICE_UP_TO else 1
 
 
 class Bench:
@@ -190,8 +195,11 @@ class Bench:
         ]
         cells = {}
         for name, measured, batches in experiments:
-            fixed, a_row = SECONDS[name]
-            cells |= {f"{name}-{b:02d}": Cell(partial(measured, b), fixed + a_row * b) for b in batches} or {name: Cell(measured, fixed)}
+            a_round, a_row = SECONDS[name]
+            for batch in batches:
+                cells[f"{name}-{batch:02d}"] = Cell(partial(measured, batch), num_rounds(name, batch) * (a_round + a_row * batch))
+            if not batches:
+                cells[name] = Cell(measured, a_round)
         return cells
 
     def params(self, max_tokens: int) -> SamplingParams:
@@ -214,21 +222,20 @@ class Bench:
     def opt_table(self, batch: int) -> dict[str, Any]:
         """EMS-SD's Table 2 on random weights: acceptance replayed as it was measured."""
         measured = self.measured()
-        target, draft, _, prefixes = self.models.opt
+        target, draft, prompts, prefixes = self.models.opt
         path = self.models.law("draft", measured["draft model"])
         law = SpeculativeConfig(method="replay", num_speculative_tokens=4, replay_histogram=path)
         runs = self._replays({"replay LLMA": measured["LLMA"]})
         for strategy in PADDINGS:
             method = Method("replay, draft model", default_methods()[2].config, strategy)
-            runs.append(PrefilledRun(method, target, draft, prefixes, self.longest, law))
-        return self._table(self.models.opt[0], self.models.opt[2][:batch], runs)
+            runs.append(PrefilledRun(method, target, draft, prefixes, self.longest(strategy), law))
+        return self._table(target, prompts[:batch], runs, num_rounds("table-opt", batch))
 
     def rescaled_table(self, batch: int) -> dict[str, Any]:
         """The same with LLMA's histogram moved to other means."""
         measured = self.measured()["LLMA"]
-        return self._table(
-            self.models.opt[0], self.models.opt[2][:batch], self._replays({f"replay {t}": rescaled(measured, t) for t in LAWS})
-        )
+        runs = self._replays({f"replay {t}": rescaled(measured, t) for t in LAWS})
+        return self._table(self.models.opt[0], self.models.opt[2][:batch], runs, num_rounds("rescaled", batch))
 
     def _replays(self, laws: dict[str, list[list[float]]]) -> list[PrefilledRun]:
         """Plain decoding and every law in every strategy, on the OPT shape."""
@@ -237,34 +244,34 @@ class Bench:
         for name, entries in laws.items():
             config = {"method": "replay", "num_speculative_tokens": 7, "replay_histogram": self.models.law(name.replace(" ", "-"), entries)}
             methods += [Method(name, config, strategy) for strategy in PADDINGS]
-        return [PrefilledRun(m, target, None, prefixes, self.longest) for m in methods]
+        return [PrefilledRun(m, target, None, prefixes, self.longest(m.strategy)) for m in methods]
 
     def pair_table(self, batch: int) -> dict[str, Any]:
         """The same on the grown pair, where drafts are real and texts can be compared."""
         prompts, prefixes = self.models.pair
         methods = [Method("plain", None), *(Method(m.name, m.config, s) for m in default_methods()[1:] for s in PADDINGS)]
-        runs = [PrefilledRun(m, self.models.grown, self.models.draft, prefixes, self.longest) for m in methods]
-        return self._table(self.models.grown, prompts[:batch], runs)
+        runs = [PrefilledRun(m, self.models.grown, self.models.draft, prefixes, self.longest(m.strategy)) for m in methods]
+        return self._table(self.models.grown, prompts[:batch], runs, num_rounds("table-pair", batch))
 
-    @property
-    def longest(self) -> int:
-        """As EMS-SD reserves: every step may leave 7 dead slots."""
-        return self.size.prompt_tokens + self.size.table_tokens * 8
+    def longest(self, strategy: str) -> int:
+        """Slots of a row: where keys and values are padded every step may leave 7 dead ones, as EMS-SD reserves."""
+        a_step = 8 if strategy in ("padded", "padded-kv") else 1
+        return self.size.prompt_tokens + self.size.table_tokens * a_step
 
-    def _table(self, target: LoadedModel, prompts: list[list[int]], runs: list[PrefilledRun]) -> dict[str, Any]:
-        return self._measured(target, [], prompts, self.size.table_tokens, len(prompts), runs)
+    def _table(self, target: LoadedModel, prompts: list[list[int]], runs: list[PrefilledRun], rounds: int) -> dict[str, Any]:
+        return self._measured(target, [], prompts, self.size.table_tokens, len(prompts), rounds, runs)
 
     def gain(self, batch: int) -> dict[str, Any]:
         """What speculation brings where places never stay empty: code continuation on the grown pair, rows enter as others finish."""
         prompts = self.models.source(self.models.grown, max(2 * batch, 4), self.size.gain_prompt_tokens, is_ragged=False)
-        return self._measured(self.models.grown, default_methods(), prompts, self.size.gain_tokens, batch)
+        return self._measured(self.models.grown, default_methods(), prompts, self.size.gain_tokens, batch, num_rounds("gain", batch))
 
     def realign(self, is_ragged: bool, batch: int) -> dict[str, Any]:
         """EQSPEC, EXSPEC and ours with the draft model: rows enter as others finish, prompts of random or of equal lengths."""
         target = self.models.realigned
         prompts = self.models.source(target, max(3 * batch, 8), self.size.short_prompt_tokens, is_ragged)
         methods = [Method("plain", None), *(Method("draft model", default_methods()[2].config, s) for s in REALIGNMENTS)]
-        return self._measured(target, methods, prompts, self.size.realign_tokens, batch)
+        return self._measured(target, methods, prompts, self.size.realign_tokens, batch, 1)
 
     def _measured(
         self,
@@ -273,9 +280,9 @@ class Bench:
         prompts: list[list[int]],
         max_tokens: int,
         batch: int,
+        rounds: int,
         others: Sequence[PrefilledRun] = (),
     ) -> dict[str, Any]:
-        rounds = 2 if batch <= TWICE_UP_TO else 1
         results = measure(target, self.models.draft, methods, prompts, self.params(max_tokens), batch, rounds, [], said, others)
         return {"results": [asdict(r) for r in results]}
 

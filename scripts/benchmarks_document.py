@@ -76,9 +76,10 @@ def introduction(cells: Cells, expected: SequenceOf[str]) -> str:
             *skipped,
             *missing(cells, expected),
             "",
-            "Figures are medians of interleaved rounds, two up to batch 8 and one above. Speeds are those of *decoding*: in static batches "
-            "every step that reads a prompt is left out, its tokens and its seconds (EMS-SD leaves out its seconds and counts its tokens); "
-            "where rows enter as others finish, the speed is that of all tokens after the second of every prompt.",
+            "Figures are medians of interleaved rounds: two up to batch 8 in Table 2 (measured acceptance) and in (c), one elsewhere. "
+            "Speeds are those of *decoding*: in static batches every step that reads a prompt is left out, its tokens and its seconds "
+            "(EMS-SD leaves out its seconds and counts its tokens); where rows enter as others finish, the speed is that of all tokens "
+            "after the second of every prompt.",
             "",
             "All strategies run in the same engine, drop finished rows at once and emit the extra token after full acceptance, unlike the "
             "published baselines. What separates them is padding, copying and masking, and that strategies besides `unpadded` use the "
