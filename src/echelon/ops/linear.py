@@ -41,8 +41,8 @@ def packed_linear(
 ) -> Tensor:
     """activation(x [..., K] · weightᵀ + bias) + residual → [..., N], summed in float32 and rounded once.
 
-    bias float32 [N], residual [T, N] in x's dtype for T rows in all. The result is in x's dtype, or float32 where asked. Each row's result is the
-    same bits whatever T, its place and the number of threads.
+    bias float32 [N], residual [T, N] in x's dtype for T rows in all. The result is in x's dtype, or float32 where asked. Each row's result
+    is the same bits whatever T, its place and the number of threads.
     `emulate_amx` is for tests of the tile registers' control flow.
     """
     return kernels.packed_linear(  # type: ignore[no-any-return]
