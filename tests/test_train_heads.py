@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import toys
-from echelon import ConfigError
+from decoders import decoders
+from echelon import ConfigError, UnsupportedModelError
 from echelon.cli import main
 from echelon.demo import TARGET as EMBEDDED
 from echelon.heads.loading import build_head, load_head
@@ -133,6 +134,25 @@ def test_eagle3_learns_within_its_vocabulary(is_soft: bool, target: PreTrainedMo
     per_place = -(wanted * logits.log_softmax(-1).masked_fill(~head.t2d, 0)).sum(-1)
     recipe = Recipe(depth=7, decay=0.8, tokens=1.0, is_soft=is_soft)
     torch.testing.assert_close(depth_loss(head, states, given, 0, recipe), per_place[known].sum() / 40)
+
+
+DECODERS = decoders(16, 32)
+
+
+@pytest.mark.parametrize("name", [n for n in DECODERS if n != "opt-350m"])
+@pytest.mark.parametrize("method", ["clover2", "eagle3"])
+def test_heads_train_on_every_decoder(method: str, name: str) -> None:
+    model = toys.randomised(*DECODERS[name], seed=0, spread=0.2).requires_grad_(False)
+    head: Any = build_head(method, model)
+    head.start_from(model)
+    loss = learn(head, model, torch.arange(40).view(2, 20), 2, Plan(method, 5), 0)
+    assert np.isfinite(loss)
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in head.parameters() if p.requires_grad)
+
+
+def test_a_target_of_two_widths_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="OPTForCausalLM has 24 entries a token and its layers 48"):
+        build_head("eagle", toys.randomised(*DECODERS["opt-350m"], seed=0, spread=0.2))
 
 
 def test_soft_targets_are_least_at_the_target() -> None:
@@ -275,6 +295,12 @@ def test_the_command_refuses(
     monkeypatch.setattr(sys, "argv", [])
     assert call("train", folder, "--out", tmp_path, *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_convert_is_a_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [])
+    assert call("convert", tmp_path, tmp_path / "out") == 2
+    assert "holds neither medusa_lm_head.pt" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_texts_of_another_target_are_refused(folder: Path, tmp_path: Path, target: PreTrainedModel) -> None:

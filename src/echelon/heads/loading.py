@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PreTrainedModel
 
-from echelon.errors import ConfigError, ModelLoadError
+from echelon.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from echelon.heads.base import Head
 from echelon.heads.eagle import EagleHead
 from echelon.heads.eagle3 import Eagle3Head, default_depths
@@ -44,8 +44,19 @@ LAYER_KEYS = (
 
 
 def shared_parts(target: PreTrainedModel) -> Shared:
-    """What a head borrows, by call; works for a served model whose weights are packed."""
-    return Shared(target.get_input_embeddings(), target.get_output_embeddings())
+    """What a head borrows, by call; works for a served model whose weights are packed.
+
+    Raises
+    ------
+    UnsupportedModelError  the target's embedding is narrower than its layers
+    """
+    embed, hidden = target.get_input_embeddings(), target.config.get_text_config().hidden_size
+    if getattr(embed, "embedding_dim", hidden) != hidden:
+        raise UnsupportedModelError(
+            f"the embedding of {type(target).__name__} has {embed.embedding_dim} entries a token and its layers {hidden}; "
+            "heads need one width"
+        )
+    return Shared(embed, target.get_output_embeddings())
 
 
 def build_head(method: str, target: PreTrainedModel, **options: Any) -> Head:
@@ -53,7 +64,8 @@ def build_head(method: str, target: PreTrainedModel, **options: Any) -> Head:
 
     Raises
     ------
-    ConfigError  no such method, or no such option of it
+    ConfigError            no such method, or no such option of it
+    UnsupportedModelError  no head fits this target
     """
     if method not in HEADS:
         raise ConfigError(f"there is no head {method!r}; known: {', '.join(HEADS)}")
