@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -810,3 +811,12 @@ def test_a_server_is_measured(running: Running, monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a " * 5000}) + "\n" + json.dumps({"prompt": "import os"}) + "\n")
     code, out = bench("--input", tmp_path / "prompts.jsonl", "--max-tokens", 2, "--json")
     assert code == 3 and json.loads(out)["num_failed"] == 1 and "context" in json.loads(out)["problems"][0]
+
+
+def test_what_http_costs_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "serving.json"
+    assert main(["bench", "serving", "--parameters", "0", "--rounds", "1", "--max-tokens", "4", "--output", str(path)]) == 0
+    results = json.loads(path.read_text("utf-8"))["results"]
+    assert results["http_over_generate"]["rounds"] == 1 and results["http_over_generate"]["median"] > 0.0
+    assert results["steps_until_first_token"]["median"] >= 1
+    assert "http over generate" in capsys.readouterr().out

@@ -28,7 +28,7 @@ def serving(
     model: TargetArgument = str(TARGET),
     draft_model: DraftOption = str(DRAFT),
     parameters: ParametersOption = 500_000_000,
-    max_tokens: MaxTokensOption = 48,
+    max_tokens: MaxTokensOption = 32,
     num_speculative_tokens: DraftLengthOption = 4,
     rounds: Annotated[int, typer.Option(help="Of each measurement, interleaved.", min=1)] = 5,
     output: OutputOption = None,
