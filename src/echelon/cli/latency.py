@@ -13,10 +13,12 @@ from echelon.bench.report import described
 from echelon.bench.throughput import environment, methods_of
 from echelon.bench.verify import STRATEGIES
 from echelon.cli.measured import (
+    BatchSizesOption,
     DraftLengthOption,
     DraftOption,
     InputOption,
     MaxTokensOption,
+    NumPromptsOption,
     OutputOption,
     ParametersOption,
     PromptTokensOption,
@@ -43,11 +45,11 @@ def latency(
         str, typer.Option(help=f"Comma-separated, of {', '.join(STRATEGIES)}; the first one's speed sets the rates.")
     ] = "unpadded,realign,same-length",
     drafter: Annotated[str, typer.Option(help="ngram, draft_model or none.")] = "draft_model",
-    batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,4,8",
+    batch_sizes: BatchSizesOption = "1,4,8",
     loads: Annotated[str, typer.Option(help="Arrivals over what the first strategy can serve, comma-separated.")] = "0.5,0.9",
     workload: WorkloadOption = "continue",
     input: InputOption = None,
-    num_prompts: Annotated[int, typer.Option(help="Number of requests.", min=1)] = 48,
+    num_prompts: NumPromptsOption = 48,
     prompt_tokens: PromptTokensOption = 128,
     max_tokens: MaxTokensOption = 64,
     num_speculative_tokens: DraftLengthOption = 4,

@@ -23,6 +23,8 @@ TargetArgument = Annotated[str, typer.Argument(metavar="[MODEL]", help="Target; 
 DraftOption = Annotated[str, typer.Option(help="Draft model; the embedded one by default.")]
 ParametersOption = Annotated[int, typer.Option(help="Grow the target in memory to this many parameters first; 0: as it is.")]
 PromptTokensOption = Annotated[int, typer.Option(help="Most tokens of a prompt.", min=1)]
+BatchSizesOption = Annotated[str, typer.Option(help="Comma-separated.")]
+NumPromptsOption = Annotated[int, typer.Option(help="Number of prompts.", min=1)]
 MaxTokensOption = Annotated[int, typer.Option(help="New tokens a prompt.", min=1)]
 DraftLengthOption = Annotated[int, typer.Option(help="Draft length of the draft model.", min=1)]
 InputOption = Annotated[Path | None, typer.Option(help="File that the workload reads its prompts from.")]

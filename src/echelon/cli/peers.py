@@ -13,10 +13,12 @@ from echelon.bench.peers import MODES, Peer, PeerResult, as_markdown, job, measu
 from echelon.bench.report import described
 from echelon.bench.throughput import default_methods, environment, measure, plain_outputs
 from echelon.cli.measured import (
+    BatchSizesOption,
     DraftLengthOption,
     DraftOption,
     InputOption,
     MaxTokensOption,
+    NumPromptsOption,
     OutputOption,
     PromptTokensOption,
     TargetArgument,
@@ -34,15 +36,15 @@ from echelon.target.loading import load_model
 def peers(
     model: TargetArgument = str(TARGET),
     draft_model: DraftOption = str(DRAFT),
-    vllm_python: Annotated[str | None, typer.Option(help="Python of an environment with vLLM's CPU build.")] = None,
+    vllm_python: Annotated[str | None, typer.Option(help="Python of an environment made from bench/workers/requirements-vllm.txt.")] = None,
     openvino_python: Annotated[
-        str | None, typer.Option(help="Python of an environment with openvino-genai, and optimum-intel to convert checkpoints.")
+        str | None, typer.Option(help="Python of an environment made from bench/workers/requirements-openvino.txt.")
     ] = None,
     modes: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(MODES)}.")] = ",".join(MODES),
-    batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,8,16",
+    batch_sizes: BatchSizesOption = "1,8,16",
     workload: WorkloadOption = "continue",
     input: InputOption = None,
-    num_prompts: Annotated[int, typer.Option(help="Number of prompts.", min=1)] = 16,
+    num_prompts: NumPromptsOption = 16,
     prompt_tokens: PromptTokensOption = 256,
     max_tokens: MaxTokensOption = 128,
     rounds: Annotated[int, typer.Option(help="Runs of each.", min=1)] = 3,

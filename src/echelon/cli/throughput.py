@@ -15,10 +15,12 @@ from echelon.bench.report import described, positions_as_markdown, speeds_as_mar
 from echelon.bench.throughput import Result, as_json, default_methods, environment, measure, methods_of, plain_outputs
 from echelon.bench.verify import STRATEGIES
 from echelon.cli.measured import (
+    BatchSizesOption,
     DraftLengthOption,
     DraftOption,
     InputOption,
     MaxTokensOption,
+    NumPromptsOption,
     OutputOption,
     ParametersOption,
     PromptTokensOption,
@@ -46,10 +48,10 @@ def throughput(
     drafters: Annotated[
         str, typer.Option(help="Comma-separated, of ngram, draft_model, replay, none (plain decoding in every strategy).")
     ] = "ngram,draft_model",
-    batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,4,8,16",
+    batch_sizes: BatchSizesOption = "1,4,8,16",
     workload: WorkloadOption = "continue",
     input: InputOption = None,
-    num_prompts: Annotated[int, typer.Option(help="Number of prompts.", min=1)] = 16,
+    num_prompts: NumPromptsOption = 16,
     prompt_tokens: PromptTokensOption = 128,
     max_tokens: MaxTokensOption = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,

