@@ -88,7 +88,6 @@ def main(arguments: list[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    logging.getLogger("echelon").setLevel(logging.ERROR)  # the document says that replayed texts mean nothing
     bench = Bench(SMALL if asked.small else Size(), asked.output / "evidence" / "benchmarks")
     settings = json.loads(json.dumps(asdict(bench.size)))
     try:
@@ -100,5 +99,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    logging.getLogger("echelon").setLevel(logging.ERROR)  # the document says that replayed texts mean nothing
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` stops a run as Ctrl-C does
     sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 
 import pytest
@@ -64,7 +65,7 @@ def test_sampled_speculation_equals_plain_decoding(name: str) -> None:
 def test_a_text_that_outgrows_the_original_context_is_computed_anew() -> None:
     """LongRoPE: within the original context and beyond it the same text has other keys, so a wrong set would show."""
     name = "phi3-longrope"
-    cls, config = DECODERS[name]
+    cls, config = copy.deepcopy(DECODERS[name])
     assert len(PROMPTS[0]) + NUM_TOKENS < 32 < len(PROMPTS[2]) + NUM_TOKENS
     unaware = toys.randomised(cls, config, seed=2, spread=0.25)
     unaware.config.rope_parameters["long_factor"] = unaware.config.rope_parameters["short_factor"]

@@ -62,14 +62,15 @@ def poison(llm: LLM, victim: int, position: int, value: float, everywhere: bool)
         return pack(given)
 
     def poisoned(batch: Any) -> Any:
-        logits = run(batch).clone()
+        logits, taps = run(batch)
+        logits = logits.clone()
         start = 0
         for span in spans:
             place = position - 1 - (span.start + len(span.tokens) - span.num_logits)
             if span.row == victim and 0 <= place < span.num_logits:
                 logits[start + place, slice(None) if everywhere else 50] = value
             start += span.num_logits
-        return logits
+        return logits, taps
 
     llm.engine.target.run, llm.engine.target.pack = poisoned, packed  # type: ignore[method-assign]
 
@@ -100,7 +101,7 @@ def test_a_row_is_not_hurt_by_places_its_text_never_reaches(models: tuple[Loaded
     llm = build(models, "ngram")
     llm.engine.drafter = toys.ScriptedDrafter({tuple(p): t for p, t in zip(given, truth, strict=True)}, 1)
     run = llm.engine.target.run
-    llm.engine.target.run = lambda batch: _poison_after_first(run(batch), batch)  # type: ignore[method-assign]
+    llm.engine.target.run = lambda batch: (_poison_after_first(run(batch)[0], batch), None)  # type: ignore[method-assign]
     assert tokens_of(llm.generate(given, params(0.0))) == truth
 
 
