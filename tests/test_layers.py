@@ -21,6 +21,7 @@ LEVELS = [
     {"drafters"},
     {"scheduler"},
     {"engine", "strategies"},
+    {"assembly"},
     {"api"},
     {"requests"},
     {"server"},

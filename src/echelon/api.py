@@ -12,27 +12,20 @@ from dataclasses import asdict, fields
 from itertools import count
 from typing import Any
 
+from echelon.assembly import build_engine
 from echelon.config import EngineConfig, SpeculativeConfig, speculative
-from echelon.drafters.base import Drafter, NoDrafter
-from echelon.drafters.draft_model import DraftModelDrafter
-from echelon.drafters.guard import GuardedDrafter
-from echelon.drafters.heads import HeadDrafter, TappedHead, head_for, tapped_head
-from echelon.drafters.ngram import NgramDrafter
-from echelon.drafters.replay import ReplayDrafter
+from echelon.drafters.heads import head_for, tapped_head
 from echelon.engine import Engine
 from echelon.errors import ConfigError, RequestError
 from echelon.heads.base import Head
 from echelon.memory import MemoryPlan
 from echelon.outputs import RequestOutput, request_output
 from echelon.sampling import Sampler, SamplingParams
-from echelon.scheduler import Scheduler
 from echelon.sequence import Sequence
 from echelon.stats import Stats
-from echelon.strategies import Storage, build_storage, selector
+from echelon.strategies import build_storage
 from echelon.target.loading import LoadedModel, check_vocabularies, load_model
 from echelon.text import Detokenizer, render_chat
-from echelon.trees import growth_of
-from echelon.verify import Acceptance, Typical
 
 Prompt = str | SequenceOf[int]
 MOST_CHARACTERS_PER_TOKEN = 64  # on average over a prompt
@@ -74,7 +67,7 @@ class LLM:
         head = None if self.head is None else tapped_head(self.head, self.target)
         self.storage = build_storage(self.config, models, self.max_len, self._num_speculative_tokens, head)
         logger.info("%s", self.memory_plan)
-        self.engine = self._build_engine(self.storage, head)
+        self.engine = build_engine(self.config, self.speculative_config, self.storage, head)
         self._ids = count()
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread whose requests are running
@@ -102,40 +95,6 @@ class LLM:
         if asked > longest:
             raise ConfigError(f"max_model_len = {asked} exceeds the model's context of {longest} tokens; lower it")
         return asked
-
-    def _build_engine(self, storage: Storage, head: TappedHead | None) -> Engine:
-        config, spec, runners = self.config, self.speculative_config, storage.runners
-        drafter: Drafter = NoDrafter()
-        if spec is not None and spec.method == "ngram":
-            drafter = NgramDrafter(spec)
-        elif spec is not None and spec.method == "replay":
-            logger.warning("method 'replay' accepts what it is told: the speed is that of a real run, the text is meaningless")
-            drafter = ReplayDrafter(spec, self.target.vocab_size)
-        elif spec is not None and head is not None:
-            drafter = HeadDrafter(head, growth_of(spec, head.depth), storage.head_cache)
-            runners[0].taps = head.taps
-        elif spec is not None:
-            drafter = DraftModelDrafter(runners[1], config.max_num_batched_tokens, self.target.vocab_size, spec.acceptance == "rejection")
-        scheduler = Scheduler(
-            storage.tables,
-            config.num_rows_held,
-            config.max_num_batched_tokens,
-            self._num_speculative_tokens,
-            self.draft.max_len if self.draft else None,
-            [r.loaded.original_context for r in runners if r.loaded.original_context is not None],
-            selector(config),
-            config.refill,
-            spec is not None and spec.grows_trees,
-        )
-        if spec is not None and spec.acceptance == "typical":
-            logger.warning("acceptance 'typical' is LOSSY: above temperature 0 the text is not distributed as the target's own")
-        guard = GuardedDrafter(drafter, self.target.vocab_size) if spec is not None else None
-        engine = Engine(runners[0], guard or drafter, scheduler, _acceptance(spec))
-        if guard is not None:
-            engine.stats.drafter_faults = guard.faults
-        if len(runners) > 1:
-            engine.stats.draft = runners[1].usage
-        return engine
 
     @property
     def _num_speculative_tokens(self) -> int:
@@ -342,14 +301,6 @@ class LLM:
 
     def _output(self, samples: list[Sequence], prompt: Prompt) -> RequestOutput:
         return request_output(samples, prompt if isinstance(prompt, str) else None, self.target.tokenizer)
-
-
-def _acceptance(config: SpeculativeConfig | None) -> Acceptance:
-    if config is None or config.acceptance == "exact":
-        return "exact"
-    if config.acceptance == "rejection":
-        return "rejection"
-    return Typical(config.posterior_threshold, config.posterior_alpha)
 
 
 def _as_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:

@@ -1,0 +1,70 @@
+"""An engine from its configuration: what drafts, what schedules, which drafted tokens are kept."""
+
+from __future__ import annotations
+
+import logging
+
+from echelon.config import EngineConfig, SpeculativeConfig
+from echelon.drafters.base import Drafter, NoDrafter
+from echelon.drafters.draft_model import DraftModelDrafter
+from echelon.drafters.guard import GuardedDrafter
+from echelon.drafters.heads import HeadDrafter, TappedHead
+from echelon.drafters.ngram import NgramDrafter
+from echelon.drafters.replay import ReplayDrafter
+from echelon.engine import Engine
+from echelon.scheduler import Scheduler
+from echelon.strategies import Storage, selector
+from echelon.trees import growth_of
+from echelon.verify import Acceptance, Typical
+
+logger = logging.getLogger("echelon")
+
+
+def build_engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Storage, head: TappedHead | None) -> Engine:
+    """The first runner of `storage` is the target's, the second a draft model's; a drafter stands behind its guard."""
+    target = storage.runners[0]
+    if head is not None:
+        target.taps = head.taps
+    scheduler = _scheduler(config, spec, storage)
+    if spec is None:
+        return Engine(target, NoDrafter(), scheduler)
+    guard = GuardedDrafter(_drafter(config, spec, storage, head), target.loaded.vocab_size)
+    engine = Engine(target, guard, scheduler, _acceptance(spec))
+    engine.stats.drafter_faults = guard.faults
+    if len(storage.runners) > 1:
+        engine.stats.draft = storage.runners[1].usage
+    return engine
+
+
+def _scheduler(config: EngineConfig, spec: SpeculativeConfig | None, storage: Storage) -> Scheduler:
+    models = [r.loaded for r in storage.runners]
+    return Scheduler(
+        storage.tables,
+        config.num_rows_held,
+        config.max_num_batched_tokens,
+        spec.num_speculative_tokens if spec else 0,
+        models[1].max_len if len(models) > 1 else None,
+        [m.original_context for m in models if m.original_context is not None],
+        selector(config),
+        config.refill,
+        spec is not None and spec.grows_trees,
+    )
+
+
+def _drafter(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, head: TappedHead | None) -> Drafter:
+    vocab_size = storage.runners[0].loaded.vocab_size
+    if head is not None:
+        return HeadDrafter(head, growth_of(spec, head.depth), storage.head_cache)
+    if spec.method == "ngram":
+        return NgramDrafter(spec)
+    if spec.method == "replay":
+        logger.warning("method 'replay' accepts what it is told: the speed is that of a real run, the text is meaningless")
+        return ReplayDrafter(spec, vocab_size)
+    return DraftModelDrafter(storage.runners[1], config.max_num_batched_tokens, vocab_size, spec.acceptance == "rejection")
+
+
+def _acceptance(spec: SpeculativeConfig) -> Acceptance:
+    if spec.acceptance != "typical":
+        return spec.acceptance
+    logger.warning("acceptance 'typical' is LOSSY: above temperature 0 the text is not distributed as the target's own")
+    return Typical(spec.posterior_threshold, spec.posterior_alpha)
