@@ -22,7 +22,7 @@ from echelon import LLM, SamplingParams
 from echelon.demo import DRAFT, TARGET
 from echelon.server.app import Service, create_app
 from echelon.server.config import ServerConfig
-from echelon.server.listen import Server, build_server
+from echelon.server.listen import Server, serving_in_thread
 from echelon.target.loading import LoadedModel, load_model
 
 SPECULATIVE: dict[str, dict[str, Any] | None] = {
@@ -82,25 +82,9 @@ def serving(llm: LLM, **changes: Any) -> Iterator[Running]:
     """The server's loop and engine run in threads of their own until the end of the block."""
     config = ServerConfig(**({"port": 0, "served_model_name": MODEL, "max_queue": 512} | changes))
     app = create_app(llm, config)
-    has_started = threading.Event()
-
-    class Announced(Server):
-        async def startup(self, sockets: Any = None) -> None:
-            await super().startup(sockets)
-            has_started.set()
-
-    server = build_server(app, app.service.bridge, config, Announced)
-    thread = threading.Thread(target=server.run, name="server")
-    thread.start()
-    assert has_started.wait(60.0)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    try:
-        yield Running(f"http://{config.host}:{port}", app.service, server)
-    finally:
-        server.should_exit = True
-        thread.join(60.0)
-        assert not thread.is_alive()
-        assert not app.service.bridge.is_healthy
+    with serving_in_thread(app, app.service.bridge, config) as (url, server):
+        yield Running(url, app.service, server)
+    assert not app.service.bridge.is_healthy
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from echelon.bench.serve import ask, code_texts
 from echelon.demo import held_out_files
 from echelon.server.app import create_app
 from echelon.server.config import ServerConfig
-from echelon.server.listen import Server, build_server
+from echelon.server.listen import serving_in_thread
 
 NUM_PROMPTS, NUM_CHARACTERS, CONCURRENCY = 64, 300, 32
 LONG_PROMPT = 1500  # tokens
@@ -65,22 +65,8 @@ def served(llm: LLM) -> Iterator[str]:
     """The URL of a server of `llm` in threads of this process."""
     config = ServerConfig(port=0)
     app = create_app(llm, config)
-    has_started = threading.Event()
-
-    class Announced(Server):
-        async def startup(self, sockets: Any = None) -> None:
-            await super().startup(sockets)
-            has_started.set()
-
-    server = build_server(app, app.service.bridge, config, Announced)
-    thread = threading.Thread(target=server.run, name="server")
-    thread.start()
-    try:
-        assert has_started.wait(SECONDS), "the server does not start"
-        yield f"http://{config.host}:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
+    with serving_in_thread(app, app.service.bridge, config) as (url, _):
+        yield url
 
 
 def measure_throughput(direct: LLM, url: str, max_tokens: int, rounds: int) -> list[Throughput]:

@@ -7,7 +7,10 @@ import json
 import logging
 import socket
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -22,6 +25,7 @@ from echelon.server.config import ServerConfig
 from echelon.server.protocol import ApiError
 
 SEND_BYTES = 2**17  # that the system holds for a client that does not read; as much again waits in this process
+THREAD_SECONDS = 60.0  # that a server in a thread may take to start, and to end
 logger = logging.getLogger("echelon.server")
 
 
@@ -96,6 +100,11 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._bridge = bridge
         self._gives_up_at = 0.0
+        self.has_started = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.has_started.set()
 
     def handle_exit(self, _sig: int, _frame: FrameType | None) -> None:
         if self._bridge.is_draining:
@@ -111,7 +120,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def build_server(app: Any, bridge: Bridge, config: ServerConfig, kind: type[Server] = Server) -> Server:
+def build_server(app: Any, bridge: Bridge, config: ServerConfig) -> Server:
     """A server of `app` with the bounds of `config`; it does not install a log configuration."""
     protocol = type("Protocol", (BoundedProtocol,), {"header_timeout": config.header_timeout, "write_timeout": config.write_timeout})
     settings = uvicorn.Config(
@@ -131,10 +140,27 @@ def build_server(app: Any, bridge: Bridge, config: ServerConfig, kind: type[Serv
         timeout_graceful_shutdown=2,
         backlog=2048,
     )
-    return kind(settings, bridge)
+    return Server(settings, bridge)
 
 
 def serve_until_told(llm: LLM, config: ServerConfig) -> None:
     """Serve until SIGTERM or SIGINT, and until the requests of that moment are answered."""
     app = create_app(llm, config)
     build_server(app, app.service.bridge, config).run()
+
+
+@contextmanager
+def serving_in_thread(app: Any, bridge: Bridge, config: ServerConfig) -> Iterator[tuple[str, Server]]:
+    """URL and server of `app`, in a thread of this process until the end of the block."""
+    server = build_server(app, bridge, config)
+    thread = threading.Thread(target=server.run, name="server")
+    thread.start()
+    try:
+        if not server.has_started.wait(THREAD_SECONDS):
+            raise RuntimeError(f"the server has not started within {THREAD_SECONDS:.0f} s")
+        yield f"http://{config.host}:{server.servers[0].sockets[0].getsockname()[1]}", server
+    finally:
+        server.should_exit = True
+        thread.join(THREAD_SECONDS)
+    if thread.is_alive():
+        raise RuntimeError(f"the server has not ended within {THREAD_SECONDS:.0f} s")
