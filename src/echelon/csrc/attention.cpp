@@ -27,6 +27,11 @@ struct FloatMath {
     copy_row(from, size, width, staged);
     return staged;
   }
+  METHOD static void entries(const char* const* rows, int64_t offset, F16* to) {
+    float columns[value_columns];
+    copy_row(rows[0] + offset, value_columns, value_columns, columns);
+    for (int64_t i = 0; i < value_columns / lanes; ++i) to[i] = load(columns + i * lanes);
+  }
   METHOD static void interleave(const char* const* rows, int64_t size, float* to) {
     if (rows[0])
       copy_row(rows[0], size, padded(size), to);
@@ -60,7 +65,7 @@ float* memory_of(const AttentionCall& call, const AttentionUnit& unit) {
   thread_local std::vector<float> memory;
   const int64_t heads = unit.head_end - unit.head_begin, pairs = (unit.token_end - unit.token_begin) * (call.num_heads / call.num_kv_heads);
   const int64_t steps = padded(call.key_size), width = padded(call.value_size), places = heads * pairs;
-  const int64_t size = places * steps + key_tile * (most(steps, width) + steps + width + 2 * pairs) + 2 * padded(Sums::size(places, width)) + lanes;
+  const int64_t size = places * steps + key_tile * (most(steps, width) + steps + width + pairs + places) + 2 * padded(Sums::size(places, width)) + lanes;
   if (memory.size() < static_cast<size_t>(size)) memory.resize(static_cast<size_t>(size));
   const auto address = reinterpret_cast<uintptr_t>(memory.data());
   return memory.data() + (64 - address % 64) % 64 / sizeof(float);

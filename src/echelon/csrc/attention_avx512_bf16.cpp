@@ -40,6 +40,21 @@ struct PairMath {
     const int64_t count = size - from;
     return count >= 32 ? _mm512_loadu_si512(row + from * 2) : _mm512_maskz_loadu_epi16((1u << count) - 1, row + from * 2);
   }
+  static constexpr int16_t low_half[32] = {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+
+  // Two vectors of pairs from 32 columns of two rows.
+  METHOD static void pair_up(__m512i a, __m512i b, F16* to) {
+    const __m512i low = _mm512_loadu_si512(low_half), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    to[0] = (F16)_mm512_permutex2var_epi16(a, low, b);
+    to[1] = (F16)_mm512_permutex2var_epi16(a, high, b);
+  }
+  // value_columns of two rows.
+  METHOD static void entries(const char* const* rows, int64_t offset, F16* to) {
+    const char *a = rows[0] + offset, *b = rows[1] + offset;
+    const __m512i a0 = _mm512_loadu_si512(a), a1 = _mm512_loadu_si512(a + 64), b0 = _mm512_loadu_si512(b), b1 = _mm512_loadu_si512(b + 64);
+    pair_up(a0, b0, to);
+    pair_up(a1, b1, to + 2);
+  }
   METHOD static void interleave(const char* const* rows, int64_t size, float* to) {
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34,
                                          2, 33, 1, 32, 0);

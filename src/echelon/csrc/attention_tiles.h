@@ -24,6 +24,8 @@ using U16 = uint32_t __attribute__((vector_size(64)));
 using I16 = int32_t __attribute__((vector_size(64)));
 
 constexpr int64_t lanes = 16;
+constexpr int64_t few_pairs = 8;       // of (token, query head): up to so many, keys and values are multiplied as they lie
+constexpr int64_t value_columns = 64;  // at a time
 constexpr float minus_infinity = -__builtin_inff();
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -39,31 +41,131 @@ INLINE F16 load(const void* p) {
 }
 INLINE void store(float* p, F16 v) { std::memcpy(p, &v, sizeof v); }
 
-// Exchange lanes that differ in bit `h` between vectors that differ in bit `h`: four of these transpose 16 × 16.
+// 16 rows that come next, to be brought on their way one at a time while others are computed with; none where `lines` is 0.
+struct Ahead {
+  const char* const* rows = nullptr;
+  int64_t offset = 0, lines = 0;
+
+  METHOD void bring(int64_t row) const {
+    for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(rows[row] + offset + i * 64);  // of what is not there, nothing
+  }
+};
+
+// Lanes of two vectors without and with bit `h`, those of the second in the places of the first's others.
 template <int h>
-INLINE void exchange(F16* v) {
+INLINE void exchange(F16& a, F16& b) {
   U16 low, high;
   for (uint32_t lane = 0; lane < 16; ++lane) {
     low[lane] = lane & h ? 16 + lane - h : lane;
     high[lane] = lane & h ? 16 + lane : lane + h;
   }
-  for (int i = 0; i < 16; ++i) {
-    if (i & h) continue;
-    const F16 a = v[i], b = v[i + h];
-    v[i] = __builtin_shuffle(a, b, low);
-    v[i + h] = __builtin_shuffle(a, b, high);
-  }
+  const F16 first = a;
+  a = __builtin_shuffle(first, b, low);
+  b = __builtin_shuffle(first, b, high);
+}
+
+// Exchange lanes that differ in bit `h` between vectors that differ in bit `h`: four of these transpose 16 × 16.
+template <int h>
+INLINE void exchange_all(F16* v) {
+  for (int i = 0; i < 16; ++i)
+    if (!(i & h)) exchange<h>(v[i], v[i + h]);
 }
 
 // Entries [from, from + 16) of 16 rows -> 16 columns of key_tile keys each.
 INLINE void transpose(const float* const* rows, int64_t from, float* columns) {
   F16 v[lanes];
   for (int64_t i = 0; i < lanes; ++i) v[i] = load(rows[i] + from);
-  exchange<1>(v);
-  exchange<2>(v);
-  exchange<4>(v);
-  exchange<8>(v);
+  exchange_all<1>(v);
+  exchange_all<2>(v);
+  exchange_all<4>(v);
+  exchange_all<8>(v);
   for (int64_t i = 0; i < lanes; ++i) store(columns + (from + i) * key_tile, v[i]);
+}
+
+// The product of a query and a key is summed lane by lane over chunks of 16 entries, then over the lanes in pairs, pairs of pairs and so on.
+// For few queries from the keys as they lie, 16 at a time, whose lanes are added up crosswise:
+template <int h>
+INLINE void add_pairs(F16* v) {
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i += 2 * h) {
+    exchange<h>(v[i], v[i + h]);
+    v[i] += v[i + h];
+  }
+}
+INLINE F16 add_crosswise(F16* v) {
+  add_pairs<1>(v);
+  add_pairs<2>(v);
+  add_pairs<4>(v);
+  add_pairs<8>(v);
+  return v[0];
+}
+template <class Math, int chunks>
+INLINE F16 products_of_rows(const float* const* rows, const float* query, const Ahead& ahead) {
+  F16 v[lanes], part[chunks];
+#pragma GCC unroll 4
+  for (int c = 0; c < chunks; ++c) part[c] = load(query + c * lanes);
+#pragma GCC unroll 16
+  for (int i = 0; i < lanes; ++i) {  // a key at a time: a processor foresees what is read in the order in which it lies
+    ahead.bring(i);
+    v[i] = F16{};
+#pragma GCC unroll 4
+    for (int c = 0; c < chunks; ++c) v[i] = Math::multiply_add(part[c], load(rows[i] + c * lanes), v[i]);
+  }
+  return add_crosswise(v);
+}
+template <class Math>
+INLINE F16 products_of_rows(const float* const* rows, const float* query, int64_t steps, const Ahead& ahead) {
+  if (steps == 2 * lanes) return products_of_rows<Math, 2>(rows, query, ahead);
+  if (steps == 4 * lanes) return products_of_rows<Math, 4>(rows, query, ahead);
+  F16 v[lanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < lanes; ++i) {
+    ahead.bring(i);
+    v[i] = F16{};
+    for (int64_t from = 0; from < steps; from += lanes) v[i] = Math::multiply_add(load(query + from), load(rows[i] + from), v[i]);
+  }
+  return add_crosswise(v);
+}
+
+// For many, from transposed keys: the sums over lanes [0, count) of M queries and N vectors of keys.
+template <class Math, int M, int N, int count>
+INLINE void products_of_columns(const float* queries, int64_t steps, const float* columns, F16 (*sum)[N]) {
+  if constexpr (count == 1) {
+#pragma GCC unroll 4
+    for (int i = 0; i < M; ++i)
+#pragma GCC unroll 4
+      for (int j = 0; j < N; ++j) sum[i][j] = F16{};
+    for (int64_t from = 0; from < steps; from += lanes) {
+      F16 keys[N];
+#pragma GCC unroll 4
+      for (int j = 0; j < N; ++j) keys[j] = load(columns + from * key_tile + j * lanes);
+#pragma GCC unroll 4
+      for (int i = 0; i < M; ++i) {
+        const F16 part = Math::broadcast(queries + i * steps + from);
+#pragma GCC unroll 4
+        for (int j = 0; j < N; ++j) sum[i][j] = Math::multiply_add(part, keys[j], sum[i][j]);
+      }
+    }
+  } else {
+    F16 more[M][N];
+    products_of_columns<Math, M, N, count / 2>(queries, steps, columns, sum);
+    products_of_columns<Math, M, N, count / 2>(queries + count / 2, steps, columns + count / 2 * key_tile, more);
+#pragma GCC unroll 4
+    for (int i = 0; i < M; ++i)
+#pragma GCC unroll 4
+      for (int j = 0; j < N; ++j) sum[i][j] += more[i][j];
+  }
+}
+template <class Math, int M, int N>
+INLINE void score_columns(const float* queries, int64_t steps, const float* columns, float* scores) {
+  for (int64_t k = 0; k < key_tile; k += N * lanes) {
+    F16 sum[M][N];
+    products_of_columns<Math, M, N, lanes>(queries, steps, columns + k, sum);
+#pragma GCC unroll 4
+    for (int i = 0; i < M; ++i)
+#pragma GCC unroll 4
+      for (int j = 0; j < N; ++j) store(scores + i * key_tile + k + j * lanes, sum[i][j]);
+  }
 }
 
 // c[M][N vectors] += a[M][depth] · b[depth][N vectors]: one chain of multiply-adds an output.
@@ -150,47 +252,54 @@ INLINE F16 exponentials(F16 x) {
   return p * (F16)((__builtin_convertvector(n, I16) + 127) << 23);
 }
 
-INLINE float largest_of(F16 v) {
-  float parts[lanes];
-  store(parts, v);
-  for (int64_t half = lanes / 2; half > 0; half /= 2)
-    for (int64_t j = 0; j < half; ++j) parts[j] = most(parts[j], parts[j + half]);
-  return parts[0];
+template <int h>
+INLINE F16 largest_across(F16 v) {
+  F16 other = v;
+  exchange<h>(v, other);
+  return v > other ? v : other;
 }
+INLINE float largest_of(F16 v) { return largest_across<1>(largest_across<2>(largest_across<4>(largest_across<8>(v))))[0]; }
 
-// Softmax of one query over a tile, online: scores become weights as `Math` rounds them, what was summed before shrinks by the returned
-// factor. The query sees keys `first` to `last` of the tile; every other weight is exactly 0.
-template <class Math>
-INLINE float softmax(float* scores, int64_t first, int64_t last, float scale, float softcap, float* highest, float* sums) {
+// Scores of one query over a tile as softmax takes them; −∞ where the query sees nothing, which is before `first` and after `last` of the
+// tile. Returns the highest.
+INLINE float prepare_scores(float* scores, int64_t first, int64_t last, float scale, float softcap) {
   constexpr int64_t vectors = key_tile / lanes;
-  const I16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const auto from = static_cast<int32_t>(most(first, int64_t{0})), to = static_cast<int32_t>(least(last, key_tile));
   F16 score[vectors];
-  I16 is_visible[vectors];
   for (int i = 0; i < vectors; ++i) score[i] = load(scores + i * lanes) * scale;
   if (softcap > 0.0f) {
     for (int i = 0; i < vectors; ++i) store(scores + i * lanes, score[i]);
     for (int64_t k = 0; k < key_tile; ++k) scores[k] = hyperbolic_tangent(scores[k] / softcap) * softcap;
     for (int i = 0; i < vectors; ++i) score[i] = load(scores + i * lanes);
   }
+  if (first > 0 || last < key_tile - 1) {
+    const I16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const auto from = static_cast<int32_t>(most(first, int64_t{0})), to = static_cast<int32_t>(least(last, key_tile));
+    for (int i = 0; i < vectors; ++i) {
+      const I16 key = lane + static_cast<int32_t>(i * lanes);
+      score[i] = (key >= from) & (key <= to) ? score[i] : F16{} + minus_infinity;
+    }
+  }
   F16 largest = F16{} + minus_infinity;
   for (int i = 0; i < vectors; ++i) {
-    const I16 key = lane + static_cast<int32_t>(i * lanes);
-    is_visible[i] = (key >= from) & (key <= to);
-    score[i] = is_visible[i] ? score[i] : F16{} + minus_infinity;
+    store(scores + i * lanes, score[i]);
     largest = score[i] > largest ? score[i] : largest;
   }
-  const float now = most(largest_of(largest), *highest);
-  const float shrink = *highest == minus_infinity ? 0.0f : exponential(*highest - now);
-  *highest = now;
+  return largest_of(largest);
+}
+
+// Scores become weights relative to `highest`, as `Math` rounds them, exactly 0 for what is not seen; their sums are added to what `shrink`
+// leaves of those of the tiles before.
+template <class Math>
+INLINE void weigh(float* scores, float highest, float shrink, float* sums) {
   F16 sum = load(sums) * shrink;
-  for (int i = 0; i < vectors; ++i) {
-    const F16 weight = is_visible[i] ? Math::round_weights(exponentials(score[i] - now)) : F16{};
-    store(scores + i * lanes, weight);
+  for (int64_t k = 0; k < key_tile; k += lanes) {
+    const F16 score = load(scores + k);
+    const F16 weight = score == F16{} + minus_infinity ? F16{} : Math::round_weights(exponentials(score - highest));
+    store(scores + k, weight);
     sum += weight;
   }
   store(sums, sum);
-  return shrink;
+  Math::pack_weights(scores);
 }
 
 // Keys that a token sees, by position in its row.
@@ -237,7 +346,7 @@ struct Memory {
     m.staged = take(key_tile * most(steps, width));
     m.columns = take(steps * key_tile);
     m.values = take(key_tile * width);
-    m.scores = take(pairs * key_tile);
+    m.scores = take((pairs <= few_pairs ? places : pairs) * key_tile);
     m.drafted = take(pairs * key_tile);
     m.section = Sums::at(take(Sums::size(places, width)), places, width);
     m.all = Sums::at(take(Sums::size(places, width)), places, width);
@@ -252,6 +361,13 @@ struct Places {
   const char *keys[key_tile], *values[key_tile];
 };
 
+// What is to be asked of the memory next: 16 rows of one head are a chunk, and a tile's are counted from its first key on: keys, values,
+// then keys of the next tile. These are its parts 0, 1 and 2.
+struct Coming {
+  int64_t chunk, part, k, head;
+};
+constexpr int64_t nearest = 4;  // chunks that are on their way at least
+
 // One unit's way through its tiles.
 template <class Math>
 struct Unit {
@@ -259,16 +375,18 @@ struct Unit {
   const AttentionUnit& unit;
   const Memory m;
   const int64_t group, pairs, steps, width;  // query heads a key/value head, (token, query head) pairs, entries of a key, of a value
+  const bool is_few;
   const Tree tree;
   const int32_t* const table;
   Seen all;                        // what any token of the unit sees
   Places places[2];                // of a tile and of the one after it, in turn
+  Coming coming{};
   int64_t path[key_tile];          // of one token: its drafted ancestors in the tile, as nodes; −1 elsewhere
 
   METHOD Unit(const AttentionCall& c, const AttentionUnit& u, float* memory)
       : call(c), unit(u), m(Memory::at<Math>(memory, c, u.head_end - u.head_begin, (u.token_end - u.token_begin) * (c.num_heads / c.num_kv_heads))),
         group(c.num_heads / c.num_kv_heads), pairs((u.token_end - u.token_begin) * group), steps(padded(c.key_size / Math::grain)),
-        width(padded(c.value_size)), tree(tree_of(c, u)), table(c.block_table + u.row * c.table_stride), all(seen_by(c, u.token_begin)) {
+        width(padded(c.value_size)), is_few(pairs <= few_pairs), tree(tree_of(c, u)), table(c.block_table + u.row * c.table_stride), all(seen_by(c, u.token_begin)) {
     for (int64_t token = u.token_begin + 1; token < u.token_end; ++token) {
       const Seen seen = seen_by(c, token);
       all = {least(all.first, seen.first), most(all.last, seen.last)};
@@ -314,17 +432,45 @@ struct Unit {
         for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(rows[k] + offset + i);
   }
 
-  // Scores of all pairs against these keys; 0 where there is none.
-  METHOD void score(const Places& from, int64_t head, const Places& ahead, int64_t ahead_head, float* scores) const {
+  // The next chunk that has not been asked for, up to this one.
+  METHOD Ahead come(const Places& here, const Places& next, int64_t last) {
+    if (coming.chunk > last) return {};
+    const Places& from = coming.part < 2 ? here : next;
+    const int64_t head = unit.head_begin + coming.head;
+    const Ahead ahead = coming.part % 2 ? Ahead{from.values + coming.k, value_offset(head), (value_bytes() + 63) / 64}
+                                        : Ahead{from.keys + coming.k, key_offset(head), (key_bytes() + 63) / 64};
+    ++coming.chunk;
+    if (++coming.head == unit.head_end - unit.head_begin) coming.head = 0, coming.k += lanes;
+    if (coming.k == key_tile) coming.k = 0, ++coming.part;
+    return ahead;
+  }
+
+  METHOD float* scores_of(int64_t head) const { return m.scores + (is_few ? (head - unit.head_begin) * pairs * key_tile : 0); }
+  METHOD const float* queries_of(int64_t head) const { return m.query + (head - unit.head_begin) * pairs * steps; }
+
+  // 16 keys of a head from the k-th on; zeros where there is none.
+  METHOD void find_rows(const Places& from, int64_t k, int64_t head, const float** rows) const {
+    for (int64_t i = 0; i < lanes; ++i)
+      rows[i] = from.keys[k + i] ? Math::row(from.keys[k + i] + key_offset(head), call.key_size, steps, m.staged + i * steps) : zero_row;
+  }
+  // Scores of all pairs against these 16 keys.
+  METHOD void score_few(const Places& from, int64_t k, int64_t head, float* scores, const Ahead& ahead = {}) const {
+    const float* rows[lanes];
+    find_rows(from, k, head, rows);
+    for (int64_t pair = 0; pair < pairs; ++pair)
+      store(scores + pair * key_tile + k, products_of_rows<Math>(rows, queries_of(head) + pair * steps, steps, pair == 0 ? ahead : Ahead{}));
+  }
+  // Against all keys of the tile.
+  METHOD void score_many(const Places& from, int64_t head, const Places& ahead, int64_t ahead_head, float* scores) const {
     for (int64_t k = 0; k < key_tile; k += lanes) {
       prefetch(ahead.keys + k, lanes, key_offset(ahead_head), key_bytes());
       const float* rows[lanes];
-      for (int64_t i = 0; i < lanes; ++i)
-        rows[i] = from.keys[k + i] ? Math::row(from.keys[k + i] + key_offset(head), call.key_size, steps, m.staged + (k + i) * steps) : zero_row;
-      for (int64_t from = 0; from < steps; from += lanes) transpose(rows, from, m.columns + k);
+      find_rows(from, k, head, rows);
+      for (int64_t entry = 0; entry < steps; entry += lanes) transpose(rows, entry, m.columns + k);
     }
-    zero(scores, pairs * key_tile);
-    multiply<Math>(pairs, key_tile, steps, m.query + (head - unit.head_begin) * pairs * steps, steps, m.columns, scores);
+    int64_t pair = 0;
+    for (; pair + 2 <= pairs; pair += 2) score_columns<Math, 2, 2>(queries_of(head) + pair * steps, steps, m.columns, scores + pair * key_tile);
+    if (pair < pairs) score_columns<Math, 1, 4>(queries_of(head) + pair * steps, steps, m.columns, scores + pair * key_tile);
   }
 
   // The token's drafted ancestors, itself among them, by the lanes of their positions.
@@ -341,30 +487,41 @@ struct Unit {
     for (int64_t first = 0; first < count; first += key_tile) {
       Places drafted;
       find(tree.start + first, 0, tree.start + count - 1, drafted);
-      score(drafted, head, drafted, head, m.drafted);
+      if (is_few)
+        for (int64_t k = 0; k < key_tile; k += lanes) score_few(drafted, k, head, m.drafted);
+      else
+        score_many(drafted, head, drafted, head, m.drafted);
       for (int64_t token = most(unit.token_begin, tree.begin); token < unit.token_end; ++token) {
         find_path(token, start);
         for (int64_t lane = 0; lane < key_tile; ++lane)
           if (path[lane] >= first && path[lane] < first + key_tile)
             for (int64_t pair = (token - unit.token_begin) * group; pair < (token - unit.token_begin + 1) * group; ++pair)
-              m.scores[pair * key_tile + lane] = m.drafted[pair * key_tile + path[lane] - first];
+              scores_of(head)[pair * key_tile + lane] = m.drafted[pair * key_tile + path[lane] - first];
       }
     }
   }
 
+  // Softmax of all pairs over a tile, online: scores become weights, and what was summed before shrinks where a higher score has come. 16
+  // pairs at a time take each step together, so that none waits for another.
   METHOD void soften(int64_t start, int64_t head) const {
-    for (int64_t pair = 0; pair < pairs; ++pair) {
-      const Seen seen = seen_by(call, unit.token_begin + pair / group);
-      float* scores = m.scores + pair * key_tile;
-      if (seen.last < start || seen.first >= start + key_tile) {  // nothing to see: everything stays as it is
-        zero(scores, key_tile);
-        continue;
+    for (int64_t first = 0; first < pairs; first += lanes) {
+      const int64_t count = least(lanes, pairs - first), at = (head - unit.head_begin) * pairs + first;
+      alignas(64) float before[lanes], now[lanes], shrink[lanes];
+      store(before, F16{} + minus_infinity);
+      store(now, F16{});
+      for (int64_t i = 0; i < count; ++i) {
+        const Seen seen = seen_by(call, unit.token_begin + (first + i) / group);
+        before[i] = m.section.highest[at + i];
+        now[i] = most(before[i], prepare_scores(scores_of(head) + (first + i) * key_tile, seen.first - start, seen.last - start, call.scale, call.softcap));
+        m.section.highest[at + i] = now[i];
       }
-      const int64_t at = (head - unit.head_begin) * pairs + pair;
-      const float shrink =
-          softmax<Math>(scores, seen.first - start, seen.last - start, call.scale, call.softcap, m.section.highest + at, m.section.weights + at * lanes);
-      for (int64_t i = 0; i < width; ++i) m.section.out[at * width + i] *= shrink;
-      Math::pack_weights(scores);
+      store(shrink, load(before) == F16{} + minus_infinity ? F16{} : exponentials(load(before) - load(now)));
+      for (int64_t i = 0; i < count; ++i) {
+        weigh<Math>(scores_of(head) + (first + i) * key_tile, now[i], shrink[i], m.section.weights + (at + i) * lanes);
+        if (shrink[i] == 1.0f) continue;
+        float* const out = m.section.out + (at + i) * width;
+        for (int64_t j = 0; j < width; ++j) out[j] *= shrink[i];
+      }
     }
   }
 
@@ -383,6 +540,50 @@ struct Unit {
     Math::interleave(rows, call.value_size, to);
   }
 
+  // out[M][value_columns] += weights[M][16] · values, in the order of `multiply`.
+  template <int M>
+  METHOD void add_columns(const float* weights, const char* const* values, int64_t offset, float* out, const Ahead& ahead) const {
+    constexpr int vectors = value_columns / lanes;
+    F16 sum[M][vectors];
+#pragma GCC unroll 4
+    for (int i = 0; i < M; ++i)
+#pragma GCC unroll 4
+      for (int j = 0; j < vectors; ++j) sum[i][j] = load(out + i * width + j * lanes);
+    for (int64_t k = 0; k < lanes / Math::grain; ++k) {
+      for (int i = 0; i < Math::grain; ++i) ahead.bring(k * Math::grain + i);
+      F16 right[vectors];
+      Math::entries(values + k * Math::grain, offset, right);
+#pragma GCC unroll 4
+      for (int i = 0; i < M; ++i) {
+        const F16 left = Math::broadcast(weights + i * key_tile + k);
+#pragma GCC unroll 4
+        for (int j = 0; j < vectors; ++j) sum[i][j] = Math::multiply_add(left, right[j], sum[i][j]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < M; ++i)
+#pragma GCC unroll 4
+      for (int j = 0; j < vectors; ++j) store(out + i * width + j * lanes, sum[i][j]);
+  }
+  // Weights times the 16 values of a head from the k-th on, which every token sees.
+  METHOD void add_few(const Places& here, int64_t k, int64_t head, Ahead ahead) const {
+    const float* weights = scores_of(head) + k / Math::grain;
+    float* out = m.section.out + (head - unit.head_begin) * pairs * width;
+    for (int64_t from = 0; from < width; from += value_columns, out += value_columns) {
+      const int64_t offset = value_offset(head) + from * Math::bytes;
+      for (int64_t pair = 0; pair < pairs;) {
+        const float* const w = weights + pair * key_tile;
+        float* const to = out + pair * width;
+        const int64_t count = pairs - pair >= 4 ? 4 : pairs - pair >= 2 ? 2 : 1;
+        if (count == 4) add_columns<4>(w, here.values + k, offset, to, ahead);
+        if (count == 2) add_columns<2>(w, here.values + k, offset, to, ahead);
+        if (count == 1) add_columns<1>(w, here.values + k, offset, to, ahead);
+        pair += count;
+        ahead.lines = 0;
+      }
+    }
+  }
+
   // Weights times values. What some token of the unit does not see has the weight 0 for it, but 0 · NaN is NaN: where there is such a
   // value, and in trees, each token takes its own.
   METHOD void add_values(const Places& here, int64_t start, int64_t head, const Places& ahead, int64_t ahead_head) {
@@ -396,7 +597,7 @@ struct Unit {
       shared = tree.start == no_tree ? entries : least(most(tree.start - start, int64_t{0}) / Math::grain, entries);
       if (!Math::are_finite(m.values, shared * width)) shared = 0;
     }
-    multiply<Math>(pairs, width, shared, m.scores, key_tile, m.values, m.section.out + at * width);
+    multiply<Math>(pairs, width, shared, scores_of(head), key_tile, m.values, m.section.out + at * width);
     if (shared == entries) return;
     for (int64_t token = unit.token_begin; token < unit.token_end; ++token) add_own_values(here, token, shared, start, head);
   }
@@ -416,27 +617,61 @@ struct Unit {
       }
       if (!is_seen) continue;
       load_values(values, head, m.staged);
-      multiply<Math>(group, width, 1, m.scores + pair * key_tile + j, key_tile, m.staged, m.section.out + at * width);
+      multiply<Math>(group, width, 1, scores_of(head) + pair * key_tile + j, key_tile, m.staged, m.section.out + at * width);
     }
+  }
+
+  // Head by head, each after all keys of the tile, with the next one's rows on their way.
+  METHOD void attend_many(int64_t start, const Places& here, const Places& next) {
+    for (int64_t head = unit.head_begin; head < unit.head_end; ++head) {
+      const bool is_last = head + 1 == unit.head_end;
+      const Places& ahead = is_last ? next : here;
+      const int64_t ahead_head = is_last ? unit.head_begin : head + 1;
+      score_many(here, head, ahead, ahead_head, m.scores);
+      if (start + key_tile > tree.start) score_drafts(start, head);
+      soften(start, head);
+      add_values(here, start, head, ahead, ahead_head);
+    }
+  }
+
+  // There is little to compute with each key, so keys and values are read as they lie, all heads of 16 positions one after another, and the
+  // memory never rests: what is on its way runs ahead while softmax takes its time, and keys catch up.
+  METHOD void attend_few(int64_t start, const Places& here, const Places& next) {
+    const int64_t heads = unit.head_end - unit.head_begin, chunks = key_tile / lanes * heads;
+    int64_t chunk = 0;
+    for (int64_t k = 0; k < key_tile; k += lanes)
+      for (int64_t head = unit.head_begin; head < unit.head_end; ++head, ++chunk) {
+        score_few(here, k, head, scores_of(head), come(here, next, chunk + nearest + heads - chunk / (key_tile / lanes)));
+      }
+    for (int64_t head = unit.head_begin; head < unit.head_end; ++head) {
+      const Ahead ahead = come(here, next, chunk + nearest + head - unit.head_begin);
+      for (int64_t row = 0; row < lanes; ++row) ahead.bring(row);
+      if (start + key_tile > tree.start) score_drafts(start, head);
+      soften(start, head);
+    }
+    if (call.value_size % value_columns == 0 && is_seen_by_all(start)) {
+      for (int64_t k = 0; k < key_tile; k += lanes)
+        for (int64_t head = unit.head_begin; head < unit.head_end; ++head, ++chunk) add_few(here, k, head, come(here, next, chunk + nearest + heads));
+    } else {
+      for (int64_t head = unit.head_begin; head < unit.head_end; ++head) add_values(here, start, head, here, head);
+    }
+    coming.chunk -= 2 * chunks;
+    coming.part -= 2;
   }
 
   METHOD void attend_section(int64_t begin, int64_t end) {
     const int64_t count = pairs * (unit.head_end - unit.head_begin);
     m.section.clear(count, width);
+    coming = {};
     find_tile(begin, places[begin / key_tile % 2]);
     for (int64_t start = begin; start < end; start += key_tile) {
       const Places& here = places[start / key_tile % 2];
       Places& next = places[(start / key_tile + 1) % 2];
       find_tile(start + key_tile, next);
-      for (int64_t head = unit.head_begin; head < unit.head_end; ++head) {
-        const bool is_last = head + 1 == unit.head_end;
-        const Places& ahead = is_last ? next : here;
-        const int64_t ahead_head = is_last ? unit.head_begin : head + 1;
-        score(here, head, ahead, ahead_head, m.scores);
-        if (start + key_tile > tree.start) score_drafts(start, head);
-        soften(start, head);
-        add_values(here, start, head, ahead, ahead_head);
-      }
+      if (is_few)
+        attend_few(start, here, next);
+      else
+        attend_many(start, here, next);
     }
     merge(m.all, m.section, count, width);
   }

@@ -60,12 +60,12 @@ void split_keys(const AttentionCall& call, Division& division) {
   }
 }
 
-// Pieces that no thread need wait for: blocks of a row's tokens; single heads where there would be too few of those; then sections of keys.
+// Pieces that no thread need wait for: blocks of a row's tokens; some heads of these where there would be too few; then sections of keys.
 Division divide(const AttentionCall& call) {
   const int64_t at_once = tokens_per_unit(call), enough = 4 * at::get_num_threads();
   int64_t blocks = 0;
   for (int64_t row = 0; row < call.num_rows; ++row) blocks += (call.indptr[row + 1] - call.indptr[row] + at_once - 1) / at_once;
-  const int64_t heads_at_once = blocks >= enough ? call.num_kv_heads : 1;
+  const int64_t heads_at_once = std::clamp<int64_t>(call.num_kv_heads * blocks / enough, 1, call.num_kv_heads);
   Division division;
   for (int64_t row = 0; row < call.num_rows; ++row)
     for (int64_t token = call.indptr[row]; token < call.indptr[row + 1]; token += at_once)
