@@ -17,6 +17,7 @@ from echelon.bench.steps import SPLIT
 from echelon.bench.throughput import Result
 
 PUBLISHED = {1: 1.00, 2: 1.09, 4: 1.25, 8: 1.59, 16: 1.97, 24: 2.14}  # EMS / vanilla, OPT-6.7B, LLMA, Table 2 of EMS-SD
+GAINS = {8: 0.70, 16: 0.55}  # of tokens_per_step, set for processors whose matrix units leave 40 to 80 tokens a step nearly free
 COLUMNS = {  # ours → the columns of that table
     "padded": "padded (vanilla)",
     "padded-inputs": "inputs padded (unpad KV only)",
@@ -76,7 +77,7 @@ def introduction(cells: Cells, expected: SequenceOf[str]) -> str:
             *skipped,
             *missing(cells, expected),
             "",
-            "Figures are medians of interleaved rounds: two up to batch 8 in Table 2 (measured acceptance) and in (c), one elsewhere. "
+            "Figures are medians of interleaved rounds: two up to batch 8 in Table 2 (measured acceptance), one elsewhere. "
             "Speeds are those of *decoding*: in static batches every step that reads a prompt is left out, its tokens and its seconds "
             "(EMS-SD leaves out its seconds and counts its tokens); where rows enter as others finish, the speed is that of all tokens "
             "after the second of every prompt.",
@@ -93,6 +94,7 @@ def findings(cells: Cells) -> str:
     lines = ["## What the figures say", ""]
     lines += slower_than_others(cells)
     lines += ratios_missed(cells)
+    lines += gains_missed(cells)
     lines += losses(cells)
     return "\n".join(lines if len(lines) > 2 else [*lines, "- nothing has been measured yet"])
 
@@ -146,6 +148,20 @@ def ratios_missed(cells: Cells) -> list[str]:
     total = reached + len(missed)
     head = f"- `unpadded` over `padded` reaches the published ratio in {reached} of {total} comparisons with LLMA at batch 8 and 16"
     return [head + (":" if missed else "."), *missed]
+
+
+def gains_missed(cells: Cells) -> list[str]:
+    """Speed-ups against the share of tokens_per_step that the project has set itself."""
+    found = results_of(cells, "gain")
+    plain = plain_speed(found)
+    lines = []
+    for result in found:
+        if result.method == "plain" or result.batch_size not in GAINS:
+            continue
+        share = result.decode_median / plain[result.batch_size] / result.tokens_per_step
+        verdict = "reaches" if share >= GAINS[result.batch_size] else "misses"
+        lines.append(f"  - {result.method}, batch {result.batch_size}: {share:.2f} {verdict} {GAINS[result.batch_size]:.2f}")
+    return ["- Speed-up over plain decoding as a share of tokens_per_step, code continuation on the grown pair:", *lines] if lines else []
 
 
 def plain_speed(found: list[Result]) -> dict[int, float]:
@@ -326,12 +342,12 @@ def gain_part(cells: Cells, plots: Path) -> list[str]:
     panels, rows = {}, []
     for name, title in (TABLES | {"gain": "grown pair, rows enter as others finish"}).items():
         found = results_of(cells, name)
-        plain, lines = plain_speed(found), []
+        plain, steps, lines = plain_speed(found), {r.batch_size: step_seconds(r) for r in found if r.method == "plain"}, []
         for place, method in enumerate(dict.fromkeys(r.method for r in found if r.method != "plain")):
             own = sorted((r for r in found if r.method == method and r.strategy == "unpadded"), key=lambda r: r.batch_size)
             gains = [(r, r.decode_median / plain[r.batch_size]) for r in own if plain.get(r.batch_size)]
             lines.append(Line(f"{method}, τ {tokens_per_step(own)}", [(r.batch_size, gain) for r, gain in gains], f"C{place}"))
-            rows += [gain_row(name, r, gain, plain[r.batch_size]) for r, gain in gains]
+            rows += [gain_row(name, r, gain, plain[r.batch_size], step_seconds(r) / steps[r.batch_size]) for r, gain in gains]
         if lines:
             panels[title] = lines
     if not panels:
@@ -340,12 +356,32 @@ def gain_part(cells: Cells, plots: Path) -> list[str]:
         "## (c) What speculation brings over plain decoding at the same batch",
         "In a static batch rows finish at different times, plain rows all at once: the places that stay empty are part of its figures. "
         f"In `gain` {setting(cells, 'gain_prompt_tokens')} tokens of source go on by {setting(cells, 'gain_tokens')}, and rows enter "
-        "as others finish; the last rows of a run still thin out.",
+        "as others finish; the last rows of a run still thin out. *step*: what a step with drafts costs, × one without; "
+        "tokens_per_step over it is all that can be gained where no place stays empty. Where a few tokens a row already keep the "
+        "arithmetic units busy (bfloat16 without AMX: from about 20 tokens a step), a drafted token costs nearly what a plain one does.",
         picture(plots, "gain", "speed-up over plain decoding", lambda p: line_chart(p, panels, "× plain decoding at the same batch", 1.0)),
-        table(["experiment", "method", "B", "plain, tokens/s", "tokens/s", "tokens_per_step", "× plain", "of tokens_per_step"], rows),
+        table(
+            [
+                "experiment",
+                "method",
+                "B",
+                "plain, tokens/s",
+                "tokens/s",
+                "tokens_per_step",
+                "step, × plain's",
+                "× plain",
+                "of tokens_per_step",
+            ],
+            rows,
+        ),
     ]
 
 
-def gain_row(name: str, result: Result, gain: float, plain: float) -> tuple[object, ...]:
-    speeds = f"{plain:,.1f}", f"{result.decode_median:,.1f}", f"{result.tokens_per_step:.2f}"
+def step_seconds(result: Result) -> float:
+    """Milliseconds of a step, drafting and host included."""
+    return sum(result.step_ms.values())
+
+
+def gain_row(name: str, result: Result, gain: float, plain: float, step: float) -> tuple[object, ...]:
+    speeds = f"{plain:,.1f}", f"{result.decode_median:,.1f}", f"{result.tokens_per_step:.2f}", f"{step:.2f}"
     return name, result.method, result.batch_size, *speeds, f"{gain:.2f}", f"{gain / result.tokens_per_step:.2f}"
