@@ -10,7 +10,7 @@ from pathlib import Path
 from setuptools import setup
 
 CSRC = Path("src/echelon/csrc")
-FLAGS = ["-O3", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wno-unknown-pragmas"]
+FLAGS = ["-O3", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wno-unknown-pragmas", "-Wno-psabi"]
 FLAGS += ["-mprefer-vector-width=512"] * (platform.machine() in ("x86_64", "AMD64"))  # where there are such vectors
 
 

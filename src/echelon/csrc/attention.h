@@ -36,6 +36,9 @@ constexpr int64_t query_block = 64;   // (token, head of the group) pairs that s
 constexpr int64_t key_tile = 64;      // tiles lie at multiples of this from position 0
 constexpr int64_t key_section = 512;  // sums over sections, also at multiples from position 0, are added up in order
 
+constexpr int64_t attention_lanes = 16;  // sums run in so many lanes, and rows in memory are filled up to them
+inline int64_t whole_lanes(int64_t n) { return (n + attention_lanes - 1) / attention_lanes * attention_lanes; }
+
 // How many tokens of one row a unit holds.
 inline int64_t tokens_per_unit(const AttentionCall& call) {
   const int64_t group = call.num_heads / call.num_kv_heads;
@@ -50,8 +53,11 @@ int64_t partial_size(const AttentionCall& call, const AttentionUnit& unit);
 // Add up `count` sections that `attend` left one after another from `unit.partial` on, and write the result.
 void combine(const AttentionCall& call, const AttentionUnit& unit, int64_t count);
 
-// The same with products of bfloat16 pairs, in `memory` that these functions have found for them.
-void attend_avx512_bf16(const AttentionCall& call, const AttentionUnit& unit, float* memory);
-void combine_avx512_bf16(const AttentionCall& call, const AttentionUnit& unit, int64_t count, float* memory);
+// The same for one family of processors, in memory that has been found for it.
+struct AttentionFamily {
+  void (*attend)(const AttentionCall& call, const AttentionUnit& unit, float* memory);
+  void (*combine)(const AttentionCall& call, const AttentionUnit& unit, int64_t count, float* memory);
+};
+extern const AttentionFamily generic_attention, avx2_attention, avx512_attention, avx512_bf16_attention;
 
 }  // namespace echelon

@@ -78,13 +78,14 @@ struct PairMath {
   }
 };
 
-}  // namespace
-
-void attend_avx512_bf16(const AttentionCall& call, const AttentionUnit& unit, float* memory) { Unit<PairMath>(call, unit, memory).attend(); }
-
-void combine_avx512_bf16(const AttentionCall& call, const AttentionUnit& unit, int64_t count, float* memory) {
+void attend_pairs(const AttentionCall& call, const AttentionUnit& unit, float* memory) { Unit<PairMath>(call, unit, memory).attend(); }
+void combine_pairs(const AttentionCall& call, const AttentionUnit& unit, int64_t count, float* memory) {
   Unit<PairMath>(call, unit, memory).combine(count);
 }
+
+}  // namespace
+
+const AttentionFamily avx512_bf16_attention{attend_pairs, combine_pairs};
 
 }  // namespace echelon
 

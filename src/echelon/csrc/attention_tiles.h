@@ -1,4 +1,4 @@
-// Attention of one unit, as templates over the arithmetic: for files that compile it for one processor or another.
+// Attention of one unit, as templates over the arithmetic: for files that compile it for one family of processors or another.
 //
 // A tile is 64 keys at a multiple of 64 from position 0. Keys and weights are handled in 32-bit entries, which `Math` multiplies and adds
 // up: one float32 each, or two bfloat16 side by side. Within one entry, and over entries, the order of additions is fixed, whatever else the
@@ -23,7 +23,7 @@ using F16 = float __attribute__((vector_size(64)));
 using U16 = uint32_t __attribute__((vector_size(64)));
 using I16 = int32_t __attribute__((vector_size(64)));
 
-constexpr int64_t lanes = 16;
+constexpr int64_t lanes = attention_lanes;
 constexpr int64_t few_pairs = 8;       // of (token, query head): up to so many, keys and values are multiplied as they lie
 constexpr int64_t value_columns = 64;  // at a time
 constexpr float minus_infinity = -__builtin_inff();
@@ -31,7 +31,6 @@ constexpr float minus_infinity = -__builtin_inff();
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE float most(float a, float b) { return a > b ? a : b; }
-INLINE int64_t padded(int64_t n) { return (n + lanes - 1) / lanes * lanes; }
 INLINE void zero(float* to, int64_t count) { std::memset(to, 0, static_cast<size_t>(count) * sizeof(float)); }
 
 INLINE F16 load(const void* p) {
@@ -114,16 +113,13 @@ INLINE F16 products_of_rows(const float* const* rows, const float* query, const 
   return add_crosswise(v);
 }
 template <class Math>
-INLINE F16 products_of_rows(const float* const* rows, const float* query, int64_t steps, const Ahead& ahead) {
-  if (steps == 2 * lanes) return products_of_rows<Math, 2>(rows, query, ahead);
-  if (steps == 4 * lanes) return products_of_rows<Math, 4>(rows, query, ahead);
+INLINE F16 products_of_rows(const float* const* rows, const float* query, int64_t steps) {
   F16 v[lanes];
 #pragma GCC unroll 16
-  for (int i = 0; i < lanes; ++i) {
-    ahead.bring(i);
-    v[i] = F16{};
-    for (int64_t from = 0; from < steps; from += lanes) v[i] = Math::multiply_add(load(query + from), load(rows[i] + from), v[i]);
-  }
+  for (int i = 0; i < lanes; ++i) v[i] = F16{};
+  for (int64_t from = 0; from < steps; from += lanes)
+#pragma GCC unroll 16
+    for (int i = 0; i < lanes; ++i) v[i] = Math::multiply_add(load(query + from), load(rows[i] + from), v[i]);
   return add_crosswise(v);
 }
 
@@ -157,7 +153,7 @@ INLINE void products_of_columns(const float* queries, int64_t steps, const float
   }
 }
 template <class Math, int M, int N>
-INLINE void score_columns(const float* queries, int64_t steps, const float* columns, float* scores) {
+static void score_columns(const float* queries, int64_t steps, const float* columns, float* scores) {
   for (int64_t k = 0; k < key_tile; k += N * lanes) {
     F16 sum[M][N];
     products_of_columns<Math, M, N, lanes>(queries, steps, columns + k, sum);
@@ -196,7 +192,7 @@ INLINE void multiply_rows(int64_t rows, const float* a, int64_t a_stride, const 
 
 // c[rows][columns] += a[rows][depth] · b[depth][columns], columns a multiple of 16.
 template <class Math>
-INLINE void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t a_stride, const float* b, float* c) {
+static void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t a_stride, const float* b, float* c) {
   int64_t j = 0;
   for (; j + 4 * lanes <= columns; j += 4 * lanes) multiply_rows<Math, 4>(rows, a, a_stride, b + j, columns, c + j, columns, depth);
   for (; j < columns; j += lanes) multiply_rows<Math, 1>(rows, a, a_stride, b + j, columns, c + j, columns, depth);
@@ -226,7 +222,7 @@ struct Sums {
 };
 
 // Add a section's sums to those of the sections before it. Where either is of nothing, the other stays as it is, bit for bit.
-INLINE void merge(const Sums& all, const Sums& section, int64_t count, int64_t width) {
+static void merge(const Sums& all, const Sums& section, int64_t count, int64_t width) {
   for (int64_t i = 0; i < count; ++i) {
     const float before = all.highest[i], here = section.highest[i], now = most(before, here);
     const float shrink = before == minus_infinity ? 0.0f : exponential(before - now);
@@ -335,11 +331,11 @@ struct Memory {
 
   template <class Math>
   METHOD static Memory at(float* memory, const AttentionCall& call, int64_t heads, int64_t pairs) {
-    const int64_t steps = padded(call.key_size / Math::grain), width = padded(call.value_size), places = heads * pairs;
+    const int64_t steps = whole_lanes(call.key_size / Math::grain), width = whole_lanes(call.value_size), places = heads * pairs;
     Memory m{};
     const auto take = [&](int64_t size) ALWAYS_INLINE {
       float* const taken = memory;
-      memory += padded(size);
+      memory += whole_lanes(size);
       return taken;
     };
     m.query = take(places * steps);
@@ -385,8 +381,8 @@ struct Unit {
 
   METHOD Unit(const AttentionCall& c, const AttentionUnit& u, float* memory)
       : call(c), unit(u), m(Memory::at<Math>(memory, c, u.head_end - u.head_begin, (u.token_end - u.token_begin) * (c.num_heads / c.num_kv_heads))),
-        group(c.num_heads / c.num_kv_heads), pairs((u.token_end - u.token_begin) * group), steps(padded(c.key_size / Math::grain)),
-        width(padded(c.value_size)), is_few(pairs <= few_pairs), tree(tree_of(c, u)), table(c.block_table + u.row * c.table_stride), all(seen_by(c, u.token_begin)) {
+        group(c.num_heads / c.num_kv_heads), pairs((u.token_end - u.token_begin) * group), steps(whole_lanes(c.key_size / Math::grain)),
+        width(whole_lanes(c.value_size)), is_few(pairs <= few_pairs), tree(tree_of(c, u)), table(c.block_table + u.row * c.table_stride), all(seen_by(c, u.token_begin)) {
     for (int64_t token = u.token_begin + 1; token < u.token_end; ++token) {
       const Seen seen = seen_by(c, token);
       all = {least(all.first, seen.first), most(all.last, seen.last)};
@@ -399,7 +395,7 @@ struct Unit {
   METHOD int64_t value_offset(int64_t head) const { return head * call.block_size * value_bytes(); }
 
   // Places `first` to `last` of the row, among key_tile from `start` on.
-  METHOD void find(int64_t start, int64_t first, int64_t last, Places& found) const {
+  void find(int64_t start, int64_t first, int64_t last, Places& found) const {
     int64_t block = start / call.block_size, offset = start % call.block_size;
     for (int64_t k = 0; k < key_tile; ++k) {
       const bool is_there = start + k >= first && start + k <= last;
@@ -417,7 +413,7 @@ struct Unit {
     return static_cast<const char*>(call.values) + row * value_bytes();
   }
 
-  METHOD void load_queries() const {
+  void load_queries() const {
     for (int64_t head = unit.head_begin; head < unit.head_end; ++head)
       for (int64_t pair = 0; pair < pairs; ++pair) {
         const int64_t at = (unit.token_begin + pair / group) * call.query_token_stride + (head * group + pair % group) * call.query_head_stride;
@@ -453,15 +449,21 @@ struct Unit {
     for (int64_t i = 0; i < lanes; ++i)
       rows[i] = from.keys[k + i] ? Math::row(from.keys[k + i] + key_offset(head), call.key_size, steps, m.staged + i * steps) : zero_row;
   }
-  // Scores of all pairs against these 16 keys.
-  METHOD void score_few(const Places& from, int64_t k, int64_t head, float* scores, const Ahead& ahead = {}) const {
+  // Scores of all pairs against these 16 keys; what comes next is asked for on the way.
+  METHOD void score_few(const Places& from, int64_t k, int64_t head, float* scores, const Ahead& ahead) const {
     const float* rows[lanes];
     find_rows(from, k, head, rows);
-    for (int64_t pair = 0; pair < pairs; ++pair)
-      store(scores + pair * key_tile + k, products_of_rows<Math>(rows, queries_of(head) + pair * steps, steps, pair == 0 ? ahead : Ahead{}));
+    constexpr int usual = 4 / Math::grain, most = 4;  // chunks of a head of 64; of 128 in pairs
+    for (int64_t pair = 0; pair < pairs; ++pair) {
+      const float* query = queries_of(head) + pair * steps;
+      const Ahead then = pair == 0 ? ahead : Ahead{};
+      store(scores + pair * key_tile + k, steps == usual * lanes       ? products_of_rows<Math, usual>(rows, query, then)
+                                          : steps == most * lanes ? products_of_rows<Math, most>(rows, query, then)
+                                                                       : products_of_rows<Math>(rows, query, steps));
+    }
   }
   // Against all keys of the tile.
-  METHOD void score_many(const Places& from, int64_t head, const Places& ahead, int64_t ahead_head, float* scores) const {
+  void score_many(const Places& from, int64_t head, const Places& ahead, int64_t ahead_head, float* scores) const {
     for (int64_t k = 0; k < key_tile; k += lanes) {
       prefetch(ahead.keys + k, lanes, key_offset(ahead_head), key_bytes());
       const float* rows[lanes];
@@ -474,7 +476,7 @@ struct Unit {
   }
 
   // The token's drafted ancestors, itself among them, by the lanes of their positions.
-  METHOD void find_path(int64_t token, int64_t start) {
+  void find_path(int64_t token, int64_t start) {
     for (int64_t k = 0; k < key_tile; ++k) path[k] = -1;
     int64_t lane = call.positions[token] - start;
     for (int64_t node = token - tree.begin; node >= 0; node = tree.parents[node], --lane)
@@ -482,15 +484,17 @@ struct Unit {
   }
 
   // A drafted key's score takes the lane of its position, as in a chain. Drafted tokens are scored in tiles of their own.
-  METHOD void score_drafts(int64_t start, int64_t head) {
+  void score_drafts(int64_t start, int64_t head) {
     const int64_t count = unit.token_end - tree.begin;
     for (int64_t first = 0; first < count; first += key_tile) {
       Places drafted;
       find(tree.start + first, 0, tree.start + count - 1, drafted);
-      if (is_few)
-        for (int64_t k = 0; k < key_tile; k += lanes) score_few(drafted, k, head, m.drafted);
-      else
-        score_many(drafted, head, drafted, head, m.drafted);
+      for (int64_t k = 0; k < key_tile; k += lanes) {
+        const float* rows[lanes];
+        find_rows(drafted, k, head, rows);
+        for (int64_t pair = 0; pair < pairs; ++pair)
+          store(m.drafted + pair * key_tile + k, products_of_rows<Math>(rows, queries_of(head) + pair * steps, steps));
+      }
       for (int64_t token = most(unit.token_begin, tree.begin); token < unit.token_end; ++token) {
         find_path(token, start);
         for (int64_t lane = 0; lane < key_tile; ++lane)
@@ -586,7 +590,7 @@ struct Unit {
 
   // Weights times values. What some token of the unit does not see has the weight 0 for it, but 0 · NaN is NaN: where there is such a
   // value, and in trees, each token takes its own.
-  METHOD void add_values(const Places& here, int64_t start, int64_t head, const Places& ahead, int64_t ahead_head) {
+  void add_values(const Places& here, int64_t start, int64_t head, const Places& ahead, int64_t ahead_head) {
     const int64_t entries = key_tile / Math::grain, at = (head - unit.head_begin) * pairs;
     for (int64_t j = 0; j < entries; ++j) {
       prefetch(ahead.values + j * Math::grain, Math::grain, value_offset(ahead_head), value_bytes());
@@ -602,7 +606,7 @@ struct Unit {
     for (int64_t token = unit.token_begin; token < unit.token_end; ++token) add_own_values(here, token, shared, start, head);
   }
 
-  METHOD void add_own_values(const Places& here, int64_t token, int64_t shared, int64_t start, int64_t head) {
+  void add_own_values(const Places& here, int64_t token, int64_t shared, int64_t start, int64_t head) {
     const Seen seen = seen_by(call, token);
     const int64_t pair = (token - unit.token_begin) * group, at = (head - unit.head_begin) * pairs + pair;
     if (token >= tree.begin) find_path(token, start);
@@ -622,7 +626,7 @@ struct Unit {
   }
 
   // Head by head, each after all keys of the tile, with the next one's rows on their way.
-  METHOD void attend_many(int64_t start, const Places& here, const Places& next) {
+  void attend_many(int64_t start, const Places& here, const Places& next) {
     for (int64_t head = unit.head_begin; head < unit.head_end; ++head) {
       const bool is_last = head + 1 == unit.head_end;
       const Places& ahead = is_last ? next : here;
@@ -636,7 +640,7 @@ struct Unit {
 
   // There is little to compute with each key, so keys and values are read as they lie, all heads of 16 positions one after another, and the
   // memory never rests: what is on its way runs ahead while softmax takes its time, and keys catch up.
-  METHOD void attend_few(int64_t start, const Places& here, const Places& next) {
+  void attend_few(int64_t start, const Places& here, const Places& next) {
     const int64_t heads = unit.head_end - unit.head_begin, chunks = key_tile / lanes * heads;
     int64_t chunk = 0;
     for (int64_t k = 0; k < key_tile; k += lanes)
@@ -659,7 +663,7 @@ struct Unit {
     coming.part -= 2;
   }
 
-  METHOD void attend_section(int64_t begin, int64_t end) {
+  void attend_section(int64_t begin, int64_t end) {
     const int64_t count = pairs * (unit.head_end - unit.head_begin);
     m.section.clear(count, width);
     coming = {};
@@ -676,7 +680,7 @@ struct Unit {
     merge(m.all, m.section, count, width);
   }
 
-  METHOD void write_out() const {
+  void write_out() const {
     for (int64_t head = unit.head_begin; head < unit.head_end; ++head)
       for (int64_t pair = 0; pair < pairs; ++pair) {
         const int64_t place = (head - unit.head_begin) * pairs + pair, query_head = head * group + pair % group;
@@ -691,7 +695,7 @@ struct Unit {
       }
   }
 
-  METHOD void attend() {
+  void attend() {
     const int64_t count = pairs * (unit.head_end - unit.head_begin);
     m.all.clear(count, width);
     load_queries();
@@ -704,7 +708,7 @@ struct Unit {
       write_out();
   }
 
-  METHOD void combine(int64_t sections) const {
+  void combine(int64_t sections) const {
     const int64_t count = pairs * (unit.head_end - unit.head_begin);
     m.all.clear(count, width);
     for (int64_t i = 0; i < sections; ++i) merge(m.all, Sums::at(unit.partial + i * Sums::size(count, width), count, width), count, width);
