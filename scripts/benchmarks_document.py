@@ -8,6 +8,8 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
 
+from benchmarks_peers import peers_findings, peers_part, read_runs
+
 from echelon.bench.latency import Latency
 from echelon.bench.latency import as_markdown as latency_as_markdown
 from echelon.bench.plot import STRATEGY_COLOURS, Line, line_chart, split_chart, strategy_lines
@@ -39,8 +41,9 @@ def write_document(folder: Path, expected: SequenceOf[str], settings: dict[str, 
     found = {p.stem: json.loads(p.read_text("utf-8")) for p in sorted((folder / "evidence" / "benchmarks").glob("*.json"))}
     cells = {name: cell for name, cell in found.items() if name in expected and cell["settings"] == settings}
     plots = folder / "plots"
-    heads = [introduction(cells, expected), findings(cells)]
-    parts = [*heads, *padding_part(cells, plots), *realign_part(cells, plots), *gain_part(cells, plots)]
+    runs = read_runs(folder / "evidence" / "peers")
+    heads = [introduction(cells, expected), "\n".join([findings(cells), *peers_findings(runs)])]
+    parts = [*heads, *padding_part(cells, plots), *realign_part(cells, plots), *gain_part(cells, plots), *peers_part(runs)]
     path = folder / "benchmarks.md"
     path.write_text("\n\n".join(p for p in parts if p) + "\n", "utf-8")
     return path

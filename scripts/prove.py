@@ -38,10 +38,11 @@ def pytest(name: str, *arguments: str) -> Cell:
     return Cell(name, ["python", "-m", "pytest", *arguments])
 
 
-def bench(name: str, *arguments: str) -> Cell:
-    """A benchmark, whose figures go to a file of their own beside the other evidence."""
-    output = f"docs/evidence/{name}.json"
-    return Cell(f"bench {name}", ["python", "-m", "echelon", "bench", name, *arguments, "--output", output], full_size=False)
+def bench(name: str, *arguments: str, of: str = "") -> Cell:
+    """A benchmark, of one model among several perhaps, whose figures go to a file of their own beside the other evidence."""
+    file = f"{name}-{of}" if of else name
+    command = ["python", "-m", "echelon", "bench", name, *arguments, "--output", f"docs/evidence/{file}.json"]
+    return Cell(f"bench {file}", command, full_size=False)
 
 
 FUZZED = {
@@ -84,6 +85,7 @@ CELLS = [
     bench("serving"),
     bench("kernels"),
     bench("step", "llama-1.1b"),
+    bench("step", "opt-1.3b", of="opt"),
     bench("throughput", "--parameters", "500000000", "--strategies", "unpadded", "--no-transformers"),
 ]
 

@@ -6,6 +6,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+from echelon.ops import compiled
+from families import FAMILIES, offered
+
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 settings.load_profile("fixed")
 
@@ -17,3 +20,14 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=FAMILIES if compiled.is_built() else ["none"])
+def family(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The test runs with the kernels of every instruction family that this machine has."""
+    best = compiled.isa()
+    if request.param not in offered():
+        pytest.skip(f"this machine has no {request.param}")
+    compiled.set_isa(request.param)
+    yield request.param
+    compiled.set_isa(best)

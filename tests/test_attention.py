@@ -35,6 +35,8 @@ def blocked(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return attend_blocked
 
 
+SIZES = {"plain": 64, "window": 128, "sinks": 64}  # of a head; heads of 64 and 128 have code of their own
+
 needs_kernels = pytest.mark.skipif(not is_built(), reason="the compiled kernels are not built")
 IMPLEMENTATIONS = [
     pytest.param(blocked(reference.ragged_attention), id="reference"),
@@ -113,7 +115,7 @@ def test_a_node_of_a_tree_sees_what_its_path_as_a_chain_would_see(
     """Every node of random trees, over the edges of tiles, beside chains and other trees: the same bits as its path in a row of its own."""
     assert threads == torch.get_num_threads()
     rng = np.random.default_rng(3)
-    heads, kv_heads, size, options = 6, 2, 24, CASES[case]
+    heads, kv_heads, size, options = 6, 2, SIZES.get(case, 24), CASES[case]
     for texts, nodes in (([120, 3, 60, 127], [30, 5, 0, 90]), ([1, 500, 64], [70, 40, 12])):
         tables = BlockTables(1400, 16, 300)
         trees = [random_tree(rng, count) for count in nodes]
@@ -150,7 +152,7 @@ def test_a_node_of_a_tree_sees_what_its_path_as_a_chain_would_see(
 def test_a_tree_fed_in_pieces_is_the_tree_fed_at_once(case: str, dtype: torch.dtype, attend: Callable[..., Tensor]) -> None:
     """Nodes whose ancestors are cached, not in the batch; beside chains fed in pieces and rows without a draft: the same bits."""
     rng = np.random.default_rng(4)
-    heads, kv_heads, size, options = 6, 2, 24, CASES[case]
+    heads, kv_heads, size, options = 6, 2, SIZES.get(case, 24), CASES[case]
     texts, nodes = [120, 3, 60, 500, 64], [30, 5, 90, 70, 12]
     for _ in range(3):
         tables = BlockTables(1400, 16, 300)
@@ -200,6 +202,32 @@ def filled(tables: BlockTables, rows: int, kv_heads: int, sizes: tuple[int, int]
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_family_keeps_the_contract(dtype: torch.dtype, family: str) -> None:
+    """Rows with trees whole and token by token, with few and many queries a key: the same bits, near the reference."""
+    rng = np.random.default_rng(5)
+    limit = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
+    for heads, kv_heads, size in ((4, 4, 64), (12, 2, 128), (6, 3, 40), (9, 1, 64)):
+        texts, trees = [600, 70, 5], [random_tree(rng, 20), random_tree(rng, 3), list(range(-1, 8))]
+        tables = BlockTables(1400, 16, 300)
+        for row, (text, tree) in enumerate(zip(texts, trees, strict=True)):
+            assert tables.reserve(row, text + len(tree))
+        keys, values = filled(tables, len(texts), kv_heads, (size, size), dtype)
+        query = torch.randn(sum(1 + len(t) for t in trees), heads, size, generator=torch.Generator().manual_seed(1)).to(dtype)
+        spans = [Span(row, texts[row] - 1, [0] * (1 + len(t)), 1, texts[row], len(t), t) for row, t in enumerate(trees)]
+        batch = unpadded.pack(spans, tables)
+        whole = blocked(attention.ragged_attention)(query, keys, values, batch, 0.2)
+        expected = blocked(reference.ragged_attention)(query, keys, values, batch, 0.2).double()
+        assert float((whole.double() - expected).abs().max()) < limit * float(expected.abs().max())
+        for row, tree in enumerate(trees):
+            for node in range(-1, len(tree)):
+                token = int(batch.indptr[row]) + 1 + node
+                span = Span(row, texts[row] + node, [0], 1, texts[row], 1 if node >= 0 else 0, tree[: node + 1] if node >= 0 else None)
+                alone = unpadded.pack([span], tables)
+                assert torch.equal(blocked(attention.ragged_attention)(query[token : token + 1], keys, values, alone, 0.2)[0], whole[token])
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "sizes"), [(6, 2, (24, 40)), (8, 1, (64, 64)), (4, 4, (128, 128)), (80, 1, (8, 8))])
 def test_the_kernel_agrees_with_the_reference(heads: int, kv_heads: int, sizes: tuple[int, int], dtype: torch.dtype, threads: int) -> None:
     """500 ragged rows a shape: alone and together, whatever the window and cap."""
@@ -223,7 +251,7 @@ def test_the_kernel_agrees_with_the_reference(heads: int, kv_heads: int, sizes: 
 def test_a_query_depends_on_what_it_sees_alone(case: str, dtype: torch.dtype, attend: Callable[..., Tensor], threads: int) -> None:
     """A row of 1,100 tokens whole, in pieces, token by token; alone and beside 1 to 63 others: the same bits."""
     assert threads == torch.get_num_threads()
-    heads, kv_heads, size, length = 6, 2, 24, 1100  # more than two sections of keys
+    heads, kv_heads, size, length = 6, 2, SIZES.get(case, 24), 1100  # more than two sections of keys
     tables = BlockTables(1400, 16, 300)
     rng = np.random.default_rng(0)
     lengths = [length, *rng.integers(1, 150, 63).tolist()]
@@ -267,7 +295,7 @@ def test_2000_random_ragged_shapes_agree_with_the_reference() -> None:
             count = len(tree) if tree is not None else int(rng.integers(0, 9))
             assert tables.reserve(row, text + count)
             spans.append(Span(row, text - known, [0] * (known + count), 1, text, count, tree))
-        sizes = (8 * int(rng.integers(1, 6)), 8 * int(rng.integers(1, 6)))
+        sizes = (8 * int(rng.integers(1, 6)), 8 * int(rng.integers(1, 6))) if shape % 4 else (64, 64 * int(rng.integers(1, 3)))
         keys, values = filled(tables, len(spans), kv_heads, sizes, dtype)
         batch = unpadded.pack(spans, tables)
         query = torch.randn(batch.num_tokens, group * kv_heads, sizes[0], generator=torch.Generator().manual_seed(shape)).to(dtype)

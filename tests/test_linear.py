@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +17,14 @@ from echelon import LLM, SamplingParams, ops
 from echelon.ops import compiled, linear
 from echelon.target.layers import framework_layers
 from echelon.target.loading import adopt_model, borrowed, load_model, load_plain
+from families import offered
 
 needs_kernels = pytest.mark.skipif(not compiled.is_built(), reason="the compiled kernels are not built")
 
-FAMILIES = ("generic", "avx2", "avx512", "avx512_bf16", "amx")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROWS = (*range(1, 71), 128, 200, 512)
 SHAPES = ((67, 131), (32, 64), (100, 515), (1, 1), (33, 1025))  # [N, K]
 ROUNDING = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}  # a unit in the last place, relative
-
-
-def offered() -> list[str]:
-    """Families that this machine has."""
-    found, best = [], compiled.isa()
-    for name in FAMILIES:
-        found.append(name)
-        if name == best:
-            break
-    return found
-
-
-@pytest.fixture(params=FAMILIES if compiled.is_built() else ["none"])
-def family(request: pytest.FixtureRequest) -> Iterator[str]:
-    best = compiled.isa()
-    if request.param not in offered():
-        pytest.skip(f"this machine has no {request.param}")
-    compiled.set_isa(request.param)
-    yield request.param
-    compiled.set_isa(best)
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -77,7 +77,13 @@ def peers(
     where, versions = environment(), _versions(theirs)
     markdown = as_markdown([*ours, *(t.result for t in theirs)], versions)
     typer.echo(f"{described(where)}\n\n{markdown}")
-    value = {"environment": where, "versions": versions, "ours": [asdict(r) for r in ours], "peers": [asdict(t) for t in theirs]}
+    value = {
+        "command": command(),
+        "environment": where,
+        "versions": versions,
+        "ours": [asdict(r) for r in ours],
+        "peers": [asdict(t) for t in theirs],
+    }
     write_report(output, "peers", value, f"# Peers\n\n`{command()}` on {described(where)}.\n\n{markdown}\n")
 
 

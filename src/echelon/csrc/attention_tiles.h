@@ -46,7 +46,10 @@ struct Ahead {
   int64_t offset = 0, lines = 0;
 
   METHOD void bring(int64_t row) const {
-    for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(rows[row] + offset + i * 64);  // of what is not there, nothing
+    for (int64_t i = 0; i < lines; ++i) {
+      const auto at = reinterpret_cast<uintptr_t>(rows[row]) + static_cast<uintptr_t>(offset + i * 64);
+      __builtin_prefetch(reinterpret_cast<const void*>(at));  // of a row that is not there, nothing comes
+    }
   }
 };
 

@@ -1,6 +1,7 @@
 // Tensors in, tensors out: checks, division of work and threads around attention.cpp.
+#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <atomic>
@@ -13,7 +14,7 @@
 namespace echelon {
 namespace {
 
-using torch::Tensor;
+using at::Tensor;
 
 Storage storage_of(const Tensor& x) {
   if (x.scalar_type() == at::kFloat) return Storage::float32;

@@ -1,6 +1,7 @@
 // Tensors in, tensors out: checks, allocation and threads around elementwise.cpp.
+#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <cstring>
 #include <string>
@@ -11,7 +12,7 @@
 namespace echelon {
 namespace {
 
-using torch::Tensor;
+using at::Tensor;
 
 constexpr int64_t values_per_task = 16384;  // less is not worth another thread
 

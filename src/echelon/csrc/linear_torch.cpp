@@ -1,9 +1,10 @@
 #include "bindings.h"
 
+#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <omp.h>
 #include <sys/mman.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <array>
 #include <cstdlib>
@@ -19,7 +20,7 @@ namespace {
 
 using linear::Activation;
 using linear::Type;
-using torch::Tensor;
+using at::Tensor;
 
 constexpr int64_t huge_page = 2 << 20;
 constexpr int64_t worth_sharing = 128 * 1024;  // bytes of weight that one worker reads in about the time it takes to wake another
@@ -49,11 +50,11 @@ class Scratch {
 
 Type type_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
-    case torch::kFloat32:
+    case at::kFloat:
       return Type::f32;
-    case torch::kFloat16:
+    case at::kHalf:
       return Type::f16;
-    case torch::kBFloat16:
+    case at::kBFloat16:
       return Type::bf16;
     default:
       TORCH_CHECK(false, "linear kernels serve float32, float16 and bfloat16, not ", tensor.scalar_type());
@@ -78,7 +79,7 @@ Tensor pack(const Tensor& weight) {
   TORCH_CHECK(weight.dim() == 2 && weight.size(0) > 0 && weight.size(1) > 0, "pack_linear takes a weight [N, K], not ", weight.sizes());
   const Type type = type_of(weight);
   const int64_t columns = weight.size(0), depth = weight.size(1), grain = type == Type::bf16 ? 2 : 1, num_tiles = linear::tiles(columns);
-  Tensor packed = torch::empty({num_tiles, linear::padded_depth(depth, type) / grain, linear::tile, grain}, weight.options().requires_grad(false));
+  Tensor packed = at::empty({num_tiles, linear::padded_depth(depth, type) / grain, linear::tile, grain}, weight.options().requires_grad(false));
   advise_large_pages(packed);
   at::parallel_for(0, num_tiles, 1, [&](int64_t first, int64_t last) {
     linear::pack_tiles(weight.data_ptr(), weight.stride(0), weight.stride(1), columns, depth, type, first, last, packed.data_ptr());
@@ -121,7 +122,7 @@ Tensor packed_linear(const Tensor& input, const Tensor& packed, int64_t columns,
   const Tensor x = flat.stride(1) == 1 ? flat : flat.contiguous();
   const int64_t rows = x.size(0);
   const linear::Weight weight = weight_of(packed, columns, x.size(1));
-  TORCH_CHECK(!bias || (bias->scalar_type() == torch::kFloat32 && bias->is_contiguous() && bias->numel() == columns),
+  TORCH_CHECK(!bias || (bias->scalar_type() == at::kFloat && bias->is_contiguous() && bias->numel() == columns),
               "the bias must be float32 [", columns, "]");
   TORCH_CHECK(!residual || (residual->scalar_type() == x.scalar_type() && residual->dim() == 2 && residual->size(0) == rows &&
                             residual->size(1) == columns && residual->stride(1) == 1),
@@ -129,7 +130,7 @@ Tensor packed_linear(const Tensor& input, const Tensor& packed, int64_t columns,
   TORCH_CHECK(!emulate_amx || weight.type == Type::bf16, "AMX is emulated for bfloat16 alone");
   at::DimVector shape(input.sizes());
   shape.back() = columns;
-  Tensor out = torch::empty(shape, x.options().dtype(float32 ? torch::kFloat32 : x.scalar_type()));
+  Tensor out = at::empty(shape, x.options().dtype(float32 ? at::kFloat : x.scalar_type()));
   const linear::Problem problem{x.data_ptr(),
                                 rows,
                                 x.stride(0),
@@ -149,10 +150,10 @@ Tensor packed_linear(const Tensor& input, const Tensor& packed, int64_t columns,
 
 Tensor packed_rows(const Tensor& packed, int64_t columns, int64_t depth, const Tensor& ids) {
   const linear::Weight weight = weight_of(packed, columns, depth);
-  const Tensor flat = ids.to(torch::kInt64).contiguous().flatten();
+  const Tensor flat = ids.to(at::kLong).contiguous().flatten();
   TORCH_CHECK(flat.numel() == 0 || (flat.min().item<int64_t>() >= 0 && flat.max().item<int64_t>() < columns),
               "an index is outside the table of ", columns, " rows");
-  Tensor out = torch::empty({flat.numel(), depth}, packed.options());
+  Tensor out = at::empty({flat.numel(), depth}, packed.options());
   const int64_t* id = flat.data_ptr<int64_t>();
   char* to = static_cast<char*>(out.data_ptr());
   at::parallel_for(0, flat.numel(), 4, [&](int64_t first, int64_t last) {
@@ -163,8 +164,8 @@ Tensor packed_rows(const Tensor& packed, int64_t columns, int64_t depth, const T
   return out.view(shape);
 }
 
-std::string linear_family(torch::ScalarType dtype) {
-  return linear::family(active_isa(), type_of(torch::empty({0}, dtype))).name;
+std::string linear_family(at::ScalarType dtype) {
+  return linear::family(active_isa(), type_of(at::empty({0}, dtype))).name;
 }
 
 }  // namespace
@@ -177,7 +178,7 @@ void bind_linear(pybind11::module_& module) {
              py::arg("residual") = py::none(), py::arg("activation") = "none", py::arg("float32") = false,
              py::arg("emulate_amx") = false, Release());
   module.def("packed_rows", &packed_rows, py::arg("packed"), py::arg("columns"), py::arg("depth"), py::arg("ids"), Release());
-  module.def("linear_family", [](py::object dtype) { return linear_family(torch::python::detail::py_object_to_dtype(std::move(dtype))); });
+  module.def("linear_family", [](at::ScalarType dtype) { return linear_family(dtype); });
 }
 
 }  // namespace echelon

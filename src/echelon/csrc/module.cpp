@@ -1,5 +1,5 @@
 // The Python face of the kernels: `echelon._kernels`. Each file of kernels binds its own operations.
-#include <torch/extension.h>
+#include <pybind11/pybind11.h>
 
 #include "bindings.h"
 #include "isa.h"

@@ -1,7 +1,8 @@
 // Lists of rows in, tokens out: checks and threads around sample.cpp.
+#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <pybind11/stl.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <vector>
 
@@ -14,7 +15,7 @@ namespace {
 template <typename T>
 using List = const std::vector<T>&;
 
-std::vector<int64_t> sample_rows(List<torch::Tensor> rows, List<double> temperature, List<int64_t> top_k, List<double> top_p,
+std::vector<int64_t> sample_rows(List<at::Tensor> rows, List<double> temperature, List<int64_t> top_k, List<double> top_p,
                                  List<double> min_p, List<uint64_t> seed, List<uint64_t> index, List<uint64_t> position) {
   std::vector<SampleRow> work;
   for (size_t i = 0; i < rows.size(); ++i) {

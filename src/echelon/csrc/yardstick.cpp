@@ -1,8 +1,9 @@
 // A yardstick for kernels: every byte of a tensor is read once, by all threads, and nothing else is done.
 #include "bindings.h"
 
+#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
 
@@ -22,7 +23,7 @@ uint64_t fold(const char* from, const char* to) {
   return all[0] ^ all[1];
 }
 
-int64_t read_memory(const torch::Tensor& tensor) {
+int64_t read_memory(const at::Tensor& tensor) {
   TORCH_CHECK(tensor.is_contiguous() && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % line == 0, "read_memory takes a whole tensor");
   const char* data = static_cast<const char*>(tensor.data_ptr());
   std::atomic<uint64_t> result{0};

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "../attention.h"
+#include "../isa.h"
 #include "harness.h"
 
 namespace harness {
@@ -79,7 +80,8 @@ void check_type(Random& random) {
   const bool has_trees = between(random, 0, 1);
   const Batch batch = random_batch(random, has_trees);
   const int64_t group = between(random, 1, between(random, 0, 39) ? 4 : 70), kv_heads = between(random, 1, 3), heads = group * kv_heads;
-  const int64_t key_size = 8 * between(random, 1, 5), value_size = 8 * between(random, 1, 5), tokens = static_cast<int64_t>(batch.positions.size());
+  const auto any_size = [&] { return between(random, 0, 3) ? 8 * between(random, 1, 5) : 64 * between(random, 1, 2); };
+  const int64_t key_size = any_size(), value_size = any_size(), tokens = static_cast<int64_t>(batch.positions.size());
   const Bytes query(tokens * heads * key_size * sizeof(Stored)), keys(batch.num_slots * kv_heads * key_size * sizeof(Stored)),
       values(batch.num_slots * kv_heads * value_size * sizeof(Stored)), out(tokens * heads * value_size * sizeof(Stored)), sinks(heads * 4);
   for (int64_t i = 0; i < tokens * heads * key_size; ++i) query.as<Stored>()[i] = N::narrow(normal(random));
@@ -157,6 +159,7 @@ void check_type(Random& random) {
 }  // namespace
 
 void check_attention(Random& random) {
+  set_isa(isa_name(static_cast<Isa>(between(random, 0, static_cast<int64_t>(detected_isa())))));
   switch (between(random, 0, 2)) {
     case 0: return check_type<Storage::float32>(random);
     case 1: return check_type<Storage::bfloat16>(random);
