@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import psutil
 
+import toys
 from echelon import LLM, SamplingParams
 from echelon.demo import DRAFT, TARGET
 from echelon.server.app import Service, create_app
@@ -125,9 +126,7 @@ def settle(running: Running) -> None:
 
 def blocks_free(llm: LLM) -> list[int]:
     """Free KV blocks of every cache."""
-    drafter = getattr(llm.engine.drafter, "drafter", None)
-    runners = [llm.engine.target, getattr(drafter, "_runner", None)]
-    return [r.cache.tables.pool.num_free for r in runners if r is not None]
+    return [cache.tables.pool.num_free for cache in toys.caches(llm)]
 
 
 @dataclass(frozen=True)
