@@ -89,7 +89,7 @@ def main(minutes: float) -> int:
     outputs = servers.build("plain").generate([b["prompt"] for b in asked], [servers.params(b) for b in asked])
     truth = [o.outputs[0].text for o in outputs]
     with servers.serving(servers.build("draft_model", kv_cache_memory_bytes=2**23)) as running:
-        asyncio.run(load(running.url, truth, min(0.1, minutes)))  # what is allocated once is allocated now
+        asyncio.run(load(running.url, truth, 0.1 * minutes))  # what is allocated once is allocated now
         start = time.monotonic()
         with servers.unharmed(running):
             counts = asyncio.run(load(running.url, truth, minutes))

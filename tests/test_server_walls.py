@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from echelon import LLM, RequestOutput, SamplingParams
 from echelon.bench.verify import STRATEGIES
 from echelon.draft import Draft
 from echelon.drafters.guard import MOST_FAILURES, NUM_GOOD, GuardedDrafter, problem_of
+from echelon.errors import RowError, place_of
 from echelon.sampling import Sampler
 from echelon.sequence import PlannedRow, Sequence
 from echelon.target.loading import LoadedModel
@@ -206,6 +208,21 @@ def test_an_exception_in_one_requests_work_ends_it_alone(
     assert len(hurt.token_ids) == emitted
     assert tokens_of(outputs) == truth[:VICTIM] + truth[VICTIM + 1 :]
     toys.assert_all_blocks_free(llm)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("method", METHODS)
+def test_an_error_says_where_it_arose_and_holds_no_frame(models: tuple[LoadedModel, LoadedModel], method: str, temperature: float) -> None:
+    """It lives as long as its request, and frames would hold the logits of a whole step as long."""
+    llm = build(models, method)
+    asked = SamplingParams(temperature=temperature, seed=1, max_tokens=NUM_NEW, logits_processors=(raises,))
+    (row,) = llm.samples([5, 6, 7], asked, watch_text=False)
+    for _ in llm.run([[row]]):
+        pass
+    assert isinstance(row.error, RowError) and isinstance(row.error.__cause__, KeyError)
+    for error in (row.error, row.error.__cause__):
+        assert error.__traceback__ is None and error.__context__ is None
+    assert re.fullmatch(r"RowError in test_server_walls\.py:\d+ raises < .*", place_of(row.error))
 
 
 class FaultyDrafter:
