@@ -67,6 +67,7 @@ CELLS = [
     pytest("server exceptions", "tests/test_server_faults.py", "-k", "exception or dies"),
     pytest("server disconnects", "tests/test_server_faults.py", "-k", "leave"),
     pytest("server overload", "tests/test_server_faults.py", "-k", "overload"),
+    pytest("drafter faults", "tests/test_drafter_faults.py"),
     pytest("server drains", "tests/test_server_faults.py", "-k", "shutdown or signal"),
     *(pytest(f"server fuzz: {name}", "tests/test_server_fuzz.py", "-k", chosen) for name, chosen in FUZZED.items()),
     Cell("soak", ["python", "scripts/soak.py"], full_size=False),

@@ -101,8 +101,9 @@ def test_the_model_is_left_as_it_was_after_a_failure() -> None:
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("on purpose")
 
-    with pytest.raises(RuntimeError, match="on purpose"):
+    with pytest.raises(RuntimeError, match="on purpose") as raised:
         echelon.hf.generate(model, **padded(), assistant_model=draft, max_new_tokens=5, logits_processor=LogitsProcessorList([Fails()]))
+    assert raised.value.__notes__[0].startswith("raised in test_hf.py")
     assert model.config._attn_implementation == "eager"
     assert not any("forward" in vars(x) for x in (*model.modules(), *draft.modules()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from echelon import LLM, RequestOutput, SamplingParams
 from echelon.bench.verify import STRATEGIES
 from echelon.draft import Draft
 from echelon.drafters.guard import MOST_FAILURES, NUM_GOOD, GuardedDrafter, problem_of
+from echelon.errors import RowError, place_of
 from echelon.sampling import Sampler
 from echelon.sequence import PlannedRow, Sequence
 from echelon.target.loading import LoadedModel
@@ -208,6 +210,21 @@ def test_an_exception_in_one_requests_work_ends_it_alone(
     toys.assert_all_blocks_free(llm)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("method", METHODS)
+def test_an_error_says_where_it_arose_and_holds_no_frame(models: tuple[LoadedModel, LoadedModel], method: str, temperature: float) -> None:
+    """It lives as long as its request, and frames would hold the logits of a whole step as long."""
+    llm = build(models, method)
+    asked = SamplingParams(temperature=temperature, seed=1, max_tokens=NUM_NEW, logits_processors=(raises,))
+    (row,) = llm.samples([5, 6, 7], asked, watch_text=False)
+    for _ in llm.run([[row]]):
+        pass
+    assert isinstance(row.error, RowError) and isinstance(row.error.__cause__, KeyError)
+    for error in (row.error, row.error.__cause__):
+        assert error.__traceback__ is None and error.__context__ is None
+    assert re.fullmatch(r"RowError in test_server_walls\.py:\d+ raises < .*", place_of(row.error))
+
+
 class FaultyDrafter:
     """Fails in one way at every `period`-th proposal; otherwise proposes noise."""
 
@@ -340,23 +357,35 @@ def test_failures_are_forgiven_after_many_good_proposals() -> None:
     assert guard.faults == {"raised": 5 + MOST_FAILURES - 1, "cut off": 3}
 
 
-def test_a_drafter_starts_anew_on_rows_of_a_failed_proposal() -> None:
-    """What it keeps of them may be half done."""
-    faulty = FaultyDrafter("raise", 2)
+def planned(*, tokens: int = 3, depth: int = 3) -> list[PlannedRow]:
+    """Two rows, 4 and 7, with room for a draft."""
+    sequences = [Sequence(i, [1, 2], 2, Sampler(SamplingParams(), i), frozenset(), 9) for i in (4, 7)]
+    return [PlannedRow(s, 0, 2, tokens, depth) for s in sequences]
+
+
+@pytest.mark.parametrize(("fault", "period", "anew"), [("raise", 1, []), ("observe", 9, [4, 7])])
+def test_a_drafter_starts_anew_only_where_it_missed_a_verdict(fault: str, period: int, anew: list[int]) -> None:
+    """After a proposal that failed it hears that nothing was drafted; a head could not read the rows again."""
+    faulty, rows = FaultyDrafter(fault, period), planned()
     forgotten: list[int] = []
     faulty.forget = forgotten.append  # type: ignore[method-assign]
     guard = GuardedDrafter(faulty, toys.VOCABULARY)
-    sequences = [Sequence(i, [1, 2], 2, Sampler(SamplingParams(), i), frozenset(), 9) for i in (4, 7)]
-    rows = [PlannedRow(s, 0, 2, 3, 3) for s in sequences]
     guard.propose(rows)
-    assert forgotten == []
-    assert guard.propose(rows).num_draft_tokens.tolist() == [0, 0]
-    assert forgotten == [4, 7]
+    guard.observe(rows, Verdict([0, 0], [[], []], [[], []], [1, 1], [[], []], [[], []]), None)
+    assert guard.faults == {"raised": 1}
+    assert forgotten == anew
 
 
 def test_a_tree_is_no_deeper_than_its_row_has_room() -> None:
-    sequence = Sequence(1, [1, 2], 2, Sampler(SamplingParams(), 1), frozenset(), 9)
-    row = PlannedRow(sequence, 0, 2, 6, 2)
-    for parents, is_good in (([-1, -1, 0, 1], True), ([-1, 0, 1, -1], False), ([-1, 0, 0, 0], True)):
-        problem = problem_of(Draft.trees([([3, 4, 5, 6], parents)]), [row], toys.VOCABULARY)
+    rows = planned(tokens=6, depth=2)
+    chain = ([7], [-1])
+    for parents, is_good in (([-1, -1, 0, 1], True), ([-1, 0, 1, -1], False), ([-1, 0, 0, 0], True), ([-1, 0, 1, 2], False)):
+        problem = problem_of(Draft.trees([chain, ([3, 4, 5, 6], parents)]), rows, toys.VOCABULARY)
         assert (problem is None) == is_good, parents
+
+
+def test_only_where_trees_are_asked_for_may_a_draft_branch() -> None:
+    """Rejection and the rectangular strategies know chains alone."""
+    draft, rows = Draft.trees([([3, 4], [-1, -1]), ([5, 6], [-1, 0])]), planned()
+    assert problem_of(draft, rows, toys.VOCABULARY, grows_trees=True) is None
+    assert problem_of(draft, rows, toys.VOCABULARY, grows_trees=False) == "a tree where only chains may be drafted"

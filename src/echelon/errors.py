@@ -1,8 +1,15 @@
 """Everything echelon raises on purpose. A message says what was asked, which limit it met, and what mends it."""
 
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
 
 class EchelonError(Exception):
-    """Base of all errors of this package."""
+    """Base of all errors of this package. `place`: where in the code it arose, once its frames have been let go."""
+
+    place: str = ""
 
 
 class ConfigError(EchelonError, ValueError):
@@ -18,12 +25,34 @@ class RowError(EchelonError):
 
 
 def row_error(error: Exception) -> EchelonError:
-    """What a request's output says about an exception in its work."""
-    if isinstance(error, EchelonError):
-        return error
-    wrapped = RowError(f"{type(error).__name__} in the work of one request: {error}")
-    wrapped.__cause__ = error
+    """What a request's output says about an exception in its work. It outlives the step, whose tensors the exception's frames hold: so
+    these are let go, and only their names stay.
+    """
+    wrapped = error if isinstance(error, EchelonError) else RowError(f"{type(error).__name__} in the work of one request: {error}")
+    if wrapped is not error:
+        wrapped.__cause__ = error
+    wrapped.place = wrapped.place or _frames(error)
+    _let_go(wrapped)
     return wrapped
+
+
+def place_of(error: BaseException) -> str:
+    """An exception for the log: its kind and where it arose. What it says may hold pieces of a request, so that stays out."""
+    place = error.place if isinstance(error, EchelonError) else ""
+    return f"{type(error).__name__} in {place or _frames(error)}"
+
+
+def _frames(error: BaseException) -> str:
+    """The last three frames that it came through, the innermost first."""
+    frames = traceback.extract_tb((error.__cause__ or error).__traceback__)[-3:]
+    return " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames))
+
+
+def _let_go(error: BaseException) -> None:
+    """What it came through, and what was being handled when it arose; likewise of its cause."""
+    error.__traceback__ = error.__context__ = None
+    if error.__cause__ is not None:
+        _let_go(error.__cause__)
 
 
 class ModelLoadError(EchelonError):

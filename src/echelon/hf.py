@@ -133,7 +133,9 @@ def _decode(
             pass
     for row in rows:
         if row.error is not None:
-            raise row.error.__cause__ or row.error
+            error = row.error.__cause__ or row.error
+            error.add_note(f"raised in {row.error.place}")
+            raise error
     width = max(row.num_output_tokens for row in rows) if ending.has_end_token else ending.width
     pad = generation._pad_token_tensor
     new = torch.full((len(rows), width), 0 if pad is None else int(pad), dtype=input_ids.dtype)

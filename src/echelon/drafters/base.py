@@ -27,7 +27,9 @@ class Drafter(Protocol):
         ...
 
     def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:
-        """What became of the last proposal; called once after every `propose`, before the tokens are appended."""
+        """What became of the last proposal; called once a step, before the tokens are appended. Where `propose` failed, or was not called,
+        nothing was drafted, and what it has left behind must go.
+        """
         ...
 
     def forget(self, row: int) -> None:

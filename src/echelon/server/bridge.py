@@ -11,18 +11,16 @@ import logging
 import queue
 import threading
 import time
-import traceback
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 from echelon.api import LLM
 from echelon.engine import Engine
-from echelon.errors import EchelonError, RowError, row_error
+from echelon.errors import EchelonError, RowError, place_of, row_error
 from echelon.sequence import FinishReason, Sequence
 from echelon.server.config import ServerConfig
 from echelon.server.metrics import Metrics
@@ -318,12 +316,6 @@ class Bridge:
             row.state = row.state._replace(reason=FinishReason.ERROR, error=RowError("the engine has stopped"))
             news.append((ticket, [r.state for r in ticket.rows]))
         self._tell(news)
-
-
-def place_of(error: BaseException) -> str:
-    """An exception for the log: its kind and where it arose. What it says may hold pieces of a request, so that stays out."""
-    frames = traceback.extract_tb((error.__cause__ or error).__traceback__)[-3:]
-    return f"{type(error).__name__} in " + " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames))
 
 
 def _deliver(news: list[tuple[Ticket, list[State]]]) -> None:

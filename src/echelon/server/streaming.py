@@ -10,8 +10,8 @@ from typing import Any
 
 from fastapi import Response
 
+from echelon.errors import place_of
 from echelon.server.answers import api_error, error_event
-from echelon.server.bridge import place_of
 from echelon.server.protocol import ApiError
 from echelon.server.wall import Receive, Scope, Send, send_error
 

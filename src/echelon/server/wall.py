@@ -13,7 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from echelon.server.bridge import place_of
+from echelon.errors import place_of
 from echelon.server.config import ServerConfig
 from echelon.server.protocol import ApiError
 
