@@ -146,7 +146,11 @@ def test_dotted_keys_become_json() -> None:
 def test_doctor_reports(run: Run, tmp_path: Path) -> None:
     report = json.loads(run("doctor", DRAFT, "--json").stdout)
     assert {"torch", "cpu", "ragged_attention", "linear", "model", "same text"} <= set(report)
-    assert "bitwise" in report["same text"]
+    assert "bitwise" in report["same text"] and report["acceptance"] == "exact"
+    lossy = ["--speculative-config", '{"method":"ngram","acceptance":"typical"}']
+    report = json.loads(run("doctor", DRAFT, "--json", *lossy).stdout)
+    assert "LOSSY" in report["acceptance"] and "LOSSY" in report["same text"] and "bitwise" not in report["same text"]
+    assert run("doctor", *lossy).returncode == 2
     assert run("doctor").returncode == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def test_the_share_is_that_of_the_targets_own_tokens() -> None:
     tapped = tapped_head(own, loaded)
     found = familiarity(loaded, own, tapped.taps, tapped.shapes)
     follows = own.follows[0]
-    best = sum(float(follows[a].argmax() == b) for row in text.tolist() for a, b in zip(row[1:], row[2:], strict=False))
+    best = sum(float(follows[a].argmax() == b) for row in text.tolist() for a, b in pairwise(row[1:]))
     assert found is not None
     assert found.share == pytest.approx(best / (NUM_TEXTS * (LENGTH - 2)))
 

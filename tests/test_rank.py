@@ -1,4 +1,4 @@
-"""The compiled ranking of drafted tokens against its definition: the same tokens, whatever stands in the row and whatever stands beside it."""
+"""The compiled ranking of drafted tokens against its definition: the same tokens, whatever stands in the row and beside it."""
 
 from __future__ import annotations
 

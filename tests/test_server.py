@@ -177,6 +177,7 @@ def test_usage_streams_and_speculation_is_reported(client: httpx.Client) -> None
     assert all("usage" not in c for c in chunks)
     counted = events(client, body | {"stream_options": {"continuous_usage_stats": True}})
     assert [c["usage"]["completion_tokens"] for c in counted] == sorted(c["usage"]["completion_tokens"] for c in counted)
+    assert whole["metrics"]["acceptance"] == "exact"
     spec = whole["metrics"]["speculative_decoding"]
     assert sum(spec["acceptance_histogram"]) == spec["num_spec_steps"] > 0
     assert sum(i * n for i, n in enumerate(spec["acceptance_histogram"])) == spec["num_accepted_draft_tokens"] > 0

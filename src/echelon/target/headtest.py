@@ -53,8 +53,8 @@ def warn_of_chance(target: LoadedModel, head: Head, taps: Taps, shapes: list[Lay
     if found is not None and found.is_chance:
         logger.warning(
             "the %s head drafts no better than chance for %r: of the target's own text its first choice is right at %.1f%% of the places, "
-            "by chance at %.1f%%. The output stays right, and drafting costs time for nothing. Likely causes: the head was trained on another "
-            "target, it reads other layers than it was trained on (%s), or its draft vocabulary (d2t) is another's",
+            "by chance at %.1f%%. The output stays right, and drafting costs time for nothing. Likely causes: the head was trained on "
+            "another target, it reads other layers than it was trained on (%s), or its draft vocabulary (d2t) is another's",
             head.method,
             target.name,
             100 * found.share,
@@ -77,7 +77,7 @@ def familiarity(target: LoadedModel, head: Head, taps: Taps, shapes: list[LayerS
         cache = _cache(shapes, dtype)
         step[STEP_KEYWORD] = CachedStep(unpadded.pack(spans, cache.tables), cache)
     states = head.encode(features.to(dtype), text[:, 1:].flatten(), torch.arange(length - 1).repeat(NUM_TEXTS), **step)
-    guesses = head.logits(states, 0).argmax(-1).unflatten(0, (NUM_TEXTS, -1))[:, :-1].flatten()
+    guesses = head.logits(states, 0).argmax(-1).view(NUM_TEXTS, -1)[:, :-1].flatten()
     answers, size = text[:, 2:].flatten(), target.vocab_size
     together = guesses.bincount(minlength=size).double() @ answers.bincount(minlength=size).double()
     return Familiarity(float((guesses == answers).double().mean()), float(together) / len(answers) ** 2)
