@@ -17,7 +17,11 @@ from rich.table import Table
 from echelon import LLM, ConfigError, ops
 from echelon.cli.generate import speculative_mapping
 from echelon.cli.shared import SPECULATIVE
+from echelon.drafters.heads import tapped_head
+from echelon.heads.base import Head
+from echelon.target.headtest import familiarity
 from echelon.target.layers import framework_layers
+from echelon.target.loading import LoadedModel
 
 
 def doctor(
@@ -47,6 +51,8 @@ def doctor(
             "acceptance": llm.acceptance_name,
             "same text": _promise(llm.acceptance_name, framework_layers(llm.target.model)),
         }
+        if llm.head is not None:
+            report["head"] = _known(llm.head, llm.target)
     if json_output:
         typer.echo(json.dumps(report))
         return
@@ -54,6 +60,17 @@ def doctor(
     for key, value in report.items():
         table.add_row(f"[bold]{escape(key)}[/]", escape(value))
     Console().print(table)
+
+
+def _known(head: Head, target: LoadedModel) -> str:
+    """What the self-test of heads found."""
+    tapped = tapped_head(head, target)
+    found = familiarity(target, head, tapped.taps, tapped.shapes)
+    if found is None:
+        return f"{head.method}: the context is too short to ask it"
+    verdict = "NO BETTER THAN CHANCE" if found.is_chance else "knows this model"
+    places = f"its first choice is right at {found.share:.1%} of the places of the model's own text, by chance at {found.by_chance:.1%}"
+    return f"{head.method}, {verdict}: {places}"
 
 
 def _promise(acceptance: str, left: list[str]) -> str:
