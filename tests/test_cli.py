@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 import toys
 from echelon.bench import kernels
 from echelon.cli import join_dotted, main
 from echelon.demo import DRAFT, TARGET
+from echelon.heads.loading import build_head, save_head
 from echelon.ops import compiled
+from echelon.target.loading import load_plain
 
 SPECULATIVE = '{"method":"ngram","num_speculative_tokens":7,"prompt_lookup_max":2}'
 
@@ -146,8 +149,22 @@ def test_dotted_keys_become_json() -> None:
 def test_doctor_reports(run: Run, tmp_path: Path) -> None:
     report = json.loads(run("doctor", DRAFT, "--json").stdout)
     assert {"torch", "cpu", "ragged_attention", "linear", "model", "same text"} <= set(report)
-    assert "bitwise" in report["same text"]
+    assert "bitwise" in report["same text"] and report["acceptance"] == "exact"
+    lossy = ["--speculative-config", '{"method":"ngram","acceptance":"typical"}']
+    report = json.loads(run("doctor", DRAFT, "--json", *lossy).stdout)
+    assert "LOSSY" in report["acceptance"] and "LOSSY" in report["same text"] and "bitwise" not in report["same text"]
+    assert run("doctor", *lossy).returncode == 2
     assert run("doctor").returncode == 0
+
+
+def test_doctor_says_whether_a_head_knows_the_model(run: Run, tmp_path: Path) -> None:
+    plain = load_plain(str(DRAFT))[0]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        save_head(build_head("eagle", plain), tmp_path / "head", plain)
+    config = json.dumps({"method": "eagle", "model": str(tmp_path / "head")})
+    report = json.loads(run("doctor", DRAFT, "--json", "--speculative-config", config).stdout)
+    assert report["head"].startswith("eagle, NO BETTER THAN CHANCE: ") and "bitwise" in report["same text"]
 
 
 def test_inspect_names_architecture_layers_memory_and_drafters(run: Run, tmp_path: Path) -> None:

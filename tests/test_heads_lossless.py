@@ -415,8 +415,28 @@ def test_typical_acceptance_says_that_it_is_lossy(kind: str, caplog: pytest.LogC
     config = {"method": own.method, **TREES["dynamic"], "acceptance": "typical"}
     llm = toys.watch(LLM(toys.adopted(target()), config, draft_head=own, max_num_seqs=8, kv_cache_memory_bytes=1 << 22))
     assert "LOSSY" in caplog.text
+    assert "LOSSY" in llm.get_metrics()["acceptance"]
+    assert "LOSSY" in llm.generate(toys.prompts((3,)), SamplingParams(max_tokens=2))[0].metrics.acceptance
     assert generated(llm, toys.prompts(), params("greedy")) == truth("greedy")
     outputs = generated(llm, toys.prompts(), params("sampled"))
     assert outputs != truth("sampled")
     assert [len(o) for o in outputs] == [len(t) for t in truth("sampled")]
     assert outputs == generated(llm, toys.prompts(), params("sampled")), "the seed decides"
+
+
+@pytest.mark.parametrize("kind", heads.KINDS)
+def test_passes_of_heads_are_counted_as_those_of_draft_models(kind: str) -> None:
+    """In a step of a chain of 4: a pass for each of its last three tokens, and one that reads what was kept, from which the next begins."""
+    llm = head_llm(kind, "chain", "greedy", max_num_seqs=1)
+    counts: list[tuple[int, int]] = []
+    llm.generate(
+        toys.prompts((9,)),
+        SamplingParams(max_tokens=20, temperature=0.0),
+        on_step=lambda: counts.append((llm.stats.draft.num_passes, llm.stats.draft.num_tokens)),
+    )
+    passes, tokens = (after - before for before, after in zip(counts[1], counts[2], strict=True))
+    assert passes == 4
+    assert tokens == 4 if kind == "independent" else 4 <= tokens <= 8
+    assert llm.stats.draft.num_inputs == llm.stats.draft.num_tokens
+    assert (llm.stats.draft.kv_bytes_touched > 0) == (kind != "independent")
+    assert all(seconds > 0 for seconds in llm.stats.seconds.values())

@@ -177,6 +177,7 @@ def test_usage_streams_and_speculation_is_reported(client: httpx.Client) -> None
     assert all("usage" not in c for c in chunks)
     counted = events(client, body | {"stream_options": {"continuous_usage_stats": True}})
     assert [c["usage"]["completion_tokens"] for c in counted] == sorted(c["usage"]["completion_tokens"] for c in counted)
+    assert whole["metrics"]["acceptance"] == "exact"
     spec = whole["metrics"]["speculative_decoding"]
     assert sum(spec["acceptance_histogram"]) == spec["num_spec_steps"] > 0
     assert sum(i * n for i, n in enumerate(spec["acceptance_histogram"])) == spec["num_accepted_draft_tokens"] > 0
@@ -696,6 +697,7 @@ def test_metrics_have_the_names_of_vllm() -> None:
         assert values["vllm:spec_decode_num_draft_tokens_total"] == sum(s["num_draft_tokens"] for s in specs)
         assert values["vllm:spec_decode_num_accepted_tokens_total"] == sum(s["num_accepted_draft_tokens"] for s in specs)
         assert 'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="pair",position="0"}' in text
+        assert 'vllm:spec_decode_info{acceptance="exact",model_name="pair"} 1.0' in text
         assert values["vllm:generation_tokens_total"] == sum(u["usage"]["completion_tokens"] for u in used)
         assert values["vllm:prompt_tokens_total"] == sum(u["usage"]["prompt_tokens"] for u in used)
         for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_time_per_output_token"):

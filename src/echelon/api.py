@@ -24,6 +24,7 @@ from echelon.sampling import Sampler, SamplingParams
 from echelon.sequence import Sequence
 from echelon.stats import Stats
 from echelon.strategies import build_storage
+from echelon.target.headtest import warn_of_chance
 from echelon.target.loading import LoadedModel, check_vocabularies, load_model
 from echelon.text import Detokenizer, render_chat
 
@@ -65,6 +66,8 @@ class LLM:
         self.max_len = self._context()
         models = [m for m in (self.target, self.draft) if m is not None]
         head = None if self.head is None else tapped_head(self.head, self.target)
+        if head is not None:
+            warn_of_chance(self.target, head.head, head.taps, head.shapes)
         self.storage = build_storage(self.config, models, self.max_len, self._num_speculative_tokens, head)
         logger.info("%s", self.memory_plan)
         self.engine = build_engine(self.config, self.speculative_config, self.storage, head)
@@ -99,6 +102,11 @@ class LLM:
     @property
     def _num_speculative_tokens(self) -> int:
         return self.speculative_config.num_speculative_tokens if self.speculative_config else 0
+
+    @property
+    def acceptance_name(self) -> str:
+        """The rule by which drafted tokens are kept, as reports name it."""
+        return self.speculative_config.acceptance_name if self.speculative_config else "exact"
 
     @property
     def stats(self) -> Stats:
@@ -172,6 +180,7 @@ class LLM:
             "num_accepted_by_position": stats.num_accepted_by_position,
             "tokens_per_step": stats.tokens_per_step,
             "acceptance_rate": stats.acceptance_rate,
+            "acceptance": self.acceptance_name,
             "num_running": len(self.engine.scheduler.running),
             "num_waiting": len(self.engine.scheduler.waiting),
             "num_kv_blocks": pool.num_blocks,
@@ -300,7 +309,7 @@ class LLM:
         return tuple(dict.fromkeys(ids for ids in encoded if ids))
 
     def _output(self, samples: list[Sequence], prompt: Prompt) -> RequestOutput:
-        return request_output(samples, prompt if isinstance(prompt, str) else None, self.target.tokenizer)
+        return request_output(samples, prompt if isinstance(prompt, str) else None, self.target.tokenizer, self.acceptance_name)
 
 
 def _as_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:

@@ -28,11 +28,14 @@ def build_engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: 
     scheduler = _scheduler(config, spec, storage)
     if spec is None:
         return Engine(target, NoDrafter(), scheduler)
-    guard = GuardedDrafter(_drafter(config, spec, storage, head), target.loaded.vocab_size, spec.grows_trees)
+    drafter = _drafter(config, spec, storage, head)
+    guard = GuardedDrafter(drafter, target.loaded.vocab_size, spec.grows_trees)
     engine = Engine(target, guard, scheduler, _acceptance(spec))
     engine.stats.drafter_faults = guard.faults
     if len(storage.runners) > 1:
         engine.stats.draft = storage.runners[1].usage
+    if isinstance(drafter, HeadDrafter):
+        engine.stats.draft = drafter.usage
     return engine
 
 

@@ -108,6 +108,11 @@ class SpeculativeConfig(Settings):
         return self
 
     @property
+    def acceptance_name(self) -> str:
+        """What reports call the rule by which drafted tokens are kept."""
+        return f"{self.acceptance} (LOSSY)" if self.acceptance == "typical" else self.acceptance
+
+    @property
     def is_head(self) -> bool:
         return self.method in HEADS
 

@@ -62,13 +62,17 @@ class Engine:
         verdict = verify(draft, logits, plan.rows, self.acceptance)
         clock.append(time.perf_counter())
         self._commit(plan.rows, verdict)
+        start = time.perf_counter()
         self.drafter.observe(plan.rows, verdict, taps)
+        observing = time.perf_counter() - start
         lengths = [len(row.sequence) for row in plan.rows]
         finished = self.scheduler.settle(plan, verdict)
         for sequence in finished:
             self.drafter.forget(sequence.id)
         clock.append(time.perf_counter())
         self._count(plan.rows, lengths, verdict, batch.num_tokens, clock)
+        self.stats.seconds["draft"] += observing
+        self.stats.seconds["settle"] -= observing
         self.stats.num_preemptions += len(plan.preempted)
         self.stats.num_group_choices += plan.is_group is not None
         self.stats.num_group_hits += bool(plan.is_group)

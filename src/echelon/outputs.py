@@ -21,13 +21,16 @@ class Logprob:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """How a request ran, all its samples together. `tokens_per_step` counts the extra token, `acceptance_rate` does not."""
+    """How a request ran, all its samples together. `tokens_per_step` counts the extra token, `acceptance_rate` does not. `acceptance` is
+    the rule by which drafted tokens were kept; one that changes the text says so.
+    """
 
     num_steps: int
     num_draft_tokens: int
     num_accepted_tokens: int
     tokens_per_step: float
     acceptance_rate: float
+    acceptance: str = "exact"
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,8 @@ class RequestOutput:
         return all(o.finish_reason is not None for o in self.outputs)
 
 
-def request_output(samples: SequenceOf[Sequence], prompt: str | None, decoder: Decoder | None) -> RequestOutput:
-    """The state of a request's samples, finished or not."""
+def request_output(samples: SequenceOf[Sequence], prompt: str | None, decoder: Decoder | None, acceptance: str) -> RequestOutput:
+    """The state of a request's samples, finished or not; `acceptance` names the rule by which drafted tokens are kept."""
     first = samples[0]
     steps = sum(s.num_steps for s in samples)
     drafted, accepted = sum(s.num_draft_tokens for s in samples), sum(s.num_accepted_tokens for s in samples)
@@ -77,7 +80,7 @@ def request_output(samples: SequenceOf[Sequence], prompt: str | None, decoder: D
         prompt,
         first.tokens[: first.num_prompt_tokens],
         [_completion(s, decoder) for s in samples],
-        RequestMetrics(steps, drafted, accepted, emitted / steps if steps else 0.0, accepted / drafted if drafted else 0.0),
+        RequestMetrics(steps, drafted, accepted, emitted / steps if steps else 0.0, accepted / drafted if drafted else 0.0, acceptance),
         prompt_logprobs,
     )
 

@@ -67,7 +67,9 @@ class Usage:
 
 @dataclass
 class Stats:
-    """Sums over rows and steps; seconds by part of a step. `target` and `draft` are what the two models' passes cost in memory."""
+    """Sums over rows and steps; seconds by part of a step, `draft` with what a drafter does after the verdict. `target` and `draft` count
+    the passes of the two models, or of the target and its head, and what they cost in memory.
+    """
 
     num_steps: int = 0
     num_row_steps: int = 0  # rows that emitted something, summed over steps

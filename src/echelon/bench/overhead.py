@@ -1,7 +1,7 @@
 """What a step costs besides the model: scheduling, packing, verifying, greedy sampling, settling.
 
 The real engine runs on a model that returns prepared logits at once; its time is taken out. The drafter proposes a chain for every
-row, of which a random part is right.
+row, of which a random part is right; or a head that returns prepared logits at once grows EAGLE-2's trees, of which next to nothing is.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import statistics
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,7 +19,10 @@ from torch import Tensor
 
 from echelon.batch import RaggedBatch
 from echelon.draft import Draft
+from echelon.drafters.base import Drafter
+from echelon.drafters.heads import HeadDrafter, TappedHead
 from echelon.engine import Engine
+from echelon.heads.base import Head, Tap
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.sampling import Sampler, SamplingParams
@@ -26,10 +30,12 @@ from echelon.scheduler import Scheduler
 from echelon.sequence import PlannedRow, Sequence
 from echelon.stats import Usage
 from echelon.target.runner import ModelRunner
+from echelon.trees import BestFirst
 from echelon.verify import Verdict
 
 PROMPT_LENGTH = 256
 NUM_STEPS = 120
+TREE_NODES, TREE_TOP_K, TREE_DEPTH = 24, 10, 5  # as many nodes as EAGLE-1 verifies
 
 
 @dataclass(frozen=True)
@@ -41,10 +47,11 @@ class Overhead:
     temperature: float
     median_ms: float
     largest_ms: float
+    has_trees: bool = False
 
 
 class PreparedRunner(ModelRunner):
-    """Returns the first rows of fixed logits; `seconds` is what that took in the last step."""
+    """Returns the first rows of fixed logits, and hidden states of one entry; `seconds` is what that took in the last step."""
 
     def __init__(self, cache: KVCache, logits: Tensor) -> None:
         self.cache, self._logits, self.seconds, self.usage = cache, logits, 0.0, Usage()
@@ -53,7 +60,7 @@ class PreparedRunner(ModelRunner):
         start = time.perf_counter()
         logits = self._logits[: len(batch.logit_rows)]
         self.seconds = time.perf_counter() - start
-        return logits, None
+        return logits, torch.zeros(batch.num_tokens, 1)
 
 
 class PreparedDrafter:
@@ -78,15 +85,44 @@ class PreparedDrafter:
     def forget(self, row: int) -> None: ...
 
 
-def measure_overhead(batch_size: int, num_draft_tokens: int, temperature: float, vocab_size: int = 32_000) -> Overhead:
+class PreparedHead(Head):
+    """Returns the first rows of fixed logits."""
+
+    method: ClassVar[str] = "eagle"
+    taps: tuple[Tap, ...] = ("last",)
+
+    def __init__(self, prepared: Tensor) -> None:
+        super().__init__()
+        self._prepared = prepared
+
+    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **step: Any) -> Tensor:  # noqa: ARG002
+        return features
+
+    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **step: Any) -> Tensor:  # noqa: ARG002
+        return states.clone()
+
+    def logits(self, states: Tensor, depth: int) -> Tensor:  # noqa: ARG002
+        return self._prepared[: len(states)]
+
+
+def tree_drafter(rng: np.random.Generator, batch_size: int, vocab_size: int) -> HeadDrafter:
+    prepared = torch.from_numpy(rng.standard_normal((batch_size * TREE_TOP_K, vocab_size), np.float32))
+    taps: Any = SimpleNamespace(names=PreparedHead.taps)
+    return HeadDrafter(TappedHead(PreparedHead(prepared), taps, [], False), BestFirst(TREE_TOP_K, TREE_DEPTH), None)
+
+
+def measure_overhead(
+    batch_size: int, num_draft_tokens: int, temperature: float, vocab_size: int = 32_000, has_trees: bool = False
+) -> Overhead:
     """Median and largest step of NUM_STEPS, after the prompts have been fed."""
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.standard_normal((batch_size * (1 + num_draft_tokens), vocab_size), np.float32))
     max_len = PROMPT_LENGTH + (NUM_STEPS + 2) * (num_draft_tokens + 1)
     tables = BlockTables(batch_size * (max_len // 16 + 1), 16, max_len // 16 + 1)
     runner = PreparedRunner(KVCache([], tables, torch.float32, torch.device("cpu")), logits)
-    scheduler = Scheduler([tables], batch_size, batch_size * PROMPT_LENGTH, num_draft_tokens)
-    engine = Engine(runner, PreparedDrafter(logits.argmax(-1).tolist(), rng), scheduler)
+    scheduler = Scheduler([tables], batch_size, batch_size * PROMPT_LENGTH, num_draft_tokens, grows_trees=has_trees)
+    drafter: Drafter = PreparedDrafter(logits.argmax(-1).tolist(), rng)
+    engine = Engine(runner, tree_drafter(rng, batch_size, vocab_size) if has_trees else drafter, scheduler)
     params = SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_len - PROMPT_LENGTH)
     for i in range(batch_size):
         prompt = rng.integers(0, vocab_size, PROMPT_LENGTH).tolist()
@@ -97,11 +133,13 @@ def measure_overhead(batch_size: int, num_draft_tokens: int, temperature: float,
         start = time.perf_counter()
         engine.step()
         milliseconds.append((time.perf_counter() - start - runner.seconds) * 1e3)
-    return Overhead(batch_size, num_draft_tokens, temperature, statistics.median(milliseconds), max(milliseconds))
+    return Overhead(batch_size, num_draft_tokens, temperature, statistics.median(milliseconds), max(milliseconds), has_trees)
 
 
-def measure_all() -> list[Overhead]:
+def measure_all(has_trees: bool = False) -> list[Overhead]:
+    """Chains, or trees of TREE_NODES tokens."""
+    sizes = (TREE_NODES,) if has_trees else (0, 4)
     cases: list[dict[str, Any]] = [
-        {"batch_size": b, "num_draft_tokens": k, "temperature": t} for b in (8, 64) for k in (0, 4) for t in (0.0, 0.8)
+        {"batch_size": b, "num_draft_tokens": k, "temperature": t} for b in (8, 64) for k in sizes for t in (0.0, 0.8)
     ]
-    return [measure_overhead(**case) for case in cases]
+    return [measure_overhead(**case, has_trees=has_trees) for case in cases]

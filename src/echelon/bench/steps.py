@@ -115,6 +115,7 @@ class Recorder:
         step = Sums(after - self._before)
         step.values[0] = now - self._clock
         self.whole += step
-        if max(step["fed"], step["draft_fed"]) <= step["row_steps"] + step["draft_tokens"]:
+        last_and_drafted = step["row_steps"] + step["draft_tokens"]  # a head is fed these, and once more what was kept of them
+        if step["fed"] <= last_and_drafted and step["draft_fed"] <= last_and_drafted + step["draft_tokens"]:
             self.decode += step
         self._before, self._clock = after, time.perf_counter()

@@ -42,9 +42,12 @@ app.command()(serving)
 
 
 @app.command()
-def overhead(output: OutputOption = None) -> None:
+def overhead(
+    trees: Annotated[bool, typer.Option("--trees", help="With EAGLE-2's trees from a head that takes no time, instead of chains.")] = False,
+    output: OutputOption = None,
+) -> None:
     """Milliseconds of a step outside the model: scheduling, packing, verifying, sampling; vocabulary 32,000."""
-    rows = measure_all()
+    rows = measure_all(trees)
     typer.echo("| batch | drafted a row | temperature | median ms | largest ms |\n|---|---|---|---|---|")
     for r in rows:
         typer.echo(f"| {r.batch_size} | {r.num_draft_tokens} | {r.temperature} | {r.median_ms:.2f} | {r.largest_ms:.2f} |")

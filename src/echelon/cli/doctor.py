@@ -14,15 +14,26 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from echelon import LLM, ops
+from echelon import LLM, ConfigError, ops
+from echelon.cli.generate import speculative_mapping
+from echelon.cli.shared import SPECULATIVE
+from echelon.drafters.heads import tapped_head
+from echelon.heads.base import Head
+from echelon.target.headtest import familiarity
 from echelon.target.layers import framework_layers
+from echelon.target.loading import LoadedModel
 
 
 def doctor(
     model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Also load this model and say how it is served.")] = None,
+    speculative_config: Annotated[
+        str | None, typer.Option(SPECULATIVE, metavar="JSON", help="With this drafter; also dotted, as for `echelon generate`.")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """Say what this machine offers, which implementation serves each operation and why, and what is promised (more: `echelon inspect`)."""
+    if model is None and speculative_config is not None:
+        raise ConfigError(f"{SPECULATIVE} needs a model to draft for; name it")
     report: dict[str, str] = {
         "echelon": version("echelon"),
         "python": platform.python_version(),
@@ -33,12 +44,15 @@ def doctor(
         **ops.which(),
     }
     if model is not None:
-        llm = LLM(model)
+        llm = LLM(model, speculative_mapping(speculative_config))
         report |= {
             "model": f"{type(llm.target.model).__name__}, {llm.target.model.dtype}, context {llm.max_len}".replace("torch.", ""),
             "self-test": "passed: every attention layer batches exactly",
-            "same text": _promise(framework_layers(llm.target.model)),
+            "acceptance": llm.acceptance_name,
+            "same text": _promise(llm.acceptance_name, framework_layers(llm.target.model)),
         }
+        if llm.head is not None:
+            report["head"] = _known(llm.head, llm.target)
     if json_output:
         typer.echo(json.dumps(report))
         return
@@ -48,7 +62,21 @@ def doctor(
     Console().print(table)
 
 
-def _promise(left: list[str]) -> str:
+def _known(head: Head, target: LoadedModel) -> str:
+    """What the self-test of heads found."""
+    tapped = tapped_head(head, target)
+    found = familiarity(target, head, tapped.taps, tapped.shapes)
+    if found is None:
+        return f"{head.method}: the context is too short to ask it"
+    verdict = "NO BETTER THAN CHANCE" if found.is_chance else "knows this model"
+    places = f"its first choice is right at {found.share:.1%} of the places of the model's own text, by chance at {found.by_chance:.1%}"
+    return f"{head.method}, {verdict}: {places}"
+
+
+def _promise(acceptance: str, left: list[str]) -> str:
+    if acceptance != "exact":
+        kept = "the distribution is that of the model" if acceptance == "rejection" else "neither is the distribution"
+        return f"no, above temperature 0: acceptance {acceptance} gives another text; {kept}"
     if not left:
         return "bitwise: a row's logits do not depend on the batch, with or without speculation"
     return f"equal tokens in float32 up to rounding ties: {', '.join(left)} stay with the framework, which may round by batch"

@@ -233,6 +233,7 @@ def _summary(llm: LLM, lines: list[dict[str, Any]]) -> dict[str, Any]:
         "num_emitted_tokens": stats.num_emitted_tokens,
         "tokens_per_step": stats.tokens_per_step,
         "acceptance_rate": stats.acceptance_rate,
+        "acceptance": llm.acceptance_name,
         "seconds": stats.seconds,
     }
 

@@ -8,6 +8,7 @@ namespace echelon {
 void bind_attention(pybind11::module_& module);
 void bind_elementwise(pybind11::module_& module);
 void bind_linear(pybind11::module_& module);
+void bind_rank(pybind11::module_& module);
 void bind_sample(pybind11::module_& module);
 void bind_yardstick(pybind11::module_& module);
 

@@ -9,6 +9,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("set_isa", &echelon::set_isa);
   echelon::bind_attention(module);
   echelon::bind_elementwise(module);
+  echelon::bind_rank(module);
   echelon::bind_sample(module);
   echelon::bind_linear(module);
   echelon::bind_yardstick(module);

@@ -6,35 +6,14 @@
 #include <limits>
 #include <vector>
 
-#include "numbers.h"
+#include "noise.h"
 
 namespace echelon {
 namespace {
 
-constexpr uint64_t golden = 0x9E3779B97F4A7C15;
 constexpr int64_t num_bins = 4096, bins_per_unit = 64;  // of values by their distance from the largest
 constexpr int64_t block = 256;         // tokens whose noise is bounded at a time
 constexpr float infinity = std::numeric_limits<float>::infinity();
-
-// The finaliser of splitmix64 (Steele, Lea, Flood 2014).
-INLINE uint64_t mix(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
-  return x ^ (x >> 31);
-}
-
-// Of choosing a token; the last term is the purpose, 0.
-uint64_t noise_key(const SampleRow& row) {
-  uint64_t key = mix(row.seed + golden);
-  key = mix(key ^ mix(row.index * golden + 1));
-  key = mix(key ^ mix(row.position * golden + 2));
-  return mix(key ^ mix(3));
-}
-
-// 52 bits b, so that u = (b + ½) / 2⁵² is exact, and never 0 or 1.
-INLINE uint64_t noise_bits(uint64_t key, int64_t token) { return mix(key + (static_cast<uint64_t>(token) + 1) * golden) >> 12; }
-
-double gumbel(uint64_t bits) { return -std::log(-std::log((static_cast<double>(bits) + 0.5) * 0x1p-52)); }
 
 // Larger values have smaller bins.
 INLINE size_t bin_of(float value, float highest) {
@@ -175,7 +154,7 @@ int64_t sample(const SampleRow& row, int64_t vocabulary) {
   s.scaled.resize(static_cast<size_t>(vocabulary));
   const float highest = scale(row.logits, row.temperature, s.scaled.data(), vocabulary);
   if (!(std::abs(highest) < infinity)) return -1;
-  const uint64_t key = noise_key(row);
+  const uint64_t key = noise_key(row.seed, row.index, row.position);
   return draw(s, highest, threshold_of(row, s, highest), key);
 }
 

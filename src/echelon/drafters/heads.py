@@ -26,6 +26,7 @@ from echelon.kv.cache import KVCache, LayerShape
 from echelon.layouts import unpadded
 from echelon.ops.rank import likeliest
 from echelon.sequence import PlannedRow
+from echelon.stats import Load, Usage
 from echelon.target.attention import STEP_KEYWORD, CachedStep, RecordingStep
 from echelon.target.loading import LoadedModel, serve_head
 from echelon.target.taps import Taps
@@ -116,13 +117,14 @@ def tapped_head(head: Head, target: LoadedModel) -> TappedHead:
 
 class HeadDrafter:
     """`head` proposes trees that `growth` shapes. `cache` is the head's own where it has attention layers; its tables are among the
-    scheduler's, with as many slots reserved as in the target's.
+    scheduler's, with as many slots reserved as in the target's. `usage` counts its passes: one a reading of what was kept, with which the
+    first level of the tree comes, and one for every deeper level.
     """
 
     def __init__(self, tapped: TappedHead, growth: Growth, cache: KVCache | None) -> None:
         assert bool(tapped.shapes) == (cache is not None)
         self.taps, self.cache, self.head, self.growth, self.extends = tapped.taps.names, cache, tapped.head, growth, tapped.extends
-        self._dtype = tapped.dtype
+        self._dtype, self.usage = tapped.dtype, Usage()
         self._states: dict[int, tuple[int, Tensor]] = {}  # row → tokens that its last state knows, and the state [s]
 
     @torch.inference_mode()
@@ -187,6 +189,7 @@ class HeadDrafter:
         tokens = torch.tensor([t for s in spans for t in s.tokens])
         if self.cache is None:
             positions = torch.tensor([s.start for s in spans])
+            self.count(len(spans))
             return self.head.encode(features, tokens, positions)
         batch, step = self.step(spans)
         states = self.head.encode(features, tokens, batch.positions.long(), **step)
@@ -199,7 +202,15 @@ class HeadDrafter:
         assert self.cache is not None
         self.cache.apply_copies()
         batch = unpadded.pack(spans, self.cache.tables)
+        self.count(batch.num_tokens, batch)
         return batch, {STEP_KEYWORD: CachedStep(batch, self.cache)}
+
+    def count(self, num_tokens: int, batch: RaggedBatch | None = None) -> None:
+        """One pass over so many tokens; without a `batch` it reads no cache."""
+        if self.cache is None or batch is None:
+            self.usage.count(num_tokens, Load(num_tokens, 0, 0, 0, 0), 0)
+        else:
+            self.usage.count(num_tokens, unpadded.load(batch, self.cache), self.cache.bytes_per_slot)
 
     def forget(self, row: int) -> None:
         """The scheduler has released the row's blocks already, or the row is read anew."""
@@ -261,6 +272,8 @@ class _Frontier:
         else:
             self._states, self._at = extended, np.arange(len(nodes))
         self._index = {node: i for i, node in enumerate(nodes.tolist())}
+        if not self._drafter.extends:
+            self._drafter.count(len(self._states))
 
     def _spans(self, nodes: Int64) -> list[Span]:
         """The nodes as spans of their rows, after the text and the nodes fed before."""

@@ -13,6 +13,8 @@ from torch import Tensor
 from echelon.batch import RaggedBatch, Span
 from echelon.draft import node_depths
 from echelon.kv.blocks import BlockTables
+from echelon.kv.cache import KVCache
+from echelon.stats import Load
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -46,6 +48,13 @@ def pack(spans: Sequence[Span], tables: BlockTables) -> RaggedBatch:
         parents=parents,
         node_indptr=node_indptr,
     )
+
+
+def load(batch: RaggedBatch, cache: KVCache) -> Load:
+    """What a pass over `batch` holds and loads."""
+    pool, num_live = cache.tables.pool, int(batch.kv_lens.sum())
+    index_bytes = sum(t.nbytes for t in (batch.indptr, batch.slots, batch.kv_lens, batch.block_table))
+    return Load(batch.num_tokens, (pool.num_blocks - pool.num_free) * cache.block_size, num_live, num_live, index_bytes)
 
 
 def grow_trees(spans: Sequence[Span], indptr: Int32, places: Int64) -> tuple[Int64, Tensor | None, Tensor | None]:

@@ -21,6 +21,7 @@ def which() -> dict[str, str]:
         "linear": _linear(),
         "norms, rotary, activations": _compiled("rounded once, where seen to compute what the model's own do", "the model's own"),
         "drawing tokens": _compiled("no sort, noise only for tokens that can win", "NumPy, row by row"),
+        "ranking drafts": _compiled("no sort, two passes over a row", "PyTorch"),
     }
 
 

@@ -133,8 +133,9 @@ class Answers:
         if config is None:
             return None
         if len(plan.sequences) > 1:
-            return Metrics(speculative_decoding=None)
-        return Metrics(speculative_decoding=speculation_of(plan.sequences[0], config.num_speculative_tokens))
+            return Metrics(acceptance=config.acceptance_name, speculative_decoding=None)
+        spoken = speculation_of(plan.sequences[0], config.num_speculative_tokens)
+        return Metrics(acceptance=config.acceptance_name, speculative_decoding=spoken)
 
     def completion_logprobs(
         self, plan: Plan, sequence: Sequence, start: int, end: int, offset: int, is_echoed: bool = False

@@ -53,6 +53,11 @@ class EngineCollector:
             accepted = sum(count for (_, kept), count in histogram.items() if kept > place)
             positions.add_metric([self._model, str(place)], accepted)
         yield positions
+        rule = GaugeMetricFamily(
+            self._prefix + "spec_decode_info", "The rule by which drafted tokens are kept.", labels=["model_name", "acceptance"]
+        )
+        rule.add_metric([self._model, self._llm.acceptance_name], 1)
+        yield rule
         fallbacks = CounterMetricFamily(
             self._prefix + "spec_decode_drafter_fallbacks", "Steps without the drafter, by reason.", labels=["model_name", "reason"]
         )

@@ -55,6 +55,9 @@ class SpeculativeDecoding(BaseModel):
 
 
 class Metrics(BaseModel):
+    """`acceptance`: the rule by which drafted tokens are kept; one that changes the text says so."""
+
+    acceptance: str
     speculative_decoding: SpeculativeDecoding | None
 
 

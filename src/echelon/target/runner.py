@@ -46,9 +46,7 @@ class ModelRunner:
     def load(self, batch: RaggedBatch) -> Load:
         """What a pass over `batch` holds and loads."""
         assert isinstance(self.cache, KVCache)
-        pool, num_live = self.cache.tables.pool, int(batch.kv_lens.sum())
-        index_bytes = sum(t.nbytes for t in (batch.indptr, batch.slots, batch.kv_lens, batch.block_table))
-        return Load(batch.num_tokens, (pool.num_blocks - pool.num_free) * self.cache.block_size, num_live, num_live, index_bytes)
+        return unpadded.load(batch, self.cache)
 
     def feed(self, spans: Sequence[Span]) -> Tensor:
         """Pack and run spans whose tokens are known to stay: they count as cached at once. Logits [R, V]."""

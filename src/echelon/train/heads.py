@@ -35,7 +35,9 @@ Report = Callable[[int, int, float], None]  # steps done, steps in all, loss
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings of a run. `is_soft`: the targets are the frozen model's distributions; None: as published. `options` are the head's."""
+    """Settings of a run. `is_soft`: the targets are the frozen model's distributions; `depth`: tokens ahead that training looks; None: as
+    published. `options` are the head's.
+    """
 
     method: str
     steps: int
@@ -44,11 +46,12 @@ class Plan:
     seed: int = 0
     is_soft: bool | None = None
     options: tuple[tuple[str, Any], ...] = ()
+    depth: int | None = None
 
     @property
     def recipe(self) -> Recipe:
-        published = RECIPES[self.method]
-        return published if self.is_soft is None else replace(published, is_soft=self.is_soft)
+        changed = {"is_soft": self.is_soft, "depth": self.depth}
+        return replace(RECIPES[self.method], **{k: v for k, v in changed.items() if v is not None})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "../elementwise.h"
+#include "../rank.h"
 #include "../sample.h"
 #include "harness.h"
 
@@ -147,6 +148,45 @@ void check_sample(Random& random) {
   expect(row.logits[sample(row, size)] == highest, "top_k of 1 is the likeliest");
   logits.as<float>()[between(random, 0, size - 1)] = NAN;
   expect(sample(row, size) == -1, "NaN is refused");
+}
+
+// Greedy: exactly what a sort gives, with the log of its share. Drawn: scores fall, their mass is at most 1, and no token comes twice.
+void check_rank(Random& random) {
+  std::normal_distribution<float> normal;
+  const int64_t size = between(random, 1, between(random, 0, 3) ? 300 : 9000), width = between(random, 1, std::min<int64_t>(size, 40));
+  const int64_t count = between(random, width, size);
+  const Bytes logits(size * 4), tokens(width * 8), scores(width * 8);
+  const bool has_ties = between(random, 0, 1);
+  for (int64_t i = 0; i < size; ++i) {
+    const float value = 3.0f * normal(random);
+    logits.as<float>()[i] = between(random, 0, 9) ? (has_ties ? std::round(value) : value) : -INFINITY;
+  }
+  logits.as<float>()[between(random, 0, size - 1)] = 2.0f;
+  const float* x = logits.as<float>();
+  int64_t* ids = tokens.as<int64_t>();
+  double* found = scores.as<double>();
+  std::vector<int64_t> order(static_cast<size_t>(size));
+  double mass = 0.0;
+  for (int64_t i = 0; i < size; ++i) order[static_cast<size_t>(i)] = i, mass += std::exp(static_cast<double>(x[i]));
+  std::stable_sort(order.begin(), order.end(), [x](int64_t a, int64_t b) { return x[a] > x[b]; });
+  Draw draw{0.0, 0, 1.0, 0.0, random(), random(), random()};
+  likeliest(x, size, draw, width, count, false, ids, found);
+  for (int64_t i = 0; i < width; ++i) {
+    expect(ids[i] == order[static_cast<size_t>(i)], "tokens in order, the lower of equals first");
+    expect(x[ids[i]] == -INFINITY ? found[i] == -INFINITY : std::abs(found[i] - (x[ids[i]] - std::log(mass))) < 1e-5, "log-probabilities");
+  }
+  draw.temperature = 0.7, draw.top_k = between(random, 0, 20), draw.top_p = between(random, 0, 1) ? 0.8 : 1.0, draw.min_p = 0.01;
+  likeliest(x, size, draw, width, count, false, ids, found);
+  mass = 0.0;
+  for (int64_t i = 0; i < width; ++i) {
+    mass += std::exp(found[i]);
+    expect(ids[i] >= 0 && ids[i] < size && std::count(ids, ids + width, ids[i]) == 1, "a token of the vocabulary, once");
+    expect(i == 0 || found[i] <= found[i - 1], "scores fall");
+  }
+  expect(mass <= 1.0 + 1e-9 && found[0] > -INFINITY, "scores are log-probabilities");
+  logits.as<float>()[between(random, 0, size - 1)] = NAN;
+  likeliest(x, size, draw, width, count, false, ids, found);
+  expect(found[0] == -INFINITY, "NaN is refused");
 }
 
 }  // namespace harness

@@ -41,6 +41,7 @@ class Bytes {
 void check_linear(Random& random);
 void check_attention(Random& random);
 void check_elementwise(Random& random);
-void check_sample(Random& random);  // one random case each
+void check_sample(Random& random);
+void check_rank(Random& random);  // one random case each
 
 }  // namespace harness
