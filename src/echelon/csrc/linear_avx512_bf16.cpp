@@ -28,8 +28,9 @@ void multiply(const void* x, const void* w, int64_t steps, float* sums, Ahead ah
     high[r] = _mm512_load_ps(sums + r * tile + 16);
   }
   for (int64_t s = 0; s < steps; ++s) {
-    __builtin_prefetch(ahead.one + s * ahead.stride);
-    __builtin_prefetch(ahead.two + s * ahead.stride);
+    // Past the larger caches, which a weight that is read once a step would empty of everything else.
+    __builtin_prefetch(ahead.one + s * ahead.stride, 0, 0);
+    __builtin_prefetch(ahead.two + s * ahead.stride, 0, 0);
     const __m512bh first = (__m512bh)_mm512_loadu_si512(column + s * 128), second = (__m512bh)_mm512_loadu_si512(column + s * 128 + 64);
 #pragma GCC unroll 16
     for (int r = 0; r < rows; ++r) {
