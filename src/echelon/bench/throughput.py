@@ -289,14 +289,3 @@ def as_json(results: SequenceOf[Result]) -> dict[str, Any]:
 def from_json(value: dict[str, Any]) -> list[Result]:
     """The results that `as_json` wrote."""
     return [Result(**{k: v for k, v in entry.items() if k != "median"}) for entry in value["results"]]
-
-
-def as_markdown(results: SequenceOf[Result]) -> str:
-    """One line a method and batch size."""
-    lines = ["| batch | method | tokens/s (min–max) | tokens_per_step | acceptance_rate | identical |", "|---|---|---|---|---|---|"]
-    lines += [
-        f"| {r.batch_size} | {r.name} | {r.median:,.0f} ({r.spread}) | {r.tokens_per_step:.2f} | {r.acceptance_rate:.2f} "
-        f"| {r.num_identical} of {r.num_rows} rows |"
-        for r in results
-    ]
-    return "\n".join(lines)
