@@ -327,7 +327,7 @@ INLINE Tree tree_of(const AttentionCall& call, const AttentionUnit& unit) {
   return {no_tree, no_tree, nullptr};
 }
 
-// The memory of a unit, of `unit_size` floats.
+// The memory of a unit, in what `attend` has found for it.
 struct Memory {
   float *query, *staged, *columns, *values, *scores, *drafted;
   Sums section, all;
@@ -456,13 +456,17 @@ struct Unit {
   METHOD void score_few(const Places& from, int64_t k, int64_t head, float* scores, const Ahead& ahead) const {
     const float* rows[lanes];
     find_rows(from, k, head, rows);
-    constexpr int usual = 4 / Math::grain, most = 4;  // chunks of a head of 64; of 128 in pairs
+    constexpr int usual = 4 / Math::grain, large = 4;  // chunks of a head of 64; of 128 in pairs
     for (int64_t pair = 0; pair < pairs; ++pair) {
       const float* query = queries_of(head) + pair * steps;
       const Ahead then = pair == 0 ? ahead : Ahead{};
-      store(scores + pair * key_tile + k, steps == usual * lanes       ? products_of_rows<Math, usual>(rows, query, then)
-                                          : steps == most * lanes ? products_of_rows<Math, most>(rows, query, then)
-                                                                       : products_of_rows<Math>(rows, query, steps));
+      float* const to = scores + pair * key_tile + k;
+      if (steps == usual * lanes)
+        store(to, products_of_rows<Math, usual>(rows, query, then));
+      else if (steps == large * lanes)
+        store(to, products_of_rows<Math, large>(rows, query, then));
+      else
+        store(to, products_of_rows<Math>(rows, query, steps));
     }
   }
   // Against all keys of the tile.
@@ -647,9 +651,8 @@ struct Unit {
     const int64_t heads = unit.head_end - unit.head_begin, chunks = key_tile / lanes * heads;
     int64_t chunk = 0;
     for (int64_t k = 0; k < key_tile; k += lanes)
-      for (int64_t head = unit.head_begin; head < unit.head_end; ++head, ++chunk) {
+      for (int64_t head = unit.head_begin; head < unit.head_end; ++head, ++chunk)
         score_few(here, k, head, scores_of(head), come(here, next, chunk + nearest + heads - chunk / (key_tile / lanes)));
-      }
     for (int64_t head = unit.head_begin; head < unit.head_end; ++head) {
       const Ahead ahead = come(here, next, chunk + nearest + head - unit.head_begin);
       for (int64_t row = 0; row < lanes; ++row) ahead.bring(row);
@@ -660,7 +663,8 @@ struct Unit {
       for (int64_t k = 0; k < key_tile; k += lanes)
         for (int64_t head = unit.head_begin; head < unit.head_end; ++head, ++chunk) add_few(here, k, head, come(here, next, chunk + nearest + heads));
     } else {
-      for (int64_t head = unit.head_begin; head < unit.head_end; ++head) add_values(here, start, head, here, head);
+      for (int64_t head = unit.head_begin; head < unit.head_end; ++head) add_values(here, start, head, here, least(head + 1, unit.head_end - 1));
+      if (coming.part < 2) coming = {2 * chunks, 2, 0, 0};  // these values have been read
     }
     coming.chunk -= 2 * chunks;
     coming.part -= 2;
