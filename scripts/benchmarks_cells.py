@@ -18,7 +18,7 @@ from echelon.bench.prefill import PrefilledRun, Prefix, read_prefixes
 from echelon.bench.replayed import rescaled
 from echelon.bench.report import write_json
 from echelon.bench.shapes import opt, with_random_weights
-from echelon.bench.throughput import Method, default_methods, measure
+from echelon.bench.throughput import CONFIDENT, Method, default_methods, measure
 from echelon.bench.verify import Request, verify_model
 from echelon.bench.workloads import code_prompts
 from echelon.cli.verify import as_json as verified_as_json
@@ -158,14 +158,15 @@ SECONDS = {  # experiment: of a round, and of a row in it
     "histogram": (15, 0),
     "table-opt": (20, 8),
     "table-pair": (17, 7),
+    "table-confident": (10, 4),
     "rescaled": (26, 11),
     "realign-random": (10, 5),
     "realign-equal": (10, 5),
     "equality": (40, 0),
     "latency": (45, 0),
-    "gain": (60, 15),
+    "gain": (75, 20),
 }
-REPEATED = ("table-opt", "table-pair")  # what something is promised for
+REPEATED = ("table-opt", "table-pair", "table-confident")  # what something is promised for
 
 
 def num_rounds(experiment: str, batch: int) -> int:
@@ -185,8 +186,9 @@ class Bench:
         experiments: list[tuple[str, Callable[..., dict[str, Any]], tuple[int, ...]]] = [
             ("histogram", self.histogram, ()),
             ("table-opt", self.opt_table, size.table_batches),
-            ("table-pair", self.pair_table, size.table_batches),
+            ("table-pair", partial(self.pair_table, "table-pair", default_methods()[1:]), size.table_batches),
             ("gain", self.gain, size.gain_batches),
+            ("table-confident", partial(self.pair_table, "table-confident", [CONFIDENT]), tuple(b for b in size.gain_batches if b > 1)),
             ("rescaled", self.rescaled_table, size.table_batches),
             ("realign-random", partial(self.realign, True), size.realign_batches),
             ("realign-equal", partial(self.realign, False), size.realign_batches),
@@ -246,12 +248,12 @@ class Bench:
             methods += [Method(name, config, strategy) for strategy in PADDINGS]
         return [PrefilledRun(m, target, None, prefixes, self.longest(m.strategy)) for m in methods]
 
-    def pair_table(self, batch: int) -> dict[str, Any]:
+    def pair_table(self, name: str, drafting: list[Method], batch: int) -> dict[str, Any]:
         """The same on the grown pair, where drafts are real and texts can be compared."""
         prompts, prefixes = self.models.pair
-        methods = [Method("plain", None), *(Method(m.name, m.config, s) for m in default_methods()[1:] for s in PADDINGS)]
+        methods = [Method("plain", None), *(Method(m.name, m.config, s) for m in drafting for s in PADDINGS)]
         runs = [PrefilledRun(m, self.models.grown, self.models.draft, prefixes, self.longest(m.strategy)) for m in methods]
-        return self._table(self.models.grown, prompts[:batch], runs, num_rounds("table-pair", batch))
+        return self._table(self.models.grown, prompts[:batch], runs, num_rounds(name, batch))
 
     def longest(self, strategy: str) -> int:
         """Slots of a row: where keys and values are padded every step may leave 7 dead ones, as EMS-SD reserves."""
@@ -264,7 +266,8 @@ class Bench:
     def gain(self, batch: int) -> dict[str, Any]:
         """What speculation brings where places never stay empty: code continuation on the grown pair, rows enter as others finish."""
         prompts = self.models.source(self.models.grown, 4 * batch, self.size.gain_prompt_tokens, is_ragged=False)
-        return self._measured(self.models.grown, default_methods(), prompts, self.size.gain_tokens, batch, num_rounds("gain", batch))
+        methods = [*default_methods(), CONFIDENT]
+        return self._measured(self.models.grown, methods, prompts, self.size.gain_tokens, batch, num_rounds("gain", batch))
 
     def realign(self, is_ragged: bool, batch: int) -> dict[str, Any]:
         """EQSPEC, EXSPEC and ours with the draft model: rows enter as others finish, prompts of random or of equal lengths."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -20,8 +21,13 @@ from transformers import (
 )
 
 import toys
-from echelon.bench.inflate import Growth, inflate, plan_growth
+from echelon import LLM, SamplingParams
+from echelon.bench.inflate import Growth, inflate, inflate_head, plan_growth, untied
+from echelon.draft import Draft
 from echelon.errors import ConfigError, UnsupportedModelError
+from echelon.heads.loading import build_head
+from echelon.sequence import PlannedRow
+from echelon.target.loading import adopt_model
 
 COMMON = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 32}
 LLAMA = COMMON | {"intermediate_size": 48, "num_key_value_heads": 2}
@@ -82,3 +88,70 @@ def test_refusals_name_the_remedy() -> None:
         inflate(model, Growth(3, 2))
     with pytest.raises(ConfigError, match="only adds"):
         inflate(model, Growth(2, 1))
+
+
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "medusa": ("medusa", {"own_output": True}),
+    "medusa with the target's output": ("medusa", {"num_layers": 2}),
+    "clover": ("clover", {"own_rows": False}),
+    "clover with rows of its own": ("clover", {"own_rows": True}),
+    "clover without attention": ("clover", {"own_rows": False, "attention_decoder": False}),
+    "clover without blocks": ("clover", {"augmenting": False, "regressive": False, "attention_decoder": False}),
+    "clover2": ("clover2", {"own_rows": False}),
+    "clover2 with rows of its own": ("clover2", {"own_rows": True}),
+    "eagle": ("eagle", {"bias": True}),
+    "eagle3": ("eagle3", {"draft_vocab_size": 40}),
+    "eagle3 with the norm before": ("eagle3", {"draft_vocab_size": 64, "norm_before_residual": True}),
+}
+
+
+def a_head(name: str, target: Any) -> Any:
+    """A head with random weights everywhere."""
+    method, options = HEADS[name]
+    built: Any = build_head(method, target, **options).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(5)
+    for tensor in [*built.parameters(), *(b for n, b in built.named_buffers() if n == "rows")]:
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3 + (tensor.ndim == 1))
+    return built
+
+
+def drafts(target: Any, own: Any) -> list[tuple[list[int], list[int]]]:
+    """Every draft of every row while `target` generates greedily with this head."""
+    config = {"method": own.method, "tree": "dynamic", "num_speculative_tokens": 9, "tree_top_k": 3, "tree_depth": 3}
+    llm = LLM(adopt_model(target, None, "toy"), config, draft_head=own, max_num_seqs=3, kv_cache_memory_bytes=1 << 22)
+    propose = llm.engine.drafter.propose
+    found: list[tuple[list[int], list[int]]] = []
+
+    def noted(rows: list[PlannedRow]) -> Draft:
+        draft = propose(rows)
+        found.extend((draft.row(i), draft.row_parents(i)) for i in range(draft.num_rows))
+        return draft
+
+    llm.engine.drafter.propose = noted  # type: ignore[method-assign]
+    llm.generate([[5, 6, 7], [8], [9, 10, 11, 12, 13]], SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
+    return found
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("name", HEADS)
+def test_a_grown_head_drafts_the_same(name: str, width: int) -> None:
+    model = untied(build("llama-tied"))
+    own = a_head(name, model)
+    grown = inflate(model, Growth(width, 3))
+    wide = inflate_head(own, grown, width)
+    expected = drafts(copy.deepcopy(model), own)
+    assert sum(len(tokens) for tokens, _ in expected) > 50
+    assert drafts(grown, wide) == expected
+
+
+def test_a_head_does_not_grow_beside_a_tied_target() -> None:
+    model = build("llama-tied")
+    with pytest.raises(ConfigError, match="untie it"):
+        inflate_head(a_head("eagle", model), inflate(model, Growth(2, 2)), 2)
+
+
+def test_an_untied_copy_says_the_same() -> None:
+    model = build("llama-tied")
+    tokens = torch.arange(9)[None]
+    assert torch.equal(untied(model)(tokens).logits, model(tokens).logits)
+    assert untied(model).get_output_embeddings().weight is not model.get_input_embeddings().weight

@@ -57,13 +57,14 @@ def _scheduler(config: EngineConfig, spec: SpeculativeConfig | None, storage: St
 def _drafter(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, head: TappedHead | None) -> Drafter:
     vocab_size = storage.runners[0].loaded.vocab_size
     if head is not None:
-        return HeadDrafter(head, growth_of(spec, head.depth), storage.head_cache)
+        return HeadDrafter(head, growth_of(spec, head.depth), storage.head_cache, spec.min_score)
     if spec.method == "ngram":
         return NgramDrafter(spec)
     if spec.method == "replay":
         logger.warning("method 'replay' accepts what it is told: the speed is that of a real run, the text is meaningless")
         return ReplayDrafter(spec, vocab_size)
-    return DraftModelDrafter(storage.runners[1], config.max_num_batched_tokens, vocab_size, spec.acceptance == "rejection")
+    keeps_probs = spec.acceptance == "rejection"
+    return DraftModelDrafter(storage.runners[1], config.max_num_batched_tokens, vocab_size, keeps_probs, spec.min_score)
 
 
 def _acceptance(spec: SpeculativeConfig) -> Acceptance:

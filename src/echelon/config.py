@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
@@ -39,13 +40,17 @@ class Settings(BaseModel):
 
 
 class SpeculativeConfig(Settings):
-    """What proposes tokens. Keys are vLLM's; `prompt_lookup_source` and `acceptance` are ours.
+    """What proposes tokens. Keys are vLLM's; `prompt_lookup_source`, `acceptance` and `confidence_threshold` are ours.
 
     `ngram` is LLMA (Yang et al. 2023): the last `prompt_lookup_max` tokens down to `prompt_lookup_min` are looked up in the source,
     and what followed them there is proposed. `draft_model` runs the small model in `model`. `acceptance="exact"` keeps a drafted token if
     plain decoding would choose it: the same text. `"rejection"` (Leviathan et al. 2023) keeps the distribution, not the text.
     `"typical"` (Cai et al. 2024) keeps neither and is LOSSY: at a temperature above 0 a drafted token stays if its probability exceeds
     min(`posterior_threshold`, `posterior_alpha` · exp(−entropy)).
+
+    With `confidence_threshold` above 0 a model or head drafts a token only where the probability, as it sees it, that this token and all
+    before it in the draft are chosen is at least that: drafts of unequal length, and no work for tokens unlikely to be kept.
+    (`assistant_confidence_threshold` of transformers compares the last token's alone, and applies to one sequence.)
 
     `medusa`, `clover`, `clover2`, `eagle` and `eagle3` run the head in the folder `model`. `tree` shapes what it drafts:
     `chain`: one path of `num_speculative_tokens`. `static`: the paths of ranks in `speculative_token_tree` (a list, or as in vLLM a string
@@ -64,6 +69,7 @@ class SpeculativeConfig(Settings):
     prompt_lookup_min: int = Field(default=1, ge=1, le=16)
     prompt_lookup_source: Literal["prompt", "prompt_and_output"] = "prompt_and_output"
     acceptance: Literal["exact", "rejection", "typical"] = "exact"
+    confidence_threshold: float = Field(default=0.0, ge=0.0, lt=1.0)
     posterior_threshold: float = Field(default=0.09, gt=0.0, lt=1.0)
     posterior_alpha: float = Field(default=0.3, gt=0.0, lt=1.0)
     tree: Literal["chain", "static", "dynamic"] = "chain"
@@ -103,6 +109,16 @@ class SpeculativeConfig(Settings):
             raise ValueError(f"tree = {self.tree!r} belongs to {', '.join(HEADS)}; method {self.method!r} drafts chains: leave it out")
         if self.speculative_token_tree is not None and self.tree != "static":
             raise ValueError("speculative_token_tree needs tree = 'static'; set it, or leave the paths out")
+        if self.confidence_threshold and self.method in ("ngram", "replay"):
+            raise ValueError(
+                f"confidence_threshold = {self.confidence_threshold} needs a drafter with probabilities, and {self.method!r} has none: "
+                "leave it out"
+            )
+        if self.confidence_threshold and self.acceptance == "rejection":
+            raise ValueError(
+                "confidence_threshold would choose among drawn tokens, and acceptance = 'rejection' keeps the distribution only if nothing "
+                "does; leave one of them out"
+            )
         if self.method == "replay" and self.acceptance != "exact":
             raise ValueError(f"method 'replay' accepts what it is told, so acceptance = {self.acceptance!r} has no meaning; leave it out")
         return self
@@ -111,6 +127,11 @@ class SpeculativeConfig(Settings):
     def acceptance_name(self) -> str:
         """What reports call the rule by which drafted tokens are kept."""
         return f"{self.acceptance} (LOSSY)" if self.acceptance == "typical" else self.acceptance
+
+    @property
+    def min_score(self) -> float:
+        """The logarithm of `confidence_threshold`."""
+        return math.log(self.confidence_threshold) if self.confidence_threshold else -math.inf
 
     @property
     def is_head(self) -> bool:

@@ -42,10 +42,12 @@ class Forest:
 
     rows, tokens, parents, depths int64[C], scores float64[C]; a root has depth 0, score 0 and no parent (−1)
     max_tokens, max_depth         int64[B]: drafted nodes a row may have, and drafted tokens on one path
+    min_score                     no path with a lower one
     kinds                         int64[C]: for the growth to note what a node is
     """
 
-    def __init__(self, max_tokens: Sequence[int], max_depth: Sequence[int]) -> None:
+    def __init__(self, max_tokens: Sequence[int], max_depth: Sequence[int], min_score: float = -np.inf) -> None:
+        self.min_score = min_score
         self.max_tokens, self.max_depth = np.asarray(max_tokens, np.int64), np.asarray(max_depth, np.int64)
         self.rows = self.tokens = self.parents = self.depths = self.kinds = np.zeros(0, np.int64)
         self.scores = np.zeros(0)
@@ -122,8 +124,9 @@ def best(rows: Int64, scores: Float64, depths: Int64, limits: Int64) -> Bool:
 
 
 def _joint(forest: Forest, nodes: Int64, tokens: Int64, scores: Float64) -> tuple[Int64, Int64, Float64]:
-    """Every possible child as (parent, token, score of the path), flat and in order; impossible ones have the score −∞."""
+    """Every possible child as (parent, token, score of the path), flat and in order; those that may not be have the score −∞."""
     joint = forest.scores[nodes][:, None] + np.minimum(np.nan_to_num(scores, nan=-np.inf, neginf=-np.inf), 0.0)
+    joint[joint < forest.min_score] = -np.inf
     return np.repeat(nodes, tokens.shape[1]), tokens.ravel(), joint.ravel()
 
 
@@ -138,9 +141,8 @@ class StaticTree:
     Published lists are sorted by length first; one that comes from `best_paths` is best cut anywhere.
     """
 
-    only_ranks = True
-
-    def __init__(self, paths: Sequence[Sequence[int]]) -> None:
+    def __init__(self, paths: Sequence[Sequence[int]], only_ranks: bool = True) -> None:
+        self.only_ranks = only_ranks
         given = [tuple(int(r) for r in path) for path in paths]
         places = {path: i for i, path in enumerate(given)}
         for i, path in enumerate(given):
@@ -180,8 +182,8 @@ class StaticTree:
         return np.ones(len(forest), np.bool_)
 
 
-def chain(length: int) -> StaticTree:
-    return StaticTree([(0,) * (i + 1) for i in range(length)])
+def chain(length: int, only_ranks: bool = True) -> StaticTree:
+    return StaticTree([(0,) * (i + 1) for i in range(length)], only_ranks)
 
 
 class BestFirst:
@@ -236,9 +238,9 @@ class LevelByLevel:
     def grow(self, forest: Forest, nodes: Int64, tokens: Int64, scores: Float64) -> Int64:
         share = np.exp(np.nan_to_num(scores, nan=-np.inf, neginf=-np.inf))
         before = np.cumsum(share, 1) - share
-        is_possible = (before < self._top_p - 1e-9) & (share >= self.QUARTER * share[:, :1]) & (share > 0)
+        is_possible = (before < self._top_p - 1e-9) & (share >= self.QUARTER * share[:, :1])
         parents, flat, joint = _joint(forest, nodes, tokens, scores)
-        at = np.flatnonzero(is_possible.ravel())
+        at = np.flatnonzero(is_possible.ravel() & np.isfinite(joint))
         left = forest.max_tokens - forest.counts()
         at = at[best(forest.rows[parents[at]], joint[at], forest.depths[parents[at]], left)]
         new = forest.add(parents[at], flat[at], joint[at])
@@ -257,15 +259,15 @@ def growth_of(config: SpeculativeConfig, max_depth: int | None) -> Growth:
     ConfigError  the configured paths are no tree
     """
     count, is_clover = config.num_speculative_tokens, config.method in ("clover", "clover2")
-    longest = 64 if max_depth is None else max_depth
+    longest, only_ranks = 64 if max_depth is None else max_depth, not config.confidence_threshold
     if config.tree == "chain":
-        return chain(min(count, longest))
+        return chain(min(count, longest), only_ranks)
     if config.tree == "dynamic":
         depth = min(config.tree_depth, longest)
         return LevelByLevel(config.tree_top_p, config.tree_top_k, depth) if is_clover else BestFirst(config.tree_top_k, depth)
     paths = config.speculative_token_tree or (MEDUSA_63 if config.method == "medusa" else EAGLE_25)
     try:
-        return StaticTree([p for p in paths[:count] if len(p) <= longest])
+        return StaticTree([p for p in paths[:count] if len(p) <= longest], only_ranks)
     except ValueError as error:
         raise ConfigError(f"speculative_token_tree: {error}") from error
 

@@ -17,10 +17,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from echelon.errors import ConfigError, UnsupportedModelError
+from echelon.heads.base import Head
+from echelon.heads.clover import CloverHead
+from echelon.heads.loading import shared_parts
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
 LARGEST_HIDDEN = 2048  # `plan_growth` widens up to here, then deepens
 WIDENED = ("hidden_size", "intermediate_size", "ffn_dim", "num_attention_heads", "num_key_value_heads")
+TABLES = ("rows", "clover_embed_tokens.weight")  # of a head: a row a token
+HEAD_OUTPUTS = ("lm_head.", "outputs.")  # of a head: logits
 RESIDUAL_OUTPUTS = ("o_proj", "down_proj", "out_proj", "fc2")
 
 
@@ -126,6 +131,59 @@ def _grown(model: PreTrainedModel, name: str, tensor: Tensor, width: int, tied: 
     if ".q_norm." in name or ".k_norm." in name:  # per head, and heads keep their size
         return tensor
     return tensor.repeat(width, width) / width if tensor.ndim == 2 else tensor.repeat(width)
+
+
+def untied(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy whose output layer holds weights of its own: grown, its last hidden state is that of the original, repeated."""
+    config = copy.deepcopy(model.config)
+    config.tie_word_embeddings = False
+    state = model.state_dict() | {"lm_head.weight": model.get_output_embeddings().weight.detach().clone()}
+    out: PreTrainedModel = type(model).from_pretrained(None, config=config, state_dict=state, dtype=model.dtype)
+    out.generation_config = copy.deepcopy(model.generation_config)
+    return out.eval()
+
+
+def inflate_head(head: Any, target: PreTrainedModel, width: int) -> Head:
+    """A new head with the function of `head`, which was made for a model whose growth by `width` is `target`, an untied one.
+
+    Raises
+    ------
+    ConfigError   the target ties its output layer to its embedding, so its last hidden state is scaled
+    """
+    if target.config.tie_word_embeddings:
+        raise ConfigError("heads grow beside a target with an output layer of its own; untie it before it is grown")
+    config = copy.deepcopy(head.config)
+    for key in WIDENED:
+        if key in config.to_dict():
+            setattr(config, key, getattr(config, key) * width)
+    grown: Head = type(head)(config, shared_parts(target), head.options)
+    state = {name: _grown_head(name, tensor, width, head.config.hidden_size) for name, tensor in head.state_dict().items()}
+    if isinstance(head, CloverHead) and head.options.regressive:
+        _undo_normalisation(state, width)
+    grown.load_state_dict(state)
+    return grown.to(next(head.parameters()).dtype).eval().requires_grad_(False)
+
+
+def _grown_head(name: str, tensor: Tensor, width: int, hidden: int) -> Tensor:
+    """One tensor of a wide head; an input that is several hidden states side by side has each of them repeated."""
+    if name in ("d2t", "t2d"):
+        return tensor
+    if tensor.ndim == 1:
+        return tensor.repeat(width)
+    if name in TABLES:
+        return tensor.repeat(1, width)
+    joined = tensor.shape[1] // hidden if not any(f".{part}." in name for part in RESIDUAL_OUTPUTS) else 1
+    columns = torch.cat([part.repeat(1, width) for part in tensor.chunk(joined, 1)], 1) / width
+    return columns if name.startswith(HEAD_OUTPUTS) else columns.repeat(width, 1)
+
+
+def _undo_normalisation(state: dict[str, Tensor], width: int) -> None:
+    """Clover's cell reads rows of length 1; repeated and then normalised they are shorter by the root of `width`."""
+    for name in ("cell.k.weight", "cell.v.weight"):
+        if name in state:
+            state[name] *= width**0.5
+    if "cell.linear.weight" in state:
+        state["cell.linear.weight"].chunk(2, 1)[1].mul_(width**0.5)
 
 
 def describe(model: Any) -> str:

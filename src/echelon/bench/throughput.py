@@ -24,7 +24,7 @@ from echelon.target.loading import LoadedModel
 
 Prompts = SequenceOf[SequenceOf[int]]
 HEAD_TOKENS = 2  # with the second token a draft model has read the prompt as well
-DRAFTERS = {"none": "plain", "ngram": "LLMA", "draft_model": "draft model", "replay": "replay"}
+DRAFTERS = {"none": "plain", "ngram": "LLMA", "draft_model": "draft model", "confident": "confident draft model", "replay": "replay"}
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,10 @@ class Method:
     name: str
     config: Mapping[str, Any] | None
     strategy: str = "unpadded"
+
+
+# drafts end where the draft model is no longer sure, of unequal length as LLMA's
+CONFIDENT = Method(DRAFTERS["confident"], {"method": "draft_model", "num_speculative_tokens": 7, "confidence_threshold": 0.3})
 
 
 def default_methods(num_ngram_tokens: int = 7, num_draft_tokens: int = 4) -> list[Method]:
@@ -53,6 +57,7 @@ def methods_of(
         if unknown := [n for n in names if n not in known]:
             raise ConfigError(f"there is no {kind} {unknown[0]!r} here; known: {', '.join(known)}")
     configs = {m.name: m.config for m in default_methods(num_ngram_tokens, num_draft_tokens)}
+    configs[CONFIDENT.name] = CONFIDENT.config
     configs["replay"] = {"method": "replay", "num_speculative_tokens": num_ngram_tokens, **replay}
     found = [Method("plain", None)]
     found += [Method(DRAFTERS[d], configs[DRAFTERS[d]], s) for d in drafters for s in strategies]

@@ -11,7 +11,7 @@ import typer
 from echelon import ConfigError, SamplingParams
 from echelon.bench.peers import MODES, Peer, PeerResult, as_markdown, job, measure_peers
 from echelon.bench.report import described
-from echelon.bench.throughput import default_methods, environment, measure, plain_outputs
+from echelon.bench.throughput import CONFIDENT, default_methods, environment, measure, plain_outputs
 from echelon.cli.measured import (
     BatchSizesOption,
     DraftLengthOption,
@@ -61,12 +61,13 @@ def peers(
     prompts = prompts_of(target, workload, input, num_prompts, prompt_tokens)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     methods = [m for m in default_methods(num_draft_tokens=num_speculative_tokens) if m.name in {MODES[c] for c in chosen}]
+    methods += [CONFIDENT] if "draft_model" in chosen else []
     lookup, threads = default_methods()[1].config or {}, torch.get_num_threads()
     tasks = [
         job(model, draft_model, prompts, m, b, max_tokens, rounds, threads, lookup, num_speculative_tokens) for b in sizes for m in chosen
     ]
     with progress_bar() as progress:
-        task = progress.add_task("plain decoding, row by row", total=len(tasks) * (rounds + len(others)))
+        task = progress.add_task("plain decoding, row by row", total=len(sizes) * len(methods) * rounds + len(tasks) * len(others))
 
         def done(name: str) -> None:
             progress.update(task, advance=1, description=name)

@@ -46,7 +46,10 @@ def throughput(
     parameters: ParametersOption = 0,
     strategies: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(STRATEGIES)}.")] = "unpadded,padded,realign",
     drafters: Annotated[
-        str, typer.Option(help="Comma-separated, of ngram, draft_model, replay, none (plain decoding in every strategy).")
+        str,
+        typer.Option(
+            help="Comma-separated, of ngram, draft_model, confident (a draft model that stops where it is not sure), replay, none."
+        ),
     ] = "ngram,draft_model",
     batch_sizes: BatchSizesOption = "1,4,8,16",
     workload: WorkloadOption = "continue",

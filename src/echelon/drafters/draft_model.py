@@ -11,6 +11,7 @@ everything (two tokens behind), a step without a draft and a row that comes back
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,10 +21,30 @@ from torch import Tensor
 
 from echelon.batch import Span
 from echelon.draft import Draft
+from echelon.ops.rank import likeliest, processed
 from echelon.ops.sample import Place, choose
+from echelon.sampling import Sampler
 from echelon.sequence import PlannedRow
 from echelon.target.runner import ModelRunner
 from echelon.verify import Verdict, argmax_rows
+
+
+@dataclass
+class _Chain:
+    """What is drafted of a row: `tokens`, the distribution that each was drawn from where rejection asks, the joint log-probability."""
+
+    row: PlannedRow
+    tokens: list[int] = field(default_factory=list)
+    probs: list[NDArray[np.float64]] = field(default_factory=list)
+    score: float = 0.0
+
+    @property
+    def text(self) -> SequenceOf[int]:
+        return self.row.sequence.tokens
+
+    @property
+    def sampler(self) -> Sampler:
+        return self.row.sequence.sampler
 
 
 class DraftModelDrafter:
@@ -31,48 +52,56 @@ class DraftModelDrafter:
 
     taps: tuple[str, ...] = ()
 
-    def __init__(self, runner: ModelRunner, max_num_batched_tokens: int, vocab_size: int, keeps_probs: bool = False) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        max_num_batched_tokens: int,
+        vocab_size: int,
+        keeps_probs: bool = False,
+        min_score: float = -np.inf,
+    ) -> None:
         self._runner = runner
         self._vocab_size = vocab_size  # the target's
         self._keeps_probs = keeps_probs  # rejection compares distributions
+        self._min_score = min_score  # of a draft, its joint log-probability
         self._max_num_batched_tokens = max_num_batched_tokens
 
     def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
-        proposals: list[list[int]] = [[] for _ in rows]
-        probs: list[list[NDArray[np.float64]]] = [[] for _ in rows]
-        active = [i for i, row in enumerate(rows) if row.max_draft_tokens > 0]
-        self._catch_up([rows[i] for i in active])
+        chains = [_Chain(row) for row in rows]
+        active = [c for c in chains if c.row.max_draft_tokens > 0]
+        self._catch_up([c.row for c in active])
         while active:
-            logits = self._feed(rows, proposals, active)
-            chosen = list(zip(active, self._choose(rows, proposals, probs, active, logits), strict=True))
-            for i, token in chosen:
-                proposals[i] += [token] if token >= 0 else []
-            active = [i for i, token in chosen if token >= 0 and len(proposals[i]) < rows[i].max_draft_tokens]
-        flat = [p for row in probs for p in row]
-        return Draft.chains(proposals, np.stack(flat) if flat else None)
+            logits = self._feed(active)
+            chosen = self._choose(active, logits) if self._min_score == -np.inf else self._choose_likely(active, logits)
+            for chain, token in zip(active, chosen, strict=True):
+                chain.tokens += [token] if token >= 0 else []
+            active = [c for c, token in zip(active, chosen, strict=True) if token >= 0 and len(c.tokens) < c.row.max_draft_tokens]
+        flat = [p for c in chains for p in c.probs]
+        return Draft.chains([c.tokens for c in chains], np.stack(flat) if flat else None)
 
-    def _choose(
-        self,
-        rows: SequenceOf[PlannedRow],
-        proposals: list[list[int]],
-        probs: list[list[NDArray[np.float64]]],
-        active: list[int],
-        logits: Tensor,
-    ) -> list[int]:
-        """The next token of every active row, with the target's noise; logits [len(active), V]. −1 where a request's own parameters or
+    def _choose(self, chains: SequenceOf[_Chain], logits: Tensor) -> list[int]:
+        """The next token of every chain, with the target's noise; logits [len(chains), V]. −1 where a request's own parameters or
         processors fail: its draft ends there, and the target settles it.
         """
-        samplers = [rows[i].sequence.sampler for i in active]
         tokens: list[int] = argmax_rows(logits).tolist()
-        drawn = [n for n, sampler in enumerate(samplers) if not sampler.is_argmax]
-        places = [Place(samplers[n], logits[n].float().numpy(), rows[active[n]].sequence.tokens, proposals[active[n]]) for n in drawn]
+        drawn = [n for n, c in enumerate(chains) if not c.sampler.is_argmax]
+        places = [Place(chains[n].sampler, logits[n].float().numpy(), chains[n].text, chains[n].tokens) for n in drawn]
         for n, token in zip(drawn, choose(places, {}), strict=True):
             tokens[n] = token
         if self._keeps_probs:
-            for n, (i, values) in enumerate(zip(active, logits.float().numpy(), strict=True)):
-                if tokens[n] >= 0:
-                    probs[i].append(samplers[n].probabilities(values, rows[i].sequence.tokens, proposals[i]))
+            for c, token, values in zip(chains, tokens, logits.float().numpy(), strict=True):
+                if token >= 0:
+                    c.probs.append(c.sampler.probabilities(values, c.text, c.tokens))
         return tokens
+
+    def _choose_likely(self, chains: SequenceOf[_Chain], logits: Tensor) -> list[int]:
+        """The same where drafts end for want of confidence: −1 there too."""
+        samplers = [c.sampler for c in chains]
+        logits = processed(logits, samplers, [c.text for c in chains], [c.tokens for c in chains])
+        tokens, scores = likeliest(logits, samplers, [len(c.text) + len(c.tokens) for c in chains], 1)
+        for chain, score in zip(chains, scores[:, 0].tolist(), strict=True):
+            chain.score += score
+        return [token if c.score >= self._min_score else -1 for c, token in zip(chains, tokens[:, 0].tolist(), strict=True)]
 
     def _catch_up(self, rows: SequenceOf[PlannedRow]) -> None:
         """Feed prompts in pieces until every row lacks no more than one batch holds; the last pass belongs to `_feed`."""
@@ -85,12 +114,12 @@ class DraftModelDrafter:
         piece = self._readable(tokens[start : start + limit])
         return Span(row.sequence.id, start, piece, 0, len(tokens)) if len(tokens) - start > limit else None
 
-    def _feed(self, rows: SequenceOf[PlannedRow], proposals: list[list[int]], active: list[int]) -> Tensor:
-        """One pass over the active rows: logits [len(active), V] after each row's last known or drafted token."""
+    def _feed(self, chains: SequenceOf[_Chain]) -> Tensor:
+        """One pass: logits [len(chains), V] after each chain's last known or drafted token."""
         spans = []
-        for i in active:
-            sequence, start = rows[i].sequence, self._runner.num_cached(rows[i].sequence.id)
-            known = sequence.tokens[start:] + proposals[i][max(0, start - len(sequence)) :]
+        for chain in chains:
+            sequence, start = chain.row.sequence, self._runner.num_cached(chain.row.sequence.id)
+            known = sequence.tokens[start:] + chain.tokens[max(0, start - len(sequence)) :]
             spans.append(Span(sequence.id, start, self._readable(known), 1, len(sequence)))
         return self._widened(self._runner.feed(spans))
 

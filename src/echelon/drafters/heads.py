@@ -19,12 +19,12 @@ from torch import Tensor
 from echelon.batch import RaggedBatch, Span
 from echelon.config import EngineConfig, SpeculativeConfig
 from echelon.draft import Draft
-from echelon.errors import ConfigError, EchelonError
+from echelon.errors import ConfigError
 from echelon.heads.base import Head
 from echelon.heads.loading import load_head
 from echelon.kv.cache import KVCache, LayerShape
 from echelon.layouts import unpadded
-from echelon.ops.rank import likeliest
+from echelon.ops.rank import likeliest, processed
 from echelon.sequence import PlannedRow
 from echelon.stats import Load, Usage
 from echelon.target.attention import STEP_KEYWORD, CachedStep, RecordingStep
@@ -118,18 +118,19 @@ def tapped_head(head: Head, target: LoadedModel) -> TappedHead:
 class HeadDrafter:
     """`head` proposes trees that `growth` shapes. `cache` is the head's own where it has attention layers; its tables are among the
     scheduler's, with as many slots reserved as in the target's. `usage` counts its passes: one a reading of what was kept, with which the
-    first level of the tree comes, and one for every deeper level.
+    first level of the tree comes, and one for every deeper level. No path has a joint log-probability below `min_score`.
     """
 
-    def __init__(self, tapped: TappedHead, growth: Growth, cache: KVCache | None) -> None:
+    def __init__(self, tapped: TappedHead, growth: Growth, cache: KVCache | None, min_score: float = -np.inf) -> None:
         assert bool(tapped.shapes) == (cache is not None)
         self.taps, self.cache, self.head, self.growth, self.extends = tapped.taps.names, cache, tapped.head, growth, tapped.extends
-        self._dtype, self.usage = tapped.dtype, Usage()
+        self._dtype, self._min_score, self.usage = tapped.dtype, min_score, Usage()
         self._states: dict[int, tuple[int, Tensor]] = {}  # row → tokens that its last state knows, and the state [s]
 
     @torch.inference_mode()
     def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
-        forest = Forest([row.max_draft_tokens for row in rows], [min(row.max_draft_depth, self.growth.depth) for row in rows])
+        depths = [min(row.max_draft_depth, self.growth.depth) for row in rows]
+        forest = Forest([row.max_draft_tokens for row in rows], depths, self._min_score)
         active = [i for i, row in enumerate(rows) if self._may_draft(row)]
         nodes = forest.plant(active)
         if active:
@@ -240,21 +241,12 @@ class _Frontier:
         samplers = [self._rows[r].sequence.sampler for r in self._forest.rows[nodes]]
         positions = [len(self._rows[r].sequence) + depth for r in self._forest.rows[nodes]]
         if any(s.changes_logits for s in samplers):
-            return likeliest(self._processed(logits[torch.from_numpy(self._at)], nodes), samplers, positions, growth.width)
+            texts = [self._rows[r].sequence.tokens for r in self._forest.rows[nodes]]
+            paths = [self._forest.path(node) for node in nodes]
+            return likeliest(processed(logits[torch.from_numpy(self._at)], samplers, texts, paths), samplers, positions, growth.width)
         _, first = np.unique(self._at, return_index=True)  # one node of every state; all of its nodes have one row and depth
         tokens, scores = likeliest(logits, [samplers[i] for i in first], [positions[i] for i in first], growth.width, growth.only_ranks)
         return tokens[self._at], scores[self._at]
-
-    def _processed(self, logits: Tensor, nodes: Int64) -> Tensor:
-        """Through each request's own parameters, its path counted; −∞ where these fail: the draft ends there, and the target settles it."""
-        out = logits.float().clone()
-        for i, node in enumerate(nodes.tolist()):
-            sequence = self._rows[self._forest.rows[node]].sequence
-            try:
-                out[i] = torch.from_numpy(sequence.sampler.checked(out[i].numpy(), sequence.tokens, self._forest.path(node)))
-            except EchelonError:
-                out[i] = -torch.inf
-        return out
 
     def extend(self, nodes: Int64, depth: int) -> None:
         """Go on from `nodes`, children of the frontier's, rows together."""

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from echelon.errors import EchelonError
 from echelon.ops.compiled import is_built, kernels
 from echelon.sampling import Sampler, noise_at, noise_key
 
@@ -50,6 +51,21 @@ def likeliest(
         positions,
     )
     return tokens.numpy(), scores.numpy()
+
+
+def processed(logits: Tensor, samplers: Sequence[Sampler], texts: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]) -> Tensor:
+    """float32 [M, V] as each request's own parameters make them, its text and then its drafted path counted; −∞ where these fail: the draft
+    ends there, and the target settles it. Without such parameters the logits themselves.
+    """
+    if not any(s.changes_logits for s in samplers):
+        return logits
+    out = logits.float().clone()
+    for i, (sampler, text, path) in enumerate(zip(samplers, texts, paths, strict=True)):
+        try:
+            out[i] = torch.from_numpy(sampler.checked(out[i].numpy(), text, path))
+        except EchelonError:
+            out[i] = -torch.inf
+    return out
 
 
 def by_framework(
