@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint prove pair bench soak sanitize clean
+.PHONY: demo test lint prove pair heads bench soak sanitize clean
 
 demo: $(READY)
 	$(BIN)/python -m echelon.demo
@@ -20,6 +20,13 @@ lint: $(READY)
 # Train the embedded pair again (about two hours on two cores; resumable).
 pair: $(READY)
 	$(BIN)/python -m echelon.train.pair src/echelon/demo/pair
+
+# Heads of every kind for the embedded target (about 15 minutes each on two cores; resumable), which the benchmarks draw curves of.
+HEADS := medusa clover clover2 eagle eagle3
+STEPS ?= 1500
+heads: $(READY)
+	for method in $(HEADS); do $(BIN)/echelon train src/echelon/demo/pair/target --method $$method --steps $(STEPS) \
+	  --data build/heads/data --out build/heads/$$method || exit 1; done
 
 # The table of the README, the overhead of a step, the kernels beside the machine's own rates.
 bench: $(READY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -11,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from echelon import LLM, SamplingParams, SpeculativeConfig
-from echelon.bench.inflate import inflate, plan_growth
+from echelon import LLM, ConfigError, SamplingParams, SpeculativeConfig
+from echelon.bench.inflate import Growth, inflate, inflate_head, plan_growth, untied
 from echelon.bench.latency import measure_latency
 from echelon.bench.prefill import PrefilledRun, Prefix, read_prefixes
 from echelon.bench.replayed import rescaled
@@ -22,7 +23,9 @@ from echelon.bench.throughput import CONFIDENT, Method, default_methods, measure
 from echelon.bench.verify import Request, verify_model
 from echelon.bench.workloads import code_prompts
 from echelon.cli.verify import as_json as verified_as_json
+from echelon.config import HEADS
 from echelon.demo import DRAFT, TARGET, held_out_files
+from echelon.heads.loading import build_head, load_head, save_head
 from echelon.target.loading import LoadedModel, adopt_model, load_model, load_plain
 
 PADDINGS = ("padded", "padded-inputs", "padded-kv", "unpadded")  # EMS-SD's columns: vanilla, unpad KV only, unpad inputs only, both
@@ -30,6 +33,11 @@ REALIGNMENTS = ("unpadded", "realign", "same-length")
 LAWS = (2.0, 3.0, 4.2)  # tokens_per_step that the measured histogram is moved to
 
 
+TRAINED = Path(__file__).parents[1] / "build" / "heads"  # `make heads` leaves them there, a folder a method
+HEAD_TREES = {
+    "chain": {"tree": "chain", "num_speculative_tokens": 4},
+    "tree": {"tree": "dynamic", "num_speculative_tokens": 12, "tree_top_k": 4, "tree_depth": 5},
+}
 OPT_TEXTS = 4  # random prompts are beginnings of these
 TWICE_UP_TO = 8  # larger batches have long steps that vary little: one round
 
@@ -89,7 +97,7 @@ class Models:
     """Everything that several cells need, made when first asked for, and kept: together the models take about 7 GB."""
 
     def __init__(self, size: Size, scratch: Path) -> None:
-        self.size, self.scratch = size, scratch
+        self.size, self.scratch = size, scratch  # what is written there lasts as long as the run
 
     @cached_property
     def target(self) -> LoadedModel:
@@ -114,6 +122,28 @@ class Models:
         plain, tokenizer = load_plain(str(TARGET))
         grown = inflate(plain, plan_growth(plain, parameters))
         return adopt_model(grown, tokenizer, f"embedded target at {parameters / 1e9:.1f} B", keep_weights=False)
+
+    @cached_property
+    def with_heads(self) -> tuple[LoadedModel, dict[str, str]]:
+        """The grown target with an output layer of its own, and the folder of the grown head of every method.
+
+        Raises
+        ------
+        ConfigError  a head has not been trained yet; a small run takes untrained ones
+        """
+        plain, tokenizer = load_plain(str(TARGET))
+        plain = untied(plain)
+        parameters = self.size.pair_parameters
+        growth = plan_growth(plain, parameters) if parameters else Growth(1, plain.config.num_hidden_layers)
+        grown = inflate(plain, growth)
+        folders = {}
+        for method in HEADS:
+            if parameters and not (TRAINED / method / "config.json").exists():
+                raise ConfigError(f"there is no trained head in {TRAINED / method}; `make heads` trains them")
+            head = load_head(str(TRAINED / method), plain) if parameters else build_head(method, plain).to(plain.dtype)
+            folders[method] = str(self.scratch / "heads" / method)
+            save_head(inflate_head(head, grown, growth.width), Path(folders[method]), grown)
+        return adopt_model(grown, tokenizer, "embedded target, untied and grown", keep_weights=False), folders
 
     @cached_property
     def opt(self) -> tuple[LoadedModel, LoadedModel, list[list[int]], list[Prefix]]:
@@ -159,6 +189,7 @@ SECONDS = {  # experiment: of a round, and of a row in it
     "table-opt": (20, 8),
     "table-pair": (17, 7),
     "table-confident": (10, 4),
+    "heads": (60, 12),
     "rescaled": (26, 11),
     "realign-random": (10, 5),
     "realign-equal": (10, 5),
@@ -178,7 +209,8 @@ class Bench:
 
     def __init__(self, size: Size, folder: Path) -> None:
         self.size, self.folder = size, folder
-        self.models = Models(size, folder / "laws")
+        self._scratch = tempfile.TemporaryDirectory(prefix="echelon-benchmarks-")
+        self.models = Models(size, Path(self._scratch.name))
 
     @property
     def cells(self) -> dict[str, Cell]:
@@ -189,6 +221,7 @@ class Bench:
             ("table-pair", partial(self.pair_table, "table-pair", default_methods()[1:]), size.table_batches),
             ("gain", self.gain, size.gain_batches),
             ("table-confident", partial(self.pair_table, "table-confident", [CONFIDENT]), tuple(b for b in size.gain_batches if b > 1)),
+            ("heads", self.heads, (8, 1, 2, 4, 16, 32) if size.pair_parameters else (2,)),
             ("rescaled", self.rescaled_table, size.table_batches),
             ("realign-random", partial(self.realign, True), size.realign_batches),
             ("realign-equal", partial(self.realign, False), size.realign_batches),
@@ -268,6 +301,14 @@ class Bench:
         prompts = self.models.source(self.models.grown, 4 * batch, self.size.gain_prompt_tokens, is_ragged=False)
         methods = [*default_methods(), CONFIDENT]
         return self._measured(self.models.grown, methods, prompts, self.size.gain_tokens, batch, num_rounds("gain", batch))
+
+    def heads(self, batch: int) -> dict[str, Any]:
+        """Trained heads as chains and as trees beside the draft model, on the grown pair; rows enter as others finish."""
+        target, folders = self.models.with_heads
+        prompts = self.models.source(target, 2 * batch, self.size.short_prompt_tokens // 2, is_ragged=False)
+        trained = [Method(f"{m}, {t}", {"method": m, "model": folders[m], **shape}) for m in HEADS for t, shape in HEAD_TREES.items()]
+        methods = [Method("plain", None), default_methods()[2], *trained]
+        return self._measured(target, methods, prompts, self.size.table_tokens, batch, 1)
 
     def realign(self, is_ragged: bool, batch: int) -> dict[str, Any]:
         """EQSPEC, EXSPEC and ours with the draft model: rows enter as others finish, prompts of random or of equal lengths."""

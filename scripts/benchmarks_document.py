@@ -45,7 +45,8 @@ def write_document(folder: Path, expected: SequenceOf[str], settings: dict[str, 
     plots = folder / "plots"
     runs = read_runs(folder / "evidence" / "peers")
     heads = [introduction(cells, expected), "\n".join([findings(cells), *peers_findings(runs)])]
-    parts = [*heads, *padding_part(cells, plots), *realign_part(cells, plots), *gain_part(cells, plots), *peers_part(runs)]
+    measured = [*padding_part(cells, plots), *realign_part(cells, plots), *gain_part(cells, plots), *heads_part(cells, plots)]
+    parts = [*heads, *measured, *peers_part(runs)]
     path = folder / "benchmarks.md"
     path.write_text("\n\n".join(p for p in parts if p) + "\n", "utf-8")
     return path
@@ -101,6 +102,7 @@ def findings(cells: Cells) -> str:
     lines += ratios_missed(cells)
     lines += gains_missed(cells)
     lines += losses(cells)
+    lines += heads_findings(cells)
     return "\n".join(lines if len(lines) > 2 else [*lines, "- nothing has been measured yet"])
 
 
@@ -328,7 +330,7 @@ def equality_part(cells: Cells) -> list[str]:
     found = cells.get("equality", {}).get("equality", [])
     rows = [
         (r["batch_size"], SYSTEMS.get(r["strategy"], r["strategy"]), r["drafter"], f"{r['exact_match']:.0%}", f"{r['partial_match']:.1%}")
-        for r in found
+        for r in sorted(found, key=lambda r: ([*SYSTEMS, r["strategy"]].index(r["strategy"]), r["batch_size"]))
     ]
     if not rows:
         return []
@@ -385,6 +387,60 @@ def gain_part(cells: Cells, plots: Path) -> list[str]:
             ],
             rows,
         ),
+    ]
+
+
+def heads_part(cells: Cells, plots: Path) -> list[str]:
+    """Trained heads, as chains and as trees."""
+    found = results_of(cells, "heads-")
+    plain, shapes = plain_speed(found), {"chain": ("draft model", ", chain"), "tree": ("draft model", ", tree")}
+    batches = sorted({r.batch_size for r in found})
+    if not plain:
+        return []
+    methods = list(dict.fromkeys(r.method for r in found if r.method != "plain"))
+    gains = {m: [(r.batch_size, r.decode_median / plain[r.batch_size]) for r in by_batch(found, m)] for m in methods}
+    panels = {
+        f"heads as {shape}s": [
+            Line(m.removesuffix(ending[1]), gains[m], f"C{place}") for place, m in enumerate(x for x in methods if x.endswith(ending))
+        ]
+        for shape, ending in shapes.items()
+    }
+    rows = [
+        (m, *(f"{gain:.2f}" for _, gain in gains[m]), tokens_per_step(by_batch(found, m)), f"{by_batch(found, m)[-1].acceptance_rate:.2f}")
+        for m in methods
+    ]
+    return [
+        "## (d) Trained heads",
+        "Heads trained on the embedded target by `make heads`, grown with it to the size of the other tables; speed-up over plain decoding "
+        "at the same batch. The draft model and the chains propose 4 tokens; the trees have 12 nodes, 4 children a node, depth 5.",
+        picture(plots, "heads", "speed-up of heads", lambda p: line_chart(p, panels, "× plain decoding at the same batch", 1.0)),
+        table(["× plain", *(f"B={b}" for b in batches), "tokens_per_step", "accepted"], rows),
+    ]
+
+
+def by_batch(found: list[Result], method: str) -> list[Result]:
+    return sorted((r for r in found if r.method == method), key=lambda r: r.batch_size)
+
+
+def heads_findings(cells: Cells) -> list[str]:
+    """Up to which batch a tree beats its chain, and what the best head emits beside the draft model with as many tokens verified."""
+    found = results_of(cells, "heads-")
+    if not found:
+        return []
+    lines = []
+    for method in dict.fromkeys(r.method.removesuffix(", tree") for r in found if r.method.endswith(", tree")):
+        pairs = list(zip(by_batch(found, f"{method}, chain"), by_batch(found, f"{method}, tree"), strict=True))
+        ahead = [tree.batch_size for chain, tree in pairs if tree.decode_median > chain.decode_median]
+        lines.append(f"  - {method}: " + (f"ahead at batch {', '.join(map(str, ahead))}" if ahead else "at no batch"))
+    chains = [r for r in found if r.method.endswith(", chain")]
+    best = max(chains, key=lambda r: r.tokens_per_step)
+    draft = next(r for r in by_batch(found, "draft model") if r.batch_size == best.batch_size)
+    return [
+        "- Trees of 12 nodes against chains of 4, decoding speed on the grown pair:",
+        *lines,
+        f"- The best head with 4 tokens verified beside the last known one, {best.method.removesuffix(', chain')}, emits "
+        f"{best.tokens_per_step:.2f} tokens a step, {best.tokens_per_step / draft.tokens_per_step:.2f} × the draft model's "
+        f"{draft.tokens_per_step:.2f}.",
     ]
 
 

@@ -37,7 +37,7 @@ def read_runs(folder: Path) -> list[Run]:
 def peers_part(runs: SequenceOf[Run]) -> list[str]:
     if not runs:
         return []
-    parts = ["## (d) Beside vLLM and OpenVINO GenAI", "The same prompts and the same model folder, greedy, bfloat16, a process each."]
+    parts = ["## (e) Beside vLLM and OpenVINO GenAI", "The same prompts and the same model folder, greedy, bfloat16, a process each."]
     for run in runs:
         parts += [f"`{run.command}` on {described(run.environment)}:", as_markdown([*run.ours, *run.theirs], run.versions)]
     return parts

@@ -80,6 +80,8 @@ MUTANTS = [
     Mutant("what a head has read is not forked", "scheduler.py", "        for tables in self._tables:\n            assert isinstance", "        for tables in self._tables[:1]:\n            assert isinstance", "tests/test_heads_lossless.py::test_samples_of_one_prompt_share_what_the_head_read[autoregressive-chain]"),
     Mutant("a head goes on over a gap", "drafters/heads.py", "num_cached(sequence.id) != row.start", "num_cached(sequence.id) < 0", "tests/test_heads_lossless.py::test_after_a_fault_rows_go_on_and_are_drafted_for_once_read_anew[autoregressive]"),
     Mutant("nodes of a head's tree see their siblings", "drafters/heads.py", "else list(parents)", "else None", "tests/test_heads_lossless.py::test_a_drafted_nodes_state_is_that_of_its_path_alone[dynamic]"),
+    Mutant("unlikely paths are drafted", "trees.py", "joint[joint < forest.min_score]", "joint[joint < -np.inf]", "tests/test_confidence.py"),
+    Mutant("confidence in the last token alone", "drafters/draft_model.py", "chain.score += score", "chain.score = score", "tests/test_confidence.py::test_a_chain_ends_where_the_definition_says"),
 ]  # fmt: skip
 
 

@@ -137,3 +137,20 @@ def test_a_sampled_request_is_drafted_for_with_the_targets_noise() -> None:
     llm.generate(toys.prompts(), asked)
     assert llm.stats.acceptance_rate == 1.0
     assert llm.stats.tokens_per_step > 2.0
+
+
+def test_a_processor_that_fails_in_a_draft_ends_that_draft_alone() -> None:
+    """It fails in the middle of a text: plain decoding ends there with an error, and so must speculation, its neighbours untouched."""
+
+    def broken(ids: list[int], logits: Any) -> Any:
+        if len(ids) == 8:
+            raise ValueError("broken")
+        return logits
+
+    llm = llm_with(0.05, 4)
+    asked = [SamplingParams(temperature=0.0, max_tokens=20, logits_processors=(broken,) if i == 1 else ()) for i in range(4)]
+    outputs = llm.generate([[5, 6, 7], [8, 9], [10], [11, 12, 13]], asked)
+    alone = LLM(toys.adopted(target()), max_num_seqs=1).generate([[5, 6, 7], [8, 9], [10], [11, 12, 13]], asked)
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in alone]
+    assert outputs[1].outputs[0].finish_reason == "error"
+    assert not llm.stats.drafter_faults

@@ -9,7 +9,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from echelon.errors import EchelonError
 from echelon.ops.compiled import is_built, kernels
 from echelon.sampling import Sampler, noise_at, noise_key
 
@@ -63,7 +62,7 @@ def processed(logits: Tensor, samplers: Sequence[Sampler], texts: Sequence[Seque
     for i, (sampler, text, path) in enumerate(zip(samplers, texts, paths, strict=True)):
         try:
             out[i] = torch.from_numpy(sampler.checked(out[i].numpy(), text, path))
-        except EchelonError:
+        except Exception:  # also whatever a request's own processor raises
             out[i] = -torch.inf
     return out
 
