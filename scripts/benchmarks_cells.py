@@ -94,7 +94,7 @@ SMALL = Size(
 
 
 class Models:
-    """Everything that several cells need, made when first asked for, and kept: together the models take about 7 GB."""
+    """Everything that several cells need, made when first asked for, and kept: together the models take about 10 GB."""
 
     def __init__(self, size: Size, scratch: Path) -> None:
         self.size, self.scratch = size, scratch  # what is written there lasts as long as the run
@@ -131,15 +131,15 @@ class Models:
         ------
         ConfigError  a head has not been trained yet; a small run takes untrained ones
         """
+        parameters = self.size.pair_parameters
+        if missing := [m for m in HEADS if parameters and not (TRAINED / m / "config.json").exists()]:
+            raise ConfigError(f"there is no trained head in {TRAINED / missing[0]}; `make heads` trains them")
         plain, tokenizer = load_plain(str(TARGET))
         plain = untied(plain)
-        parameters = self.size.pair_parameters
         growth = plan_growth(plain, parameters) if parameters else Growth(1, plain.config.num_hidden_layers)
         grown = inflate(plain, growth)
         folders = {}
         for method in HEADS:
-            if parameters and not (TRAINED / method / "config.json").exists():
-                raise ConfigError(f"there is no trained head in {TRAINED / method}; `make heads` trains them")
             head = load_head(str(TRAINED / method), plain) if parameters else build_head(method, plain).to(plain.dtype)
             folders[method] = str(self.scratch / "heads" / method)
             save_head(inflate_head(head, grown, growth.width), Path(folders[method]), grown)

@@ -412,7 +412,8 @@ def heads_part(cells: Cells, plots: Path) -> list[str]:
     return [
         "## (d) Trained heads",
         "Heads trained on the embedded target by `make heads`, grown with it to the size of the other tables; speed-up over plain decoding "
-        "at the same batch. The draft model and the chains propose 4 tokens; the trees have 12 nodes, 4 children a node, depth 5.",
+        "at the same batch. The draft model and the chains propose 4 tokens (Clover's three heads 3); trees have at most 12 nodes, "
+        "4 children a node and depth 5. *accepted*: share of drafted tokens at the largest batch.",
         picture(plots, "heads", "speed-up of heads", lambda p: line_chart(p, panels, "× plain decoding at the same batch", 1.0)),
         table(["× plain", *(f"B={b}" for b in batches), "tokens_per_step", "accepted"], rows),
     ]
@@ -436,9 +437,9 @@ def heads_findings(cells: Cells) -> list[str]:
     best = max(chains, key=lambda r: r.tokens_per_step)
     draft = next(r for r in by_batch(found, "draft model") if r.batch_size == best.batch_size)
     return [
-        "- Trees of 12 nodes against chains of 4, decoding speed on the grown pair:",
+        "- Trees of at most 12 nodes against chains of at most 4, decoding speed on the grown pair:",
         *lines,
-        f"- The best head with 4 tokens verified beside the last known one, {best.method.removesuffix(', chain')}, emits "
+        f"- The best head with at most 4 tokens verified beside the last known one, {best.method.removesuffix(', chain')}, emits "
         f"{best.tokens_per_step:.2f} tokens a step, {best.tokens_per_step / draft.tokens_per_step:.2f} × the draft model's "
         f"{draft.tokens_per_step:.2f}.",
     ]

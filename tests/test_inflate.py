@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from echelon import LLM, SamplingParams
 from echelon.bench.inflate import Growth, inflate, inflate_head, plan_growth, untied
 from echelon.draft import Draft
 from echelon.errors import ConfigError, UnsupportedModelError
-from echelon.heads.loading import build_head
+from echelon.heads.loading import build_head, load_head, save_head
 from echelon.sequence import PlannedRow
 from echelon.target.loading import adopt_model
 
@@ -134,11 +135,12 @@ def drafts(target: Any, own: Any) -> list[tuple[list[int], list[int]]]:
 
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("name", HEADS)
-def test_a_grown_head_drafts_the_same(name: str, width: int) -> None:
+def test_a_grown_head_drafts_the_same_also_once_saved(name: str, width: int, tmp_path: Path) -> None:
     model = untied(build("llama-tied"))
     own = a_head(name, model)
     grown = inflate(model, Growth(width, 3))
-    wide = inflate_head(own, grown, width)
+    save_head(inflate_head(own, grown, width), tmp_path, grown)
+    wide = load_head(str(tmp_path), grown)
     expected = drafts(copy.deepcopy(model), own)
     assert sum(len(tokens) for tokens, _ in expected) > 50
     assert drafts(grown, wide) == expected
@@ -153,5 +155,6 @@ def test_a_head_does_not_grow_beside_a_tied_target() -> None:
 def test_an_untied_copy_says_the_same() -> None:
     model = build("llama-tied")
     tokens = torch.arange(9)[None]
-    assert torch.equal(untied(model)(tokens).logits, model(tokens).logits)
-    assert untied(model).get_output_embeddings().weight is not model.get_input_embeddings().weight
+    copied = untied(model)
+    assert torch.equal(copied(tokens).logits, model(tokens).logits)
+    assert copied.get_output_embeddings().weight is not copied.get_input_embeddings().weight

@@ -49,7 +49,8 @@ class SpeculativeConfig(Settings):
     min(`posterior_threshold`, `posterior_alpha` · exp(−entropy)).
 
     With `confidence_threshold` above 0 a model or head drafts a token only where the probability, as it sees it, that this token and all
-    before it in the draft are chosen is at least that: drafts of unequal length, and no work for tokens unlikely to be kept.
+    before it in the draft are chosen is at least that: drafts of unequal length, and no work for tokens unlikely to be kept. Under sampling
+    this is a probability among the 128 likeliest tokens, with the noise that the target will draw with; no other is drafted.
     (`assistant_confidence_threshold` of transformers compares the last token's alone, and applies to one sequence.)
 
     `medusa`, `clover`, `clover2`, `eagle` and `eagle3` run the head in the folder `model`. `tree` shapes what it drafts:

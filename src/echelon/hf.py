@@ -4,8 +4,9 @@
     out = model.generate(**batch, custom_generate=echelon.hf.speculate(assistant_model=draft), max_new_tokens=64)
 
 Both take padded batches larger than one, which `transformers` refuses with an assistant. Everything that `generate` prepares (logits
-processors, stopping criteria, num_return_sequences, the generation config) is honoured; what cannot be is refused by name. In float32
-the greedy result is `generate`'s own.
+processors, stopping criteria, num_return_sequences, the generation config) is honoured; what cannot be is refused by name. How long drafts
+are is said by `speculative_config`, not by `num_assistant_tokens` and `assistant_confidence_threshold`, whose defaults are for one
+sequence. In float32 the greedy result is `generate`'s own.
 """
 
 from __future__ import annotations

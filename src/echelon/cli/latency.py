@@ -44,7 +44,7 @@ def latency(
     strategies: Annotated[
         str, typer.Option(help=f"Comma-separated, of {', '.join(STRATEGIES)}; the first one's speed sets the rates.")
     ] = "unpadded,realign,same-length",
-    drafter: Annotated[str, typer.Option(help="ngram, draft_model or none.")] = "draft_model",
+    drafter: Annotated[str, typer.Option(help="ngram, draft_model, confident or none.")] = "draft_model",
     batch_sizes: BatchSizesOption = "1,4,8",
     loads: Annotated[str, typer.Option(help="Arrivals over what the first strategy can serve, comma-separated.")] = "0.5,0.9",
     workload: WorkloadOption = "continue",

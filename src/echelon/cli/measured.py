@@ -26,7 +26,7 @@ PromptTokensOption = Annotated[int, typer.Option(help="Most tokens of a prompt."
 BatchSizesOption = Annotated[str, typer.Option(help="Comma-separated.")]
 NumPromptsOption = Annotated[int, typer.Option(help="Number of prompts.", min=1)]
 MaxTokensOption = Annotated[int, typer.Option(help="New tokens a prompt.", min=1)]
-DraftLengthOption = Annotated[int, typer.Option(help="Draft length of the draft model.", min=1)]
+DraftLengthOption = Annotated[int, typer.Option(help="Draft length of the draft model (at most 7 for the confident one).", min=1)]
 InputOption = Annotated[Path | None, typer.Option(help="File that the workload reads its prompts from.")]
 WorkloadOption = Annotated[str, typer.Option(help="; ".join(f"`{name}`: {what}" for name, what in WORKLOADS.items()) + ".")]
 OutputOption = Annotated[

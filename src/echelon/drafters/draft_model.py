@@ -95,13 +95,14 @@ class DraftModelDrafter:
         return tokens
 
     def _choose_likely(self, chains: SequenceOf[_Chain], logits: Tensor) -> list[int]:
-        """The same where drafts end for want of confidence: −1 there too."""
-        samplers = [c.sampler for c in chains]
+        """The same where drafts end for want of confidence: −1 there too, and at tokens that are not among those that `ops.rank` sees."""
+        chosen, samplers = self._choose(chains, logits), [c.sampler for c in chains]
         logits = processed(logits, samplers, [c.text for c in chains], [c.tokens for c in chains])
         tokens, scores = likeliest(logits, samplers, [len(c.text) + len(c.tokens) for c in chains], 1)
         for chain, score in zip(chains, scores[:, 0].tolist(), strict=True):
             chain.score += score
-        return [token if c.score >= self._min_score else -1 for c, token in zip(chains, tokens[:, 0].tolist(), strict=True)]
+        likely = [c.score >= self._min_score for c in chains]
+        return [t if t == first and ok else -1 for t, first, ok in zip(chosen, tokens[:, 0].tolist(), likely, strict=True)]
 
     def _catch_up(self, rows: SequenceOf[PlannedRow]) -> None:
         """Feed prompts in pieces until every row lacks no more than one batch holds; the last pass belongs to `_feed`."""
