@@ -52,6 +52,12 @@ def restore_fused(model: nn.Module) -> None:
             del module.forward
 
 
+def gate_of(mlp: nn.Module) -> Activation | None:
+    """The activation of a gated MLP with separate projections that `fuse` serves."""
+    forward = vars(mlp).get("forward")
+    return forward.args[1] if isinstance(forward, Fused) and forward.func is _split_mlp else None
+
+
 class _Finder:
     """Module → a forward of ours that computes the same, or None. What depends on a class alone is tried once."""
 

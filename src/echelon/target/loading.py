@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from echelon.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from echelon.target.attention import IMPLEMENTATION
+from echelon.target.flat import flatten, restore_flat
 from echelon.target.fused import fuse, restore_fused
 from echelon.target.layers import LINEAR, replace_layers, restore_layers
 from echelon.target.rope import replace_rope, restore_rope
@@ -98,6 +99,7 @@ def borrowed(model: PreTrainedModel) -> Iterator[LoadedModel]:
     try:
         yield _served(model, None, type(model).__name__, keep_weights=True)
     finally:
+        restore_flat(model)
         restore_rope(model)
         restore_fused(model)
         restore_layers(model)
@@ -116,7 +118,8 @@ def _served(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, n
     with torch.inference_mode():
         original_context = replace_rope(model)
         replaced = fuse(model)
-    return LoadedModel(model, tokenizer, name, replaced | replace_layers(model, keep_weights), original_context)
+    replaced |= replace_layers(model, keep_weights)
+    return LoadedModel(model, tokenizer, name, replaced | flatten(model), original_context)
 
 
 def _check_folder(name: str) -> None:
