@@ -63,24 +63,25 @@ def test_logits_have_the_same_bits(name: str, dtype: torch.dtype) -> None:
 
 
 class Scaled(nn.Module):
-    """An attention whose answer is doubled."""
+    """An attention whose answer is doubled, everywhere or far from the start."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, start: int) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.start = inner, start
         for name in ("q_proj", "k_proj", "v_proj", "o_proj", "layer_idx"):
             setattr(self, name, getattr(inner, name))
 
-    def forward(self, *args: Any, **keywords: Any) -> Any:
-        out, weights = self.inner(*args, **keywords)
-        return 2.0 * out, weights
+    def forward(self, *args: Any, position_ids: torch.Tensor, **keywords: Any) -> Any:
+        out, weights = self.inner(*args, position_ids=position_ids, **keywords)
+        return torch.where(position_ids[..., None] >= self.start, 2 * out, out), weights
 
 
-def test_a_layer_that_computes_something_else_stays() -> None:
-    model = toys.llama()
-    model.model.layers[1].self_attn = Scaled(model.model.layers[1].self_attn)
-    served = toys.adopted(model)
-    assert flat_layers(served.model) == [served.model.model.layers[0]]  # type: ignore[attr-defined]
+@pytest.mark.parametrize("start", [0, toys.CONTEXT - 8])
+def test_a_layer_that_computes_something_else_stays(start: int) -> None:
+    model: Any = toys.llama()
+    model.model.layers[1].self_attn = Scaled(model.model.layers[1].self_attn, start)
+    served: Any = toys.adopted(model).model
+    assert flat_layers(served) == [served.model.layers[0]]
 
 
 def test_hooks_inside_a_layer_are_called_while_they_hang_there() -> None:

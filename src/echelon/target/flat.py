@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from echelon.ops import elementwise
 from echelon.ops.compiled import is_built
@@ -88,7 +89,7 @@ class _Echo:
 
 
 @torch.inference_mode()
-def flatten(model: nn.Module) -> dict[str, int]:
+def flatten(model: PreTrainedModel) -> dict[str, int]:
     """Replace the layers that can be, once everything inside them is served; returns how many of each class."""
     replaced: dict[str, int] = {}
     layers = [m for m in model.modules() if "forward" not in vars(m) and _may_fit(m)] if is_built() else []
@@ -114,14 +115,19 @@ def _may_fit(module: nn.Module) -> bool:
     return has_norms and has_parts and isinstance(mlp, nn.Module) and gate_of(mlp) is not None
 
 
-def _seen(model: nn.Module, layers: list[nn.Module]) -> list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]]:
-    """How each layer was called in a pass over a few tokens, and what it answered."""
+def _seen(model: PreTrainedModel, layers: list[nn.Module]) -> list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]]:
+    """How each layer was called in a pass over a few tokens, and what it answered.
+
+    Positions go from the first to the last that the model knows: some layers scale what lies far from the start.
+    """
     found: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]] = []
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     handles = [layer.register_forward_hook(lambda *seen: found.append(seen), with_kwargs=True) for layer in layers]
-    places = torch.arange(TOKENS)[None]
     try:
-        if layers:
-            model(input_ids=places, position_ids=places, use_cache=False, logits_to_keep=1, **{STEP_KEYWORD: _Echo()})
+        if layers and limit:
+            positions = torch.linspace(0, limit - 1, TOKENS, dtype=torch.float64).long()[None]
+            tokens = torch.arange(TOKENS)[None]
+            model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1, **{STEP_KEYWORD: _Echo()})
     finally:
         for handle in handles:
             handle.remove()
