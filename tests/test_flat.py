@@ -98,6 +98,14 @@ def test_hooks_inside_a_layer_are_called_while_they_hang_there() -> None:
     assert not seen
 
 
+def test_a_layer_with_hooks_or_a_forward_from_elsewhere_stays() -> None:
+    hooked: Any = toys.llama()
+    handle = hooked.model.layers[0].mlp.up_proj.register_forward_hook(lambda _m, _i, out: out * 2)
+    hooked.model.layers[1].self_attn.forward = hooked.model.layers[1].self_attn.forward
+    assert not flat_layers(toys.adopted(hooked).model)
+    handle.remove()
+
+
 def test_a_borrowed_model_is_given_back_as_it_was() -> None:
     model = toys.llama()
     tokens = torch.arange(7)[None]

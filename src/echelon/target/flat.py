@@ -1,38 +1,47 @@
-"""A decoder layer as one function, where it is seen to give the same bits as the layer it replaces.
+"""The decoder layer of Llama, Mistral, Qwen2 and Qwen3 as one function, with the bits of the layer that it replaces.
 
 A layer of `transformers` hands a dozen keywords through four forwards to make the fifteen calls that do the work; beside a small batch that
-Python is most of what a step costs besides its linear layers and attention. What a layer computes is found by trying, as in `fused`: the
-model runs once over a few tokens, a stand-in answering for attention, and a layer is replaced if the function answers the same call with
-the same bits, having asked for attention in the same bits. Everything else stays as it is; and so does a layer while hooks hang inside it.
+Python is most of what a step costs besides its linear layers and attention. Classes are named here, since a trial cannot see what a layer
+would do with other data; and each layer is tried all the same. The model runs once over a few tokens, a stand-in answering for attention,
+and a layer is replaced if the function answers the same call with the same bits, having asked for attention in the same bits. The modules
+inside must not be exchanged afterwards; while hooks hang on them, the layer runs as a whole.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
 from echelon.ops import elementwise
 from echelon.ops.compiled import is_built
 from echelon.ops.elementwise import Activation
-from echelon.target.attention import STEP_KEYWORD, LayerCall
-from echelon.target.fused import gate_of
+from echelon.target.attention import STEP_KEYWORD, LayerCall, Step
+from echelon.target.fused import Fused, gate_of
 
 TOKENS = 6
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "layer_idx")
-MLP = ("gate_proj", "up_proj", "down_proj")
+LAYERS = {  # with the attention within
+    LlamaDecoderLayer: LlamaAttention,
+    MistralDecoderLayer: MistralAttention,
+    Qwen2DecoderLayer: Qwen2Attention,
+    Qwen3DecoderLayer: Qwen3Attention,
+}
 GLOBAL_HOOKS = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
 Forward = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class FlatLayer:
-    """Norm, attention, norm, gated MLP, each added to the residual: the layer of Llama, Mistral, Qwen2 and Qwen3.
+    """Norm and attention, norm and gated MLP, each added to the residual.
 
     Its parts are the forwards of the layer's modules; `query_norm` and `key_norm` normalise each head. `call` is how the layer calls its
     attention; its tensors give the shapes. `hooks` of the modules within: while there are any, `whole` runs.
@@ -54,11 +63,17 @@ class FlatLayer:
     call: LayerCall
     hooks: tuple[dict[int, Any], ...]
 
-    def __call__(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None, **keywords: Any) -> Any:
-        step = keywords.get(STEP_KEYWORD)
-        if args or step is None or position_embeddings is None or keywords.get("attention_mask") is not None or any(self.hooks):
-            return self.whole(hidden_states, *args, position_embeddings=position_embeddings, **keywords)
-        count, (cos, sin), call = hidden_states.shape[1], position_embeddings, self.call
+    def __call__(self, hidden_states: Tensor, **keywords: Any) -> Any:
+        embeddings, step = keywords.get("position_embeddings"), keywords.get(STEP_KEYWORD)
+        others = keywords.get("attention_mask"), keywords.get("past_key_values")
+        if step is None or embeddings is None or others != (None, None) or any(self.hooks) or any(GLOBAL_HOOKS):
+            return self.whole(hidden_states, **keywords)
+        cos, sin = embeddings
+        return self.run(hidden_states, cos, sin, step)
+
+    def run(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, step: Step) -> Tensor:
+        """hidden_states [1, T, d], cos and sin [1, T, R] → [1, T, d]."""
+        count, call = hidden_states.shape[1], self.call
         x = self.input_norm(hidden_states)
         query = self.query(x).view(1, count, *call.query.shape[1:])
         key = self.key(x).view(1, count, *call.key.shape[1:])
@@ -108,11 +123,11 @@ def restore_flat(model: nn.Module) -> None:
             del module.forward
 
 
-def _may_fit(module: nn.Module) -> bool:
-    attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
-    has_norms = all(isinstance(getattr(module, n, None), nn.Module) for n in ("input_layernorm", "post_attention_layernorm"))
-    has_parts = all(hasattr(attention, n) for n in ATTENTION) and all(hasattr(mlp, n) for n in MLP)
-    return has_norms and has_parts and isinstance(mlp, nn.Module) and gate_of(mlp) is not None
+def _may_fit(module: Any) -> bool:
+    """One of ours, with nothing inside that a caller has changed."""
+    if type(module) not in LAYERS or type(module.self_attn) is not LAYERS[type(module)] or gate_of(module.mlp) is None:
+        return False
+    return isinstance(vars(module.self_attn).get("forward"), Fused) and not any(_hooks(module))
 
 
 def _seen(model: PreTrainedModel, layers: list[nn.Module]) -> list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]]:
@@ -138,29 +153,21 @@ def _same(layer: Any, args: tuple[Any, ...], keywords: dict[str, Any], expected:
     """The layer as one function, if that answers with the same bits and asks for the same attention."""
     theirs, ours = _Echo(), _Echo()
     layer.forward(*args, **keywords | {STEP_KEYWORD: theirs})
-    if len(theirs.calls) != 1:
-        return None
     own = _flat(layer, theirs.calls[0])
-    try:
-        got = own(*args, **keywords | {STEP_KEYWORD: ours})
-    except RuntimeError:  # other shapes than this layer's
-        return None
-    asks_the_same = len(ours.calls) == 1 and all(
-        _equal(getattr(theirs.calls[0], f.name), getattr(ours.calls[0], f.name)) for f in fields(LayerCall)
-    )
-    return own if asks_the_same and _equal(expected, got) else None
+    cos, sin = keywords["position_embeddings"]
+    got = own.run(args[0], cos, sin, ours)
+    asked = [(getattr(theirs.calls[0], name), getattr(ours.calls[0], name)) for name in ("query", "key", "value")]
+    return own if all(torch.equal(a, b) for a, b in [*asked, (expected, got)]) else None
 
 
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a is b or (a.dtype == b.dtype and torch.equal(a, b))
-    return type(a) is type(b) and bool(a == b)
+def _hooks(layer: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Of the modules inside."""
+    return tuple(h for m in layer.modules() if m is not layer for h in (m._forward_hooks, m._forward_pre_hooks))
 
 
 def _flat(layer: Any, call: LayerCall) -> FlatLayer:
     attention, mlp, activation = layer.self_attn, layer.mlp, gate_of(layer.mlp)
     assert activation is not None
-    inside = [m for m in layer.modules() if m is not layer]
     return FlatLayer(
         whole=layer.forward,
         input_norm=layer.input_layernorm.forward,
@@ -176,7 +183,7 @@ def _flat(layer: Any, call: LayerCall) -> FlatLayer:
         down=mlp.down_proj.forward,
         activation=activation,
         call=call,
-        hooks=tuple(h for m in inside for h in (m._forward_hooks, m._forward_pre_hooks)) + GLOBAL_HOOKS,
+        hooks=_hooks(layer),
     )
 
 
