@@ -14,7 +14,7 @@ from decoders import decoders
 from echelon import LLM, SamplingParams
 from echelon.batch import Span
 from echelon.ops.compiled import is_built
-from echelon.target.flat import Flat, flatten, restore_flat
+from echelon.target.flat import FlatLayer, flatten, restore_flat
 from echelon.target.loading import LoadedModel, adopt_model, borrowed
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="the compiled kernels are not built")
@@ -33,7 +33,7 @@ def loaded(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
 
 
 def flat_layers(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if isinstance(vars(m).get("forward"), Flat)]
+    return [m for m in model.modules() if isinstance(vars(m).get("forward"), FlatLayer)]
 
 
 def logits(target: LoadedModel) -> torch.Tensor:

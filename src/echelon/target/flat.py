@@ -9,7 +9,7 @@ inside must not be exchanged afterwards; while hooks hang on them, the layer run
 
 from __future__ import annotations
 
-import functools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -88,10 +88,6 @@ class FlatLayer:
         return hidden_states + self.down(elementwise.activate(self.gate(x), self.activation, self.up(x)))
 
 
-class Flat(functools.partial[Any]):
-    """A forward of ours, so that `restore_flat` knows it."""
-
-
 class _Echo:
     """Answers an attention layer with its values, one a query head, and notes what it asked."""
 
@@ -106,20 +102,19 @@ class _Echo:
 @torch.inference_mode()
 def flatten(model: PreTrainedModel) -> dict[str, int]:
     """Replace the layers that can be, once everything inside them is served; returns how many of each class."""
-    replaced: dict[str, int] = {}
+    replaced: Counter[str] = Counter()
     layers = [m for m in model.modules() if "forward" not in vars(m) and _may_fit(m)] if is_built() else []
     for layer, args, keywords, expected in _seen(model, layers):
         if (own := _same(layer, args, keywords, expected)) is not None:
-            layer.forward = Flat(own)
-            name = type(layer).__name__
-            replaced[name] = replaced.get(name, 0) + 1
-    return replaced
+            layer.forward = own
+            replaced[type(layer).__name__] += 1
+    return dict(replaced)
 
 
 def restore_flat(model: nn.Module) -> None:
     """Undo `flatten`."""
     for module in model.modules():
-        if isinstance(vars(module).get("forward"), Flat):
+        if isinstance(vars(module).get("forward"), FlatLayer):
             del module.forward
 
 
