@@ -53,9 +53,9 @@ def _activate(x, other, out, x_row, other_row, size, piece: tl.constexpr, kind: 
     i = tl.program_id(1) * piece + tl.arange(0, piece)
     v = tl.load(x + row * x_row + i, i < size, other=0.0).to(tl.float32)
     if kind == 0:
-        y = v / (1.0 + tl.exp(-v))
+        y = v / (1.0 + tl.exp(tl.minimum(-v, 88.0)))
     elif kind == 1:  # (1 + tanh u) / 2 = 1 / (1 + exp(−2u))
-        y = v / (1.0 + tl.exp(-1.59576912 * (v + 0.044715 * v * v * v)))
+        y = v / (1.0 + tl.exp(tl.minimum(-1.59576912 * (v + 0.044715 * v * v * v), 88.0)))
     else:
         y = v * 0.5 * (1.0 + tl.erf(v * 0.70710678))
     if has_other:
