@@ -36,11 +36,11 @@ def _order(value):
 
 
 @triton.jit
-def _smallest(logits, row, size, temperature, highest, threshold, wanted, share, by_weight: tl.constexpr, block: tl.constexpr):
-    """The smallest value, in `_order`, that all larger ones together outweigh by less than `wanted`, or by less than `share` of the whole.
+def _smallest(logits, row, size, temperature, highest, threshold, wanted, by_weight: tl.constexpr, block: tl.constexpr):
+    """The smallest value, in `_order`, for which all larger ones together weigh less than `wanted`; of those of at least `threshold`.
 
-    Of values of at least `threshold`, which weigh 1, or exp(value − highest) where `by_weight`. Digit by digit, 4 bits at a time, from the
-    leading one: a digit's weight is summed over all values that have the digits found so far.
+    Each weighs 1; or, where `by_weight`, exp(value − highest), and `wanted` is a share of the whole. Digit by digit, 4 bits at a time from
+    the leading one: a digit weighs what all values do that begin with it and the digits found so far.
     """
     digit = tl.arange(0, 16)
     found = tl.full([], 0, tl.uint32)
@@ -59,11 +59,10 @@ def _smallest(logits, row, size, temperature, highest, threshold, wanted, share,
                     own = tl.where(is_member, tl.exp((value - highest).to(tl.float64)), 0.0)
                 here = (order >> shift & 15).to(tl.int32)
                 weight += tl.sum(tl.where(here[:, None] == digit[None, :], own[:, None], 0.0), 0)
-        if level == 0 and share < 1.0:
-            wanted = share * tl.sum(weight)
+        if by_weight:
+            wanted = tl.where(level == 0, wanted * tl.sum(weight), wanted)
         above = larger + tl.sum(tl.where(digit[None, :] > digit[:, None], weight[None, :], 0.0), 1)
         chosen = tl.min(tl.where((weight > 0.0) & (above < wanted), digit, 16))
-        chosen = tl.where(chosen == 16, tl.max(tl.where(weight > 0.0, digit, 0)), chosen)
         larger = tl.sum(tl.where(digit == chosen, above, 0.0))
         found = found | (chosen.to(tl.uint32) << shift)
     return found
@@ -137,11 +136,11 @@ def _sample_rows(logits, temperatures, top_ks, top_ps, log_min_ps, keys, tokens,
         top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
         threshold = _order(highest + tl.load(log_min_ps + row))
         if (top_k > 0) & (top_k < size):
-            wanted = top_k.to(tl.float64)
-            kth = _smallest(logits, row, size, temperature, highest, _order(float("-inf") + 0.0 * highest), wanted, 1.0, False, block)
+            all_of_them, wanted = tl.full([], 0, tl.uint32), top_k.to(tl.float64)
+            kth = _smallest(logits, row, size, temperature, highest, all_of_them, wanted, False, block)
             threshold = tl.maximum(threshold, kth)
         if top_p < 1.0:
-            threshold = _smallest(logits, row, size, temperature, highest, threshold, 0.0 * top_p, top_p, True, block)
+            threshold = _smallest(logits, row, size, temperature, highest, threshold, top_p, True, block)
         key = tl.load(keys + row).to(tl.uint64, bitcast=True)
         token = _draw(logits, row, size, temperature, highest, token, threshold, key, block)
     tl.store(tokens + row, token.to(tl.int64))
