@@ -134,20 +134,19 @@ def test_a_query_depends_on_what_it_sees_alone(case: str, dtype: torch.dtype) ->
     queries = dict(enumerate(query.split(counts)))
     whole = dict(enumerate(world.attend(query, spans, **options).split(counts)))
     assert all(bool(out.isfinite().all()) for out in whole.values())
-    for row in (2, 3, 5):
+    for row in (2, 5):
         assert torch.equal(world.attend(queries[row], [spans[row]], **options), whole[row])
     order = [6, 3, 1]
     together = world.attend(torch.cat([queries[r] for r in order]), [spans[r] for r in order], **options)
     assert torch.equal(together, torch.cat([whole[r] for r in order]))
-    for row, cuts in ((1, [0, 9, 20, 21]), (3, [0, 1, 4, 5, 7])):
+    for row, cuts in ((1, [0, 9, 20, 21]), (3, [0, 1, 4, 7])):
         for start, end in pairwise(cuts):
             piece = chain(row, spans[row].start + start, spans[row].start + end)
             assert torch.equal(world.attend(queries[row][start:end], [piece], **options), whole[row][start:end])
     for row in (4, 6):
         parents, text = list(spans[row].parents or ()), spans[row].text_len
-        for first in (2, len(parents) - 1):
-            rest = world.attend(queries[row][first + 1 :], [tree(row, text, parents, first)], **options)
-            assert torch.equal(rest, whole[row][first + 1 :])
+        rest = world.attend(queries[row][3:], [tree(row, text, parents, 2)], **options)
+        assert torch.equal(rest, whole[row][3:])
 
 
 @pytest.mark.parametrize(("case", "dtype"), [("all", torch.float32), ("plain", torch.float16)])
@@ -246,6 +245,16 @@ def test_rows_are_within_rounding_of_float64_and_depend_on_themselves(name: str,
         assert torch.equal(by_kernel(name, strided, w, b), got)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_norm_is_rounded_before_its_weight_or_after(dtype: torch.dtype) -> None:
+    x, w = random(8, 600, dtype=dtype), random(600, dtype=dtype, seed=1)
+    y = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    before, after = (w.double() * y.to(dtype).double()).to(dtype), (w.double() * y).to(dtype)
+    assert float((before != after).float().mean()) > 0.1
+    assert float((before != by_kernel("rms_after_rounding", x, w, w)).float().mean()) < 0.01
+    assert float((after != by_kernel("rms_in_float32", x, w, w)).float().mean()) < 0.01
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_extremes_stay_what_they_are() -> None:
     x = torch.tensor([[0.0, -0.0, 1e30, -1e30, torch.inf, 200.0, -200.0, 1e-40]])
@@ -326,6 +335,20 @@ def test_the_kernel_draws_what_the_definition_draws(size: int, shape: str) -> No
     positions = [int(p) for p in rng.integers(0, 5000, len(ASKED))]
     defined = [s.choose_processed(row, p) for s, row, p in zip(samplers, logits, positions, strict=True)]
     assert draw(samplers, logits, positions) == defined
+
+
+def test_logits_are_divided_by_the_temperature_and_not_multiplied() -> None:
+    """Neighbours that the division makes equal: top_k keeps both, and noise decides."""
+    temperature = np.float32(0.7)
+    low = np.random.default_rng(0).normal(0, 3, 4000).astype(np.float32)
+    high = np.nextafter(low, np.float32(np.inf))
+    inverse = np.float32(1.0) / temperature
+    are_equal = (low / temperature == high / temperature) & (low * inverse != high * inverse)
+    logits = np.stack([low, high], 1)[are_equal][:12]
+    samplers = [sampler(i, temperature=0.7, top_k=1) for i in range(len(logits))]
+    defined = [s.choose_processed(row, 3) for s, row in zip(samplers, logits, strict=True)]
+    assert len(logits) == 12 and 0 < sum(defined) < 12
+    assert draw(samplers, logits, [3] * 12) == defined
 
 
 def test_a_draw_depends_on_its_place_alone_and_the_first_of_equals_wins() -> None:
