@@ -40,7 +40,7 @@ def _output(highest, total, acc, sinks, head, is_real, has_sinks: tl.constexpr):
     return acc / tl.where(is_real, total, 1.0)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row", "path_row"])  # they differ from batch to batch
 def _attend(
     query, keys, values, sinks, out, states, sums, items, table, paths, positions, bases,
     query_token, query_head, key_block, key_head, key_slot, value_block, value_head, value_slot, table_row, path_row,

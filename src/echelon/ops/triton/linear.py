@@ -12,7 +12,7 @@ from echelon.ops.triton.launch import EXACT, dot, narrow
 ROWS, COLUMNS, DEPTH = 64, 64, 64  # of a block; other shapes could be other instructions, which add in other orders
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # one version for any number of rows
 def _linear(
     x, weight, bias, out, num_rows, num_columns, depth, x_row, weight_row,
     rows: tl.constexpr, columns: tl.constexpr, step: tl.constexpr, has_bias: tl.constexpr,
