@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,9 @@ HEAD_TREES = {
     "chain": {"tree": "chain", "num_speculative_tokens": 4},
     "tree": {"tree": "dynamic", "num_speculative_tokens": 12, "tree_top_k": 4, "tree_depth": 5},
 }
+VERIFIED = (4, 8, 16, 32, 60)  # drafted tokens that the target checks in a step, at most
+VERIFIED_TREE = {"tree": "dynamic", "tree_top_k": 10, "tree_depth": 8}
+VERIFIED_AT = (0.0, 0.8)  # temperatures
 OPT_TEXTS = 4  # random prompts are beginnings of these
 TWICE_UP_TO = 8  # larger batches have long steps that vary little: one round
 
@@ -129,21 +133,34 @@ class Models:
 
         Raises
         ------
-        ConfigError  a head has not been trained yet; a small run takes untrained ones
+        ConfigError  a head has not been trained yet
         """
         parameters = self.size.pair_parameters
-        if missing := [m for m in HEADS if parameters and not (TRAINED / m / "config.json").exists()]:
-            raise ConfigError(f"there is no trained head in {TRAINED / missing[0]}; `make heads` trains them")
         plain, tokenizer = load_plain(str(TARGET))
         plain = untied(plain)
         growth = plan_growth(plain, parameters) if parameters else Growth(1, plain.config.num_hidden_layers)
         grown = inflate(plain, growth)
         folders = {}
         for method in HEADS:
-            head = load_head(str(TRAINED / method), plain) if parameters else build_head(method, plain).to(plain.dtype)
             folders[method] = str(self.scratch / "heads" / method)
-            save_head(inflate_head(head, grown, growth.width), Path(folders[method]), grown)
+            save_head(inflate_head(load_head(self.trained(method), plain), grown, growth.width), Path(folders[method]), grown)
         return adopt_model(grown, tokenizer, "embedded target, untied and grown", keep_weights=False), folders
+
+    def trained(self, method: str) -> str:
+        """The folder of the head that `make heads` has trained; a small run writes an untrained one.
+
+        Raises
+        ------
+        ConfigError  it has not been trained yet
+        """
+        if self.size.pair_parameters:
+            if not (TRAINED / method / "config.json").exists():
+                raise ConfigError(f"there is no trained head in {TRAINED / method}; `make heads` trains them")
+            return str(TRAINED / method)
+        plain, _ = load_plain(str(TARGET))
+        folder = self.scratch / "untrained" / method
+        save_head(build_head(method, plain).to(plain.dtype), folder, plain)
+        return str(folder)
 
     @cached_property
     def opt(self) -> tuple[LoadedModel, LoadedModel, list[list[int]], list[Prefix]]:
@@ -189,6 +206,7 @@ SECONDS = {  # experiment: of a round, and of a row in it
     "table-opt": (20, 8),
     "table-pair": (17, 7),
     "table-confident": (10, 4),
+    "verified": (400, 0),
     "heads": (60, 12),
     "rescaled": (26, 11),
     "realign-random": (10, 5),
@@ -221,6 +239,7 @@ class Bench:
             ("table-pair", partial(self.pair_table, "table-pair", default_methods()[1:]), size.table_batches),
             ("gain", self.gain, size.gain_batches),
             ("table-confident", partial(self.pair_table, "table-confident", [CONFIDENT]), tuple(b for b in size.gain_batches if b > 1)),
+            ("verified", self.verified, ()),
             ("heads", self.heads, (8, 1, 2, 4, 16, 32) if size.pair_parameters else (2,)),
             ("rescaled", self.rescaled_table, size.table_batches),
             ("realign-random", partial(self.realign, True), size.realign_batches),
@@ -307,8 +326,25 @@ class Bench:
         target, folders = self.models.with_heads
         prompts = self.models.source(target, 2 * batch, self.size.short_prompt_tokens // 2, is_ragged=False)
         trained = [Method(f"{m}, {t}", {"method": m, "model": folders[m], **shape}) for m in HEADS for t, shape in HEAD_TREES.items()]
-        methods = [Method("plain", None), default_methods()[2], *trained]
+        small = [Method(f"draft model, {t}", {"method": "draft_model", **shape}) for t, shape in HEAD_TREES.items()]
+        methods = [Method("plain", None), default_methods()[1], *small, *trained]
         return self._measured(target, methods, prompts, self.size.table_tokens, batch, 1)
+
+    def verified(self) -> dict[str, Any]:
+        """What a step emits by how many tokens it checks, on the embedded target: [temperature, method, tokens, emitted]."""
+        size, target = self.size, self.models.target
+        prompts = self.models.source(target, min(32, size.histogram_prompts), size.short_prompt_tokens, is_ragged=False)
+        asked: dict[str, dict[str, Any]] = {
+            "draft model, chain": {"method": "draft_model"},
+            "draft model, tree": {"method": "draft_model", **VERIFIED_TREE},
+            **{f"{m}, tree": {"method": m, "model": self.models.trained(m), **VERIFIED_TREE} for m in HEADS},
+        }
+        found = []
+        for name, temperature, budget in product(asked, VERIFIED_AT, VERIFIED if size.pair_parameters else VERIFIED[:1]):
+            llm = LLM(target, asked[name] | {"num_speculative_tokens": budget}, self.models.draft, max_num_seqs=16)
+            llm.generate(prompts, self.params(size.table_tokens).model_copy(update={"temperature": temperature, "seed": 0}))
+            found.append([temperature, name, budget, llm.stats.tokens_per_step])
+        return {"verified": found}
 
     def realign(self, is_ragged: bool, batch: int) -> dict[str, Any]:
         """EQSPEC, EXSPEC and ours with the draft model: rows enter as others finish, prompts of random or of equal lengths."""

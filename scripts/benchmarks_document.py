@@ -45,7 +45,8 @@ def write_document(folder: Path, expected: SequenceOf[str], settings: dict[str, 
     plots = folder / "plots"
     runs = read_runs(folder / "evidence" / "peers")
     heads = [introduction(cells, expected), "\n".join([findings(cells), *peers_findings(runs)])]
-    measured = [*padding_part(cells, plots), *realign_part(cells, plots), *gain_part(cells, plots), *heads_part(cells, plots)]
+    measured = [*padding_part(cells, plots), *realign_part(cells, plots), *gain_part(cells, plots)]
+    measured += [*heads_part(cells, plots), *verified_part(cells)]
     parts = [*heads, *measured, *peers_part(runs)]
     path = folder / "benchmarks.md"
     path.write_text("\n\n".join(p for p in parts if p) + "\n", "utf-8")
@@ -102,7 +103,7 @@ def findings(cells: Cells) -> str:
     lines += ratios_missed(cells)
     lines += gains_missed(cells)
     lines += losses(cells)
-    lines += heads_findings(cells)
+    lines += [*heads_findings(cells), *verified_findings(cells)]
     return "\n".join(lines if len(lines) > 2 else [*lines, "- nothing has been measured yet"])
 
 
@@ -393,18 +394,16 @@ def gain_part(cells: Cells, plots: Path) -> list[str]:
 def heads_part(cells: Cells, plots: Path) -> list[str]:
     """Trained heads, as chains and as trees."""
     found = results_of(cells, "heads-")
-    plain, shapes = plain_speed(found), {"chain": ("draft model", ", chain"), "tree": ("draft model", ", tree")}
+    plain, shapes = plain_speed(found), {"chain": ", chain", "tree": ", tree"}
     batches = sorted({r.batch_size for r in found})
     if not plain:
         return []
     methods = list(dict.fromkeys(r.method for r in found if r.method != "plain"))
     gains = {m: [(r.batch_size, r.decode_median / plain[r.batch_size]) for r in by_batch(found, m)] for m in methods}
-    panels = {
-        f"heads as {shape}s": [
-            Line(m.removesuffix(ending[1]), gains[m], f"C{place}") for place, m in enumerate(x for x in methods if x.endswith(ending))
-        ]
-        for shape, ending in shapes.items()
-    }
+    panels = {}
+    for shape, ending in shapes.items():
+        names = [m for m in methods if m.endswith(ending)]
+        panels[f"{shape}s"] = [Line(m.removesuffix(ending), gains[m], f"C{place}") for place, m in enumerate(names)]
     rows = [
         (m, *(f"{gain:.2f}" for _, gain in gains[m]), tokens_per_step(by_batch(found, m)), f"{by_batch(found, m)[-1].acceptance_rate:.2f}")
         for m in methods
@@ -412,11 +411,30 @@ def heads_part(cells: Cells, plots: Path) -> list[str]:
     return [
         "## (d) Trained heads",
         "Heads trained on the embedded target by `make heads`, grown with it to the size of the other tables; speed-up over plain decoding "
-        "at the same batch. The draft model and the chains propose 4 tokens (Clover's three heads 3); trees have at most 12 nodes, "
+        "at the same batch. Chains propose 4 tokens (Clover's three heads 3); trees have at most 12 nodes, "
         "4 children a node and depth 5. *accepted*: share of drafted tokens at the largest batch.",
         picture(plots, "heads", "speed-up of heads", lambda p: line_chart(p, panels, "× plain decoding at the same batch", 1.0)),
         table(["× plain", *(f"B={b}" for b in batches), "tokens_per_step", "accepted"], rows),
     ]
+
+
+def verified_part(cells: Cells) -> list[str]:
+    """Tokens a step by tokens verified."""
+    found, parts = verified(cells), []
+    budgets = sorted({n for _, _, n in found})
+    for temperature in sorted({t for t, _, _ in found}):
+        names = dict.fromkeys(name for t, name, _ in found if t == temperature)
+        parts += [
+            f"Tokens a step by the drafted tokens that it verifies at most, temperature {temperature:g}, on the embedded target itself (no "
+            "clock). Trees are EAGLE-2's, 10 children a node and nodes a level, depth 8:",
+            table(["tokens_per_step", *budgets], [(name, *(f"{found[temperature, name, n]:.2f}" for n in budgets)) for name in names]),
+        ]
+    return parts
+
+
+def verified(cells: Cells) -> dict[tuple[float, str, int], float]:
+    """(temperature, method, tokens verified) → tokens_per_step."""
+    return {(t, name, n): value for t, name, n, value in cells.get("verified", {}).get("verified", [])}
 
 
 def by_batch(found: list[Result], method: str) -> list[Result]:
@@ -433,16 +451,22 @@ def heads_findings(cells: Cells) -> list[str]:
         pairs = list(zip(by_batch(found, f"{method}, chain"), by_batch(found, f"{method}, tree"), strict=True))
         ahead = [tree.batch_size for chain, tree in pairs if tree.decode_median > chain.decode_median]
         lines.append(f"  - {method}: " + (f"ahead at batch {', '.join(map(str, ahead))}" if ahead else "at no batch"))
-    chains = [r for r in found if r.method.endswith(", chain")]
-    best = max(chains, key=lambda r: r.tokens_per_step)
-    draft = next(r for r in by_batch(found, "draft model") if r.batch_size == best.batch_size)
-    return [
-        "- Trees of at most 12 nodes against chains of at most 4, decoding speed on the grown pair:",
-        *lines,
-        f"- The best head with at most 4 tokens verified beside the last known one, {best.method.removesuffix(', chain')}, emits "
-        f"{best.tokens_per_step:.2f} tokens a step, {best.tokens_per_step / draft.tokens_per_step:.2f} × the draft model's "
-        f"{draft.tokens_per_step:.2f}.",
-    ]
+    return ["- Trees of at most 12 nodes against chains of at most 4, decoding speed on the grown pair:", *lines]
+
+
+def verified_findings(cells: Cells) -> list[str]:
+    """The best head beside the draft model with as many tokens verified."""
+    found = verified(cells)
+    lines = []
+    for temperature, budget in dict.fromkeys((t, n) for t, _, n in found):
+        here = {name: value for (t, name, n), value in found.items() if (t, n) == (temperature, budget)}
+        chain, tree = here.pop("draft model, chain"), here.pop("draft model, tree")
+        best = max(here, key=lambda name: here[name])
+        lines.append(
+            f"  - temperature {temperature:g}, {budget} tokens: {best} {here[best]:.2f}, "
+            f"{here[best] / chain:.2f} × the draft model's chain ({chain:.2f}), {here[best] / tree:.2f} × its tree ({tree:.2f})"
+        )
+    return ["- The best head beside the draft model at equal numbers of verified tokens, in tokens a step:", *lines] if lines else []
 
 
 def step_seconds(result: Result) -> float:

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
+
+if not torch.cuda.is_available():  # Triton decides when it is first imported, by whomever
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from echelon.ops import compiled
 from families import FAMILIES, offered

@@ -333,7 +333,7 @@ def test_peers_run_in_an_environment_of_their_own(
 
 
 def test_workers_need_nothing_of_ours() -> None:
-    for worker in ("vllm", "openvino"):
+    for worker in ("vllm", "vllm_drafts", "openvino"):
         text = peers.Peer(worker, "python").worker.read_text("utf-8")
         assert "echelon." not in text.replace("echelon-openvino", "") and "from echelon" not in text
         compile(text, worker, "exec")
@@ -390,7 +390,7 @@ def test_benchmarks_are_resumable_and_write_the_document(
     assert "This is a part" not in document
     capsys.readouterr()
     assert names["main"](["--small", "--output", str(tmp_path)]) == 0
-    assert "14 of 14 cells are measured already" in capsys.readouterr().out
+    assert "15 of 15 cells are measured already" in capsys.readouterr().out
     assert (tmp_path / "benchmarks.md").read_text() == document
     for gone in ("table-opt-01", "table-opt-02", "gain-02", "equality", "realign-random-02", "realign-equal-02"):
         (evidence / f"{gone}.json").unlink()

@@ -366,23 +366,24 @@ def test_eagle_as_published(target: PreTrainedModel, tmp_path: Path) -> None:
     assert again.config.rope_parameters["rope_theta"] == 5000.0 and again.config.num_hidden_layers == 1
 
 
-@pytest.mark.parametrize("layout", ["authors", "specforge", "speculators", "whole vocabulary"])
+@pytest.mark.parametrize("layout", ["authors", "specforge", "specforge, inputs", "speculators", "whole vocabulary"])
 def test_eagle3_as_published(layout: str, target: PreTrainedModel, tmp_path: Path) -> None:
     head = shaken("eagle3-normed-residual" if layout in ("speculators", "whole vocabulary") else "eagle3", target)
     tensors = renamed(dict(head.state_dict()), layers_0_="midlayer.")
     config = llama_settings(draft_vocab_size=40)
-    if layout == "specforge":
-        config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
+    if layout in ("specforge", "specforge, inputs"):
+        ids = [1, 2, 2] if layout == "specforge" else [2, 3, 3]
+        config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": ids}
         config["rope_scaling"] = None
     if layout == "speculators":
         tensors = dict(head.state_dict())
         config = {"speculators_model_type": "eagle3", "transformer_layer_config": llama_settings(), "draft_vocab_size": VOCABULARY}
-        config["eagle_aux_hidden_state_layer_ids"] = [0, 2, 3]
+        config["eagle_aux_hidden_state_layer_ids"] = [3, 0, 2]  # read in the order of the layers
     if layout == "whole vocabulary":
         tensors = {"model." + k if k != "lm_head.weight" else k: v for k, v in tensors.items() if k not in ("d2t", "t2d")}
         config["norm_before_residual"] = True
     again: Any = load_head(published(tmp_path, tensors, config), target)
-    depths = {"authors": (1, 2, 3), "specforge": (1, 2, 2), "speculators": (0, 2, 3), "whole vocabulary": (1, 2, 3)}[layout]
+    depths = {"specforge": (2, 3, 3), "specforge, inputs": (2, 3, 3), "speculators": (0, 2, 3)}.get(layout, (1, 2, 3))
     assert again.options.depths == depths and again.taps == tuple(f"layer:{i}" for i in depths)
     assert again.options.norm_before_residual == (layout in ("speculators", "whole vocabulary"))
     assert torch.equal(again.lm_head.weight, head.lm_head.weight)
@@ -398,6 +399,14 @@ def test_our_eagle3_is_written_as_speculators(target: PreTrainedModel, tmp_path:
     assert config["transformer_layer_config"]["rope_theta"] == 10000.0
     names = set(load_file(tmp_path / "model.safetensors"))
     assert {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", "layers.0.hidden_norm.weight"} <= names
+
+
+def test_an_eagle3_of_the_whole_vocabulary_is_written_without_maps(target: PreTrainedModel, tmp_path: Path) -> None:
+    head = shaken("eagle3-normed-residual", target)
+    save_head(head, tmp_path, target)
+    assert not {"d2t", "t2d"} & set(load_file(tmp_path / "model.safetensors"))
+    again: Any = load_head(str(tmp_path), target)
+    assert torch.equal(again.draft_ids, head.draft_ids) and torch.equal(again.t2d, head.t2d)
 
 
 def test_clover2_as_published(target: PreTrainedModel, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import heads
 import toys
 from echelon import LLM, ConfigError, SamplingParams
 from echelon.batch import Span
-from echelon.drafters.heads import HeadDrafter, _Frontier
+from echelon.drafters.heads import HeadDrafter, _HeadFrontier
 from echelon.heads.loading import build_head, save_head
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache, LayerShape
@@ -254,19 +254,19 @@ def test_after_a_fault_rows_go_on_and_are_drafted_for_once_read_anew(kind: str) 
 def test_a_drafted_nodes_state_is_that_of_its_path_alone(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head with attention sees the text and the node's own ancestors, whichever pass they were fed in."""
     llm = head_llm("autoregressive", tree, "greedy", max_num_seqs=3)
-    extend, num_compared = _Frontier.extend, 0
+    extend, num_compared = _HeadFrontier.extend, 0
 
-    def compared(frontier: _Frontier, nodes: Any, depth: int) -> None:
+    def compared(frontier: _HeadFrontier, nodes: Any, depth: int) -> None:
         nonlocal num_compared
         extend(frontier, nodes, depth)
         for i, node in enumerate(nodes.tolist()):
             if (node + len(nodes)) % 5 == 0:
-                tokens = frontier._rows[int(frontier._forest.rows[node])].sequence.tokens
-                expected = from_scratch(llm, tokens, frontier._forest.path(node))
-                assert torch.allclose(frontier._states[frontier._at[i]], expected, rtol=1e-3, atol=1e-3)
+                tokens = frontier.rows[int(frontier.forest.rows[node])].sequence.tokens
+                expected = from_scratch(llm, tokens, frontier.forest.path(node))
+                assert torch.allclose(frontier._states[frontier.at[i]], expected, rtol=1e-3, atol=1e-3)
                 num_compared += 1
 
-    monkeypatch.setattr(_Frontier, "extend", compared)
+    monkeypatch.setattr(_HeadFrontier, "extend", compared)
     asked = [p.model_copy(update={"max_tokens": 12}) for p in params("greedy")]
     assert generated(llm, toys.prompts()[:6], asked[:6]) == [t[:12] for t in truth("greedy")[:6]]
     assert num_compared > 10

@@ -52,6 +52,12 @@ def imports(path: Path) -> set[str]:
     return found
 
 
+def imported_names(path: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(path.read_text("utf-8"))))
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return found | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
 def modules() -> dict[str, Path]:
     paths = {p: p.relative_to(SOURCE).with_suffix("").parts for p in SOURCE.rglob("*.py")}
     return {".".join(parts).removesuffix(".__init__"): p for p, parts in paths.items() if parts != ("__init__",)}
@@ -87,3 +93,16 @@ def test_training_never_imports_the_engine() -> None:
 def test_the_scheduler_sees_no_tensors() -> None:
     for module in ("scheduler", "selection", "sequence", "kv.blocks", "kv.lines", "sampling"):
         assert "torch" not in modules()[module].read_text("utf-8").replace("tokenizers", ""), module
+
+
+def test_triton_is_imported_in_its_room_alone() -> None:
+    for module, path in modules().items():
+        roots = {name.split(".")[0] for name in imported_names(path)}
+        assert "triton" not in roots or module.startswith("ops.triton"), module
+
+
+def test_nothing_imports_the_room_of_triton_at_its_top() -> None:
+    for module, path in modules().items():
+        if not module.startswith("ops.triton"):
+            top = ast.Module([n for n in ast.parse(path.read_text("utf-8")).body if isinstance(n, ast.Import | ast.ImportFrom)], [])
+            assert not any("triton" in ast.unparse(node) for node in top.body), module

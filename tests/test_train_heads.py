@@ -24,6 +24,7 @@ from echelon.cli import main
 from echelon.demo import TARGET as EMBEDDED
 from echelon.heads.loading import build_head, load_head
 from echelon.target.loading import load_plain
+from echelon.train import corpus
 from echelon.train import heads as training
 from echelon.train.data import Data, prepare
 from echelon.train.heads import Plan, evaluate, learn, train_head
@@ -314,3 +315,12 @@ def test_texts_of_another_target_are_refused(folder: Path, tmp_path: Path, targe
     (tmp_path / "short.txt").write_text("too short")
     with pytest.raises(ConfigError, match="training needs at least 256"):
         prepare(model, tokenizer, [tmp_path / "short.txt"], tmp_path / "short", count=4)
+
+
+def test_files_are_encoded_a_few_at_a_time_to_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, tokenizer = load_plain(str(EMBEDDED))
+    assert tokenizer is not None
+    files = [corpus.Document("text", str(i), f"x{i} = {i}\n" * i) for i in range(8)]
+    whole = corpus.tokenize(tokenizer.backend_tokenizer, files, 0)
+    monkeypatch.setattr(corpus, "FILES_AT_ONCE", 3)
+    assert np.array_equal(corpus.tokenize(tokenizer.backend_tokenizer, files, 0), whole)

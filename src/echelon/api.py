@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any
 
 from echelon.assembly import build_engine
-from echelon.config import EngineConfig, SpeculativeConfig, speculative
+from echelon.config import EngineConfig, SpeculativeConfig, check_together, speculative
 from echelon.drafters.heads import head_for, tapped_head
 from echelon.engine import Engine
 from echelon.errors import ConfigError, RequestError
@@ -60,9 +60,10 @@ class LLM:
     ) -> None:
         self.config = EngineConfig(**settings)
         self.speculative_config = speculative(speculative_config)
+        check_together(self.config, self.speculative_config)
         self.target = load_model(model, self.config.dtype) if isinstance(model, str) else model
         self.draft = self._check_draft(draft_model)
-        self.head = head_for(self.speculative_config, self.config, self.target, draft_head)
+        self.head = head_for(self.speculative_config, self.target, draft_head)
         self.max_len = self._context()
         models = [m for m in (self.target, self.draft) if m is not None]
         head = None if self.head is None else tapped_head(self.head, self.target)

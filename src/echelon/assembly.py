@@ -64,7 +64,8 @@ def _drafter(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, he
         logger.warning("method 'replay' accepts what it is told: the speed is that of a real run, the text is meaningless")
         return ReplayDrafter(spec, vocab_size)
     keeps_probs = spec.acceptance == "rejection"
-    return DraftModelDrafter(storage.runners[1], config.max_num_batched_tokens, vocab_size, keeps_probs, spec.min_score)
+    growth = growth_of(spec, None) if spec.grows_trees else None
+    return DraftModelDrafter(storage.runners[1], config.max_num_batched_tokens, vocab_size, keeps_probs, spec.min_score, growth)
 
 
 def _acceptance(spec: SpeculativeConfig) -> Acceptance:

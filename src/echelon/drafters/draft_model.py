@@ -1,17 +1,19 @@
-"""A small model with the target's vocabulary proposes a chain (Leviathan et al. 2023; Chen et al. 2023), one token a pass.
+"""A small model with the target's vocabulary proposes a chain (Leviathan et al. 2023; Chen et al. 2023), one token a pass, or a tree, one
+level a pass (Miao et al. 2024, SpecInfer).
 
 Its vocabulary may be padded to another width than the target's. A row whose text outgrows the draft model's context goes on without it:
 the scheduler grants it no draft.
 
 The draft model draws with the target's own noise, so where the two distributions are close they draw the same token. Its cache
 follows the same rule as the target's: each pass feeds whatever known tokens lack keys and values. The prompt, the row that accepted
-everything (two tokens behind), a step without a draft and a row that comes back after preemption are one case.
+everything (two tokens behind), a step without a draft and a row that comes back after preemption are one case. Of a chain it keeps what
+was accepted; of a tree nothing, and reads the accepted path again together with the next known token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -21,11 +23,13 @@ from torch import Tensor
 
 from echelon.batch import Span
 from echelon.draft import Draft
+from echelon.drafters.frontier import Frontier, grow
 from echelon.ops.rank import likeliest, processed
 from echelon.ops.sample import Place, choose
 from echelon.sampling import Sampler
 from echelon.sequence import PlannedRow
 from echelon.target.runner import ModelRunner
+from echelon.trees import Forest, Growth, Int64
 from echelon.verify import Verdict, argmax_rows
 
 
@@ -59,17 +63,21 @@ class DraftModelDrafter:
         vocab_size: int,
         keeps_probs: bool = False,
         min_score: float = -np.inf,
+        growth: Growth | None = None,
     ) -> None:
         self._runner = runner
         self._vocab_size = vocab_size  # the target's
         self._keeps_probs = keeps_probs  # rejection compares distributions
         self._min_score = min_score  # of a draft, its joint log-probability
+        self._growth = growth  # of trees; None: chains
         self._max_num_batched_tokens = max_num_batched_tokens
 
     def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
         chains = [_Chain(row) for row in rows]
         active = [c for c in chains if c.row.max_draft_tokens > 0]
         self._catch_up([c.row for c in active])
+        if self._growth is not None:
+            return self._grown(self._growth, rows, active)
         while active:
             logits = self._feed(active)
             chosen = self._choose(active, logits) if self._min_score == -np.inf else self._choose_likely(active, logits)
@@ -78,6 +86,17 @@ class DraftModelDrafter:
             active = [c for c, token in zip(active, chosen, strict=True) if token >= 0 and len(c.tokens) < c.row.max_draft_tokens]
         flat = [p for c in chains for p in c.probs]
         return Draft.chains([c.tokens for c in chains], np.stack(flat) if flat else None)
+
+    def _grown(self, growth: Growth, rows: SequenceOf[PlannedRow], active: list[_Chain]) -> Draft:
+        forest = Forest([r.max_draft_tokens for r in rows], [r.max_draft_depth for r in rows], self._min_score)
+        if not active:
+            return forest.draft(growth.kept(forest))
+        roots = forest.plant([i for i, row in enumerate(rows) if row.max_draft_tokens > 0])
+        return grow(growth, _ModelFrontier(self, forest, rows, roots, self._feed(active)))
+
+    def feed(self, spans: SequenceOf[Span]) -> Tensor:
+        """Logits [R, V] over the target's vocabulary."""
+        return self._widened(self._runner.feed([replace(s, tokens=self._readable(list(s.tokens))) for s in spans]))
 
     def _choose(self, chains: SequenceOf[_Chain], logits: Tensor) -> list[int]:
         """The next token of every chain, with the target's noise; logits [len(chains), V]. −1 where a request's own parameters or
@@ -121,8 +140,8 @@ class DraftModelDrafter:
         for chain in chains:
             sequence, start = chain.row.sequence, self._runner.num_cached(chain.row.sequence.id)
             known = sequence.tokens[start:] + chain.tokens[max(0, start - len(sequence)) :]
-            spans.append(Span(sequence.id, start, self._readable(known), 1, len(sequence)))
-        return self._widened(self._runner.feed(spans))
+            spans.append(Span(sequence.id, start, known, 1, len(sequence)))
+        return self.feed(spans)
 
     def _readable(self, tokens: list[int]) -> list[int]:
         """A target padded further than the draft model may emit an id that the draft model lacks; any other will do in its place."""
@@ -134,12 +153,28 @@ class DraftModelDrafter:
         return F.pad(logits, (0, self._vocab_size - logits.shape[-1]), value=-torch.inf)  # a negative width cuts
 
     def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:  # noqa: ARG002
-        """Shorten every row to its known tokens and the accepted part of the draft."""
+        """Shorten every row to its known tokens and the accepted part of a chain."""
         for row, path in zip(rows, verdict.paths, strict=True):
-            cached = self._runner.num_cached(row.sequence.id)
-            self._runner.commit(row.sequence.id, min(cached, len(row.sequence) + len(path)))
+            cached, num_kept = self._runner.num_cached(row.sequence.id), len(path) if self._growth is None else 0
+            self._runner.commit(row.sequence.id, min(cached, len(row.sequence) + num_kept))
 
     def forget(self, row: int) -> None:
         """The scheduler has released the row's blocks already, or the row is read anew."""
         if row in self._runner.cache.tables:
             self._runner.commit(row, 0)
+
+
+class _ModelFrontier(Frontier):
+    """Every node's state is the draft model's logits after it."""
+
+    def __init__(self, drafter: DraftModelDrafter, forest: Forest, rows: SequenceOf[PlannedRow], roots: Int64, logits: Tensor) -> None:
+        super().__init__(forest, rows, roots)
+        self._drafter, self._logits = drafter, logits
+        self._text_lens = np.array([len(row.sequence) for row in rows])
+
+    def logits(self, depth: int) -> Tensor:  # noqa: ARG002
+        return self._logits
+
+    def advance(self, nodes: Int64, at: Int64, depth: int) -> Int64:  # noqa: ARG002
+        self._logits = self._drafter.feed(self.spans(nodes, self._text_lens, wants_logits=True))
+        return np.arange(len(nodes))

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from echelon.batch import RaggedBatch, Span
-from echelon.config import EngineConfig, SpeculativeConfig
+from echelon.config import SpeculativeConfig
 from echelon.draft import Draft
+from echelon.drafters.frontier import Frontier, grow
 from echelon.errors import ConfigError
 from echelon.heads.base import Head
 from echelon.heads.loading import load_head
 from echelon.kv.cache import KVCache, LayerShape
 from echelon.layouts import unpadded
-from echelon.ops.rank import likeliest, processed
 from echelon.sequence import PlannedRow
 from echelon.stats import Load, Usage
 from echelon.target.attention import STEP_KEYWORD, CachedStep, RecordingStep
@@ -64,21 +64,16 @@ def dtype_of(head: Head) -> torch.dtype:
     return next((p.dtype for p in head.parameters()), torch.float32)
 
 
-def head_for(config: SpeculativeConfig | None, engine: EngineConfig, target: LoadedModel, given: Head | None) -> Head | None:
+def head_for(config: SpeculativeConfig | None, target: LoadedModel, given: Head | None) -> Head | None:
     """What `config` asks for: the head in its folder, unless one is `given`; None where it asks for no head.
 
     Raises
     ------
-    ConfigError     there is none, it is of another method, or the strategy has no blocks
+    ConfigError     there is none, or it is of another method
     ModelLoadError  it cannot be read, or was made for another target
     """
     if config is None or not config.is_head:
         return None
-    if engine.strategy != "unpadded":
-        raise ConfigError(
-            f"method {config.method!r} needs strategy = 'unpadded', not {engine.strategy!r}: "
-            "its trees and its own keys and values need blocks"
-        )
     if given is None and config.model is None:
         raise ConfigError(f"method {config.method!r} needs the key 'model': the folder of a head that was trained on the target")
     head = given
@@ -132,16 +127,10 @@ class HeadDrafter:
         depths = [min(row.max_draft_depth, self.growth.depth) for row in rows]
         forest = Forest([row.max_draft_tokens for row in rows], depths, self._min_score)
         active = [i for i, row in enumerate(rows) if self._may_draft(row)]
-        nodes = forest.plant(active)
-        if active:
-            frontier = _Frontier(self, forest, rows, torch.stack([self._states[rows[i].sequence.id][1] for i in active]))
-            for depth in range(self.growth.depth):
-                nodes = self.growth.grow(forest, nodes, *frontier.children(nodes, depth))
-                nodes = nodes[np.argsort(forest.rows[nodes], kind="stable")]
-                if not len(nodes):
-                    break
-                frontier.extend(nodes, depth + 1)
-        return forest.draft(self.growth.kept(forest))
+        if not active:
+            return forest.draft(self.growth.kept(forest))
+        states = torch.stack([self._states[rows[i].sequence.id][1] for i in active])
+        return grow(self.growth, _HeadFrontier(self, forest, rows, forest.plant(active), states))
 
     def _may_draft(self, row: PlannedRow) -> bool:
         """Its state is that of the text as it is, and the target has the text read."""
@@ -220,64 +209,28 @@ class HeadDrafter:
             self.cache.tables.commit(row, 0)
 
 
-class _Frontier:
-    """The nodes that a tree grows on from, with the head's states of them.
+class _HeadFrontier(Frontier):
+    """Nodes share a state where the head does not read what it has drafted (Medusa); its logits are computed once."""
 
-    Nodes may share a state: those of a head that does not read what it has drafted (Medusa) do, and its logits are computed once.
-    """
+    def __init__(self, drafter: HeadDrafter, forest: Forest, rows: SequenceOf[PlannedRow], roots: Int64, states: Tensor) -> None:
+        super().__init__(forest, rows, roots)
+        self._drafter, self._states = drafter, states  # [S, s]
 
-    def __init__(self, drafter: HeadDrafter, forest: Forest, rows: SequenceOf[PlannedRow], states: Tensor) -> None:
-        self._drafter, self._forest, self._rows = drafter, forest, rows
-        self._states = states  # [S, s]
-        self._at: Int64 = np.arange(len(states))  # of every node of the frontier, its state
-        self._index = {node: node for node in range(len(states))}  # node → its place in the frontier
-        self._fed: dict[int, int] = {}  # node → its place among those of its row that the head's attention has been fed
-        self._parents: dict[int, list[int]] = {}  # row → parents of these
+    def logits(self, depth: int) -> Tensor:
+        return self._drafter.head.logits(self._states, depth)
 
-    def children(self, nodes: Int64, depth: int) -> tuple[Int64, np.ndarray[Any, np.dtype[np.float64]]]:
-        """Tokens and scores of every node, as `Growth.grow` wants them."""
-        head, growth = self._drafter.head, self._drafter.growth
-        logits = head.logits(self._states, depth)
-        samplers = [self._rows[r].sequence.sampler for r in self._forest.rows[nodes]]
-        positions = [len(self._rows[r].sequence) + depth for r in self._forest.rows[nodes]]
-        if any(s.changes_logits for s in samplers):
-            texts = [self._rows[r].sequence.tokens for r in self._forest.rows[nodes]]
-            paths = [self._forest.path(node) for node in nodes]
-            return likeliest(processed(logits[torch.from_numpy(self._at)], samplers, texts, paths), samplers, positions, growth.width)
-        _, first = np.unique(self._at, return_index=True)  # one node of every state; all of its nodes have one row and depth
-        tokens, scores = likeliest(logits, [samplers[i] for i in first], [positions[i] for i in first], growth.width, growth.only_ranks)
-        return tokens[self._at], scores[self._at]
-
-    def extend(self, nodes: Int64, depth: int) -> None:
-        """Go on from `nodes`, children of the frontier's, rows together."""
-        forest, head = self._forest, self._drafter.head
-        at = self._at[[self._index[p] for p in forest.parents[nodes].tolist()]]
-        states = self._states[torch.from_numpy(at)]
-        tokens = torch.from_numpy(forest.tokens[nodes])
-        lengths = np.array([len(row.sequence) for row in self._rows])
-        positions = torch.from_numpy(lengths[forest.rows[nodes]] - 2 + forest.depths[nodes])
-        step = self._drafter.step(self._spans(nodes))[1] if self._drafter.extends else {}
-        extended = head.extend(states, tokens, positions, depth, **step)
+    def advance(self, nodes: Int64, at: Int64, depth: int) -> Int64:
+        states, tokens = self._states[torch.from_numpy(at)], torch.from_numpy(self.forest.tokens[nodes])
+        known = np.array([len(row.sequence) for row in self.rows]) - 1  # the head's places: each knows the token that follows it
+        positions = torch.from_numpy(known[self.forest.rows[nodes]] - 1 + self.forest.depths[nodes])
+        step = self._drafter.step(self.spans(nodes, known))[1] if self._drafter.extends else {}
+        extended = self._drafter.head.extend(states, tokens, positions, depth, **step)
+        places: Int64 = np.arange(len(nodes))
         if extended is states:
-            used, self._at = np.unique(at, return_inverse=True)
+            used, places = np.unique(at, return_inverse=True)
             self._states = self._states[torch.from_numpy(used)]
         else:
-            self._states, self._at = extended, np.arange(len(nodes))
-        self._index = {node: i for i, node in enumerate(nodes.tolist())}
+            self._states = extended
         if not self._drafter.extends:
             self._drafter.count(len(self._states))
-
-    def _spans(self, nodes: Int64) -> list[Span]:
-        """The nodes as spans of their rows, after the text and the nodes fed before."""
-        forest, spans = self._forest, []
-        for r in dict.fromkeys(forest.rows[nodes].tolist()):
-            own = nodes[forest.rows[nodes] == r].tolist()
-            parents, text_len = self._parents.setdefault(r, []), len(self._rows[r].sequence) - 1
-            start = text_len + len(parents)
-            for node in own:
-                self._fed[node] = len(parents)
-                parents.append(self._fed.get(int(forest.parents[node]), -1))
-            tree = None if parents == list(range(-1, len(parents) - 1)) else list(parents)
-            tokens = forest.tokens[own].tolist()
-            spans.append(Span(self._rows[r].sequence.id, start, tokens, 0, text_len, len(own), tree))
-        return spans
+        return places

@@ -21,11 +21,16 @@ from echelon.heads.parts import Rotary, Shared, copy_norm, prepare, run_layer
 
 @dataclass(frozen=True)
 class Eagle3Options:
-    """`depths`: the head reads the inputs of these decoder layers. `norm_before_residual`: the residual is RMSNorm(g), not g."""
+    """`depths`: the head reads the inputs of these decoder layers, in the order of the layers however they are given, as vLLM and SGLang
+    collect them. `norm_before_residual`: the residual is RMSNorm(g), not g.
+    """
 
     depths: tuple[int, int, int]
     draft_vocab_size: int
     norm_before_residual: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "depths", tuple(sorted(self.depths)))
 
 
 def default_depths(num_layers: int) -> tuple[int, int, int]:

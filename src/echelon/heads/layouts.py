@@ -75,8 +75,8 @@ def _speculators_layout(name: str, raw: dict[str, Any], tensors: Tensors, target
 
 def _eagle3_layout(name: str, raw: dict[str, Any], tensors: Tensors, target: PreTrainedModel) -> Parsed:
     nested = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    # here a layer's id means its output, above it means its input
-    depths = [i + 1 for i in nested] if nested else raw.get("eagle_aux_hidden_state_layer_ids")
+    # Here a layer's id means its output where the first is 1, and its input elsewhere, as above: SGLang's rule (its pull request 25454)
+    depths = [i + (nested[0] == 1) for i in nested] if nested else raw.get("eagle_aux_hidden_state_layer_ids")
     return _eagle3(name, raw, _llama(name, raw), depths, bool(raw.get("norm_before_residual", False)), tensors, target)
 
 

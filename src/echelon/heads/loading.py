@@ -113,8 +113,14 @@ def save_head(head: Any, folder: Path, target: PreTrainedModel, num_speculative_
     else:
         config = {"echelon_head": head.method, "options": asdict(head.options), "transformer_layer_config": layer}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({k: t.detach().contiguous() for k, t in head.state_dict().items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(_tensors(head), folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+
+def _tensors(head: Head) -> Tensors:
+    """Of an EAGLE-3 head that drafts every token `d2t` and `t2d` say nothing, and vLLM refuses them."""
+    says_nothing = {"d2t", "t2d"} if isinstance(head, Eagle3Head) and bool(head.t2d.all()) else set[str]()
+    return {k: t.detach().contiguous() for k, t in head.state_dict().items() if k not in says_nothing}
 
 
 def _layer_dict(config: LlamaConfig) -> dict[str, Any]:

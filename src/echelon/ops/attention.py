@@ -1,4 +1,4 @@
-"""Ragged attention: compiled (csrc/attention.h) where the extension was built, else its definition in `reference`."""
+"""Ragged attention: compiled (csrc/attention.h) where the extension was built, else its definition in `reference`; on CUDA by Triton."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ def ragged_attention(
     dtype, which is that of the cache. Softmax runs online in float32 over key tiles at multiples of a fixed size from position 0 (Milakov
     and Gimelshein 2018); a row's keys and values are read once for all heads of a group and up to 64 (token, head) pairs.
     """
+    if query.is_cuda:
+        from echelon.ops.triton import attention as on_device  # imports Triton
+
+        return on_device.ragged_attention(query, keys, values, batch, scale, window, softcap, sinks)
     if not is_built():
         return reference.ragged_attention(query, keys, values, batch, scale, window, softcap, sinks)
     where = (batch.positions, batch.indptr, batch.block_table, batch.block_size)

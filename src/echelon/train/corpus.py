@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 MAX_FILE_BYTES = 300_000
 MAX_MEAN_LINE = 120  # characters; longer lines mean tables or generated code
 HELD_OUT_SHARE = 20  # one file in this many
+FILES_AT_ONCE = 256  # an encoding takes some thirty times the memory of its text
 TEST_FOLDERS = {"test", "tests", "idlelib", "lib2to3"}
 
 
@@ -96,6 +97,10 @@ def manifest(docs: Sequence[Document], wheels: Iterable[str]) -> dict[str, objec
 
 def tokenize(tokenizer: Tokenizer, docs: Iterable[Document], end_of_text: int) -> np.ndarray:
     """One flat array, uint16 where the vocabulary fits: every document's tokens, each document preceded by `end_of_text`."""
-    encoded = tokenizer.encode_batch_fast([d.text for d in docs], add_special_tokens=False)
     dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
-    return np.concatenate([np.array([end_of_text, *e.ids], dtype=dtype) for e in encoded])
+    texts = [d.text for d in docs]
+    parts = []
+    for start in range(0, len(texts), FILES_AT_ONCE):
+        encoded = tokenizer.encode_batch_fast(texts[start : start + FILES_AT_ONCE], add_special_tokens=False)
+        parts += [np.array([end_of_text, *e.ids], dtype=dtype) for e in encoded]
+    return np.concatenate(parts)

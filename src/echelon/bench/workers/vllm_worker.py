@@ -30,11 +30,16 @@ def acceptance(metrics: Any) -> dict[str, float]:
     return {"tokens_per_step": 1.0 + accepted / count["num_drafts"], "acceptance_rate": accepted / count["num_draft_tokens"]}
 
 
-def main(given: str, taken: str) -> None:
-    job = read_job(given)
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{job['num_threads'] - 1}")
+def set_environment(num_threads: int) -> None:
+    """What vLLM's CPU build reads when it is imported; what is set already stays."""
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{num_threads - 1}")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
+def main(given: str, taken: str) -> None:
+    job = read_job(given)
+    set_environment(job["num_threads"])
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     llm = LLM(
