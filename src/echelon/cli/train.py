@@ -44,7 +44,7 @@ def train(
     out: Annotated[Path, typer.Option(help="Folder of the run; an interrupted one goes on.")],
     text: Annotated[list[Path] | None, typer.Option(help="UTF-8 text files; Python source of this machine without.")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder for tokens and the target's own text, to share between runs; OUT/data.")] = None,
-    steps: Annotated[int, typer.Option(help="Batches of about 4,000 tokens.", min=1)] = 1000,
+    steps: Annotated[int, typer.Option(help="Batches of about 2,000 tokens.", min=1)] = 1000,
     rate: Annotated[float, typer.Option(help="Peak learning rate.", min=0.0)] = 3e-3,
     every: Annotated[int, typer.Option(help="Steps between checkpoints and evaluations.", min=1)] = 100,
     seed: Annotated[int, typer.Option(help="Of initial weights, batches and noise of heads.", min=0)] = 0,
