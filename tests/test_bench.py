@@ -371,7 +371,16 @@ def test_benchmarks_are_resumable_and_write_the_document(
     names = runpy.run_path(str(SCRIPTS / "benchmarks.py"))
     assert names["main"](["--small", "--output", str(tmp_path)]) == 0
     document = (tmp_path / "benchmarks.md").read_text()
-    for words in ("unpadded / padded", "Where speculation loses", "EXSPEC", "P99", "exact match", "plots/gain.png", "| gain | LLMA | 2 |"):
+    for words in (
+        "unpadded / padded",
+        "Where speculation loses",
+        "EXSPEC",
+        "P99",
+        "exact match",
+        "plots/gain.png",
+        "| gain | LLMA | 2 |",
+        "draft model, tree",
+    ):
         assert words in document, words
     evidence = tmp_path / "evidence" / "benchmarks"
     cells = {p.stem.rsplit("-", 1)[0] for p in evidence.glob("*-*.json")}
@@ -398,7 +407,7 @@ def test_benchmarks_are_resumable_and_write_the_document(
     (evidence / "rescaled-02.json").write_text(json.dumps(other | {"settings": {}}))
     cells = list(names["Bench"](names["SMALL"], evidence).cells)
     part = names["write_document"](tmp_path, cells, json.loads((evidence / "latency-02.json").read_text())["settings"]).read_text()
-    assert "**This is a part**: 7 of 14 cells have not been measured" in part
+    assert "**This is a part**: 7 of 15 cells have not been measured" in part
     for words in ("  - `table-opt` at batch 1, 2\n", "  - `rescaled` at batch 2\n", "  - `equality`\n", "P99", "EXSPEC"):
         assert words in part, words
 

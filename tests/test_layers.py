@@ -30,7 +30,7 @@ LEVELS = [
 ]
 RANK = {room: rank for rank, rooms in enumerate(LEVELS) for room in rooms}
 APART = {"layouts", "drafters", "heads"}  # siblings in these rooms do not import each other
-ALLOWED_SIBLINGS = {"base", "parts"}
+ALLOWED_SIBLINGS = {"base", "frontier", "parts"}
 GATHERS = {"heads.layouts", "heads.loading"}  # they know all of their siblings
 TRAINING_READS = {"errors", "heads", "target"}
 
