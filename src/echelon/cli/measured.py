@@ -49,7 +49,8 @@ def load_target(model: str, parameters: int) -> LoadedModel:
     if not parameters:
         return load_model(model)
     grown, tokenizer = load_grown(model, parameters), load_plain(model)[1]
-    return adopt_model(grown, tokenizer, f"{model}, grown")
+    name = Path(model).name if Path(model).is_dir() else model  # reports that are kept do not say where a folder lay
+    return adopt_model(grown, tokenizer, f"{name}, grown")
 
 
 def load_grown(model: str, parameters: int) -> PreTrainedModel:
