@@ -216,8 +216,10 @@ def check_together(engine: EngineConfig, spec: SpeculativeConfig | None) -> None
     """Raise `ConfigError` for a drafter that the strategy cannot serve."""
     if spec is None or engine.strategy == "unpadded":
         return
-    asked, why = ("", "") if not spec.grows_trees else (f"tree = {spec.tree!r}", "a tree's nodes need blocks")
     if spec.is_head:
         asked, why = f"method {spec.method!r}", "its trees and its own keys and values need blocks"
-    if asked:
-        raise ConfigError(f"{asked} needs strategy = 'unpadded', not {engine.strategy!r}: {why}")
+    elif spec.grows_trees:
+        asked, why = f"tree = {spec.tree!r}", "a tree's nodes need blocks"
+    else:
+        return
+    raise ConfigError(f"{asked} needs strategy = 'unpadded', not {engine.strategy!r}: {why}")
