@@ -10,7 +10,7 @@ demo: $(READY)
 	$(BIN)/python -m echelon.demo
 
 test: lint
-	$(BIN)/python -m pytest --durations=20
+	$(BIN)/python -m pytest --numprocesses=logical --dist=worksteal --durations=20
 
 lint: $(READY)
 	$(BIN)/ruff check src tests scripts

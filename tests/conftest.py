@@ -3,6 +3,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; tests of threads ask for two
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 from hypothesis import settings

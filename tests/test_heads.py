@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -322,6 +323,14 @@ def test_saved_heads_come_back(kind: str, target: PreTrainedModel, tmp_path: Pat
     assert again.state_dict().keys() == head.state_dict().keys()
     assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), head.state_dict().values(), strict=True))
     assert load_head(str(tmp_path), target, torch.bfloat16).fc.weight.dtype == torch.bfloat16 if "eagle" in kind else True
+
+
+def test_heads_are_written_as_the_target_has_its_weights(target: PreTrainedModel, tmp_path: Path) -> None:
+    """Ids of a smaller vocabulary stay integers."""
+    save_head(shaken("eagle3", target), tmp_path, copy.deepcopy(target).bfloat16())
+    found = {t.dtype for name, t in load_file(tmp_path / "model.safetensors").items() if name not in {"d2t", "t2d"}}
+    assert found == {torch.bfloat16}
+    assert load_file(tmp_path / "model.safetensors")["d2t"].dtype == torch.int64
 
 
 def llama_settings(**changes: Any) -> dict[str, Any]:

@@ -104,7 +104,9 @@ def load_head(name: str, target: PreTrainedModel, dtype: torch.dtype | None = No
 
 
 def save_head(head: Any, folder: Path, target: PreTrainedModel, num_speculative_tokens: int = 5) -> None:
-    """Write `head`, made for `target`, to `folder`: EAGLE-3 as `speculators`, EAGLE as its authors have it, others in our layout."""
+    """Write `head`, made for `target`, to `folder` in the target's dtype: EAGLE-3 as `speculators`, EAGLE as its authors have it, others in
+    our layout.
+    """
     layer = _layer_dict(head.config)
     if isinstance(head, Eagle3Head):
         config = _speculators(head, layer, target, num_speculative_tokens)
@@ -113,14 +115,15 @@ def save_head(head: Any, folder: Path, target: PreTrainedModel, num_speculative_
     else:
         config = {"echelon_head": head.method, "options": asdict(head.options), "transformer_layer_config": layer}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(_tensors(head), folder / "model.safetensors", {"format": "pt"})
+    save_file(_tensors(head, target.dtype), folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 
-def _tensors(head: Head) -> Tensors:
+def _tensors(head: Head, dtype: torch.dtype) -> Tensors:
     """Of an EAGLE-3 head that drafts every token `d2t` and `t2d` say nothing, and vLLM refuses them."""
     says_nothing = {"d2t", "t2d"} if isinstance(head, Eagle3Head) and bool(head.t2d.all()) else set[str]()
-    return {k: t.detach().contiguous() for k, t in head.state_dict().items() if k not in says_nothing}
+    said = {k: t.detach() for k, t in head.state_dict().items() if k not in says_nothing}
+    return {k: (t.to(dtype) if t.is_floating_point() else t).contiguous() for k, t in said.items()}
 
 
 def _layer_dict(config: LlamaConfig) -> dict[str, Any]:
