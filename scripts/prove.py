@@ -55,7 +55,7 @@ FUZZED = {
 
 CELLS = [
     pytest("lossless", "tests/test_lossless.py"),
-    pytest("heads and trees", "tests/test_heads_lossless.py", "tests/test_trees.py", "tests/test_taps.py"),
+    pytest("heads and trees", "tests/test_heads_lossless.py", "tests/test_trees.py", "tests/test_draft_trees.py", "tests/test_taps.py"),
     pytest("decoders", "tests/test_decoders.py"),
     pytest("invariance", "tests/test_invariance.py"),
     pytest("parameters", "tests/test_parameters.py"),
