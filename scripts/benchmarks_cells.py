@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from echelon import LLM, ConfigError, SamplingParams, SpeculativeConfig
-from echelon.bench.inflate import Growth, inflate, inflate_head, plan_growth, untied
+from echelon.bench.inflate import inflate, inflate_with_heads, plan_growth
 from echelon.bench.latency import measure_latency
 from echelon.bench.prefill import PrefilledRun, Prefix, read_prefixes
 from echelon.bench.replayed import rescaled
@@ -26,7 +26,7 @@ from echelon.bench.workloads import code_prompts
 from echelon.cli.verify import as_json as verified_as_json
 from echelon.config import HEADS
 from echelon.demo import DRAFT, TARGET, held_out_files
-from echelon.heads.loading import build_head, load_head, save_head
+from echelon.heads.loading import build_head, save_head
 from echelon.target.loading import LoadedModel, adopt_model, load_model, load_plain
 
 PADDINGS = ("padded", "padded-inputs", "padded-kv", "unpadded")  # EMS-SD's columns: vanilla, unpad KV only, unpad inputs only, both
@@ -135,15 +135,9 @@ class Models:
         ------
         ConfigError  a head has not been trained yet
         """
-        parameters = self.size.pair_parameters
         plain, tokenizer = load_plain(str(TARGET))
-        plain = untied(plain)
-        growth = plan_growth(plain, parameters) if parameters else Growth(1, plain.config.num_hidden_layers)
-        grown = inflate(plain, growth)
-        folders = {}
-        for method in HEADS:
-            folders[method] = str(self.scratch / "heads" / method)
-            save_head(inflate_head(load_head(self.trained(method), plain), grown, growth.width), Path(folders[method]), grown)
+        trained = {method: self.trained(method) for method in HEADS}
+        grown, folders = inflate_with_heads(plain, self.size.pair_parameters, trained, self.scratch / "heads")
         return adopt_model(grown, tokenizer, "embedded target, untied and grown", keep_weights=False), folders
 
     def trained(self, method: str) -> str:

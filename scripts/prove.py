@@ -72,6 +72,7 @@ CELLS = [
     *(pytest(f"server fuzz: {name}", "tests/test_server_fuzz.py", "-k", chosen) for name, chosen in FUZZED.items()),
     Cell("soak", ["python", "scripts/soak.py"], full_size=False),
     *(Cell(name, ["python", "scripts/third_party.py", name], full_size=False) for name in ("lm-eval", "guidellm")),
+    Cell("heads learn in 20 minutes", ["python", "scripts/plateau.py"], full_size=False),
     Cell("vLLM drafts the same", ["python", "scripts/eagle3_in_vllm.py"], full_size=False),
     pytest("linear layers", "tests/test_linear.py"),
     pytest("norms, rotary embeddings, activations", "tests/test_fused.py"),

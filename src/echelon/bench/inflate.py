@@ -9,7 +9,9 @@ nothing to the residual. The text, and with it acceptance, is that of the traine
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from transformers import PreTrainedModel
 from echelon.errors import ConfigError, UnsupportedModelError
 from echelon.heads.base import Head
 from echelon.heads.clover import CloverHead
-from echelon.heads.loading import shared_parts
+from echelon.heads.loading import load_head, save_head, shared_parts
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
 LARGEST_HIDDEN = 2048  # `plan_growth` widens up to here, then deepens
@@ -162,6 +164,22 @@ def inflate_head(head: Any, target: PreTrainedModel, width: int) -> Head:
         _undo_normalisation(state, width)
     grown.load_state_dict(state)
     return grown.to(next(head.parameters()).dtype).eval().requires_grad_(False)
+
+
+def inflate_with_heads(
+    model: PreTrainedModel, num_parameters: int, heads: Mapping[str, str], folder: Path
+) -> tuple[PreTrainedModel, dict[str, str]]:
+    """`model`, untied and grown to this size (0: as it is), and where below `folder` its heads lie that were grown beside it, by name.
+
+    `heads`: the folder of each, trained for `model`.
+    """
+    own = untied(model)
+    growth = plan_growth(own, num_parameters) if num_parameters else Growth(1, own.config.num_hidden_layers)
+    grown = inflate(own, growth)
+    folders = {name: folder / name for name in heads}
+    for name, trained in heads.items():
+        save_head(inflate_head(load_head(trained, own), grown, growth.width), folders[name], grown)
+    return grown, {name: str(path) for name, path in folders.items()}
 
 
 def _grown_head(name: str, tensor: Tensor, width: int, hidden: int) -> Tensor:

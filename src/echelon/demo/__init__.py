@@ -1,4 +1,5 @@
-"""The embedded model pair: a target and a draft model trained on Python source (`make pair` trains them again)."""
+"""The embedded models: a target and a draft model trained on Python source (`make pair` trains them again), and an EAGLE head for the
+target (`make heads`)."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent / "pair"
 TARGET = FOLDER / "target"
 DRAFT = FOLDER / "draft"
+EAGLE = FOLDER / "eagle"
 
 
 def held_out_files() -> list[str]:

@@ -1,8 +1,9 @@
-"""`make demo`: the main job in under three minutes, on the embedded pair and on the same target grown to serving size."""
+"""`make demo`: the main job in under three minutes, on the embedded models and on the same target grown to serving size."""
 
 from __future__ import annotations
 
 import copy
+import tempfile
 import time
 from pathlib import Path
 from typing import Annotated
@@ -19,17 +20,18 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from echelon import LLM, SamplingParams
-from echelon.bench.inflate import describe, inflate, plan_growth
+from echelon.bench.inflate import describe, inflate_with_heads
 from echelon.bench.plot import bar_chart
-from echelon.bench.throughput import Result, default_methods, environment, measure, plain_outputs
+from echelon.bench.throughput import Method, Result, default_methods, environment, measure, plain_outputs
 from echelon.bench.workloads import code_prompts
-from echelon.demo import DRAFT, TARGET, held_out_files
+from echelon.demo import DRAFT, EAGLE, TARGET, held_out_files
 from echelon.errors import MissingExtraError
 from echelon.target.loading import LoadedModel, adopt_model, load_model, load_plain
 
 BATCH_SIZE = 8
 PROMPT_TOKENS = 192
 GROWN_PARAMETERS = 500_000_000
+EAGLE_TREE = {"tree": "dynamic", "num_speculative_tokens": 8, "tree_top_k": 4, "tree_depth": 5}
 console = Console()
 
 
@@ -86,11 +88,11 @@ def coloured_sample(llm: LLM, prompt: list[int], params: SamplingParams) -> Text
     return text
 
 
-def run_pair(
-    target: LoadedModel, draft: LoadedModel, prompts: list[list[int]], params: SamplingParams, rounds: int, title: str
+def run_all(
+    target: LoadedModel, draft: LoadedModel, head: str, prompts: list[list[int]], params: SamplingParams, rounds: int, title: str
 ) -> tuple[list[Result], list[list[int]]]:
-    """The three methods, with a progress bar."""
-    methods = default_methods()
+    """Every method, with a progress bar; `head`: the folder of the target's EAGLE head."""
+    methods = [*default_methods(), Method("EAGLE, tree", {"method": "eagle", "model": head, **EAGLE_TREE})]
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task(title, total=len(methods) * rounds + 1)
         truth = plain_outputs(target, prompts, params)
@@ -120,15 +122,16 @@ def main(
         f"{max_tokens} new tokens each, greedy, bfloat16. Tokens/s include the prompts; "
         "identical: the same token ids as plain decoding, each row alone.\n"
     )
-    small, _ = run_pair(target, draft, prompts, params, rounds, "embedded pair")
-    console.print(table_of(f"1. The embedded pair: {describe(target.model)}; draft {describe(draft.model)}", small))
+    small, _ = run_all(target, draft, str(EAGLE), prompts, params, rounds, "embedded models")
+    console.print(table_of(f"1. The embedded models: {describe(target.model)}; draft {describe(draft.model)}", small))
     console.print("A step of so small a model costs mostly the calls around it, so a draft model as deep as half the target cannot pay.\n")
 
     plain_model, tokenizer = load_plain(str(TARGET))
-    grown = inflate(plain_model, plan_growth(plain_model, GROWN_PARAMETERS))
     plain_draft, _ = load_plain(str(DRAFT))
-    big = adopt_model(copy.deepcopy(grown), tokenizer, "embedded target, grown")
-    large, truth = run_pair(big, draft, prompts, params, 1, "grown target")
+    with tempfile.TemporaryDirectory() as folder:
+        grown, heads = inflate_with_heads(plain_model, GROWN_PARAMETERS, {"eagle": str(EAGLE)}, Path(folder))
+        big = adopt_model(copy.deepcopy(grown), tokenizer, "embedded target, grown")
+        large, truth = run_all(big, draft, heads["eagle"], prompts, params, 1, "grown target")
     with console.status("transformers"):
         large.append(transformers_plain(grown, prompts, max_tokens, truth, rounds=1))
         refusal = transformers_refusal(grown, plain_draft, prompts)
@@ -143,7 +146,7 @@ def main(
     console.print()
     out.mkdir(parents=True, exist_ok=True)
     try:
-        bar_chart(out / "demo.png", {"embedded pair": small, "grown to serving size": large})
+        bar_chart(out / "demo.png", {"embedded models": small, "grown to serving size": large})
         console.print(f"Bar chart: {out / 'demo.png'}")
     except MissingExtraError as error:
         console.print(f"No bar chart: {error}")
