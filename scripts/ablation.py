@@ -200,7 +200,7 @@ def studied(asked: argparse.Namespace) -> Study:
 
 
 def settings_of(asked: argparse.Namespace) -> dict[str, Any]:
-    names = ("minutes", "steps", "seeds", "num_continuations", "num_prompts", "max_tokens")
+    names = ("seeds", "num_continuations", "num_prompts", "max_tokens")
     return {name: getattr(asked, name) for name in names}
 
 
