@@ -8,6 +8,8 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
 
+from benchmarks_common import Cells, picture, plain_speed, results_of, tokens_per_step
+from benchmarks_heads import heads_findings, heads_part
 from benchmarks_peers import peers_findings, peers_part, read_runs
 
 from echelon.bench.latency import Latency
@@ -35,7 +37,6 @@ TABLES = {
 EQUAL_DRAFTS = ("draft model", "replay, draft model")  # as many tokens for every row
 SYSTEMS = {"unpadded": "ours", "realign": "EQSPEC", "same-length": "EXSPEC"}
 KINDS = {"random": "random lengths", "equal": "equal lengths"}
-Cells = dict[str, dict[str, Any]]
 
 
 def write_document(folder: Path, expected: SequenceOf[str], settings: dict[str, Any]) -> Path:
@@ -46,8 +47,7 @@ def write_document(folder: Path, expected: SequenceOf[str], settings: dict[str, 
     runs = read_runs(folder / "evidence" / "peers")
     heads = [introduction(cells, expected), "\n".join([findings(cells), *peers_findings(runs)])]
     measured = [*padding_part(cells, plots), *realign_part(cells, plots), *gain_part(cells, plots)]
-    measured += [*heads_part(cells, plots), *verified_part(cells)]
-    parts = [*heads, *measured, *peers_part(runs)]
+    parts = [*heads, *measured, *heads_part(cells, plots, folder / "evidence"), *peers_part(runs)]
     path = folder / "benchmarks.md"
     path.write_text("\n\n".join(p for p in parts if p) + "\n", "utf-8")
     return path
@@ -64,10 +64,6 @@ def missing(cells: Cells, expected: SequenceOf[str]) -> list[str]:
     count = sum(map(len, gone.values()))
     lines = [f"  - `{name}`" + (f" at batch {', '.join(batches)}" if batches[0] else "") for name, batches in gone.items()]
     return [f"- **This is a part**: {count} of {len(expected)} cells have not been measured:", *lines]
-
-
-def results_of(cells: Cells, prefix: str) -> list[Result]:
-    return [Result(**r) for name, cell in cells.items() if name.startswith(prefix) for r in cell.get("results", [])]
 
 
 def introduction(cells: Cells, expected: SequenceOf[str]) -> str:
@@ -103,7 +99,7 @@ def findings(cells: Cells) -> str:
     lines += ratios_missed(cells)
     lines += gains_missed(cells)
     lines += losses(cells)
-    lines += [*heads_findings(cells), *verified_findings(cells)]
+    lines += heads_findings(cells)
     return "\n".join(lines if len(lines) > 2 else [*lines, "- nothing has been measured yet"])
 
 
@@ -174,10 +170,6 @@ def gains_missed(cells: Cells) -> list[str]:
     return ["- Speed-up over plain decoding as a share of tokens_per_step, code continuation on the grown pair:", *lines] if lines else []
 
 
-def plain_speed(found: list[Result]) -> dict[int, float]:
-    return {r.batch_size: r.decode_median for r in found if r.method == "plain"}
-
-
 def losses(cells: Cells) -> list[str]:
     """Where unpadded speculation is slower than plain decoding at the same batch."""
     lost, count = [], 0
@@ -241,11 +233,6 @@ def model_text(cells: Cells, name: str) -> str:
     return f"the embedded target at {parameters / 1e9:.1f} B parameters" if parameters else "the embedded target as it is"
 
 
-def tokens_per_step(found: list[Result]) -> str:
-    values = [r.tokens_per_step for r in found]
-    return f"{min(values):.2f}" if max(values) - min(values) < 0.005 else f"{min(values):.2f} to {max(values):.2f}"
-
-
 def law_text(cells: Cells) -> str:
     found = cells.get("histogram", {}).get("histograms")
     if not found:
@@ -271,12 +258,6 @@ def padding_table(found: list[Result], plain: dict[int, float]) -> str:
         value = ratio(list(own.values()))
         rows.append((batch, f"{base:,.1f}", *speeds, "–" if value is None else f"**{value:.2f}**", PUBLISHED.get(batch, "–")))
     return table(["B", "plain", *COLUMNS.values(), "unpadded / padded", "published"], rows)
-
-
-def picture(plots: Path, name: str, text: str, draw: Any) -> str:
-    """Draws PNG and SVG, and shows the PNG."""
-    draw([plots / f"{name}.png", plots / f"{name}.svg"])
-    return f"![{text}](plots/{name}.png) ([SVG](plots/{name}.svg))"
 
 
 def realign_part(cells: Cells, plots: Path) -> list[str]:
@@ -389,84 +370,6 @@ def gain_part(cells: Cells, plots: Path) -> list[str]:
             rows,
         ),
     ]
-
-
-def heads_part(cells: Cells, plots: Path) -> list[str]:
-    """Trained heads, as chains and as trees."""
-    found = results_of(cells, "heads-")
-    plain, shapes = plain_speed(found), {"chain": ", chain", "tree": ", tree"}
-    batches = sorted({r.batch_size for r in found})
-    if not plain:
-        return []
-    methods = list(dict.fromkeys(r.method for r in found if r.method != "plain"))
-    gains = {m: [(r.batch_size, r.decode_median / plain[r.batch_size]) for r in by_batch(found, m)] for m in methods}
-    panels = {}
-    for shape, ending in shapes.items():
-        names = [m for m in methods if m.endswith(ending)]
-        panels[f"{shape}s"] = [Line(m.removesuffix(ending), gains[m], f"C{place}") for place, m in enumerate(names)]
-    rows = [
-        (m, *(f"{gain:.2f}" for _, gain in gains[m]), tokens_per_step(by_batch(found, m)), f"{by_batch(found, m)[-1].acceptance_rate:.2f}")
-        for m in methods
-    ]
-    return [
-        "## (d) Trained heads",
-        "Heads trained on the embedded target by `make heads`, grown with it to the size of the other tables; speed-up over plain decoding "
-        "at the same batch. Chains propose 4 tokens (Clover's three heads 3); trees have at most 12 nodes, "
-        "4 children a node and depth 5. *accepted*: share of drafted tokens at the largest batch.",
-        picture(plots, "heads", "speed-up of heads", lambda p: line_chart(p, panels, "× plain decoding at the same batch", 1.0)),
-        table(["× plain", *(f"B={b}" for b in batches), "tokens_per_step", "accepted"], rows),
-    ]
-
-
-def verified_part(cells: Cells) -> list[str]:
-    """Tokens a step by tokens verified."""
-    found, parts = verified(cells), []
-    budgets = sorted({n for _, _, n in found})
-    for temperature in sorted({t for t, _, _ in found}):
-        names = dict.fromkeys(name for t, name, _ in found if t == temperature)
-        parts += [
-            f"Tokens a step by the drafted tokens that it verifies at most, temperature {temperature:g}, on the embedded target itself (no "
-            "clock). Trees are EAGLE-2's, 10 children a node and nodes a level, depth 8:",
-            table(["tokens_per_step", *budgets], [(name, *(f"{found[temperature, name, n]:.2f}" for n in budgets)) for name in names]),
-        ]
-    return parts
-
-
-def verified(cells: Cells) -> dict[tuple[float, str, int], float]:
-    """(temperature, method, tokens verified) → tokens_per_step."""
-    return {(t, name, n): value for t, name, n, value in cells.get("verified", {}).get("verified", [])}
-
-
-def by_batch(found: list[Result], method: str) -> list[Result]:
-    return sorted((r for r in found if r.method == method), key=lambda r: r.batch_size)
-
-
-def heads_findings(cells: Cells) -> list[str]:
-    """Up to which batch a tree beats its chain, and what the best head emits beside the draft model with as many tokens verified."""
-    found = results_of(cells, "heads-")
-    if not found:
-        return []
-    lines = []
-    for method in dict.fromkeys(r.method.removesuffix(", tree") for r in found if r.method.endswith(", tree")):
-        pairs = list(zip(by_batch(found, f"{method}, chain"), by_batch(found, f"{method}, tree"), strict=True))
-        ahead = [tree.batch_size for chain, tree in pairs if tree.decode_median > chain.decode_median]
-        lines.append(f"  - {method}: " + (f"ahead at batch {', '.join(map(str, ahead))}" if ahead else "at no batch"))
-    return ["- Trees of at most 12 nodes against chains of at most 4, decoding speed on the grown pair:", *lines]
-
-
-def verified_findings(cells: Cells) -> list[str]:
-    """The best head beside the draft model with as many tokens verified."""
-    found = verified(cells)
-    lines = []
-    for temperature, budget in dict.fromkeys((t, n) for t, _, n in found):
-        here = {name: value for (t, name, n), value in found.items() if (t, n) == (temperature, budget)}
-        chain, tree = here.pop("draft model, chain"), here.pop("draft model, tree")
-        best = max(here, key=lambda name: here[name])
-        lines.append(
-            f"  - temperature {temperature:g}, {budget} tokens: {best} {here[best]:.2f}, "
-            f"{here[best] / chain:.2f} × the draft model's chain ({chain:.2f}), {here[best] / tree:.2f} × its tree ({tree:.2f})"
-        )
-    return ["- The best head beside the draft model at equal numbers of verified tokens, in tokens a step:", *lines] if lines else []
 
 
 def step_seconds(result: Result) -> float:

@@ -1,0 +1,99 @@
+"""The part of docs/benchmarks.md about trained heads, and about trees of a draft model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks_common import Cells, by_batch, picture, plain_speed, results_of, tokens_per_step
+
+from echelon.bench.plot import Line, line_chart
+from echelon.bench.report import table
+
+
+def heads_part(cells: Cells, plots: Path, evidence: Path) -> list[str]:
+    parts = [*by_batch_part(cells, plots), *verified_part(cells), *more_part(evidence)]
+    return ["## (d) Trained heads", *parts] if parts else []
+
+
+def by_batch_part(cells: Cells, plots: Path) -> list[str]:
+    """Trained heads, as chains and as trees."""
+    found = results_of(cells, "heads-")
+    plain, shapes = plain_speed(found), {"chain": ", chain", "tree": ", tree"}
+    batches = sorted({r.batch_size for r in found})
+    if not plain:
+        return []
+    methods = list(dict.fromkeys(r.method for r in found if r.method != "plain"))
+    gains = {m: [(r.batch_size, r.decode_median / plain[r.batch_size]) for r in by_batch(found, m)] for m in methods}
+    panels = {}
+    for shape, ending in shapes.items():
+        names = [m for m in methods if m.endswith(ending)]
+        panels[f"{shape}s"] = [Line(m.removesuffix(ending), gains[m], f"C{place}") for place, m in enumerate(names)]
+    rows = [
+        (m, *(f"{gain:.2f}" for _, gain in gains[m]), tokens_per_step(by_batch(found, m)), f"{by_batch(found, m)[-1].acceptance_rate:.2f}")
+        for m in methods
+    ]
+    return [
+        "Heads trained on the embedded target by `make heads`, grown with it to the size of the other tables; speed-up over plain decoding "
+        "at the same batch. Chains propose 4 tokens (Clover's three heads 3); trees have at most 12 nodes, "
+        "4 children a node and depth 5. *accepted*: share of drafted tokens at the largest batch.",
+        picture(plots, "heads", "speed-up of heads", lambda p: line_chart(p, panels, "× plain decoding at the same batch", 1.0)),
+        table(["× plain", *(f"B={b}" for b in batches), "tokens_per_step", "accepted"], rows),
+    ]
+
+
+def verified_part(cells: Cells) -> list[str]:
+    """Tokens a step by tokens verified."""
+    found, parts = verified(cells), []
+    budgets = sorted({n for _, _, n in found})
+    for temperature in sorted({t for t, _, _ in found}):
+        names = dict.fromkeys(name for t, name, _ in found if t == temperature)
+        parts += [
+            f"Tokens a step by the drafted tokens that it verifies at most, temperature {temperature:g}, on the embedded target itself (no "
+            "clock). Trees are EAGLE-2's, 10 children a node and nodes a level, depth 8:",
+            table(["tokens_per_step", *budgets], [(name, *(f"{found[temperature, name, n]:.2f}" for n in budgets)) for name in names]),
+        ]
+    return parts
+
+
+def more_part(evidence: Path) -> list[str]:
+    """Where what scripts/ablation.py and scripts/plateau.py found is to be read."""
+    texts = {"ablation": "What the parts of heads bring", "training": "How long heads learn, and what it takes"}
+    found = [f"{text}: [{name}.md](evidence/{name}.md)." for name, text in texts.items() if (evidence / f"{name}.md").exists()]
+    return [" ".join(found)] if found else []
+
+
+def verified(cells: Cells) -> dict[tuple[float, str, int], float]:
+    """(temperature, method, tokens verified) → tokens_per_step."""
+    return {(t, name, n): value for t, name, n, value in cells.get("verified", {}).get("verified", [])}
+
+
+def heads_findings(cells: Cells) -> list[str]:
+    return [*crossovers(cells), *verified_findings(cells)]
+
+
+def crossovers(cells: Cells) -> list[str]:
+    """At which batches a tree beats its chain."""
+    found = results_of(cells, "heads-")
+    if not found:
+        return []
+    lines = []
+    for method in dict.fromkeys(r.method.removesuffix(", tree") for r in found if r.method.endswith(", tree")):
+        pairs = list(zip(by_batch(found, f"{method}, chain"), by_batch(found, f"{method}, tree"), strict=True))
+        ahead = [tree.batch_size for chain, tree in pairs if tree.decode_median > chain.decode_median]
+        lines.append(f"  - {method}: " + (f"ahead at batch {', '.join(map(str, ahead))}" if ahead else "at no batch"))
+    return ["- Trees of at most 12 nodes against chains of at most 4, decoding speed on the grown pair:", *lines]
+
+
+def verified_findings(cells: Cells) -> list[str]:
+    """The best head beside the draft model with as many tokens verified."""
+    found = verified(cells)
+    lines = []
+    for temperature, budget in dict.fromkeys((t, n) for t, _, n in found):
+        here = {name: value for (t, name, n), value in found.items() if (t, n) == (temperature, budget)}
+        chain, tree = here.pop("draft model, chain"), here.pop("draft model, tree")
+        best = max(here, key=lambda name: here[name])
+        lines.append(
+            f"  - temperature {temperature:g}, {budget} tokens: {best} {here[best]:.2f}, "
+            f"{here[best] / chain:.2f} × the draft model's chain ({chain:.2f}), {here[best] / tree:.2f} × its tree ({tree:.2f})"
+        )
+    return ["- The best head beside the draft model at equal numbers of verified tokens, in tokens a step:", *lines] if lines else []
