@@ -31,7 +31,6 @@ from echelon.target.loading import LoadedModel, adopt_model, load_model, load_pl
 BATCH_SIZE = 8
 PROMPT_TOKENS = 192
 GROWN_PARAMETERS = 500_000_000
-EAGLE_TREE = {"tree": "dynamic", "num_speculative_tokens": 8, "tree_top_k": 4, "tree_depth": 5}
 console = Console()
 
 
@@ -92,7 +91,7 @@ def run_all(
     target: LoadedModel, draft: LoadedModel, head: str, prompts: list[list[int]], params: SamplingParams, rounds: int, title: str
 ) -> tuple[list[Result], list[list[int]]]:
     """Every method, with a progress bar; `head`: the folder of the target's EAGLE head."""
-    methods = [*default_methods(), Method("EAGLE, tree", {"method": "eagle", "model": head, **EAGLE_TREE})]
+    methods = [*default_methods(), Method("EAGLE", {"method": "eagle", "model": head, "num_speculative_tokens": 4})]
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task(title, total=len(methods) * rounds + 1)
         truth = plain_outputs(target, prompts, params)
