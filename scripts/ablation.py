@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +122,6 @@ class Study:
             "seed": seed,
             "plan": asdict(plan),
             "parameters": sum(p.numel() for p in head.parameters()),
-            "training_seconds": _total([x["seconds"] for x in losses]),
             "loss": sum(x["loss"] for x in losses[-20:]) / len(losses[-20:]),
             "losses": [x["loss"] for x in losses[:: max(1, len(losses) // 50)]],
             "top1": last["top1"],
@@ -148,11 +146,6 @@ class Study:
             "accepted_by_depth": _conditional(stats.num_drafts_by_position, stats.num_accepted_by_position) if tree == "chain" else None,
             "seconds": time.perf_counter() - start,
         }
-
-
-def _total(clock: SequenceOf[float]) -> float:
-    """Seconds by a clock that begins again wherever a run was cut off."""
-    return sum(now - before if now >= before else now for before, now in pairwise([0.0, *clock]))
 
 
 def _conditional(drafted: SequenceOf[int], accepted: SequenceOf[int]) -> list[float]:
