@@ -168,9 +168,11 @@ class EngineConfig(Settings):
     `unpadded` (EMS-SD) is the engine's own. The others are the field's, on the framework's attention: `padded`, with `pad` saying what is
     padded, and `realign` (EQSPEC), with `grouping="same_length"` EXSPEC: up to `group_window` rows are held, by default 3 × max_num_seqs,
     and max_num_seqs of them with equal lengths run in a step. With `refill=False` rows enter only when all others are done.
+    `device="auto"` is CUDA where PyTorch sees a device; all strategies but `unpadded` run on the CPU.
     """
 
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     max_num_seqs: int = Field(default=64, ge=1)
     max_num_batched_tokens: int = Field(default=2048, ge=1)
     max_model_len: int | None = Field(default=None, ge=2)
@@ -188,6 +190,11 @@ class EngineConfig(Settings):
         if self.grouping == "none":
             return self.max_num_seqs
         return self.group_window or 3 * self.max_num_seqs
+
+    @property
+    def load_device(self) -> str:
+        """`device`, with the strategies that run on the CPU counted in."""
+        return "cpu" if self.device == "auto" and self.strategy != "unpadded" else self.device
 
     @model_validator(mode="after")
     def _every_row_can_step(self) -> Self:

@@ -24,8 +24,9 @@ from torch import Tensor
 from echelon.batch import Span
 from echelon.draft import Draft
 from echelon.drafters.frontier import Frontier, grow
+from echelon.ops.devices import on_host
 from echelon.ops.rank import likeliest, processed
-from echelon.ops.sample import Place, choose
+from echelon.ops.sample import Place, choose, raw_rows
 from echelon.sampling import Sampler
 from echelon.sequence import PlannedRow
 from echelon.target.runner import ModelRunner
@@ -104,11 +105,11 @@ class DraftModelDrafter:
         """
         tokens: list[int] = argmax_rows(logits).tolist()
         drawn = [n for n, c in enumerate(chains) if not c.sampler.is_argmax]
-        places = [Place(chains[n].sampler, logits[n].float().numpy(), chains[n].text, chains[n].tokens) for n in drawn]
+        places = [Place(chains[n].sampler, raw_rows(logits[n]), chains[n].text, chains[n].tokens) for n in drawn]
         for n, token in zip(drawn, choose(places, {}), strict=True):
             tokens[n] = token
         if self._keeps_probs:
-            for c, token, values in zip(chains, tokens, logits.float().numpy(), strict=True):
+            for c, token, values in zip(chains, tokens, on_host(logits), strict=True):
                 if token >= 0:
                     c.probs.append(c.sampler.probabilities(values, c.text, c.tokens))
         return tokens

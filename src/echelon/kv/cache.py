@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from echelon.kv.blocks import BlockTables
-from echelon.ops import elementwise
-from echelon.ops.compiled import is_built
+from echelon.ops import devices, elementwise
 from echelon.ops.slots import gather_slots, scatter_slots
 
 
@@ -36,7 +35,7 @@ class KVCache:
     """
 
     def __init__(self, shapes: list[LayerShape], tables: BlockTables, dtype: torch.dtype, device: torch.device) -> None:
-        self.tables = tables
+        self.tables, self.device = tables, device
         self.seconds = 0.0  # spent moving keys and values about
 
         def storage(heads: int, size: int) -> Tensor:
@@ -61,7 +60,7 @@ class KVCache:
         """Store keys and values [T, num_kv_heads, size] in `slots` int64 [T], in the cache's dtype."""
         storages = (self.keys[layer], self.values[layer])
         key, value = (x.to(storage.dtype) for x, storage in zip((keys, values), storages, strict=True))
-        if is_built():
+        if devices.has_kernels(key):
             elementwise.write_slots(key, value, *storages, slots)
             return
         scatter_slots(storages[0], slots, key)
@@ -80,7 +79,7 @@ class KVCache:
             while count < len(copies) and written.isdisjoint(np.concatenate(copies[count]).tolist()):
                 written.update(copies[count][1].tolist())
                 count += 1
-            sources, targets = (torch.from_numpy(np.concatenate([c[i] for c in copies[:count]])) for i in (0, 1))
+            sources, targets = (torch.from_numpy(np.concatenate([c[i] for c in copies[:count]])).to(self.device) for i in (0, 1))
             for storage in (*self.keys, *self.values):
                 scatter_slots(storage, targets, gather_slots(storage, sources))
             del copies[:count]

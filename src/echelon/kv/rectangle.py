@@ -21,7 +21,7 @@ class RectangleCache:
     """
 
     def __init__(self, shapes: list[LayerShape], tables: LineTables, dtype: torch.dtype, device: torch.device) -> None:
-        self.tables = tables
+        self.tables, self.device = tables, device
         self.seconds = 0.0  # spent moving keys and values about
         self.is_finite = True
 

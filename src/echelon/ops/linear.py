@@ -1,12 +1,16 @@
-"""Linear layers over packed weights, by compiled kernels (csrc/linear.h); `compiled.is_built` says whether they are there."""
+"""Linear layers over packed weights, by compiled kernels (csrc/linear.h), and on CUDA devices by `ops.triton`; `devices.has_kernels` says
+whether they are there.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from echelon.ops import devices, elementwise
 from echelon.ops.compiled import kernels
 
 Activation = str  # "none", "relu", "silu", "gelu" or "gelu_tanh"
@@ -14,7 +18,9 @@ Activation = str  # "none", "relu", "silu", "gelu" or "gelu_tanh"
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight [N, K] in the kernels' layout, with N filled up to tiles of 32; `data` is [⌈N / 32⌉, K' / g, 32, g] (csrc/linear.h)."""
+    """A weight [N, K] in the kernels' layout, with N filled up to tiles of 32; `data` is [⌈N / 32⌉, K' / g, 32, g] (csrc/linear.h). On CUDA
+    it is [N, K] as it was, by rows.
+    """
 
     data: Tensor
     columns: int  # N
@@ -23,10 +29,13 @@ class PackedWeight:
     @classmethod
     def pack(cls, weight: Tensor) -> PackedWeight:
         """weight [N, K] in float32, float16 or bfloat16, in any strides."""
-        return cls(kernels.pack_linear(weight), *weight.shape)
+        data = weight.contiguous() if devices.by_triton(weight) else kernels.pack_linear(weight)
+        return cls(data, *weight.shape)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight as an embedding table: int64 [...] → [..., K]; RuntimeError for an index outside."""
+        if devices.by_triton(self.data):
+            return F.embedding(ids, self.data)
         return kernels.packed_rows(self.data, self.columns, self.depth, ids)  # type: ignore[no-any-return]
 
 
@@ -45,9 +54,28 @@ def packed_linear(
     is the same bits whatever T, its place and the number of threads.
     `emulate_amx` is for tests of the tile registers' control flow.
     """
+    if devices.by_triton(x):
+        return _on_device(x, packed, bias, residual, activation, float32)
     return kernels.packed_linear(  # type: ignore[no-any-return]
         x, packed.data, packed.columns, bias, residual, activation, float32, emulate_amx
     )
+
+
+def _on_device(
+    x: Tensor, packed: PackedWeight, bias: Tensor | None, residual: Tensor | None, activation: Activation, float32: bool
+) -> Tensor:
+    """`packed_linear` by Triton; what comes after the sum is element by element, and so the same for any number of rows."""
+    from echelon.ops.triton.linear import linear_invariant  # imports Triton
+
+    is_rounded = activation == "none" and residual is None and not float32
+    out = linear_invariant(x, packed.data, bias, float32=not is_rounded)
+    if activation == "relu":
+        out = out.relu()
+    elif activation != "none":
+        out = elementwise.activate(out, elementwise.Activation[activation.upper()])
+    if residual is not None:
+        out = out + residual.view(out.shape)
+    return out if float32 else out.to(x.dtype)
 
 
 def linear_family(dtype: torch.dtype) -> str:

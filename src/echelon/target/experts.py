@@ -66,7 +66,7 @@ def is_experts(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("is_transposed", "has_gate", "has_bias", "down_proj", "num_experts", "_apply_gate"))
 
 
-def serve_experts(module: Any, absent: Callable[[tuple[int, ...], torch.dtype], Tensor] | None) -> None:
+def serve_experts(module: Any, absent: Callable[[tuple[int, ...], Tensor], Tensor] | None) -> None:
     """Patch `forward`. Where `absent` is given, the stacked weights are replaced by what it returns."""
     default = getattr(type(module)._apply_gate, "__name__", "") == "_default_apply_gate"
     activation = ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__)
@@ -82,7 +82,7 @@ def serve_experts(module: Any, absent: Callable[[tuple[int, ...], torch.dtype], 
     for name in STACKED:
         if absent is not None and name in module._parameters:
             stacked = module._parameters[name]
-            module._parameters[name] = nn.Parameter(absent(tuple(stacked.shape), stacked.dtype), requires_grad=False)
+            module._parameters[name] = nn.Parameter(absent(tuple(stacked.shape), stacked), requires_grad=False)
 
 
 def _projection(module: Any, name: str, columns: slice) -> Projection:
@@ -101,7 +101,7 @@ def _forward(experts: Experts, hidden: Tensor, top_k_index: Tensor, top_k_weight
     num_tokens, num_chosen = top_k_index.shape
     chosen = top_k_index.flatten()
     order = chosen.argsort(stable=True)
-    out = torch.empty(len(chosen), hidden.shape[1], dtype=torch.float32)
+    out = torch.empty(len(chosen), hidden.shape[1], dtype=torch.float32, device=hidden.device)
     start = 0
     for expert, count in enumerate(torch.bincount(chosen, minlength=len(experts.down.weights)).tolist()):
         if count:

@@ -1,8 +1,8 @@
 """Layers of a loaded model that run our operations. `forward` is replaced on the existing modules, so hooks survive.
 
-With compiled kernels a weight is packed once. A model of ours keeps the packed weight alone: what other modules share with a linear
-layer (tied embeddings) reads the packed one, and in its place stands a NaN of the same shape without memory. A caller's model keeps
-its own weights beside the packed ones, and gives those back on `restore_layers`.
+With kernels of ours (`devices.has_kernels`) a weight is packed once. A model of ours keeps the packed weight alone: what other modules
+share with a linear layer (tied embeddings) reads the packed one, and in its place stands a NaN of the same shape without memory. A caller's
+model keeps its own weights beside the packed ones, and gives those back on `restore_layers`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from echelon import ops
-from echelon.ops import compiled
+from echelon.ops import devices
 from echelon.ops.linear import PackedWeight, packed_linear
 from echelon.target.experts import is_experts, serve_experts
 
@@ -39,7 +39,7 @@ class PackedParameter(torch.Tensor):
 
     @classmethod
     def of(cls, packed: PackedWeight, original: nn.Parameter | None) -> nn.Parameter:
-        data = absent((packed.columns, packed.depth), packed.data.dtype) if original is None else original.data
+        data = absent((packed.columns, packed.depth), packed.data) if original is None else original.data
         parameter = nn.Parameter(data.as_subclass(cls), requires_grad=False)
         parameter.packed, parameter.original = packed, original  # type: ignore[attr-defined]
         return parameter
@@ -54,9 +54,9 @@ class PackedParameter(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
-def absent(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """NaN of this shape that takes no memory."""
-    return torch.full((1,) * len(shape), torch.nan, dtype=dtype).expand(shape)
+def absent(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """NaN of this shape that takes no memory, in the dtype and on the device of `like`."""
+    return torch.full((1,) * len(shape), torch.nan, dtype=like.dtype, device=like.device).expand(shape)
 
 
 def _linear(packed: PackedWeight, bias: Tensor | None, float32: bool, x: Tensor) -> Tensor:
@@ -80,7 +80,8 @@ def replace_layers(model: nn.Module, keep_weights: bool) -> dict[str, int]:
     The output layer gives float32. `keep_weights`: the model belongs to a caller.
     """
     replaced: dict[str, int] = {}
-    served = _serve_packed(model, keep_weights) if compiled.is_built() else _serve_fixed(model)
+    is_served = devices.has_kernels(next(model.parameters(), torch.empty(0)))
+    served = _serve_packed(model, keep_weights) if is_served else _serve_fixed(model)
     for module in served:
         name = type(module).__name__
         replaced[name] = replaced.get(name, 0) + 1
@@ -142,7 +143,7 @@ def _serve_weight(
 def _give_up(module: nn.Module, parameter: nn.Parameter, stand_in: nn.Parameter, sharing: list[nn.Module]) -> None:
     """Free the parameter, where everything that shares it can read the packed weight instead."""
     if isinstance(module, Conv1D):
-        module.weight = nn.Parameter(absent(tuple(parameter.shape), parameter.dtype), requires_grad=False)
+        module.weight = nn.Parameter(absent(tuple(parameter.shape), parameter), requires_grad=False)
     elif all(isinstance(m, (nn.Linear, nn.Embedding)) for m in sharing):
         for other in sharing:
             other.weight = stand_in

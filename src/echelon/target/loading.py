@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from echelon.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from echelon.ops.devices import chosen_device
 from echelon.target.attention import IMPLEMENTATION
 from echelon.target.flat import flatten, restore_flat
 from echelon.target.fused import fuse, restore_fused
@@ -37,6 +38,12 @@ class LoadedModel:
     original_context: int | None  # where longer texts have rotary frequencies of their own
 
     @property
+    def device(self) -> torch.device:
+        """Where its weights are, and so its cache and its logits."""
+        device: torch.device = self.model.device
+        return device
+
+    @property
     def vocab_size(self) -> int:
         """Width of a row of logits."""
         return int(self.model.get_output_embeddings().weight.shape[0])
@@ -55,20 +62,22 @@ class LoadedModel:
         return frozenset([ids] if isinstance(ids, int) else ids or [])
 
 
-def load_model(name: str, dtype: str = "auto") -> LoadedModel:
-    """Load `name`, a folder or a hub name.
+def load_model(name: str, dtype: str = "auto", device: str = "cpu") -> LoadedModel:
+    """Load `name`, a folder or a hub name, to a device as in `EngineConfig`.
 
     Raises
     ------
     ModelLoadError          the files are missing, unsafe, torn or do not fit the architecture
     UnsupportedModelError   the architecture cannot be batched exactly
+    ConfigError             there is no such device
     """
+    chosen = chosen_device(device)
     _check_folder(name)
     config = _read_config(name)
     model, info = _read_weights(name, config, dtype)
     _check_weights(name, info)
     self_test(type(model), model.config)
-    model.eval().requires_grad_(False)
+    model.to(chosen).eval().requires_grad_(False)
     return _served(model, _read_tokenizer(name), name, keep_weights=False)
 
 

@@ -13,8 +13,7 @@ from echelon.batch import RaggedBatch, Span
 from echelon.kv.cache import KVCache
 from echelon.kv.rectangle import RectangleCache
 from echelon.layouts import unpadded
-from echelon.ops import ROWS_PER_CALL
-from echelon.ops.compiled import is_built
+from echelon.ops import ROWS_PER_CALL, devices
 from echelon.stats import Load, Usage
 from echelon.target.attention import STEP_KEYWORD, CachedStep, Step
 from echelon.target.loading import LoadedModel
@@ -57,20 +56,25 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: RaggedBatch) -> tuple[Tensor, Tensor | None]:
-        """One pass over every row: logits [R, V] of `batch.logit_rows`, float32 from compiled kernels, else in the model's dtype; and with
-        `taps` the hidden states [T, len(taps) · d] of every new token, drafted ones included.
+        """One pass over every row: logits [R, V] of `batch.logit_rows`, float32 from kernels of ours, else in the model's dtype; and with
+        `taps` the hidden states [T, len(taps) · d] of every new token, drafted ones included. Both are on the model's device; the batch is
+        on the host, and what the device needs of it goes there once, here and in the step.
 
-        Without compiled kernels the packed tokens are filled up to full calls of ROWS_PER_CALL, so that the framework's element-wise
+        Without kernels of ours the packed tokens are filled up to full calls of ROWS_PER_CALL, so that the framework's element-wise
         operations see the same shapes.
         """
         self.cache.apply_copies()
-        missing = 0 if is_built() else -len(batch.tokens) % ROWS_PER_CALL
+        device = self.cache.device
+        tokens, positions, logit_rows = (
+            x.to(device) for x in (batch.tokens, coded_positions(batch, self.loaded.original_context), batch.logit_rows)
+        )
+        missing = 0 if devices.has_kernels(tokens) else -len(tokens) % ROWS_PER_CALL
         with self.taps.reading() if self.taps else nullcontext() as found:
             output = self.loaded.model(
-                input_ids=F.pad(batch.tokens, (0, missing))[None],
-                position_ids=F.pad(coded_positions(batch, self.loaded.original_context), (0, missing))[None],
+                input_ids=F.pad(tokens, (0, missing))[None],
+                position_ids=F.pad(positions, (0, missing))[None],
                 use_cache=False,
-                logits_to_keep=batch.logit_rows,
+                logits_to_keep=logit_rows,
                 **{STEP_KEYWORD: self.step(batch)},
             )
         logits: Tensor = output.logits[0]
