@@ -168,7 +168,8 @@ class EngineConfig(Settings):
     `unpadded` (EMS-SD) is the engine's own. The others are the field's, on the framework's attention: `padded`, with `pad` saying what is
     padded, and `realign` (EQSPEC), with `grouping="same_length"` EXSPEC: up to `group_window` rows are held, by default 3 × max_num_seqs,
     and max_num_seqs of them with equal lengths run in a step. With `refill=False` rows enter only when all others are done.
-    `device="auto"` is CUDA where PyTorch sees a device; all strategies but `unpadded` run on the CPU.
+    `device="auto"` is CUDA where PyTorch sees a device; all strategies but `unpadded` run on the CPU. With `enforce_eager` no step is
+    captured as a CUDA graph.
     """
 
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -178,6 +179,7 @@ class EngineConfig(Settings):
     max_model_len: int | None = Field(default=None, ge=2)
     block_size: int = Field(default=16, ge=1)
     kv_cache_memory_bytes: int | Literal["auto"] = "auto"
+    enforce_eager: bool = False
     strategy: Literal["unpadded", "padded", "realign"] = "unpadded"
     pad: Literal["both", "kv", "inputs"] = "both"
     grouping: Literal["none", "same_length"] = "none"

@@ -42,27 +42,34 @@ def available_memory(device: torch.device) -> int:
 
 
 def plan_kv(
-    bytes_per_token: int, block_size: int, max_num_seqs: int, max_len: int, limit: int | Literal["auto"], device: torch.device
+    bytes_per_token: int,
+    block_size: int,
+    max_num_seqs: int,
+    max_len: int,
+    limit: int | Literal["auto"],
+    device: torch.device,
+    num_null_blocks: int = 0,
 ) -> MemoryPlan:
     """Size the pool. `bytes_per_token` counts keys and values of all layers of all models.
 
     "auto" takes what `max_num_seqs` rows of full length could use, at most half of the available memory, or four
-    fifths of that of a CUDA device.
+    fifths of that of a CUDA device. `num_null_blocks` are taken beside the pool, within the same bounds (`KVCache`).
     """
     block_bytes = bytes_per_token * block_size
     blocks_per_row = -(-max_len // block_size)
     wanted = max_num_seqs * blocks_per_row
     if limit == "auto":
         available, share = available_memory(device), AUTO_SHARE[device.type]
-        affordable = int(available * share) // block_bytes
+        affordable = int(available * share) // block_bytes - num_null_blocks
         reason = f"auto: {max_num_seqs} rows of {max_len:,} tokens"
         if affordable < wanted:
             reason = f"auto: {share:.0%} of {mebibytes(available)} available; {max_num_seqs} rows of {max_len:,} tokens would want more"
         plan = MemoryPlan(min(wanted, affordable), block_size, block_bytes, reason)
     else:
-        plan = MemoryPlan(limit // block_bytes, block_size, block_bytes, "kv_cache_memory_bytes")
+        plan = MemoryPlan(limit // block_bytes - num_null_blocks, block_size, block_bytes, "kv_cache_memory_bytes")
     if plan.num_blocks < 1:
         raise ConfigError(
-            f"kv_cache_memory_bytes = {limit} holds no block of {block_size} tokens ({block_bytes:,} bytes); give at least that much"
+            f"kv_cache_memory_bytes = {limit} holds no block of {block_size} tokens ({block_bytes:,} bytes); give at least "
+            f"{(1 + num_null_blocks) * block_bytes:,}"
         )
     return plan

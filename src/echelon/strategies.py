@@ -82,16 +82,25 @@ def _unpadded(
     head: TappedHead | None,
 ) -> Storage:
     layers, device = [record_layers(m.model) for m in models], models[0].device
+    captures = captures_steps(config, device)
     per_token = _bytes_per_token(models, layers) + (head.bytes_per_token if head else 0)
     longest = max_len + num_speculative_tokens  # a tree may take more places than the text has left
-    plan = plan_kv(per_token, config.block_size, config.max_num_seqs, longest, config.kv_cache_memory_bytes, device)
+    plan = plan_kv(per_token, config.block_size, config.max_num_seqs, longest, config.kv_cache_memory_bytes, device, captures)
 
     def cache(shapes: list[LayerShape], dtype: torch.dtype) -> KVCache:
         tables = BlockTables(plan.num_blocks, plan.block_size, -(-longest // plan.block_size))
-        return KVCache(shapes, tables, dtype, device)
+        return KVCache(shapes, tables, dtype, device, captures)
 
     runners = [ModelRunner(loaded, cache(shapes, loaded.model.dtype)) for loaded, shapes in zip(models, layers, strict=True)]
+    if captures:
+        for runner in runners:
+            runner.capture()
     return Storage(plan, runners, cache(head.shapes, head.dtype) if head and head.shapes else None)
+
+
+def captures_steps(config: EngineConfig, device: torch.device) -> bool:
+    """Steps become CUDA graphs."""
+    return not config.enforce_eager and device.type == "cuda" and torch.cuda.is_available()
 
 
 def _bytes_per_token(models: SequenceOf[LoadedModel], layers: SequenceOf[SequenceOf[LayerShape]]) -> int:
