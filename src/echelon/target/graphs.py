@@ -8,6 +8,7 @@ a graph returns stays its own, until its next replay.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Generic, Protocol, TypeVar
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 logger = logging.getLogger("echelon")
 MOST_GRAPHS = 48  # kept at once; each holds its own logits
+EAGER_USES = 1  # of a key before it is captured: most buckets of prompts come only once
 Outputs = tuple[Tensor, ...]
 
 
@@ -34,21 +36,21 @@ class Graphs(Generic[P]):
         self._most = most
         self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._kept: dict[Hashable, tuple[P, torch.cuda.CUDAGraph, Outputs]] = {}
-        self._seen: set[Hashable] = set()
+        self._uses: Counter[Hashable] = Counter()  # of what is not captured
         self._is_refused = False
         self.num_captures = 0
 
     def run(self, key: Hashable, make: Callable[[], P], fill: Callable[[P], None]) -> Outputs | None:
-        """Fill the program of this key and replay it. The first time there is none, since most prompts' buckets come only once: None, and
-        the caller runs by itself, as it does where the device refuses to capture.
+        """Fill the program of this key and replay it. None for the first EAGER_USES, and where the device refuses to capture: then the
+        caller launches by itself.
         """
-        if self._is_refused or key not in self._seen:
-            self._seen.add(key)
-            return None
         if key in self._kept:
             program, graph, outputs = self._kept.pop(key)
             fill(program)
         else:
+            self._uses[key] += 1
+            if self._is_refused or self._uses[key] <= EAGER_USES:
+                return None
             program = make()
             fill(program)
             try:
