@@ -1,9 +1,9 @@
 """CUDA graphs that are not there: on the card of tests/card.py, what is launched while a graph records is noted, operation by operation
 as PyTorch dispatches them and kernel by kernel, with the very tensors; a replay carries it out again in the same memory.
 
-So a value of the recording that a replay should have taken from elsewhere (a number, a tensor of the host) is that of the recording. Before a
-replay everything that the graph computes is made NaN. Refused while recording is what CUDA refuses: waiting for the device, copies
-between it and memory of the host that is not pinned, and shapes that depend on values.
+So a value that a replay should have taken from elsewhere (a number, a tensor of the host) is that of the recording. Before a replay all
+that the graph computes is made NaN. Refused while recording is what CUDA refuses: waiting for the device, copies between it and the
+host, and shapes that depend on values; and always a copy from memory of the host that is not pinned, for which the host would wait.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class Recorder(Card):
 
     def cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """`torch.cuda` as `target.graphs` uses it."""
-        stream = SimpleNamespace(wait_stream=lambda other: None)
+        stream = SimpleNamespace(wait_stream=lambda _: None)
         stand_ins: dict[str, Any] = {
             "is_available": lambda: True,
             "current_stream": lambda *_: stream,
-            "Stream": lambda device: stream,
+            "Stream": lambda _: stream,
             "stream": lambda _: nullcontext(),
             "graph_pool_handle": lambda: (0, 1),
             "CUDAGraph": lambda: Graph(self),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +17,18 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import OPTConfig, OPTForCausalLM
+from transformers import OPTConfig, OPTForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 pytest.importorskip("triton")
 
 import heads
 import toys
 from echelon import LLM, ConfigError, SamplingParams, api
+from echelon.batch import Span
 from echelon.drafters.guard import GuardedDrafter
 from echelon.heads.loading import build_head
+from echelon.kv.blocks import BlockTables
+from echelon.kv.cache import KVCache
 from echelon.memory import plan_kv
 from echelon.ops import elementwise
 from echelon.ops.compiled import is_built
@@ -32,18 +36,23 @@ from echelon.ops.linear import PackedWeight, packed_linear
 from echelon.ops.triton import attention as triton_attention
 from echelon.ops.triton import elementwise as triton_elementwise
 from echelon.ops.triton import linear as triton_linear
+from echelon.ops.triton import plan
 from echelon.ops.triton import sample as triton_sample
 from echelon.ops.triton.plan import Plan
-from echelon.sampling import kept_tokens, noise_at
-from echelon.target import captured, graphs, loading
+from echelon.sampling import kept_tokens, noise_at, noise_key
+from echelon.target import buckets, captured, frames, graphs, loading
+from echelon.target.attention import record_layers
 from echelon.target.buckets import filled_up, power_up
 from echelon.target.captured import MOST_TOKENS
 from echelon.target.loading import LoadedModel, adopt_model, serve_head
+from echelon.target.runner import Draws, ModelRunner
+from echelon.target.taps import Taps
 from recorded import Recorder
 
+PLANNED_ATTENTION, DRAW_ROWS = triton_attention.planned_attention, triton_sample.draw_rows
 pytestmark = pytest.mark.skipif(torch.cuda.is_available() or not is_built(), reason="a device finds it by itself; nothing can stand in")
 
-VOCABULARY, LENGTHS, NUM_TOKENS = 96, (3, 9, 5, 1, 6, 2, 12), (9, 5, 12, 7, 10, 3, 8)
+VOCABULARY, LENGTHS, NUM_TOKENS = 96, (3, 9, 5, 1, 6, 12), (9, 5, 8, 7, 4, 6)
 SEEDS = (5, 6)  # of the prompts
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
 NO_ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -72,7 +81,7 @@ def _card(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         return packed_linear(x, PackedWeight.pack(weight), bias, float32=float32)
 
     monkeypatch.setattr(triton_attention, "LANES", dict.fromkeys(triton_attention.LANES, 16))
-    for module, name in ((triton_attention, "_attend"), (triton_attention, "_merge_splits")):
+    for module, name in ((triton_attention, "_attend"), (triton_attention, "_merge_splits"), (triton_sample, "_sample_rows")):
         monkeypatch.setattr(module, name, card.jit(getattr(module, name)))
     monkeypatch.setattr(triton_attention, "planned_attention", card.kernel(attention_by_tables))
     monkeypatch.setattr(captured, "planned_attention", card.kernel(attention_by_tables))
@@ -89,17 +98,17 @@ def _card(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 def attention_by_tables(
-    query: Tensor, keys: Tensor, values: Tensor, plan: Plan, block_size: int, scale: float, window: int | None, *_: Any
+    query: Tensor, keys: Tensor, values: Tensor, tables: Plan, block_size: int, scale: float, window: int | None, *_: Any
 ) -> Tensor:
     """What the kernels make of a plan, token by token in float64."""
-    table, paths, positions = (t.numpy() for t in (plan.table, plan.paths, plan.positions))
+    table, paths, positions = (t.numpy() for t in (tables.table, tables.paths, tables.positions))
     places: dict[int, list[tuple[int, int]]] = {}
-    for row, first, end, low, high, path, held_from, _mode in np.concatenate([plan.items.numpy(), plan.late.numpy()]).tolist():
+    for row, first, end, low, high, path, held_from, _mode in np.concatenate([tables.items.numpy(), tables.late.numpy()]).tolist():
         for token in range(first, end):
             seen = range(max(low, positions[token] - (window or 1 << 30) + 1), min(high, positions[token] + 1))
             found = (paths[path, key - held_from] if path >= 0 and key >= held_from else key for key in seen)
             places.setdefault(token, []).extend((table[row, place // block_size], place % block_size) for place in found)
-    out = np.full((*query.shape[:2], values.shape[3]), 0.0 if plan.has_pads else np.nan)
+    out = np.full((*query.shape[:2], values.shape[3]), 0.0 if tables.has_pads else np.nan)
     group = query.shape[1] // keys.shape[1]
     for token, seen_places in places.items():
         blocks, offsets = np.array(seen_places).T
@@ -171,7 +180,7 @@ def generated(llm: LLM, mode: str, seed: int) -> list[list[int]]:
 @cache
 def truth(name: str, mode: str, seed: int = SEEDS[0]) -> list[list[int]]:
     """Plain decoding without graphs."""
-    llm = engine(name, mode, "none", max_num_seqs=7, enforce_eager=True)
+    llm = engine(name, mode, "none", max_num_seqs=6, enforce_eager=True)
     outputs = generated(llm, mode, seed)
     assert llm.stats.target.num_replays == llm.stats.target.num_captures == 0 == len(llm.engine.target.cache.null_slots)
     return outputs
@@ -262,6 +271,103 @@ def test_models_whose_experts_the_host_chooses_are_not_captured(caplog: pytest.L
     with caplog.at_level(logging.INFO, "echelon"):
         assert captured.captured(loaded, None, None) is None  # type: ignore[arg-type]
     assert "which experts a step needs" in caplog.text
+
+
+@pytest.fixture
+def kernels(there: Recorder, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """The card with Triton's own attention and drawing, and tiles and splits so short that short texts have several."""
+    for module in (triton_attention, captured):
+        monkeypatch.setattr(module, "planned_attention", PLANNED_ATTENTION)
+    for module in (triton_sample, captured):
+        monkeypatch.setattr(module, "draw_rows", DRAW_ROWS)
+    for module in (plan, triton_attention, buckets, frames):
+        monkeypatch.setattr(module, "SPLIT", 16)
+    for module in (plan, triton_attention):
+        monkeypatch.setattr(module, "KEY_TILE", 8)
+    return there
+
+
+@cache
+def windowed() -> LoadedModel:
+    """A layer that sees everything, and one with a window."""
+    layers = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 11}
+    sizes = SIZES | {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True}
+    model = toys.randomised(Qwen3ForCausalLM, Qwen3Config(**sizes, **layers, **NO_ENDS), seed=0, spread=0.35)
+    return adopt_model(model.to("cuda"), None, "qwen", keep_weights=False)
+
+
+def runner(captures: bool) -> ModelRunner:
+    loaded = windowed()
+    tables = BlockTables(16, 4, 8)
+    cache = KVCache(record_layers(loaded.model), tables, torch.float32, loaded.device, captures)
+    for storage in (*cache.keys, *cache.values):
+        storage.fill_(torch.nan)
+    one = ModelRunner(loaded, cache)
+    one.taps = Taps(loaded.model, ("layer:1", "last"))
+    if captures:
+        one.capture()
+    for row in range(2):
+        assert tables.reserve(row, 32)
+    return one
+
+
+def assert_same_memory(eager: ModelRunner, replayed: ModelRunner) -> None:
+    """Keys and values, null block apart."""
+    storages = ((*one.cache.keys, *one.cache.values) for one in (eager, replayed))
+    assert all(torch.equal(one.nan_to_num(99.0), other[:-1].nan_to_num(99.0)) for one, other in zip(*storages, strict=True))
+
+
+def spans() -> Iterator[list[Span]]:
+    """Prompts; rows that feed one token or several; trees, fed in two passes."""
+    rng = np.random.default_rng(0)
+
+    def tokens(count: int) -> list[int]:
+        return rng.integers(0, VOCABULARY, count).tolist()
+
+    yield [Span(0, 0, tokens(19), 0, 19), Span(1, 0, tokens(6), 6, 6)]
+    for _ in range(2):
+        yield [Span(0, 19, tokens(1), 1, 20), Span(1, 6, tokens(4), 4, 7, 3)]
+    for parents in ((-1, -1, 0, 1), (-1, 0, 0, 2)):
+        yield [Span(0, 20, tokens(5), 5, 21, 4, parents), Span(1, 10, tokens(2), 1, 11, 1, (-1,))]
+        yield [Span(0, 25, tokens(2), 2, 21, 2, (*parents, 3, 3)), Span(1, 12, tokens(3), 3, 15)]
+
+
+@torch.inference_mode()
+def test_a_replay_gives_the_bits_of_an_eager_pass(kernels: Recorder) -> None:
+    """Logits, hidden states, keys and values, with merged and resumed splits, windows and trees."""
+    eager, replayed = runner(False), runner(True)
+    for batch_spans in spans():
+        expected, got = (one.run(one.pack(batch_spans)) for one in (eager, replayed))
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True) if a is not None and b is not None)
+        assert expected[0].shape == got[0].shape and got[1] is not None and bool(got[0].isfinite().all())
+    assert_same_memory(eager, replayed)
+    usage = replayed.usage
+    assert usage.num_replays == usage.num_passes == 7 > usage.num_captures
+    assert usage.num_tokens == eager.usage.num_tokens == eager.usage.num_inputs < usage.num_inputs
+
+
+@torch.inference_mode()
+def test_a_chain_feeds_what_it_chose(kernels: Recorder) -> None:
+    """The tokens of passes one after another, and their keys and values."""
+    eager, replayed = runner(False), runner(True)
+    eager.taps = replayed.taps = None
+    for one in (eager, replayed):
+        one.run(one.pack(next(spans())))
+    lens, depths = (20, 7), (3, 2)
+    for seed in range(2):
+        keys = [[noise_key(seed, 0, length + place) for length in lens] for place in range(3)]
+        draws = Draws([0.8, 0.0], [20, 0], [0.9, 1.0], [0.0, 0.0], keys)
+        fed = [Span(row, n - 1, [seed + row], 1, n) for row, n in enumerate(lens)]
+        later = [[Span(row, lens[row] + place, [0], 1, lens[row]) for row in (0, 1) if depths[row] > place + 1] for place in range(2)]
+        tokens = replayed.chain([replayed.pack(s) for s in (fed, *later)], VOCABULARY, draws)
+        assert tokens is not None and tokens.shape == (3, 2)
+        for place, following in enumerate([*later, []]):
+            columns = (draws.temperature, draws.top_k, draws.top_p, draws.min_p, [seed] * 2, [0] * 2, [n + place for n in lens])
+            expected = triton_sample.sample_rows(eager.run(eager.pack(fed))[0], *(column[: len(fed)] for column in columns))
+            assert expected.tolist() == tokens[place, : len(fed)].tolist()
+            fed = [replace(s, tokens=expected[s.row : s.row + 1].tolist()) for s in following]
+    assert replayed.usage.num_replays == 7 == replayed.usage.num_passes and replayed.captured.num_captures == 2
+    assert_same_memory(eager, replayed)
 
 
 def test_padding_is_little_and_buckets_are_few() -> None:
