@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._pytree import tree_leaves
 
 CUDA = torch.device("cuda", 0)
 MAKERS = {torch.empty, torch.zeros, torch.full, torch.arange, torch.tensor, torch.ones}
@@ -92,4 +91,9 @@ class Card(TorchFunctionMode):
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    """Those in nested tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from tensors(one)

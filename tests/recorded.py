@@ -26,12 +26,22 @@ WAITS = {Tensor.cpu, Tensor.tolist, Tensor.item, Tensor.numpy, Tensor.__bool__, 
 BY_VALUE = {"nonzero", "masked_select", "_local_scalar_dense", "unique_dim", "_unique2", "bincount"}
 
 
+class Call:
+    """What was called, and what it returned; `own` are results in memory that it was not given."""
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        self.function, self.args, self.kwargs, self.outputs = function, args, kwargs, list(tensors(out))
+        given = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs))}
+        fresh = (t for t in self.outputs if t.numel() and t.dtype != torch.bool)
+        self.own = [t for t in fresh if t.untyped_storage().data_ptr() not in given]
+
+
 class Recording(TorchDispatchMode):
     """Notes every operation; `is_paused` within kernels, which are noted as a whole."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Callable[..., Any], Any, dict[str, Any], Any]] = []
+        self.calls: list[Call] = []
         self.is_paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -39,7 +49,7 @@ class Recording(TorchDispatchMode):
         if not self.is_paused:
             if func.overloadpacket.__name__ in BY_VALUE:
                 raise RuntimeError(f"{func} waits for the device; operation not permitted when stream is capturing")
-            self.calls.append((func, args, kwargs or {}, out))
+            self.calls.append(Call(func, args, kwargs or {}, out))
         return out
 
 
@@ -81,7 +91,7 @@ class Recorder(Card):
             self.recording.is_paused = True
             out = run(*args, **kwargs)
             self.recording.is_paused = False
-            self.recording.calls.append((run, args, kwargs, out))
+            self.recording.calls.append(Call(run, args, kwargs, out))
             return out
 
         return launch
@@ -127,22 +137,15 @@ class _Launcher:
 class Graph:
     def __init__(self, card: Recorder) -> None:
         self._card = card
-        self.calls: list[tuple[Callable[..., Any], Any, dict[str, Any], Any]] = []
+        self.calls: list[Call] = []
 
     def replay(self) -> None:
         self._card.num_replays += 1
         with torch._C.DisableTorchFunction():
-            for _, args, kwargs, out in self.calls:
-                for made in _made(args, kwargs, out):
-                    made.fill_(torch.nan if made.is_floating_point() else -(1 << 20))
-            for call, args, kwargs, out in self.calls:
-                made = call(*args, **kwargs)
-                for mine, new in zip(tensors(out), tensors(made), strict=True):
+            for call in self.calls:
+                for tensor in call.own:
+                    tensor.fill_(torch.nan if tensor.is_floating_point() else -(1 << 20))
+            for call in self.calls:
+                for mine, new in zip(call.outputs, tensors(call.function(*call.args, **call.kwargs)), strict=True):
                     if mine.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
                         mine.copy_(new)
-
-
-def _made(args: Any, kwargs: Any, out: Any) -> Iterator[Tensor]:
-    """Of what a call returned, tensors in memory that it was not given."""
-    given = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs))}
-    return (t for t in tensors(out) if t.numel() and t.untyped_storage().data_ptr() not in given and t.dtype != torch.bool)

@@ -246,8 +246,8 @@ def test_few_graphs_are_kept_and_large_passes_are_not_captured(there: Recorder, 
 
 def test_a_bucket_is_captured_when_it_comes_again(there: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "EAGER_USES", 1)
-    llm = engine("llama", "sampled", "draft_model", max_num_seqs=3)
-    check(llm, "llama", "sampled")
+    llm = engine("llama", "greedy", "draft_model", max_num_seqs=1)
+    check(llm, "llama", "greedy")
     for usage in (llm.stats.target, llm.stats.draft):
         assert 0 < usage.num_captures < usage.num_replays < usage.num_passes
 
