@@ -37,8 +37,8 @@ class Bucket:
 
 
 def filled_up(count: int) -> int:
-    """The smallest number ≥ count whose binary digits after the first DIGITS are zeros: less than 2 ** (1 − DIGITS) of it is padding, and
-    there are 2 ** (DIGITS − 1) such numbers an octave.
+    """The smallest number ≥ count whose binary digits after the first DIGITS are zeros: less than a ninth of it is padding, and there are
+    eight such numbers an octave.
     """
     step = 1 << max(0, (count - 1).bit_length() - DIGITS)
     return -(-count // step) * step

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,19 +22,19 @@ from echelon.kv.cache import KVCache
 from echelon.ops.triton.attention import plan_key, planned_attention
 from echelon.ops.triton.plan import PlanKey, plan_tables
 from echelon.ops.triton.sample import draw_columns, draw_rows
-from echelon.target.attention import LayerCall, RecordingStep, Step, record_layers
+from echelon.target.attention import LayerCall, RecordingStep, record_layers
 from echelon.target.buckets import Bucket, bucket_of, common
 from echelon.target.experts import is_experts
 from echelon.target.frames import Frames, Inputs, Pass
 from echelon.target.graphs import Graphs, Outputs
 from echelon.target.loading import LoadedModel
 from echelon.target.rope import coded_positions
-from echelon.target.runner import Draws
+from echelon.target.runner import Draws, launch
+from echelon.target.taps import Taps
 
 logger = logging.getLogger("echelon")
-MOST_TOKENS = 512  # in a pass of more, a layer keeps the device busy for longer than the host takes to launch it
+MOST_TOKENS = 512  # with more, a layer of a 7B model keeps a large device busy for longer than the host takes to launch it
 DRAWN = (torch.float32, torch.int32, torch.float64, torch.float32)  # `draw_columns` without the keys
-Forward = Callable[[Tensor, Tensor, Tensor, Step], tuple[Tensor, Tensor | None]]  # tokens, positions, rows of logits → logits, taps
 Launch = Callable[[Inputs, Tensor], tuple[Tensor, Tensor | None]]  # one pass over these tokens
 
 
@@ -61,10 +62,10 @@ class PlannedStep:
 
 
 class Captured:
-    """The graphs of one model. `forward` runs it, and may be called while a graph records."""
+    """The graphs of one model. No graph refers back to this object, so that dropping it frees their memory and the cache at once."""
 
-    def __init__(self, loaded: LoadedModel, cache: KVCache, forward: Forward) -> None:
-        self._cache, self._forward, self._original_context = cache, forward, loaded.original_context
+    def __init__(self, loaded: LoadedModel, cache: KVCache) -> None:
+        self._loaded, self._cache = loaded, cache
         seeker = _KeySeeker()
         record_layers(loaded.model, seeker)
         self._keys = tuple(dict.fromkeys(seeker.keys))
@@ -74,21 +75,21 @@ class Captured:
     def num_captures(self) -> int:
         return self._graphs.num_captures
 
-    def run(self, batch: RaggedBatch) -> Replayed | None:
-        """One pass; None where it is to be run eagerly."""
+    def run(self, batch: RaggedBatch, taps: Taps | None) -> Replayed | None:
+        """One pass, always with the same taps; None where it is to be run eagerly."""
         if not 0 < len(batch.logit_rows) <= batch.num_tokens <= MOST_TOKENS:
             return None
         own = self._pass(batch)
         bucket = bucket_of(batch, own.tables)
         outputs = self._graphs.run(
             bucket,
-            lambda: _OnePass(self._frames([bucket]), self._launch),
+            lambda: _OnePass(self._frames([bucket]), partial(_launch, self._loaded, self._cache, taps)),
             lambda program: program.frames.fill([own], self._cache.null_slots),
         )
         if outputs is None:
             return None
-        logits, *taps = outputs
-        return Replayed(logits[: len(batch.logit_rows)], taps[0][: batch.num_tokens] if taps else None, bucket.num_tokens)
+        logits, *found = outputs
+        return Replayed(logits[: len(batch.logit_rows)], found[0][: batch.num_tokens] if found else None, bucket.num_tokens)
 
     def chain(self, batches: Sequence[RaggedBatch], width: int, draws: Draws | None) -> tuple[Tensor, list[int]] | None:
         """`ModelRunner.chain`, and how many rows each pass fed, padding included; None as in `run`."""
@@ -104,7 +105,7 @@ class Captured:
         shapes = [] if draws is None else [*(((rows,), dtype) for dtype in DRAWN), ((len(batches), rows), torch.int64)]
         outputs = self._graphs.run(
             (*buckets, width, draws is None),
-            lambda: _Chain(self._frames(buckets, shapes), self._launch, width),
+            lambda: _Chain(self._frames(buckets, shapes), partial(_launch, self._loaded, self._cache, None), width),
             lambda program: program.frames.fill(passes, self._cache.null_slots, _columns(draws)),
         )
         if outputs is None:
@@ -112,13 +113,14 @@ class Captured:
         return outputs[0][:, : batches[0].num_rows], [b.num_tokens for b in buckets]
 
     def _pass(self, batch: RaggedBatch) -> Pass:
-        return Pass(batch, coded_positions(batch, self._original_context), tuple(plan_tables(batch, key) for key in self._keys))
+        return Pass(batch, coded_positions(batch, self._loaded.original_context), tuple(plan_tables(batch, key) for key in self._keys))
 
     def _frames(self, buckets: Sequence[Bucket], columns: Sequence[tuple[tuple[int, ...], torch.dtype]] = ()) -> Frames:
         return Frames(buckets, self._keys, self._cache.block_size, self._cache.device, columns)
 
-    def _launch(self, inputs: Inputs, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self._forward(tokens, inputs.positions, inputs.logit_rows, PlannedStep(inputs, self._cache))
+
+def _launch(loaded: LoadedModel, cache: KVCache, taps: Taps | None, inputs: Inputs, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    return launch(loaded, taps, tokens, inputs.positions, inputs.logit_rows, PlannedStep(inputs, cache))
 
 
 @dataclass(frozen=True)
@@ -173,9 +175,9 @@ def _columns(draws: Draws | None) -> tuple[NDArray[Any], ...]:
     return (*params, np.array(draws.noise_keys, np.uint64).view(np.int64))
 
 
-def captured(loaded: LoadedModel, cache: KVCache, forward: Forward) -> Captured | None:
+def captured(loaded: LoadedModel, cache: KVCache) -> Captured | None:
     """The graphs of a model, or None where its passes wait for the device."""
     if any(is_experts(module) for module in loaded.model.modules()):
         logger.info("%s runs without CUDA graphs: which experts a step needs is known on the host alone", loaded.name)
         return None
-    return Captured(loaded, cache, forward)
+    return Captured(loaded, cache)

@@ -30,7 +30,7 @@ P = TypeVar("P", bound=Program)
 
 
 class Graphs(Generic[P]):
-    """Graphs of programs by key, the least recently used first. `num_captures`, `num_replays` count."""
+    """Graphs of programs by key, the least recently used first."""
 
     def __init__(self, device: torch.device, most: int = MOST_GRAPHS) -> None:
         self._most = most

@@ -37,6 +37,18 @@ class Draws:
     noise_keys: Sequence[Sequence[int]]
 
 
+def launch(
+    loaded: LoadedModel, taps: Taps | None, tokens: Tensor, positions: Tensor, logit_rows: Tensor, step: Step
+) -> tuple[Tensor, Tensor | None]:
+    """The model, from what lies on its device: logits [R, V] and taps [T, F] for tokens and positions [T] and logit_rows [R]."""
+    with taps.reading() if taps else nullcontext() as found:
+        output = loaded.model(
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=logit_rows, **{STEP_KEYWORD: step}
+        )
+    logits: Tensor = output.logits[0]
+    return logits, taps.joined(found, len(tokens)) if taps and found is not None else None
+
+
 class ModelRunner:
     """Runs ragged batches. Slots for every position must have been reserved in `cache.tables`."""
 
@@ -52,7 +64,7 @@ class ModelRunner:
         from echelon.target.captured import captured  # imports Triton
 
         assert isinstance(self.cache, KVCache)
-        self.captured = captured(self.loaded, self.cache, self.forward)
+        self.captured = captured(self.loaded, self.cache)
 
     def num_cached(self, row: int) -> int:
         return self.cache.tables.num_cached(row)
@@ -88,7 +100,7 @@ class ModelRunner:
         operations see the same shapes.
         """
         self.cache.apply_copies()
-        replayed = self.captured.run(batch) if self.captured else None
+        replayed = self.captured.run(batch, self.taps) if self.captured else None
         if replayed is not None:
             self._count(batch, replayed.num_inputs)
             return replayed.logits, replayed.taps
@@ -97,7 +109,8 @@ class ModelRunner:
             x.to(device) for x in (batch.tokens, coded_positions(batch, self.loaded.original_context), batch.logit_rows)
         )
         missing = 0 if devices.has_kernels(tokens) else -len(tokens) % ROWS_PER_CALL
-        logits, taps = self.forward(F.pad(tokens, (0, missing)), F.pad(positions, (0, missing)), logit_rows, self.step(batch))
+        inputs = F.pad(tokens, (0, missing)), F.pad(positions, (0, missing))
+        logits, taps = launch(self.loaded, self.taps, *inputs, logit_rows, self.step(batch))
         self._count(batch)
         return logits, None if taps is None else taps[: batch.num_tokens]
 
@@ -119,15 +132,6 @@ class ModelRunner:
         for batch, count in zip(batches, num_inputs, strict=True):
             self._count(batch, count)
         return tokens
-
-    def forward(self, tokens: Tensor, positions: Tensor, logit_rows: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
-        """The model, from what lies on its device: logits [R, V] and taps [T, F] for tokens and positions [T], logit_rows [R]."""
-        with self.taps.reading() if self.taps else nullcontext() as found:
-            output = self.loaded.model(
-                input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=logit_rows, **{STEP_KEYWORD: step}
-            )
-        logits: Tensor = output.logits[0]
-        return logits, self.taps.joined(found, len(tokens)) if self.taps and found is not None else None
 
     def _count(self, batch: RaggedBatch, num_replayed: int | None = None) -> None:
         """One pass; `num_replayed`: rows that a graph fed in it, padding included."""
