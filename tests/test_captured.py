@@ -35,6 +35,7 @@ from echelon.memory import plan_kv
 from echelon.ops import elementwise
 from echelon.ops.compiled import is_built
 from echelon.ops.linear import PackedWeight, packed_linear
+from echelon.ops.slots import scatter_slots
 from echelon.ops.triton import attention as triton_attention
 from echelon.ops.triton import elementwise as triton_elementwise
 from echelon.ops.triton import linear as triton_linear
@@ -51,7 +52,7 @@ from echelon.target.runner import Draws, ModelRunner
 from echelon.target.taps import Taps
 from recorded import Recorder
 
-PLANNED_ATTENTION, DRAW_ROWS = triton_attention.planned_attention, triton_sample.draw_rows
+PLANNED_ATTENTION, DRAW_ROWS, DIGITS = triton_attention.planned_attention, triton_sample.draw_rows, buckets.DIGITS
 pytestmark = pytest.mark.skipif(torch.cuda.is_available() or not is_built(), reason="a device finds it by itself; nothing can stand in")
 
 VOCABULARY, LENGTHS, NUM_TOKENS = 96, (3, 9, 5, 1, 6, 12), (9, 5, 8, 7, 4, 6)
@@ -69,7 +70,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def there() -> Iterator[Recorder]:
-    """A card, and on it what the engine launches; every bucket is captured at its first use."""
+    """A card, and on it what the engine launches; buckets are coarse, and captured at their first use."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         card = _card(monkeypatch)
         with card:
@@ -90,6 +91,7 @@ def _card(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     for module in (triton_sample, captured):
         monkeypatch.setattr(module, "draw_rows", card.kernel(drawn))
     monkeypatch.setattr(graphs, "EAGER_USES", 0)
+    monkeypatch.setattr(buckets, "DIGITS", 2)  # small passes are padded too
     monkeypatch.setattr(triton_linear, "linear_invariant", card.kernel(linear_of_the_cpu))
     for name in ("rms_norm", "layer_norm", "activate", "rotate", "write_slots"):
         monkeypatch.setattr(triton_elementwise, name, card.kernel(getattr(elementwise, name)))
@@ -205,7 +207,7 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(there: Recorder, name: str
     check(llm, name, mode)
     usage = llm.stats.target
     assert 0 < usage.num_captures < usage.num_replays == usage.num_passes
-    assert 0.0 <= usage.padded_input_share < 0.12 and usage.num_inputs >= usage.num_tokens
+    assert usage.padded_input_share > 0.01
     if drafter == "draft_model":
         draft = llm.stats.draft
         assert 0 < draft.num_captures < draft.num_replays == draft.num_passes > there.num_replays - before - usage.num_replays
@@ -299,17 +301,19 @@ def windowed() -> LoadedModel:
 
 
 def runner(captures: bool) -> ModelRunner:
-    loaded = windowed()
-    tables = BlockTables(16, 4, 8)
+    """Rows of 19 and 6 tokens, with keys and values at random; all other slots hold NaN."""
+    loaded, tables, generator = windowed(), BlockTables(16, 4, 8), torch.Generator().manual_seed(0)
     cache = KVCache(record_layers(loaded.model), tables, torch.float32, loaded.device, captures)
     for storage in (*cache.keys, *cache.values):
         storage.fill_(torch.nan)
+    for row, length in enumerate((19, 6)):
+        assert tables.reserve(row, 32)
+        slots = (torch.tensor(tables.blocks(row))[:, None] * 4 + torch.arange(4)).flatten()[:length].to(loaded.device)
+        for storage in (*cache.keys, *cache.values):
+            scatter_slots(storage, slots, torch.randn(length, 1, 16, generator=generator).to(loaded.device))
     one = ModelRunner(loaded, cache)
-    one.taps = Taps(loaded.model, ("layer:1", "last"))
     if captures:
         one.capture()
-    for row in range(2):
-        assert tables.reserve(row, 32)
     return one
 
 
@@ -320,13 +324,12 @@ def assert_same_memory(eager: ModelRunner, replayed: ModelRunner) -> None:
 
 
 def spans() -> Iterator[list[Span]]:
-    """Prompts; rows that feed one token or several; trees, fed in two passes."""
+    """Rows that feed one token or several; trees, fed in two passes."""
     rng = np.random.default_rng(0)
 
     def tokens(count: int) -> list[int]:
         return rng.integers(0, VOCABULARY, count).tolist()
 
-    yield [Span(0, 0, tokens(19), 0, 19), Span(1, 0, tokens(6), 6, 6)]
     for _ in range(2):
         yield [Span(0, 19, tokens(1), 1, 20), Span(1, 6, tokens(4), 4, 7, 3)]
     for parents in ((-1, -1, 0, 1), (-1, 0, 0, 2)):
@@ -338,13 +341,14 @@ def spans() -> Iterator[list[Span]]:
 def test_a_replay_gives_the_bits_of_an_eager_pass(kernels: Recorder) -> None:
     """Logits, hidden states, keys and values, with merged and resumed splits, windows and trees."""
     eager, replayed = runner(False), runner(True)
+    eager.taps = replayed.taps = Taps(eager.loaded.model, ("layer:1", "last"))
     for batch_spans in spans():
         expected, got = (one.run(one.pack(batch_spans)) for one in (eager, replayed))
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True) if a is not None and b is not None)
         assert expected[0].shape == got[0].shape and got[1] is not None and bool(got[0].isfinite().all())
     assert_same_memory(eager, replayed)
     usage = replayed.usage
-    assert usage.num_replays == usage.num_passes == 7 > usage.num_captures
+    assert usage.num_replays == usage.num_passes == 6 > usage.num_captures
     assert usage.num_tokens == eager.usage.num_tokens == eager.usage.num_inputs < usage.num_inputs
     alive = weakref.ref(replayed.cache)
     gc.disable()  # nothing must be left for it
@@ -357,9 +361,6 @@ def test_a_replay_gives_the_bits_of_an_eager_pass(kernels: Recorder) -> None:
 def test_a_chain_feeds_what_it_chose(kernels: Recorder) -> None:
     """The tokens of passes one after another, and their keys and values."""
     eager, replayed = runner(False), runner(True)
-    eager.taps = replayed.taps = None
-    for one in (eager, replayed):
-        one.run(one.pack(next(spans())))
     lens, depths = (20, 7), (3, 2)
     for seed in range(2):
         keys = [[noise_key(seed, 0, length + place) for length in lens] for place in range(3)]
@@ -373,11 +374,12 @@ def test_a_chain_feeds_what_it_chose(kernels: Recorder) -> None:
             expected = triton_sample.sample_rows(eager.run(eager.pack(fed))[0], *(column[: len(fed)] for column in columns))
             assert expected.tolist() == tokens[place, : len(fed)].tolist()
             fed = [replace(s, tokens=expected[s.row : s.row + 1].tolist()) for s in following]
-    assert replayed.usage.num_replays == 7 == replayed.usage.num_passes and replayed.captured.num_captures == 2
+    assert replayed.usage.num_replays == 6 == replayed.usage.num_passes and replayed.captured.num_captures == 1
     assert_same_memory(eager, replayed)
 
 
-def test_padding_is_little_and_buckets_are_few() -> None:
+def test_padding_is_little_and_buckets_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "DIGITS", DIGITS)
     sizes = [filled_up(count) for count in range(1, MOST_TOKENS + 1)]
     assert all(count <= size and (size - count) / size <= 0.12 for count, size in enumerate(sizes, 1))
     assert sizes[:17] == [*range(1, 17), 18] and sizes[-1] == MOST_TOKENS and filled_up(0) == 0
