@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
+
+from echelon.target.layers import PackedParameter
 
 CUDA = torch.device("cuda", 0)
 MAKERS = {torch.empty, torch.zeros, torch.full, torch.arange, torch.tensor, torch.ones}
@@ -48,6 +51,9 @@ class Card(TorchFunctionMode):
             return is_here if func == Tensor.is_cuda.__get__ else CUDA if is_here else func(*args)  # type: ignore[attr-defined]
         if func in MAKERS or func in MOVERS:
             return self._placed(func, args, kwargs)
+        if func in (F.embedding, F.linear) and isinstance(args[1], PackedParameter):  # which asks for devices in turn
+            with self:
+                return args[1].__torch_function__(func, types, args, kwargs)
         if func is Tensor.cpu:
             return args[0].clone() if self.holds(args[0]) else args[0]
         return self._computed(func, args, kwargs)

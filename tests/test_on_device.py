@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import dataclass
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -40,8 +41,8 @@ from echelon.strategies import build_storage
 from echelon.target import loading
 from echelon.target.loading import LoadedModel, adopt_model, serve_head
 
-VOCABULARY, NUM_TOKENS, LENGTHS = 96, 5, (1, 4, 2, 9, 3)
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
+VOCABULARY = 96
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 2, "max_position_embeddings": 64}
 NO_ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -55,6 +56,20 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 DTYPES = [torch.float32, torch.bfloat16]
 HAS_DEVICE = torch.cuda.is_available()
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is generated, and by how large a model."""
+
+    num_layers: int
+    num_tokens: int
+    lengths: tuple[int, ...]  # of the prompts
+
+
+def scale() -> Scale:
+    """Triton's interpreter takes milliseconds for each program of a kernel."""
+    return Scale(2, 12, (1, 4, 2, 9, 3)) if HAS_DEVICE else Scale(1, 4, (1, 4, 2))
 
 
 @pytest.fixture
@@ -73,17 +88,17 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 
 def opt() -> Any:
-    sizes = SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}
+    sizes = SIZES | {"num_hidden_layers": scale().num_layers, "ffn_dim": 32, "word_embed_proj_dim": 32, "dropout": 0.0}
     return toys.randomised(OPTForCausalLM, OPTConfig(**sizes, **NO_ENDS), seed=0, spread=0.35)
 
 
 def qwen() -> Any:
-    sizes = SIZES | {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True}
+    sizes = SIZES | {"num_hidden_layers": scale().num_layers, "intermediate_size": 32, "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True}
     return toys.randomised(Qwen3ForCausalLM, Qwen3Config(**sizes, **NO_ENDS), seed=0, spread=0.35)
 
 
 def llama() -> Any:
-    return toys.llama(**SIZES | {"intermediate_size": 48, "num_key_value_heads": 1})
+    return toys.llama(**SIZES | {"num_hidden_layers": scale().num_layers, "intermediate_size": 32, "num_key_value_heads": 1})
 
 
 MODELS = {"llama": llama, "qwen": qwen, "opt": opt}
@@ -97,11 +112,11 @@ def served(name: str, dtype: torch.dtype, noise: float = 0.0) -> LoadedModel:
 
 
 def params(mode: str) -> list[SamplingParams]:
-    return [SamplingParams(max_tokens=NUM_TOKENS, seed=100 + i, **MODES[mode]) for i in range(len(LENGTHS))]
+    return [SamplingParams(max_tokens=scale().num_tokens, seed=100 + i, **MODES[mode]) for i in range(len(scale().lengths))]
 
 
 def generated(llm: LLM, mode: str) -> list[list[int]]:
-    outputs = [o.token_ids for r in llm.generate(toys.prompts(LENGTHS), params(mode)) for o in r.outputs]
+    outputs = [o.token_ids for r in llm.generate(toys.prompts(scale().lengths), params(mode)) for o in r.outputs]
     toys.assert_all_blocks_free(llm)
     return outputs
 
@@ -138,13 +153,11 @@ def engine(name: str, dtype: torch.dtype, mode: str, drafter: str, **settings: A
 def check(name: str, dtype: torch.dtype, mode: str, drafter: str, batch_size: int) -> None:
     llm = engine(name, dtype, mode, drafter, max_num_seqs=batch_size)
     assert generated(llm, mode) == truth(name, dtype, mode)
-    assert drafter in ("none", "ngram") or llm.stats.tokens_per_step > 1.1, "the drafter should be right sometimes"
+    assert drafter in ("none", "ngram") or llm.stats.num_accepted_tokens > 0, "the drafter should be right sometimes"
 
 
-FLOAT, HALF = DTYPES
-CELLS = [("llama", FLOAT, "sampled", d, b) for d, b in (("none", 5), ("ngram", 1), ("draft_model", 5), ("head", 5))]
-CELLS += [("llama", HALF, "greedy", "draft_model", 1), ("llama", HALF, "greedy", "head", 5)]
-CELLS += [("qwen", HALF, "greedy", "ngram", 5), ("opt", FLOAT, "greedy", "draft_model", 5)]
+CELLS = [("llama", torch.float32, "sampled", drafter, 1 if drafter == "ngram" else 3) for drafter in DRAFTERS]
+CELLS += [("opt", torch.bfloat16, "greedy", "draft_model", 3)]
 
 
 @pytest.mark.parametrize(("name", "dtype", "mode", "drafter", "batch_size"), CELLS)
@@ -284,6 +297,8 @@ def test_nothing_mixes_host_and_card(mode: str, monkeypatch: pytest.MonkeyPatch)
     with there:
         for drafter in DRAFTERS:
             check("llama", torch.float32, mode, drafter, 5)
+        for name in ("opt", "qwen"):
+            check(name, torch.bfloat16, mode, "draft_model", 5)
         assert served("llama", torch.float32).device == card.CUDA
     for made in (served, truth, head):
         made.cache_clear()
