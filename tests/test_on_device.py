@@ -42,7 +42,6 @@ from echelon.target import loading
 from echelon.target.loading import LoadedModel, adopt_model, serve_head
 
 VOCABULARY = 96
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 2, "max_position_embeddings": 64}
 NO_ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -87,18 +86,23 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     return torch.device("cuda" if HAS_DEVICE else "cpu")
 
 
+def sizes() -> dict[str, Any]:
+    few = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 2, "max_position_embeddings": 64}
+    return few | {"num_hidden_layers": scale().num_layers}
+
+
 def opt() -> Any:
-    sizes = SIZES | {"num_hidden_layers": scale().num_layers, "ffn_dim": 32, "word_embed_proj_dim": 32, "dropout": 0.0}
-    return toys.randomised(OPTForCausalLM, OPTConfig(**sizes, **NO_ENDS), seed=0, spread=0.35)
+    values = sizes() | {"ffn_dim": 32, "word_embed_proj_dim": 32, "dropout": 0.0}
+    return toys.randomised(OPTForCausalLM, OPTConfig(**values, **NO_ENDS), seed=0, spread=0.35)
 
 
 def qwen() -> Any:
-    sizes = SIZES | {"num_hidden_layers": scale().num_layers, "intermediate_size": 32, "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True}
-    return toys.randomised(Qwen3ForCausalLM, Qwen3Config(**sizes, **NO_ENDS), seed=0, spread=0.35)
+    values = sizes() | {"intermediate_size": 32, "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True}
+    return toys.randomised(Qwen3ForCausalLM, Qwen3Config(**values, **NO_ENDS), seed=0, spread=0.35)
 
 
 def llama() -> Any:
-    return toys.llama(**SIZES | {"num_hidden_layers": scale().num_layers, "intermediate_size": 32, "num_key_value_heads": 1})
+    return toys.llama(**sizes() | {"intermediate_size": 32, "num_key_value_heads": 1})
 
 
 MODELS = {"llama": llama, "qwen": qwen, "opt": opt}
