@@ -9,7 +9,6 @@ import math
 import sys
 from dataclasses import dataclass
 from functools import cache, partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ import card
 import heads
 import toys
 from echelon import LLM, ConfigError, SamplingParams, api, memory, ops
+from echelon.bench.verify import STRATEGIES
 from echelon.config import EngineConfig
 from echelon.drafters.guard import GuardedDrafter
 from echelon.heads.loading import build_head
@@ -37,7 +37,6 @@ from echelon.ops.triton import elementwise as triton_elementwise
 from echelon.ops.triton import linear as triton_linear
 from echelon.ops.triton import sample as triton_sample
 from echelon.sampling import Sampler
-from echelon.strategies import build_storage
 from echelon.target import loading
 from echelon.target.loading import LoadedModel, adopt_model, serve_head
 
@@ -154,8 +153,8 @@ def engine(name: str, dtype: torch.dtype, mode: str, drafter: str, **settings: A
     return toys.watch(llm)
 
 
-def check(name: str, dtype: torch.dtype, mode: str, drafter: str, batch_size: int) -> None:
-    llm = engine(name, dtype, mode, drafter, max_num_seqs=batch_size)
+def check(name: str, dtype: torch.dtype, mode: str, drafter: str, batch_size: int, **settings: Any) -> None:
+    llm = engine(name, dtype, mode, drafter, max_num_seqs=batch_size, **settings)
     assert generated(llm, mode) == truth(name, dtype, mode)
     assert drafter in ("none", "ngram") or llm.stats.num_accepted_tokens > 0, "the drafter should be right sometimes"
 
@@ -186,6 +185,35 @@ def test_a_linear_layer_ends_as_the_compiled_one_does(triton: torch.device, acti
     in_float32 = packed_linear(x, packed, bias.to(triton), residual, activation, float32=True)
     assert torch.equal(in_float32.to(dtype), got)
     assert torch.equal(packed.rows(torch.tensor([4, 0], device=triton)), weight[[4, 0]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_fast_linear_layer_is_the_frameworks(triton: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias, residual = (torch.randn(shape, generator=generator).to(triton, dtype) for shape in ((3, 40), (5, 40), (5,), (3, 5)))
+    packed = PackedWeight.pack(weight, is_fast=True)
+    assert torch.equal(packed_linear(x, packed, bias, float32=True), triton_linear.linear_invariant(x, weight, bias, float32=True))
+    monkeypatch.setattr(triton_linear, "linear_invariant", None)
+    by_framework = F.linear(x, weight, bias)
+    assert torch.equal(packed_linear(x, packed, bias.float()), by_framework)
+    assert torch.equal(packed_linear(x, packed, bias, residual, "relu"), by_framework.relu() + residual)
+
+
+def test_fast_numerics_are_a_leave_that_models_carry(triton: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = adopt_model(llama().to(triton), None, "toy", keep_weights=False, numerics="fast")
+    assert fast.is_fast and not served("llama", torch.float32).is_fast
+    with pytest.raises(ConfigError, match=r"'toy' was loaded with numerics = 'fast', and 'invariant' is wanted"):
+        LLM(fast, kv_cache_memory_bytes=1 << 20)
+    asked, by_framework = [], F.linear
+    monkeypatch.setattr(F, "linear", lambda x, *rest: (asked.append(len(x)), by_framework(x, *rest))[1])
+    llm = LLM(fast, numerics="fast", kv_cache_memory_bytes=1 << 20)
+    assert len(llm.generate([[1, 2]], SamplingParams(max_tokens=1, temperature=0.0))[0].outputs[0].token_ids) == 1
+    assert len(asked) >= 7 * scale().num_layers
+    assert LLM(served("llama", torch.float32), numerics="fast", kv_cache_memory_bytes=1 << 20).target is served("llama", torch.float32)
+
+
+def test_fast_numerics_change_nothing_on_the_cpu() -> None:
+    assert not adopt_model(toys.llama(), None, "toy", numerics="fast").is_fast
 
 
 def places(logits: torch.Tensor, asked: list[dict[str, Any]]) -> list[Place]:
@@ -246,7 +274,6 @@ def test_the_device_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [devices.chosen_device(n).type for n in ("auto", "cpu", "cuda")] == ["cuda", "cpu", "cuda"]
     with pytest.raises(ConfigError, match="device"):
         EngineConfig(device="tpu")
-    assert EngineConfig().load_device == "auto" and EngineConfig(strategy="padded").load_device == "cpu"
 
 
 def test_a_model_that_is_loaded_stays_where_it_is() -> None:
@@ -254,13 +281,6 @@ def test_a_model_that_is_loaded_stays_where_it_is() -> None:
     assert LLM(loaded, device="cpu", kv_cache_memory_bytes=1 << 20).target is loaded
     with pytest.raises(ConfigError, match=r"'toy' is on cpu, and device = 'cuda' is wanted"):
         LLM(loaded, device="cuda")
-
-
-@pytest.mark.parametrize("strategy", ["padded", "realign"])
-def test_rectangles_are_refused_on_a_device(strategy: str) -> None:
-    loaded: Any = SimpleNamespace(device=torch.device("cuda", 0), name="toy")
-    with pytest.raises(ConfigError, match=rf"strategy = '{strategy}' runs on the CPU, and 'toy' is on cuda:0"):
-        build_storage(EngineConfig(strategy=strategy), [loaded], 64, 0)
 
 
 def test_what_serves_a_device_is_named(triton: torch.device) -> None:
@@ -303,6 +323,8 @@ def test_nothing_mixes_host_and_card(mode: str, monkeypatch: pytest.MonkeyPatch)
             check("llama", torch.float32, mode, drafter, 5)
         for name in ("opt", "qwen"):
             check(name, torch.bfloat16, mode, "draft_model", 5)
+        for settings in STRATEGIES.values():
+            check("llama", torch.float32, mode, "draft_model", 5, **settings)
         assert served("llama", torch.float32).device == card.CUDA
     for made in (served, truth, head):
         made.cache_clear()
