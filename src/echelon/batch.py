@@ -145,7 +145,8 @@ class PaddedBatch:
         if self.slots.device == device:
             return self
         names = ("written", "slots", "gathered", "key_positions", "query_positions", "queries", "outputs")
-        return replace(self, **{name: None if (t := getattr(self, name)) is None else t.to(device) for name in names})
+        moved: dict[str, Any] = {name: None if (t := getattr(self, name)) is None else t.to(device) for name in names}
+        return replace(self, **moved)
 
     def check(self) -> None:
         """Every query sees a key, and every new token its own slot once."""

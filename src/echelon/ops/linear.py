@@ -31,7 +31,7 @@ class PackedWeight:
     def pack(cls, weight: Tensor, is_fast: bool = False) -> PackedWeight:
         """weight [N, K] in float32, float16 or bfloat16, in any strides."""
         data = weight.contiguous() if devices.by_triton(weight) else kernels.pack_linear(weight)
-        return cls(data, *weight.shape, is_fast)
+        return cls(data, len(weight), weight.shape[1], is_fast)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight as an embedding table: int64 [...] → [..., K]; RuntimeError for an index outside."""
@@ -94,5 +94,8 @@ def linear_family(dtype: torch.dtype) -> str:
 
 
 def read_memory(tensor: Tensor) -> None:
-    """Read every byte of a contiguous tensor once, with all threads."""
-    kernels.read_memory(tensor)
+    """Read every byte of a contiguous tensor once, with all threads; on a CUDA device, as the framework's sum does."""
+    if devices.by_triton(tensor):
+        tensor.flatten().view(torch.int32).sum()
+    else:
+        kernels.read_memory(tensor)

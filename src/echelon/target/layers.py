@@ -110,9 +110,8 @@ def _serve_packed(model: nn.Module, keep_weights: bool, is_fast: bool) -> list[n
         if is_experts(module):
             serve_experts(module, None if keep_weights else absent, is_fast)
         elif isinstance(module, LINEAR) or _is_router(module):
-            parameter: nn.Parameter = module.weight  # type: ignore[assignment]
-            if not isinstance(parameter, PackedParameter) and id(parameter) not in packed:
-                packed[id(parameter)] = PackedWeight.pack(_weight(module).detach(), is_fast)
+            if not isinstance(module.weight, PackedParameter) and id(module.weight) not in packed:
+                packed[id(module.weight)] = PackedWeight.pack(_weight(module).detach(), is_fast)
             _serve_weight(module, packed, holders, keep_weights, module is output)
         else:
             continue
