@@ -36,12 +36,14 @@ class Card(TorchFunctionMode):
         self._memory: dict[int, Any] = {}  # what lies on the card, kept so that no address is used again
 
     def holds(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._memory
+        return tensor.untyped_storage().data_ptr() in self._memory if tensor.numel() else getattr(tensor, "is_empty_there", False)
 
     def put(self, value: Any) -> Any:
         for tensor in tensors(value):
             if tensor.numel():
                 self._memory[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            else:
+                tensor.is_empty_there = True  # type: ignore[attr-defined]
         return value
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,11 +76,11 @@ class Card(TorchFunctionMode):
     def _computed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if isinstance(device := kwargs.get("device"), torch.device) and device.type == "cuda":
             kwargs["device"] = torch.device("cpu")  # new_empty and its like
-        given = [t for t in tensors((args, kwargs)) if t.numel()]
+        given = list(tensors((args, kwargs)))
         here = [self.holds(t) for t in given]
         if getattr(func, "__name__", "") in {"numpy", "__array__"} and any(here):
             raise TypeError("NumPy cannot see what lies on the card")
-        if func not in MIXED and any(here) and not all(h or t.ndim == 0 for h, t in zip(here, given, strict=True)):
+        if func not in MIXED and any(here) and not all(h or t.ndim == 0 or t.numel() == 0 for h, t in zip(here, given, strict=True)):
             raise RuntimeError(f"{resolve_name(func)} was given tensors of the host and of the card")
         out = func(*args, **kwargs)
         is_here = here[:1] == [True] if func in MIXED else any(here)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -22,7 +23,10 @@ pytest.importorskip("triton")
 import card
 import heads
 import toys
-from echelon import LLM, ConfigError, SamplingParams, api, memory, ops
+from echelon import LLM, ConfigError, SamplingParams, SpeculativeConfig, api, memory, ops
+from echelon.bench.framework import FrameworkRun
+from echelon.bench.prefill import PrefilledRun, read_prefixes
+from echelon.bench.throughput import Method
 from echelon.bench.verify import STRATEGIES
 from echelon.config import EngineConfig
 from echelon.drafters.guard import GuardedDrafter
@@ -298,10 +302,11 @@ def test_everything_holds_on_a_device(triton: torch.device, name: str, dtype: to
         check(name, dtype, mode, drafter, batch_size)
 
 
-@pytest.mark.skipif(HAS_DEVICE or not is_built(), reason="a device finds it by itself; without kernels of the CPU nothing can stand in")
-@pytest.mark.parametrize("mode", MODES)
-def test_nothing_mixes_host_and_card(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every drafter with a model on a card that is not there (tests/card.py), kernels of the CPU standing in for Triton's."""
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[card.Card]:
+    """A card that is not there (tests/card.py), kernels of the CPU standing in for Triton's."""
+    if HAS_DEVICE or not is_built():
+        pytest.skip("a device finds it by itself; without kernels of the CPU nothing can stand in")
     there = card.Card()
 
     def linear_of_the_cpu(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, float32: bool = False) -> torch.Tensor:
@@ -315,16 +320,41 @@ def test_nothing_mixes_host_and_card(mode: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(triton_sample, "sample_rows", there.kernel(sample_of_the_cpu))
     for name in ("rms_norm", "layer_norm", "activate", "rotate", "write_slots"):
         monkeypatch.setattr(triton_elementwise, name, there.kernel(getattr(elementwise, name)))
-    for made in (served, truth, head):
-        made.cache_clear()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 << 30, 1 << 31))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
     monkeypatch.setattr(sys.modules[__name__], "HAS_DEVICE", True)
-    with there:
-        for drafter in DRAFTERS:
-            check("llama", torch.float32, mode, drafter, 5)
-        for name in ("opt", "qwen"):
-            check(name, torch.bfloat16, mode, "draft_model", 5)
-        for settings in STRATEGIES.values():
-            check("llama", torch.float32, mode, "draft_model", 5, **settings)
-        assert served("llama", torch.float32).device == card.CUDA
     for made in (served, truth, head):
         made.cache_clear()
+    with there:
+        yield there
+    for made in (served, truth, head):
+        made.cache_clear()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_mixes_host_and_card(mode: str, there: card.Card) -> None:
+    """Every drafter, and every strategy with one of them."""
+    for drafter in DRAFTERS:
+        check("llama", torch.float32, mode, drafter, 5)
+    for name in ("opt", "qwen"):
+        check(name, torch.bfloat16, mode, "draft_model", 5)
+    for settings in STRATEGIES.values() if mode == "greedy" else ():
+        check("llama", torch.float32, mode, "draft_model", 5, **settings)
+    assert served("llama", torch.float32).device == card.CUDA
+
+
+def test_benchmarks_mix_neither(there: card.Card) -> None:
+    """Prompts read once, replayed acceptance, other strategies and the framework beside them."""
+    target, draft, prompts = served("llama", torch.float32), served("llama", torch.float32, 0.02), toys.prompts((9, 4))
+    law = SpeculativeConfig(method="replay", num_speculative_tokens=3, replay_tokens_per_step=2.0)
+    prefixes = read_prefixes(target, prompts)
+    assert all(there.holds(t) for p in prefixes for t in (*p.keys, *p.values))
+    drafted = Method("draft model", {"method": "draft_model", "num_speculative_tokens": 3}, "padded")
+    replayed = Method("replay", law.model_dump(exclude_defaults=True), "realign")
+    runs = [PrefilledRun(m, target, draft, prefixes, 40, num_rehearsals=1) for m in (Method("plain", None), drafted, replayed)]
+    runs.append(PrefilledRun(drafted, target, draft, prefixes, 40, law))
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    outputs = [run.run(prompts, params).outputs for run in runs]
+    assert outputs[0] == outputs[1]
+    framework = FrameworkRun("transformers", toys.llama().to("cuda"), 2)
+    assert [len(o) for o in framework.run(prompts, params).outputs] == [8, 8]

@@ -48,8 +48,8 @@ class Prefix:
 
 
 def bytes_per_token(*models: LoadedModel) -> int:
-    """Keys and values of one token in all layers of all models."""
-    plans = [LLM(m, max_num_seqs=1, max_model_len=2).memory_plan for m in models]
+    """Keys and values of one token in all layers of all models (whose numerics, which the engine is told, do not matter here)."""
+    plans = [LLM(m, max_num_seqs=1, max_model_len=2, numerics="fast").memory_plan for m in models]
     return sum(p.block_bytes // p.block_size for p in plans)
 
 
@@ -65,10 +65,10 @@ def check_memory(num_bytes: int, what: str, device: torch.device) -> None:
         raise ConfigError(f"{what} needs {mebibytes(needed)}, available are {mebibytes(available)}; take fewer or shorter rows")
 
 
-def read_prefixes(loaded: LoadedModel, prompts: SequenceOf[SequenceOf[int]]) -> list[Prefix]:
-    """Each prompt alone through the unpadded engine, which gives every row the same bits in any batch."""
+def read_prefixes(loaded: LoadedModel, prompts: SequenceOf[SequenceOf[int]], **settings: Any) -> list[Prefix]:
+    """Each prompt alone through the unpadded engine, which gives every row the same bits in any batch; `settings` are the engine's."""
     longest = max(map(len, prompts))
-    llm = LLM(loaded, max_num_seqs=1, max_model_len=longest + 1)
+    llm = LLM(loaded, max_num_seqs=1, max_model_len=longest + 1, **settings)
     return [_read(llm.engine.target, row, list(prompt[:-1])) for row, prompt in enumerate(prompts)]
 
 
@@ -139,7 +139,8 @@ class PrefilledRun:
     """A method on one static batch whose prompts are read already: a contender of `throughput.measure`.
 
     The engine is built for each run and given up after it, so that of many methods only one holds a cache. `law` makes a draft model's
-    acceptance a replayed one; `settings` are the engine's.
+    acceptance a replayed one; `settings` are the engine's. Each engine runs `num_rehearsals` times before it is measured: on a device
+    kernels are compiled, and steps captured, when they are first met.
     """
 
     def __init__(
@@ -150,10 +151,11 @@ class PrefilledRun:
         prefixes: SequenceOf[Prefix],
         max_model_len: int,
         law: SpeculativeConfig | None = None,
+        num_rehearsals: int = 0,
         **settings: Any,
     ) -> None:
         self.name = display_name(method.name, method.strategy)
-        self._settings = settings
+        self._num_rehearsals, self._settings = num_rehearsals, settings
         self._method, self._target, self._draft, self._prefixes, self._law = method, target, draft, prefixes, law
         self._max_model_len = max_model_len
         self._decode, self._stats = Sums(), Stats()
@@ -164,6 +166,8 @@ class PrefilledRun:
 
     def run(self, prompts: Prompts, params: SamplingParams) -> Run:
         llm = self._engine(len(prompts))
+        for _ in range(self._num_rehearsals):
+            decode(llm, prompts, params, self._prefixes[: len(prompts)])
         outputs, recorder = decode(llm, prompts, params, self._prefixes[: len(prompts)])
         self._decode += recorder.decode
         self._stats = llm.stats

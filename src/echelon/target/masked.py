@@ -64,7 +64,10 @@ class MaskedStep:
             if window is not None:
                 visible &= keys > queries - window
             mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
-            self.batch.masks[key] = mask.repeat_interleave(group, 1)[:, None]
+            mask = mask.repeat_interleave(group, 1)[:, None]
+            if mask.is_cuda:  # lines that do not start at multiples of 16 bytes the framework would copy in every layer
+                mask = F.pad(mask, (0, -mask.shape[3] % 8))[..., : mask.shape[3]]
+            self.batch.masks[key] = mask
         return self.batch.masks[key]
 
 
