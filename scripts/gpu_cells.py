@@ -69,6 +69,7 @@ class Size:
     plain_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     plain_context: int = 512
     plain_steps: int = 48
+    fast_batches: tuple[int, ...] = (1, 8, 32)  # of plain decoding by the numerics that the table has not
     framework_batches: tuple[int, ...] = (1, 8)
     equality_batches: tuple[int, ...] = (1, 8, 32)
     equality_prompts: int = 32
@@ -86,6 +87,7 @@ SMALL = Size(
     new_tokens=8,
     table_batches=(1, 2),
     plain_batches=(2,),
+    fast_batches=(2,),
     plain_context=16,
     plain_steps=4,
     framework_batches=(2,),
@@ -132,6 +134,7 @@ class Models:
     def target(self, name: str, numerics: str) -> tuple[LoadedModel, list[Prefix]]:
         """The model with random float16 weights, and the keys and values of the texts."""
         if self._held is None or self._held[0] != (name, numerics):
+            self._held = None
             self.free()
             config = self.config(dict(self.size.models)[name])
             loaded = with_random_weights(config, name, torch.float16, self.device.type, numerics)
@@ -139,7 +142,7 @@ class Models:
         return self._held[1:]
 
     def free(self) -> None:
-        self._held = None
+        """What nothing refers to any more; engines know themselves through their captured steps, and only the collector finds them."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -160,8 +163,9 @@ class Cells:
         for dtype in ("float32", "bfloat16", "float16"):
             cells[f"equality-{dtype}"] = partial(self.equality, dtype, "invariant", size.equality_batches)
         cells |= {f"table-{main}-{batch:02d}": partial(self.table, main, batch) for batch in size.table_batches}
-        for numerics in ("invariant", "fast"):
-            cells |= {f"plain-{numerics}-{batch:02d}": partial(self.plain, numerics, batch) for batch in size.plain_batches}
+        other = "fast" if self.numerics == "invariant" else "invariant"
+        for numerics, batches in ((self.numerics, size.plain_batches), (other, size.fast_batches)):
+            cells |= {f"plain-{numerics}-{batch:02d}": partial(self.plain, numerics, batch) for batch in batches}
         for name, _ in size.models[1:]:
             cells |= {f"table-{name}-{batch:02d}": partial(self.table, name, batch) for batch in size.table_batches}
         for dtype in ("bfloat16", "float16"):
@@ -206,7 +210,8 @@ class Cells:
         small = {"method": "draft_model", "num_speculative_tokens": DRAFTED}
         methods = [(Method("plain", None), None)]
         methods += [(Method("replay LLMA", copied, strategy), None) for strategy in PADDINGS]
-        methods += [(Method("replay draft model", small, strategy), drafted) for strategy in PADDINGS]
+        ablated = PADDINGS if name == self.size.models[0][0] else ("padded", "unpadded")
+        methods += [(Method("replay draft model", small, strategy), drafted) for strategy in ablated]
         runs = [self._run(method, target, prefixes, law) for method, law in methods]
         results = measure(target, self.models.draft, [], prompts, self.params(self.size.new_tokens), batch, 1, [], said, runs)
         return {"lines": table_lines(name, batch, results), "results": [asdict(r) for r in results]}
@@ -237,6 +242,7 @@ class Cells:
 
     def _plain_step(self, name: str, numerics: str, batch: int) -> tuple[float, float | None, float]:
         """Seconds of a step, those that the device works in it (None on the CPU), and bytes of weights, keys and values that it reads."""
+        self.models.free()
         size, (target, texts) = self.size, self.models.target(name, numerics)
         num_steps, now = size.plain_steps, clock_of(self.device)
         prompts = [self.models.texts[row % NUM_TEXTS][: size.plain_context] for row in range(batch)]
@@ -271,7 +277,7 @@ class Cells:
         """Plain decoding of `transformers` with a static cache, which it compiles on CUDA, beside ours."""
         name, shape = self.size.models[0]
         ours, _, _ = self._plain_step(name, self.numerics, batch)
-        self.models.free()
+        self.models.free()  # the engine; there is room for the same weights twice
         prompts = [self.models.texts[row % NUM_TEXTS][: self.size.plain_context] for row in range(batch)]
         model = plain_with_random_weights(self.models.config(shape), torch.float16, self.device.type).eval()
         run = FrameworkRun("transformers", model, batch, cache_implementation="static")
@@ -291,7 +297,7 @@ def table_lines(name: str, batch: int, results: list[Result]) -> list[Line]:
     plain, lines = speed["plain", "unpadded"], list[Line]()
     for method in ("replay LLMA", "replay draft model"):
         per_step = next(r.tokens_per_step for r in results if r.method == method and r.strategy == "unpadded")
-        all_of_them = ", ".join(f"{PADDINGS[s]} {speed[method, s] / plain:.2f}" for s in PADDINGS)
+        all_of_them = ", ".join(f"{PADDINGS[s]} {speed[method, s] / plain:.2f}" for s in PADDINGS if (method, s) in speed)
         what = f"{name}, batch {batch}, {method.removeprefix('replay ')} at {per_step:.2f} tokens a step"
         lines.append([f"{what}: × plain decoding ({plain:,.0f} tokens/s)", all_of_them, "", None])
         if method != "replay LLMA":

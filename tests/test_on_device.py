@@ -302,6 +302,14 @@ def test_everything_holds_on_a_device(triton: torch.device, name: str, dtype: to
         check(name, dtype, mode, drafter, batch_size)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_DEVICE, reason="needs a CUDA device")
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_holds_on_a_device(triton: torch.device, strategy: str, name: str) -> None:
+    check(name, torch.float32, "greedy", "draft_model", 5, **STRATEGIES[strategy])
+
+
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[card.Card]:
     """A card that is not there (tests/card.py), kernels of the CPU standing in for Triton's."""

@@ -6,6 +6,7 @@ strategy's own layout would have put it.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
@@ -161,8 +162,9 @@ class PrefilledRun:
         self._decode, self._stats = Sums(), Stats()
 
     def warm_up(self, prompts: Prompts, params: SamplingParams) -> None:
-        """Two rows: enough to load code, and no large cache."""
-        decode(self._engine(len(prompts[:2])), prompts[:2], params, self._prefixes[: len(prompts[:2])])
+        """Two rows: enough to load code, and no large cache; rehearsals do more."""
+        if not self._num_rehearsals:
+            decode(self._engine(len(prompts[:2])), prompts[:2], params, self._prefixes[: len(prompts[:2])])
 
     def run(self, prompts: Prompts, params: SamplingParams) -> Run:
         llm = self._engine(len(prompts))
@@ -178,6 +180,7 @@ class PrefilledRun:
         return engine_result(self._method, batch_size, runs, self._stats, self._decode)
 
     def _engine(self, num_rows: int) -> LLM:
+        gc.collect()  # engines before this one: what they hold on a device nothing else would free in time
         config = self._method.config
         models = [self._target, *([self._draft] if config and config["method"] == "draft_model" and self._draft else [])]
         num_slots = self._max_model_len + BLOCK + (config or {}).get("num_speculative_tokens", 0)
