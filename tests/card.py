@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
+
+from echelon.target.layers import PackedParameter
 
 CUDA = torch.device("cuda", 0)
 MAKERS = {torch.empty, torch.zeros, torch.full, torch.arange, torch.tensor, torch.ones}
@@ -32,12 +35,14 @@ class Card(TorchFunctionMode):
         self._memory: dict[int, Any] = {}  # what lies on the card, kept so that no address is used again
 
     def holds(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._memory
+        return tensor.untyped_storage().data_ptr() in self._memory if tensor.numel() else getattr(tensor, "is_empty_there", False)
 
     def put(self, value: Any) -> Any:
         for tensor in tensors(value):
             if tensor.numel():
                 self._memory[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            else:
+                tensor.is_empty_there = True  # type: ignore[attr-defined]
         return value
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,6 +52,9 @@ class Card(TorchFunctionMode):
             return is_here if func == Tensor.is_cuda.__get__ else CUDA if is_here else func(*args)  # type: ignore[attr-defined]
         if func in MAKERS or func in MOVERS:
             return self._placed(func, args, kwargs)
+        if func in (F.embedding, F.linear) and isinstance(args[1], PackedParameter):  # which asks for devices in turn
+            with self:
+                return args[1].__torch_function__(func, types, args, kwargs)
         if func is Tensor.cpu:
             return args[0].clone() if self.holds(args[0]) else args[0]
         return self._computed(func, args, kwargs)
@@ -67,11 +75,11 @@ class Card(TorchFunctionMode):
     def _computed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if isinstance(device := kwargs.get("device"), torch.device) and device.type == "cuda":
             kwargs["device"] = torch.device("cpu")  # new_empty and its like
-        given = [t for t in tensors((args, kwargs)) if t.numel()]
+        given = list(tensors((args, kwargs)))
         here = [self.holds(t) for t in given]
         if getattr(func, "__name__", "") in {"numpy", "__array__"} and any(here):
             raise TypeError("NumPy cannot see what lies on the card")
-        if func not in MIXED and any(here) and not all(h or t.ndim == 0 for h, t in zip(here, given, strict=True)):
+        if func not in MIXED and any(here) and not all(h or t.ndim == 0 or t.numel() == 0 for h, t in zip(here, given, strict=True)):
             raise RuntimeError(f"{resolve_name(func)} was given tensors of the host and of the card")
         out = func(*args, **kwargs)
         is_here = here[:1] == [True] if func in MIXED else any(here)

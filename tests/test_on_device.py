@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache, partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,11 @@ pytest.importorskip("triton")
 import card
 import heads
 import toys
-from echelon import LLM, ConfigError, SamplingParams, api, memory, ops
+from echelon import LLM, ConfigError, SamplingParams, SpeculativeConfig, api, memory, ops
+from echelon.bench.framework import FrameworkRun
+from echelon.bench.prefill import PrefilledRun, read_prefixes
+from echelon.bench.throughput import Method
+from echelon.bench.verify import STRATEGIES
 from echelon.config import EngineConfig
 from echelon.drafters.guard import GuardedDrafter
 from echelon.heads.loading import build_head
@@ -36,12 +41,10 @@ from echelon.ops.triton import elementwise as triton_elementwise
 from echelon.ops.triton import linear as triton_linear
 from echelon.ops.triton import sample as triton_sample
 from echelon.sampling import Sampler
-from echelon.strategies import build_storage
 from echelon.target import loading
 from echelon.target.loading import LoadedModel, adopt_model, serve_head
 
-VOCABULARY, NUM_TOKENS, LENGTHS = 96, 5, (1, 4, 2, 9, 3)
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
+VOCABULARY = 96
 NO_ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -55,6 +58,20 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 DTYPES = [torch.float32, torch.bfloat16]
 HAS_DEVICE = torch.cuda.is_available()
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is generated, and by how large a model."""
+
+    num_layers: int
+    num_tokens: int
+    lengths: tuple[int, ...]  # of the prompts
+
+
+def scale() -> Scale:
+    """Triton's interpreter takes milliseconds for each program of a kernel."""
+    return Scale(2, 12, (1, 4, 2, 9, 3)) if HAS_DEVICE else Scale(1, 4, (1, 4, 2))
 
 
 @pytest.fixture
@@ -72,18 +89,23 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     return torch.device("cuda" if HAS_DEVICE else "cpu")
 
 
+def sizes() -> dict[str, Any]:
+    few = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 2, "max_position_embeddings": 64}
+    return few | {"num_hidden_layers": scale().num_layers}
+
+
 def opt() -> Any:
-    sizes = SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}
-    return toys.randomised(OPTForCausalLM, OPTConfig(**sizes, **NO_ENDS), seed=0, spread=0.35)
+    values = sizes() | {"ffn_dim": 32, "word_embed_proj_dim": 32, "dropout": 0.0}
+    return toys.randomised(OPTForCausalLM, OPTConfig(**values, **NO_ENDS), seed=0, spread=0.35)
 
 
 def qwen() -> Any:
-    sizes = SIZES | {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True}
-    return toys.randomised(Qwen3ForCausalLM, Qwen3Config(**sizes, **NO_ENDS), seed=0, spread=0.35)
+    values = sizes() | {"intermediate_size": 32, "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True}
+    return toys.randomised(Qwen3ForCausalLM, Qwen3Config(**values, **NO_ENDS), seed=0, spread=0.35)
 
 
 def llama() -> Any:
-    return toys.llama(**SIZES | {"intermediate_size": 48, "num_key_value_heads": 1})
+    return toys.llama(**sizes() | {"intermediate_size": 32, "num_key_value_heads": 1})
 
 
 MODELS = {"llama": llama, "qwen": qwen, "opt": opt}
@@ -97,11 +119,11 @@ def served(name: str, dtype: torch.dtype, noise: float = 0.0) -> LoadedModel:
 
 
 def params(mode: str) -> list[SamplingParams]:
-    return [SamplingParams(max_tokens=NUM_TOKENS, seed=100 + i, **MODES[mode]) for i in range(len(LENGTHS))]
+    return [SamplingParams(max_tokens=scale().num_tokens, seed=100 + i, **MODES[mode]) for i in range(len(scale().lengths))]
 
 
 def generated(llm: LLM, mode: str) -> list[list[int]]:
-    outputs = [o.token_ids for r in llm.generate(toys.prompts(LENGTHS), params(mode)) for o in r.outputs]
+    outputs = [o.token_ids for r in llm.generate(toys.prompts(scale().lengths), params(mode)) for o in r.outputs]
     toys.assert_all_blocks_free(llm)
     return outputs
 
@@ -135,16 +157,14 @@ def engine(name: str, dtype: torch.dtype, mode: str, drafter: str, **settings: A
     return toys.watch(llm)
 
 
-def check(name: str, dtype: torch.dtype, mode: str, drafter: str, batch_size: int) -> None:
-    llm = engine(name, dtype, mode, drafter, max_num_seqs=batch_size)
+def check(name: str, dtype: torch.dtype, mode: str, drafter: str, batch_size: int, **settings: Any) -> None:
+    llm = engine(name, dtype, mode, drafter, max_num_seqs=batch_size, **settings)
     assert generated(llm, mode) == truth(name, dtype, mode)
-    assert drafter in ("none", "ngram") or llm.stats.tokens_per_step > 1.1, "the drafter should be right sometimes"
+    assert drafter in ("none", "ngram") or llm.stats.num_accepted_tokens > 0, "the drafter should be right sometimes"
 
 
-FLOAT, HALF = DTYPES
-CELLS = [("llama", FLOAT, "sampled", d, b) for d, b in (("none", 5), ("ngram", 1), ("draft_model", 5), ("head", 5))]
-CELLS += [("llama", HALF, "greedy", "draft_model", 1), ("llama", HALF, "greedy", "head", 5)]
-CELLS += [("qwen", HALF, "greedy", "ngram", 5), ("opt", FLOAT, "greedy", "draft_model", 5)]
+CELLS = [("llama", torch.float32, "sampled", drafter, 1 if drafter == "ngram" else 3) for drafter in DRAFTERS]
+CELLS += [("opt", torch.bfloat16, "greedy", "draft_model", 3)]
 
 
 @pytest.mark.parametrize(("name", "dtype", "mode", "drafter", "batch_size"), CELLS)
@@ -169,6 +189,35 @@ def test_a_linear_layer_ends_as_the_compiled_one_does(triton: torch.device, acti
     in_float32 = packed_linear(x, packed, bias.to(triton), residual, activation, float32=True)
     assert torch.equal(in_float32.to(dtype), got)
     assert torch.equal(packed.rows(torch.tensor([4, 0], device=triton)), weight[[4, 0]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_fast_linear_layer_is_the_frameworks(triton: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias, residual = (torch.randn(shape, generator=generator).to(triton, dtype) for shape in ((3, 40), (5, 40), (5,), (3, 5)))
+    packed = PackedWeight.pack(weight, is_fast=True)
+    assert torch.equal(packed_linear(x, packed, bias, float32=True), triton_linear.linear_invariant(x, weight, bias, float32=True))
+    monkeypatch.setattr(triton_linear, "linear_invariant", None)
+    by_framework = F.linear(x, weight, bias)
+    assert torch.equal(packed_linear(x, packed, bias.float()), by_framework)
+    assert torch.equal(packed_linear(x, packed, bias, residual, "relu"), by_framework.relu() + residual)
+
+
+def test_fast_numerics_are_a_leave_that_models_carry(triton: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = adopt_model(llama().to(triton), None, "toy", keep_weights=False, numerics="fast")
+    assert fast.is_fast and not served("llama", torch.float32).is_fast
+    with pytest.raises(ConfigError, match=r"'toy' was loaded with numerics = 'fast', and 'invariant' is wanted"):
+        LLM(fast, kv_cache_memory_bytes=1 << 20)
+    asked, by_framework = [], F.linear
+    monkeypatch.setattr(F, "linear", lambda x, *rest: (asked.append(len(x)), by_framework(x, *rest))[1])
+    llm = LLM(fast, numerics="fast", kv_cache_memory_bytes=1 << 20)
+    assert len(llm.generate([[1, 2]], SamplingParams(max_tokens=1, temperature=0.0))[0].outputs[0].token_ids) == 1
+    assert len(asked) >= 7 * scale().num_layers
+    assert LLM(served("llama", torch.float32), numerics="fast", kv_cache_memory_bytes=1 << 20).target is served("llama", torch.float32)
+
+
+def test_fast_numerics_change_nothing_on_the_cpu() -> None:
+    assert not adopt_model(toys.llama(), None, "toy", numerics="fast").is_fast
 
 
 def places(logits: torch.Tensor, asked: list[dict[str, Any]]) -> list[Place]:
@@ -229,7 +278,6 @@ def test_the_device_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [devices.chosen_device(n).type for n in ("auto", "cpu", "cuda")] == ["cuda", "cpu", "cuda"]
     with pytest.raises(ConfigError, match="device"):
         EngineConfig(device="tpu")
-    assert EngineConfig().load_device == "auto" and EngineConfig(strategy="padded").load_device == "cpu"
 
 
 def test_a_model_that_is_loaded_stays_where_it_is() -> None:
@@ -237,13 +285,6 @@ def test_a_model_that_is_loaded_stays_where_it_is() -> None:
     assert LLM(loaded, device="cpu", kv_cache_memory_bytes=1 << 20).target is loaded
     with pytest.raises(ConfigError, match=r"'toy' is on cpu, and device = 'cuda' is wanted"):
         LLM(loaded, device="cuda")
-
-
-@pytest.mark.parametrize("strategy", ["padded", "realign"])
-def test_rectangles_are_refused_on_a_device(strategy: str) -> None:
-    loaded: Any = SimpleNamespace(device=torch.device("cuda", 0), name="toy")
-    with pytest.raises(ConfigError, match=rf"strategy = '{strategy}' runs on the CPU, and 'toy' is on cuda:0"):
-        build_storage(EngineConfig(strategy=strategy), [loaded], 64, 0)
 
 
 def test_what_serves_a_device_is_named(triton: torch.device) -> None:
@@ -261,10 +302,19 @@ def test_everything_holds_on_a_device(triton: torch.device, name: str, dtype: to
         check(name, dtype, mode, drafter, batch_size)
 
 
-@pytest.mark.skipif(HAS_DEVICE or not is_built(), reason="a device finds it by itself; without kernels of the CPU nothing can stand in")
-@pytest.mark.parametrize("mode", MODES)
-def test_nothing_mixes_host_and_card(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every drafter with a model on a card that is not there (tests/card.py), kernels of the CPU standing in for Triton's."""
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_DEVICE, reason="needs a CUDA device")
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_holds_on_a_device(triton: torch.device, strategy: str, name: str) -> None:
+    check(name, torch.float32, "greedy", "draft_model", 5, **STRATEGIES[strategy])
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[card.Card]:
+    """A card that is not there (tests/card.py), kernels of the CPU standing in for Triton's."""
+    if HAS_DEVICE or not is_built():
+        pytest.skip("a device finds it by itself; without kernels of the CPU nothing can stand in")
     there = card.Card()
 
     def linear_of_the_cpu(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, float32: bool = False) -> torch.Tensor:
@@ -278,12 +328,41 @@ def test_nothing_mixes_host_and_card(mode: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(triton_sample, "sample_rows", there.kernel(sample_of_the_cpu))
     for name in ("rms_norm", "layer_norm", "activate", "rotate", "write_slots"):
         monkeypatch.setattr(triton_elementwise, name, there.kernel(getattr(elementwise, name)))
-    for made in (served, truth, head):
-        made.cache_clear()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 << 30, 1 << 31))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
     monkeypatch.setattr(sys.modules[__name__], "HAS_DEVICE", True)
-    with there:
-        for drafter in DRAFTERS:
-            check("llama", torch.float32, mode, drafter, 5)
-        assert served("llama", torch.float32).device == card.CUDA
     for made in (served, truth, head):
         made.cache_clear()
+    with there:
+        yield there
+    for made in (served, truth, head):
+        made.cache_clear()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_mixes_host_and_card(mode: str, there: card.Card) -> None:
+    """Every drafter, and every strategy with one of them."""
+    for drafter in DRAFTERS:
+        check("llama", torch.float32, mode, drafter, 5)
+    for name in ("opt", "qwen"):
+        check(name, torch.bfloat16, mode, "draft_model", 5)
+    for settings in STRATEGIES.values() if mode == "greedy" else ():
+        check("llama", torch.float32, mode, "draft_model", 5, **settings)
+    assert served("llama", torch.float32).device == card.CUDA
+
+
+def test_benchmarks_mix_neither(there: card.Card) -> None:
+    """Prompts read once, replayed acceptance, other strategies and the framework beside them."""
+    target, draft, prompts = served("llama", torch.float32), served("llama", torch.float32, 0.02), toys.prompts((9, 4))
+    law = SpeculativeConfig(method="replay", num_speculative_tokens=3, replay_tokens_per_step=2.0)
+    prefixes = read_prefixes(target, prompts)
+    assert all(there.holds(t) for p in prefixes for t in (*p.keys, *p.values))
+    drafted = Method("draft model", {"method": "draft_model", "num_speculative_tokens": 3}, "padded")
+    replayed = Method("replay", law.model_dump(exclude_defaults=True), "realign")
+    runs = [PrefilledRun(m, target, draft, prefixes, 40, num_rehearsals=1) for m in (Method("plain", None), drafted, replayed)]
+    runs.append(PrefilledRun(drafted, target, draft, prefixes, 40, law))
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    outputs = [run.run(prompts, params).outputs for run in runs]
+    assert outputs[0] == outputs[1]
+    framework = FrameworkRun("transformers", toys.llama().to("cuda"), 2)
+    assert [len(o) for o in framework.run(prompts, params).outputs] == [8, 8]

@@ -37,8 +37,11 @@ def mebibytes(count: int) -> str:
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that could still be taken."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    """Bytes that could still be taken; on a CUDA device also those that PyTorch holds and nothing uses."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def plan_kv(

@@ -9,7 +9,7 @@ import torch
 
 from echelon.config import EngineConfig
 from echelon.drafters.heads import TappedHead
-from echelon.errors import ConfigError, UnsupportedModelError
+from echelon.errors import UnsupportedModelError
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache, LayerShape
 from echelon.kv.lines import LineTables
@@ -52,11 +52,6 @@ def build_storage(
         return _unpadded(config, models, max_len, num_speculative_tokens, head)
     assert head is None, "a head needs blocks"
     for loaded in models:
-        if loaded.device.type != "cpu":
-            raise ConfigError(
-                f"strategy = {config.strategy!r} runs on the CPU, and {loaded.name!r} is on {loaded.device}; use device = 'cpu', or "
-                "strategy = 'unpadded'"
-            )
         if loaded.original_context is not None:
             raise UnsupportedModelError(
                 f"{loaded.name!r} has LongRoPE, whose keys change when a row outgrows {loaded.original_context} tokens; under rectangular "

@@ -1,6 +1,7 @@
 """Passes of a model as CUDA graphs: one pass, or a chain of passes in which each reads the tokens that the one before has chosen.
 
-The results are the bits of passes run one launch after another: a token's result depends on no other token, so padding changes nothing.
+The results are the bits of passes run one launch after another: where all operations are invariant, a token's result depends on no other
+token, and so padding changes nothing.
 """
 
 from __future__ import annotations

@@ -74,14 +74,14 @@ def _weight(module: nn.Module) -> Tensor:
     return weight.t() if isinstance(module, Conv1D) else weight
 
 
-def replace_layers(model: nn.Module, keep_weights: bool) -> dict[str, int]:
+def replace_layers(model: nn.Module, keep_weights: bool, is_fast: bool = False) -> dict[str, int]:
     """Patch every linear layer, router and stack of experts; returns how many modules of each class now run our operations.
 
-    The output layer gives float32. `keep_weights`: the model belongs to a caller.
+    The output layer gives float32. `keep_weights`: the model belongs to a caller. `is_fast` as in `PackedWeight`.
     """
     replaced: dict[str, int] = {}
     is_served = devices.has_kernels(next(model.parameters(), torch.empty(0)))
-    served = _serve_packed(model, keep_weights) if is_served else _serve_fixed(model)
+    served = _serve_packed(model, keep_weights, is_fast) if is_served else _serve_fixed(model)
     for module in served:
         name = type(module).__name__
         replaced[name] = replaced.get(name, 0) + 1
@@ -98,18 +98,20 @@ def _serve_fixed(model: nn.Module) -> list[nn.Module]:
     return served
 
 
-def _serve_packed(model: nn.Module, keep_weights: bool) -> list[nn.Module]:
+def _serve_packed(model: nn.Module, keep_weights: bool, is_fast: bool) -> list[nn.Module]:
     output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None  # a head has none
     holders: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             holders.setdefault(id(parameter), []).append(module)
-    packed: dict[int, PackedWeight] = {}
+    packed: dict[int, PackedWeight] = {}  # by the parameter's identity
     served: list[nn.Module] = []
     for module in model.modules():
         if is_experts(module):
-            serve_experts(module, None if keep_weights else absent)
+            serve_experts(module, None if keep_weights else absent, is_fast)
         elif isinstance(module, LINEAR) or _is_router(module):
+            if not isinstance(module.weight, PackedParameter) and id(module.weight) not in packed:
+                packed[id(module.weight)] = PackedWeight.pack(_weight(module).detach(), is_fast)
             _serve_weight(module, packed, holders, keep_weights, module is output)
         else:
             continue
@@ -124,18 +126,15 @@ def _serve_weight(
     keep_weights: bool,
     is_output: bool,
 ) -> None:
-    """Pack the module's weight unless a module before it has; serve the module from it."""
+    """Serve the module from its packed weight."""
     parameter: nn.Parameter = module.weight  # type: ignore[assignment]
-    if isinstance(parameter, PackedParameter):  # given up by a module before this one
-        weight = parameter.packed
-    else:
-        weight = packed.get(id(parameter)) or packed.setdefault(id(parameter), PackedWeight.pack(_weight(module).detach()))
+    weight = parameter.packed if isinstance(parameter, PackedParameter) else packed[id(parameter)]  # given up by a module before this one
     if not isinstance(module, LINEAR):  # a router
         module.weight = PackedParameter.of(weight, parameter)
         return
     bias: Tensor | None = module.bias
-    bias32 = None if bias is None else bias.detach().float()
-    module.forward = functools.partial(_linear, weight, bias32, is_output)  # type: ignore[method-assign]
+    own = None if bias is None else bias.detach() if weight.is_fast else bias.detach().float()
+    module.forward = functools.partial(_linear, weight, own, is_output)  # type: ignore[method-assign]
     if not keep_weights and not isinstance(parameter, PackedParameter):
         _give_up(module, parameter, PackedParameter.of(weight, None), holders[id(parameter)])
 
