@@ -15,12 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from card import MOVERS, Card, tensors
-from echelon.target.layers import PackedParameter
 
 WAITS = {Tensor.cpu, Tensor.tolist, Tensor.item, Tensor.numpy, Tensor.__bool__, Tensor.__int__, Tensor.__float__}
 BY_VALUE = {"nonzero", "masked_select", "_local_scalar_dense", "unique_dim", "_unique2", "bincount"}
@@ -65,9 +63,6 @@ class Recorder(Card):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         is_pinned = kwargs.pop("pin_memory", False)
-        if func in (F.embedding, F.linear) and isinstance(args[1], PackedParameter):
-            with self:  # what it does shall be seen as well
-                return PackedParameter.__torch_function__(func, types, args, kwargs)
         if self.recording is not None and func in WAITS and self.holds(args[0]):
             raise RuntimeError(f"{func.__name__} waits for the device; operation not permitted when stream is capturing")
         if func is Tensor.copy_ and self.holds(args[0]) and not self.holds(args[1]):
