@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks_common import Cells, picture, plain_speed, results_of, tokens_per_step
 from benchmarks_heads import heads_findings, heads_part
 from benchmarks_peers import peers_findings, peers_part, read_runs
+from gpu_report import gpu_part
 
 from echelon.bench.latency import Latency
 from echelon.bench.latency import as_markdown as latency_as_markdown
@@ -48,6 +49,7 @@ def write_document(folder: Path, expected: SequenceOf[str], settings: dict[str, 
     heads = [introduction(cells, expected), "\n".join([findings(cells), *peers_findings(runs)])]
     measured = [*padding_part(cells, plots), *realign_part(cells, plots), *gain_part(cells, plots)]
     parts = [*heads, *measured, *heads_part(cells, plots, folder / "evidence"), *peers_part(runs)]
+    parts += gpu_part(folder / "evidence" / "gpu_check.json")
     path = folder / "benchmarks.md"
     path.write_text("\n\n".join(p for p in parts if p) + "\n", "utf-8")
     return path

@@ -157,7 +157,7 @@ def test_assisted_generation_of_the_framework() -> None:
 
 def test_memory_is_checked_first() -> None:
     with pytest.raises(ConfigError, match="take fewer"):
-        check_memory(1 << 60, "this")
+        check_memory(1 << 60, "this", torch.device("cpu"))
     with pytest.raises(ConfigError, match="take fewer"):
         PrefilledRun(Method("plain", None), target(), None, [], 10**12).run(PROMPTS, GREEDY)
 

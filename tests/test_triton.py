@@ -188,7 +188,7 @@ def test_keys_are_read_once_for_all_new_tokens_of_a_row() -> None:
     """No two programs of a row with few tokens share a tile, but beyond the text of a tree."""
     world = World([700, 520], 1, (16, 16), torch.float32)
     spans = [chain(0, 690, 700), tree(1, 500, random_tree(np.random.default_rng(0), 20))]
-    work = plan.plan_attention(world.pack(spans), 32, None, torch.device("cpu"))
+    work = plan.plan_attention(world.pack(spans), plan.PlanKey(32, None), torch.device("cpu"))
     for row, end in ((0, 700), (1, 448)):
         tiles = [start for item in work.items.tolist() if item[0] == row for start in range(item[3], item[4], plan.KEY_TILE)]
         assert tiles == list(range(0, end, plan.KEY_TILE))

@@ -42,8 +42,8 @@ class LLM:
     speculative_config  what drafts: a `SpeculativeConfig` or a mapping with vLLM's keys; `None` decodes plainly
     draft_model         a draft model loaded already, instead of the name in `speculative_config`
     draft_head          likewise a head of the target
-    settings            see `EngineConfig`: dtype, max_num_seqs, max_num_batched_tokens, max_model_len, block_size,
-                        kv_cache_memory_bytes; and how rows become a batch: strategy, pad, grouping, group_window, refill
+    settings            see `EngineConfig`: dtype, device, numerics, max_num_seqs, max_num_batched_tokens, max_model_len,
+                        block_size, kv_cache_memory_bytes; and how rows become a batch: strategy, pad, grouping, group_window, refill
 
     Raises
     ------
@@ -61,7 +61,7 @@ class LLM:
         self.config = EngineConfig(**settings)
         self.speculative_config = speculative(speculative_config)
         check_together(self.config, self.speculative_config)
-        self.target = load_model(model, self.config.dtype) if isinstance(model, str) else model
+        self.target = self._loaded(model, self.config.device)
         self.draft = self._check_draft(draft_model)
         self.head = head_for(self.speculative_config, self.target, draft_head)
         self.max_len = self._context()
@@ -76,15 +76,23 @@ class LLM:
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread whose requests are running
 
+    def _loaded(self, model: str | LoadedModel, device: str) -> LoadedModel:
+        """On this device; one that is loaded already stays where it is, and must be there."""
+        if isinstance(model, str):
+            return load_model(model, self.config.dtype, device, self.config.numerics)
+        if model.is_fast and self.config.numerics == "invariant":
+            raise ConfigError(f"{model.name!r} was loaded with numerics = 'fast', and 'invariant' is wanted; load it so, or ask for 'fast'")
+        if device not in ("auto", model.device.type):
+            raise ConfigError(f"{model.name!r} is on {model.device}, and device = {device!r} is wanted; load it there")
+        return model
+
     def _check_draft(self, given: LoadedModel | None) -> LoadedModel | None:
         config = self.speculative_config
         if config is None or config.method != "draft_model":
             return None
-        draft = given
-        if draft is None:
-            if config.model is None:
-                raise ConfigError("method 'draft_model' needs the key 'model': a folder or hub name of a small model")
-            draft = load_model(config.model, self.config.dtype)
+        if given is None and config.model is None:
+            raise ConfigError("method 'draft_model' needs the key 'model': a folder or hub name of a small model")
+        draft = self._loaded(given or str(config.model), self.target.device.type)
         check_vocabularies(self.target, draft)
         return draft
 

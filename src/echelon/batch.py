@@ -7,7 +7,7 @@ key/value head, D head size, L layers. Row offsets are `indptr`: B + 1 entries, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -139,6 +139,14 @@ class PaddedBatch:
     num_live: int
     num_reserved: int
     masks: dict[Any, Tensor] = field(default_factory=dict)
+
+    def for_attention(self, device: torch.device) -> PaddedBatch:
+        """With what attention reads on this device, and the same `masks`; what the model is fed stays where it is."""
+        if self.slots.device == device:
+            return self
+        names = ("written", "slots", "gathered", "key_positions", "query_positions", "queries", "outputs")
+        moved: dict[str, Any] = {name: None if (t := getattr(self, name)) is None else t.to(device) for name in names}
+        return replace(self, **moved)
 
     def check(self) -> None:
         """Every query sees a key, and every new token its own slot once."""

@@ -168,14 +168,22 @@ class EngineConfig(Settings):
     `unpadded` (EMS-SD) is the engine's own. The others are the field's, on the framework's attention: `padded`, with `pad` saying what is
     padded, and `realign` (EQSPEC), with `grouping="same_length"` EXSPEC: up to `group_window` rows are held, by default 3 × max_num_seqs,
     and max_num_seqs of them with equal lengths run in a step. With `refill=False` rows enter only when all others are done.
+    `device="auto"` is CUDA where PyTorch sees a device; with `enforce_eager` no step is captured there as a CUDA graph.
+
+    `numerics` matters on CUDA alone: "invariant" linear layers give a row the same bits in any batch, by a kernel of ours, so that texts
+    are the same in every dtype; "fast" ones are the vendor library's, whose rounding may change with the number of rows. "fast" is a leave
+    and no demand: the CPU's kernels are invariant and the fastest there, so there it changes nothing.
     """
 
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    numerics: Literal["invariant", "fast"] = "invariant"
     max_num_seqs: int = Field(default=64, ge=1)
     max_num_batched_tokens: int = Field(default=2048, ge=1)
     max_model_len: int | None = Field(default=None, ge=2)
     block_size: int = Field(default=16, ge=1)
     kv_cache_memory_bytes: int | Literal["auto"] = "auto"
+    enforce_eager: bool = False
     strategy: Literal["unpadded", "padded", "realign"] = "unpadded"
     pad: Literal["both", "kv", "inputs"] = "both"
     grouping: Literal["none", "same_length"] = "none"

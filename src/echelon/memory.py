@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import psutil
+import torch
 
 from echelon.errors import ConfigError
 
-AUTO_SHARE = 0.5  # of the memory that is available once the weights are loaded
+AUTO_SHARE = {"cpu": 0.5, "cuda": 0.8}  # of the memory that is available once the weights are loaded; a device is the model's own
 
 
 @dataclass(frozen=True)
@@ -35,27 +36,43 @@ def mebibytes(count: int) -> str:
     return f"{count / 2**20:,.1f} MiB"
 
 
-def plan_kv(bytes_per_token: int, block_size: int, max_num_seqs: int, max_len: int, limit: int | Literal["auto"]) -> MemoryPlan:
+def available_memory(device: torch.device) -> int:
+    """Bytes that could still be taken; on a CUDA device also those that PyTorch holds and nothing uses."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def plan_kv(
+    bytes_per_token: int,
+    block_size: int,
+    max_num_seqs: int,
+    max_len: int,
+    limit: int | Literal["auto"],
+    device: torch.device,
+    num_null_blocks: int = 0,
+) -> MemoryPlan:
     """Size the pool. `bytes_per_token` counts keys and values of all layers of all models.
 
-    "auto" takes what `max_num_seqs` rows of full length could use, at most half of the available memory.
+    "auto" takes what `max_num_seqs` rows of full length could use, at most half of the available memory, or four
+    fifths of that of a CUDA device. `num_null_blocks` are taken beside the pool, within the same bounds (`KVCache`).
     """
     block_bytes = bytes_per_token * block_size
     blocks_per_row = -(-max_len // block_size)
     wanted = max_num_seqs * blocks_per_row
     if limit == "auto":
-        available = psutil.virtual_memory().available
-        affordable = int(available * AUTO_SHARE) // block_bytes
+        available, share = available_memory(device), AUTO_SHARE[device.type]
+        affordable = int(available * share) // block_bytes - num_null_blocks
         reason = f"auto: {max_num_seqs} rows of {max_len:,} tokens"
         if affordable < wanted:
-            reason = (
-                f"auto: {AUTO_SHARE:.0%} of {mebibytes(available)} available; {max_num_seqs} rows of {max_len:,} tokens would want more"
-            )
+            reason = f"auto: {share:.0%} of {mebibytes(available)} available; {max_num_seqs} rows of {max_len:,} tokens would want more"
         plan = MemoryPlan(min(wanted, affordable), block_size, block_bytes, reason)
     else:
-        plan = MemoryPlan(limit // block_bytes, block_size, block_bytes, "kv_cache_memory_bytes")
+        plan = MemoryPlan(limit // block_bytes - num_null_blocks, block_size, block_bytes, "kv_cache_memory_bytes")
     if plan.num_blocks < 1:
         raise ConfigError(
-            f"kv_cache_memory_bytes = {limit} holds no block of {block_size} tokens ({block_bytes:,} bytes); give at least that much"
+            f"kv_cache_memory_bytes = {limit} holds no block of {block_size} tokens ({block_bytes:,} bytes); give at least "
+            f"{(1 + num_null_blocks) * block_bytes:,}"
         )
     return plan

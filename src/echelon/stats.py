@@ -25,6 +25,8 @@ class Usage:
 
     num_tokens          real tokens fed
     num_inputs          rows fed to the layers, padding included
+    num_replays         passes that a captured graph carried out (`target.captured`)
+    num_captures        graphs that were captured
     num_touched         slots that attention loads
     num_live            those of them that hold a token of their row
     kv_bytes_reserved   bytes that no other row could use, and the largest of any pass
@@ -36,6 +38,8 @@ class Usage:
     num_passes: int = 0
     num_tokens: int = 0
     num_inputs: int = 0
+    num_replays: int = 0
+    num_captures: int = 0
     num_touched: int = 0
     num_live: int = 0
     kv_bytes_reserved: int = 0

@@ -24,7 +24,6 @@ from echelon.target.runner import ModelRunner
 
 PADDED: dict[str, Pack] = {"both": padded.pack, "kv": padded.pack_kv, "inputs": padded.pack_inputs}
 REALIGN: dict[str, Pack] = {"none": realign.pack, "same_length": realign.pack_group}
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -60,12 +59,13 @@ def build_storage(
             )
     pack = PADDED[config.pad] if config.strategy == "padded" else REALIGN[config.grouping]
     layers = [record_maskable_layers(m.model) for m in models]
+    device = models[0].device
     num_slots = max_len + num_speculative_tokens  # a draft may reach beyond the longest row of a rectangle
-    plan = plan_kv(_bytes_per_token(models, layers), num_slots, config.num_rows_held, num_slots, config.kv_cache_memory_bytes)
+    plan = plan_kv(_bytes_per_token(models, layers), num_slots, config.num_rows_held, num_slots, config.kv_cache_memory_bytes, device)
     runners: list[ModelRunner] = []
     for loaded, shapes in zip(models, layers, strict=True):
         tables = LineTables(min(plan.num_blocks, config.num_rows_held), num_slots, num_speculative_tokens)
-        runners.append(MaskedRunner(loaded, RectangleCache(shapes, tables, loaded.model.dtype, CPU), pack))
+        runners.append(MaskedRunner(loaded, RectangleCache(shapes, tables, loaded.model.dtype, device), pack))
     return Storage(plan, runners)
 
 
@@ -76,17 +76,26 @@ def _unpadded(
     num_speculative_tokens: int,
     head: TappedHead | None,
 ) -> Storage:
-    layers = [record_layers(m.model) for m in models]
+    layers, device = [record_layers(m.model) for m in models], models[0].device
+    captures = captures_steps(config, device)
     per_token = _bytes_per_token(models, layers) + (head.bytes_per_token if head else 0)
     longest = max_len + num_speculative_tokens  # a tree may take more places than the text has left
-    plan = plan_kv(per_token, config.block_size, config.max_num_seqs, longest, config.kv_cache_memory_bytes)
+    plan = plan_kv(per_token, config.block_size, config.max_num_seqs, longest, config.kv_cache_memory_bytes, device, captures)
 
     def cache(shapes: list[LayerShape], dtype: torch.dtype) -> KVCache:
         tables = BlockTables(plan.num_blocks, plan.block_size, -(-longest // plan.block_size))
-        return KVCache(shapes, tables, dtype, CPU)
+        return KVCache(shapes, tables, dtype, device, captures)
 
     runners = [ModelRunner(loaded, cache(shapes, loaded.model.dtype)) for loaded, shapes in zip(models, layers, strict=True)]
+    if captures:
+        for runner in runners:
+            runner.capture()
     return Storage(plan, runners, cache(head.shapes, head.dtype) if head and head.shapes else None)
+
+
+def captures_steps(config: EngineConfig, device: torch.device) -> bool:
+    """Steps become CUDA graphs."""
+    return not config.enforce_eager and device.type == "cuda" and torch.cuda.is_available()
 
 
 def _bytes_per_token(models: SequenceOf[LoadedModel], layers: SequenceOf[SequenceOf[LayerShape]]) -> int:

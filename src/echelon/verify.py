@@ -17,7 +17,8 @@ from torch import Tensor
 
 from echelon.draft import Draft
 from echelon.errors import EchelonError, RowError, row_error
-from echelon.ops.sample import Place, choose
+from echelon.ops.devices import on_host
+from echelon.ops.sample import Place, choose, raw_rows
 from echelon.sampling import Logprobs, logprobs_of
 from echelon.sequence import PlannedRow
 
@@ -81,15 +82,15 @@ def largest_rows(logits: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]
     num_rows, width = logits.shape
     whole = width - width % ARGMAX_TILE
     if num_rows == 0 or whole == 0:
-        values = logits.float().numpy()
+        values = on_host(logits)
         return np.asarray(values.argmax(-1)), np.asarray(values.max(-1, initial=-np.inf))
     tiles = logits[:, :whole].view(num_rows, -1, ARGMAX_TILE)
-    best = tiles.amax(-1).float().numpy()
+    best = on_host(tiles.amax(-1))
     tile = best.argmax(-1)
-    inside = tiles[torch.arange(num_rows), torch.from_numpy(tile)].float().numpy().argmax(-1)
+    inside = on_host(tiles[torch.arange(num_rows), torch.from_numpy(tile)]).argmax(-1)
     winners, highest = tile * ARGMAX_TILE + inside, best.max(-1)
     if whole < width:
-        rest = logits[:, whole:].float().numpy()
+        rest = on_host(logits[:, whole:])
         is_rest = rest.max(-1) > best.max(-1)
         winners = np.where(is_rest, whole + rest.argmax(-1), winners)
         highest = np.maximum(highest, rest.max(-1))
@@ -114,7 +115,7 @@ def own_tokens(logits: Tensor, rows: SequenceOf[PlannedRow], draft: Draft, probl
             continue
         drafted, sequence = draft.row(i), row.sequence
         if not sequence.sampler.is_argmax:
-            lines = logits[start : start + 1 + len(drafted)].float().numpy()
+            lines = raw_rows(logits[start : start + 1 + len(drafted)])
             for node, path in enumerate(_paths(drafted, draft.row_parents(i))):
                 places.append((start + node, Place(sequence.sampler, lines[node], sequence.tokens, path)))
         start += 1 + len(drafted)
@@ -171,7 +172,7 @@ def verify(draft: Draft, logits: Tensor, rows: SequenceOf[PlannedRow], acceptanc
         try:
             if row.is_sampled and acceptance == "rejection":
                 failed: dict[int, EchelonError] = {}
-                path, extra = rejection_path(draft, i, logits[start:end].float().numpy(), row, failed)
+                path, extra = rejection_path(draft, i, on_host(logits[start:end]), row, failed)
                 problems |= {start + place: error for place, error in failed.items()}
             elif row.is_sampled:
                 if isinstance(acceptance, Typical) and not row.sequence.params.is_greedy:
@@ -204,7 +205,7 @@ def _logprobs(row: PlannedRow, logits: Tensor, path: list[int], emitted: list[in
     count = row.sequence.params.logprobs
     if count is None or not row.is_sampled:
         return []
-    values = logits[[0, *(node + 1 for node in path)]].float().numpy()
+    values = on_host(logits[[0, *(node + 1 for node in path)]])
     return [logprobs_of(line, token, count) for line, token in zip(values, emitted, strict=True) if token >= 0]
 
 
@@ -218,7 +219,7 @@ def typical_path(draft: Draft, i: int, logits: Tensor, row: PlannedRow, rule: Ty
         if parent not in paths:
             continue
         if parent not in places:
-            values = logits[parent + 1].float().numpy()
+            values = on_host(logits[parent + 1])
             places[parent] = sampler.probabilities(values, row.sequence.tokens, [tokens[n] for n in paths[parent]])
         if rule.accepts(places[parent], token):
             paths[node] = [*paths[parent], node]
@@ -277,7 +278,7 @@ def _take_prompt_logits(logits: Tensor, rows: SequenceOf[PlannedRow], draft: Dra
     for i, row in enumerate(rows):
         sequence = row.sequence
         found: list[Logprobs] = []
-        values = logits[start : start + row.num_prompt_logits].float().numpy()
+        values = on_host(logits[start : start + row.num_prompt_logits])
         for place, line in enumerate(values, row.start + 1):
             if len(sequence.prompt_logprobs) + len(found) < place < sequence.num_prompt_tokens:
                 if not np.isfinite(highest := line.max()):

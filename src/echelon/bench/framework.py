@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from echelon import SamplingParams
+from echelon.bench.clock import clock_of
 from echelon.bench.throughput import Contender, Prompts, Result, Run
 from echelon.bench.verify import cut
 
@@ -25,8 +25,8 @@ class Clock(StoppingCriteria):  # type: ignore[misc]
         self.steps: list[tuple[float, int]] = []
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # noqa: ARG002
-        self.steps.append((time.perf_counter(), input_ids.shape[1]))
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+        self.steps.append((clock_of(input_ids.device)(), input_ids.shape[1]))
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     @property
     def decode(self) -> tuple[int, float]:
@@ -48,7 +48,8 @@ class FrameworkRun:
     def run(self, prompts: Prompts, params: SamplingParams) -> Run:
         outputs: list[list[int]] = []
         tokens, seconds = 0.0, 0.0
-        start = time.perf_counter()
+        now = clock_of(self._model.device)
+        start = now()
         for first in range(0, len(prompts), self._batch_size):
             rows, clock = prompts[first : first + self._batch_size], Clock()
             outputs += self._generate(rows, params, clock)
@@ -56,14 +57,14 @@ class FrameworkRun:
             tokens, seconds = tokens + new * len(rows), seconds + elapsed
             self._num_steps += len(clock.steps)
         self._num_tokens += sum(map(len, outputs))
-        return Run(outputs, time.perf_counter() - start, (tokens, seconds))
+        return Run(outputs, now() - start, (tokens, seconds))
 
     def _generate(self, rows: Prompts, params: SamplingParams, clock: Clock) -> list[list[int]]:
         width = max(map(len, rows))
         ends = self._model.generation_config.eos_token_id
         done = self._model.generate(
-            torch.tensor([[PAD] * (width - len(row)) + list(row) for row in rows]),
-            attention_mask=torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
+            torch.tensor([[PAD] * (width - len(row)) + list(row) for row in rows], device=self._model.device),
+            attention_mask=torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=self._model.device),
             max_new_tokens=params.max_tokens,
             do_sample=False,
             pad_token_id=PAD,

@@ -1,4 +1,4 @@
-"""How near the compiled kernels come to what the machine can do: reading memory, and multiplying.
+"""How near our kernels come to what the machine, or its CUDA device, can do: reading memory, and multiplying.
 
 Every figure is a median over calls that are interleaved with those of its rivals, because a shared machine's memory changes its speed
 from second to second. Weights are cold: calls cycle over more copies than fit into a cache.
@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echelon.batch import RaggedBatch, Span
+from echelon.bench.clock import seconds_of
 from echelon.errors import ConfigError
 from echelon.kv.blocks import BlockTables
 from echelon.layouts import unpadded
-from echelon.ops import attention, compiled, linear
+from echelon.ops import attention, compiled, devices, linear
 
 LINEAR_SHAPES = "2048x2048,8192x2048,2048x8192,5632x2048,50272x2048"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -74,43 +75,52 @@ class AttentionSpeed:
     read: float
 
 
-def measure_machine() -> Machine:
-    if not compiled.is_built():
+def measure_machine(device: torch.device) -> Machine:
+    """The device's own memory, where it has some.
+
+    Raises
+    ------
+    ConfigError  there are no kernels of ours, so nothing to measure
+    """
+    if not devices.has_kernels(torch.empty(0, device=device)):
         raise ConfigError(f"there are no compiled kernels to measure ({compiled.REASON}); install with a C++ compiler at hand")
-    source, square = torch.ones(COLD_BYTES // 8, dtype=torch.int64), torch.ones(2048, 2048, dtype=torch.bfloat16)
+    size = 2048 if device.type == "cpu" else 8192
+    source, square = (
+        torch.ones(COLD_BYTES // 8, dtype=torch.int64, device=device),
+        torch.ones(size, size, dtype=torch.bfloat16, device=device),
+    )
     target = torch.empty_like(source)
-    read, copy, matmul = interleaved([lambda _: linear.read_memory(source), lambda _: target.copy_(source), lambda _: square @ square])
-    return Machine(COLD_BYTES / read / 1e9, 2 * COLD_BYTES / copy / 1e9, 2 * 2048**3 / matmul / 1e9)
+    calls: list[Call] = [lambda _: linear.read_memory(source), lambda _: target.copy_(source), lambda _: square @ square]
+    read, copy, matmul = interleaved(calls, device)
+    return Machine(COLD_BYTES / read / 1e9, 2 * COLD_BYTES / copy / 1e9, 2 * size**3 / matmul / 1e9)
 
 
-def interleaved(calls: SequenceOf[Call]) -> list[float]:
+def interleaved(calls: SequenceOf[Call], device: torch.device) -> list[float]:
     """Median seconds of each call; `call(i)` is given a counter to choose its copy of the weight by."""
     seconds: list[list[float]] = [[] for _ in calls]
     start = time.perf_counter()
     for i in range(MOST + 1):
         for call, taken in zip(calls, seconds, strict=True):
-            before = time.perf_counter()
-            call(i)
-            taken.append(time.perf_counter() - before)
+            taken.append(seconds_of(partial(call, i), device))
         if i >= FEWEST and time.perf_counter() - start > SECONDS * len(calls):
             break
     return [statistics.median(taken[1:]) for taken in seconds]
 
 
-def measure_linear(shape: tuple[int, int], counts: SequenceOf[int], dtype: str) -> Iterator[LinearSpeed]:
+def measure_linear(shape: tuple[int, int], counts: SequenceOf[int], dtype: str, device: torch.device) -> Iterator[LinearSpeed]:
     """One result for each number of rows; `shape` is [N, K]."""
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype!r} is not served; choose from {', '.join(DTYPES)}")
     columns, depth = shape
     generator = torch.Generator().manual_seed(0)
-    weight = (torch.randn(columns, depth, generator=generator) / depth**0.5).to(DTYPES[dtype])
+    weight = (torch.randn(columns, depth, generator=generator) / depth**0.5).to(device, DTYPES[dtype])
     num_copies = max(2, COLD_BYTES // weight.nbytes)
     plain = [weight.clone() for _ in range(num_copies)]
     packed = [linear.PackedWeight.pack(w) for w in plain]
     for rows in counts:
-        x = torch.randn(rows, depth, generator=generator).to(weight.dtype)
+        x = torch.randn(rows, depth, generator=generator).to(device, weight.dtype)
         calls = _calls(x, plain, packed)
-        ours, read, framework, *onednn = interleaved(calls)
+        ours, read, framework, *onednn = interleaved(calls, device)
         yield LinearSpeed(
             columns=columns,
             depth=depth,
@@ -134,6 +144,8 @@ def _calls(x: Tensor, plain: list[Tensor], packed: list[linear.PackedWeight]) ->
         lambda i: F.linear(x, plain[i % count]),
     ]
     onednn = torch.ops.mkldnn
+    if x.is_cuda:
+        return calls
     try:
         reordered = [onednn._reorder_linear_weight(w, len(x)) for w in plain]
     except RuntimeError:
@@ -141,26 +153,28 @@ def _calls(x: Tensor, plain: list[Tensor], packed: list[linear.PackedWeight]) ->
     return [*calls, lambda i: onednn._linear_pointwise(x, reordered[i % count], None, "none", [], "")]
 
 
-def measure_attention(heads: int, kv_heads: int, size: int, counts: SequenceOf[int], dtype: str) -> Iterator[AttentionSpeed]:
-    """ATTENTION_ROWS rows of ATTENTION_CONTEXT tokens, `counts` new tokens each; one result for each count."""
-    tables = BlockTables(ATTENTION_ROWS * (ATTENTION_CONTEXT // 16 + 4), 16, ATTENTION_CONTEXT // 16 + 4)
+def measure_attention(
+    heads: int, kv_heads: int, size: int, counts: SequenceOf[int], dtype: str, device: torch.device, context: int = ATTENTION_CONTEXT
+) -> Iterator[AttentionSpeed]:
+    """ATTENTION_ROWS rows of `context` tokens, `counts` new tokens each; one result for each count."""
+    tables = BlockTables(ATTENTION_ROWS * (context // 16 + 4), 16, context // 16 + 4)
     generator = torch.Generator().manual_seed(0)
     shape = (tables.pool.num_blocks, kv_heads, 16, size)
-    kv_bytes = 2 * ATTENTION_ROWS * ATTENTION_CONTEXT * kv_heads * size * DTYPES[dtype].itemsize
+    kv_bytes = 2 * ATTENTION_ROWS * context * kv_heads * size * DTYPES[dtype].itemsize
     num_copies = max(2, COLD_BYTES // kv_bytes)
-    caches = [torch.randn(shape, generator=generator).to(DTYPES[dtype]) for _ in range(2)]
+    caches = [torch.randn(shape, generator=generator).to(device, DTYPES[dtype]) for _ in range(2)]
     copies = [(caches[0].clone(), caches[1].clone()) for _ in range(num_copies)]
-    read = torch.empty(kv_bytes // 8, dtype=torch.int64)
+    read = torch.empty(kv_bytes // 8, dtype=torch.int64, device=device)
     reads = [read.fill_(i).clone() for i in range(num_copies)]
     for row in range(ATTENTION_ROWS):
-        tables.reserve(row, ATTENTION_CONTEXT + max(counts))
+        tables.reserve(row, context + max(counts))
     for count in counts:
-        start = ATTENTION_CONTEXT - count
+        start = context - count
         batch = unpadded.pack([Span(row, start, [0] * count, count, start + 1, count - 1) for row in range(ATTENTION_ROWS)], tables)
-        query = torch.randn(batch.num_tokens, heads, size, generator=generator).to(DTYPES[dtype])
+        query = torch.randn(batch.num_tokens, heads, size, generator=generator).to(device, DTYPES[dtype])
         calls: list[Call] = [partial(_attend, query, copies, batch), lambda i: linear.read_memory(reads[i % num_copies])]
-        ours, reading = interleaved(calls)
-        flop = 4 * batch.num_tokens * heads * size * ATTENTION_CONTEXT
+        ours, reading = interleaved(calls, device)
+        flop = 4 * batch.num_tokens * heads * size * context
         yield AttentionSpeed(heads, kv_heads, size, count, dtype, ours * 1e3, kv_bytes / ours / 1e9, flop / ours / 1e9, reading / ours)
 
 

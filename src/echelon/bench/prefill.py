@@ -6,21 +6,23 @@ strategy's own layout would have put it.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from echelon import LLM, SamplingParams, SpeculativeConfig
 from echelon.batch import Span
+from echelon.bench.clock import time_parts
 from echelon.bench.replayed import ReplayedDraftModel
 from echelon.bench.steps import Recorder, Sums
 from echelon.bench.throughput import Method, Prompts, Result, Run, display_name, engine_result
 from echelon.bench.verify import STRATEGIES
 from echelon.errors import ConfigError
-from echelon.memory import mebibytes
+from echelon.memory import available_memory, mebibytes
 from echelon.ops.slots import gather_slots
 from echelon.sampling import Sampler
 from echelon.sequence import Sequence
@@ -47,27 +49,27 @@ class Prefix:
 
 
 def bytes_per_token(*models: LoadedModel) -> int:
-    """Keys and values of one token in all layers of all models."""
-    plans = [LLM(m, max_num_seqs=1, max_model_len=2).memory_plan for m in models]
+    """Keys and values of one token in all layers of all models (whose numerics, which the engine is told, do not matter here)."""
+    plans = [LLM(m, max_num_seqs=1, max_model_len=2, numerics="fast").memory_plan for m in models]
     return sum(p.block_bytes // p.block_size for p in plans)
 
 
-def check_memory(num_bytes: int, what: str) -> None:
+def check_memory(num_bytes: int, what: str, device: torch.device) -> None:
     """Refuse what would not fit beside what is in memory already, so that nothing swaps or is killed half way.
 
     Raises
     ------
     ConfigError
     """
-    needed, available = int(num_bytes * HEADROOM), psutil.virtual_memory().available
+    needed, available = int(num_bytes * HEADROOM), available_memory(device)
     if needed > available:
         raise ConfigError(f"{what} needs {mebibytes(needed)}, available are {mebibytes(available)}; take fewer or shorter rows")
 
 
-def read_prefixes(loaded: LoadedModel, prompts: SequenceOf[SequenceOf[int]]) -> list[Prefix]:
-    """Each prompt alone through the unpadded engine, which gives every row the same bits in any batch."""
+def read_prefixes(loaded: LoadedModel, prompts: SequenceOf[SequenceOf[int]], **settings: Any) -> list[Prefix]:
+    """Each prompt alone through the unpadded engine, which gives every row the same bits in any batch; `settings` are the engine's."""
     longest = max(map(len, prompts))
-    llm = LLM(loaded, max_num_seqs=1, max_model_len=longest + 1)
+    llm = LLM(loaded, max_num_seqs=1, max_model_len=longest + 1, **settings)
     return [_read(llm.engine.target, row, list(prompt[:-1])) for row, prompt in enumerate(prompts)]
 
 
@@ -82,6 +84,7 @@ def _read(runner: ModelRunner, row: int, tokens: list[int]) -> Prefix:
         runner.run(batch)
         tables.advance(row, start + len(span.tokens))
     where = torch.cat(slots) if slots else torch.zeros(0, dtype=torch.int64)
+    where = where.to(cache.device)
     prefix = Prefix(tokens, [gather_slots(k, where) for k in cache.keys], [gather_slots(v, where) for v in cache.values])
     tables.release(row)
     return prefix
@@ -100,10 +103,10 @@ def write_prefixes(runner: ModelRunner, rows: SequenceOf[int], prefixes: Sequenc
         assert has_room, f"no room for the prompt of row {row}"
     if not held:
         return
-    batch = runner.pack([Span(row, 0, p.tokens, 0, len(p.tokens)) for row, p in held])
+    slots = runner.pack([Span(row, 0, p.tokens, 0, len(p.tokens)) for row, p in held]).slots.to(cache.device)
     for layer in range(len(cache.keys)):
         keys, values = (torch.cat([getattr(p, kind)[layer] for _, p in held]) for kind in ("keys", "values"))
-        cache.write(layer, keys, values, batch.slots)
+        cache.write(layer, keys, values, slots)
     for row, prefix in held:
         tables.advance(row, len(prefix.tokens))
 
@@ -126,7 +129,7 @@ def decode(
     write_prefixes(llm.engine.target, range(len(prompts)), prefixes)
     for sequence in sequences:
         llm.engine.add(sequence)
-    recorder = Recorder(llm.stats)
+    recorder = Recorder(llm.stats, llm.engine.clock)
     while llm.engine.has_work:
         llm.engine.step()
         recorder()
@@ -137,7 +140,8 @@ class PrefilledRun:
     """A method on one static batch whose prompts are read already: a contender of `throughput.measure`.
 
     The engine is built for each run and given up after it, so that of many methods only one holds a cache. `law` makes a draft model's
-    acceptance a replayed one.
+    acceptance a replayed one; `settings` are the engine's. Each engine runs `num_rehearsals` times before it is measured: on a device
+    kernels are compiled, and steps captured, when they are first met.
     """
 
     def __init__(
@@ -148,18 +152,24 @@ class PrefilledRun:
         prefixes: SequenceOf[Prefix],
         max_model_len: int,
         law: SpeculativeConfig | None = None,
+        num_rehearsals: int = 0,
+        **settings: Any,
     ) -> None:
         self.name = display_name(method.name, method.strategy)
+        self._num_rehearsals, self._settings = num_rehearsals, settings
         self._method, self._target, self._draft, self._prefixes, self._law = method, target, draft, prefixes, law
         self._max_model_len = max_model_len
         self._decode, self._stats = Sums(), Stats()
 
     def warm_up(self, prompts: Prompts, params: SamplingParams) -> None:
-        """Two rows: enough to load code, and no large cache."""
-        decode(self._engine(len(prompts[:2])), prompts[:2], params, self._prefixes[: len(prompts[:2])])
+        """Two rows: enough to load code, and no large cache; rehearsals do more."""
+        if not self._num_rehearsals:
+            decode(self._engine(len(prompts[:2])), prompts[:2], params, self._prefixes[: len(prompts[:2])])
 
     def run(self, prompts: Prompts, params: SamplingParams) -> Run:
         llm = self._engine(len(prompts))
+        for _ in range(self._num_rehearsals):
+            decode(llm, prompts, params, self._prefixes[: len(prompts)])
         outputs, recorder = decode(llm, prompts, params, self._prefixes[: len(prompts)])
         self._decode += recorder.decode
         self._stats = llm.stats
@@ -170,11 +180,12 @@ class PrefilledRun:
         return engine_result(self._method, batch_size, runs, self._stats, self._decode)
 
     def _engine(self, num_rows: int) -> LLM:
+        gc.collect()  # engines before this one: what they hold on a device nothing else would free in time
         config = self._method.config
         models = [self._target, *([self._draft] if config and config["method"] == "draft_model" and self._draft else [])]
         num_slots = self._max_model_len + BLOCK + (config or {}).get("num_speculative_tokens", 0)
         num_bytes = num_rows * num_slots * bytes_per_token(*models)
-        check_memory(num_bytes, f"{self.name} with {num_rows} rows of {num_slots} tokens")
+        check_memory(num_bytes, f"{self.name} with {num_rows} rows of {num_slots} tokens", self._target.device)
         llm = LLM(
             self._target,
             config,
@@ -184,10 +195,12 @@ class PrefilledRun:
             block_size=BLOCK,
             kv_cache_memory_bytes=num_bytes,
             refill=False,
+            **self._settings,
             **STRATEGIES[self._method.strategy],
         )
         for storage in (*llm.engine.target.cache.keys, *llm.engine.target.cache.values):
             storage.zero_()  # the operating system hands out memory at the first touch, which is no part of decoding
+        time_parts(llm)
         if self._law is not None:
             llm.engine.drafter = ReplayedDraftModel(llm.engine.drafter, self._law, self._target.vocab_size)
         return llm

@@ -15,7 +15,8 @@ from echelon.memory import mebibytes
 def described(environment: dict[str, str]) -> str:
     """The machine and the versions in one line."""
     e = environment
-    return f"{e['cpu']}, {e['threads']} threads, torch {e['torch']}, transformers {e['transformers']}, commit {e['commit']}"
+    where = f"{e['gpu']}, {e['cpu']}" if "gpu" in e else e["cpu"]
+    return f"{where}, {e['threads']} threads, torch {e['torch']}, transformers {e['transformers']}, commit {e['commit']}"
 
 
 def table(head: SequenceOf[str], rows: SequenceOf[SequenceOf[object]]) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig, PreTrainedModel
 
 from echelon.errors import ConfigError
+from echelon.ops.devices import chosen_device
 from echelon.target.loading import LoadedModel, adopt_model
 
 
@@ -37,22 +38,32 @@ SHAPES = {
     "llama-1.1b": lambda: llama(2048, 5632, 22, 32, 4),
     "opt-125m": lambda: opt(768, 12, 12),
     "opt-1.3b": lambda: opt(2048, 24, 32),
+    "opt-2.7b": lambda: opt(2560, 32, 32),
+    "opt-6.7b": lambda: opt(4096, 32, 32),
 }
 
 
-def random_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> LoadedModel:
-    """A model of one of `SHAPES`, served like any other."""
+def random_model(shape: str, dtype: torch.dtype = torch.bfloat16, device: str = "auto", numerics: str = "invariant") -> LoadedModel:
+    """A model of one of `SHAPES`, served like any other; device and numerics as in `EngineConfig`."""
     if shape not in SHAPES:
         raise ConfigError(f"{shape!r} is neither a shape ({', '.join(SHAPES)}) nor a folder; choose one of these")
-    return with_random_weights(SHAPES[shape](), shape, dtype)
+    return with_random_weights(SHAPES[shape](), shape, dtype, device, numerics)
 
 
-def with_random_weights(config: PretrainedConfig, name: str, dtype: torch.dtype = torch.bfloat16) -> LoadedModel:
+def with_random_weights(
+    config: PretrainedConfig, name: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", numerics: str = "invariant"
+) -> LoadedModel:
+    """`plain_with_random_weights`, served."""
+    return adopt_model(plain_with_random_weights(config, dtype, device), None, name, keep_weights=False, numerics=numerics)
+
+
+def plain_with_random_weights(config: PretrainedConfig, dtype: torch.dtype, device: str) -> PreTrainedModel:
     """A model of this configuration; weights are uniform, with the spread that keeps activations near 1."""
+    chosen = chosen_device(device)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model = model.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = model.to_empty(device=chosen)
+    generator = torch.Generator(chosen).manual_seed(0)
     with torch.no_grad():
         for parameter, tensor in model.named_parameters():
             if tensor.ndim == 2:
@@ -62,4 +73,4 @@ def with_random_weights(config: PretrainedConfig, name: str, dtype: torch.dtype 
     for module in model.modules():  # what the configuration says is computed anew: a model on no device has no values
         if hasattr(module, "inv_freq"):
             module.__init__(module.config)
-    return adopt_model(model, None, name, keep_weights=False)
+    return model

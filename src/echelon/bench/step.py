@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from echelon.batch import RaggedBatch, Span
+from echelon.bench.clock import clock_of, kernel_seconds, seconds_of
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.ops import attention, elementwise, linear
@@ -28,6 +30,7 @@ from echelon.target.loading import LoadedModel
 from echelon.target.runner import ModelRunner
 
 BLOCK = 16
+KERNELS = {"linear": ("_linear", "gemm", "nvjet", "cutlass"), "attention": ("_attend", "_merge_splits")}  # on CUDA, in their names
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class StepSpeed:
     reading: float  # merely reading the packed weights, between the passes
 
 
-class Clock:
+class Parts:
     """Seconds spent in compiled kernels, by kind."""
 
     def __init__(self) -> None:
@@ -61,9 +64,9 @@ class Clock:
 
 
 @contextmanager
-def clocked() -> Iterator[Clock]:
+def clocked() -> Iterator[Parts]:
     """Time the kernels of linear layers and attention while this lasts."""
-    clock = Clock()
+    clock = Parts()
     names = {"packed_linear": "linear", "packed_experts": "linear", "ragged_attention": "attention"}
     own = {n: clock.timed(names[n], f) if n in names else f for n, f in vars(kernels).items() if callable(f)}
     modules = (linear, attention, elementwise)
@@ -94,7 +97,7 @@ def measure_steps(
     num_rows = -(-max(widths) // tokens_per_row)
     blocks_per_row = -(-(context + tokens_per_row) // BLOCK)
     tables = BlockTables(num_rows * blocks_per_row, BLOCK, blocks_per_row)
-    runner = ModelRunner(loaded, KVCache(record_layers(loaded.model), tables, loaded.model.dtype, torch.device("cpu")))
+    runner = ModelRunner(loaded, KVCache(record_layers(loaded.model), tables, loaded.model.dtype, loaded.device))
     for row in range(num_rows):
         tables.reserve(row, context + tokens_per_row)
         if context:
@@ -105,19 +108,32 @@ def measure_steps(
     reads = []
     with clocked() as clock:
         for _ in range(rounds + 1):
-            start = time.perf_counter()
-            for weight in weights:
-                linear.read_memory(weight)
-            reads.append(time.perf_counter() - start)
+            reads.append(seconds_of(partial(_read, weights), loaded.device))
             for batch, results in zip(batches, taken, strict=True):
-                clock.seconds = dict.fromkeys(clock.seconds, 0.0)
-                batch.plans.clear()
-                start = time.perf_counter()
-                runner.run(batch)
-                results.append((time.perf_counter() - start, clock.seconds["linear"], clock.seconds["attention"]))
+                results.append(_timed(runner, batch, clock))
             on_round()
     reading = statistics.median(reads[1:]) * 1e3
     return [_result(width, tokens_per_row, context, results[1:], reading) for width, results in zip(widths, taken, strict=True)]
+
+
+def _read(weights: SequenceOf[torch.Tensor]) -> None:
+    for weight in weights:
+        linear.read_memory(weight)
+
+
+def _timed(runner: ModelRunner, batch: RaggedBatch, parts: Parts) -> tuple[float, float, float]:
+    """Seconds of a pass, and of linear layers and attention in it; on a CUDA device the parts are those of a second pass, by kernel."""
+    device, now = runner.cache.device, clock_of(runner.cache.device)
+    parts.seconds = dict.fromkeys(parts.seconds, 0.0)
+    batch.plans.clear()
+    start = now()
+    runner.run(batch)
+    total = now() - start
+    if device.type == "cuda":
+        batch.plans.clear()
+        by_kernel = kernel_seconds(partial(runner.run, batch), device)
+        parts.seconds = {part: sum(s for name, s in by_kernel.items() if any(word in name for word in KERNELS[part])) for part in KERNELS}
+    return total, parts.seconds["linear"], parts.seconds["attention"]
 
 
 def _batch(runner: ModelRunner, width: int, tokens_per_row: int, context: int) -> RaggedBatch:

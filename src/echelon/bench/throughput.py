@@ -6,7 +6,6 @@ import os
 import platform
 import statistics
 import subprocess
-import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, field, replace
@@ -17,8 +16,10 @@ import torch
 import transformers
 
 from echelon import LLM, ConfigError, SamplingParams
+from echelon.bench.clock import time_parts
 from echelon.bench.steps import Recorder, Sums
 from echelon.bench.verify import STRATEGIES
+from echelon.memory import mebibytes
 from echelon.stats import Stats
 from echelon.target.loading import LoadedModel
 
@@ -155,6 +156,7 @@ class EngineRun:
         self._method = method
         self.name = display_name(method.name, method.strategy)
         self._llm = LLM(target, method.config, draft, max_num_seqs=batch_size, **STRATEGIES[method.strategy], **settings)
+        self._clock = time_parts(self._llm)
         self._decode = Sums()
 
     def warm_up(self, prompts: Prompts, params: SamplingParams) -> None:
@@ -170,10 +172,10 @@ class EngineRun:
         return Run(outputs, seconds, (later, seconds - head_seconds if later else 0.0))
 
     def _timed(self, prompts: Prompts, params: SamplingParams) -> tuple[list[list[int]], float, Sums]:
-        recorder = Recorder(self._llm.stats)
-        start = time.perf_counter()
+        recorder = Recorder(self._llm.stats, self._clock)
+        start = self._clock()
         done = self._llm.generate(list(prompts), params, on_step=recorder)
-        return [o.outputs[0].token_ids for o in done], time.perf_counter() - start, recorder.decode
+        return [o.outputs[0].token_ids for o in done], self._clock() - start, recorder.decode
 
     def _uncounted(self, prompts: Prompts, params: SamplingParams) -> tuple[int, float]:
         """Tokens and seconds of a run that must not enter the counts of acceptance."""
@@ -268,7 +270,7 @@ def cpu_name() -> str:
 
 def environment() -> dict[str, str]:
     """What the figures were measured on."""
-    return {
+    return gpu() | {
         "cpu": f"{cpu_name()} ({os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()})",
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
@@ -276,6 +278,14 @@ def environment() -> dict[str, str]:
         "python": platform.python_version(),
         "commit": commit(),
     }
+
+
+def gpu() -> dict[str, str]:
+    """The CUDA device that engines choose, where there is one."""
+    if not torch.cuda.is_available():
+        return {}
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {"gpu": f"{device.name} ({mebibytes(device.total_memory)}, CUDA {torch.version.cuda})"}
 
 
 def commit() -> str:

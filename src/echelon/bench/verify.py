@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from echelon.api import LLM
 from echelon.batch import Span
 from echelon.errors import ConfigError
+from echelon.ops.devices import chosen_device
 from echelon.sampling import SamplingParams
 from echelon.target.loading import DTYPES, LoadedModel, load_model, load_plain
 
@@ -80,13 +81,15 @@ class Result:
 
 @dataclass(frozen=True)
 class Request:
-    """What is verified: a model by name, token ids of prompts, and the settings of the runs."""
+    """What is verified: a model by name, token ids of prompts, and the settings of the runs (`EngineConfig`)."""
 
     model: str
     prompts: SequenceOf[SequenceOf[int]]
     drafters: Mapping[str, Mapping[str, Any] | None]  # name → speculative_config
     max_tokens: int
     refill: bool = True
+    device: str = "auto"
+    numerics: str = "invariant"
 
 
 def cut(tokens: SequenceOf[int], end_tokens: frozenset[int]) -> Tokens:
@@ -149,12 +152,12 @@ def verify_dtype(
     request: Request, dtype: str, strategies: SequenceOf[str], batch_sizes: SequenceOf[int], draft_model: str | None, has_control: bool
 ) -> Iterator[Result]:
     """Every strategy × drafter × batch size in one dtype, then `transformers` against itself."""
-    target = load_model(request.model, dtype)
-    draft = load_model(draft_model, dtype) if draft_model else None
-    alone = LLM(target, max_num_seqs=1)
+    target = load_model(request.model, dtype, request.device, request.numerics)
+    draft = load_model(draft_model, dtype, request.device, request.numerics) if draft_model else None
+    alone = LLM(target, max_num_seqs=1, numerics=request.numerics)
     params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens)
     truth = [alone.generate([p], params)[0].outputs[0].token_ids for p in request.prompts]
-    judge = Judge(alone if dtype == "float32" else LLM(load_model(request.model, "float32"), max_num_seqs=1), alone)
+    judge = Judge(alone if dtype == "float32" else LLM(load_model(request.model, "float32", request.device), max_num_seqs=1), alone)
     for strategy in strategies:
         for drafter, config in request.drafters.items():
             for size in batch_sizes:
@@ -173,13 +176,13 @@ def _generate(
     request: Request,
     params: SamplingParams,
 ) -> list[Tokens]:
-    llm = LLM(target, config, draft, max_num_seqs=batch_size, refill=request.refill, **strategy)
+    llm = LLM(target, config, draft, max_num_seqs=batch_size, refill=request.refill, numerics=request.numerics, **strategy)
     return [o.outputs[0].token_ids for o in llm.generate(list(request.prompts), params)]
 
 
 def _control(request: Request, dtype: str, batch_sizes: SequenceOf[int], end_tokens: frozenset[int]) -> Iterator[Result]:
     """What batching costs in equality elsewhere: reported, not judged."""
-    model = load_plain(request.model)[0].to(DTYPES[dtype])
+    model = load_plain(request.model)[0].to(chosen_device(request.device), DTYPES[dtype])
     truth = _framework_generate(model, request, 1, end_tokens)
     for size in batch_sizes:
         if size > 1:
@@ -193,8 +196,8 @@ def _framework_generate(model: PreTrainedModel, request: Request, batch_size: in
     for start in range(0, len(request.prompts), batch_size):
         rows = request.prompts[start : start + batch_size]
         width = max(map(len, rows))
-        ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+        ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=model.device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
         done = model.generate(ids, attention_mask=mask, max_new_tokens=request.max_tokens, do_sample=False, pad_token_id=0)
         outputs += [cut(row[width:].tolist(), end_tokens) for row in done]
     return outputs

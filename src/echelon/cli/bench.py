@@ -31,6 +31,7 @@ from echelon.cli.serving import serving
 from echelon.cli.shared import errors
 from echelon.cli.step import step
 from echelon.cli.throughput import throughput
+from echelon.ops.devices import chosen_device
 
 app = typer.Typer(help="Measure: whole runs, or a step without its model.", no_args_is_help=True)
 app.command()(throughput)
@@ -62,21 +63,22 @@ def kernels(
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
     output: OutputOption = None,
 ) -> None:
-    """Each compiled kernel beside the memory's and the arithmetic's limit, oneDNN and plain PyTorch; weights come from memory."""
+    """Each kernel of ours beside the memory's and the arithmetic's limit, oneDNN and plain PyTorch; weights come from memory."""
     counts = sizes_of(rows, "--rows")
-    machine = measure_machine()
+    device = chosen_device("auto")
+    machine = measure_machine(device)
     results = []
     with Progress(console=errors, transient=True) as progress:
         pairs = [_shape(s) for s in shapes.split(",")]
         task = progress.add_task("linear", total=len(pairs) * len(counts))
         for shape in pairs:
-            for result in measure_linear(shape, counts, dtype):
+            for result in measure_linear(shape, counts, dtype, device):
                 results.append(result)
                 progress.advance(task)
         task = progress.add_task("attention", total=len(ATTENTION_SHAPES))
         attention: list[AttentionSpeed] = []
         for heads in ATTENTION_SHAPES:
-            attention += measure_attention(*heads, [1, 2, 4, 8], dtype)
+            attention += measure_attention(*heads, [1, 2, 4, 8], dtype, device)
             progress.advance(task)
     report = {
         "environment": environment(),

@@ -40,7 +40,7 @@ def doctor(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "cpu": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
-        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else "none (this version runs on the CPU)",
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else "none: models run on the CPU",
         **ops.which(),
     }
     if model is not None:

@@ -62,9 +62,9 @@ def architecture(loaded: LoadedModel) -> dict[str, Any]:
 
 def layers(loaded: LoadedModel) -> dict[str, str]:
     """Class of module → what computes it."""
-    served = {name: f"{count} by echelon: {ops.which()['linear']}" for name, count in loaded.replaced.items()}
+    served = {name: f"{count} by echelon: {ops.which(loaded.device)['linear']}" for name, count in loaded.replaced.items()}
     left = dict.fromkeys(framework_layers(loaded.model), "by the framework, which may round by batch")
-    return {"attention": f"by echelon: {ops.which()['ragged_attention']}", **served, **left}
+    return {"attention": f"by echelon: {ops.which(loaded.device)['ragged_attention']}", **served, **left}
 
 
 def memory(llm: LLM) -> dict[str, str]:

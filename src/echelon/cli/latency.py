@@ -62,7 +62,8 @@ def latency(
     methods = [
         m for m in methods_of(strategies.split(","), [drafter], num_draft_tokens=num_speculative_tokens) if drafter == "none" or m.config
     ]
-    target, draft = load_target(model, parameters), load_model(draft_model)
+    target = load_target(model, parameters)
+    draft = load_model(draft_model, device=target.device.type)
     prompts = prompts_of(target, workload, input, num_prompts, prompt_tokens, is_ragged=True)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     results: list[Latency] = []

@@ -17,6 +17,7 @@ from echelon.bench.report import write_json
 from echelon.bench.workloads import WORKLOADS, workload
 from echelon.cli.shared import errors
 from echelon.demo import held_out_files
+from echelon.ops.devices import chosen_device
 from echelon.target.loading import LoadedModel, adopt_model, load_model, load_plain
 
 TargetArgument = Annotated[str, typer.Argument(metavar="[MODEL]", help="Target; the embedded one by default.")]
@@ -47,10 +48,10 @@ def sizes_of(text: str, option: str = "--batch-sizes") -> list[int]:
 def load_target(model: str, parameters: int) -> LoadedModel:
     """The target as asked, grown or not."""
     if not parameters:
-        return load_model(model)
+        return load_model(model, device="auto")
     grown, tokenizer = load_grown(model, parameters), load_plain(model)[1]
     name = Path(model).name if Path(model).is_dir() else model  # reports that are kept do not say where a folder lay
-    return adopt_model(grown, tokenizer, f"{name}, grown")
+    return adopt_model(grown.to(chosen_device("auto")), tokenizer, f"{name}, grown")
 
 
 def load_grown(model: str, parameters: int) -> PreTrainedModel:

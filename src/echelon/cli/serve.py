@@ -10,7 +10,7 @@ import typer
 
 from echelon import LLM
 from echelon.cli.generate import DType, bytes_or_auto, speculative_mapping
-from echelon.cli.shared import SPECULATIVE, ModelArgument, errors
+from echelon.cli.shared import SPECULATIVE, Device, DeviceOption, ModelArgument, Numerics, NumericsOption, errors
 from echelon.errors import MissingExtraError
 
 
@@ -30,6 +30,8 @@ def serve(
     max_model_len: Annotated[int | None, typer.Option(help="Context limit in tokens; the model's own by default.")] = None,
     kv_cache_memory_bytes: Annotated[str, typer.Option(help="Bytes of the KV pool, or auto.")] = "auto",
     dtype: Annotated[DType, typer.Option(help="auto: as stored.")] = DType.auto,
+    device: DeviceOption = Device.auto,
+    numerics: NumericsOption = Numerics.invariant,
     max_queue: Annotated[int, typer.Option(help="Sequences that may wait; more are refused with 429.", min=0)] = 256,
     queue_timeout: Annotated[float, typer.Option(help="Seconds that a request may wait.")] = 120.0,
     total_timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 1800.0,
@@ -58,6 +60,8 @@ def serve(
         model,
         speculative_mapping(speculative_config),
         dtype=dtype.value,
+        device=device.value,
+        numerics=numerics.value,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
         max_model_len=max_model_len,

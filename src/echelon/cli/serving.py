@@ -38,7 +38,8 @@ def serving(
         from echelon.bench import serving as bench
     except ImportError as error:
         raise MissingExtraError(f"{error.name} is not installed; run: pip install 'echelon[server]'") from error
-    target, draft = load_target(model, parameters), load_model(draft_model)
+    target = load_target(model, parameters)
+    draft = load_model(draft_model, device=target.device.type)
     config = {"method": "draft_model", "num_speculative_tokens": num_speculative_tokens}
     direct, behind = (LLM(target, config, draft, max_num_seqs=bench.CONCURRENCY, max_num_batched_tokens=512) for _ in range(2))
     with errors.status(f"serving {target.name}"), bench.served(behind) as url:

@@ -29,6 +29,22 @@ class Grouping(StrEnum):
     same_length = "same_length"
 
 
+class Device(StrEnum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Numerics(StrEnum):
+    invariant = "invariant"
+    fast = "fast"
+
+
+DeviceOption = Annotated[Device, typer.Option(help="auto: CUDA where there is a device.")]
+NumericsOption = Annotated[
+    Numerics,
+    typer.Option(help="Linear layers on CUDA: the same bits in any batch, or the vendor library's. On the CPU they are invariant."),
+]
 StrategyOption = Annotated[Strategy, typer.Option(help="How rows become a batch; all but `unpadded` are there to be compared with.")]
 PadOption = Annotated[Pad, typer.Option(help="What `padded` pads.")]
 GroupingOption = Annotated[Grouping, typer.Option(help="What `realign` runs together: the first rows, or rows of equal length.")]

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.progress import Progress
 
@@ -15,7 +16,7 @@ from echelon.bench.shapes import SHAPES, random_model
 from echelon.bench.step import as_markdown, measure_steps
 from echelon.bench.throughput import environment
 from echelon.cli.shared import errors
-from echelon.ops import compiled
+from echelon.ops import compiled, devices
 from echelon.target.loading import load_model
 
 
@@ -29,13 +30,13 @@ def step(
     output: Annotated[Path | None, typer.Option(help="Also write JSON here.")] = None,
 ) -> None:
     """One forward pass by its number of tokens, beside merely reading the weights; in milliseconds, linear layers and attention apart."""
-    if not compiled.is_built():
+    if not devices.has_kernels(torch.empty(0, device=devices.chosen_device("auto"))):
         raise ConfigError(f"there are no compiled kernels to measure ({compiled.REASON}); install with a C++ compiler at hand")
     widths = sorted(int(part) for part in tokens.split(",") if part.strip().isdigit())
     if not widths or widths[0] < 1:
         raise ConfigError(f"--tokens {tokens!r} are no numbers; write 1,8,32")
     with errors.status(f"making {model}"):
-        loaded = random_model(model) if model in SHAPES else load_model(model)
+        loaded = random_model(model) if model in SHAPES else load_model(model, device="auto")
     with Progress(console=errors, transient=True) as progress:
         task = progress.add_task("passes", total=rounds + 1)
         results = measure_steps(loaded, widths, tokens_per_row, context, rounds, lambda: progress.advance(task))

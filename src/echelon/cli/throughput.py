@@ -73,13 +73,14 @@ def throughput(
     replay: dict[str, Any] = {"replay_tokens_per_step": replay_tokens_per_step}
     methods = methods_of(strategies.split(","), drafters.split(","), num_draft_tokens=num_speculative_tokens, **replay)
     target = load_target(model, parameters)
-    draft = load_model(draft_model)
-    framework = load_grown(model, parameters) if baselines and temperature == 0.0 else None
+    draft = load_model(draft_model, device=target.device.type)
+    framework = load_grown(model, parameters).to(target.device) if baselines and temperature == 0.0 else None
     prompts = prompts_of(target, workload, input, num_prompts, prompt_tokens)
     params = SamplingParams(temperature=temperature, seed=0, max_tokens=max_tokens, ignore_eos=True)
     lookup = default_methods()[1].config or {}
     others = {
-        s: framework_runs(framework, load_plain(draft_model)[0], s, lookup, num_speculative_tokens) if framework else [] for s in sizes
+        s: framework_runs(framework, load_plain(draft_model)[0].to(target.device), s, lookup, num_speculative_tokens) if framework else []
+        for s in sizes
     }
     with progress_bar() as progress:
         total = 1 + rounds * sum(len(methods) + len(others[s]) for s in sizes)

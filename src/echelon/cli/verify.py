@@ -17,7 +17,7 @@ from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench.throughput import environment
 from echelon.bench.verify import STRATEGIES, Request, Result, verify_model
 from echelon.bench.workloads import code_prompts
-from echelon.cli.shared import ModelArgument, RefillOption, errors
+from echelon.cli.shared import Device, DeviceOption, ModelArgument, Numerics, NumericsOption, RefillOption, errors
 from echelon.demo import held_out_files
 from echelon.requests import read_requests
 
@@ -37,6 +37,8 @@ def verify(
     max_tokens: Annotated[int, typer.Option(help="New tokens a prompt.", min=1)] = 48,
     num_speculative_tokens: Annotated[int, typer.Option(help="Most drafted tokens a row.", min=1)] = 5,
     refill: RefillOption = True,
+    device: DeviceOption = Device.auto,
+    numerics: NumericsOption = Numerics.invariant,
     control: Annotated[bool, typer.Option("--control/--no-control", help="Also compare `transformers` with itself at batch 1.")] = True,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
@@ -52,6 +54,8 @@ def verify(
         _drafters(drafters.split(","), draft_model, num_speculative_tokens),
         max_tokens,
         refill,
+        device.value,
+        numerics.value,
     )
     chosen, kinds = strategies.split(","), dtypes.split(",")
     total = len(kinds) * (len(chosen) * len(request.drafters) * len(sizes) + control * sum(s > 1 for s in sizes))

@@ -24,11 +24,12 @@ from torch import Tensor
 from echelon.batch import Span
 from echelon.draft import Draft
 from echelon.drafters.frontier import Frontier, grow
+from echelon.ops.devices import on_host
 from echelon.ops.rank import likeliest, processed
-from echelon.ops.sample import Place, choose
-from echelon.sampling import Sampler
+from echelon.ops.sample import Place, choose, raw_rows
+from echelon.sampling import Sampler, noise_key
 from echelon.sequence import PlannedRow
-from echelon.target.runner import ModelRunner
+from echelon.target.runner import Draws, ModelRunner
 from echelon.trees import Forest, Growth, Int64
 from echelon.verify import Verdict, argmax_rows
 
@@ -78,6 +79,8 @@ class DraftModelDrafter:
         self._catch_up([c.row for c in active])
         if self._growth is not None:
             return self._grown(self._growth, rows, active)
+        if active and self._draft_at_once(active):
+            active = []
         while active:
             logits = self._feed(active)
             chosen = self._choose(active, logits) if self._min_score == -np.inf else self._choose_likely(active, logits)
@@ -86,6 +89,28 @@ class DraftModelDrafter:
             active = [c for c, token in zip(active, chosen, strict=True) if token >= 0 and len(c.tokens) < c.row.max_draft_tokens]
         flat = [p for c in chains for p in c.probs]
         return Draft.chains([c.tokens for c in chains], np.stack(flat) if flat else None)
+
+    def _draft_at_once(self, chains: list[_Chain]) -> bool:
+        """All passes as one, none of which waits for the host; false where they cannot be, and then nothing has changed.
+
+        Rows with longer drafts come first, so that each pass feeds the first of those of the pass before. Slots and positions of a draft
+        are known before its tokens are.
+        """
+        is_plain = not self._keeps_probs and self._min_score == -np.inf
+        if self._runner.captured is None or not is_plain or any(c.sampler.changes_logits for c in chains):
+            return False
+        chains = sorted(chains, key=lambda c: -c.row.max_draft_tokens)
+        depth = chains[0].row.max_draft_tokens
+        passes = [self._readable_spans([self._span(c) for c in chains])]
+        passes += [[_place_held(c, place) for c in chains if c.row.max_draft_tokens > place + 1] for place in range(depth - 1)]
+        found = self._runner.chain([self._runner.pack(spans) for spans in passes], self._vocab_size, _draws(chains, depth))
+        if found is None:
+            return False
+        for chain, tokens in zip(chains, found.cpu().T.tolist(), strict=True):
+            row, drafted = chain.row, tokens[: chain.row.max_draft_tokens]
+            chain.tokens += drafted[: drafted.index(-1)] if -1 in drafted else drafted
+            self._runner.cache.tables.advance(row.sequence.id, len(row.sequence) + row.max_draft_tokens - 1)
+        return True
 
     def _grown(self, growth: Growth, rows: SequenceOf[PlannedRow], active: list[_Chain]) -> Draft:
         forest = Forest([r.max_draft_tokens for r in rows], [r.max_draft_depth for r in rows], self._min_score)
@@ -96,7 +121,10 @@ class DraftModelDrafter:
 
     def feed(self, spans: SequenceOf[Span]) -> Tensor:
         """Logits [R, V] over the target's vocabulary."""
-        return self._widened(self._runner.feed([replace(s, tokens=self._readable(list(s.tokens))) for s in spans]))
+        return self._widened(self._runner.feed(self._readable_spans(spans)))
+
+    def _readable_spans(self, spans: SequenceOf[Span]) -> list[Span]:
+        return [replace(s, tokens=self._readable(list(s.tokens))) for s in spans]
 
     def _choose(self, chains: SequenceOf[_Chain], logits: Tensor) -> list[int]:
         """The next token of every chain, with the target's noise; logits [len(chains), V]. −1 where a request's own parameters or
@@ -104,11 +132,11 @@ class DraftModelDrafter:
         """
         tokens: list[int] = argmax_rows(logits).tolist()
         drawn = [n for n, c in enumerate(chains) if not c.sampler.is_argmax]
-        places = [Place(chains[n].sampler, logits[n].float().numpy(), chains[n].text, chains[n].tokens) for n in drawn]
+        places = [Place(chains[n].sampler, raw_rows(logits[n]), chains[n].text, chains[n].tokens) for n in drawn]
         for n, token in zip(drawn, choose(places, {}), strict=True):
             tokens[n] = token
         if self._keeps_probs:
-            for c, token, values in zip(chains, tokens, logits.float().numpy(), strict=True):
+            for c, token, values in zip(chains, tokens, on_host(logits), strict=True):
                 if token >= 0:
                     c.probs.append(c.sampler.probabilities(values, c.text, c.tokens))
         return tokens
@@ -136,12 +164,13 @@ class DraftModelDrafter:
 
     def _feed(self, chains: SequenceOf[_Chain]) -> Tensor:
         """One pass: logits [len(chains), V] after each chain's last known or drafted token."""
-        spans = []
-        for chain in chains:
-            sequence, start = chain.row.sequence, self._runner.num_cached(chain.row.sequence.id)
-            known = sequence.tokens[start:] + chain.tokens[max(0, start - len(sequence)) :]
-            spans.append(Span(sequence.id, start, known, 1, len(sequence)))
-        return self.feed(spans)
+        return self.feed([self._span(chain) for chain in chains])
+
+    def _span(self, chain: _Chain) -> Span:
+        """What is known of the row, or drafted, and not cached."""
+        sequence, start = chain.row.sequence, self._runner.num_cached(chain.row.sequence.id)
+        known = sequence.tokens[start:] + chain.tokens[max(0, start - len(sequence)) :]
+        return Span(sequence.id, start, known, 1, len(sequence))
 
     def _readable(self, tokens: list[int]) -> list[int]:
         """A target padded further than the draft model may emit an id that the draft model lacks; any other will do in its place."""
@@ -162,6 +191,21 @@ class DraftModelDrafter:
         """The scheduler has released the row's blocks already, or the row is read anew."""
         if row in self._runner.cache.tables:
             self._runner.commit(row, 0)
+
+
+def _place_held(chain: _Chain, place: int) -> Span:
+    """The drafted token at `place`, which is not known yet."""
+    sequence = chain.row.sequence
+    return Span(sequence.id, len(sequence) + place, (0,), 1, len(sequence))
+
+
+def _draws(chains: SequenceOf[_Chain], depth: int) -> Draws | None:
+    """How `depth` tokens of every chain are drawn; None where all are the likeliest."""
+    if all(c.sampler.is_argmax for c in chains):
+        return None
+    params = [c.sampler.params for c in chains]
+    keys = [[noise_key(c.sampler.seed, c.sampler.index, len(c.text) + place) for c in chains] for place in range(depth)]
+    return Draws([p.temperature for p in params], [p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params], keys)
 
 
 class _ModelFrontier(Frontier):

@@ -79,7 +79,7 @@ def head_for(config: SpeculativeConfig | None, target: LoadedModel, given: Head 
     head = given
     if head is None:
         head = load_head(str(config.model), target.model)
-        serve_head(head)
+        serve_head(head, target.is_fast)
     if head.method != config.method:
         raise ConfigError(f"the head is one of method {head.method!r}, not {config.method!r}; change the key 'method'")
     return head
@@ -94,7 +94,7 @@ def tapped_head(head: Head, target: LoadedModel) -> TappedHead:
     UnsupportedModelError  the target lacks a tap
     ConfigError            the head does not fit the target
     """
-    taps, zero = Taps(target.model, head.taps), torch.zeros(1, dtype=torch.int64)
+    taps, zero = Taps(target.model, head.taps), torch.zeros(1, dtype=torch.int64, device=target.device)
     encoding, extending = RecordingStep(), RecordingStep()
     try:
         states = head.encode(taps.example().to(dtype_of(head)), zero, zero, **{STEP_KEYWORD: encoding})
@@ -175,14 +175,14 @@ class HeadDrafter:
 
     def _encode(self, spans: list[Span], features: Tensor) -> Tensor:
         """States [B, s] of the last position of every span."""
-        lengths = torch.tensor([len(s.tokens) for s in spans])
-        tokens = torch.tensor([t for s in spans for t in s.tokens])
+        lengths, device = torch.tensor([len(s.tokens) for s in spans]), features.device
+        tokens = torch.tensor([t for s in spans for t in s.tokens]).to(device)
         if self.cache is None:
-            positions = torch.tensor([s.start for s in spans])
+            positions = torch.tensor([s.start for s in spans]).to(device)
             self.count(len(spans))
             return self.head.encode(features, tokens, positions)
         batch, step = self.step(spans)
-        states = self.head.encode(features, tokens, batch.positions.long(), **step)
+        states = self.head.encode(features, tokens, batch.positions.long().to(device), **step)
         for span in spans:
             self.cache.tables.commit(span.row, span.text_len)
         return states[lengths.cumsum(0) - 1]
@@ -220,9 +220,10 @@ class _HeadFrontier(Frontier):
         return self._drafter.head.logits(self._states, depth)
 
     def advance(self, nodes: Int64, at: Int64, depth: int) -> Int64:
-        states, tokens = self._states[torch.from_numpy(at)], torch.from_numpy(self.forest.tokens[nodes])
+        states = self._states[torch.from_numpy(at)]
+        tokens = torch.from_numpy(self.forest.tokens[nodes]).to(states.device)
         known = np.array([len(row.sequence) for row in self.rows]) - 1  # the head's places: each knows the token that follows it
-        positions = torch.from_numpy(known[self.forest.rows[nodes]] - 1 + self.forest.depths[nodes])
+        positions = torch.from_numpy(known[self.forest.rows[nodes]] - 1 + self.forest.depths[nodes]).to(states.device)
         step = self._drafter.step(self.spans(nodes, known))[1] if self._drafter.extends else {}
         extended = self._drafter.head.extend(states, tokens, positions, depth, **step)
         places: Int64 = np.arange(len(nodes))

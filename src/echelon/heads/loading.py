@@ -100,7 +100,7 @@ def load_head(name: str, target: PreTrainedModel, dtype: torch.dtype | None = No
     _fill(name, head, {k: t for k, t in tensors.items() if k not in NOT_OF_THE_HEAD})
     if isinstance(head, Eagle3Head):
         _check_vocabulary(name, head)
-    return head.to(dtype or target.dtype).eval().requires_grad_(False)
+    return head.to(target.device, dtype or target.dtype).eval().requires_grad_(False)
 
 
 def save_head(head: Any, folder: Path, target: PreTrainedModel, num_speculative_tokens: int = 5) -> None:

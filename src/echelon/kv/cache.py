@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from echelon.kv.blocks import BlockTables
-from echelon.ops import elementwise
-from echelon.ops.compiled import is_built
+from echelon.ops import devices, elementwise
 from echelon.ops.slots import gather_slots, scatter_slots
 
 
@@ -32,15 +31,19 @@ class KVCache:
     """Keys and values of every layer in blocks of `block_size` slots; slot = block · block_size + offset.
 
     keys[layer], values[layer]: [num_blocks, num_kv_heads, block_size, size], in the cache's dtype (`ops.slots`). Slots that no row holds
-    may contain anything, NaN included: nothing ever multiplies them.
+    may contain anything, NaN included: nothing ever multiplies them. With `has_null_block` there is one block more, which no row ever gets:
+    it takes what padding would write.
     """
 
-    def __init__(self, shapes: list[LayerShape], tables: BlockTables, dtype: torch.dtype, device: torch.device) -> None:
-        self.tables = tables
+    def __init__(
+        self, shapes: list[LayerShape], tables: BlockTables, dtype: torch.dtype, device: torch.device, has_null_block: bool = False
+    ) -> None:
+        self.tables, self.device = tables, device
+        self.num_blocks = tables.pool.num_blocks + has_null_block
         self.seconds = 0.0  # spent moving keys and values about
 
         def storage(heads: int, size: int) -> Tensor:
-            return torch.empty(tables.pool.num_blocks, heads, tables.block_size, size, dtype=dtype, device=device)
+            return torch.empty(self.num_blocks, heads, tables.block_size, size, dtype=dtype, device=device)
 
         self.keys = [storage(s.num_kv_heads, s.key_size) for s in shapes]
         self.values = [storage(s.num_kv_heads, s.value_size) for s in shapes]
@@ -48,6 +51,11 @@ class KVCache:
     @property
     def block_size(self) -> int:
         return self.tables.block_size
+
+    @property
+    def null_slots(self) -> range:
+        """Those of the null block; none where there is no such block."""
+        return range(self.tables.pool.num_blocks * self.block_size, self.num_blocks * self.block_size)
 
     @property
     def num_bytes(self) -> int:
@@ -61,7 +69,7 @@ class KVCache:
         """Store keys and values [T, num_kv_heads, size] in `slots` int64 [T], in the cache's dtype."""
         storages = (self.keys[layer], self.values[layer])
         key, value = (x.to(storage.dtype) for x, storage in zip((keys, values), storages, strict=True))
-        if is_built():
+        if devices.has_kernels(key):
             elementwise.write_slots(key, value, *storages, slots)
             return
         scatter_slots(storages[0], slots, key)
@@ -80,7 +88,7 @@ class KVCache:
             while count < len(copies) and written.isdisjoint(np.concatenate(copies[count]).tolist()):
                 written.update(copies[count][1].tolist())
                 count += 1
-            sources, targets = (torch.from_numpy(np.concatenate([c[i] for c in copies[:count]])) for i in (0, 1))
+            sources, targets = (torch.from_numpy(np.concatenate([c[i] for c in copies[:count]])).to(self.device) for i in (0, 1))
             for storage in (*self.keys, *self.values):
                 scatter_slots(storage, targets, gather_slots(storage, sources))
             del copies[:count]
@@ -88,7 +96,7 @@ class KVCache:
 
     def held_slots(self) -> Tensor:
         """bool [num_blocks, block_size]: slots that hold a cached token of some row; all others may contain anything."""
-        held = torch.zeros(self.tables.pool.num_blocks * self.block_size, dtype=torch.bool)
+        held = torch.zeros(self.num_blocks * self.block_size, dtype=torch.bool)
         for row in self.tables.row_ids:
             blocks = torch.tensor(self.tables.blocks(row), dtype=torch.int64)
             slots = (blocks[:, None] * self.block_size + torch.arange(self.block_size)).flatten()

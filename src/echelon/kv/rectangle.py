@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -21,15 +22,21 @@ class RectangleCache:
     """
 
     def __init__(self, shapes: list[LayerShape], tables: LineTables, dtype: torch.dtype, device: torch.device) -> None:
-        self.tables = tables
+        self.tables, self.device = tables, device
         self.seconds = 0.0  # spent moving keys and values about
-        self.is_finite = True
+        self.clock: Callable[[], float] = time.perf_counter
+        self._are_finite = torch.ones((), dtype=torch.bool, device=device)
 
         def storage(heads: int, size: int) -> Tensor:
             return torch.zeros(*tables.positions.shape, heads, size, dtype=dtype, device=device)
 
         self.keys = [storage(s.num_kv_heads, s.key_size) for s in shapes]
         self.values = [storage(s.num_kv_heads, s.value_size) for s in shapes]
+
+    @property
+    def is_finite(self) -> bool:
+        """No key or value that is no number was written since the last `scrub`; asked between steps, when the device has nothing to do."""
+        return bool(self._are_finite)
 
     @property
     def bytes_per_slot(self) -> int:
@@ -40,15 +47,15 @@ class RectangleCache:
         for storage, new in ((self.keys[layer], keys), (self.values[layer], values)):
             storage.flatten(0, 1).index_copy_(0, slots, new.to(storage.dtype))
             if layer == len(self.keys) - 1:  # what is no number in an earlier layer is none in this one, for hidden states add up
-                self.is_finite = self.is_finite and bool(torch.isfinite(new).all())
+                self._are_finite = self._are_finite & torch.isfinite(new).all()
 
     def scrub(self) -> None:
         """Zeros in all dead slots; `is_finite` stays false while a row is cached whose keys or values are no numbers."""
-        dead = ~self.held_slots()
+        dead = ~self.held_slots().to(self.device)
         storages = (*self.keys, *self.values)
         for storage in storages:
             storage[dead] = 0.0
-        self.is_finite = all(bool(torch.isfinite(storage).all()) for storage in storages)
+        self._are_finite = torch.stack([torch.isfinite(storage).all() for storage in storages]).all()
 
     def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of `slots` int64 [B, W] as new tensors [B, W, num_kv_heads, size]."""
@@ -60,16 +67,16 @@ class RectangleCache:
 
     def apply_copies(self) -> None:
         """Carry out the moves that the tables ask for, each with one gather a tensor."""
-        start = time.perf_counter()
+        start = self.clock()
         while self.tables.moves:
             self._apply(self.tables.moves.pop(0))
-        self.seconds += time.perf_counter() - start
+        self.seconds += self.clock() - start
 
     def _apply(self, move: Move) -> None:
         num_slots, width = self.tables.num_slots, move.slots.shape[1]
-        sources = torch.from_numpy((move.sources[:, None] * num_slots + move.slots).ravel())
+        sources = torch.from_numpy((move.sources[:, None] * num_slots + move.slots).ravel()).to(self.device)
         goals = move.targets[:, None] * num_slots + np.arange(move.first, move.first + width)
-        targets = torch.from_numpy(goals.ravel())
+        targets = torch.from_numpy(goals.ravel()).to(self.device)
         for storage in (*self.keys, *self.values):
             flat = storage.flatten(0, 1)
             flat.index_copy_(0, targets, flat.index_select(0, sources))

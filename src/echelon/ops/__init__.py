@@ -7,15 +7,25 @@ that are masked or stale are never multiplied.
 
 import torch
 
-from echelon.ops import compiled, linear
+from echelon.ops import compiled, devices, linear
 from echelon.ops.attention import ragged_attention
 from echelon.ops.reference import LARGEST_CALL, ROWS_PER_CALL, RowCounts, fixed_rows_linear
 
 __all__ = ["ROWS_PER_CALL", "RowCounts", "fixed_rows_linear", "ragged_attention", "which"]
 
+ON_CUDA = {
+    "ragged_attention": "Triton: keys and values read once a step for all new tokens of a row; tiles at fixed positions, float32",
+    "linear": "Triton: blocks of one shape and one order over K for any number of rows",
+    "norms, rotary, activations": "Triton: rounded once, where seen to compute what the model's own do",
+    "drawing tokens": "Triton: float64 noise from the request's own keys; what changes logits first, on the host",
+    "ranking drafts": "PyTorch",
+}
 
-def which() -> dict[str, str]:
-    """Operation → the implementation that serves it, with the reason."""
+
+def which(on: torch.device | None = None) -> dict[str, str]:
+    """Operation → the implementation that serves it on a device, by default the one that engines choose, with the reason."""
+    if devices.by_triton(torch.empty(0, device=on or devices.chosen_device("auto"))):
+        return ON_CUDA
     return {
         "ragged_attention": _attention(),
         "linear": _linear(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from echelon.batch import RaggedBatch
-from echelon.ops import reference
+from echelon.ops import devices, reference
 from echelon.ops.compiled import is_built, kernels
 
 
@@ -26,7 +26,7 @@ def ragged_attention(
     dtype, which is that of the cache. Softmax runs online in float32 over key tiles at multiples of a fixed size from position 0 (Milakov
     and Gimelshein 2018); a row's keys and values are read once for all heads of a group and up to 64 (token, head) pairs.
     """
-    if query.is_cuda:
+    if devices.by_triton(query):
         from echelon.ops.triton import attention as on_device  # imports Triton
 
         return on_device.ragged_attention(query, keys, values, batch, scale, window, softcap, sinks)

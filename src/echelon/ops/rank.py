@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from echelon.ops import devices
 from echelon.ops.compiled import is_built, kernels
 from echelon.sampling import Sampler, noise_at, noise_key
 
@@ -28,12 +29,13 @@ def likeliest(
     A sampled one ranks by filtered and perturbed logits, with the noise that the target will draw with there: as this noise decides
     what the target chooses, their softmax says how sure that is. The filters see the NUM_CANDIDATES likeliest tokens. With `only_ranks`
     greedy scores are relative to the likeliest token's, which saves a pass over V. A place whose largest logit is not finite, or with a
-    NaN, has the score −∞ everywhere. A place's result depends on that place alone; the kernel is csrc/rank.cpp.
+    NaN, has the score −∞ everywhere. A place's result depends on that place alone; the kernel is csrc/rank.cpp. On CUDA devices the
+    framework looks for the likeliest, and only they come to the host; the last bits of greedy scores may differ there with M.
     """
     width = min(width, logits.shape[-1])
     is_drawn = any(not s.params.is_greedy for s in samplers)
     count = min(max(width, NUM_CANDIDATES) if is_drawn else width, logits.shape[-1])
-    if not is_built():
+    if not is_built() or devices.by_triton(logits):
         return by_framework(logits, samplers, positions, width, count, only_ranks)
     params = [s.params for s in samplers]
     tokens, scores = kernels.likeliest_rows(
@@ -53,12 +55,12 @@ def likeliest(
 
 
 def processed(logits: Tensor, samplers: Sequence[Sampler], texts: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]) -> Tensor:
-    """float32 [M, V] as each request's own parameters make them, its text and then its drafted path counted; −∞ where these fail: the draft
-    ends there, and the target settles it. Without such parameters the logits themselves.
+    """float32 [M, V] on the host as each request's own parameters make them, its text and then its drafted path counted; −∞ where these
+    fail: the draft ends there, and the target settles it. Without such parameters the logits themselves, where they are.
     """
     if not any(s.changes_logits for s in samplers):
         return logits
-    out = logits.float().clone()
+    out = logits.cpu().float().clone()
     for i, (sampler, text, path) in enumerate(zip(samplers, texts, paths, strict=True)):
         try:
             out[i] = torch.from_numpy(sampler.checked(out[i].numpy(), text, path))
@@ -73,19 +75,19 @@ def by_framework(
     """The definition: `likeliest` by PyTorch and NumPy, from the `count` likeliest tokens of every place."""
     is_drawn = np.array([not s.params.is_greedy for s in samplers], np.bool_)
     largest, places = largest_of(logits.float(), count)
-    tokens, values = places.numpy(), largest.double().numpy()
+    tokens, values = places.cpu().numpy(), largest.double().cpu().numpy()
     with np.errstate(invalid="ignore"):  # of logits that no token can come from
         scores = values - values[:, :1]
     if not only_ranks and not is_drawn.all():
         greedy = torch.from_numpy(np.flatnonzero(~is_drawn))
-        scores[greedy] = (largest[greedy] - logits[greedy].float().logsumexp(-1, keepdim=True)).double().numpy()
+        scores[greedy] = (largest[greedy] - logits[greedy].float().logsumexp(-1, keepdim=True)).double().cpu().numpy()
     if is_drawn.any():
         at = np.flatnonzero(is_drawn)
         with np.errstate(all="ignore"):
             scores[at] = _perturbed(values[at], tokens[at], [samplers[i] for i in at.tolist()], [positions[i] for i in at.tolist()])
         order = np.argsort(-scores[at], 1, kind="stable")
         scores[at], tokens[at] = np.take_along_axis(scores[at], order, 1), np.take_along_axis(tokens[at], order, 1)
-    scores[~logits.amax(-1).isfinite().numpy()] = -np.inf
+    scores[~logits.amax(-1).isfinite().cpu().numpy()] = -np.inf
     return tokens[:, :width], scores[:, :width]
 
 
@@ -103,8 +105,8 @@ def largest_of(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         folded = keys[:, : stride * FOLD].view(num_rows, FOLD, stride)
         groups = folded.amax(1).topk(count, sorted=False).indices
         inside = folded.gather(2, groups[:, None].expand(-1, FOLD, -1)).flatten(1)
-        at = (groups[:, None] + torch.arange(FOLD)[:, None] * stride).flatten(1)
-        rest = torch.arange(stride * FOLD, width).expand(num_rows, -1)
+        at = (groups[:, None] + torch.arange(FOLD, device=logits.device)[:, None] * stride).flatten(1)
+        rest = torch.arange(stride * FOLD, width, device=logits.device).expand(num_rows, -1)
         top = torch.cat([inside, keys[:, stride * FOLD :]], 1).topk(count)
         places = torch.cat([at, rest], 1).gather(1, top.indices)
     return logits.gather(1, places), places
@@ -114,7 +116,7 @@ def _ordered(logits: Tensor) -> Tensor:
     """int64 [M, V], all different, in the order of the logits float32 [M, V] and of equals by falling place."""
     bits = (logits + 0.0).view(torch.int32)  # the sum turns −0 into 0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return ordered.long() * 2**32 + torch.arange(logits.shape[1], 0, -1)
+    return ordered.long() * 2**32 + torch.arange(logits.shape[1], 0, -1, device=logits.device)
 
 
 def _perturbed(values: Float64, tokens: Int64, samplers: Sequence[Sampler], positions: Sequence[int]) -> Float64:

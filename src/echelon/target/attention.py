@@ -58,12 +58,12 @@ class CachedStep:
     """Write the batch's keys and values into the cache, then attend."""
 
     def __init__(self, batch: RaggedBatch, cache: KVCache) -> None:
-        self.batch, self.cache = batch, cache
+        self.batch, self.cache, self.slots = batch, cache, batch.slots.to(cache.device)
 
     def attend(self, call: LayerCall) -> Tensor:
         num_tokens, num_inputs = self.batch.num_tokens, len(call.query)
         query, key, value = (x[:num_tokens] if num_inputs > num_tokens else x for x in (call.query, call.key, call.value))
-        self.cache.write(call.layer, key, value, self.batch.slots)
+        self.cache.write(call.layer, key, value, self.slots)
         keys, values = self.cache.keys[call.layer], self.cache.values[call.layer]
         out = ops.ragged_attention(query, keys, values, self.batch, call.scale, call.window, call.softcap, call.sinks)
         return F.pad(out, (0, 0, 0, 0, 0, num_inputs - num_tokens)) if num_inputs > num_tokens else out
@@ -113,7 +113,7 @@ AttentionInterface.register(IMPLEMENTATION, attention)
 def record_layers(model: nn.Module, step: RecordingStep | None = None) -> list[LayerShape]:
     """What each attention layer stores per token, from one forward pass over one token."""
     step = step or RecordingStep()
-    zero = torch.zeros(1, 1, dtype=torch.int64)
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
     with torch.inference_mode():
         model(input_ids=zero, position_ids=zero, use_cache=False, **{STEP_KEYWORD: step})
     if sorted(step.shapes) != list(range(len(step.shapes))) or not step.shapes:

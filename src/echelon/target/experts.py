@@ -66,31 +66,31 @@ def is_experts(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("is_transposed", "has_gate", "has_bias", "down_proj", "num_experts", "_apply_gate"))
 
 
-def serve_experts(module: Any, absent: Callable[[tuple[int, ...], torch.dtype], Tensor] | None) -> None:
-    """Patch `forward`. Where `absent` is given, the stacked weights are replaced by what it returns."""
+def serve_experts(module: Any, absent: Callable[[tuple[int, ...], Tensor], Tensor] | None, is_fast: bool = False) -> None:
+    """Patch `forward`. Where `absent` is given, the stacked weights are replaced by what it returns; `is_fast` as in `PackedWeight`."""
     default = getattr(type(module)._apply_gate, "__name__", "") == "_default_apply_gate"
     activation = ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__)
     gate = None
     if module.has_gate and default and module.is_concatenated and activation is not None:
         size = module.gate_up_proj.shape[1 if not module.is_transposed else 2] // 2
-        gate = _projection(module, "gate_up_proj", slice(0, size))
-        up = _projection(module, "gate_up_proj", slice(size, None))
+        gate = _projection(module, "gate_up_proj", slice(0, size), is_fast)
+        up = _projection(module, "gate_up_proj", slice(size, None), is_fast)
     else:
-        up = _projection(module, "gate_up_proj" if module.has_gate else "up_proj", slice(None))
-    experts = Experts(module, gate, up, _projection(module, "down_proj", slice(None)), activation or "none")
+        up = _projection(module, "gate_up_proj" if module.has_gate else "up_proj", slice(None), is_fast)
+    experts = Experts(module, gate, up, _projection(module, "down_proj", slice(None), is_fast), activation or "none")
     module.forward = functools.partial(_forward, experts)
     for name in STACKED:
         if absent is not None and name in module._parameters:
             stacked = module._parameters[name]
-            module._parameters[name] = nn.Parameter(absent(tuple(stacked.shape), stacked.dtype), requires_grad=False)
+            module._parameters[name] = nn.Parameter(absent(tuple(stacked.shape), stacked), requires_grad=False)
 
 
-def _projection(module: Any, name: str, columns: slice) -> Projection:
+def _projection(module: Any, name: str, columns: slice, is_fast: bool) -> Projection:
     """Columns of every expert's projection; stacked [E, N, K], or [E, K, N] where transposed."""
     stacked = getattr(module, name).detach()
     stacked = stacked.transpose(1, 2) if module.is_transposed else stacked
     biases = getattr(module, f"{name}_bias").detach().float()[:, columns].contiguous() if module.has_bias else [None] * len(stacked)
-    return Projection([PackedWeight.pack(weight[columns]) for weight in stacked], list(biases))
+    return Projection([PackedWeight.pack(weight[columns], is_fast) for weight in stacked], list(biases))
 
 
 def _forward(experts: Experts, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def _forward(experts: Experts, hidden: Tensor, top_k_index: Tensor, top_k_weight
     num_tokens, num_chosen = top_k_index.shape
     chosen = top_k_index.flatten()
     order = chosen.argsort(stable=True)
-    out = torch.empty(len(chosen), hidden.shape[1], dtype=torch.float32)
+    out = torch.empty(len(chosen), hidden.shape[1], dtype=torch.float32, device=hidden.device)
     start = 0
     for expert, count in enumerate(torch.bincount(chosen, minlength=len(experts.down.weights)).tolist()):
         if count:

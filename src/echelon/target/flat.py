@@ -22,8 +22,7 @@ from transformers.models.mistral.modeling_mistral import MistralAttention, Mistr
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
-from echelon.ops import elementwise
-from echelon.ops.compiled import is_built
+from echelon.ops import devices, elementwise
 from echelon.ops.elementwise import Activation
 from echelon.target.attention import STEP_KEYWORD, LayerCall, Step
 from echelon.target.fused import Fused, gate_of
@@ -103,7 +102,8 @@ class _Echo:
 def flatten(model: PreTrainedModel) -> dict[str, int]:
     """Replace the layers that can be, once everything inside them is served; returns how many of each class."""
     replaced: Counter[str] = Counter()
-    layers = [m for m in model.modules() if "forward" not in vars(m) and _may_fit(m)] if is_built() else []
+    is_served = devices.has_kernels(next(model.parameters()))
+    layers = [m for m in model.modules() if "forward" not in vars(m) and _may_fit(m)] if is_served else []
     for layer, args, keywords, expected in _seen(model, layers):
         if (own := _same(layer, args, keywords, expected)) is not None:
             layer.forward = own
@@ -135,8 +135,8 @@ def _seen(model: PreTrainedModel, layers: list[nn.Module]) -> list[tuple[nn.Modu
     handles = [layer.register_forward_hook(lambda *seen: found.append(seen), with_kwargs=True) for layer in layers]
     try:
         if layers and limit:
-            positions = torch.linspace(0, limit - 1, TOKENS, dtype=torch.float64).long()[None]
-            tokens = torch.arange(TOKENS)[None]
+            positions = torch.linspace(0, limit - 1, TOKENS, dtype=torch.float64).long()[None].to(model.device)
+            tokens = torch.arange(TOKENS, device=model.device)[None]
             model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1, **{STEP_KEYWORD: _Echo()})
     finally:
         for handle in handles:

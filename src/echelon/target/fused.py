@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.ops import elementwise
-from echelon.ops.compiled import is_built
+from echelon.ops import devices, elementwise
 from echelon.ops.elementwise import Activation, RmsWeight
 
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # relative to the largest value
@@ -32,11 +31,11 @@ class Fused(functools.partial[Any]):
 
 def fuse(model: nn.Module) -> dict[str, int]:
     """Patch what can be served; returns how many modules of each class now run our operations."""
-    if not is_built():
+    first = next(model.parameters(), torch.empty(0))
+    if not devices.has_kernels(first):
         return {}
     replaced: dict[str, int] = {}
-    dtype = next(model.parameters()).dtype
-    find = _Finder(dtype)
+    find = _Finder(first.dtype, first.device)
     for module in model.modules():
         if "forward" not in vars(module) and (forward := find(module)) is not None:
             module.forward = Fused(forward)
@@ -61,8 +60,8 @@ def gate_of(mlp: nn.Module) -> Activation | None:
 class _Finder:
     """Module → a forward of ours that computes the same, or None. What depends on a class alone is tried once."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
         self._generator = torch.Generator().manual_seed(0)
         self._kinds: dict[object, Activation | None] = {}
         self._gated: dict[object, bool] = {}
@@ -72,7 +71,7 @@ class _Finder:
         return self._norm(module) or self._gated_mlp(module) or self._attention(module) or self._activation(module)
 
     def _random(self, *shape: int) -> Tensor:
-        return (torch.randn(shape, generator=self._generator) * 2).to(self._dtype)
+        return (torch.randn(shape, generator=self._generator) * 2).to(self._device, self._dtype)
 
     def _norm(self, module: nn.Module) -> Forward | None:
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
@@ -139,7 +138,7 @@ class _Finder:
         for rotary in (32, 16):
             query, key = self._random(1, 3, ROWS, 32), self._random(1, 1, ROWS, 32)
             angles = torch.rand(1, ROWS, rotary // 2, generator=self._generator).repeat(1, 1, 2)
-            cos, sin = angles.cos().to(self._dtype), angles.sin().to(self._dtype)
+            cos, sin = (x.to(self._device, self._dtype) for x in (angles.cos(), angles.sin()))
             try:
                 expected = theirs(query, key, cos, sin)
             except RuntimeError:

@@ -74,10 +74,11 @@ def familiarity(target: LoadedModel, head: Head, taps: Taps, shapes: list[LayerS
     step: dict[str, Any] = {}
     if shapes:
         spans = [Span(row, 0, tokens[1:], 0, length - 1) for row, tokens in enumerate(text.tolist())]
-        cache = _cache(shapes, dtype)
+        cache = _cache(shapes, dtype, target.device)
         step[STEP_KEYWORD] = CachedStep(unpadded.pack(spans, cache.tables), cache)
-    states = head.encode(features.to(dtype), text[:, 1:].flatten(), torch.arange(length - 1).repeat(NUM_TEXTS), **step)
-    guesses = head.logits(states, 0).argmax(-1).view(NUM_TEXTS, -1)[:, :-1].flatten()
+    tokens, positions = (x.to(target.device) for x in (text[:, 1:].flatten(), torch.arange(length - 1).repeat(NUM_TEXTS)))
+    states = head.encode(features.to(dtype), tokens, positions, **step)
+    guesses = head.logits(states, 0).argmax(-1).cpu().view(NUM_TEXTS, -1)[:, :-1].flatten()
     answers, size = text[:, 2:].flatten(), target.vocab_size
     together = guesses.bincount(minlength=size).double() @ answers.bincount(minlength=size).double()
     return Familiarity(float((guesses == answers).double().mean()), float(together) / len(answers) ** 2)
@@ -87,7 +88,7 @@ def _own_text(target: LoadedModel, taps: Taps, length: int) -> tuple[Tensor, Ten
     """What the target says greedily after one token, int64[NUM_TEXTS, length], never an end of text; and its hidden states at all places
     but the last, [NUM_TEXTS · (length − 1), F].
     """
-    runner = ModelRunner(target, _cache(record_layers(target.model), target.model.dtype))
+    runner = ModelRunner(target, _cache(record_layers(target.model), target.model.dtype, target.device))
     runner.taps = taps
     ends = sorted(t for t in target.eos_token_ids if 0 <= t < target.vocab_size)
     text = [(2 * torch.arange(NUM_TEXTS) + 1) * target.vocab_size // (2 * NUM_TEXTS)]
@@ -98,15 +99,15 @@ def _own_text(target: LoadedModel, taps: Taps, length: int) -> tuple[Tensor, Ten
         assert seen is not None
         features.append(seen)
         logits[:, ends] = -torch.inf
-        text.append(logits.argmax(-1))
+        text.append(logits.argmax(-1).cpu())
         for span in spans:
             runner.cache.tables.advance(span.row, start + 1)
     return torch.stack(text, 1), torch.stack(features, 1).flatten(0, 1)
 
 
-def _cache(shapes: list[LayerShape], dtype: torch.dtype) -> KVCache:
+def _cache(shapes: list[LayerShape], dtype: torch.dtype, device: torch.device) -> KVCache:
     """Room for the texts alone, one block each."""
     tables = BlockTables(NUM_TEXTS, BLOCK, 1)
     for row in range(NUM_TEXTS):
         tables.reserve(row, LENGTH)
-    return KVCache(shapes, tables, dtype, torch.device("cpu"))
+    return KVCache(shapes, tables, dtype, device)

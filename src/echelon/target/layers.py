@@ -1,8 +1,8 @@
 """Layers of a loaded model that run our operations. `forward` is replaced on the existing modules, so hooks survive.
 
-With compiled kernels a weight is packed once. A model of ours keeps the packed weight alone: what other modules share with a linear
-layer (tied embeddings) reads the packed one, and in its place stands a NaN of the same shape without memory. A caller's model keeps
-its own weights beside the packed ones, and gives those back on `restore_layers`.
+With kernels of ours (`devices.has_kernels`) a weight is packed once. A model of ours keeps the packed weight alone: what other modules
+share with a linear layer (tied embeddings) reads the packed one, and in its place stands a NaN of the same shape without memory. A caller's
+model keeps its own weights beside the packed ones, and gives those back on `restore_layers`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from echelon import ops
-from echelon.ops import compiled
+from echelon.ops import devices
 from echelon.ops.linear import PackedWeight, packed_linear
 from echelon.target.experts import is_experts, serve_experts
 
@@ -39,7 +39,7 @@ class PackedParameter(torch.Tensor):
 
     @classmethod
     def of(cls, packed: PackedWeight, original: nn.Parameter | None) -> nn.Parameter:
-        data = absent((packed.columns, packed.depth), packed.data.dtype) if original is None else original.data
+        data = absent((packed.columns, packed.depth), packed.data) if original is None else original.data
         parameter = nn.Parameter(data.as_subclass(cls), requires_grad=False)
         parameter.packed, parameter.original = packed, original  # type: ignore[attr-defined]
         return parameter
@@ -54,9 +54,9 @@ class PackedParameter(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
-def absent(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """NaN of this shape that takes no memory."""
-    return torch.full((1,) * len(shape), torch.nan, dtype=dtype).expand(shape)
+def absent(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """NaN of this shape that takes no memory, in the dtype and on the device of `like`."""
+    return torch.full((1,) * len(shape), torch.nan, dtype=like.dtype, device=like.device).expand(shape)
 
 
 def _linear(packed: PackedWeight, bias: Tensor | None, float32: bool, x: Tensor) -> Tensor:
@@ -74,13 +74,14 @@ def _weight(module: nn.Module) -> Tensor:
     return weight.t() if isinstance(module, Conv1D) else weight
 
 
-def replace_layers(model: nn.Module, keep_weights: bool) -> dict[str, int]:
+def replace_layers(model: nn.Module, keep_weights: bool, is_fast: bool = False) -> dict[str, int]:
     """Patch every linear layer, router and stack of experts; returns how many modules of each class now run our operations.
 
-    The output layer gives float32. `keep_weights`: the model belongs to a caller.
+    The output layer gives float32. `keep_weights`: the model belongs to a caller. `is_fast` as in `PackedWeight`.
     """
     replaced: dict[str, int] = {}
-    served = _serve_packed(model, keep_weights) if compiled.is_built() else _serve_fixed(model)
+    is_served = devices.has_kernels(next(model.parameters(), torch.empty(0)))
+    served = _serve_packed(model, keep_weights, is_fast) if is_served else _serve_fixed(model)
     for module in served:
         name = type(module).__name__
         replaced[name] = replaced.get(name, 0) + 1
@@ -97,18 +98,20 @@ def _serve_fixed(model: nn.Module) -> list[nn.Module]:
     return served
 
 
-def _serve_packed(model: nn.Module, keep_weights: bool) -> list[nn.Module]:
+def _serve_packed(model: nn.Module, keep_weights: bool, is_fast: bool) -> list[nn.Module]:
     output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None  # a head has none
     holders: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             holders.setdefault(id(parameter), []).append(module)
-    packed: dict[int, PackedWeight] = {}
+    packed: dict[int, PackedWeight] = {}  # by the parameter's identity
     served: list[nn.Module] = []
     for module in model.modules():
         if is_experts(module):
-            serve_experts(module, None if keep_weights else absent)
+            serve_experts(module, None if keep_weights else absent, is_fast)
         elif isinstance(module, LINEAR) or _is_router(module):
+            if not isinstance(module.weight, PackedParameter) and id(module.weight) not in packed:
+                packed[id(module.weight)] = PackedWeight.pack(_weight(module).detach(), is_fast)
             _serve_weight(module, packed, holders, keep_weights, module is output)
         else:
             continue
@@ -123,18 +126,15 @@ def _serve_weight(
     keep_weights: bool,
     is_output: bool,
 ) -> None:
-    """Pack the module's weight unless a module before it has; serve the module from it."""
+    """Serve the module from its packed weight."""
     parameter: nn.Parameter = module.weight  # type: ignore[assignment]
-    if isinstance(parameter, PackedParameter):  # given up by a module before this one
-        weight = parameter.packed
-    else:
-        weight = packed.get(id(parameter)) or packed.setdefault(id(parameter), PackedWeight.pack(_weight(module).detach()))
+    weight = parameter.packed if isinstance(parameter, PackedParameter) else packed[id(parameter)]  # given up by a module before this one
     if not isinstance(module, LINEAR):  # a router
         module.weight = PackedParameter.of(weight, parameter)
         return
     bias: Tensor | None = module.bias
-    bias32 = None if bias is None else bias.detach().float()
-    module.forward = functools.partial(_linear, weight, bias32, is_output)  # type: ignore[method-assign]
+    own = None if bias is None else bias.detach() if weight.is_fast else bias.detach().float()
+    module.forward = functools.partial(_linear, weight, own, is_output)  # type: ignore[method-assign]
     if not keep_weights and not isinstance(parameter, PackedParameter):
         _give_up(module, parameter, PackedParameter.of(weight, None), holders[id(parameter)])
 
@@ -142,7 +142,7 @@ def _serve_weight(
 def _give_up(module: nn.Module, parameter: nn.Parameter, stand_in: nn.Parameter, sharing: list[nn.Module]) -> None:
     """Free the parameter, where everything that shares it can read the packed weight instead."""
     if isinstance(module, Conv1D):
-        module.weight = nn.Parameter(absent(tuple(parameter.shape), parameter.dtype), requires_grad=False)
+        module.weight = nn.Parameter(absent(tuple(parameter.shape), parameter), requires_grad=False)
     elif all(isinstance(m, (nn.Linear, nn.Embedding)) for m in sharing):
         for other in sharing:
             other.weight = stand_in

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from echelon.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from echelon.ops import devices
 from echelon.target.attention import IMPLEMENTATION
 from echelon.target.flat import flatten, restore_flat
 from echelon.target.fused import fuse, restore_fused
@@ -35,6 +36,13 @@ class LoadedModel:
     name: str
     replaced: dict[str, int]  # class → number of modules that run our operations
     original_context: int | None  # where longer texts have rotary frequencies of their own
+    is_fast: bool = False  # linear layers may round by the batch (`EngineConfig.numerics`)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are, and so its cache and its logits."""
+        device: torch.device = self.model.device
+        return device
 
     @property
     def vocab_size(self) -> int:
@@ -55,21 +63,23 @@ class LoadedModel:
         return frozenset([ids] if isinstance(ids, int) else ids or [])
 
 
-def load_model(name: str, dtype: str = "auto") -> LoadedModel:
-    """Load `name`, a folder or a hub name.
+def load_model(name: str, dtype: str = "auto", device: str = "cpu", numerics: str = "invariant") -> LoadedModel:
+    """Load `name`, a folder or a hub name, to a device, with numerics, as in `EngineConfig`.
 
     Raises
     ------
     ModelLoadError          the files are missing, unsafe, torn or do not fit the architecture
     UnsupportedModelError   the architecture cannot be batched exactly
+    ConfigError             there is no such device
     """
+    chosen = devices.chosen_device(device)
     _check_folder(name)
     config = _read_config(name)
     model, info = _read_weights(name, config, dtype)
     _check_weights(name, info)
     self_test(type(model), model.config)
-    model.eval().requires_grad_(False)
-    return _served(model, _read_tokenizer(name), name, keep_weights=False)
+    model.to(chosen).eval().requires_grad_(False)
+    return _served(model, _read_tokenizer(name), name, keep_weights=False, numerics=numerics)
 
 
 def load_plain(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -80,12 +90,18 @@ def load_plain(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | No
     return model.eval().requires_grad_(False), _read_tokenizer(name)
 
 
-def adopt_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, keep_weights: bool = True) -> LoadedModel:
+def adopt_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    name: str,
+    keep_weights: bool = True,
+    numerics: str = "invariant",
+) -> LoadedModel:
     """A model built in memory is served: self-tested, attention and layers replaced; its weights stay beside the packed ones if asked."""
     self_test(type(model), model.config)
     model.set_attn_implementation(IMPLEMENTATION)
     model.eval().requires_grad_(False)
-    return _served(model, tokenizer, name, keep_weights)
+    return _served(model, tokenizer, name, keep_weights, numerics)
 
 
 @contextmanager
@@ -97,7 +113,7 @@ def borrowed(model: PreTrainedModel) -> Iterator[LoadedModel]:
     before = model.config._attn_implementation
     model.set_attn_implementation(IMPLEMENTATION)
     try:
-        yield _served(model, None, type(model).__name__, keep_weights=True)
+        yield _served(model, None, type(model).__name__, True, "invariant")
     finally:
         restore_flat(model)
         restore_rope(model)
@@ -106,20 +122,21 @@ def borrowed(model: PreTrainedModel) -> Iterator[LoadedModel]:
         model.set_attn_implementation(before)
 
 
-def serve_head(head: nn.Module) -> None:
+def serve_head(head: nn.Module, is_fast: bool = False) -> None:
     """Our operations in the place of a head's own; weights stay beside the packed ones, since heads read some of them."""
     with torch.inference_mode():
         fuse(head)
-    replace_layers(head, keep_weights=True)
+    replace_layers(head, True, is_fast)
 
 
-def _served(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, keep_weights: bool) -> LoadedModel:
+def _served(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, keep_weights: bool, numerics: str) -> LoadedModel:
     """Our operations in the place of the model's own."""
+    is_fast = numerics == "fast" and devices.by_triton(next(model.parameters()))
     with torch.inference_mode():
         original_context = replace_rope(model)
         replaced = fuse(model)
-    replaced |= replace_layers(model, keep_weights)
-    return LoadedModel(model, tokenizer, name, replaced | flatten(model), original_context)
+    replaced |= replace_layers(model, keep_weights, is_fast)
+    return LoadedModel(model, tokenizer, name, replaced | flatten(model), original_context, is_fast)
 
 
 def _check_folder(name: str) -> None:

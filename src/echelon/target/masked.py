@@ -25,7 +25,7 @@ class MaskedStep:
     """Write the batch's keys and values into the rectangle, then attend with a mask made from positions."""
 
     def __init__(self, batch: PaddedBatch, cache: RectangleCache) -> None:
-        self.batch, self.cache = batch, cache
+        self.batch, self.cache = batch.for_attention(cache.device), cache
 
     def attend(self, call: LayerCall) -> Tensor:
         refuse_what_masks_cannot_say(call)
@@ -40,7 +40,7 @@ class MaskedStep:
         folded = query.to(keys.dtype).view(num_rows, widest, kv_heads, group, size).transpose(1, 2).reshape(num_rows, kv_heads, -1, size)
         mask = self._mask(call.window, group, keys.dtype)
         count = folded.shape[2]
-        if count == 1:  # the framework reads keys for one query at a quarter of the speed that it has for two
+        if count == 1 and not query.is_cuda:  # on the CPU the framework reads keys for one query at a quarter of the speed for two
             folded = folded.expand(-1, -1, 2, -1)
         out = F.scaled_dot_product_attention(folded, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask, scale=call.scale)
         out = out[:, :, :count].reshape(num_rows, kv_heads, widest, group, -1).transpose(1, 2).reshape(num_rows * widest, heads, -1)
@@ -63,8 +63,11 @@ class MaskedStep:
             visible = (keys >= 0) & (keys <= queries)
             if window is not None:
                 visible &= keys > queries - window
-            mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
-            self.batch.masks[key] = mask.repeat_interleave(group, 1)[:, None]
+            mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+            mask = mask.repeat_interleave(group, 1)[:, None]
+            if mask.is_cuda:  # lines that do not start at multiples of 16 bytes the framework would copy in every layer
+                mask = F.pad(mask, (0, -mask.shape[3] % 8))[..., : mask.shape[3]]
+            self.batch.masks[key] = mask
         return self.batch.masks[key]
 
 

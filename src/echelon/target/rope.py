@@ -26,7 +26,8 @@ class RowRope:
         self._module = module
         self._forward = inspect.unwrap(type(module).forward)  # without the choice by the whole call
         limit = original_context(module)
-        self._sets = tuple(ROPE_INIT_FUNCTIONS["longrope"](module.config, None, seq_len=n)[0] for n in (limit, limit + 1))
+        sets = (ROPE_INIT_FUNCTIONS["longrope"](module.config, None, seq_len=n)[0] for n in (limit, limit + 1))
+        self._sets = tuple(frequencies.to(module.inv_freq.device) for frequencies in sets)
 
     def __call__(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [1, T, D] for x [1, T, hidden] and positions int [1, T]."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -13,13 +15,38 @@ from echelon.batch import RaggedBatch, Span
 from echelon.kv.cache import KVCache
 from echelon.kv.rectangle import RectangleCache
 from echelon.layouts import unpadded
-from echelon.ops import ROWS_PER_CALL
-from echelon.ops.compiled import is_built
+from echelon.ops import ROWS_PER_CALL, devices
 from echelon.stats import Load, Usage
 from echelon.target.attention import STEP_KEYWORD, CachedStep, Step
 from echelon.target.loading import LoadedModel
 from echelon.target.rope import coded_positions
 from echelon.target.taps import Taps
+
+if TYPE_CHECKING:
+    from echelon.target.captured import Captured  # imports Triton
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How tokens are drawn in a chain of passes: parameters of each row, and the noise keys of each pass and row (`sampling.noise_key`)."""
+
+    temperature: Sequence[float]
+    top_k: Sequence[int]
+    top_p: Sequence[float]
+    min_p: Sequence[float]
+    noise_keys: Sequence[Sequence[int]]
+
+
+def launch(
+    loaded: LoadedModel, taps: Taps | None, tokens: Tensor, positions: Tensor, logit_rows: Tensor, step: Step
+) -> tuple[Tensor, Tensor | None]:
+    """The model, from what lies on its device: logits [R, V] and taps [T, F] for tokens and positions [T] and logit_rows [R]."""
+    with taps.reading() if taps else nullcontext() as found:
+        output = loaded.model(
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=logit_rows, **{STEP_KEYWORD: step}
+        )
+    logits: Tensor = output.logits[0]
+    return logits, taps.joined(found, len(tokens)) if taps and found is not None else None
 
 
 class ModelRunner:
@@ -27,9 +54,17 @@ class ModelRunner:
 
     cache: KVCache | RectangleCache
     taps: Taps | None = None  # what a drafter asks to see of every pass
+    captured: Captured | None = None  # passes as CUDA graphs
 
     def __init__(self, loaded: LoadedModel, cache: KVCache | RectangleCache) -> None:
         self.loaded, self.cache, self.usage = loaded, cache, Usage()
+
+    def capture(self) -> None:
+        """From now on passes that can be are captured as CUDA graphs; the cache must have a null block."""
+        from echelon.target.captured import captured  # imports Triton
+
+        assert isinstance(self.cache, KVCache)
+        self.captured = captured(self.loaded, self.cache)
 
     def num_cached(self, row: int) -> int:
         return self.cache.tables.num_cached(row)
@@ -57,26 +92,56 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: RaggedBatch) -> tuple[Tensor, Tensor | None]:
-        """One pass over every row: logits [R, V] of `batch.logit_rows`, float32 from compiled kernels, else in the model's dtype; and with
-        `taps` the hidden states [T, len(taps) · d] of every new token, drafted ones included.
+        """One pass over every row: logits [R, V] of `batch.logit_rows`, float32 from kernels of ours, else in the model's dtype; and with
+        `taps` the hidden states [T, len(taps) · d] of every new token, drafted ones included. Both are on the model's device, and may be
+        overwritten by the next pass; the batch is on the host, and what the device needs of it goes there once, here and in the step.
 
-        Without compiled kernels the packed tokens are filled up to full calls of ROWS_PER_CALL, so that the framework's element-wise
+        Without kernels of ours the packed tokens are filled up to full calls of ROWS_PER_CALL, so that the framework's element-wise
         operations see the same shapes.
         """
         self.cache.apply_copies()
-        missing = 0 if is_built() else -len(batch.tokens) % ROWS_PER_CALL
-        with self.taps.reading() if self.taps else nullcontext() as found:
-            output = self.loaded.model(
-                input_ids=F.pad(batch.tokens, (0, missing))[None],
-                position_ids=F.pad(coded_positions(batch, self.loaded.original_context), (0, missing))[None],
-                use_cache=False,
-                logits_to_keep=batch.logit_rows,
-                **{STEP_KEYWORD: self.step(batch)},
-            )
-        logits: Tensor = output.logits[0]
-        self.usage.count(batch.num_tokens, self.load(batch), self.cache.bytes_per_slot)
+        replayed = self.captured.run(batch, self.taps) if self.captured else None
+        if replayed is not None:
+            self._count(batch, replayed.num_inputs)
+            return replayed.logits, replayed.taps
+        device = self.cache.device
+        tokens, positions, logit_rows = (
+            x.to(device) for x in (batch.tokens, coded_positions(batch, self.loaded.original_context), batch.logit_rows)
+        )
+        missing = 0 if devices.has_kernels(tokens) else -len(tokens) % ROWS_PER_CALL
+        inputs = F.pad(tokens, (0, missing)), F.pad(positions, (0, missing))
+        logits, taps = launch(self.loaded, self.taps, *inputs, logit_rows, self.step(batch))
+        self._count(batch)
+        return logits, None if taps is None else taps[: batch.num_tokens]
+
+    @torch.inference_mode()
+    def chain(self, batches: Sequence[RaggedBatch], width: int, draws: Draws | None) -> Tensor | None:
+        """A pass a batch without the host between them, in one captured graph; None where that cannot be, and then nothing has run.
+
+        The first batch has a row of logits for every row of it; each later one feeds, to the first of these rows, the tokens that the one
+        before has chosen, whatever tokens it holds: the likeliest, or by `draws`. Returns chosen tokens int64 [len(batches), B] among
+        `width` ids, −1 where a drawn one has none; a row that is fed no longer gets anything.
+        """
+        if self.captured is None:
+            return None
+        self.cache.apply_copies()
+        replayed = self.captured.chain(batches, width, draws)
+        if replayed is None:
+            return None
+        tokens, num_inputs = replayed
+        for batch, count in zip(batches, num_inputs, strict=True):
+            self._count(batch, count)
+        return tokens
+
+    def _count(self, batch: RaggedBatch, num_replayed: int | None = None) -> None:
+        """One pass; `num_replayed`: rows that a graph fed in it, padding included."""
+        load = self.load(batch)
+        if num_replayed is not None:
+            load = replace(load, num_inputs=num_replayed)
+            self.usage.num_replays += 1
+        self.usage.count(batch.num_tokens, load, self.cache.bytes_per_slot)
         self.usage.layout_seconds = self.cache.seconds
-        return logits, self.taps.joined(found, batch.num_tokens) if self.taps and found is not None else None
+        self.usage.num_captures = self.captured.num_captures if self.captured else 0
 
     def commit(self, row: int, num_known: int, path: Sequence[int] = ()) -> None:
         """Keep the first `num_known` tokens of the row and, of the drafted ones after them, the accepted path; give the rest back."""

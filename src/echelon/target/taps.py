@@ -114,7 +114,7 @@ class _Trial:
 
 
 def run_one_token(model: Any) -> None:
-    zero = torch.zeros(1, 1, dtype=torch.int64)
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.inference_mode():
         model(input_ids=zero, position_ids=zero, use_cache=False, **{STEP_KEYWORD: RecordingStep()})
 

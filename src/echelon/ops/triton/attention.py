@@ -15,7 +15,7 @@ from torch import Tensor
 
 from echelon.batch import RaggedBatch
 from echelon.ops.triton.launch import EXACT, dot, narrow, power_of_two
-from echelon.ops.triton.plan import FAR, FIELDS, FRESH, KEY_TILE, RESUMED, SPLIT, Plan, plan_attention
+from echelon.ops.triton.plan import FAR, FIELDS, FRESH, KEY_TILE, RESUMED, SPLIT, Plan, PlanKey, plan_attention
 
 LANES = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 16}
 
@@ -52,6 +52,8 @@ def _attend(
     """One item and key/value head; strides in values. `heads`: query heads of the group that one program holds."""
     item = items + tl.program_id(0) * fields
     row, first_token, end_token = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    if first_token >= end_token:  # room left over in the table
+        return
     first_key, end_key = tl.load(item + 3), tl.load(item + 4)
     path, path_from, mode = tl.load(item + 5), tl.load(item + 6), tl.load(item + 7)
     chunks: tl.constexpr = (group + heads - 1) // heads
@@ -122,6 +124,8 @@ def _merge_splits(
     """All splits of one token, in order of position, for some of its heads."""
     merge = merges + tl.program_id(0) * 3
     token, first, end = tl.load(merge).to(tl.int64), tl.load(merge + 1), tl.load(merge + 2)
+    if first >= end:  # room left over in the table
+        return
     base = tl.load(bases + token)
     head = tl.program_id(1) * heads + tl.arange(0, heads)
     is_real = head < num_heads
@@ -152,17 +156,37 @@ def ragged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """`echelon.ops.attention.ragged_attention` on a device, where query, keys, values and sinks are; the batch may stay on the host."""
-    query = query if query.stride(2) == 1 else query.contiguous()
-    num_heads, group = query.shape[1], query.shape[1] // keys.shape[1]
+    key = plan_key(query, keys.shape[1], window)
+    plan: Plan = batch.plans.get(key) or batch.plans.setdefault(key, plan_attention(batch, key, keys.device))
+    return planned_attention(query, keys, values, plan, batch.block_size, scale, window, softcap, sinks)
+
+
+def plan_key(query: Tensor, num_kv_heads: int, window: int | None) -> PlanKey:
+    """What the plan for query [T, H, D] depends on besides the batch."""
     lanes = LANES[query.dtype]
-    tokens_per_item = lanes // min(group, lanes)
-    key = ("triton", tokens_per_item, window, keys.device)
-    plan: Plan = batch.plans.get(key) or batch.plans.setdefault(key, plan_attention(batch, tokens_per_item, window, keys.device))
-    out = query.new_empty(len(query), num_heads, values.shape[3])
+    return PlanKey(lanes // min(query.shape[1] // num_kv_heads, lanes), window)
+
+
+def planned_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: Plan,
+    block_size: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`ragged_attention` by a plan. Nothing here depends on what the plan's tables hold, only on their shapes."""
+    query = query if query.stride(2) == 1 else query.contiguous()
+    num_heads = query.shape[1]
+    make = query.new_zeros if plan.has_pads else query.new_empty
+    out = make((len(query), num_heads, values.shape[3]))
     states = torch.empty(plan.num_states, num_heads, values.shape[3], dtype=torch.float32, device=out.device)
     sums = torch.empty(plan.num_states, num_heads, 2, dtype=torch.float32, device=out.device)
     for items in (plan.items, plan.late):
-        _launch(items, plan, query, keys, values, sinks, out, states, sums, batch.block_size, scale, window, softcap)
+        _launch(items, plan, query, keys, values, sinks, out, states, sums, block_size, scale, window, softcap)
     if len(plan.merges):
         heads = 16
         grid = (len(plan.merges), triton.cdiv(num_heads, heads))

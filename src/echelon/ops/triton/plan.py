@@ -32,8 +32,28 @@ Int32 = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
+class PlanKey:
+    """Layers that share a plan: tokens of a row to an item, and the sliding window."""
+
+    tokens_per_item: int
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What `Plan` holds, on the host."""
+
+    items: Int32
+    late: Int32
+    paths: Int32
+    merges: Int32
+    bases: Int32
+    num_states: int
+
+
+@dataclass(frozen=True)
 class Plan:
-    """All on the device of the keys.
+    """All on the device of the keys. In tables with room left over, entries of zeros follow: programs that they are for do nothing.
 
     items      int32[I, FIELDS]  programs of the first launch
     late       int32[J, FIELDS]  those that take up states of the first
@@ -42,6 +62,7 @@ class Plan:
     bases      int32[T]          the state of split s of token t stands in place bases[t] + s of `num_states`
     table      int32[B, M]       block table of the batch
     positions  int32[T]
+    has_pads   some tokens have no program; their output is zero
     """
 
     items: Tensor
@@ -52,11 +73,12 @@ class Plan:
     num_states: int
     table: Tensor
     positions: Tensor
+    has_pads: bool = False
 
 
-def plan_attention(batch: RaggedBatch, tokens_per_item: int, window: int | None, device: torch.device) -> Plan:
-    """The plan of all layers with the same number of tokens to an item and the same sliding window."""
-    work = _Work(batch.positions.cpu().numpy(), tokens_per_item, window)
+def plan_tables(batch: RaggedBatch, key: PlanKey) -> Tables:
+    """The plan of all layers with this key, on the host."""
+    work = _Work(batch.positions.cpu().numpy(), key.tokens_per_item, key.window)
     trees = batch.row_parents() or [[]] * batch.num_rows
     text_lens = batch.text_lens.tolist()
     for row, ((start, end), parents) in enumerate(zip(pairwise(batch.indptr.tolist()), trees, strict=True)):
@@ -64,10 +86,15 @@ def plan_attention(batch: RaggedBatch, tokens_per_item: int, window: int | None,
             work.add_tree(row, start, end, text_lens[row], parents)
         else:
             work.add_chain(row, start, end)
-    merges, bases, num_states = work.merges()
-    parts = (_table(work.items, FIELDS), _table(work.late, FIELDS), _paths(work.paths), merges, bases)
-    items, late, paths, merged, based = (torch.from_numpy(part).to(device, non_blocking=True) for part in parts)
-    return Plan(items, late, paths, merged, based, num_states, batch.block_table.to(device), batch.positions.to(device))
+    return Tables(_table(work.items, FIELDS), _table(work.late, FIELDS), _paths(work.paths), *work.merges())
+
+
+def plan_attention(batch: RaggedBatch, key: PlanKey, device: torch.device) -> Plan:
+    """`plan_tables` on a device."""
+    tables = plan_tables(batch, key)
+    parts = (tables.items, tables.late, tables.paths, tables.merges, tables.bases)
+    items, late, paths, merges, bases = (torch.from_numpy(part).to(device, non_blocking=True) for part in parts)
+    return Plan(items, late, paths, merges, bases, tables.num_states, batch.block_table.to(device), batch.positions.to(device))
 
 
 class _Work:

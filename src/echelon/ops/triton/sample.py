@@ -8,11 +8,13 @@ a nucleus that ends within the rounding of a float64 sum, could tell them apart.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.ops.triton.launch import EXACT
@@ -161,13 +163,25 @@ def sample_rows(
     By `min_p`, `top_k`, `top_p` and keyed noise, as in `echelon.sampling`; the first largest where the temperature is 0; −1 where a logit
     is NaN or the largest is not finite.
     """
-    logits = logits.contiguous()
+    columns = draw_columns(temperature, top_k, top_p, min_p, [noise_key(*place) for place in zip(seed, index, position, strict=True)])
+    return draw_rows(logits, *(torch.from_numpy(column).to(logits.device, non_blocking=True) for column in columns))
+
+
+def draw_columns(
+    temperature: Sequence[float], top_k: Sequence[int], top_p: Sequence[float], min_p: Sequence[float], noise_keys: Sequence[int]
+) -> tuple[NDArray[Any], ...]:
+    """What `draw_rows` reads of every row, float32, int32, float64, float32 and int64 [R]; `noise_keys` of `sampling.noise_key`."""
     with np.errstate(divide="ignore"):  # no min_p: a threshold of −∞
         log_min_p = np.log(np.asarray(min_p, np.float32))
-    noise_keys = np.array([noise_key(*place) for place in zip(seed, index, position, strict=True)], np.uint64).view(np.int64)
-    columns = (np.asarray(temperature, np.float32), np.asarray(top_k, np.int32), np.asarray(top_p, np.float64), log_min_p, noise_keys)
+    keys = np.array(noise_keys, np.uint64).view(np.int64)
+    return np.asarray(temperature, np.float32), np.asarray(top_k, np.int32), np.asarray(top_p, np.float64), log_min_p, keys
+
+
+def draw_rows(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor, noise_keys: Tensor) -> Tensor:
+    """`sample_rows` with `draw_columns` on the device."""
+    logits = logits.contiguous()
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):
-        on_device = (torch.from_numpy(column).to(logits.device, non_blocking=True) for column in columns)
-        _sample_rows[(len(logits),)](logits, *on_device, tokens, logits.shape[1], block=BLOCK, num_warps=8, **EXACT)
+        columns = (temperature, top_k, top_p, log_min_p, noise_keys)
+        _sample_rows[(len(logits),)](logits, *columns, tokens, logits.shape[1], block=BLOCK, num_warps=8, **EXACT)
     return tokens

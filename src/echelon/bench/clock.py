@@ -1,0 +1,62 @@
+"""Clocks that know that a CUDA device works on after the host has asked: what is timed ends when the device is done.
+
+The host's own clock is read here and nowhere else where a device may be at work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from echelon.api import LLM
+from echelon.kv.rectangle import RectangleCache
+
+Clock = Callable[[], float]
+HEAD_START = 1_000_000  # cycles, about half a millisecond: the device waits, so that launches are queued when it begins
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Seconds; on a CUDA device, once it has done what it was given."""
+    if device.type != "cuda":
+        return time.perf_counter
+
+    def now() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return now
+
+
+def time_parts(llm: LLM) -> Clock:
+    """From now on the parts of a step are told apart by this clock, which is returned. (What EXSPEC gathers counts as forward.)"""
+    llm.engine.clock = clock_of(llm.target.device)
+    for runner in llm.storage.runners:
+        if isinstance(runner.cache, RectangleCache):
+            runner.cache.clock = llm.engine.clock
+    return llm.engine.clock
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """How long a call takes; on a CUDA device, how long the device takes for it."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def kernel_seconds(call: Callable[[], object], device: torch.device) -> dict[str, float]:
+    """Seconds that a CUDA device spends in each kernel or copy by name while `call` runs; no gaps between them."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        torch.cuda.synchronize(device)
+    return {event.key: event.self_device_time_total / 1e6 for event in profile.key_averages() if event.self_device_time_total > 0}

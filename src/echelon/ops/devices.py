@@ -1,0 +1,38 @@
+"""Which device, and whose kernels: on CUDA devices those of `ops.triton`, on the CPU the compiled ones or the framework's."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from echelon.errors import ConfigError
+from echelon.ops.compiled import is_built
+
+
+def by_triton(tensor: Tensor) -> bool:
+    """Triton serves calls on this tensor: the one place that decides."""
+    return tensor.is_cuda
+
+
+def has_kernels(tensor: Tensor) -> bool:
+    """Kernels of ours, of either kind, serve calls on this tensor."""
+    return is_built() or by_triton(tensor)
+
+
+def chosen_device(name: str) -> torch.device:
+    """ "auto": the CUDA device where there is one.
+
+    Raises
+    ------
+    ConfigError  a CUDA device is asked for, and PyTorch sees none
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device = 'cuda', and PyTorch sees no CUDA device; install a CUDA build of it, or use device = 'cpu'")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def on_host(tensor: Tensor) -> NDArray[np.float32]:
+    """float32 values for NumPy: a view where they lie in the host's memory as such, else a copy that waits for the device."""
+    return tensor.float().cpu().numpy()
