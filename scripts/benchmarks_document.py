@@ -50,6 +50,7 @@ def write_document(folder: Path, expected: SequenceOf[str], settings: dict[str, 
     measured = [*padding_part(cells, plots), *realign_part(cells, plots), *gain_part(cells, plots)]
     parts = [*heads, *measured, *heads_part(cells, plots, folder / "evidence"), *peers_part(runs)]
     parts += gpu_part(folder / "evidence" / "gpu_check.json")
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "benchmarks.md"
     path.write_text("\n\n".join(p for p in parts if p) + "\n", "utf-8")
     return path
