@@ -32,6 +32,7 @@ RANK = {room: rank for rank, rooms in enumerate(LEVELS) for room in rooms}
 APART = {"layouts", "drafters", "heads"}  # siblings in these rooms do not import each other
 ALLOWED_SIBLINGS = {"base", "frontier", "parts"}
 GATHERS = {"heads.layouts", "heads.loading"}  # they know all of their siblings
+ON_TRITON = {"target.buckets", "target.captured", "target.frames"}  # belong to that room: nothing else imports them at its top
 TRAINING_READS = {"errors", "heads", "target"}
 
 
@@ -103,6 +104,7 @@ def test_triton_is_imported_in_its_room_alone() -> None:
 
 def test_nothing_imports_the_room_of_triton_at_its_top() -> None:
     for module, path in modules().items():
-        if not module.startswith("ops.triton"):
+        if not module.startswith("ops.triton") and module not in ON_TRITON:
             top = ast.Module([n for n in ast.parse(path.read_text("utf-8")).body if isinstance(n, ast.Import | ast.ImportFrom)], [])
-            assert not any("triton" in ast.unparse(node) for node in top.body), module
+            apart = ("triton", *ON_TRITON)
+            assert not any(name in ast.unparse(node) for node in top.body for name in apart), module
