@@ -3,8 +3,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; tests of threads ask for two
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; tests of threads ask for two, which must not spin
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch

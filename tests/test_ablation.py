@@ -71,7 +71,3 @@ def test_a_family_gets_equally_many_batches(names: dict[str, Any], tmp_path: Pat
 def test_acceptance_by_depth_is_of_those_that_got_there(names: dict[str, Any]) -> None:
     assert names["_conditional"]([10, 10, 8], [5, 4, 1]) == [0.5, 0.8, 0.25]
     assert names["_conditional"]([], []) == []
-
-
-def test_seconds_of_a_run_that_was_cut_off_add_up(names: dict[str, Any]) -> None:
-    assert names["_total"]([1.0, 3.0, 2.0, 4.0]) == 7.0
