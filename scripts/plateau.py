@@ -1,7 +1,7 @@
 """How long heads learn and what it takes: `python scripts/plateau.py [--runs FOLDER] [METHOD ...]`, after `make heads`.
 
 Of every run in FOLDER/METHOD the batches until its loss stays within two per cent of where it ends; seconds a batch and memory come from
-a few batches of the same run in a process of its own, so that it matters to nothing how busy the machine was while the head was trained.
+a few batches of the same run in a process of its own, so that it does not matter how busy the machine was while the head was trained.
 Written to docs/evidence/training.md and .json. Succeeds where every head is there in at most 20 minutes with less than 2 GB.
 """
 
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -84,8 +85,8 @@ def learnt(run: Path, data: Path) -> Learnt:
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text("utf-8").splitlines()]
     losses, last = [x["loss"] for x in lines if "loss" in x], next(x for x in reversed(lines) if "top1" in x)
     reached, loss = plateau(losses)
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        seconds, memory = pool.apply(cost, (run, data))
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+        seconds, memory = alone.submit(cost, run, data).result()
     return Learnt(run.name, len(losses), reached, seconds, memory, loss, last["top1"], last["tokens_per_step"])
 
 
