@@ -58,6 +58,7 @@ class Recorder(Card):
         super().__init__()
         self.recording: Recording | None = None
         self._pinned: set[int] = set()
+        self._on_their_way: list[tuple[Tensor, Tensor]] = []  # to the host
         self.num_replays = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,6 +69,12 @@ class Recorder(Card):
         if func is Tensor.copy_ and self.holds(args[0]) and not self.holds(args[1]):
             assert args[1].untyped_storage().data_ptr() in self._pinned, "a copy from memory that is not pinned waits for the device"
             assert self.recording is None, "a graph reads memory of the host"
+        if func is Tensor.copy_ and self.holds(args[1]) and not self.holds(args[0]) and kwargs.get("non_blocking"):
+            assert args[0].untyped_storage().data_ptr() in self._pinned, "a copy to memory that is not pinned waits for the device"
+            assert self.recording is None, "a graph writes memory of the host"
+            with torch._C.DisableTorchFunction():
+                self._on_their_way.append((args[0], args[1].clone()))
+                return args[0].fill_(-(1 << 40))
         out = super().__torch_function__(func, types, args, kwargs)
         if is_pinned:
             self._pinned.add(out.untyped_storage().data_ptr())
@@ -105,6 +112,7 @@ class Recorder(Card):
             "stream": lambda _: nullcontext(),
             "graph_pool_handle": lambda: (0, 1),
             "CUDAGraph": lambda: Graph(self),
+            "Event": lambda: Event(self._on_their_way),
             "graph": self._record,
         }
         for name, stand_in in stand_ins.items():
@@ -127,6 +135,22 @@ class _Launcher:
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         return self._launch(grid)
+
+
+class Event:
+    """Copies to the host, asked for before it is recorded, arrive when it is waited for and no sooner."""
+
+    def __init__(self, on_their_way: list[tuple[Tensor, Tensor]]) -> None:
+        self._on_their_way = on_their_way
+
+    def record(self) -> None:
+        self._copies = list(self._on_their_way)
+        self._on_their_way.clear()
+
+    def synchronize(self) -> None:
+        with torch._C.DisableTorchFunction():
+            for host, values in self._copies:
+                host.numpy()[...] = values.numpy()
 
 
 class Graph:

@@ -242,10 +242,10 @@ def test_what_a_chain_cannot_do_is_drafted_pass_by_pass(there: Recorder) -> None
 def test_few_graphs_are_kept_and_large_passes_are_not_captured(there: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured, "MOST_TOKENS", 6)
     llm = engine("llama", "greedy", "ngram", max_num_seqs=3)
-    llm.engine.target.captured._graphs._most = 2
+    llm.engine.target.captured.graphs._most = 2
     check(llm, "llama", "greedy")
     usage = llm.stats.target
-    assert len(llm.engine.target.captured._graphs._kept) == 2 < usage.num_captures < usage.num_replays < usage.num_passes
+    assert len(llm.engine.target.captured.graphs._kept) == 2 < usage.num_captures < usage.num_replays < usage.num_passes
 
 
 def test_a_bucket_is_captured_when_it_comes_again(there: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ APART = {"layouts", "drafters", "heads"}  # siblings in these rooms do not impor
 ALLOWED_SIBLINGS = {"base", "frontier", "parts"}
 GATHERS = {"heads.layouts", "heads.loading"}  # they know all of their siblings
 TRAINING_READS = {"errors", "heads", "target"}
-BEHIND_TRITON = ("ops.triton", "target.buckets", "target.captured", "target.frames")  # loaded where a CUDA device serves
+BEHIND_TRITON = ("ops.triton", "target.ahead", "target.buckets", "target.captured", "target.frames")  # loaded where a CUDA device serves
 
 
 def room(module: str) -> str:

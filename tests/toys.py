@@ -158,6 +158,8 @@ def watch(llm: LLM, is_faulty: bool = False) -> LLM:
                 assert llm.engine.target.num_cached(sequence.id) in (0, len(sequence) - 1), "all tokens but the last have keys and values"
         for cache in caches(llm):
             cache.check()
+            if llm.engine.flight is not None:
+                continue  # rows have more keys and values than is known yet
             cache.apply_copies()
             stale = ~cache.held_slots()
             for storage in (*cache.keys, *cache.values):

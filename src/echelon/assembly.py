@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+from typing import TYPE_CHECKING
 
 from echelon.config import EngineConfig, SpeculativeConfig
 from echelon.drafters.base import Drafter, NoDrafter
@@ -17,6 +19,9 @@ from echelon.strategies import Storage, selector
 from echelon.trees import growth_of
 from echelon.verify import Acceptance, Typical
 
+if TYPE_CHECKING:
+    from echelon.target.ahead import Ahead
+
 logger = logging.getLogger("echelon")
 
 
@@ -26,17 +31,30 @@ def build_engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: 
     if head is not None:
         target.taps = head.taps
     scheduler = _scheduler(config, spec, storage)
+    ahead = _ahead(spec, storage)
     if spec is None:
-        return Engine(target, NoDrafter(), scheduler)
+        return Engine(target, NoDrafter(), scheduler, ahead=ahead)
     drafter = _drafter(config, spec, storage, head)
     guard = GuardedDrafter(drafter, target.loaded.vocab_size, spec.grows_trees)
-    engine = Engine(target, guard, scheduler, _acceptance(spec))
+    engine = Engine(target, guard, scheduler, _acceptance(spec), ahead)
     engine.stats.drafter_faults = guard.faults
     if len(storage.runners) > 1:
         engine.stats.draft = storage.runners[1].usage
     if isinstance(drafter, HeadDrafter):
         engine.stats.draft = drafter.usage
     return engine
+
+
+def _ahead(spec: SpeculativeConfig | None, storage: Storage) -> Ahead | None:
+    """Steps are launched early where the device decides alone what is drafted and kept, and no text changes its keys as it grows."""
+    is_drafted_there = spec is None or (spec.method == "draft_model" and not spec.grows_trees and spec.min_score == -math.inf)
+    is_exact = spec is None or spec.acceptance == "exact"
+    runners = storage.runners
+    if any(r.captured is None or r.loaded.original_context is not None for r in runners) or not (is_drafted_there and is_exact):
+        return None
+    from echelon.target.ahead import Ahead  # imports Triton
+
+    return Ahead(runners[0], runners[1] if len(runners) > 1 else None)
 
 
 def _scheduler(config: EngineConfig, spec: SpeculativeConfig | None, storage: Storage) -> Scheduler:

@@ -235,10 +235,13 @@ def uniform_noise(seed: int, index: int, position: int, token_ids: Int64, purpos
 
 def noise_key(seed: int, index: int, position: int, purpose: int = 0) -> int:
     """What the noise of all token ids at one place has in common, 64 bits."""
-    key = _mix((seed + _GOLDEN) & _MASK)
-    key = _mix(key ^ _mix((index * _GOLDEN + 1) & _MASK))
-    key = _mix(key ^ _mix((position * _GOLDEN + 2) & _MASK))
+    key = _mix(row_key(seed, index) ^ _mix((position * _GOLDEN + 2) & _MASK))
     return _mix(key ^ _mix((purpose * _GOLDEN + 3) & _MASK))
+
+
+def row_key(seed: int, index: int) -> int:
+    """What the noise keys of all places of one text have in common, 64 bits."""
+    return _mix(_mix((seed + _GOLDEN) & _MASK) ^ _mix((index * _GOLDEN + 1) & _MASK))
 
 
 def noise_at(keys: NDArray[np.uint64] | np.uint64, token_ids: Int64) -> NDArray[np.float64]:

@@ -6,6 +6,7 @@ A row with n new tokens is the only shape: a prompt, a piece of one, and a decod
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,7 +16,7 @@ from echelon.kv.blocks import BlockTables
 from echelon.kv.lines import LineTables
 from echelon.sampling import Logprobs
 from echelon.selection import Selector
-from echelon.sequence import PlannedRow, Sequence
+from echelon.sequence import AheadRow, PlannedRow, Sequence
 
 PROMPT_LOGITS = 128  # prompt tokens a step of a row whose prompt logprobs are wanted: bounds the logits held at once
 
@@ -130,6 +131,47 @@ class Scheduler:
         if not plan.preempted:
             self._admit(plan, budget)
         return plan
+
+    def next_ahead(self, flying: Mapping[int, tuple[int, AheadRow]]) -> list[AheadRow]:
+        """Rows of a step that can be launched before the one in flight, if there is one, is settled; longest drafts first. `flying`: the
+        rows that it is awaited for, with their places in it, by their sequences' ids.
+
+        None where a step must be planned with everything known: rows may enter, or some row reads its prompt, has logits that the host must
+        see, or might outgrow what is there for it. A row that ends with the step in flight is left out. Slots are reserved for the most
+        that may be.
+        """
+        if self._may_enter():
+            return []
+        rows = []
+        for sequence in self.running:
+            place, last = flying.get(sequence.id, (-1, None))
+            if (flying and last is None) or self._needs_host(sequence):
+                return []
+            least, most = (1, last.num_drafted + 1) if last else (0, 0)  # tokens in flight
+            if (left := sequence.num_tokens_left - least) > 0:
+                depth = min(self._draft_limits(sequence)[1], left - 1)
+                rows.append(AheadRow(sequence, place, len(sequence) + least, len(sequence) + most, depth))
+        if not all(self._is_ready(row) for row in rows) or not all(self._has_blocks(t, rows) for t in self._tables):
+            return []
+        for row in rows:
+            for tables in self._tables:
+                tables.reserve(row.sequence.id, row.longest + row.num_drafted)
+        return sorted(rows, key=lambda row: -row.num_drafted)
+
+    def _needs_host(self, sequence: Sequence) -> bool:
+        """Its tokens do not follow from its logits and noise alone."""
+        return sequence.sampler.changes_logits or sequence.params.logprobs is not None or sequence.lacks_prompt_logprobs
+
+    def _is_ready(self, row: AheadRow) -> bool:
+        """Its text is read but for the last token (for two, in a draft model), and contexts hold the longest that it may become."""
+        num_tokens, end = len(row.sequence), row.longest + row.num_drafted
+        lacking = [num_tokens - tables.num_cached(row.sequence.id) for tables in self._tables[: 2 if row.num_drafted else 1]]
+        is_read = row.source >= 0 or all(count <= 1 + place for place, count in enumerate(lacking))
+        is_in_draft = not row.num_drafted or self._longest_drafted is None or end <= self._longest_drafted
+        return is_read and is_in_draft and end <= row.sequence.max_len
+
+    def _has_blocks(self, tables: BlockTables | LineTables, rows: SequenceOf[AheadRow]) -> bool:
+        return sum(tables.num_missing(r.sequence.id, r.longest + r.num_drafted) for r in rows) <= tables.pool.num_free
 
     def _selected_step(self, selector: Selector) -> Plan:
         """The rows that the selector chooses; a rectangle of them holds at most `max_num_batched_tokens` tokens before drafts."""

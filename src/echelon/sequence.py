@@ -133,3 +133,19 @@ class PlannedRow:
         if not self.wants_prompt_logprobs:
             return 0
         return self.num_new - 1 if self.is_sampled else self.num_new
+
+
+@dataclass(frozen=True)
+class AheadRow:
+    """One row of a step that is launched while another may be in flight, whose verdict only the device knows.
+
+    source            its place in the step in flight; −1: none of its tokens is in flight
+    shortest, longest tokens of its text by then
+    num_drafted       tokens to draft
+    """
+
+    sequence: Sequence
+    source: int
+    shortest: int
+    longest: int
+    num_drafted: int

@@ -66,15 +66,18 @@ class Captured:
     """The graphs of one model. No graph refers back to this object, so that dropping it frees their memory and the cache at once."""
 
     def __init__(self, loaded: LoadedModel, cache: KVCache) -> None:
-        self._loaded, self._cache = loaded, cache
+        self._loaded, self.cache = loaded, cache
         seeker = _KeySeeker()
         record_layers(loaded.model, seeker)
-        self._keys = tuple(dict.fromkeys(seeker.keys))
-        self._graphs: Graphs[_OnePass | _Chain] = Graphs(cache.device)
+        self.keys = tuple(dict.fromkeys(seeker.keys))
+        self.graphs = Graphs(cache.device)
 
     @property
     def num_captures(self) -> int:
-        return self._graphs.num_captures
+        return self.graphs.num_captures
+
+    def launch(self, taps: Taps | None = None) -> Launch:
+        return partial(_launch, self._loaded, self.cache, taps)
 
     def run(self, batch: RaggedBatch, taps: Taps | None) -> Replayed | None:
         """One pass, always with the same taps; None where it is to be run eagerly."""
@@ -82,10 +85,10 @@ class Captured:
             return None
         own = self._pass(batch)
         bucket = bucket_of(batch, own.tables)
-        outputs = self._graphs.run(
+        outputs = self.graphs.run(
             bucket,
-            lambda: _OnePass(self._frames([bucket]), partial(_launch, self._loaded, self._cache, taps)),
-            lambda program: program.frames.fill([own], self._cache.null_slots),
+            lambda: _OnePass(self._frames([bucket]), self.launch(taps)),
+            lambda program: program.frames.fill([own], self.cache.null_slots),
         )
         if outputs is None:
             return None
@@ -104,20 +107,20 @@ class Captured:
         buckets = [first, *later]
         rows = first.num_logits
         shapes = [] if draws is None else [*(((rows,), dtype) for dtype in DRAWN), ((len(batches), rows), torch.int64)]
-        outputs = self._graphs.run(
+        outputs = self.graphs.run(
             (*buckets, width, draws is None),
-            lambda: _Chain(self._frames(buckets, shapes), partial(_launch, self._loaded, self._cache, None), width),
-            lambda program: program.frames.fill(passes, self._cache.null_slots, _columns(draws)),
+            lambda: _Chain(self._frames(buckets, shapes), self.launch(), width),
+            lambda program: program.frames.fill(passes, self.cache.null_slots, _columns(draws)),
         )
         if outputs is None:
             return None
         return outputs[0][:, : batches[0].num_rows], [b.num_tokens for b in buckets]
 
     def _pass(self, batch: RaggedBatch) -> Pass:
-        return Pass(batch, coded_positions(batch, self._loaded.original_context), tuple(plan_tables(batch, key) for key in self._keys))
+        return Pass(batch, coded_positions(batch, self._loaded.original_context), tuple(plan_tables(batch, key) for key in self.keys))
 
     def _frames(self, buckets: Sequence[Bucket], columns: Sequence[tuple[tuple[int, ...], torch.dtype]] = ()) -> Frames:
-        return Frames(buckets, self._keys, self._cache.block_size, self._cache.device, columns)
+        return Frames(buckets, self.keys, self.cache.block_size, self.cache.device, columns)
 
 
 def _launch(loaded: LoadedModel, cache: KVCache, taps: Taps | None, inputs: Inputs, tokens: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,13 +29,13 @@ class Program(Protocol):
 P = TypeVar("P", bound=Program)
 
 
-class Graphs(Generic[P]):
-    """Graphs of programs by key, the least recently used first."""
+class Graphs:
+    """Graphs of programs by key, the least recently used first; a key is that of one kind of program."""
 
     def __init__(self, device: torch.device, most: int = MOST_GRAPHS) -> None:
         self._most = most
         self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._kept: dict[Hashable, tuple[P, torch.cuda.CUDAGraph, Outputs]] = {}
+        self._kept: dict[Hashable, tuple[Any, torch.cuda.CUDAGraph, Outputs]] = {}
         self._uses: Counter[Hashable] = Counter()  # of what is not captured
         self._is_refused = False
         self.num_captures = 0
@@ -65,7 +65,7 @@ class Graphs(Generic[P]):
         graph.replay()
         return outputs
 
-    def _captured(self, program: P) -> tuple[torch.cuda.CUDAGraph, Outputs]:
+    def _captured(self, program: Program) -> tuple[torch.cuda.CUDAGraph, Outputs]:
         """Run once on a stream of its own, which compiles kernels and sets libraries up, then once more to record.
 
         Other threads may use the device meanwhile.

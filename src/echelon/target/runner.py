@@ -102,7 +102,7 @@ class ModelRunner:
         self.cache.apply_copies()
         replayed = self.captured.run(batch, self.taps) if self.captured else None
         if replayed is not None:
-            self._count(batch, replayed.num_inputs)
+            self.count(batch, batch.num_tokens, replayed.num_inputs)
             return replayed.logits, replayed.taps
         device = self.cache.device
         tokens, positions, logit_rows = (
@@ -111,7 +111,7 @@ class ModelRunner:
         missing = 0 if devices.has_kernels(tokens) else -len(tokens) % ROWS_PER_CALL
         inputs = F.pad(tokens, (0, missing)), F.pad(positions, (0, missing))
         logits, taps = launch(self.loaded, self.taps, *inputs, logit_rows, self.step(batch))
-        self._count(batch)
+        self.count(batch, batch.num_tokens)
         return logits, None if taps is None else taps[: batch.num_tokens]
 
     @torch.inference_mode()
@@ -130,16 +130,16 @@ class ModelRunner:
             return None
         tokens, num_inputs = replayed
         for batch, count in zip(batches, num_inputs, strict=True):
-            self._count(batch, count)
+            self.count(batch, batch.num_tokens, count)
         return tokens
 
-    def _count(self, batch: RaggedBatch, num_replayed: int | None = None) -> None:
-        """One pass; `num_replayed`: rows that a graph fed in it, padding included."""
+    def count(self, batch: RaggedBatch, num_tokens: int, num_replayed: int | None = None) -> None:
+        """One pass with `num_tokens` real ones; `num_replayed`: rows that a graph fed in it, padding included."""
         load = self.load(batch)
         if num_replayed is not None:
             load = replace(load, num_inputs=num_replayed)
             self.usage.num_replays += 1
-        self.usage.count(batch.num_tokens, load, self.cache.bytes_per_slot)
+        self.usage.count(num_tokens, load, self.cache.bytes_per_slot)
         self.usage.layout_seconds = self.cache.seconds
         self.usage.num_captures = self.captured.num_captures if self.captured else 0
 

@@ -64,6 +64,7 @@ def _attend(
     is_real = (token < end_token) & (in_group < group)
     head = kv_head * group + in_group
     position = tl.load(positions + token, is_real, other=-1)
+    end_key = tl.minimum(end_key, tl.max(position) + 1)  # what lies beyond may be anything
     column, value_column = tl.arange(0, padded), tl.arange(0, value_padded)
     in_value = is_real[:, None] & (value_column < value_size)[None, :]
     at_query = token[:, None] * query_token + head[:, None] * query_head + column[None, :]
@@ -118,15 +119,15 @@ def _attend(
 
 @triton.jit
 def _merge_splits(
-    sinks, out, states, sums, merges, bases, num_heads,
-    value_size: tl.constexpr, value_padded: tl.constexpr, heads: tl.constexpr, has_sinks: tl.constexpr,
+    sinks, out, states, sums, merges, bases, positions, num_heads, window,
+    value_size: tl.constexpr, value_padded: tl.constexpr, heads: tl.constexpr, split: tl.constexpr, has_sinks: tl.constexpr,
 ):  # fmt: skip
-    """All splits of one token, in order of position, for some of its heads."""
+    """All splits that one token sees, in order of position, for some of its heads."""
     merge = merges + tl.program_id(0) * 3
     token, first, end = tl.load(merge).to(tl.int64), tl.load(merge + 1), tl.load(merge + 2)
     if first >= end:  # room left over in the table
         return
-    base = tl.load(bases + token)
+    base, position = tl.load(bases + token), tl.load(positions + token)
     head = tl.program_id(1) * heads + tl.arange(0, heads)
     is_real = head < num_heads
     column = tl.arange(0, value_padded)
@@ -134,8 +135,8 @@ def _merge_splits(
     highest = tl.full([heads], float("-inf"), tl.float32)
     total = tl.zeros([heads], tl.float32)
     acc = tl.zeros([heads, value_padded], tl.float32)
-    for split in range(first, end):
-        state = (base + split).to(tl.int64) * num_heads + head
+    for place in range(tl.maximum(first, (position - window + 1) // split), tl.minimum(end, position // split + 1)):
+        state = (base + place).to(tl.int64) * num_heads + head
         m = tl.load(sums + state * 2, is_real, other=float("-inf"))
         s = tl.load(sums + state * 2 + 1, is_real, other=0.0)
         a = tl.load(states + state[:, None] * value_size + column[None, :], in_value, other=0.0)
@@ -190,9 +191,9 @@ def planned_attention(
     if len(plan.merges):
         heads = 16
         grid = (len(plan.merges), triton.cdiv(num_heads, heads))
-        sizes = {"value_size": values.shape[3], "value_padded": power_of_two(values.shape[3]), "heads": heads}
-        tensors = (sinks, out, states, sums, plan.merges, plan.bases)
-        _merge_splits[grid](*tensors, num_heads, **sizes, has_sinks=sinks is not None, **EXACT)
+        sizes = {"value_size": values.shape[3], "value_padded": power_of_two(values.shape[3]), "heads": heads, "split": SPLIT}
+        tensors = (sinks, out, states, sums, plan.merges, plan.bases, plan.positions)
+        _merge_splits[grid](*tensors, num_heads, FAR if window is None else window, **sizes, has_sinks=sinks is not None, **EXACT)
     return out
 
 

@@ -7,6 +7,8 @@ the result is the same bits, and a row with few new tokens over many keys keeps 
 In a tree, keys up to `tail`, the last multiple of KEY_TILE that the text fills, are read once for all new tokens of the row. Beyond it
 the same position is another key for every node; there each token has a program of its own, which takes up the state where the shared
 programs left it, and finds every key in the tile and lane that it would have in a chain.
+
+A plan may be made before positions are known, for the highest that they may be: the kernels leave out what the true ones do not see.
 """
 
 from __future__ import annotations
@@ -76,9 +78,10 @@ class Plan:
     has_pads: bool = False
 
 
-def plan_tables(batch: RaggedBatch, key: PlanKey) -> Tables:
-    """The plan of all layers with this key, on the host."""
-    work = _Work(batch.positions.cpu().numpy(), key.tokens_per_item, key.window)
+def plan_tables(batch: RaggedBatch, key: PlanKey, slack: Int32 | None = None) -> Tables:
+    """The plan of all layers with this key, on the host; in chains, positions may turn out lower by up to `slack` int32[T]."""
+    positions = batch.positions.cpu().numpy()
+    work = _Work(positions, positions if slack is None else positions - slack, key.tokens_per_item, key.window)
     trees = batch.row_parents() or [[]] * batch.num_rows
     text_lens = batch.text_lens.tolist()
     for row, ((start, end), parents) in enumerate(zip(pairwise(batch.indptr.tolist()), trees, strict=True)):
@@ -98,11 +101,11 @@ def plan_attention(batch: RaggedBatch, key: PlanKey, device: torch.device) -> Pl
 
 
 class _Work:
-    """Collects items row by row; positions int32[T] of all new tokens."""
+    """Collects items row by row; positions int32[T] of all new tokens, the highest and the lowest that they may be."""
 
-    def __init__(self, positions: Int32, tokens_per_item: int, window: int | None) -> None:
+    def __init__(self, positions: Int32, at_least: Int32, tokens_per_item: int, window: int | None) -> None:
         self._positions, self._tokens_per_item = positions, tokens_per_item
-        self._lowest = np.maximum(positions - (FAR if window is None else window) + 1, 0)  # first key that each token sees
+        self._lowest = np.maximum(at_least - (FAR if window is None else window) + 1, 0)  # first key that each token sees
         self._is_merged = np.zeros(len(positions), np.bool_)
         self.items: list[tuple[int, ...]] = []
         self.late: list[tuple[int, ...]] = []

@@ -21,6 +21,9 @@ from echelon.ops.triton.launch import EXACT
 from echelon.sampling import noise_key
 
 BLOCK = 512
+GOLDEN, FIRST, SECOND = (
+    c - (1 << 64) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)  # as int64, whose products wrap
 
 
 @triton.jit
@@ -185,3 +188,16 @@ def draw_rows(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor,
         columns = (temperature, top_k, top_p, log_min_p, noise_keys)
         _sample_rows[(len(logits),)](logits, *columns, tokens, logits.shape[1], block=BLOCK, num_warps=8, **EXACT)
     return tokens
+
+
+def noise_keys(row_keys: Tensor, positions: Tensor) -> Tensor:
+    """`sampling.noise_key` on a device, as int64: at positions int64 [..., R] of texts whose `sampling.row_key` is int64 [R]."""
+    keys = _mixed(row_keys ^ _mixed(positions * GOLDEN + 2))
+    return _mixed(keys ^ _mixed(torch.full_like(keys, 3)))
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """`sampling._mix` of every entry; shifts of int64 would draw the sign in."""
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * FIRST
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * SECOND
+    return x ^ (x >> 31 & (1 << 33) - 1)
