@@ -158,10 +158,8 @@ def watch(llm: LLM, is_faulty: bool = False) -> LLM:
                 assert llm.engine.target.num_cached(sequence.id) in (0, len(sequence) - 1), "all tokens but the last have keys and values"
         for cache in caches(llm):
             cache.check()
-            if llm.engine.flight is not None:
-                continue  # rows have more keys and values than is known yet
             cache.apply_copies()
-            stale = ~cache.held_slots()
+            stale = ~cache.held_slots() if llm.engine.flight is None else free_slots(cache)  # rows in flight have more than is known yet
             for storage in (*cache.keys, *cache.values):
                 (by_slot(storage) if isinstance(cache, KVCache) else storage)[stale] = poison(cache)
         return grown
@@ -171,6 +169,12 @@ def watch(llm: LLM, is_faulty: bool = False) -> LLM:
             storage.fill_(poison(cache))
     llm.engine.step = watched  # type: ignore[method-assign]
     return llm
+
+
+def free_slots(cache: Any) -> Tensor:
+    """bool [num_blocks, block_size]: of blocks that no row has."""
+    counts = torch.tensor(cache.tables.pool.counts() + [0] * (cache.num_blocks - cache.tables.pool.num_blocks))
+    return (counts == 0)[:, None].expand(-1, cache.block_size)
 
 
 def assert_all_blocks_free(llm: LLM) -> None:

@@ -129,6 +129,9 @@ class Engine:
             prompt_logprobs=[[] for _ in expected],
         )
         grown = self._settle(Plan(rows), verdict, sum(row.num_new + row.max_draft_tokens for row in rows))
+        if self.flight is not None and all(row.sequence.is_finished for _, row in self.flight.expected.values()):
+            self.flight.landing.count([None] * len(self.flight.rows))  # nobody waits for it
+            self.flight = None
         self._spend(forward=landed - start, settle=time.perf_counter() - landed)
         return grown
 

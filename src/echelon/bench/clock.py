@@ -1,6 +1,6 @@
 """Clocks that know that a CUDA device works on after the host has asked: what is timed ends when the device is done.
 
-The host's own clock is read here and nowhere else where a device may be at work.
+Where a device may be at work the host's own clock is read here, or when the host has seen what the device found: after whole steps.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ def clock_of(device: torch.device) -> Clock:
     return now
 
 
-def time_parts(llm: LLM) -> Clock:
-    """From now on the parts of a step are told apart by this clock, which is returned. (What EXSPEC gathers counts as forward.)"""
+def time_parts(llm: LLM) -> None:
+    """From now on the parts of a step that is launched and settled at once are told apart by this clock. (What EXSPEC gathers counts as
+    forward.)
+    """
     llm.engine.clock = clock_of(llm.target.device)
     for runner in llm.storage.runners:
         if isinstance(runner.cache, RectangleCache):
             runner.cache.clock = llm.engine.clock
-    return llm.engine.clock
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:

@@ -129,7 +129,7 @@ def decode(
     write_prefixes(llm.engine.target, range(len(prompts)), prefixes)
     for sequence in sequences:
         llm.engine.add(sequence)
-    recorder = Recorder(llm.stats, llm.engine.clock)
+    recorder = Recorder(llm.stats)
     while llm.engine.has_work:
         llm.engine.step()
         recorder()
@@ -203,4 +203,5 @@ class PrefilledRun:
         time_parts(llm)
         if self._law is not None:
             llm.engine.drafter = ReplayedDraftModel(llm.engine.drafter, self._law, self._target.vocab_size)
+            llm.engine.ahead = None  # which would keep what the target does
         return llm

@@ -8,7 +8,6 @@ both left out, so the speed without prefill is that of all other steps; in a sta
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,23 +99,23 @@ class Sums:
 
 
 class Recorder:
-    """Call it after every step: `whole` sums all of them, `decode` those that read no prompt. `clock`: seconds, as the engine's."""
+    """Call it after every step: `whole` sums all of them, `decode` those that read no prompt. What a step settles the device has done."""
 
-    def __init__(self, stats: Stats, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._stats, self._now = stats, clock
+    def __init__(self, stats: Stats) -> None:
+        self._stats = stats
         self.whole, self.decode = Sums(), Sums()
         self.start()
 
     def start(self) -> None:
         """The next step begins now."""
-        self._before, self._clock = read(self._stats), self._now()
+        self._before, self._clock = read(self._stats), time.perf_counter()
 
     def __call__(self) -> None:
-        now, after = self._now(), read(self._stats)
+        now, after = time.perf_counter(), read(self._stats)
         step = Sums(after - self._before)
         step.values[0] = now - self._clock
         self.whole += step
         last_and_drafted = step["row_steps"] + step["draft_tokens"]  # a head is fed these, and once more what was kept of them
         if step["fed"] <= last_and_drafted and step["draft_fed"] <= last_and_drafted + step["draft_tokens"]:
             self.decode += step
-        self._before, self._clock = after, self._now()
+        self._before, self._clock = after, time.perf_counter()

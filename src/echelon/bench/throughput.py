@@ -6,6 +6,7 @@ import os
 import platform
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, field, replace
@@ -156,7 +157,7 @@ class EngineRun:
         self._method = method
         self.name = display_name(method.name, method.strategy)
         self._llm = LLM(target, method.config, draft, max_num_seqs=batch_size, **STRATEGIES[method.strategy], **settings)
-        self._clock = time_parts(self._llm)
+        time_parts(self._llm)
         self._decode = Sums()
 
     def warm_up(self, prompts: Prompts, params: SamplingParams) -> None:
@@ -172,10 +173,9 @@ class EngineRun:
         return Run(outputs, seconds, (later, seconds - head_seconds if later else 0.0))
 
     def _timed(self, prompts: Prompts, params: SamplingParams) -> tuple[list[list[int]], float, Sums]:
-        recorder = Recorder(self._llm.stats, self._clock)
-        start = self._clock()
+        recorder, start = Recorder(self._llm.stats), time.perf_counter()
         done = self._llm.generate(list(prompts), params, on_step=recorder)
-        return [o.outputs[0].token_ids for o in done], self._clock() - start, recorder.decode
+        return [o.outputs[0].token_ids for o in done], time.perf_counter() - start, recorder.decode
 
     def _uncounted(self, prompts: Prompts, params: SamplingParams) -> tuple[int, float]:
         """Tokens and seconds of a run that must not enter the counts of acceptance."""
