@@ -191,36 +191,47 @@ def test_a_row_may_go_and_come_back_in_flight(there: Recorder, mode: str, drafte
     assert gone == len(rows) and [s.output_tokens for s in rows] == [r.outputs[0].token_ids for r in plain]
 
 
-def test_windows_slide_with_what_is_in_flight(there: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are made for the longest texts, and must hold what the shortest see."""
+def test_a_plan_holds_all_that_any_length_sees(there: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer that sees everything, and of one with a window."""
     captures.use_small_tiles(monkeypatch)
-    outputs = []
-    for enforce_eager in (True, False):
-        settings = {"block_size": 4, "kv_cache_memory_bytes": 1 << 18, "max_num_seqs": 6, "enforce_eager": enforce_eager}
-        llm = LLM(windowed(), DRAFTERS["draft_model"], windowed(noise=0.02), **settings)
-        steps = [] if enforce_eager else launched(toys.watch(llm))
-        params = asked("sampled", max_tokens=20)
-        outputs.append([o.token_ids for r in llm.generate(toys.prompts(LENGTHS, seed=5), params) for o in r.outputs])
-    assert outputs[0] == outputs[1] and len(steps) > 2
+    llm = LLM(windowed(), block_size=4, kv_cache_memory_bytes=1 << 18)
+    rows = []
+    for place, length in enumerate((3, 14, 15, 16, 22, 23)):
+        (sequence,) = llm.samples(list(range(length)), SamplingParams(), watch_text=False)
+        rows.append(AheadRow(sequence, place, length + 1, length + 4, num_drafted=3))
+        assert llm.engine.target.cache.tables.reserve(sequence.id, length + 7)
+    assert llm.engine.ahead is not None
+    own = llm.engine.ahead._target_pass(rows)
+    keys = llm.engine.target.captured.keys  # type: ignore[union-attr]
+    assert {key.window for key in keys} == {None, 11}
+    for key, tables in zip(keys, own.tables, strict=True):
+        for token, (row, offset) in enumerate(zip(own.rows.tolist(), own.offsets.tolist(), strict=True)):
+            items = [item for item in tables.items.tolist() if item[1] <= token < item[2]]
+            planned = {place for item in items for place in range(item[3], item[4])}
+            for length in range(rows[row].shortest, rows[row].longest + 1):
+                position = length + offset
+                assert planned >= set(range(max(0, position - (key.window or 99) + 1), position + 1))
 
 
 @pytest.mark.parametrize("window", [None, 11, 40])
 def test_a_plan_for_longer_texts_gives_the_same_bits(there: Recorder, monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     """Whatever is found out to be shorter, by as much as is allowed for."""
     captures.use_kernels(monkeypatch)
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(shape, torch.nan, **options))
     rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
     for _ in range(6):
-        starts, slack, new = rng.integers(0, 60, 3), rng.integers(0, 8, 3), rng.integers(1, 5, 3)
-        tables = BlockTables(3 * 20, 4, 20)
-        keys, values = (torch.full((60, 1, 4, 16), torch.nan) for _ in range(2))
+        starts, slack, new = rng.integers(0, 60, 3), rng.integers(0, 16, 3), rng.integers(1, 5, 3)
+        surplus = rng.integers(0, slack + 1)  # by which the longest exceeds the true one
+        tables = BlockTables(3 * 22, 4, 22)
+        keys, values = (torch.full((66, 1, 4, 16), torch.nan) for _ in range(2))
         for row, length in enumerate(starts + new):
-            assert tables.reserve(row, int(length + slack[row]))
+            assert tables.reserve(row, int(length + surplus[row]))
             slots = (np.array(tables.blocks(row))[:, None] * 4 + np.arange(4)).ravel()[:length]
             for storage in (keys, values):
                 scatter_slots(storage, torch.from_numpy(slots), torch.randn(int(length), 1, 16, generator=generator))
         true, longest = (
             unpadded.pack([Span(r, int(s), [0] * int(n), 0, int(s) + 1) for r, (s, n) in enumerate(zip(first, new, strict=True))], tables)
-            for first in (starts, starts + slack)
+            for first in (starts, starts + surplus)
         )
         query = torch.randn(true.num_tokens, 2, 16, generator=generator)
         inputs = [x.to("cuda") for x in (query, keys, values)]
