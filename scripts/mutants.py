@@ -1,4 +1,4 @@
-"""One-line faults in accept, bonus, noise, roll back, catch-up, copy-on-write and admission; each must be killed by the test it names.
+"""One-line faults in accept, bonus, noise, roll back, catch-up, copy-on-write, admission and steps in flight; each must be killed by the test it names.
 
 `python scripts/mutants.py [NAME ...]` patches a copy of the source, one fault at a time, and runs the named test against it in a process
 of its own. A surviving fault, or a patch that no longer applies, fails.
@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LOSSLESS = "tests/test_lossless.py::test_speculation_changes_no_token"
 HEADS = "tests/test_heads_lossless.py::test_heads"
+AHEAD = "tests/test_ahead.py"
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,20 @@ MUTANTS = [
     Mutant("a node's logits are its parent's", "drafters/draft_model.py", "return np.arange(len(nodes))", "return np.maximum(np.arange(len(nodes)) - 1, 0)", "tests/test_draft_trees.py::test_a_node_has_the_logits_of_its_path_alone[dynamic]"),
     Mutant("unlikely paths are drafted", "trees.py", "joint[joint < forest.min_score]", "joint[joint < -np.inf]", "tests/test_confidence.py"),
     Mutant("confidence in the last token alone", "drafters/draft_model.py", "chain.score += score", "chain.score = score", "tests/test_confidence.py::test_a_chain_ends_where_the_definition_says"),
+    Mutant("blocks of a step in flight given back", "engine.py", "is_followed=row.sequence.id in following and not is_stuck", "is_followed=False", f"{AHEAD}::test_a_step_starts_where_the_one_in_flight_will_end"),
+    Mutant("a row in flight is longer than it may be", "scheduler.py", "(1, last.num_drafted + 1)", "(1, last.num_drafted)", f"{AHEAD}::test_a_step_starts_where_the_one_in_flight_will_end"),
+    Mutant("a plan for the longest text alone", "target/ahead.py", "slack.astype(np.int32)) for", "0 * slack.astype(np.int32)) for", f"{AHEAD}::test_a_plan_holds_all_that_any_length_sees"),
+    Mutant("attention reads beyond the text", "ops/triton/attention.py", "    end_key = tl.minimum(end_key, tl.max(position) + 1)", "    end_key = end_key", f"{AHEAD}::test_a_plan_for_longer_texts_gives_the_same_bits"),
+    Mutant("splits beyond the text are merged", "ops/triton/attention.py", "tl.minimum(end, position // split + 1)", "end", f"{AHEAD}::test_a_plan_for_longer_texts_gives_the_same_bits"),
+    Mutant("splits before the window are merged", "ops/triton/attention.py", "range(tl.maximum(first, (position - window + 1) // split),", "range(first,", f"{AHEAD}::test_a_plan_for_longer_texts_gives_the_same_bits"),
+    Mutant("what has gone lands all the same", "engine.py", "            self.flight.lost.add(sequence.id)\n\n", "            pass\n\n", f"{AHEAD}::test_a_row_may_go_and_come_back_in_flight"),
+    Mutant("a place without a token is kept", "engine.py", "len(row.sequence) + accepted - is_stuck,", "len(row.sequence) + accepted,", f"{AHEAD}::test_a_place_without_a_token_ends_the_row_as_in_plain_decoding"),
+    Mutant("the draft model lacks a token", "target/ahead.py", "new = 1 if place else KNOWN", "new = 1", f"{AHEAD}::test_drafts_are_those_of_a_draft_model_that_is_asked"),
+    Mutant("a short draft is read to the length of others", "target/ahead.py", " & (at[:-1] < counts[:, None])", "", f"{AHEAD}::test_rows_draft_as_much_as_they_ask_for"),
+    Mutant("no token equals no token", "target/ahead.py", " & (drafted >= 0)", "", f"{AHEAD}::test_a_place_without_a_token_ends_the_row_as_in_plain_decoding"),
+    Mutant("the host does not wait", "target/ahead.py", "        self._event.synchronize()\n", "", f"{AHEAD}::test_a_step_starts_where_the_one_in_flight_will_end"),
+    Mutant("texts outgrow the context in flight", "scheduler.py", "is_in_draft and end <= row.sequence.max_len", "is_in_draft", "tests/test_ahead_books.py"),
+    Mutant("blocks for two steps are not counted", "scheduler.py", "not all(self._has_blocks(t, rows) for t in self._tables)", "False", f"{AHEAD}::test_where_blocks_are_lacking_rows_wait"),
 ]  # fmt: skip
 
 

@@ -88,6 +88,30 @@ def test_a_step_starts_where_the_one_in_flight_will_end(there: Recorder, mode: s
     assert {row.shortest == row.longest for rows in steps for row in rows} == ({True} if drafter == "none" else {True, False})
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_drafts_are_those_of_a_draft_model_that_is_asked(there: Recorder, mode: str) -> None:
+    """Of what it drafts after a text, as much is kept."""
+    kept: list[dict[tuple[int, int], tuple[int, int]]] = []
+    for is_ahead in (False, True):
+        llm, found = engine("llama", mode, "draft_model", max_num_seqs=6), dict[tuple[int, int], tuple[int, int]]()
+        settle = llm.engine._settle
+
+        def noted(plan: Any, verdict: Any, count: int, settle: Any = settle, found: Any = found) -> Any:
+            for row, drafted, accepted in zip(plan.rows, verdict.num_draft_tokens, verdict.num_accepted, strict=True):
+                found[row.sequence.id, len(row.sequence)] = drafted, accepted
+            return settle(plan, verdict, count)
+
+        llm.engine._settle = noted  # type: ignore[method-assign]
+        llm.engine.ahead = llm.engine.ahead if is_ahead else None
+        llm.generate(toys.prompts(LENGTHS, seed=5), asked(mode, max_tokens=30))
+        kept.append(found)
+    both_saw = kept[0].keys() & kept[1].keys()
+    assert len(both_saw) > 0.8 * len(kept[0]) and {kept[0][at][1] for at in both_saw} == {0, 1, 2, 3}
+    for at in both_saw:
+        count = min(drafted for drafted, _ in (kept[0][at], kept[1][at]))
+        assert min(kept[0][at][1], count) == min(kept[1][at][1], count)
+
+
 def test_only_what_the_device_can_do_alone_runs_ahead(there: Recorder) -> None:
     assert all(engine("llama", "greedy", drafter).engine.ahead is None for drafter in DRAFTERS.keys() - set(AHEAD))
     assert engine("llama", "greedy", "none", enforce_eager=True).engine.ahead is None
@@ -236,7 +260,7 @@ def test_a_plan_for_longer_texts_gives_the_same_bits(there: Recorder, monkeypatc
         query = torch.randn(true.num_tokens, 2, 16, generator=generator)
         inputs = [x.to("cuda") for x in (query, keys, values)]
         plans = [plan_attention(true, PlanKey(8, window), torch.device("cuda"))]
-        late = plan_tables(longest, PlanKey(8, window), np.repeat(slack, new).astype(np.int32))
+        late = plan_tables(longest, PlanKey(8, window), np.repeat(np.minimum(slack, starts + surplus), new).astype(np.int32))
         parts = [torch.from_numpy(part).to("cuda") for part in (late.items, late.late, late.paths, late.merges, late.bases)]
         plans.append(Plan(*parts, late.num_states, longest.block_table.to("cuda"), true.positions.to("cuda")))  # type: ignore[arg-type]
         exact, found = (captures.PLANNED_ATTENTION(*inputs, plan, 4, 0.25, window) for plan in plans)

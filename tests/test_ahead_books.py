@@ -124,10 +124,12 @@ class AheadMachine(test_scheduler.SchedulerMachine):
         """What the device does at once, and the host learns of when the step is settled; sometimes it refuses."""
         if self.rng.random() < 0.1:
             return None
+        assert len(self.scheduler.running) == 5 or not self.scheduler.waiting, "rows that may enter are kept waiting"
         for memory in self.memories:
             memory.copy()
         texts, found = [], []
         for row in rows:
+            assert row.longest + row.num_drafted <= test_scheduler.MAX_LEN
             text = list(row.sequence.tokens) if row.source < 0 else list(self.texts[row.source])
             assert row.shortest <= len(text) <= row.longest
             self.num_following += row.source >= 0
