@@ -168,7 +168,8 @@ class EngineConfig(Settings):
     `unpadded` (EMS-SD) is the engine's own. The others are the field's, on the framework's attention: `padded`, with `pad` saying what is
     padded, and `realign` (EQSPEC), with `grouping="same_length"` EXSPEC: up to `group_window` rows are held, by default 3 × max_num_seqs,
     and max_num_seqs of them with equal lengths run in a step. With `refill=False` rows enter only when all others are done.
-    `device="auto"` is CUDA where PyTorch sees a device; with `enforce_eager` no step is captured there as a CUDA graph.
+    `device="auto"` is CUDA where PyTorch sees a device; with `enforce_eager` no step is captured there as a CUDA graph,
+    and none is launched before the last one is settled.
 
     `numerics` matters on CUDA alone: "invariant" linear layers give a row the same bits in any batch, by a kernel of ours, so that texts
     are the same in every dtype; "fast" ones are the vendor library's, whose rounding may change with the number of rows. "fast" is a leave

@@ -10,7 +10,7 @@ import typer
 
 from echelon import LLM
 from echelon.cli.generate import DType, bytes_or_auto, speculative_mapping
-from echelon.cli.shared import SPECULATIVE, Device, DeviceOption, ModelArgument, Numerics, NumericsOption, errors
+from echelon.cli.shared import SPECULATIVE, Device, DeviceOption, EagerOption, ModelArgument, Numerics, NumericsOption, errors
 from echelon.errors import MissingExtraError
 
 
@@ -32,6 +32,7 @@ def serve(
     dtype: Annotated[DType, typer.Option(help="auto: as stored.")] = DType.auto,
     device: DeviceOption = Device.auto,
     numerics: NumericsOption = Numerics.invariant,
+    enforce_eager: EagerOption = False,
     max_queue: Annotated[int, typer.Option(help="Sequences that may wait; more are refused with 429.", min=0)] = 256,
     queue_timeout: Annotated[float, typer.Option(help="Seconds that a request may wait.")] = 120.0,
     total_timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 1800.0,
@@ -62,6 +63,7 @@ def serve(
         dtype=dtype.value,
         device=device.value,
         numerics=numerics.value,
+        enforce_eager=enforce_eager,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
         max_model_len=max_model_len,

@@ -45,6 +45,7 @@ NumericsOption = Annotated[
     Numerics,
     typer.Option(help="Linear layers on CUDA: the same bits in any batch, or the vendor library's. On the CPU they are invariant."),
 ]
+EagerOption = Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs, and no step launched ahead.")]
 StrategyOption = Annotated[Strategy, typer.Option(help="How rows become a batch; all but `unpadded` are there to be compared with.")]
 PadOption = Annotated[Pad, typer.Option(help="What `padded` pads.")]
 GroupingOption = Annotated[Grouping, typer.Option(help="What `realign` runs together: the first rows, or rows of equal length.")]

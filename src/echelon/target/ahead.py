@@ -103,9 +103,9 @@ class Ahead:
         """One step; None where it has to run otherwise, and then nothing has. Rows with longer drafts come first. Slots must have been
         reserved for the longest texts and their drafts.
         """
-        own = self._target_pass(rows)
-        if own.batch.num_tokens > MOST_TOKENS:
+        if self._graphs.is_refused or sum(1 + row.num_drafted for row in rows) > MOST_TOKENS:
             return None
+        own = self._target_pass(rows)
         drafting = self._draft_passes(rows)
         passes = [(self._target, own), *((self._draft, one) for one in drafting if self._draft is not None)]
         runners = list(dict.fromkeys(runner for runner, _ in passes))

@@ -37,7 +37,7 @@ class Graphs:
         self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._kept: dict[Hashable, tuple[Any, torch.cuda.CUDAGraph, Outputs]] = {}
         self._uses: Counter[Hashable] = Counter()  # of what is not captured
-        self._is_refused = False
+        self.is_refused = False
         self.num_captures = 0
 
     def run(self, key: Hashable, make: Callable[[], P], fill: Callable[[P], None]) -> Outputs | None:
@@ -49,14 +49,14 @@ class Graphs:
             fill(program)
         else:
             self._uses[key] += 1
-            if self._is_refused or self._uses[key] <= EAGER_USES:
+            if self.is_refused or self._uses[key] <= EAGER_USES:
                 return None
             program = make()
             fill(program)
             try:
                 graph, outputs = self._captured(program)
             except RuntimeError as error:
-                self._is_refused = True
+                self.is_refused = True
                 logger.warning("steps run without CUDA graphs, since one could not be captured: %s", error)
                 return None
         self._kept[key] = (program, graph, outputs)
