@@ -92,7 +92,6 @@ class Eagle3Head(Head):
 
     @property
     def draft_ids(self) -> Tensor:
-        """int64[draft_vocab_size], increasing: the target's ids of the draft vocabulary."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def draft_logits(self, states: Tensor) -> Tensor:
