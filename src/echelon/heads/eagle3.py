@@ -58,8 +58,9 @@ class WideLayer(nn.Module):
         embeddings, hidden = x.chunk(2, -1)
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
-        x = residual + self.self_attn(torch.cat([self.input_layernorm(embeddings), normed], -1), **step)[0]
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        both = torch.cat([self.input_layernorm(embeddings), normed], -1).to(x.dtype)  # mixed precision would narrow it for each projection
+        x = residual + self.self_attn(both, **step)[0]
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x).to(both.dtype))
         return out
 
 

@@ -1,7 +1,7 @@
 """What a head learns from: a frozen target's hidden states and distributions over a batch of texts, computed as they are needed.
 
-Legend: B texts of N tokens; W of the V tokens are those the head drafts; a head starts at M = N − 1 − K places of each and looks K tokens ahead, so that each has all its answers.
-Place t is given the token at t + 1, as when drafting; depth k says what stands at t + 2 + k.
+Legend: B texts of N tokens; a head starts at M = N − 1 − K places of each and looks K tokens ahead, so that each has all its answers; it
+drafts W of the V tokens. Place t is given the token at t + 1, as when drafting; depth k says what stands at t + 2 + k.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.heads.base import Head
@@ -86,7 +85,7 @@ def soft_targets(logits: Tensor, draft_ids: Tensor | None) -> tuple[Tensor, Tens
         torch.softmax(text if draft_ids is None else text.index_select(-1, draft_ids), -1, torch.float32, out=row)
     if draft_ids is None:
         return probs, torch.ones_like(logits[..., 0], dtype=torch.bool)
-    return probs, torch.isin(logits.argmax(-1), draft_ids)
+    return probs, torch.isin(logits.max(-1).indices, draft_ids)
 
 
 class TrainingStep:
@@ -100,29 +99,29 @@ class TrainingStep:
         self._passes: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def attend(self, call: LayerCall) -> Tensor:
-        query, key, value = (x.reshape(self._num_rows, -1, *x.shape[1:]).transpose(1, 2) for x in (call.query, call.key, call.value))
+        query, key, value = (x.reshape(self._num_rows, -1, *x.shape[1:]) for x in (call.query, call.key, call.value))
         passes = self._passes.setdefault(call.layer, [])
         passes.append((key, value))
-        if len(passes) == 1:
-            out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=call.scale, enable_gqa=True)
-        else:
-            out = _simulated(query, passes, call.scale)
-        return out.transpose(1, 2).flatten(0, 1)
+        return _simulated(query, passes, call.scale).flatten(0, 1)
 
 
 def _simulated(query: Tensor, passes: list[tuple[Tensor, Tensor]], scale: float) -> Tensor:
-    """query [B, H, M, D] over the first pass, causally, and the place's own key of each later one."""
-    groups = query.shape[1] // passes[0][0].shape[1]
-    wide = [tuple(x.repeat_interleave(groups, 1) for x in pair) for pair in passes]
-    length = query.shape[2]
-    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-    real = (query @ wide[0][0].transpose(-1, -2) * scale).masked_fill(future, -torch.inf)
-    own = torch.stack([(query * key).sum(-1) * scale for key, _ in wide[1:]], -1)
-    weights = torch.cat([real, own], -1).softmax(-1).to(query.dtype)
-    out = weights[..., :length] @ wide[0][1]
-    for i, (_, value) in enumerate(wide[1:]):
-        out = out + weights[..., length + i, None] * value
-    return out
+    """query [B, M, H, D] over the first pass, causally, and the place's own key of each later one; keys and values [B, M, H', D]."""
+    (num_rows, length, _, size), (first, later) = query.shape, (passes[0], passes[1:])
+    key, value = (x.transpose(1, 2) for x in first)  # [B, H', M, D]
+    query = (query * scale).reshape(num_rows, length, key.shape[1], -1, size)  # [B, M, H', G, D]
+    future = torch.full((length, length), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
+    text = query.permute(0, 2, 3, 1, 4).flatten(2, 3) @ key.transpose(-1, -2)
+    scores = [text.reshape(num_rows, key.shape[1], -1, length, length) + future]  # [B, H', G, M, M]
+    if later:
+        own_keys, own_values = (torch.stack(x, 3) for x in zip(*later, strict=True))  # [B, M, H', passes, D]
+        scores.append((query @ own_keys.transpose(-1, -2)).permute(0, 2, 3, 1, 4))
+    with torch.autocast(query.device.type, enabled=False):  # softmax sums in float32 as it is, and needs no float32 copy
+        weights, own_weights = torch.split(torch.cat(scores, -1).softmax(-1), [length, len(later)], -1)
+    out = (weights.flatten(2, 3) @ value).reshape(num_rows, key.shape[1], -1, length, size).permute(0, 3, 1, 2, 4)
+    if later:
+        out = out + own_weights.permute(0, 3, 1, 2, 4) @ own_values
+    return out.flatten(2, 3)
 
 
 def unroll(head: Head, given: Lesson, features: Tensor, depth: int) -> Iterator[Tensor]:

@@ -55,7 +55,7 @@ def depth_loss(head: Head, states: Tensor, given: Lesson, depth: int, recipe: Re
     logits = head.draft_logits(states) if isinstance(head, Eagle3Head) else head.logits(states, depth)
     if recipe.is_soft:
         probs, is_drafted = given.wanted(depth)
-        loss = soft(logits.unflatten(0, is_drafted.shape), probs, is_drafted * (weight * recipe.tokens / len(logits)))
+        loss = soft(logits.view(*is_drafted.shape, -1), probs, is_drafted * (weight * recipe.tokens / len(logits)))
     else:
         loss = weight * recipe.tokens * _hard(head, logits.float(), given.token(2 + depth))
     if recipe.feature:
@@ -93,7 +93,7 @@ class _Soft(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
         return ctx.gradient * upstream, None, None
 
 
