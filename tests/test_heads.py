@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import toys
 from echelon import ConfigError, ModelLoadError, UnsupportedModelError
@@ -24,7 +25,7 @@ from echelon.heads.clover import CloverHead
 from echelon.heads.eagle3 import default_depths
 from echelon.heads.layouts import HEADS
 from echelon.heads.loading import build_head, load_head, save_head
-from echelon.heads.parts import Rotary, head_config, prepare
+from echelon.heads.parts import Norm, Rotary, head_config, prepare
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache, LayerShape
 from echelon.layouts import unpadded
@@ -142,6 +143,23 @@ def test_a_head_has_the_shapes_it_promises(kind: str, target: PreTrainedModel) -
         for depth, states in enumerate(unroll(head, given, given.features, DEPTH)):
             assert head.logits(states, depth).shape == (8, VOCABULARY)
     assert head.method == KINDS[kind][0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_learns_as_llamas_does(dtype: torch.dtype) -> None:
+    """Value and gradients of more rows than are done at a time, read at a stride as one half of a wider tensor; Llama's in float32."""
+    generator = torch.Generator().manual_seed(7)
+    wide, upstream = torch.randn(1, 700, 64, generator=generator).to(dtype), torch.randn(1, 700, 32, generator=generator).to(dtype)
+    found = []
+    for norm, values in ((Norm(32, 1e-5), wide), (LlamaRMSNorm(32, 1e-5), wide.float())):
+        norm.weight.data.copy_(torch.linspace(0.5, 2, 32))
+        x = values.clone().requires_grad_()
+        out = norm(x.chunk(2, -1)[1])
+        out.backward(upstream.to(out.dtype))
+        found.append((out, x.grad, norm.weight.grad))
+    assert found[0][0].dtype == found[0][1].dtype == dtype and found[0][2].dtype == torch.float32
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs.to(ours.dtype))
 
 
 @pytest.mark.parametrize("method", ["medusa", "clover", "clover2", "eagle", "eagle3"])

@@ -118,7 +118,7 @@ def _simulated(query: Tensor, passes: list[tuple[Tensor, Tensor]], scale: float)
         scores.append((query @ own_keys.transpose(-1, -2)).permute(0, 2, 3, 1, 4))
     with torch.autocast(query.device.type, enabled=False):  # softmax sums in float32 as it is, and needs no float32 copy
         weights, own_weights = torch.split(torch.cat(scores, -1).softmax(-1), [length, len(later)], -1)
-    out = (weights.flatten(2, 3) @ value).reshape(num_rows, key.shape[1], -1, length, size).permute(0, 3, 1, 2, 4)
+    out = (weights.flatten(2, 3).contiguous() @ value).reshape(num_rows, key.shape[1], -1, length, size).permute(0, 3, 1, 2, 4)
     if later:
         out = out + own_weights.permute(0, 3, 1, 2, 4) @ own_values
     return out.flatten(2, 3)
