@@ -2,7 +2,8 @@
 
 Of every run in FOLDER/METHOD the batches until its loss stays within two per cent of where it ends; seconds a batch and memory come from
 a few batches of the same run in a process of its own, so that it does not matter how busy the machine was while the head was trained.
-Written to docs/evidence/training.md and .json. Succeeds where every head is there in at most 20 minutes with less than 2 GB.
+Written to docs/evidence/training.md and .json, beside what stands there of other methods. Succeeds where every head is there in at most
+20 minutes with less than 2 GB.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ BATCHES = 12  # enough for the allocator to reach its peak
 
 @dataclass(frozen=True)
 class Learnt:
-    """One run. `reached`: batches after which the loss stays within `TOLERANCE` of its end; top1, of held-out text, by depth."""
+    """One run. `reached`: batches after which the loss stays within `TOLERANCE` of its end; top1, of held-out text, by depth; `commit`: of
+    the code whose seconds and memory these are.
+    """
 
     method: str
     batches: int
@@ -49,6 +52,7 @@ class Learnt:
     loss: float
     top1: list[float]
     tokens_per_step: float
+    commit: str
 
     @property
     def minutes(self) -> float:
@@ -81,23 +85,31 @@ def cost(run: Path, data: Path) -> tuple[float, int]:
     return float(seconds), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def learnt(run: Path, data: Path) -> Learnt:
+def learnt(run: Path, data: Path, commit: str) -> Learnt:
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text("utf-8").splitlines()]
     losses, last = [x["loss"] for x in lines if "loss" in x], next(x for x in reversed(lines) if "top1" in x)
     reached, loss = plateau(losses)
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
         seconds, memory = alone.submit(cost, run, data).result()
-    return Learnt(run.name, len(losses), reached, seconds, memory, loss, last["top1"], last["tokens_per_step"])
+    return Learnt(run.name, len(losses), reached, seconds, memory, loss, last["top1"], last["tokens_per_step"], commit)
+
+
+def others(file: Path, methods: Sequence[str]) -> list[Learnt]:
+    """What `file` says of methods that are not among these."""
+    if not file.exists():
+        return []
+    before = json.loads(file.read_text("utf-8"))
+    return [Learnt(**{"commit": before["environment"]["commit"], **run}) for run in before["runs"] if run["method"] not in methods]
 
 
 def as_markdown(found: Sequence[Learnt], where: dict[str, str]) -> str:
     head = ["head", "batches", "within 2 % of the last loss after", "seconds a batch", "minutes until then", "memory, GB", "loss"]
-    head += ["top-1 of held-out text by depth, %", "tokens_per_step of a greedy chain"]
+    head += ["top-1 of held-out text by depth, %", "tokens_per_step of a greedy chain", "commit"]
     rows = []
     for f in found:
         cost = f"{f.seconds_a_batch:.2f}", f"{f.minutes:.1f}", f"{f.memory_bytes / 1e9:.2f}"
         top1 = ", ".join(f"{100 * x:.0f}" for x in f.top1)
-        rows.append((f.method, f.batches, f.reached, *cost, f"{f.loss:.3f}", top1, f"{f.tokens_per_step:.2f}"))
+        rows.append((f.method, f.batches, f.reached, *cost, f"{f.loss:.3f}", top1, f"{f.tokens_per_step:.2f}", f.commit))
     text = (
         f"`python scripts/plateau.py` after `make heads`, on {described(where)}. Batches are of 2,056 tokens; the rate falls in the last "
         "quarter of a run, and the loss with it, so a run is at its plateau when it ends, and a longer one has a lower plateau of its own."
@@ -112,9 +124,10 @@ def main() -> int:
     options.add_argument("--output", type=Path, default=ROOT / "docs" / "evidence")
     asked = options.parse_args()
     transformers.logging.set_verbosity_error()
-    found = [learnt(asked.runs / method, asked.runs / "data") for method in asked.methods]
-    where = environment()
-    write_json(asked.output / "training.json", {"environment": where, "runs": [asdict(f) for f in found]})
+    where, file = environment(), asked.output / "training.json"
+    found = [learnt(asked.runs / method, asked.runs / "data", where["commit"]) for method in asked.methods]
+    found = sorted([*found, *others(file, asked.methods)], key=lambda f: HEADS.index(f.method))
+    write_json(file, {"environment": where, "runs": [asdict(f) for f in found]})
     (asked.output / "training.md").write_text(text := as_markdown(found, where), "utf-8")
     print(text)
     return 0 if all(f.holds for f in found) else 1

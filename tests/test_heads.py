@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import toys
 from echelon import ConfigError, ModelLoadError, UnsupportedModelError
@@ -23,7 +25,7 @@ from echelon.heads.clover import CloverHead
 from echelon.heads.eagle3 import default_depths
 from echelon.heads.layouts import HEADS
 from echelon.heads.loading import build_head, load_head, save_head
-from echelon.heads.parts import Rotary, head_config, prepare
+from echelon.heads.parts import Norm, Rotary, head_config, prepare
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache, LayerShape
 from echelon.layouts import unpadded
@@ -115,7 +117,7 @@ def test_drafting_is_what_training_computes(kind: str, target: PreTrainedModel) 
     """Places of two rows, read in uneven pieces, drafted from, forgotten and read on."""
     head = shaken(kind, target)
     ids = torch.randint(0, VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(3))
-    given = lesson(target, head.taps, ids, DEPTH, False)
+    given = lesson(target, head, ids, DEPTH, False)
     parallel = [s.unflatten(0, (2, -1)) for s in unroll(head, given, given.features, DEPTH)]
     features = given.features.unflatten(0, (2, -1))
     drafting = Drafting(head)
@@ -136,11 +138,28 @@ def test_a_head_has_the_shapes_it_promises(kind: str, target: PreTrainedModel) -
     head = shaken(kind, target)
     ids = torch.randint(0, VOCABULARY, (1, 12))
     with torch.no_grad():
-        given = lesson(target, head.taps, ids, DEPTH, True)
+        given = lesson(target, head, ids, DEPTH, True)
         assert given.features.shape == (8, len(head.taps) * HIDDEN)
         for depth, states in enumerate(unroll(head, given, given.features, DEPTH)):
             assert head.logits(states, depth).shape == (8, VOCABULARY)
     assert head.method == KINDS[kind][0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_learns_as_llamas_does(dtype: torch.dtype) -> None:
+    """Value and gradients of more rows than are done at a time, read at a stride as one half of a wider tensor; Llama's in float32."""
+    generator = torch.Generator().manual_seed(7)
+    wide, upstream = torch.randn(1, 700, 64, generator=generator).to(dtype), torch.randn(1, 700, 32, generator=generator).to(dtype)
+    found = []
+    for norm, values in ((Norm(32, 1e-5), wide), (LlamaRMSNorm(32, 1e-5), wide.float())):
+        norm.weight.data.copy_(torch.linspace(0.5, 2, 32))
+        x = values.clone().requires_grad_()
+        out = norm(x.chunk(2, -1)[1])
+        out.backward(upstream.to(out.dtype))
+        found.append((out, x.grad, norm.weight.grad))
+    assert found[0][0].dtype == found[0][1].dtype == dtype and found[0][2].dtype == torch.float32
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs.to(ours.dtype))
 
 
 @pytest.mark.parametrize("method", ["medusa", "clover", "clover2", "eagle", "eagle3"])
@@ -152,7 +171,7 @@ def test_no_head_looks_ahead(method: str, target: PreTrainedModel) -> None:
 
     def states(tokens: Tensor) -> list[Tensor]:
         with torch.no_grad():
-            given = lesson(target, head.taps, tokens, DEPTH, False)
+            given = lesson(target, head, tokens, DEPTH, False)
             return [s[place] for s in unroll(head, given, given.features, DEPTH)]
 
     for changed in range(place + 1, place + 2 + DEPTH):
@@ -170,13 +189,15 @@ def test_a_lesson_lines_up_with_the_text(target: PreTrainedModel) -> None:
     """Depth k is judged by the token at t + 2 + k, and by what the target says before it."""
     ids = torch.randint(0, VOCABULARY, (2, 12))
     with torch.no_grad():
-        given: Lesson = lesson(target, ("last", "last_unnormed", "layer:0"), ids, DEPTH, True)
+        head: Any = SimpleNamespace(taps=("last", "last_unnormed", "layer:0"), draft_ids=None)
+        given: Lesson = lesson(target, head, ids, DEPTH, True)
         out = target(input_ids=ids, output_hidden_states=True)
     assert given.num_places == 12 - 1 - DEPTH
     for depth in range(DEPTH):
         assert torch.equal(given.token(2 + depth).view(2, -1), ids[:, 2 + depth : 2 + depth + given.num_places])
         at = slice(1 + depth, 1 + depth + given.num_places)
-        assert torch.equal(given.target_logits(depth), out.logits[:, at].flatten(0, 1))
+        probs, is_drafted = given.wanted(depth)
+        assert torch.equal(probs, out.logits[:, at].softmax(-1)) and bool(is_drafted.all())
         assert torch.equal(given.target_feature(depth), out.hidden_states[-1][:, at].flatten(0, 1))
     last, unnormed, first = given.features.view(2, -1, 3 * HIDDEN).chunk(3, -1)
     assert torch.equal(last, out.hidden_states[-1][:, : given.num_places])

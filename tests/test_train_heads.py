@@ -28,7 +28,7 @@ from echelon.train import corpus
 from echelon.train import heads as training
 from echelon.train.data import Data, prepare
 from echelon.train.heads import Plan, evaluate, learn, train_head
-from echelon.train.lessons import Lesson
+from echelon.train.lessons import Lesson, soft_targets
 from echelon.train.losses import RECIPES, Recipe, depth_loss, noised, soft
 from echelon.train.text import HELD_OUT, batch
 
@@ -97,25 +97,26 @@ def test_accuracy_counts_what_it_says(target: PreTrainedModel, data: Data) -> No
     assert found.tokens_per_step == pytest.approx(2 + float(right.float().mean()))
 
 
-def lesson_of(num_places: int, vocabulary: int) -> Lesson:
+def lesson_of(num_places: int, vocabulary: int, draft_ids: torch.Tensor | None = None) -> tuple[torch.Tensor, Lesson]:
+    """Random logits of a target, and a lesson of them."""
     generator = torch.Generator().manual_seed(4)
     ids = torch.randint(0, vocabulary, (1, num_places + 3), generator=generator)
     shape = (1, num_places + 3)
     logits, last = (torch.randn(*shape, n, generator=generator) for n in (vocabulary, 64))
-    return Lesson(ids, torch.zeros(num_places, 64), last, logits, num_places)
+    return logits, Lesson(ids, torch.zeros(num_places, 64), last, num_places, *soft_targets(logits, draft_ids))
 
 
 def test_losses_are_the_published_ones(target: PreTrainedModel) -> None:
-    given = lesson_of(5, toys.VOCABULARY)
+    target_logits, given = lesson_of(5, toys.VOCABULARY)
     states = torch.randn(5, 128)
     medusa, clover2, eagle = (build_head(m, target) for m in ("medusa", "clover2", "eagle"))
     expected = 0.8 * F.cross_entropy(medusa.logits(states[:, :64], 1), given.ids[0, 3:8])
     torch.testing.assert_close(depth_loss(medusa, states[:, :64], given, 1, RECIPES["medusa"]), expected)
-    wanted, feature = given.logits[0, 2:7].softmax(-1), given.last[0, 2:7]  # type: ignore[index]
+    wanted, feature = target_logits[0, 2:7].softmax(-1), given.last[0, 2:7]
     cross = -(wanted * clover2.logits(states, 1).log_softmax(-1)).sum(-1).mean()
     expected = 0.7 * (10 * F.smooth_l1_loss(states[:, 64:], feature) + cross)
     torch.testing.assert_close(depth_loss(clover2, states, given, 1, RECIPES["clover2"]), expected)
-    wanted, feature = given.logits[0, 1:6].softmax(-1), given.last[0, 1:6]  # type: ignore[index]
+    wanted, feature = target_logits[0, 1:6].softmax(-1), given.last[0, 1:6]
     cross = -(wanted * eagle.logits(states[:, :64], 0).log_softmax(-1)).sum(-1).mean()
     expected = F.smooth_l1_loss(states[:, :64], feature) + 0.1 * cross
     torch.testing.assert_close(depth_loss(eagle, states[:, :64], given, 0, RECIPES["eagle"]), expected)
@@ -124,10 +125,11 @@ def test_losses_are_the_published_ones(target: PreTrainedModel) -> None:
 @pytest.mark.parametrize("is_soft", [True, False])
 def test_eagle3_learns_within_its_vocabulary(is_soft: bool, target: PreTrainedModel) -> None:
     """Places whose token cannot be drafted count as zero, and the target's distribution is renormalised."""
-    given, states = lesson_of(40, toys.VOCABULARY), torch.randn(40, 64)
     head: Any = build_head("eagle3", target, draft_vocab_size=30)
     head.choose_vocabulary(torch.arange(toys.VOCABULARY) * 5 % toys.VOCABULARY)
-    logits, target_logits = head.logits(states, 0), given.target_logits(0)
+    all_logits, given = lesson_of(40, toys.VOCABULARY, head.draft_ids)
+    states = torch.randn(40, 64)
+    logits, target_logits = head.logits(states, 0), all_logits[0, 1:41]
     token = target_logits.argmax(-1) if is_soft else given.token(2)
     known = head.t2d[token]
     assert 0 < int(known.sum()) < 40
@@ -156,11 +158,31 @@ def test_a_target_of_two_widths_is_refused() -> None:
         build_head("eagle", toys.randomised(*DECODERS["opt-350m"], seed=0, spread=0.2))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_soft_loss_is_its_definition(dtype: torch.dtype) -> None:
+    """Value and gradient, with a factor after it, and places that do not count; the gradient has the rounding of the logits."""
+    generator = torch.Generator().manual_seed(6)
+    logits, target_logits = (4 * torch.randn(2, 5, 30, generator=generator).to(dtype) for _ in range(2))
+    weights, probs = torch.rand(2, 5, generator=generator).round(decimals=1), target_logits.softmax(-1, torch.float32)
+    weights[0, 1] = 0
+    ours, plain = (logits.clone().requires_grad_() for _ in range(2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = 0.3 * soft(ours, probs, weights)
+    expected = 0.3 * -(weights * (probs * plain.float().log_softmax(-1)).sum(-1)).sum()
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()  # type: ignore[no-untyped-call]
+    assert ours.grad is not None and ours.grad.dtype == dtype and not bool(ours.grad[0, 1].any())
+    tolerance = {"rtol": 1e-5, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 0.01, "atol": 1e-5}
+    torch.testing.assert_close(ours.grad, plain.grad, **tolerance)
+
+
 def test_soft_targets_are_least_at_the_target() -> None:
-    logits = torch.randn(6, 10)
-    entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
-    torch.testing.assert_close(soft(logits, logits), entropy)
-    assert bool((soft(torch.randn(6, 10), logits) > entropy).all())
+    logits, weights = torch.randn(1, 6, 10), torch.ones(1, 6)
+    probs = logits.softmax(-1)
+    entropy = -(probs * logits.log_softmax(-1)).sum()
+    torch.testing.assert_close(soft(logits, probs, weights), entropy)
+    assert soft(torch.randn(1, 6, 10), probs, weights) > entropy
 
 
 def test_only_eagle_trains_on_noise() -> None:
@@ -181,7 +203,7 @@ def test_depths_one_at_a_time_have_the_gradient_of_their_sum(target: PreTrainedM
             learn(head, target, ids, 3, plan, 0)
         else:
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                given = training.lesson(target, head.taps, ids, 3, True)
+                given = training.lesson(target, head, ids, 3, True)
                 states = training.unroll(head, given, given.features, 3)
                 torch.stack([depth_loss(head, s, given, k, plan.recipe) for k, s in enumerate(states)]).sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in head.parameters()]))

@@ -29,6 +29,11 @@ class Head(nn.Module):
     taps: tuple[Tap, ...]
     max_depth: int | None = None
 
+    @property
+    def draft_ids(self) -> Tensor | None:
+        """int64[W], increasing: the target's ids of the tokens it drafts; None: all V."""
+        return None
+
     @abstractmethod
     def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **step: Any) -> Tensor:
         """States [T, s] from features [T, len(taps) · d] at `positions` int64[T] and the tokens int64[T] that follow them."""

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from echelon.heads.base import Head
-from echelon.heads.parts import Rotary, Shared, copy_norm, prepare, run_layer
+from echelon.heads.parts import Norm, Rotary, Shared, copy_norm, prepare, run_layer
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class WideLayer(nn.Module):
             narrow = getattr(self.self_attn, name)
             setattr(self.self_attn, name, nn.Linear(2 * hidden, narrow.out_features, bias=narrow.bias is not None))
         self.mlp = LlamaMLP(config)
-        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (LlamaRMSNorm(hidden, eps) for _ in range(3))
+        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (Norm(hidden, eps) for _ in range(3))
 
     def forward(self, x: Tensor, **step: Any) -> Tensor:
         embeddings, hidden = x.chunk(2, -1)
@@ -75,7 +75,7 @@ class Eagle3Head(Head):
         self.taps = tuple(f"layer:{i}" for i in options.depths)
         self.fc = nn.Linear(3 * hidden, hidden, bias=False)
         self.layers, self.rotary = nn.ModuleList([WideLayer(config, options.norm_before_residual)]), Rotary(config)
-        self.norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
+        self.norm = Norm(hidden, config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, options.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(options.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.arange(config.vocab_size) < options.draft_vocab_size)
@@ -92,7 +92,6 @@ class Eagle3Head(Head):
 
     @property
     def draft_ids(self) -> Tensor:
-        """int64[draft_vocab_size], increasing: the target's ids of the draft vocabulary."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def draft_logits(self, states: Tensor) -> Tensor:

@@ -78,6 +78,52 @@ def run_layer(layer: nn.Module, rotary: nn.Module, x: Tensor, positions: Tensor,
     return out
 
 
+class Norm(LlamaRMSNorm):  # type: ignore[misc]
+    """Llama's; where gradients are wanted, in the dtype of its input, which autograd's own would narrow for each matrix that reads it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().forward(x)  # type: ignore[no-any-return]
+        out: Tensor = _Normed.apply(x, self.weight, self.variance_epsilon)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Normed(torch.autograd.Function):
+    """weight · x / sqrt(mean(x²) + eps) of x [..., d], a few rows at a time: what is float32 on the way stays in the processor's caches."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x, weight)
+        ctx.eps, out = eps, torch.empty_like(x)
+        for rows, found in zip(_pieces(x), _pieces(out), strict=True):
+            found.copy_(_over_rms(rows, eps)[0].mul_(weight))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight = torch.empty_like(x), torch.zeros_like(weight)
+        for rows, above, found in zip(_pieces(x), _pieces(upstream.contiguous()), _pieces(of_x), strict=True):
+            normed, scale = _over_rms(rows, ctx.eps)
+            product = above * normed
+            of_weight += product.sum(0)
+            along = product.mul_(weight).mean(-1, keepdim=True)
+            found.copy_((above * weight).sub_(normed.mul_(along)).mul_(scale))
+        return of_x, of_weight, None
+
+
+def _pieces(x: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(x.view(-1, x.shape[-1]), 512)
+
+
+def _over_rms(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """float32 [n, d]: x over its root mean square, and the factor [n, 1]."""
+    x = x.float()
+    scale = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return x * scale, scale
+
+
 class ResBlock(nn.Module):
     """x + SiLU(W x + b), the identity at first (Cai et al. 2024)."""
 

@@ -101,7 +101,7 @@ def learn(head: Head, target: PreTrainedModel, ids: Tensor, depth: int, plan: Pl
     recipe, total = plan.recipe, 0.0
     generator = torch.Generator().manual_seed(plan.seed * 10_000_000 + step)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        given = lesson(target, head.taps, ids, depth, recipe.is_soft)
+        given = lesson(target, head, ids, depth, recipe.is_soft)
         features = noised(given.features, recipe, given.num_places, generator)
         states = list(unroll(head, given, features, depth))
         leaves = [s.detach().requires_grad_(s.requires_grad) for s in states]
@@ -122,7 +122,7 @@ def evaluate(head: Head, target: PreTrainedModel, texts: np.ndarray) -> Accuracy
     hits: list[list[Tensor]] = [[] for _ in range(depth)]
     for rows in np.array_split(texts, max(1, len(texts) // ROWS_PER_BATCH)):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            given = lesson(target, head.taps, torch.from_numpy(rows.astype(np.int64)), depth, False)
+            given = lesson(target, head, torch.from_numpy(rows.astype(np.int64)), depth, False)
             for k, states in enumerate(unroll(head, given, given.features, depth)):
                 hits[k].append(head.logits(states, k).topk(5).indices == given.token(2 + k)[:, None])
     found = torch.stack([torch.cat(h) for h in hits]).float()  # [depth, places, 5]

@@ -1,17 +1,16 @@
 """What a head learns from: a frozen target's hidden states and distributions over a batch of texts, computed as they are needed.
 
-Legend: B texts of N tokens; a head starts at M = N − 1 − K places of each and looks K tokens ahead, so that each has all its answers.
-Place t is given the token at t + 1, as when drafting; depth k says what stands at t + 2 + k.
+Legend: B texts of N tokens; a head starts at M = N − 1 − K places of each and looks K tokens ahead, so that each has all its answers; it
+drafts W of the V tokens. Place t is given the token at t + 1, as when drafting; depth k says what stands at t + 2 + k.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.heads.base import Head
@@ -23,37 +22,39 @@ from echelon.target.attention import STEP_KEYWORD, LayerCall
 class Lesson:
     """What the target makes of `ids` int64[B, N].
 
-    features  [B·M, F]   the head's taps
-    last      [B, N, d]  hidden states after the final norm
-    logits    [B, N, V]  if they were wanted
+    features    [B·M, F]           the head's taps
+    last        [B, N, d]          hidden states after the final norm
+    probs       float32[B, N, W]   the target's distributions over the tokens that the head drafts, if they were wanted
+    is_drafted  bool[B, N]         whether the target's likeliest token is one of those
     """
 
     ids: Tensor
     features: Tensor
     last: Tensor
-    logits: Tensor | None
     num_places: int
+    probs: Tensor | None = None
+    is_drafted: Tensor | None = None
 
     def _at(self, values: Tensor, shift: int) -> Tensor:
-        return values[:, shift : shift + self.num_places].flatten(0, 1)
+        return values[:, shift : shift + self.num_places]
 
     def token(self, shift: int) -> Tensor:
         """int64[B·M]: the token `shift` after each place."""
-        return self._at(self.ids, shift)
+        return self._at(self.ids, shift).flatten()
 
-    def target_logits(self, depth: int) -> Tensor:
-        """[B·M, V]: what the target says of the token at this depth."""
-        assert self.logits is not None
-        return self._at(self.logits, depth + 1)
+    def wanted(self, depth: int) -> tuple[Tensor, Tensor]:
+        """[B, M, W] and bool[B, M]: `probs` and `is_drafted` of the token at this depth."""
+        assert self.probs is not None and self.is_drafted is not None
+        return self._at(self.probs, depth + 1), self._at(self.is_drafted, depth + 1)
 
     def target_feature(self, depth: int) -> Tensor:
         """[B·M, d]: the hidden state that says so."""
-        return self._at(self.last, depth + 1)
+        return self._at(self.last, depth + 1).flatten(0, 1)
 
 
 @torch.no_grad()
-def lesson(target: nn.Module, taps: Sequence[str], ids: Tensor, depth: int, wants_logits: bool) -> Lesson:
-    """One pass of the target over `ids` int64[B, N]."""
+def lesson(target: nn.Module, head: Head, ids: Tensor, depth: int, is_soft: bool) -> Lesson:
+    """One pass of the target over `ids` int64[B, N]; with its distributions if `is_soft`."""
     seen: dict[str, Tensor] = {}
     layers = decoder_layers(target)
 
@@ -67,13 +68,24 @@ def lesson(target: nn.Module, taps: Sequence[str], ids: Tensor, depth: int, want
     hooks.append(layers[-1].register_forward_hook(after("last_unnormed")))
     hooks.append(target.get_decoder().register_forward_hook(after("last")))  # type: ignore[operator]
     try:
-        logits = target(input_ids=ids, use_cache=False, logits_to_keep=0 if wants_logits else 1).logits
+        logits = target(input_ids=ids, use_cache=False, logits_to_keep=0 if is_soft else 1).logits
     finally:
         for hook in hooks:
             hook.remove()
     num_places = ids.shape[1] - 1 - depth
-    features = torch.cat([seen[tap][:, :num_places] for tap in taps], -1).flatten(0, 1)
-    return Lesson(ids, features, seen["last"], logits if wants_logits else None, num_places)
+    features = torch.cat([seen[tap][:, :num_places] for tap in head.taps], -1).flatten(0, 1)
+    return Lesson(ids, features, seen["last"], num_places, *(soft_targets(logits, head.draft_ids) if is_soft else ()))
+
+
+def soft_targets(logits: Tensor, draft_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A lesson's `probs` and `is_drafted` from logits [B, N, V], a text at a time."""
+    num_tokens = logits.shape[-1] if draft_ids is None else len(draft_ids)
+    probs = torch.empty(*logits.shape[:2], num_tokens, device=logits.device)
+    for text, row in zip(logits, probs, strict=True):
+        torch.softmax(text if draft_ids is None else text.index_select(-1, draft_ids), -1, torch.float32, out=row)
+    if draft_ids is None:
+        return probs, torch.ones_like(logits[..., 0], dtype=torch.bool)
+    return probs, torch.isin(logits.max(-1).indices, draft_ids)
 
 
 class TrainingStep:
@@ -87,29 +99,29 @@ class TrainingStep:
         self._passes: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def attend(self, call: LayerCall) -> Tensor:
-        query, key, value = (x.reshape(self._num_rows, -1, *x.shape[1:]).transpose(1, 2) for x in (call.query, call.key, call.value))
+        query, key, value = (x.reshape(self._num_rows, -1, *x.shape[1:]) for x in (call.query, call.key, call.value))
         passes = self._passes.setdefault(call.layer, [])
         passes.append((key, value))
-        if len(passes) == 1:
-            out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=call.scale, enable_gqa=True)
-        else:
-            out = _simulated(query, passes, call.scale)
-        return out.transpose(1, 2).flatten(0, 1)
+        return _simulated(query, passes, call.scale).flatten(0, 1)
 
 
 def _simulated(query: Tensor, passes: list[tuple[Tensor, Tensor]], scale: float) -> Tensor:
-    """query [B, H, M, D] over the first pass, causally, and the place's own key of each later one."""
-    groups = query.shape[1] // passes[0][0].shape[1]
-    wide = [tuple(x.repeat_interleave(groups, 1) for x in pair) for pair in passes]
-    length = query.shape[2]
-    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-    real = (query @ wide[0][0].transpose(-1, -2) * scale).masked_fill(future, -torch.inf)
-    own = torch.stack([(query * key).sum(-1) * scale for key, _ in wide[1:]], -1)
-    weights = torch.cat([real, own], -1).softmax(-1).to(query.dtype)
-    out = weights[..., :length] @ wide[0][1]
-    for i, (_, value) in enumerate(wide[1:]):
-        out = out + weights[..., length + i, None] * value
-    return out
+    """query [B, M, H, D] over the first pass, causally, and the place's own key of each later one; keys and values [B, M, H', D]."""
+    (num_rows, length, _, size), (first, later) = query.shape, (passes[0], passes[1:])
+    key, value = (x.transpose(1, 2) for x in first)  # [B, H', M, D]
+    query = (query * scale).reshape(num_rows, length, key.shape[1], -1, size)  # [B, M, H', G, D]
+    future = torch.full((length, length), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
+    text = query.permute(0, 2, 3, 1, 4).flatten(2, 3) @ key.transpose(-1, -2)
+    scores = [text.reshape(num_rows, key.shape[1], -1, length, length) + future]  # [B, H', G, M, M]
+    if later:
+        own_keys, own_values = (torch.stack(x, 3) for x in zip(*later, strict=True))  # [B, M, H', passes, D]
+        scores.append((query @ own_keys.transpose(-1, -2)).permute(0, 2, 3, 1, 4))
+    with torch.autocast(query.device.type, enabled=False):  # softmax sums in float32 as it is, and needs no float32 copy
+        weights, own_weights = torch.split(torch.cat(scores, -1).softmax(-1), [length, len(later)], -1)
+    out = (weights.flatten(2, 3).contiguous() @ value).reshape(num_rows, key.shape[1], -1, length, size).permute(0, 3, 1, 2, 4)
+    if later:
+        out = out + own_weights.permute(0, 3, 1, 2, 4) @ own_values
+    return out.flatten(2, 3)
 
 
 def unroll(head: Head, given: Lesson, features: Tensor, depth: int) -> Iterator[Tensor]:

@@ -47,33 +47,54 @@ RECIPES = {
 
 
 def depth_loss(head: Head, states: Tensor, given: Lesson, depth: int, recipe: Recipe) -> Tensor:
-    """The weighted loss of one depth, nats a place."""
-    if isinstance(head, Eagle3Head):
-        loss = _in_draft_vocabulary(head, states, given, depth, recipe.is_soft)
+    """The weighted loss of one depth, nats a place.
+
+    Places whose right token the head cannot draft count as zero: the mean is over all places, as in EAGLE-3's code.
+    """
+    weight = recipe.decay**depth
+    logits = head.draft_logits(states) if isinstance(head, Eagle3Head) else head.logits(states, depth)
+    if recipe.is_soft:
+        probs, is_drafted = given.wanted(depth)
+        loss = soft(logits.view(*is_drafted.shape, -1), probs, is_drafted * (weight * recipe.tokens / len(logits)))
     else:
-        logits = head.logits(states, depth).float()
-        loss = soft(logits, given.target_logits(depth)).mean() if recipe.is_soft else F.cross_entropy(logits, given.token(2 + depth))
-    loss = recipe.tokens * loss
+        loss = weight * recipe.tokens * _hard(head, logits.float(), given.token(2 + depth))
     if recipe.feature:
         predictor: Any = head
-        loss = loss + recipe.feature * F.smooth_l1_loss(predictor.features(states).float(), given.target_feature(depth).float())
-    return recipe.decay**depth * loss
+        distance = F.smooth_l1_loss(predictor.features(states).float(), given.target_feature(depth).float())
+        loss = loss + weight * recipe.feature * distance
+    return loss
 
 
-def soft(logits: Tensor, target_logits: Tensor) -> Tensor:
-    """Cross-entropy [M] of logits [M, V] with the distributions of `target_logits` [M, V]."""
-    return -(target_logits.float().softmax(-1) * logits.log_softmax(-1)).sum(-1)
+def _hard(head: Head, logits: Tensor, tokens: Tensor) -> Tensor:
+    if not isinstance(head, Eagle3Head):
+        return F.cross_entropy(logits, tokens)
+    place = torch.searchsorted(head.draft_ids, tokens).clamp_max(len(head.draft_ids) - 1)
+    return (F.cross_entropy(logits, place, reduction="none") * head.t2d[tokens]).mean()
 
 
-def _in_draft_vocabulary(head: Eagle3Head, states: Tensor, given: Lesson, depth: int, is_soft: bool) -> Tensor:
-    """Places whose right token cannot be drafted count as zero: the mean is over all places, as in the authors' code."""
-    logits = head.draft_logits(states).float()
-    if is_soft:
-        target_logits = given.target_logits(depth)
-        return (soft(logits, target_logits[:, head.draft_ids]) * head.t2d[target_logits.max(-1).indices]).mean()
-    token = given.token(2 + depth)
-    place = torch.searchsorted(head.draft_ids, token).clamp_max(len(head.draft_ids) - 1)
-    return (F.cross_entropy(logits, place, reduction="none") * head.t2d[token]).mean()
+def soft(logits: Tensor, probs: Tensor, weights: Tensor) -> Tensor:
+    """Σ weights · cross-entropy of logits [B, M, W] with the distributions `probs` [B, M, W]; weights [B, M]."""
+    loss: Tensor = _Soft.apply(logits, probs, weights)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _Soft(torch.autograd.Function):
+    """Makes the gradient, weight · (softmax(logits) − probs) in the dtype of the logits, along with the loss: a text at a time, so that
+    nothing in float32 is as large as the logits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, probs: Tensor, weights: Tensor) -> Tensor:
+        loss, ctx.gradient = weights.new_zeros(()), torch.empty_like(logits)
+        for text, wanted, weight, gradient in zip(logits, probs, weights, ctx.gradient, strict=True):
+            predicted = text.log_softmax(-1, torch.float32)
+            loss -= ((wanted * predicted).sum(-1) * weight).sum()
+            gradient.copy_(predicted.exp_().sub_(wanted).mul_(weight[:, None]))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.gradient * upstream, None, None
 
 
 def noised(features: Tensor, recipe: Recipe, length: int, generator: torch.Generator) -> Tensor:
