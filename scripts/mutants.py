@@ -97,7 +97,7 @@ MUTANTS = [
     Mutant("a short draft is read to the length of others", "target/ahead.py", " & (at[:-1] < counts[:, None])", "", f"{AHEAD}::test_rows_draft_as_much_as_they_ask_for"),
     Mutant("no token equals no token", "target/ahead.py", " & (drafted >= 0)", "", f"{AHEAD}::test_a_place_without_a_token_ends_the_row_as_in_plain_decoding"),
     Mutant("the host does not wait", "target/ahead.py", "        self._event.synchronize()\n", "", f"{AHEAD}::test_a_step_starts_where_the_one_in_flight_will_end"),
-    Mutant("texts outgrow the context in flight", "scheduler.py", "is_in_draft and end <= row.sequence.max_len", "is_in_draft", "tests/test_ahead_books.py"),
+    Mutant("texts outgrow the context in flight", "scheduler.py", "is_in_draft and end <= row.sequence.max_len", "is_in_draft", "tests/test_ahead_books.py::test_no_text_outgrows_the_context_in_flight"),
     Mutant("blocks for two steps are not counted", "scheduler.py", "not all(self._has_blocks(t, rows) for t in self._tables)", "False", f"{AHEAD}::test_where_blocks_are_lacking_rows_wait"),
 ]  # fmt: skip
 

@@ -174,3 +174,13 @@ def test_the_machine_flies() -> None:
     machine.several_steps(30)
     machine.teardown()
     assert machine.num_following > 10
+
+
+def test_no_text_outgrows_the_context_in_flight() -> None:
+    """Rows that fill it to the last place, one after another."""
+    machine = AheadMachine()
+    for _ in range(6):
+        machine.add(40, test_scheduler.MAX_LEN - 40)
+        machine.several_steps(30)
+    machine.teardown()
+    assert machine.num_following > 10
