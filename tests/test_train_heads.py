@@ -29,6 +29,7 @@ from echelon.train import heads as training
 from echelon.train.data import Data, prepare
 from echelon.train.heads import Plan, evaluate, learn, train_head
 from echelon.train.lessons import Lesson, soft_targets
+from echelon.train.loop import rate_factor
 from echelon.train.losses import RECIPES, Recipe, depth_loss, noised, soft
 from echelon.train.text import HELD_OUT, batch
 
@@ -58,6 +59,18 @@ def counting() -> Data:
     said = ((rng.integers(0, 90, (64, 1)) + np.arange(WINDOW)) % 90).astype(np.uint16)
     text = (np.arange(2000) % 90).astype(np.uint16)
     return Data({"text": text, HELD_OUT: text}, said, said[:16])
+
+
+def test_the_rate_is_the_methods_own_unless_another_is_given(target: PreTrainedModel, data: Data, tmp_path: Path) -> None:
+    for given, used in ((None, RECIPES["eagle3"].rate), (0.02, 0.02)):
+        folder = tmp_path / str(given)
+        train_head(target, data, folder, Plan("eagle3", steps=1, rate=given, options=OPTIONS["eagle3"]))
+        assert json.loads((folder / "training.json").read_text())["rate"] == used
+
+
+def test_the_rate_rises_stays_and_falls() -> None:
+    factors = [rate_factor(step, 12, decay=4, warm_up=5) for step in range(12)]
+    assert factors == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
 
 
 @pytest.mark.parametrize("method", RECIPES)

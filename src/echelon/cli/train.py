@@ -14,7 +14,7 @@ from echelon import ConfigError
 from echelon.cli.shared import ModelArgument, errors
 from echelon.target.loading import load_plain
 from echelon.train.data import prepare
-from echelon.train.draft import train_draft_model
+from echelon.train.draft import RATE, train_draft_model
 from echelon.train.heads import Plan, train_head
 
 
@@ -45,7 +45,7 @@ def train(
     text: Annotated[list[Path] | None, typer.Option(help="UTF-8 text files; Python source of this machine without.")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder for tokens and the target's own text, to share between runs; OUT/data.")] = None,
     steps: Annotated[int, typer.Option(help="Batches of about 2,000 tokens.", min=1)] = 1000,
-    rate: Annotated[float, typer.Option(help="Peak learning rate.", min=0.0)] = 3e-3,
+    rate: Annotated[float | None, typer.Option(help="Peak learning rate; the method's own without.", min=0.0)] = None,
     every: Annotated[int, typer.Option(help="Steps between checkpoints and evaluations.", min=1)] = 100,
     seed: Annotated[int, typer.Option(help="Of initial weights, batches and noise of heads.", min=0)] = 0,
     targets: Annotated[Targets | None, typer.Option(help="Learn the text, or the model's distribution; as published without.")] = None,
@@ -61,7 +61,7 @@ def train(
     target, tokenizer = load_plain(model)
     texts = prepare(target, tokenizer, text, data or out / "data", num_continuations)
     if method is Method.draft_model:
-        train_draft_model(target, tokenizer, texts.text, out, data or out / "data", steps, rate, every)
+        train_draft_model(target, tokenizer, texts.text, out, data or out / "data", steps, RATE if rate is None else rate, every)
         return
     is_soft = None if targets is None else targets is Targets.soft
     plan = Plan(method.value, steps, rate, every, seed, is_soft, options)

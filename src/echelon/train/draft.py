@@ -12,6 +12,7 @@ from echelon.train.pair import distil
 from echelon.train.text import Tokens
 
 HEAD_SIZE = 64
+RATE = 3e-3  # peak learning rate
 
 
 def draft_config(target: Any) -> LlamaConfig:

@@ -29,19 +29,20 @@ from echelon.train.loop import Loop
 from echelon.train.losses import RECIPES, Recipe, depth_loss, noised
 
 ROWS_PER_BATCH = 8
+WARM_UP = 20  # steps; a head starts on hidden states that mean something already
 DEPTHS_EVALUATED = 5  # of heads that can go on for ever
 Report = Callable[[int, int, float], None]  # steps done, steps in all, loss
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings of a run. `is_soft`: the targets are the frozen model's distributions; `depth`: tokens ahead that training looks; None: as
-    published. `options` are the head's.
+    """Settings of a run. `rate`: peak learning rate; `is_soft`: the targets are the frozen model's distributions; `depth`: tokens ahead
+    that training looks; None: the recipe's. `options` are the head's.
     """
 
     method: str
     steps: int
-    rate: float = 3e-3
+    rate: float | None = None
     every: int = 100
     seed: int = 0
     is_soft: bool | None = None
@@ -50,7 +51,7 @@ class Plan:
 
     @property
     def recipe(self) -> Recipe:
-        changed = {"is_soft": self.is_soft, "depth": self.depth}
+        changed = {"rate": self.rate, "is_soft": self.is_soft, "depth": self.depth}
         return replace(RECIPES[self.method], **{k: v for k, v in changed.items() if v is not None})  # type: ignore[arg-type]
 
 
@@ -75,8 +76,8 @@ def train_head(target: PreTrainedModel, data: Data, out: Path, plan: Plan, repor
     """
     head = _new_head(target, data, plan)
     out.mkdir(parents=True, exist_ok=True)
-    _check_same_run(out / "training.json", {**asdict(plan), "target": fingerprint(target)})
-    loop = Loop({"head": head}, out / "checkpoint.pt", plan.steps, max(1, plan.steps // 4), plan.rate)
+    _check_same_run(out / "training.json", {**asdict(plan), "rate": plan.recipe.rate, "target": fingerprint(target)})
+    loop = Loop({"head": head}, out / "checkpoint.pt", plan.steps, max(1, plan.steps // 4), plan.recipe.rate, WARM_UP)
     log = Log(out / "log.jsonl", loop.first)
     depth = min(plan.recipe.depth, head.max_depth or plan.recipe.depth)
     start = time.monotonic()

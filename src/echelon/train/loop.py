@@ -21,9 +21,9 @@ def optimizers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
     ]
 
 
-def rate_factor(step: int, steps: int, decay: int) -> float:
-    """Warm-up over 100 steps, constant, linear decay to zero over the last `decay` steps."""
-    return min((step + 1) / 100, 1.0, (steps - step) / decay)
+def rate_factor(step: int, steps: int, decay: int, warm_up: int) -> float:
+    """Up linearly over `warm_up` steps, constant, and down linearly to zero over the last `decay` steps."""
+    return min((step + 1) / warm_up, 1.0, (steps - step) / decay)
 
 
 def save_atomically(state: dict[str, Any], path: Path) -> None:
@@ -34,8 +34,9 @@ def save_atomically(state: dict[str, Any], path: Path) -> None:
 class Loop:
     """Steps of one training phase. A rerun resumes at the last checkpoint."""
 
-    def __init__(self, models: dict[str, nn.Module], checkpoint: Path, steps: int, decay: int, rate: float) -> None:
-        self.models, self.checkpoint, self.steps, self.decay, self.rate = models, checkpoint, steps, decay, rate
+    def __init__(self, models: dict[str, nn.Module], checkpoint: Path, steps: int, decay: int, rate: float, warm_up: int = 100) -> None:
+        self.models, self.checkpoint, self.steps, self.decay = models, checkpoint, steps, decay
+        self.rate, self.warm_up = rate, warm_up
         self.optimizers = [o for model in models.values() for o in optimizers(model, rate)]
         self.first = 0
         if checkpoint.exists():
@@ -53,7 +54,7 @@ class Loop:
 
     def apply(self, step: int) -> None:
         """The same for gradients that are there already."""
-        factor = rate_factor(step, self.steps, self.decay)
+        factor = rate_factor(step, self.steps, self.decay, self.warm_up)
         for model in self.models.values():
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in self.optimizers:

@@ -27,7 +27,9 @@ from echelon.train.lessons import Lesson
 
 @dataclass(frozen=True)
 class Recipe:
-    """`depth`: how many tokens ahead training looks; a head of fewer heads looks as far as it can."""
+    """`depth`: how many tokens ahead training looks; a head of fewer heads looks as far as it can. `rate`: peak learning rate; for these
+    optimisers the papers give none.
+    """
 
     depth: int
     decay: float
@@ -35,6 +37,7 @@ class Recipe:
     feature: float = 0.0
     is_soft: bool = False
     noise: float = 0.0
+    rate: float = 3e-3
 
 
 RECIPES = {
@@ -42,7 +45,7 @@ RECIPES = {
     "clover": Recipe(depth=16, decay=0.8, tokens=1.0),
     "clover2": Recipe(depth=5, decay=0.7, tokens=1.0, feature=10.0, is_soft=True),
     "eagle": Recipe(depth=1, decay=1.0, tokens=0.1, feature=1.0, is_soft=True, noise=0.1),
-    "eagle3": Recipe(depth=7, decay=0.8, tokens=1.0, is_soft=True),
+    "eagle3": Recipe(depth=7, decay=0.8, tokens=1.0, is_soft=True, rate=6e-3),
 }
 
 
