@@ -42,6 +42,7 @@ HEAD_TREES = {
 VERIFIED = (4, 8, 16, 32, 60)  # drafted tokens that the target checks in a step, at most
 VERIFIED_TREE = {"tree": "dynamic", "tree_top_k": 10, "tree_depth": 8}
 VERIFIED_AT = (0.0, 0.8)  # temperatures
+VERIFIED_CELLS = {f"verified-{method}": method for method in ("draft_model", *HEADS)}
 OPT_TEXTS = 4  # random prompts are beginnings of these
 TWICE_UP_TO = 8  # larger batches have long steps that vary little: one round
 
@@ -200,7 +201,7 @@ SECONDS = {  # experiment: of a round, and of a row in it
     "table-opt": (20, 8),
     "table-pair": (17, 7),
     "table-confident": (10, 4),
-    "verified": (400, 0),
+    **dict.fromkeys(VERIFIED_CELLS, (60, 0)),
     "heads": (60, 12),
     "rescaled": (26, 11),
     "realign-random": (10, 5),
@@ -233,7 +234,7 @@ class Bench:
             ("table-pair", partial(self.pair_table, "table-pair", default_methods()[1:]), size.table_batches),
             ("gain", self.gain, size.gain_batches),
             ("table-confident", partial(self.pair_table, "table-confident", [CONFIDENT]), tuple(b for b in size.gain_batches if b > 1)),
-            ("verified", self.verified, ()),
+            *((name, partial(self.verified, method), ()) for name, method in VERIFIED_CELLS.items()),
             ("heads", self.heads, (8, 1, 2, 4, 16, 32) if size.pair_parameters else (2,)),
             ("rescaled", self.rescaled_table, size.table_batches),
             ("realign-random", partial(self.realign, True), size.realign_batches),
@@ -324,18 +325,17 @@ class Bench:
         methods = [Method("plain", None), default_methods()[1], *small, *trained]
         return self._measured(target, methods, prompts, self.size.table_tokens, batch, 1)
 
-    def verified(self) -> dict[str, Any]:
-        """What a step emits by how many tokens it checks, on the embedded target: [temperature, method, tokens, emitted]."""
-        size, target = self.size, self.models.target
+    def verified(self, method: str) -> dict[str, Any]:
+        """What a step emits by how many tokens it checks, on the embedded target: [temperature, name, tokens, emitted]."""
+        size, target, asked = self.size, self.models.target, {"method": method}
         prompts = self.models.source(target, min(32, size.histogram_prompts), size.short_prompt_tokens, is_ragged=False)
-        asked: dict[str, dict[str, Any]] = {
-            "draft model, chain": {"method": "draft_model"},
-            "draft model, tree": {"method": "draft_model", **VERIFIED_TREE},
-            **{f"{m}, tree": {"method": m, "model": self.models.trained(m), **VERIFIED_TREE} for m in HEADS},
-        }
+        if method == "draft_model":
+            shapes = {"draft model, chain": asked, "draft model, tree": asked | VERIFIED_TREE}
+        else:
+            shapes = {f"{method}, tree": asked | {"model": self.models.trained(method), **VERIFIED_TREE}}
         found = []
-        for name, temperature, budget in product(asked, VERIFIED_AT, VERIFIED if size.pair_parameters else VERIFIED[:1]):
-            llm = LLM(target, asked[name] | {"num_speculative_tokens": budget}, self.models.draft, max_num_seqs=16)
+        for name, temperature, budget in product(shapes, VERIFIED_AT, VERIFIED if size.pair_parameters else VERIFIED[:1]):
+            llm = LLM(target, shapes[name] | {"num_speculative_tokens": budget}, self.models.draft, max_num_seqs=16)
             llm.generate(prompts, self.params(size.table_tokens).model_copy(update={"temperature": temperature, "seed": 0}))
             found.append([temperature, name, budget, llm.stats.tokens_per_step])
         return {"verified": found}

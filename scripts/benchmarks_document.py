@@ -61,7 +61,7 @@ def missing(cells: Cells, expected: SequenceOf[str]) -> list[str]:
     gone: dict[str, list[str]] = {}
     for name in sorted(n for n in expected if n not in cells):
         experiment, _, batch = name.rpartition("-")
-        gone.setdefault(experiment or name, []).append(batch.lstrip("0") if experiment else "")
+        gone.setdefault(experiment if batch.isdigit() else name, []).append(batch.lstrip("0") if batch.isdigit() else "")
     if not gone:
         return []
     count = sum(map(len, gone.values()))

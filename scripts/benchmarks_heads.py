@@ -64,7 +64,8 @@ def more_part(evidence: Path) -> list[str]:
 
 def verified(cells: Cells) -> dict[tuple[float, str, int], float]:
     """(temperature, method, tokens verified) → tokens_per_step."""
-    return {(t, name, n): value for t, name, n, value in cells.get("verified", {}).get("verified", [])}
+    rows = [row for cell, content in cells.items() if cell.startswith("verified-") for row in content.get("verified", [])]
+    return {(t, name, n): value for t, name, n, value in rows}
 
 
 def heads_findings(cells: Cells) -> list[str]:
@@ -90,7 +91,9 @@ def verified_findings(cells: Cells) -> list[str]:
     lines = []
     for temperature, budget in dict.fromkeys((t, n) for t, _, n in found):
         here = {name: value for (t, name, n), value in found.items() if (t, n) == (temperature, budget)}
-        chain, tree = here.pop("draft model, chain"), here.pop("draft model, tree")
+        chain, tree = here.pop("draft model, chain", None), here.pop("draft model, tree", None)
+        if chain is None or tree is None or not here:
+            continue
         best = max(here, key=lambda name: here[name])
         lines.append(
             f"  - temperature {temperature:g}, {budget} tokens: {best} {here[best]:.2f}, "

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -35,13 +35,13 @@ from echelon.train.heads import Plan, train_head
 ROOT = Path(__file__).parents[1]
 TOLERANCE, SMOOTHED = 0.02, 0.05  # of the loss; of a run's batches
 MINUTES, BYTES = 20.0, 2e9  # what is promised
-BATCHES = 12  # enough for the allocator to reach its peak
+BATCHES = 16  # enough for the allocator to reach its peak
 
 
 @dataclass(frozen=True)
 class Learnt:
-    """One run. `reached`: batches after which the loss stays within `TOLERANCE` of its end; top1, of held-out text, by depth; `commit`: of
-    the code whose seconds and memory these are.
+    """One run. `reached`: batches after which the loss stays within `TOLERANCE` of its end; `seconds_a_batch`: mean until then; top1, of
+    held-out text, by depth; `commit`: of the code whose seconds and memory these are.
     """
 
     method: str
@@ -63,34 +63,46 @@ class Learnt:
         return self.minutes <= MINUTES and self.memory_bytes < BYTES
 
 
-def plateau(losses: Sequence[float]) -> tuple[int, float]:
-    """After how many batches the smoothed loss stays within `TOLERANCE` of its last value, and that value."""
+def plateau(losses: Sequence[float], first: int = 0) -> tuple[int, float]:
+    """After how many batches the smoothed loss stays within `TOLERANCE` of its last value, and that value. The first ones do not count:
+    they looked less far, so their losses are sums of fewer depths.
+    """
     width = max(1, round(SMOOTHED * len(losses)))
-    smooth = np.convolve(losses, np.full(width, 1 / width), "valid")
+    smooth = np.convolve(losses[first:], np.full(width, 1 / width), "valid")
     above = np.flatnonzero(smooth > (1 + TOLERANCE) * smooth[-1])
-    return width + (int(above[-1]) + 1 if len(above) else 0), float(smooth[-1])
+    return first + width + (int(above[-1]) + 1 if len(above) else 0), float(smooth[-1])
 
 
-def cost(run: Path, data: Path) -> tuple[float, int]:
-    """Seconds a batch, and the most bytes held, of a few batches of the run's own settings, which nothing else shares the process with."""
+def cost(run: Path, data: Path) -> tuple[dict[int, float], int]:
+    """Seconds a batch by how many tokens ahead it looks, and the most bytes held, of a few batches of the run's own settings, which nothing
+    else shares the process with.
+    """
     plain, tokenizer = load_plain(str(TARGET))
-    settings = json.loads((run / "training.json").read_text("utf-8"))
     count = json.loads((data / "data.json").read_text("utf-8"))["continuations"]
-    options = tuple((name, value) for name, value in settings["options"])
-    plan = Plan(settings["method"], BATCHES, settings["rate"], BATCHES, settings["seed"], settings["is_soft"], options, settings["depth"])
-    clock = [time.perf_counter()]
+    plan, clock = replace(plan_of(run), steps=BATCHES, every=BATCHES), [time.perf_counter()]
     with tempfile.TemporaryDirectory() as folder:
         train_head(plain, prepare(plain, tokenizer, None, data, count), Path(folder), plan, lambda *_: clock.append(time.perf_counter()))
-    seconds = statistics.median(np.diff(clock[3:]))
-    return float(seconds), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    seconds: dict[int, list[float]] = {}
+    for step, taken in enumerate(np.diff(clock)):
+        seconds.setdefault(plan.depth_at(step), []).append(float(taken))
+    by_depth = {depth: statistics.median(taken[len(taken) // 4 :]) for depth, taken in seconds.items()}
+    return by_depth, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def plan_of(run: Path) -> Plan:
+    settings = json.loads((run / "training.json").read_text("utf-8"))
+    options = tuple((name, value) for name, value in settings["options"])
+    return Plan(**{f.name: settings[f.name] for f in fields(Plan)} | {"options": options})
 
 
 def learnt(run: Path, data: Path, commit: str) -> Learnt:
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text("utf-8").splitlines()]
     losses, last = [x["loss"] for x in lines if "loss" in x], next(x for x in reversed(lines) if "top1" in x)
-    reached, loss = plateau(losses)
+    plan = plan_of(run)
+    reached, loss = plateau(losses, sum(plan.depth_at(step) < plan.recipe.depth for step in range(plan.steps)))
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
-        seconds, memory = alone.submit(cost, run, data).result()
+        by_depth, memory = alone.submit(cost, run, data).result()
+    seconds = statistics.fmean(by_depth[plan.depth_at(step)] for step in range(reached))
     return Learnt(run.name, len(losses), reached, seconds, memory, loss, last["top1"], last["tokens_per_step"], commit)
 
 

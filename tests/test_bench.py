@@ -395,22 +395,30 @@ def test_benchmarks_are_resumable_and_write_the_document(
         "realign-random",
         "realign-equal",
         "latency",
+        "verified",
     }
     assert {p.suffix for p in (tmp_path / "plots").iterdir()} == {".png", ".svg"}
     assert "This is a part" not in document
     capsys.readouterr()
     monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)  # they are drawn
     assert names["main"](["--small", "--output", str(tmp_path)]) == 0
-    assert "15 of 15 cells are measured already" in capsys.readouterr().out
+    assert "20 of 20 cells are measured already" in capsys.readouterr().out
     assert (tmp_path / "benchmarks.md").read_text() == document
-    for gone in ("table-opt-01", "table-opt-02", "gain-02", "equality", "realign-random-02", "realign-equal-02"):
+    for gone in ("table-opt-01", "table-opt-02", "gain-02", "equality", "verified-clover2", "realign-random-02", "realign-equal-02"):
         (evidence / f"{gone}.json").unlink()
     other = json.loads((evidence / "rescaled-02.json").read_text())
     (evidence / "rescaled-02.json").write_text(json.dumps(other | {"settings": {}}))
     cells = list(names["Bench"](names["SMALL"], evidence).cells)
     part = names["write_document"](tmp_path, cells, json.loads((evidence / "latency-02.json").read_text())["settings"]).read_text()
-    assert "**This is a part**: 7 of 15 cells have not been measured" in part
-    for words in ("  - `table-opt` at batch 1, 2\n", "  - `rescaled` at batch 2\n", "  - `equality`\n", "P99", "EXSPEC"):
+    assert "**This is a part**: 8 of 20 cells have not been measured" in part
+    for words in (
+        "  - `table-opt` at batch 1, 2\n",
+        "  - `rescaled` at batch 2\n",
+        "  - `equality`\n",
+        "  - `verified-clover2`\n",
+        "P99",
+        "EXSPEC",
+    ):
         assert words in part, words
 
 

@@ -17,6 +17,7 @@ def test_a_run_is_there_when_its_loss_stays_near_its_end() -> None:
     assert plateau([*level[:60], *[1.5] * 5, *level[65:]]) == (70, 1.0), "what leaves again was not there"
     reached, last = plateau([2.0 - 0.01 * i for i in range(100)])
     assert reached >= 98 and abs(last - 1.03) < 1e-9, "a loss that still falls has no plateau before its end"
+    assert plateau([0.5] * 40 + level[40:], 40) == (45, 1.0), "batches that look less far are not compared"
     assert plateau([3.0]) == (1, 3.0)
 
 

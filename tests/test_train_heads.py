@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,13 @@ def test_the_rate_is_the_methods_own_unless_another_is_given(target: PreTrainedM
         folder = tmp_path / str(given)
         train_head(target, data, folder, Plan("eagle3", steps=1, rate=given, options=OPTIONS["eagle3"]))
         assert json.loads((folder / "training.json").read_text())["rate"] == used
+
+
+def test_training_time_test_begins_with_two_steps() -> None:
+    plan = Plan("eagle3", steps=20)
+    assert [plan.depth_at(step) for step in range(20)] == [2] * 13 + [7] * 7
+    assert {replace(plan, depth=1).depth_at(step) for step in range(20)} == {1}
+    assert {Plan("clover", steps=20).depth_at(step) for step in range(20)} == {RECIPES["clover"].depth}
 
 
 def test_the_rate_rises_stays_and_falls() -> None:

@@ -29,6 +29,7 @@ from echelon.train.loop import Loop
 from echelon.train.losses import RECIPES, Recipe, depth_loss, noised
 
 ROWS_PER_BATCH = 8
+FIRST_PART = 0.65  # of the steps
 WARM_UP = 20  # steps; a head starts on hidden states that mean something already
 DEPTHS_EVALUATED = 5  # of heads that can go on for ever
 Report = Callable[[int, int, float], None]  # steps done, steps in all, loss
@@ -53,6 +54,12 @@ class Plan:
     def recipe(self) -> Recipe:
         changed = {"rate": self.rate, "is_soft": self.is_soft, "depth": self.depth}
         return replace(RECIPES[self.method], **{k: v for k, v in changed.items() if v is not None})  # type: ignore[arg-type]
+
+    def depth_at(self, step: int) -> int:
+        """How many tokens ahead this step looks."""
+        recipe = self.recipe
+        is_first = recipe.first_depth is not None and step < FIRST_PART * self.steps
+        return min(recipe.depth, recipe.first_depth or recipe.depth) if is_first else recipe.depth
 
 
 @dataclass(frozen=True)
@@ -79,10 +86,10 @@ def train_head(target: PreTrainedModel, data: Data, out: Path, plan: Plan, repor
     _check_same_run(out / "training.json", {**asdict(plan), "rate": plan.recipe.rate, "target": fingerprint(target)})
     loop = Loop({"head": head}, out / "checkpoint.pt", plan.steps, max(1, plan.steps // 4), plan.recipe.rate, WARM_UP)
     log = Log(out / "log.jsonl", loop.first)
-    depth = min(plan.recipe.depth, head.max_depth or plan.recipe.depth)
     start = time.monotonic()
     for step in range(loop.first, plan.steps):
-        loss = learn(head, target, data.batch(plan.seed, step, ROWS_PER_BATCH), depth, plan, step)
+        depth = plan.depth_at(step)
+        loss = learn(head, target, data.batch(plan.seed, step, ROWS_PER_BATCH), min(depth, head.max_depth or depth), plan, step)
         loop.apply(step)
         log.write(step=step + 1, loss=loss, seconds=time.monotonic() - start)
         if (step + 1) % plan.every == 0 or step + 1 == plan.steps:
