@@ -71,7 +71,7 @@ def test_the_rate_is_the_methods_own_unless_another_is_given(target: PreTrainedM
 
 def test_training_time_test_begins_with_two_steps() -> None:
     plan = Plan("eagle3", steps=20)
-    assert [plan.depth_at(step) for step in range(20)] == [2] * 13 + [7] * 7
+    assert [plan.depth_at(step) for step in range(20)] == [2] * 10 + [7] * 10
     assert {replace(plan, depth=1).depth_at(step) for step in range(20)} == {1}
     assert {Plan("clover", steps=20).depth_at(step) for step in range(20)} == {RECIPES["clover"].depth}
 

@@ -29,7 +29,7 @@ from echelon.train.loop import Loop
 from echelon.train.losses import RECIPES, Recipe, depth_loss, noised
 
 ROWS_PER_BATCH = 8
-FIRST_PART = 0.65  # of the steps
+FIRST_PART = 0.5  # of the steps
 WARM_UP = 20  # steps; a head starts on hidden states that mean something already
 DEPTHS_EVALUATED = 5  # of heads that can go on for ever
 Report = Callable[[int, int, float], None]  # steps done, steps in all, loss
@@ -84,7 +84,8 @@ def train_head(target: PreTrainedModel, data: Data, out: Path, plan: Plan, repor
     head = _new_head(target, data, plan)
     out.mkdir(parents=True, exist_ok=True)
     _check_same_run(out / "training.json", {**asdict(plan), "rate": plan.recipe.rate, "target": fingerprint(target)})
-    loop = Loop({"head": head}, out / "checkpoint.pt", plan.steps, max(1, plan.steps // 4), plan.recipe.rate, WARM_UP)
+    falling = max(1, int(plan.recipe.fall * plan.steps))
+    loop = Loop({"head": head}, out / "checkpoint.pt", plan.steps, falling, plan.recipe.rate, WARM_UP)
     log = Log(out / "log.jsonl", loop.first)
     start = time.monotonic()
     for step in range(loop.first, plan.steps):
