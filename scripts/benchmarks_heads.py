@@ -8,6 +8,7 @@ from benchmarks_common import Cells, by_batch, picture, plain_speed, results_of,
 
 from echelon.bench.plot import Line, line_chart
 from echelon.bench.report import table
+from echelon.config import HEADS
 
 
 def heads_part(cells: Cells, plots: Path, evidence: Path) -> list[str]:
@@ -64,7 +65,7 @@ def more_part(evidence: Path) -> list[str]:
 
 def verified(cells: Cells) -> dict[tuple[float, str, int], float]:
     """(temperature, method, tokens verified) → tokens_per_step."""
-    rows = [row for cell, content in cells.items() if cell.startswith("verified-") for row in content.get("verified", [])]
+    rows = [row for method in ("draft_model", *HEADS) for row in cells.get(f"verified-{method}", {}).get("verified", [])]
     return {(t, name, n): value for t, name, n, value in rows}
 
 

@@ -124,8 +124,8 @@ def as_markdown(found: Sequence[Learnt], where: dict[str, str]) -> str:
         rows.append((f.method, f.batches, f.reached, *cost, f"{f.loss:.3f}", top1, f"{f.tokens_per_step:.2f}", f.commit))
     text = (
         f"`python scripts/plateau.py` after `make heads`, on {described(where)}. Batches are of 2,056 tokens; the rate falls in the last "
-        "quarter of a run, EAGLE-3's all along, and the loss with it, so a run is at its plateau when it ends, and a longer one has a lower "
-        "plateau of its own."
+        "quarter of a run, EAGLE-3's all along, and the loss with it, so a run is at its plateau when it ends, and a longer one has a "
+        "lower plateau of its own."
     )
     return "\n\n".join(["# How long heads learn", text, table(head, rows)]) + "\n"
 
