@@ -81,6 +81,7 @@ CELLS = [
     pytest("kill and resume", "tests/test_resume.py"),
     pytest("goodness of fit", "tests/test_fit.py"),
     pytest("state machine", "tests/test_scheduler.py"),
+    pytest("steps ahead", "tests/test_ahead.py", "tests/test_ahead_books.py"),
     Cell("sanitisers", ["make", "sanitize", "CASES=100000"], full_size=False),
     *(Cell(f"mutant: {m.name}", ["python", "scripts/mutants.py", m.name], full_size=False) for m in MUTANTS),
     bench("pair"),

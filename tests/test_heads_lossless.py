@@ -1,9 +1,10 @@
 """The promise with heads: whatever they draft, as chains or trees, token ids are those of plain decoding; and what they keep of a row is
-what they would compute from its whole text.
+what they would compute from its whole text (asked at every third length, with PROVE=1 at every one).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from functools import cache
@@ -28,7 +29,8 @@ from echelon.target.rope import coded_positions
 from test_decoders import GREEDY as DECODED
 from test_decoders import PROMPTS, by_transformers, model
 
-NUM_TOKENS = 28
+PROVE = bool(os.environ.get("PROVE"))
+NUM_TOKENS, ASKED_AT = 28, 1 if PROVE else 3
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "min_p": 0.01},
@@ -77,13 +79,15 @@ def drafter_of(llm: LLM) -> HeadDrafter:
 
 
 def checked(llm: LLM) -> LLM:
-    """After every step, the state of every row is that of its whole text, read at once."""
+    """After a step, the state of every row is that of its whole text, read at once."""
     step, drafter = llm.engine.step, drafter_of(llm)
 
     def compared() -> Any:
         grown = step()
         for sequence in llm.engine.scheduler.running:
             known, state = drafter._states.get(sequence.id, (-1, None))
+            if len(sequence) % ASKED_AT:
+                continue
             if state is not None and known == len(sequence) == llm.engine.target.num_cached(sequence.id) + 1:
                 expected = from_scratch(llm, sequence.tokens)
                 assert torch.allclose(state.float(), expected.float(), rtol=1e-3, atol=1e-3), "a stale state"
@@ -173,7 +177,8 @@ def test_a_full_pool_changes_no_token(kind: str, tree: str) -> None:
 @pytest.mark.parametrize("kind", heads.KINDS)
 def test_prompts_in_pieces_change_no_token(kind: str, tree: str, chunk: int, rows: int) -> None:
     llm = head_llm(kind, tree, "sampled", max_num_seqs=rows, max_num_batched_tokens=chunk)
-    assert generated(llm, toys.prompts(), params("sampled")) == truth("sampled")
+    chosen = slice(None, None, 1 if PROVE or chunk > 1 else 3)  # a token a step takes long
+    assert generated(llm, toys.prompts()[chosen], params("sampled")[chosen]) == truth("sampled")[chosen]
     assert llm.stats.num_draft_tokens > 0
 
 
