@@ -21,7 +21,7 @@ lint: $(READY)
 pair: $(READY)
 	$(BIN)/python -m echelon.train.pair src/echelon/demo/pair
 
-# Heads of every kind for the embedded target (about 15 minutes each on two cores; resumable), which the benchmarks draw curves of.
+# Heads of every kind for the embedded target (15 to 40 minutes each on two cores; resumable), which the benchmarks draw curves of.
 HEADS := medusa clover clover2 eagle eagle3
 STEPS ?= 1500
 heads: $(READY)

@@ -181,7 +181,7 @@ class PrefilledRun:
 
     def _engine(self, num_rows: int) -> LLM:
         if self._target.device.type != "cpu":
-            gc.collect()  # engines before this one: what their captured steps hold nothing else would free in time
+            gc.collect()  # engines before this one: what they hold on a device nothing else would free in time
         config = self._method.config
         models = [self._target, *([self._draft] if config and config["method"] == "draft_model" and self._draft else [])]
         num_slots = self._max_model_len + BLOCK + (config or {}).get("num_speculative_tokens", 0)
