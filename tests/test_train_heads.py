@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +62,19 @@ def counting() -> Data:
     return Data({"text": text, HELD_OUT: text}, said, said[:16])
 
 
-def test_the_rate_is_the_methods_own_unless_another_is_given(target: PreTrainedModel, data: Data, tmp_path: Path) -> None:
-    for given, used in ((None, RECIPES["eagle3"].rate), (0.02, 0.02)):
+def test_a_run_keeps_the_recipe_it_began_with(target: PreTrainedModel, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The method's own, but for the rate that is given; neither other code nor another rate may go on with it."""
+    known = RECIPES["eagle3"]
+    for given, used in ((None, known.rate), (0.02, 0.02)):
         folder = tmp_path / str(given)
         train_head(target, data, folder, Plan("eagle3", steps=1, rate=given, options=OPTIONS["eagle3"]))
-        assert json.loads((folder / "training.json").read_text())["rate"] == used
+        kept = json.loads((folder / "training.json").read_text())
+        assert {k: kept[k] for k in asdict(known)} == {**asdict(known), "rate": used}
+    with pytest.raises(ConfigError, match=r"rate = 0\.02 there, 0\.006 here"):
+        train_head(target, data, folder, Plan("eagle3", steps=1, options=OPTIONS["eagle3"]))
+    monkeypatch.setitem(RECIPES, "eagle3", replace(known, first_part=0.25))
+    with pytest.raises(ConfigError, match=r"first_part = 0\.5 there, 0\.25 here"):
+        train_head(target, data, folder, Plan("eagle3", steps=1, rate=0.02, options=OPTIONS["eagle3"]))
 
 
 def test_training_time_test_begins_with_two_steps() -> None:

@@ -29,8 +29,6 @@ from echelon.train.loop import Loop
 from echelon.train.losses import RECIPES, Recipe, depth_loss, noised
 
 ROWS_PER_BATCH = 8
-FIRST_PART = 0.5  # of the steps
-WARM_UP = 20  # steps; a head starts on hidden states that mean something already
 DEPTHS_EVALUATED = 5  # of heads that can go on for ever
 Report = Callable[[int, int, float], None]  # steps done, steps in all, loss
 
@@ -58,8 +56,7 @@ class Plan:
     def depth_at(self, step: int) -> int:
         """How many tokens ahead this step looks."""
         recipe = self.recipe
-        is_first = recipe.first_depth is not None and step < FIRST_PART * self.steps
-        return min(recipe.depth, recipe.first_depth or recipe.depth) if is_first else recipe.depth
+        return min(recipe.depth, recipe.first_depth) if step < recipe.first_part * self.steps else recipe.depth
 
 
 @dataclass(frozen=True)
@@ -81,11 +78,11 @@ def train_head(target: PreTrainedModel, data: Data, out: Path, plan: Plan, repor
     ------
     ConfigError  `out` holds a run with other settings, or the head has no such options
     """
-    head = _new_head(target, data, plan)
+    head, recipe = _new_head(target, data, plan), plan.recipe
     out.mkdir(parents=True, exist_ok=True)
-    _check_same_run(out / "training.json", {**asdict(plan), "rate": plan.recipe.rate, "target": fingerprint(target)})
-    falling = max(1, int(plan.recipe.fall * plan.steps))
-    loop = Loop({"head": head}, out / "checkpoint.pt", plan.steps, falling, plan.recipe.rate, WARM_UP)
+    _check_same_run(out / "training.json", asdict(plan) | asdict(recipe) | {"target": fingerprint(target)})
+    falling = max(1, int(recipe.fall * plan.steps))
+    loop = Loop({"head": head}, out / "checkpoint.pt", plan.steps, falling, recipe.rate, recipe.warm_up)
     log = Log(out / "log.jsonl", loop.first)
     start = time.monotonic()
     for step in range(loop.first, plan.steps):

@@ -28,8 +28,9 @@ from echelon.train.lessons import Lesson
 @dataclass(frozen=True)
 class Recipe:
     """`depth`: how many tokens ahead training looks; a head of fewer heads looks as far as it can. `first_depth`: no further than that in
-    the first part of a run, whose batches cost less. `rate`: peak learning rate, which falls to zero over the last part, `fall`, of a run;
-    for these optimisers the papers give none.
+    the first part of a run, `first_part`, whose batches cost less. `rate`: peak learning rate, reached after `warm_up` steps (few: a head
+    starts on hidden states that mean something already) and falling to zero over the last part, `fall`, of a run; for these optimisers the
+    papers give none.
     """
 
     depth: int
@@ -39,8 +40,10 @@ class Recipe:
     is_soft: bool = False
     noise: float = 0.0
     rate: float = 3e-3
+    warm_up: int = 20
     fall: float = 0.25
-    first_depth: int | None = None
+    first_part: float = 0.0
+    first_depth: int = 1
 
 
 RECIPES = {
@@ -48,7 +51,7 @@ RECIPES = {
     "clover": Recipe(depth=16, decay=0.8, tokens=1.0),
     "clover2": Recipe(depth=5, decay=0.7, tokens=1.0, feature=10.0, is_soft=True),
     "eagle": Recipe(depth=1, decay=1.0, tokens=0.1, feature=1.0, is_soft=True, noise=0.1),
-    "eagle3": Recipe(depth=7, decay=0.8, tokens=1.0, is_soft=True, rate=6e-3, fall=1.0, first_depth=2),
+    "eagle3": Recipe(depth=7, decay=0.8, tokens=1.0, is_soft=True, rate=6e-3, fall=1.0, first_part=0.5, first_depth=2),
 }
 
 
