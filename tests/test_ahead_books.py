@@ -19,13 +19,14 @@ from hypothesis.stateful import rule
 pytest.importorskip("triton")
 
 import test_scheduler
+import toys
 from echelon.drafters.base import NoDrafter
 from echelon.engine import Engine
 from echelon.kv.blocks import BlockTables
 from echelon.sequence import AheadRow, Sequence
 from echelon.stats import Usage
 from echelon.target.ahead import KNOWN, Ahead
-from test_scheduler import PROVE, continuation, verdict_for
+from test_scheduler import continuation, verdict_for
 
 WRONG = 50  # no token of any text
 
@@ -162,7 +163,7 @@ class AheadMachine(test_scheduler.SchedulerMachine):
             self.engine.add(sequence)
 
 
-AheadMachine.TestCase.settings = settings(max_examples=5_000 if PROVE else 60, **test_scheduler.SIZES)
+AheadMachine.TestCase.settings = settings(max_examples=5_000 if toys.PROVE else 60, **test_scheduler.SIZES)
 TestAheadMachine = AheadMachine.TestCase
 
 

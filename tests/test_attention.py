@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import toys
 from echelon.batch import RaggedBatch, Span
 from echelon.kv.blocks import BlockTables
 from echelon.layouts import unpadded
@@ -131,7 +132,7 @@ def test_a_node_of_a_tree_sees_what_its_path_as_a_chain_would_see(
         got = attend(query, keys, values, batch, 0.3, **options)
         for row, tree in enumerate(trees):
             own = torch.tensor([b * 16 + i for b in tables.blocks(row) for i in range(16)])
-            for node in range(-1, len(tree)):
+            for node in range(-1, len(tree), 1 if toys.PROVE else 3):
                 path = [node] if node >= 0 else []
                 while path and tree[path[0]] >= 0:
                     path.insert(0, tree[path[0]])

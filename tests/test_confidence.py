@@ -36,9 +36,9 @@ def llm_with(threshold: float, batch_size: int) -> LLM:
 @pytest.mark.parametrize("batch_size", [1, 8, 17])
 @pytest.mark.parametrize("threshold", [1e-6, 0.5, 0.999])
 def test_a_confident_draft_changes_no_token(threshold: float, batch_size: int, mode: str) -> None:
-    llm = llm_with(threshold, batch_size)
-    outputs = llm.generate(toys.prompts(), params(mode))
-    assert [o.outputs[0].token_ids for o in outputs] == plain_truth(mode)
+    rows, llm = toys.few(batch_size == 1), llm_with(threshold, batch_size)
+    outputs = llm.generate(toys.prompts()[rows], params(mode)[rows])
+    assert [o.outputs[0].token_ids for o in outputs] == plain_truth(mode)[rows]
     toys.assert_all_blocks_free(llm)
     assert llm.stats.num_draft_tokens > 0 or threshold > 0.9
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
@@ -32,7 +31,6 @@ from echelon.heads.loading import build_head
 from echelon.sequence import PlannedRow
 from test_server_faults import neighbours
 
-PROVE = bool(os.environ.get("PROVE"))
 LENGTHS = (5, 1, 17, 9, 33, 2, 16, 7)
 NUM_NEW = 30
 VICTIM = 3
@@ -102,7 +100,7 @@ QUICK = ["raises midway", "id V", "parent −2", "id −1", "too slow", "raises 
 QUICK_METHODS = ["draft_model", "ngram", "medusa static", "clover dynamic", "clover2 chain", "eagle dynamic", "eagle3 static"]
 CELLS = (
     [(m, f, t) for m in METHODS for f in FAULTS for t in TEMPERATURES]
-    if PROVE
+    if toys.PROVE
     else [(m, f, TEMPERATURES[i % 2]) for i, (m, f) in enumerate(zip(QUICK_METHODS, QUICK, strict=True))]
 )
 
@@ -211,9 +209,9 @@ def test_a_faulty_drafter_costs_no_token(method: str, fault: str, temperature: f
     toys.assert_all_blocks_free(llm)
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES if PROVE else TEMPERATURES[1:])
+@pytest.mark.parametrize("temperature", TEMPERATURES if toys.PROVE else TEMPERATURES[1:])
 @pytest.mark.parametrize("call", ["observe", "forget"])
-@pytest.mark.parametrize("method", METHODS if PROVE else ["eagle dynamic"])
+@pytest.mark.parametrize("method", METHODS if toys.PROVE else ["eagle dynamic"])
 def test_a_drafter_that_does_not_listen_costs_no_token(method: str, call: str, temperature: float) -> None:
     llm = build(method, temperature)
     guard, num_calls = guard_of(llm), 0
@@ -278,7 +276,7 @@ VALUES = [(np.nan, False), (np.nan, True), (np.inf, False), (-np.inf, True)]
 @pytest.mark.parametrize(
     ("method", "temperature", "value", "everywhere"),
     [(m, t, *v) for m in METHODS for t in TEMPERATURES for v in VALUES]
-    if PROVE
+    if toys.PROVE
     else [(m, TEMPERATURES[i % 2], *VALUES[i % 4]) for i, m in enumerate(QUICK_METHODS[2:])],
 )
 def test_a_row_whose_logits_are_no_numbers_ends_alone(method: str, temperature: float, value: float, everywhere: bool) -> None:
@@ -310,7 +308,7 @@ def served(method: str) -> LLM:
     return LLM(target, config, draft_head=head, max_num_seqs=64, max_num_batched_tokens=512, kv_cache_memory_bytes=2**25)
 
 
-@pytest.mark.parametrize("method", METHODS if PROVE else ["eagle dynamic"])
+@pytest.mark.parametrize("method", METHODS if toys.PROVE else ["eagle dynamic"])
 def test_a_server_whose_drafter_fails_serves_on(method: str) -> None:
     """Every fault in turn, three times each: answers, canaries, blocks, threads, descriptors and memory are as before."""
     plain = servers.build("plain").generate([b["prompt"] for b in neighbours()], [servers.params(b) for b in neighbours()])

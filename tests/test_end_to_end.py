@@ -5,19 +5,18 @@ No tolerance: every token id of every row.
 
 from __future__ import annotations
 
-import os
 from functools import cache
 
 import pytest
 
+import toys
 from echelon import LLM, SamplingParams
 from echelon.bench.workloads import code_prompts
 from echelon.demo import DRAFT, TARGET, held_out_files
 from echelon.ops.compiled import is_built
 from echelon.target.loading import LoadedModel, load_model
 
-PROVE = os.environ.get("PROVE") == "1"
-NUM_PROMPTS, NUM_TOKENS = (200, 128) if PROVE else (24, 64)
+NUM_PROMPTS, NUM_TOKENS = (200, 128) if toys.PROVE else (24, 64)
 PROMPT_TOKENS = (1, 17, 40, 64, 90, 128)
 MODES = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.8, "top_p": 0.95}}
 DRAFTERS = {

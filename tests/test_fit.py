@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -23,7 +22,7 @@ from echelon.target.loading import LoadedModel
 
 VOCABULARY = 6
 PROMPT = [1, 4, 2]
-NUM_ROWS = 66_800 if os.environ.get("PROVE") else 3_000
+NUM_ROWS = 66_800 if toys.PROVE else 3_000
 ALPHA = 1e-4
 FILTERS: list[dict[str, Any]] = [
     {"temperature": 1.0},
@@ -121,7 +120,7 @@ def test_every_configuration_fits() -> None:
     assert not holm_rejects(values), dict(zip(map(str, CONFIGURATIONS), values, strict=True))
 
 
-@pytest.mark.skipif(not os.environ.get("PROVE"), reason="one per cent shows only in the full number of draws (PROVE=1)")
+@pytest.mark.skipif(not toys.PROVE, reason="one per cent shows only in the full number of draws (PROVE=1)")
 def test_a_bias_of_one_per_cent_is_found() -> None:
     """The same draws against the texts of a sampler that is off by one per cent in total variation at every token."""
     for i, (_, filters) in enumerate(CONFIGURATIONS):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,6 @@ from echelon.scheduler import Plan, Scheduler
 from echelon.sequence import Sequence
 
 MAX_LEN = 60
-PROVE = bool(os.environ.get("PROVE"))  # 10,000 runs of 100 steps instead of 60 of 40
 
 
 @dataclass
@@ -199,9 +197,9 @@ class TreeSchedulerMachine(SchedulerMachine):
     grows_trees = True
 
 
-SIZES = {"deadline": None, "derandomize": True, "stateful_step_count": 100 if PROVE else 40}
-SchedulerMachine.TestCase.settings = settings(max_examples=10_000 if PROVE else 60, **SIZES)
-TreeSchedulerMachine.TestCase.settings = settings(max_examples=2_000 if PROVE else 30, **SIZES)
+SIZES = {"deadline": None, "derandomize": True, "stateful_step_count": 100 if toys.PROVE else 40}
+SchedulerMachine.TestCase.settings = settings(max_examples=10_000 if toys.PROVE else 60, **SIZES)
+TreeSchedulerMachine.TestCase.settings = settings(max_examples=2_000 if toys.PROVE else 30, **SIZES)
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestTreeSchedulerMachine = TreeSchedulerMachine.TestCase
 

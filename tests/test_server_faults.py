@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import signal
 import socket
@@ -24,6 +23,7 @@ import torch
 
 import echelon.engine
 import servers
+import toys
 from echelon.api import LLM
 from echelon.errors import RequestError
 from echelon.sampling import Sampler
@@ -32,11 +32,10 @@ from echelon.server.metrics import Metrics
 from echelon.text import Detokenizer
 from servers import PROMPTS, Running
 
-PROVE = bool(os.environ.get("PROVE"))
-NUM_INJECTIONS = 25 if PROVE else 3  # a site
-NUM_DISCONNECTS = 500 if PROVE else 24
-NUM_DRAINS = 20 if PROVE else 2
-OVERLOAD_SECONDS = 60.0 if PROVE else 0.0  # of bursts of ten times what the server takes
+NUM_INJECTIONS = 25 if toys.PROVE else 3  # a site
+NUM_DISCONNECTS = 500 if toys.PROVE else 24
+NUM_DRAINS = 20 if toys.PROVE else 2
+OVERLOAD_SECONDS = 60.0 if toys.PROVE else 0.0  # of bursts of ten times what the server takes
 COMPLETIONS = "/v1/completions"
 VICTIM = "def victim():\n    return None\n"
 VICTIM_SEED = 271828

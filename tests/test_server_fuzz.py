@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,9 +13,10 @@ from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
 
 import servers
+import toys
 from servers import Running
 
-NUM_CASES = 2000 if os.environ.get("PROVE") else 50  # an operation
+NUM_CASES = 2000 if toys.PROVE else 50  # an operation
 OPERATIONS = [
     "POST /v1/completions", "POST /v1/chat/completions", "POST /tokenize", "POST /detokenize", "GET /v1/models", "GET /v1/models/{model}",
     "GET /health", "GET /livez", "GET /readyz", "GET /metrics", "GET /version",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -21,7 +20,6 @@ from echelon.layouts import padded, realign
 from echelon.selection import PromptsApart, SameLength
 from test_decoders import DECODERS, GREEDY, PROMPTS, by_transformers, model
 
-PROVE = os.environ.get("PROVE") == "1"
 STRATEGIES: dict[str, dict[str, Any]] = {
     "unpadded": {},
     "padded": {"strategy": "padded"},
@@ -31,9 +29,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "grouped": {"strategy": "realign", "grouping": "same_length"},
 }
 RECTANGLES = [name for name in STRATEGIES if name != "unpadded"]
-LENGTHS = toys.PROMPT_LENGTHS * 2 if PROVE else (1, 17, 5, 33, 64, 5, 16, 90, 17)
-NUM_TOKENS = toys.NUM_TOKENS if PROVE else 18
-BATCHES = [1, 4, 8, 32] if PROVE else [1, 4, 8]
+LENGTHS = toys.PROMPT_LENGTHS * 2 if toys.PROVE else (1, 17, 5, 33, 64, 5, 16, 90, 17)
+NUM_TOKENS = toys.NUM_TOKENS if toys.PROVE else 18
+BATCHES = [1, 4, 8, 32] if toys.PROVE else [1, 4, 8]
 PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "min_p": 0.01},
@@ -399,7 +397,7 @@ def test_settings_that_contradict_each_other(settings: dict[str, Any], words: st
 CANNOT = {"gemma2": "softcap", "gpt-oss": "sinks", "phi3-longrope": "LongRoPE"}
 
 
-@pytest.mark.parametrize("strategy", RECTANGLES if PROVE else ["padded", "grouped"])
+@pytest.mark.parametrize("strategy", RECTANGLES if toys.PROVE else ["padded", "grouped"])
 @pytest.mark.parametrize("name", [n for n in DECODERS if n not in CANNOT])
 def test_every_architecture_under_every_strategy(name: str, strategy: str) -> None:
     """Windows are part of the mask; learned and rotary positions, mixtures."""
