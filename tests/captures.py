@@ -73,7 +73,7 @@ def _card(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     def linear_of_the_cpu(x: Tensor, weight: Tensor, bias: Any = None, float32: bool = False) -> Tensor:
         return packed_linear(x, PackedWeight.pack(weight), bias, float32=float32)
 
-    monkeypatch.setattr(triton_attention, "LANES", dict.fromkeys(triton_attention.LANES, 16))
+    monkeypatch.setattr(triton_attention, "lanes_of", lambda _dtype, _group: 16)
     for module, name in ((triton_attention, "_attend"), (triton_attention, "_merge_splits"), (triton_sample, "_sample_rows")):
         monkeypatch.setattr(module, name, card.jit(getattr(module, name)))
     monkeypatch.setattr(triton_attention, "planned_attention", card.kernel(attention_by_tables))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ from echelon.kv.blocks import BlockTables
 from echelon.layouts import unpadded
 from echelon.ops.elementwise import Activation, RmsWeight
 from echelon.ops.triton import attention, elementwise
-from echelon.ops.triton.linear import linear_invariant
+from echelon.ops.triton.linear import BLOCKS, linear_invariant
 from echelon.ops.triton.sample import sample_rows
 
-LOOKED_FOR = ("wgmma", "fma.rn.f32")
-launch = JITFunction.run
+LOOKED_FOR = ("wgmma", "mma.sync", "fma.rn.f32")
+launch, orders = JITFunction.run, list[tuple[str, set[str]]]()
 
 
 class Absent:
@@ -37,7 +38,16 @@ class Absent:
 def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
     compiled = launch(kernel, *arguments, grid=grid, warmup=True, **options)
     assert len(compiled.asm["cubin"]) > 0
+    orders.append((kernel.fn.__name__, order_of_additions(compiled.asm["ttgir"])))
     print(kernel.fn.__name__, *(name for name in LOOKED_FOR if name in compiled.asm["ptx"]))
+
+
+def order_of_additions(code: str) -> set[str]:
+    """How products and sums over a dimension lie in the threads."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE))
+    products = re.findall(r"(?:tt\.dot|warp_group_dot) .* -> (tensor<.*), (#\w+)>", code)
+    sums = re.findall(r"(tensor<\d+x\d+xf32), (#\w+)>\) -> tensor<\d+xf32, #ttg.slice", code)
+    return {f"{kind} {shape} {layouts[name]}" for kind, found in (("dot", products), ("sum", sums)) for shape, name in found}
 
 
 driver.set_active(Absent())
@@ -45,10 +55,16 @@ JITFunction.run = compile_only
 
 tables = BlockTables(50, 16, 50)
 assert tables.reserve(0, 600)
-batch = unpadded.pack([Span(0, 599, [0], 1, 600)], tables)
+batch = unpadded.pack([Span(0, 580, [0] * 3, 1, 581, 2, [-1, -1])], tables)
 x = torch.zeros(4, 64, dtype=torch.bfloat16)
-cache = torch.zeros(50, 2, 16, 64, dtype=torch.bfloat16)
-attention.ragged_attention(torch.zeros(1, 8, 64, dtype=torch.bfloat16), cache, cache, batch, 0.1, 100, 3.0, torch.zeros(8))
+for num_heads, dtype in ((2, torch.bfloat16), (8, torch.bfloat16), (16, torch.bfloat16), (8, torch.float32)):
+    cache, query = torch.zeros(50, 2, 16, 64, dtype=dtype), torch.zeros(3, num_heads, 64, dtype=dtype)
+    orders.clear()
+    attention.ragged_attention(query, cache, cache, batch, 0.1, 100, 3.0, torch.zeros(num_heads))
+    shared, of_tails = (order for name, order in orders if name == "_attend")
+    assert shared == of_tails and len(shared) > 1, "what several programs compute of one row adds up in one order"
+for num_columns in BLOCKS:
+    linear_invariant(x, torch.zeros(num_columns + 1, 64, dtype=torch.bfloat16))
 linear_invariant(x, x, x[0])
 elementwise.rms_norm(x, x[0], 1e-5, RmsWeight.AFTER_ROUNDING)
 elementwise.layer_norm(x, x[0], x[0], 1e-5)

@@ -1,9 +1,9 @@
 """Ragged attention: programs of (tokens of a row with their heads of a group, key/value head, keys), as `plan` lays them out.
 
 A program holds `lanes` (token, head) pairs and loads every key and value of its tiles once for all of them. How many follows from the
-dtype, not from the number of tokens: another shape could be another instruction with another order of additions. At 64 lanes a decoding
-row still is bound by memory, and a prompt reads its keys again only once per 64 pairs. Matrix instructions have no float32; its products
-take registers instead, so its programs are small.
+dtype and the heads of a group, not from the number of tokens: another shape could be another instruction with another order of additions.
+Eight tokens or more have room. Every lane, used or not, takes registers and arithmetic: with 64 a processor of an H200 holds one program
+only, which spends longer on a tile than memory takes to bring it, so they are as few as that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from echelon.batch import RaggedBatch
 from echelon.ops.triton.launch import EXACT, dot, narrow, power_of_two
 from echelon.ops.triton.plan import FAR, FIELDS, FRESH, KEY_TILE, RESUMED, SPLIT, Plan, PlanKey, plan_attention
 
-LANES = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 16}
+
+def lanes_of(dtype: torch.dtype, group: int) -> int:
+    """16, 32 or 64. Matrix instructions have no float32; its products take registers, so its programs are small."""
+    return 16 if dtype == torch.float32 else min(64, max(16, 8 * int(triton.next_power_of_2(group))))
 
 
 @triton.jit
@@ -44,12 +47,14 @@ def _output(highest, total, acc, sinks, head, is_real, has_sinks: tl.constexpr):
 def _attend(
     query, keys, values, sinks, out, states, sums, items, table, paths, positions, bases,
     query_token, query_head, key_block, key_head, key_slot, value_block, value_head, value_slot, table_row, path_row,
-    num_heads, block_size, scale, softcap, window,
-    group: tl.constexpr, heads: tl.constexpr, size: tl.constexpr, value_size: tl.constexpr, padded: tl.constexpr,
-    value_padded: tl.constexpr, lanes: tl.constexpr, tile: tl.constexpr, split: tl.constexpr, fields: tl.constexpr,
+    num_heads, scale, softcap, window,
+    is_late: tl.constexpr, block_size: tl.constexpr, group: tl.constexpr, heads: tl.constexpr, size: tl.constexpr, value_size: tl.constexpr,
+    padded: tl.constexpr, value_padded: tl.constexpr, lanes: tl.constexpr, tile: tl.constexpr, split: tl.constexpr, fields: tl.constexpr,
     fresh: tl.constexpr, resumed: tl.constexpr, has_softcap: tl.constexpr, has_sinks: tl.constexpr,
 ):  # fmt: skip
-    """One item and key/value head; strides in values. `heads`: query heads of the group that one program holds."""
+    """One item and key/value head; strides in values. `heads`: query heads of the group that one program holds; `is_late`: items may have
+    paths and take up states.
+    """
     item = items + tl.program_id(0) * fields
     row, first_token, end_token = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     if first_token >= end_token:  # room left over in the table
@@ -77,15 +82,22 @@ def _attend(
         is_own = is_real & (position >= split_start) & (position - window < split_start + split - 1)
         state = (tl.load(bases + token, is_own, other=0) + split_start // split).to(tl.int64) * num_heads + head
         is_begun = is_own & (mode == resumed)
-        m = tl.load(sums + state * 2, is_begun, other=float("-inf"))
-        s = tl.load(sums + state * 2 + 1, is_begun, other=0.0)
         at_state = state[:, None] * value_size + value_column[None, :]
-        a = tl.load(states + at_state, in_value & is_begun[:, None], other=0.0)
+        if is_late:
+            m = tl.load(sums + state * 2, is_begun, other=float("-inf"))
+            s = tl.load(sums + state * 2 + 1, is_begun, other=0.0)
+            a = tl.load(states + at_state, in_value & is_begun[:, None], other=0.0)
+        else:
+            m = tl.full([lanes], float("-inf"), tl.float32)
+            s = tl.zeros([lanes], tl.float32)
+            a = tl.zeros([lanes, value_padded], tl.float32)
         for start in range(tl.maximum(first_key, split_start), tl.minimum(end_key, split_start + split), tile):
             key = start + tl.arange(0, tile)
             exists = key < end_key
-            on_path = exists & (key >= path_from)
-            place = tl.where(on_path, tl.load(paths + path * path_row + (key - path_from), on_path, other=0), key)
+            place = key
+            if is_late:
+                on_path = exists & (key >= path_from)
+                place = tl.where(on_path, tl.load(paths + path * path_row + (key - path_from), on_path, other=0), key)
             block = tl.load(table + row.to(tl.int64) * table_row + place // block_size, exists, other=0).to(tl.int64)
             at_key = block * key_block + kv_head * key_head + place % block_size * key_slot
             k = tl.load(keys + at_key[None, :] + column[:, None], exists[None, :] & (column < size)[:, None], other=0.0)
@@ -135,7 +147,7 @@ def _merge_splits(
     highest = tl.full([heads], float("-inf"), tl.float32)
     total = tl.zeros([heads], tl.float32)
     acc = tl.zeros([heads, value_padded], tl.float32)
-    for place in range(tl.maximum(first, (position - window + 1) // split), tl.minimum(end, position // split + 1)):
+    for place in tl.range(tl.maximum(first, (position - window + 1) // split), tl.minimum(end, position // split + 1), num_stages=4):
         state = (base + place).to(tl.int64) * num_heads + head
         m = tl.load(sums + state * 2, is_real, other=float("-inf"))
         s = tl.load(sums + state * 2 + 1, is_real, other=0.0)
@@ -164,8 +176,9 @@ def ragged_attention(
 
 def plan_key(query: Tensor, num_kv_heads: int, window: int | None) -> PlanKey:
     """What the plan for query [T, H, D] depends on besides the batch."""
-    lanes = LANES[query.dtype]
-    return PlanKey(lanes // min(query.shape[1] // num_kv_heads, lanes), window)
+    group = query.shape[1] // num_kv_heads
+    lanes = lanes_of(query.dtype, group)
+    return PlanKey(lanes // min(group, lanes), window)
 
 
 def planned_attention(
@@ -204,14 +217,17 @@ def _launch(
     if len(items) == 0:
         return
     num_kv_heads, size, value_size = keys.shape[1], keys.shape[3], values.shape[3]
-    group, lanes = query.shape[1] // num_kv_heads, LANES[query.dtype]
-    heads = min(group, lanes)
-    widest = max(size, value_size)
-    room = {"num_warps": 4 if widest <= 64 and lanes == 64 else 8, "num_stages": 3 if widest <= 128 else 2}  # for registers, shared memory
+    group = query.shape[1] // num_kv_heads
+    lanes = lanes_of(query.dtype, group)
+    heads, widest = min(group, lanes), max(size, value_size)
+    room = {
+        "num_warps": 8 if lanes * widest * query.itemsize > 8192 else 4,
+        "num_stages": 5 if widest <= 128 else 3,
+    }  # for registers, shared memory
     _attend[(len(items), num_kv_heads * triton.cdiv(group, heads))](
         query, keys, values, sinks, out, states, sums, items, plan.table, plan.paths, plan.positions, plan.bases,
         *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], plan.table.stride(0), plan.paths.stride(0),
-        query.shape[1], block_size, scale, softcap or 1.0, FAR if window is None else window,
+        query.shape[1], scale, softcap or 1.0, FAR if window is None else window, is_late=items is plan.late, block_size=block_size,
         group=group, heads=heads, size=size, value_size=value_size, padded=power_of_two(size), value_padded=power_of_two(value_size),
         lanes=lanes, tile=KEY_TILE, split=SPLIT, fields=FIELDS, fresh=FRESH, resumed=RESUMED,
         has_softcap=softcap is not None, has_sinks=sinks is not None, **room, **EXACT,
