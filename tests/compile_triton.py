@@ -15,7 +15,7 @@ from echelon.kv.blocks import BlockTables
 from echelon.layouts import unpadded
 from echelon.ops.elementwise import Activation, RmsWeight
 from echelon.ops.triton import attention, elementwise
-from echelon.ops.triton.linear import BLOCKS, linear_invariant
+from echelon.ops.triton.linear import linear_invariant
 from echelon.ops.triton.sample import sample_rows
 
 LOOKED_FOR = ("wgmma", "mma.sync", "fma.rn.f32")
@@ -63,9 +63,12 @@ for num_heads, dtype in ((2, torch.bfloat16), (8, torch.bfloat16), (16, torch.bf
     attention.ragged_attention(query, cache, cache, batch, 0.1, 100, 3.0, torch.zeros(num_heads))
     shared, of_tails = (order for name, order in orders if name == "_attend")
     assert shared == of_tails and len(shared) > 1, "what several programs compute of one row adds up in one order"
-for num_columns in BLOCKS:
-    linear_invariant(x, torch.zeros(num_columns + 1, 64, dtype=torch.bfloat16))
-linear_invariant(x, x, x[0])
+orders.clear()
+for num_rows in (1, 16_384):
+    for dtype in (torch.bfloat16, torch.float32):
+        linear_invariant(torch.zeros(num_rows, 512, dtype=dtype), torch.zeros(8, 512, dtype=dtype), torch.zeros(8))
+shared, shared_in_float32, walked, walked_in_float32 = (order for _, order in orders)
+assert shared == walked and shared_in_float32 == walked_in_float32
 elementwise.rms_norm(x, x[0], 1e-5, RmsWeight.AFTER_ROUNDING)
 elementwise.layer_norm(x, x[0], x[0], 1e-5)
 elementwise.activate(x, Activation.GELU_TANH, x)

@@ -84,7 +84,6 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> torch.device:
             monkeypatch.setattr(module, "kernels", None)
         monkeypatch.setattr(api, "warn_of_chance", lambda *_: None)
         monkeypatch.setattr(triton_linear, "ROWS", 16)  # blocks for the interpreter, and lanes likewise
-        monkeypatch.setattr(triton_linear, "block_of", lambda _num_columns: triton_linear.Block(128, 32, 1))
         monkeypatch.setattr(triton_attention, "lanes_of", lambda _dtype, _group: 16)
     return torch.device("cuda" if HAS_DEVICE else "cpu")
 

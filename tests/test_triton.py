@@ -279,12 +279,14 @@ def test_rotary_embedding_equals_its_definition(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("columns", "depth", "block"), [(64, 64, 64), (3, 200, 64), *((70, 130, b) for b in (64, 32, 16))])
+@pytest.mark.parametrize(("columns", "depth", "num_splits"), [(70, 130, 1), (64, 64, 1), (3, 200, 1), (70, 600, 2), (20, 900, 3)])
 def test_a_linear_layer_is_right_and_its_rows_do_not_know_how_many_they_are(
-    columns: int, depth: int, block: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    columns: int, depth: int, num_splits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = next(b for b in linear.BLOCKS.values() if b.columns == block)
-    monkeypatch.setattr(linear, "block_of", lambda _num_columns: chosen)
+    """Of 131 rows, programs walk the splits of K; of a few, each split has a program."""
+    for name, size in (("ROWS", 64), ("COLUMNS", 32), ("PROGRAMS", 7)):
+        monkeypatch.setattr(linear, name, size)
+    assert linear.splits_of(columns, depth) == num_splits
     x, weight, bias = random(131, depth, dtype=dtype), random(columns, depth, dtype=dtype, seed=1), random(columns, dtype=dtype, seed=2)
     x, weight, bias = x.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE)
     expected = x.double() @ weight.double().T + bias.double()
@@ -302,14 +304,28 @@ def test_a_linear_layer_is_right_and_its_rows_do_not_know_how_many_they_are(
     assert linear_invariant(x[:0], weight, bias).shape == (0, columns)
 
 
-def test_a_block_follows_from_the_weights_columns() -> None:
-    """So many that a matrix instruction takes them, and as many bytes on their way as an H200's memory wants."""
-    for num_columns, columns in ((50_272, 64), (8192, 64), (8191, 32), (4096, 32), (4095, 16), (1, 16)):
-        block = linear.block_of(num_columns)
-        assert block.columns == columns
-        programs, in_flight = -(-num_columns // columns), block.columns * block.depth * 2 * (block.stages - 1)
-        assert num_columns < 4096 or programs * in_flight >= 3e6
-        assert (block.columns + linear.ROWS) * block.depth * 2 * block.stages <= 227 * 1024 / 2, "two programs a processor"
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocks_of_their_own_size_are_right(dtype: torch.dtype) -> None:
+    x, weight = random(130, 520, dtype=dtype), random(140, 520, dtype=dtype, seed=1)
+    assert linear.splits_of(140, 520) == 2
+    whole = linear_invariant(x.to(DEVICE), weight.to(DEVICE), float32=True)
+    assert torch.allclose(whole.cpu().double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
+    assert torch.equal(linear_invariant(x[3:4].to(DEVICE), weight.to(DEVICE), float32=True), whole[3:4])
+    assert not linear._arrived(whole.device, linear.PROGRAMS).any(), "as the next launch must find it"
+
+
+def test_every_processor_reads_a_weight() -> None:
+    for columns, depth, num_splits in (
+        (50_272, 4096, 1),
+        (16_384, 4096, 1),
+        (12_288, 4096, 1),
+        (4096, 16_384, 4),
+        (2560, 2560, 6),
+        (768, 768, 3),
+    ):
+        assert linear.splits_of(columns, depth) == num_splits
+        programs = -(-columns // linear.COLUMNS) * num_splits
+        assert programs >= 96 or depth // num_splits < 2 * linear.SHORTEST
 
 
 def sampler(i: int, **params: Any) -> Sampler:
