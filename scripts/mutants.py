@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+BLOCKS = "tests/test_triton.py::test_blocks_of_their_own_size_are_right"
 LOSSLESS = "tests/test_lossless.py::test_speculation_changes_no_token"
 HEADS = "tests/test_heads_lossless.py::test_heads"
 AHEAD = "tests/test_ahead.py"
@@ -91,6 +92,8 @@ MUTANTS = [
     Mutant("attention reads beyond the text", "ops/triton/attention.py", "    end_key = tl.minimum(end_key, tl.max(position) + 1)", "    end_key = end_key", f"{AHEAD}::test_a_plan_for_longer_texts_gives_the_same_bits"),
     Mutant("splits beyond the text are merged", "ops/triton/attention.py", "tl.minimum(end, position // split + 1)", "end", f"{AHEAD}::test_a_plan_for_longer_texts_gives_the_same_bits"),
     Mutant("splits before the window are merged", "ops/triton/attention.py", "range(tl.maximum(first, (position - window + 1) // split),", "range(first,", f"{AHEAD}::test_a_plan_for_longer_texts_gives_the_same_bits"),
+    Mutant("the first split of K is forgotten", "ops/triton/linear.py", "number in range(num_splits)", "number in range(1, num_splits)", f"{BLOCKS}[torch.float32]"),
+    Mutant("blocks stay counted", "ops/triton/linear.py", "            tl.store(arrived + block, 0)\n", "", f"{BLOCKS}[torch.float32]"),
     Mutant("what has gone lands all the same", "engine.py", "            self.flight.lost.add(sequence.id)\n\n", "            pass\n\n", f"{AHEAD}::test_a_row_may_go_and_come_back_in_flight"),
     Mutant("a place without a token is kept", "engine.py", "len(row.sequence) + accepted - is_stuck,", "len(row.sequence) + accepted,", f"{AHEAD}::test_a_place_without_a_token_ends_the_row_as_in_plain_decoding"),
     Mutant("the draft model lacks a token", "target/ahead.py", "new = 1 if place else KNOWN", "new = 1", f"{AHEAD}::test_drafts_are_those_of_a_draft_model_that_is_asked"),

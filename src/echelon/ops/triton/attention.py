@@ -2,8 +2,8 @@
 
 A program holds `lanes` (token, head) pairs and loads every key and value of its tiles once for all of them. How many follows from the
 dtype and the heads of a group, not from the number of tokens: another shape could be another instruction with another order of additions.
-Eight tokens or more have room. Every lane, used or not, takes registers and arithmetic: with 64 a processor of an H200 holds one program
-only, which spends longer on a tile than memory takes to bring it, so they are as few as that.
+Eight tokens have room, where a group has no more heads than that and the dtype is a half. Every lane, used or not, takes registers and
+arithmetic: with 64 a program spends longer on a tile than memory takes to bring it, so there are no more than needed.
 """
 
 from __future__ import annotations
@@ -219,11 +219,7 @@ def _launch(
     num_kv_heads, size, value_size = keys.shape[1], keys.shape[3], values.shape[3]
     group = query.shape[1] // num_kv_heads
     lanes = lanes_of(query.dtype, group)
-    heads, widest = min(group, lanes), max(size, value_size)
-    room = {
-        "num_warps": 8 if lanes * widest * query.itemsize > 8192 else 4,
-        "num_stages": 5 if widest <= 128 else 3,
-    }  # for registers, shared memory
+    heads, room = min(group, lanes), _room(lanes, max(size, value_size), query.itemsize)
     _attend[(len(items), num_kv_heads * triton.cdiv(group, heads))](
         query, keys, values, sinks, out, states, sums, items, plan.table, plan.paths, plan.positions, plan.bases,
         *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], plan.table.stride(0), plan.paths.stride(0),
@@ -232,3 +228,13 @@ def _launch(
         lanes=lanes, tile=KEY_TILE, split=SPLIT, fields=FIELDS, fresh=FRESH, resumed=RESUMED,
         has_softcap=softcap is not None, has_sinks=sinks is not None, **room, **EXACT,
     )  # fmt: skip
+
+
+def _room(lanes: int, widest: int, itemsize: int) -> dict[str, int]:
+    """Threads, registers and shared memory, by what the compiler says a program takes: a processor of an H200 holds three programs of 16
+    lanes, two of others, and one of wide heads.
+    """
+    if widest > 128:
+        return {"num_warps": 8, "num_stages": 3}
+    room = {"num_warps": 4, "num_stages": 4 if lanes == 64 else 5}
+    return room | {"maxnreg": 168} if lanes == 16 and itemsize == 2 else room

@@ -100,7 +100,7 @@ def _write_slots(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, how: RmsWeight) -> Tensor:
     """x [..., N], weight [N] → [..., N]."""
-    flat, out, size = _rows(x), torch.empty_like(x, memory_format=torch.contiguous_format), x.shape[-1]
+    flat, out, size = _aligned_rows(x), torch.empty_like(x, memory_format=torch.contiguous_format), x.shape[-1]
     if len(flat):
         _rms_norm[(len(flat),)](flat, weight, out, flat.stride(0), eps, size=size, padded=power_of_two(size), how=int(how), **EXACT)
     return out
@@ -108,7 +108,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, how: RmsWeight) -> Tensor:
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """x [..., N], weight and bias [N] → [..., N]."""
-    flat, out, size = _rows(x), torch.empty_like(x, memory_format=torch.contiguous_format), x.shape[-1]
+    flat, out, size = _aligned_rows(x), torch.empty_like(x, memory_format=torch.contiguous_format), x.shape[-1]
     if len(flat):
         has = {"has_weight": weight is not None, "has_bias": bias is not None}
         _layer_norm[(len(flat),)](flat, weight, bias, out, flat.stride(0), eps, size=size, padded=power_of_two(size), **has, **EXACT)
@@ -155,3 +155,9 @@ def _rows(x: Tensor) -> Tensor:
     """The last dimension as rows: a view where the others collapse into one stride, otherwise a copy."""
     flat = x.reshape(-1, x.shape[-1])
     return flat if flat.stride(1) == 1 else flat.contiguous()
+
+
+def _aligned_rows(x: Tensor) -> Tensor:
+    """The same, one after another from an aligned address: that decides how wide they are loaded, and so in which order a sum adds."""
+    flat = _rows(x)
+    return flat if flat.stride(0) == flat.shape[1] and flat.data_ptr() % 16 == 0 else flat.clone(memory_format=torch.contiguous_format)
