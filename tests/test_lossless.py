@@ -67,7 +67,7 @@ def test_speculation_changes_no_token(drafter: str, batch_size: int, mode: str, 
         assert 0.2 < rate < 1.0, "the draft model should be right sometimes and wrong sometimes"
     if drafter == "random_tree":
         assert llm.stats.tokens_per_step > 1.5
-        assert rate < 0.5
+        assert rate < 0.6, "about half of a tree is wrong on purpose"
 
 
 def test_rows_are_long_enough_to_mean_something() -> None:
