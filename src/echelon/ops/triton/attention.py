@@ -81,9 +81,9 @@ def _attend(
     for split_start in range(first_key // split * split, end_key, split):
         is_own = is_real & (position >= split_start) & (position - window < split_start + split - 1)
         state = (tl.load(bases + token, is_own, other=0) + split_start // split).to(tl.int64) * num_heads + head
-        is_begun = is_own & (mode == resumed)
         at_state = state[:, None] * value_size + value_column[None, :]
         if is_late:
+            is_begun = is_own & (mode == resumed)
             m = tl.load(sums + state * 2, is_begun, other=float("-inf"))
             s = tl.load(sums + state * 2 + 1, is_begun, other=0.0)
             a = tl.load(states + at_state, in_value & is_begun[:, None], other=0.0)
