@@ -40,7 +40,7 @@ HEAD_TREES = {
     "tree": {"tree": "dynamic", "num_speculative_tokens": 12, "tree_top_k": 4, "tree_depth": 5},
 }
 VERIFIED = (4, 8, 16, 32, 60)  # drafted tokens that the target checks in a step, at most
-VERIFIED_TREE = {"tree": "dynamic", "tree_top_k": 10, "tree_depth": 8}
+VERIFIED_TREE = {"tree": "dynamic", "tree_top_k": 10, "tree_depth": 32}
 VERIFIED_AT = (0.0, 0.8)  # temperatures
 VERIFIED_CELLS = {f"verified-{method}": method for method in ("draft_model", *HEADS)}
 OPT_TEXTS = 4  # random prompts are beginnings of these

@@ -50,7 +50,7 @@ def verified_part(cells: Cells) -> list[str]:
         names = dict.fromkeys(name for t, name, _ in found if t == temperature)
         parts += [
             f"Tokens a step by the drafted tokens that it verifies at most, temperature {temperature:g}, on the embedded target itself (no "
-            "clock). Trees are EAGLE-2's, 10 children a node and nodes a level, depth 8:",
+            "clock). Trees are EAGLE-2's, 10 children a node and nodes a level, no path longer than 32:",
             table(["tokens_per_step", *budgets], [(name, *(f"{found[temperature, name, n]:.2f}" for n in budgets)) for name in names]),
         ]
     return parts

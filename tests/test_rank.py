@@ -42,10 +42,12 @@ def rows_of(kind: str, count: int, size: int) -> Tensor:
     return torch.from_numpy(values)
 
 
-def framework(logits: Tensor, given: list[Sampler], positions: list[int], width: int, only_ranks: bool) -> tuple[np.ndarray, np.ndarray]:
+def framework(
+    logits: Tensor, given: list[Sampler], positions: list[int], width: int, only_ranks: bool, sharpness: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
     is_drawn = any(not s.params.is_greedy for s in given)
     count = min(max(width, NUM_CANDIDATES) if is_drawn else width, logits.shape[1])
-    return by_framework(logits, given, positions, min(width, logits.shape[1]), count, only_ranks)
+    return by_framework(logits, given, positions, min(width, logits.shape[1]), count, only_ranks, sharpness)
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "masked", "ascending", "equal"])
@@ -56,9 +58,9 @@ def test_tokens_are_those_of_the_definition(kind: str, size: int, kinds: list[di
     for count in (1, 13):
         logits, given, positions = rows_of(kind, count, size), samplers(count, kinds), list(range(5, 5 + count))
         for width in sorted({1, min(10, size), min(200, size), max(1, size - 1), size} if size < 32000 else {1, 10, 300}):
-            for only_ranks in (False, True):
-                tokens, scores = likeliest(logits, given, positions, width, only_ranks)
-                expected, expected_scores = framework(logits, given, positions, width, only_ranks)
+            for only_ranks, sharpness in ((False, 1.0), (False, 1.5), (True, 1.5)):
+                tokens, scores = likeliest(logits, given, positions, width, only_ranks, sharpness)
+                expected, expected_scores = framework(logits, given, positions, width, only_ranks, sharpness)
                 possible = np.isfinite(expected_scores)
                 assert np.array_equal(np.isfinite(scores), possible)
                 assert np.array_equal(tokens[possible], expected[possible])
@@ -67,10 +69,11 @@ def test_tokens_are_those_of_the_definition(kind: str, size: int, kinds: list[di
                 assert np.array_equal(tokens[greedy], expected[greedy])
 
 
-def test_greedy_scores_are_log_probabilities() -> None:
+@pytest.mark.parametrize("sharpness", [1.0, 1.5])
+def test_greedy_scores_are_log_probabilities(sharpness: float) -> None:
     logits = rows_of("random", 7, 32000)
-    tokens, scores = likeliest(logits, samplers(7, ASKED[:1]), [3] * 7, 10)
-    exact = logits.double().log_softmax(-1).numpy()
+    tokens, scores = likeliest(logits, samplers(7, ASKED[:1]), [3] * 7, 10, sharpness=sharpness)
+    exact = (logits.double() * sharpness).log_softmax(-1).numpy()
     np.testing.assert_allclose(scores, np.take_along_axis(exact, tokens, 1), rtol=0, atol=1e-6)
 
 

@@ -36,6 +36,10 @@ MEDUSA_63: tuple[Path, ...] = (
     (1, 6), (0, 7, 0),
 )  # fmt: skip
 
+# Of drafters that know what they have drafted: with 1.5 the likeliest tokens of a model and of EAGLE's heads are right about as often as
+# their scores say. Medusa's heads know only the text, so that a product of their probabilities already promises too much.
+SHARPNESS = 1.5
+
 
 class Forest:
     """Trees of B rows, growing. Nodes stand in the order in which they were found; a root is the last known token of its row.
@@ -96,11 +100,14 @@ class Forest:
 
 
 class Growth(Protocol):
-    """`width`: most children of a node; `depth`: longest path; `only_ranks`: of scores only their order matters, and which are −∞."""
+    """`width`: most children of a node; `depth`: longest path; `only_ranks`: of scores only their order matters, and which are −∞;
+    `sharpness`: what logits of greedy places are multiplied by before they become scores.
+    """
 
     width: int
     depth: int
     only_ranks: bool
+    sharpness: float
 
     def grow(self, forest: Forest, nodes: Int64, tokens: Int64, scores: Float64) -> Int64:
         """Give `nodes` [M] children: tokens [M, width], the likeliest first, with log-probabilities scores [M, width] ≤ 0, −∞ where there
@@ -140,6 +147,8 @@ class StaticTree:
 
     Published lists are sorted by length first; one that comes from `best_paths` is best cut anywhere.
     """
+
+    sharpness = 1.0
 
     def __init__(self, paths: Sequence[Sequence[int]], only_ranks: bool = True) -> None:
         self.only_ranks = only_ranks
@@ -192,12 +201,15 @@ class BestFirst:
 
     The nodes that go on are never more than the budget, with one left for every deeper level: the drafter has no room for others. The
     published settings (60 nodes, 10 a level, depth 6) never meet that limit.
+
+    `sharpness`: a drafter's probabilities are those of a draw, and a greedy target takes its likeliest token more often than it would
+    draw it. With the published 1 the likeliest path looks less likely than it is, and trees get too broad for it.
     """
 
     only_ranks = False
 
-    def __init__(self, top_k: int, depth: int) -> None:
-        self.width, self.depth = top_k, depth
+    def __init__(self, top_k: int, depth: int, sharpness: float = 1.0) -> None:
+        self.width, self.depth, self.sharpness = top_k, depth, sharpness
 
     def grow(self, forest: Forest, nodes: Int64, tokens: Int64, scores: Float64) -> Int64:
         parents, flat, joint = _joint(forest, nodes, tokens, scores)
@@ -229,7 +241,7 @@ class LevelByLevel:
     first's; of a level's the most probable jointly, as many as the row's budget has left.
     """
 
-    only_ranks = False
+    only_ranks, sharpness = False, 1.0
     QUARTER = 0.25
 
     def __init__(self, top_p: float, width: int, depth: int) -> None:
@@ -264,7 +276,9 @@ def growth_of(config: SpeculativeConfig, max_depth: int | None) -> Growth:
         return chain(min(count, longest), only_ranks)
     if config.tree == "dynamic":
         depth = min(config.tree_depth, longest)
-        return LevelByLevel(config.tree_top_p, config.tree_top_k, depth) if is_clover else BestFirst(config.tree_top_k, depth)
+        if is_clover:
+            return LevelByLevel(config.tree_top_p, config.tree_top_k, depth)
+        return BestFirst(config.tree_top_k, depth, 1.0 if config.method == "medusa" else SHARPNESS)
     paths = config.speculative_token_tree or (MEDUSA_63 if config.method == "medusa" else EAGLE_25)
     try:
         return StaticTree([p for p in paths[:count] if len(p) <= longest], only_ranks)

@@ -58,8 +58,8 @@ FOR_EVERY_PROCESSOR bool columns_of(const float* logits, int64_t size, int64_t h
   return any != 0;
 }
 
-// Σ exp(logit − highest): float32 over a few logits in each lane, float64 over these sums, in an order that the size alone gives.
-FOR_EVERY_PROCESSOR double mass_of(const float* logits, int64_t size, float highest) {
+// Σ exp((logit − highest) · sharpness): float32 over a few logits in each lane, float64 over these sums, in an order that the size alone gives.
+FOR_EVERY_PROCESSOR double mass_of(const float* logits, int64_t size, float highest, float sharpness) {
   constexpr int64_t block = lanes * chunk;
   double total = 0.0;
   for (int64_t first = 0; first < size; first += block) {
@@ -67,8 +67,8 @@ FOR_EVERY_PROCESSOR double mass_of(const float* logits, int64_t size, float high
     float sums[lanes] = {};
     int64_t i = first;
     for (; i + lanes <= end; i += lanes)
-      for (int64_t j = 0; j < lanes; ++j) sums[j] += exponential(logits[i + j] - highest);
-    for (int64_t j = 0; i + j < end; ++j) sums[j] += exponential(logits[i + j] - highest);
+      for (int64_t j = 0; j < lanes; ++j) sums[j] += exponential((logits[i + j] - highest) * sharpness);
+    for (int64_t j = 0; i + j < end; ++j) sums[j] += exponential((logits[i + j] - highest) * sharpness);
     for (int64_t j = 0; j < lanes; ++j) total += static_cast<double>(sums[j]);
   }
   return total;
@@ -135,7 +135,7 @@ void perturb(const Draw& draw, Scratch& s) {
 
 }  // namespace
 
-void likeliest(const float* logits, int64_t vocabulary, const Draw& draw, int64_t width, int64_t num_candidates, bool only_ranks,
+void likeliest(const float* logits, int64_t vocabulary, const Draw& draw, int64_t width, int64_t num_candidates, double sharpness, bool only_ranks,
                int64_t* tokens, double* scores) {
   thread_local Scratch s;
   const bool is_drawn = draw.temperature > 0.0;
@@ -158,10 +158,10 @@ void likeliest(const float* logits, int64_t vocabulary, const Draw& draw, int64_
     for (int64_t i = 0; i < width; ++i) tokens[i] = s.ranked[static_cast<size_t>(i)].token, scores[i] = s.ranked[static_cast<size_t>(i)].score;
     return;
   }
-  const double whole = only_ranks ? 0.0 : std::log(mass_of(logits, vocabulary, highest));
+  const double whole = only_ranks ? 0.0 : std::log(mass_of(logits, vocabulary, highest, static_cast<float>(sharpness)));
   for (int64_t i = 0; i < width; ++i) {
     const Candidate& found = s.candidates[static_cast<size_t>(i)];
-    tokens[i] = found.token, scores[i] = static_cast<double>(found.value) - static_cast<double>(highest) - whole;
+    tokens[i] = found.token, scores[i] = (static_cast<double>(found.value) - static_cast<double>(highest)) * sharpness - whole;
   }
 }
 

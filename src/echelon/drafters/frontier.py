@@ -39,14 +39,17 @@ class Frontier(ABC):
     def children(self, nodes: Int64, depth: int, growth: Growth) -> tuple[Int64, Float64]:
         """Tokens and scores of every node, as `Growth.grow` wants them."""
         logits = self.logits(depth)
+        width, sharpness = growth.width, growth.sharpness
         samplers = [self.rows[r].sequence.sampler for r in self.forest.rows[nodes]]
         positions = [len(self.rows[r].sequence) + depth for r in self.forest.rows[nodes]]
         if any(s.changes_logits for s in samplers):
             texts = [self.rows[r].sequence.tokens for r in self.forest.rows[nodes]]
             paths = [self.forest.path(node) for node in nodes]
-            return likeliest(processed(logits[torch.from_numpy(self.at)], samplers, texts, paths), samplers, positions, growth.width)
+            logits = processed(logits[torch.from_numpy(self.at)], samplers, texts, paths)
+            return likeliest(logits, samplers, positions, width, sharpness=sharpness)
         _, first = np.unique(self.at, return_index=True)  # one node of every state; all of its nodes have one row and depth
-        tokens, scores = likeliest(logits, [samplers[i] for i in first], [positions[i] for i in first], growth.width, growth.only_ranks)
+        samplers, positions = [samplers[i] for i in first], [positions[i] for i in first]
+        tokens, scores = likeliest(logits, samplers, positions, width, growth.only_ranks, sharpness)
         return tokens[self.at], scores[self.at]
 
     def extend(self, nodes: Int64, depth: int) -> None:

@@ -21,11 +21,17 @@ Float64 = NDArray[np.float64]
 
 
 def likeliest(
-    logits: Tensor, samplers: Sequence[Sampler], positions: Sequence[int], width: int, only_ranks: bool = False
+    logits: Tensor,
+    samplers: Sequence[Sampler],
+    positions: Sequence[int],
+    width: int,
+    only_ranks: bool = False,
+    sharpness: float = 1.0,
 ) -> tuple[Int64, Float64]:
     """Tokens and their log-probabilities, int64 and float64 [M, min(width, V)], the likeliest first; of equals the lower id.
 
-    logits [M, V] have been through everything that changes them; the tokens will have `positions`. A greedy place ranks by probability.
+    logits [M, V] have been through everything that changes them; the tokens will have `positions`. A greedy place ranks by probability;
+    its scores are those of logits times `sharpness`.
     A sampled one ranks by filtered and perturbed logits, with the noise that the target will draw with there: as this noise decides
     what the target chooses, their softmax says how sure that is. The filters see the NUM_CANDIDATES likeliest tokens. With `only_ranks`
     greedy scores are relative to the likeliest token's, which saves a pass over V. A place whose largest logit is not finite, or with a
@@ -36,12 +42,13 @@ def likeliest(
     is_drawn = any(not s.params.is_greedy for s in samplers)
     count = min(max(width, NUM_CANDIDATES) if is_drawn else width, logits.shape[-1])
     if not is_built() or devices.by_triton(logits):
-        return by_framework(logits, samplers, positions, width, count, only_ranks)
+        return by_framework(logits, samplers, positions, width, count, only_ranks, sharpness)
     params = [s.params for s in samplers]
     tokens, scores = kernels.likeliest_rows(
         logits.float().contiguous(),
         width,
         count,
+        sharpness,
         only_ranks,
         [p.temperature for p in params],
         [p.top_k for p in params],
@@ -70,17 +77,24 @@ def processed(logits: Tensor, samplers: Sequence[Sampler], texts: Sequence[Seque
 
 
 def by_framework(
-    logits: Tensor, samplers: Sequence[Sampler], positions: Sequence[int], width: int, count: int, only_ranks: bool
+    logits: Tensor,
+    samplers: Sequence[Sampler],
+    positions: Sequence[int],
+    width: int,
+    count: int,
+    only_ranks: bool,
+    sharpness: float = 1.0,
 ) -> tuple[Int64, Float64]:
     """The definition: `likeliest` by PyTorch and NumPy, from the `count` likeliest tokens of every place."""
     is_drawn = np.array([not s.params.is_greedy for s in samplers], np.bool_)
     largest, places = largest_of(logits.float(), count)
     tokens, values = places.cpu().numpy(), largest.double().cpu().numpy()
     with np.errstate(invalid="ignore"):  # of logits that no token can come from
-        scores = values - values[:, :1]
+        scores = (values - values[:, :1]) * sharpness
     if not only_ranks and not is_drawn.all():
         greedy = torch.from_numpy(np.flatnonzero(~is_drawn))
-        scores[greedy] = (largest[greedy] - logits[greedy].float().logsumexp(-1, keepdim=True)).double().cpu().numpy()
+        whole = (logits[greedy].float() * sharpness).logsumexp(-1, keepdim=True)
+        scores[greedy] = (largest[greedy] * sharpness - whole).double().cpu().numpy()
     if is_drawn.any():
         at = np.flatnonzero(is_drawn)
         with np.errstate(all="ignore"):

@@ -168,17 +168,19 @@ void check_rank(Random& random) {
   int64_t* ids = tokens.as<int64_t>();
   double* found = scores.as<double>();
   std::vector<int64_t> order(static_cast<size_t>(size));
+  const double sharpness = between(random, 0, 1) ? 1.0 : 1.5;
   double mass = 0.0;
-  for (int64_t i = 0; i < size; ++i) order[static_cast<size_t>(i)] = i, mass += std::exp(static_cast<double>(x[i]));
+  for (int64_t i = 0; i < size; ++i) order[static_cast<size_t>(i)] = i, mass += std::exp(sharpness * static_cast<double>(x[i]));
   std::stable_sort(order.begin(), order.end(), [x](int64_t a, int64_t b) { return x[a] > x[b]; });
   Draw draw{0.0, 0, 1.0, 0.0, random(), random(), random()};
-  likeliest(x, size, draw, width, count, false, ids, found);
+  likeliest(x, size, draw, width, count, sharpness, false, ids, found);
   for (int64_t i = 0; i < width; ++i) {
     expect(ids[i] == order[static_cast<size_t>(i)], "tokens in order, the lower of equals first");
-    expect(x[ids[i]] == -INFINITY ? found[i] == -INFINITY : std::abs(found[i] - (x[ids[i]] - std::log(mass))) < 1e-5, "log-probabilities");
+    const double expected = sharpness * x[ids[i]] - std::log(mass);
+    expect(expected == -INFINITY ? found[i] == -INFINITY : std::abs(found[i] - expected) < 1e-5, "log-probabilities");
   }
   draw.temperature = 0.7, draw.top_k = between(random, 0, 20), draw.top_p = between(random, 0, 1) ? 0.8 : 1.0, draw.min_p = 0.01;
-  likeliest(x, size, draw, width, count, false, ids, found);
+  likeliest(x, size, draw, width, count, sharpness, false, ids, found);
   mass = 0.0;
   for (int64_t i = 0; i < width; ++i) {
     mass += std::exp(found[i]);
@@ -187,7 +189,7 @@ void check_rank(Random& random) {
   }
   expect(mass <= 1.0 + 1e-9 && found[0] > -INFINITY, "scores are log-probabilities");
   logits.as<float>()[between(random, 0, size - 1)] = NAN;
-  likeliest(x, size, draw, width, count, false, ids, found);
+  likeliest(x, size, draw, width, count, sharpness, false, ids, found);
   expect(found[0] == -INFINITY, "NaN is refused");
 }
 
