@@ -28,6 +28,7 @@ from echelon.config import HEADS
 from echelon.demo import DRAFT, TARGET, held_out_files
 from echelon.heads.loading import build_head, save_head
 from echelon.target.loading import LoadedModel, adopt_model, load_model, load_plain
+from echelon.trees import EAGLE_25
 
 PADDINGS = ("padded", "padded-inputs", "padded-kv", "unpadded")  # EMS-SD's columns: vanilla, unpad KV only, unpad inputs only, both
 REALIGNMENTS = ("unpadded", "realign", "same-length")
@@ -42,6 +43,10 @@ HEAD_TREES = {
 VERIFIED = (4, 8, 16, 32, 60)  # drafted tokens that the target checks in a step, at most
 VERIFIED_TREE = {"tree": "dynamic", "tree_top_k": 10, "tree_depth": 32}
 VERIFIED_AT = (0.0, 0.8)  # temperatures
+EQUAL_TREES = {  # EAGLE-1's list, and EAGLE-2's trees of its size and depth
+    "static": {"tree": "static", "num_speculative_tokens": len(EAGLE_25)},
+    "dynamic": {"tree": "dynamic", "num_speculative_tokens": len(EAGLE_25), "tree_top_k": 10, "tree_depth": 5},
+}
 VERIFIED_CELLS = {f"verified-{method}": method for method in ("draft_model", *HEADS)}
 OPT_TEXTS = 4  # random prompts are beginnings of these
 TWICE_UP_TO = 8  # larger batches have long steps that vary little: one round
@@ -326,19 +331,29 @@ class Bench:
         return self._measured(target, methods, prompts, self.size.table_tokens, batch, 1)
 
     def verified(self, method: str) -> dict[str, Any]:
-        """What a step emits by how many tokens it checks, on the embedded target: [temperature, name, tokens, emitted]."""
+        """What a step emits by how many tokens it checks, on the embedded target: [temperature, name, tokens, emitted]. Of EAGLE's heads
+        also what trees of equal size emit: [temperature, name, static, dynamic].
+        """
         size, target, asked = self.size, self.models.target, {"method": method}
         prompts = self.models.source(target, min(32, size.histogram_prompts), size.short_prompt_tokens, is_ragged=False)
         if method == "draft_model":
             shapes = {"draft model, chain": asked, "draft model, tree": asked | VERIFIED_TREE}
         else:
             shapes = {f"{method}, tree": asked | {"model": self.models.trained(method), **VERIFIED_TREE}}
-        found = []
-        for name, temperature, budget in product(shapes, VERIFIED_AT, VERIFIED if size.pair_parameters else VERIFIED[:1]):
-            llm = LLM(target, shapes[name] | {"num_speculative_tokens": budget}, self.models.draft, max_num_seqs=16)
+
+        def emitted(temperature: float, config: dict[str, Any]) -> float:
+            llm = LLM(target, config, self.models.draft, max_num_seqs=16)
             llm.generate(prompts, self.params(size.table_tokens).model_copy(update={"temperature": temperature, "seed": 0}))
-            found.append([temperature, name, budget, llm.stats.tokens_per_step])
-        return {"verified": found}
+            return llm.stats.tokens_per_step
+
+        found = [
+            [temperature, name, budget, emitted(temperature, shapes[name] | {"num_speculative_tokens": budget})]
+            for name, temperature, budget in product(shapes, VERIFIED_AT, VERIFIED if size.pair_parameters else VERIFIED[:1])
+        ]
+        if not method.startswith("eagle"):
+            return {"verified": found}
+        trees = {name: asked | {"model": self.models.trained(method)} | tree for name, tree in EQUAL_TREES.items()}
+        return {"verified": found, "trees": [[t, method, *(emitted(t, tree) for tree in trees.values())] for t in VERIFIED_AT]}
 
     def realign(self, is_ragged: bool, batch: int) -> dict[str, Any]:
         """EQSPEC, EXSPEC and ours with the draft model: rows enter as others finish, prompts of random or of equal lengths."""

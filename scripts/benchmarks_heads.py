@@ -53,6 +53,13 @@ def verified_part(cells: Cells) -> list[str]:
             "clock). Trees are EAGLE-2's, 10 children a node and nodes a level, no path longer than 32:",
             table(["tokens_per_step", *budgets], [(name, *(f"{found[temperature, name, n]:.2f}" for n in budgets)) for name in names]),
         ]
+    trees = [row for method in HEADS for row in cells.get(f"verified-{method}", {}).get("trees", [])]
+    rows = [(name, f"{t:g}", f"{static:.2f}", f"{dynamic:.2f}", f"{dynamic / static - 1:+.0%}") for t, name, static, dynamic in trees]
+    if rows:
+        parts += [
+            "EAGLE-1's static tree of 25 nodes and EAGLE-2's dynamic ones of equal size and depth, tokens a step (no clock):",
+            table(["head", "temperature", "static", "dynamic", "gain"], rows),
+        ]
     return parts
 
 

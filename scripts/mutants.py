@@ -129,6 +129,9 @@ def main(names: list[str]) -> int:
     if stale():
         print("patches that no longer apply:", *stale(), sep="\n  ")
         return 1
+    if unknown := set(names) - {m.name for m in MUTANTS}:
+        print("no such mutants:", *sorted(unknown), sep="\n  ")
+        return 1
     chosen = [m for m in MUTANTS if not names or m.name in names]
     survivors = []
     with tempfile.TemporaryDirectory() as temporary:

@@ -36,8 +36,8 @@ MEDUSA_63: tuple[Path, ...] = (
     (1, 6), (0, 7, 0),
 )  # fmt: skip
 
-# Of drafters that know what they have drafted: with 1.5 the likeliest tokens of a model and of EAGLE's heads are right about as often as
-# their scores say. Medusa's heads know only the text, so that a product of their probabilities already promises too much.
+# For drafters that know what they have drafted; between 1.4 and 2 trees of a draft model and of EAGLE emitted most on the embedded pair.
+# Medusa's heads know only the text: a product of their probabilities promises too much already.
 SHARPNESS = 1.5
 
 
