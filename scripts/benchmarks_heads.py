@@ -36,7 +36,7 @@ def by_batch_part(cells: Cells, plots: Path) -> list[str]:
     return [
         "Heads trained on the embedded target by `make heads`, grown with it to the size of the other tables; speed-up over plain decoding "
         "at the same batch. Chains propose 4 tokens (Clover's three heads 3); trees have at most 12 nodes, "
-        "4 children a node and depth 5. *accepted*: share of drafted tokens at the largest batch.",
+        "4 children a node and depth 5. Each was measured once. *accepted*: share of drafted tokens at the largest batch.",
         picture(plots, "heads", "speed-up of heads", lambda p: line_chart(p, panels, "× plain decoding at the same batch", 1.0)),
         table(["× plain", *(f"B={b}" for b in batches), "tokens_per_step", "accepted"], rows),
     ]
