@@ -33,10 +33,15 @@ def by_batch_part(cells: Cells, plots: Path) -> list[str]:
         (m, *(f"{gain:.2f}" for _, gain in gains[m]), tokens_per_step(by_batch(found, m)), f"{by_batch(found, m)[-1].acceptance_rate:.2f}")
         for m in methods
     ]
+    commits: dict[str, list[str]] = {}
+    for batch in batches:
+        commits.setdefault(cells[f"heads-{batch:02d}"]["environment"]["commit"], []).append(str(batch))
+    measured = "; ".join(f"batch {', '.join(at)} at commit {commit}" for commit, at in commits.items())
     return [
         "Heads trained on the embedded target by `make heads`, grown with it to the size of the other tables; speed-up over plain decoding "
         "at the same batch. Chains propose 4 tokens (Clover's three heads 3); trees have at most 12 nodes, "
-        "4 children a node and depth 5. Each was measured once. *accepted*: share of drafted tokens at the largest batch.",
+        f"4 children a node and depth 5. Measured once each, with the heads of then: {measured}. *accepted*: share of drafted tokens at "
+        "the largest batch.",
         picture(plots, "heads", "speed-up of heads", lambda p: line_chart(p, panels, "× plain decoding at the same batch", 1.0)),
         table(["× plain", *(f"B={b}" for b in batches), "tokens_per_step", "accepted"], rows),
     ]
