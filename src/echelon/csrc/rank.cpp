@@ -135,8 +135,8 @@ void perturb(const Draw& draw, Scratch& s) {
 
 }  // namespace
 
-void likeliest(const float* logits, int64_t vocabulary, const Draw& draw, int64_t width, int64_t num_candidates, double sharpness, bool only_ranks,
-               int64_t* tokens, double* scores) {
+void likeliest(const float* logits, int64_t vocabulary, const Draw& draw, int64_t width, int64_t num_candidates, double sharpness,
+               bool only_ranks, int64_t* tokens, double* scores) {
   thread_local Scratch s;
   const bool is_drawn = draw.temperature > 0.0;
   const int64_t count = is_drawn ? num_candidates : width, height = height_for(vocabulary, count), block = lanes * std::max<int64_t>(height, 1);

@@ -17,8 +17,8 @@ template <typename T>
 using List = const std::vector<T>&;
 
 // Logits float32 [M, V] → int64 [M, width], float64 [M, width].
-std::tuple<at::Tensor, at::Tensor> likeliest_rows(const at::Tensor& logits, int64_t width, int64_t num_candidates, double sharpness, bool only_ranks,
-                                                        List<double> temperature, List<int64_t> top_k, List<double> top_p,
+std::tuple<at::Tensor, at::Tensor> likeliest_rows(const at::Tensor& logits, int64_t width, int64_t num_candidates, double sharpness,
+                                                        bool only_ranks, List<double> temperature, List<int64_t> top_k, List<double> top_p,
                                                         List<double> min_p, List<uint64_t> seed, List<uint64_t> index,
                                                         List<uint64_t> position) {
   TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.is_contiguous() && logits.dim() == 2, "logits must be float32 [M, V]");
@@ -33,7 +33,8 @@ std::tuple<at::Tensor, at::Tensor> likeliest_rows(const at::Tensor& logits, int6
     for (int64_t row = begin; row < end; ++row) {
       const auto i = static_cast<size_t>(row);
       const Draw draw{temperature[i], top_k[i], top_p[i], min_p[i], seed[i], index[i], position[i]};
-      likeliest(from + row * size, size, draw, width, num_candidates, sharpness, only_ranks, to_tokens + row * width, to_scores + row * width);
+      likeliest(from + row * size, size, draw, width, num_candidates, sharpness, only_ranks, to_tokens + row * width,
+                to_scores + row * width);
     }
   });
   return {tokens, scores};
