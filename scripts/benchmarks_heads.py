@@ -86,16 +86,21 @@ def heads_findings(cells: Cells) -> list[str]:
 
 
 def crossovers(cells: Cells) -> list[str]:
-    """At which batches a tree beats its chain."""
+    """At which batches a tree beats its chain, and plain decoding."""
     found = results_of(cells, "heads-")
     if not found:
         return []
-    lines = []
+    plain, lines = plain_speed(found), []
     for method in dict.fromkeys(r.method.removesuffix(", tree") for r in found if r.method.endswith(", tree")):
         pairs = list(zip(by_batch(found, f"{method}, chain"), by_batch(found, f"{method}, tree"), strict=True))
-        ahead = [tree.batch_size for chain, tree in pairs if tree.decode_median > chain.decode_median]
-        lines.append(f"  - {method}: " + (f"ahead at batch {', '.join(map(str, ahead))}" if ahead else "at no batch"))
+        over_chain = [tree.batch_size for chain, tree in pairs if tree.decode_median > chain.decode_median]
+        over_plain = [tree.batch_size for _, tree in pairs if tree.decode_median > plain[tree.batch_size]]
+        lines.append(f"  - {method}: ahead at {_batches(over_chain)}; ahead of plain decoding at {_batches(over_plain)}")
     return ["- Trees of at most 12 nodes against chains of at most 4, decoding speed on the grown pair:", *lines]
+
+
+def _batches(sizes: list[int]) -> str:
+    return f"batch {', '.join(map(str, sizes))}" if sizes else "no batch"
 
 
 def verified_findings(cells: Cells) -> list[str]:
