@@ -18,6 +18,7 @@ from echelon.ops.triton import attention, elementwise
 from echelon.ops.triton.linear import linear_invariant
 from echelon.ops.triton.sample import sample_rows
 
+SHARED_MEMORY = 232_448  # bytes that a program may take on a device of compute capability 9.0
 LOOKED_FOR = ("wgmma", "mma.sync", "fma.rn.f32")
 launch, orders = JITFunction.run, list[tuple[str, set[str]]]()
 
@@ -38,6 +39,7 @@ class Absent:
 def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
     compiled = launch(kernel, *arguments, grid=grid, warmup=True, **options)
     assert len(compiled.asm["cubin"]) > 0
+    assert compiled.metadata.shared <= SHARED_MEMORY, f"{kernel.fn.__name__} wants {compiled.metadata.shared:,} bytes of shared memory"
     orders.append((kernel.fn.__name__, order_of_additions(compiled.asm["ttgir"])))
     print(kernel.fn.__name__, *(name for name in LOOKED_FOR if name in compiled.asm["ptx"]))
 
@@ -56,8 +58,9 @@ JITFunction.run = compile_only
 tables = BlockTables(50, 16, 50)
 assert tables.reserve(0, 600)
 batch = unpadded.pack([Span(0, 580, [0] * 3, 1, 581, 2, [-1, -1])], tables)
-x, slots = torch.zeros(4, 64, dtype=torch.bfloat16), torch.zeros(50, 2, 16, 32, dtype=torch.bfloat16)
-for num_heads, size, dtype in ((1, 128, torch.bfloat16), (4, 64, torch.bfloat16), (8, 128, torch.bfloat16), (4, 64, torch.float32)):
+half = torch.bfloat16
+x, slots = torch.zeros(4, 64, dtype=half), torch.zeros(50, 2, 16, 32, dtype=half)
+for num_heads, size, dtype in ((1, 128, half), (4, 64, half), (8, 128, half), (8, 256, half), (8, 512, half), (4, 64, torch.float32)):
     cache, query = torch.zeros(50, 1, 16, size, dtype=dtype), torch.zeros(3, num_heads, size, dtype=dtype)
     orders.clear()
     attention.ragged_attention(query, cache, cache, batch, 0.1, 100, 3.0, torch.zeros(num_heads))
@@ -65,7 +68,7 @@ for num_heads, size, dtype in ((1, 128, torch.bfloat16), (4, 64, torch.bfloat16)
     assert shared == of_tails and len(shared) > 1, "what several programs compute of one row adds up in one order"
 orders.clear()
 for num_rows in (1, 16_384):
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (half, torch.float32):
         linear_invariant(torch.zeros(num_rows, 512, dtype=dtype), torch.zeros(8, 512, dtype=dtype), torch.zeros(8))
 shared, shared_in_float32, walked, walked_in_float32 = (order for _, order in orders)
 assert shared == walked and shared_in_float32 == walked_in_float32

@@ -31,12 +31,12 @@ def likeliest(
     """Tokens and their log-probabilities, int64 and float64 [M, min(width, V)], the likeliest first; of equals the lower id.
 
     logits [M, V] have been through everything that changes them; the tokens will have `positions`. A greedy place ranks by probability; its
-    scores are those of logits times `sharpness`. A sampled one ranks by filtered and perturbed logits, with the noise that the target will
-    draw with there: as this noise decides what the target chooses, their softmax says how sure that is. The filters see the NUM_CANDIDATES
-    likeliest tokens. With `only_ranks`
-    greedy scores are relative to the likeliest token's, which saves a pass over V. A place whose largest logit is not finite, or with a
-    NaN, has the score −∞ everywhere. A place's result depends on that place alone; the kernel is csrc/rank.cpp. On CUDA devices the
-    framework looks for the likeliest, and only they come to the host; the last bits of greedy scores may differ there with M.
+    scores are those of logits times `sharpness`, and with `only_ranks` relative to the likeliest token's, which saves a pass over V. A
+    sampled one ranks by filtered and perturbed logits, with the noise that the target will draw with there: as this noise decides what the
+    target chooses, their softmax says how sure that is. The filters see the NUM_CANDIDATES likeliest tokens. A place whose largest logit is
+    not finite, or with a NaN, has the score −∞ everywhere. A place's result depends on that place alone; the kernel is csrc/rank.cpp. On
+    CUDA devices the framework looks for the likeliest, and only they come to the host; the last bits of greedy scores may differ there with
+    M.
     """
     width = min(width, logits.shape[-1])
     is_drawn = any(not s.params.is_greedy for s in samplers)

@@ -232,9 +232,9 @@ def _launch(
 
 def _room(lanes: int, widest: int, itemsize: int) -> dict[str, int]:
     """Threads, registers and shared memory, by what the compiler says a program takes: a processor of an H200 holds three programs of 16
-    lanes, two of others, and one of wide heads.
+    lanes, two of others, and one of wide heads; of heads wider than 256 it has room for one tile at a time.
     """
     if widest > 128:
-        return {"num_warps": 8, "num_stages": 3}
+        return {"num_warps": 8, "num_stages": 3 if widest <= 256 else 1}
     room = {"num_warps": 4, "num_stages": 4 if lanes == 64 else 5}
     return room | {"maxnreg": 168} if lanes == 16 and itemsize == 2 else room
