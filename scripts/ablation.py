@@ -120,6 +120,7 @@ class Study:
         return {
             "variant": name,
             "seed": seed,
+            "environment": environment(),
             "plan": asdict(plan),
             "parameters": sum(p.numel() for p in head.parameters()),
             "loss": sum(x["loss"] for x in losses[-20:]) / len(losses[-20:]),
@@ -180,8 +181,8 @@ def main() -> None:
             if not file.exists():
                 print(f"{name}, seed {seed}", flush=True)
                 write_json(file, study.run(name, seed))
-                write_document(asked.runs / "cells", asked.output, environment(), settings_of(asked))
-    write_document(asked.runs / "cells", asked.output, environment(), settings_of(asked))
+                write_document(asked.runs / "cells", asked.output, settings_of(asked))
+    write_document(asked.runs / "cells", asked.output, settings_of(asked))
 
 
 def studied(asked: argparse.Namespace) -> Study:

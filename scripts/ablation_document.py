@@ -24,16 +24,16 @@ Cell = dict[str, Any]
 Cells = dict[str, list[Cell]]
 
 
-def write_document(cells: Path, output: Path, environment: dict[str, str], settings: dict[str, Any]) -> None:
+def write_document(cells: Path, output: Path, settings: dict[str, Any]) -> None:
     """ablation.json and ablation.md in `output`, from all cells that are done."""
     found: Cells = {}
     for file in sorted(cells.glob("*.json")):
         cell = json.loads(file.read_text("utf-8"))
         found.setdefault(cell["variant"], []).append(cell)
-    write_json(output / "ablation.json", {"environment": environment, "settings": settings, "cells": found})
+    write_json(output / "ablation.json", {"settings": settings, "cells": found})
     parts = [
         "# What the parts of trained drafters bring",
-        f"`python scripts/ablation.py` on the embedded target; {described(environment)}. Settings: {json.dumps(settings)}. "
+        f"`python scripts/ablation.py` on the embedded target; {_measured(found)}. Settings: {json.dumps(settings)}. "
         "Mean over seeds, smallest to largest in brackets. Accuracies are on held-out text that the target wrote itself; tokens_per_step "
         "is greedy, on held-out prompts, with the target's own token.",
         _clover(found),
@@ -41,6 +41,15 @@ def write_document(cells: Path, output: Path, environment: dict[str, str], setti
         _training_time_test(found),
     ]
     (output / "ablation.md").write_text("\n\n".join(p for p in parts if p) + "\n", "utf-8")
+
+
+def _measured(found: Cells) -> str:
+    """Which variants were trained and measured where, and at which commit."""
+    variants: dict[str, list[str]] = {}
+    for name, cells in found.items():
+        for environment in dict.fromkeys(described(c["environment"]) for c in cells):
+            variants.setdefault(environment, []).append(name)
+    return "; ".join(f"{', '.join(names)}: {environment}" for environment, names in variants.items())
 
 
 def _spread(values: SequenceOf[float], form: str = "{:.2f}") -> str:
