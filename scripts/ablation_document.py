@@ -129,7 +129,11 @@ def _trees(found: Cells) -> str:
 
 
 def _training_time_test(found: Cells) -> str:
-    names = {"eagle3-one-step": "one step", "eagle3-training-time-test": "training-time test (7 steps)", "eagle": "EAGLE, for comparison"}
+    names = {
+        "eagle3-one-step": "one step",
+        "eagle3-training-time-test": "training-time test (7 steps, 2 in the first half)",
+        "eagle": "EAGLE, for comparison",
+    }
     rows = []
     for name, title in names.items():
         if cells := found.get(name, []):

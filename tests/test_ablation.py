@@ -51,7 +51,7 @@ def test_every_variant_is_trained_and_measured(names: dict[str, Any], tmp_path: 
         "| + Regressive Connection | ",
         "4.8, 9.0, 11.5",
         "| EAGLE | ",
-        "training-time test (7 steps)",
+        "training-time test (7 steps, 2 in the first half)",
     ):
         assert words in text, words
     cells = json.loads((tmp_path / "ablation.json").read_text())["cells"]
