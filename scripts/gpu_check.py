@@ -32,8 +32,9 @@ Record = dict[str, Any]
 
 
 def same(record: Record, other: Record) -> bool:
-    """Measured alike: settings, commit and device."""
-    return all(record[k] == other[k] for k in ("settings", "device")) and record["environment"]["commit"] == other["environment"]["commit"]
+    """Measured alike: settings, commit and device. Of a tree without history nobody knows."""
+    commit = other["environment"]["commit"]
+    return all(record[k] == other[k] for k in ("settings", "device")) and record["environment"]["commit"] == commit != "unknown"
 
 
 def measure(cells: Cells, asked: list[str], known: Record, output: Path, deadline: float) -> dict[str, Record]:
@@ -55,6 +56,7 @@ def measure(cells: Cells, asked: list[str], known: Record, output: Path, deadlin
             found = {"failed": f"{type(error).__name__}: {error}", "lines": [["", f"failed: {type(error).__name__}", "", False]]}
         records[name] = known | {"seconds": round(time.monotonic() - start, 1)} | found
         write_json(output, records)
+        print(gpu_table([name], records)[0], flush=True)
     return records
 
 

@@ -2,12 +2,14 @@
 as PyTorch dispatches them and kernel by kernel, with the very tensors; a replay carries it out again in the same memory.
 
 So a value that a replay should have taken from elsewhere (a number, a tensor of the host) is that of the recording. Before a replay all
-that the graph computes is made NaN. Refused while recording is what CUDA refuses: waiting for the device, copies between it and the
-host, and shapes that depend on values; and always a copy from memory of the host that is not pinned, for which the host would wait.
+that any graph computes is made NaN, since they share their memory. Refused while recording is what CUDA refuses: waiting for the device,
+copies between it and the host, and shapes that depend on values; and always a copy from memory of the host that is not pinned, for which
+the host would wait.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -60,6 +62,7 @@ class Recorder(Card):
         self._pinned: set[int] = set()
         self._on_their_way: list[tuple[Tensor, Tensor]] = []  # to the host
         self.num_replays = 0
+        self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -125,6 +128,8 @@ class Recorder(Card):
         try:
             with self.recording:
                 yield
+        except RuntimeError:
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904 (as PyTorch ends a capture)
         finally:
             graph.calls, self.recording = self.recording.calls, None
 
@@ -156,12 +161,13 @@ class Event:
 class Graph:
     def __init__(self, card: Recorder) -> None:
         self._card = card
+        card.graphs.add(self)
         self.calls: list[Call] = []
 
     def replay(self) -> None:
         self._card.num_replays += 1
         with torch._C.DisableTorchFunction():
-            for call in self.calls:
+            for call in (call for graph in self._card.graphs for call in graph.calls):
                 for tensor in call.own:
                     tensor.fill_(torch.nan if tensor.is_floating_point() else -(1 << 20))
             for call in self.calls:

@@ -141,7 +141,7 @@ class PrefilledRun:
 
     The engine is built for each run and given up after it, so that of many methods only one holds a cache. `law` makes a draft model's
     acceptance a replayed one; `settings` are the engine's. Each engine runs `num_rehearsals` times before it is measured: on a device
-    kernels are compiled, and steps captured, when they are first met.
+    kernels are compiled when they are first met, and steps captured when they are met again.
     """
 
     def __init__(

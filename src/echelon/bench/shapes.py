@@ -73,4 +73,5 @@ def plain_with_random_weights(config: PretrainedConfig, dtype: torch.dtype, devi
     for module in model.modules():  # what the configuration says is computed anew: a model on no device has no values
         if hasattr(module, "inv_freq"):
             module.__init__(module.config)
+            module.to(chosen)
     return model

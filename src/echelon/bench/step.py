@@ -68,7 +68,7 @@ def clocked() -> Iterator[Parts]:
     """Time the kernels of linear layers and attention while this lasts."""
     clock = Parts()
     names = {"packed_linear": "linear", "packed_experts": "linear", "ragged_attention": "attention"}
-    own = {n: clock.timed(names[n], f) if n in names else f for n, f in vars(kernels).items() if callable(f)}
+    own = {n: clock.timed(names[n], f) if n in names else f for n, f in (vars(kernels) if kernels else {}).items() if callable(f)}
     modules = (linear, attention, elementwise)
     for module in modules:
         module.kernels = SimpleNamespace(**own)  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
 """CUDA graphs: what the host would launch one by one is recorded once and replayed by one call.
 
 A replay runs the recorded kernels on the recorded addresses with the recorded numbers, so everything that differs from step to step must
-lie in memory that is filled before (`target.frames`). All graphs share one pool of memory, which only one of them uses at a time; what
-a graph returns stays its own, until its next replay.
+lie in memory that is filled before (`target.frames`). All graphs share one pool of memory, which only one of them uses at a time: what
+a graph returns is to be read, on the device, before any of them is replayed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Graphs:
                 graph, outputs = self._captured(program)
             except RuntimeError as error:
                 self.is_refused = True
-                logger.warning("steps run without CUDA graphs, since one could not be captured: %s", error)
+                logger.warning("steps run without CUDA graphs, since one could not be captured: %s", error.__context__ or error)
                 return None
         self._kept[key] = (program, graph, outputs)
         if len(self._kept) > self._most:  # only after a capture, which has waited for all replays
@@ -75,7 +75,7 @@ class Graphs:
         try:
             with torch.cuda.stream(self._side):
                 program.forward()
-                graph = torch.cuda.CUDAGraph()
+                graph = self._begun = torch.cuda.CUDAGraph()  # kept where it fails: the allocator may still speak to it
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
                     outputs = program.forward()
         finally:
