@@ -13,7 +13,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +77,16 @@ SLOWEST = {"clover": "clover-full", "eagle3": "eagle3-training-time-test", "eagl
 
 @dataclass
 class Study:
-    """The target twice, as training and as the engine have it, the texts, and where everything goes."""
+    """The target twice, as training and as the engine have it, the texts, and where everything goes; the machine, and the commit that was
+    there when the code was loaded: a run takes hours, and the tree may move on meanwhile.
+    """
 
     asked: argparse.Namespace
     plain: PreTrainedModel
     served: LoadedModel
     data: Data
     prompts: list[list[int]]
+    environment: dict[str, str] = field(default_factory=environment)
 
     def steps_of(self, family: str) -> int:
         """Batches of every training of a family, counted once for a folder."""
@@ -120,7 +123,7 @@ class Study:
         return {
             "variant": name,
             "seed": seed,
-            "environment": environment(),
+            "environment": self.environment,
             "plan": asdict(plan),
             "parameters": sum(p.numel() for p in head.parameters()),
             "loss": sum(x["loss"] for x in losses[-20:]) / len(losses[-20:]),
