@@ -31,7 +31,11 @@ def test_without_a_device_nothing_is_measured(
     assert part.startswith("**Not measured yet.**")
 
 
-def test_every_cell_runs_and_is_not_measured_twice(script: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_cell_runs_and_is_not_measured_twice(
+    script: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = script["environment"]() | {"commit": "0123abc"}
+    monkeypatch.setitem(script["main"].__globals__, "environment", lambda: where)
     output = tmp_path / "found.json"
     asked = ["attention", "equality-float16", "table-tiny-02", "plain-fast", "fast-bfloat16", "transformers"]
     arguments = ["--device", "cpu", "--small", "--output", str(output), *asked]
@@ -59,6 +63,12 @@ def test_every_cell_runs_and_is_not_measured_twice(script: dict[str, Any], tmp_p
     printed = capsys.readouterr().out
     assert "4 of 6 cells are measured already" in printed and "out of time: 2 cells are left" in printed
     assert "| attention | not measured |  | **misses** |" in printed
+
+
+def test_without_a_known_commit_nothing_counts_as_measured(script: dict[str, Any]) -> None:
+    known, unknown = ({"settings": {}, "device": "cpu", "environment": {"commit": c}} for c in ("0123abc", "unknown"))
+    assert script["same"](known, known)
+    assert not script["same"](unknown, unknown) and not script["same"](known, unknown)
 
 
 def test_what_holds_is_said(script: dict[str, Any]) -> None:
