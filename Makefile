@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint prove pair heads bench soak sanitize clean
+.PHONY: demo test lint prove prove-status pair heads bench soak sanitize clean
 
 demo: $(READY)
 	$(BIN)/python -m echelon.demo
@@ -38,6 +38,10 @@ bench: $(READY)
 # Every full-size proof, cell by cell; goes on where it was cut off. Results: docs/evidence/prove.json
 prove: $(READY)
 	$(BIN)/python scripts/prove.py
+
+# Which of them belong to the sources as they are.
+prove-status: $(READY)
+	$(BIN)/python scripts/prove.py --status
 
 # A server under good, bad and abandoned requests for MINUTES; then it must be as it was.
 MINUTES ?= 10

@@ -1,7 +1,7 @@
 """One-line faults in accept, bonus, noise, roll back, catch-up, copy-on-write, admission and steps in flight; each must be killed by the test it names.
 
 `python scripts/mutants.py [NAME ...]` patches a copy of the source, one fault at a time, and runs the named test against it in a process
-of its own. A surviving fault, or a patch that no longer applies, fails.
+of its own. A fault that survives, a test that fails without it too, or a patch that no longer applies, fails.
 """
 
 from __future__ import annotations
@@ -113,16 +113,42 @@ def stale() -> list[str]:
     return [m.name for m in MUTANTS if (ROOT / "src/echelon" / m.file).read_text("utf-8").count(m.old) != 1]
 
 
-def survives(mutant: Mutant, folder: Path) -> bool:
-    """Whether the killer passes on the patched copy in `folder`."""
-    path = folder / "echelon" / mutant.file
-    original = path.read_text("utf-8")
-    path.write_text(original.replace(mutant.old, mutant.new), "utf-8")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", mutant.killer]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True, check=False)
-    path.write_text(original, "utf-8")
-    assert done.returncode in (0, 1), done.stdout + done.stderr
-    return done.returncode == 0
+@dataclass(frozen=True)
+class Copy:
+    """A copy of the package in `folder`, which tests are run against."""
+
+    folder: Path
+
+    def passes(self, killer: str) -> bool:
+        """Whether a test passes on the copy as it is."""
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", killer]
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(self.folder)}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode in (0, 1), done.stdout + done.stderr
+        return done.returncode == 0
+
+    def survives(self, mutant: Mutant) -> bool:
+        """Whether the killer passes all the same with the fault in place."""
+        path = self.folder / "echelon" / mutant.file
+        original = path.read_text("utf-8")
+        path.write_text(original.replace(mutant.old, mutant.new), "utf-8")
+        try:
+            return self.passes(mutant.killer)
+        finally:
+            path.write_text(original, "utf-8")
+
+
+def verdicts(chosen: list[Mutant], copy: Copy) -> dict[str, str]:
+    """Name → "killed", "SURVIVED", or "NO CONTROL" where the killer fails without the fault too and so shows nothing."""
+    controls: dict[str, bool] = {}
+    found = {}
+    for mutant in chosen:
+        if mutant.killer not in controls:
+            controls[mutant.killer] = copy.passes(mutant.killer)
+        found[mutant.name] = "NO CONTROL" if not controls[mutant.killer] else "SURVIVED" if copy.survives(mutant) else "killed"
+        print(f"{found[mutant.name]:10}  {mutant.name}  ({mutant.killer})", flush=True)
+    return found
 
 
 def main(names: list[str]) -> int:
@@ -133,17 +159,14 @@ def main(names: list[str]) -> int:
         print("no such mutants:", *sorted(unknown), sep="\n  ")
         return 1
     chosen = [m for m in MUTANTS if not names or m.name in names]
-    survivors = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         shutil.copytree(ROOT / "src/echelon", folder / "echelon", ignore=shutil.ignore_patterns("pair", "__pycache__"))
         (folder / "echelon/demo/pair").symlink_to(ROOT / "src/echelon/demo/pair")
-        for mutant in chosen:
-            alive = survives(mutant, folder)
-            survivors += [mutant.name] * alive
-            print(f"{'SURVIVED' if alive else 'killed  '}  {mutant.name}  ({mutant.killer})", flush=True)
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} killed")
-    return 1 if survivors else 0
+        found = verdicts(chosen, Copy(folder))
+    num_killed = sum(verdict == "killed" for verdict in found.values())
+    print(f"{num_killed} of {len(chosen)} killed")
+    return 0 if num_killed == len(chosen) else 1
 
 
 if __name__ == "__main__":

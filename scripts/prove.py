@@ -1,37 +1,37 @@
-"""Every full-size proof and benchmark, cell by cell: `python scripts/prove.py [PREFIX ...]`, all or those whose names begin so.
+"""Every full-size proof and benchmark, cell by cell: `python scripts/prove.py [--status] [PREFIX ...]`, all or those whose names begin so.
 
 A cell is a command that must succeed. What came out, with commit and machine, goes to docs/evidence/prove.json as soon as a cell is done;
-a cell that has passed with the same sources on the same machine is not run again, so that a run which was cut off goes on where it was.
+a cell that has passed with the files it depends on as they are (`dependencies.py`) is not run again, so that a run which was cut off
+goes on where it was. `--status` runs nothing and says which cells are proven, stale, failed or missing.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
-from mutants import MUTANTS
+import dependencies
+from mutants import MUTANTS, Mutant
 
 from echelon.bench.throughput import environment
 
 ROOT = Path(__file__).parents[1]
 EVIDENCE = ROOT / "docs" / "evidence" / "prove.json"
-SOURCES = ("src/echelon", "tests", "scripts")
-SUFFIXES = {".py", ".cpp", ".h", ".safetensors"}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A proof: its name, its command, and whether it asks for the full size."""
+    """A proof: its name, its command, whether it asks for the full size, and the mutant that it kills, if any."""
 
     name: str
     command: list[str] = field(hash=False)
     full_size: bool = True
+    mutant: Mutant | None = None
 
 
 def pytest(name: str, *arguments: str) -> Cell:
@@ -83,7 +83,7 @@ CELLS = [
     pytest("state machine", "tests/test_scheduler.py"),
     pytest("steps ahead", "tests/test_ahead.py", "tests/test_ahead_books.py"),
     Cell("sanitisers", ["make", "sanitize", "CASES=100000"], full_size=False),
-    *(Cell(f"mutant: {m.name}", ["python", "scripts/mutants.py", m.name], full_size=False) for m in MUTANTS),
+    *(Cell(f"mutant: {m.name}", ["python", "scripts/mutants.py", m.name], full_size=False, mutant=m) for m in MUTANTS),
     bench("pair"),
     bench("overhead"),
     bench("serving"),
@@ -94,13 +94,20 @@ CELLS = [
 ]
 
 
-def sources_hash() -> str:
-    """Of everything that a proof may depend on."""
-    files = sorted(p for folder in SOURCES for p in (ROOT / folder).rglob("*") if p.suffix in SUFFIXES)
-    digest = hashlib.sha256()
-    for path in files:
-        digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
+def sources_of(cell: Cell) -> str:
+    """The hash of everything that this proof depends on."""
+    if cell.mutant is None:
+        return dependencies.digest(dependencies.of_command(cell.command), *cell.command)
+    files = dependencies.of_command(["pytest", cell.mutant.killer]) | {ROOT / "src/echelon" / cell.mutant.file}
+    return dependencies.digest(frozenset(files), *astuple(cell.mutant))
+
+
+def state_of(cell: Cell, records: dict[str, dict[str, object]]) -> str:
+    """ "proven" by the sources as they are; else "stale", "failed" or "missing". On which machine is recorded and makes no difference."""
+    if cell.name not in records:
+        return "missing"
+    record = records[cell.name]
+    return "failed" if not record["passed"] else "proven" if record["sources"] == sources_of(cell) else "stale"
 
 
 def run(cell: Cell) -> dict[str, object]:
@@ -119,26 +126,43 @@ def run(cell: Cell) -> dict[str, object]:
         "passed": process.returncode == 0,
         "seconds": round(time.perf_counter() - start, 1),
         "result": next((line for line in reversed(lines) if line), ""),
-        "sources": sources_hash(),
+        "sources": sources_of(cell),
         **environment(),
     }
 
 
-def main(prefixes: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     records: dict[str, dict[str, object]] = json.loads(EVIDENCE.read_text("utf-8")) if EVIDENCE.exists() else {}
     records = {cell.name: records[cell.name] for cell in CELLS if cell.name in records}
-    known = {"sources": sources_hash(), "cpu": environment()["cpu"], "passed": True}
-    chosen = [cell for cell in CELLS if not prefixes or cell.name.startswith(tuple(prefixes))]
-    for place, cell in enumerate(chosen, 1):
-        if known.items() <= records.get(cell.name, {}).items():
-            print(f"[{place}/{len(chosen)}] {cell.name}: proven already", flush=True)
-            continue
-        print(f"[{place}/{len(chosen)}] {cell.name}", flush=True)
-        records[cell.name] = run(cell)
-        EVIDENCE.write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    failed = [cell.name for cell in chosen if not records[cell.name]["passed"]]
-    print(f"{len(chosen) - len(failed)} of {len(chosen)} proven", *(f"  FAILED {name}" for name in failed), sep="\n")
-    return 1 if failed else 0
+    prefixes = tuple(a for a in arguments if a != "--status")
+    chosen = [cell for cell in CELLS if not prefixes or cell.name.startswith(prefixes)]
+    if not chosen:
+        print("no proof of such a name; there are:", *(cell.name for cell in CELLS), sep="\n  ")
+        return 2
+    if "--status" not in arguments:
+        prove(chosen, records)
+    return report(chosen, records)
+
+
+def prove(cells: list[Cell], records: dict[str, dict[str, object]]) -> None:
+    """Run what is not proven yet by the sources as they are; each record is kept as soon as it is there."""
+    for number, cell in enumerate(cells, 1):
+        is_proven = state_of(cell, records) == "proven"
+        print(f"[{number}/{len(cells)}] {cell.name}{': proven already' if is_proven else ''}", flush=True)
+        if not is_proven:
+            records[cell.name] = run(cell)
+            EVIDENCE.write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n", "utf-8")
+
+
+def report(cells: list[Cell], records: dict[str, dict[str, object]]) -> int:
+    """Print what is proven, and name what is not; 0 where all is."""
+    states = {cell.name: state_of(cell, records) for cell in cells}
+    print(f"{sum(state == 'proven' for state in states.values())} of {len(cells)} proven by the sources as they are")
+    for name, state in states.items():
+        if state != "proven":
+            record = records.get(name, {})
+            print(f"  {state:8}{name}" + (f"  (commit {record['commit']}, {record['cpu']})" if record else ""))
+    return 0 if set(states.values()) == {"proven"} else 1
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ from torch import Tensor
 
 import toys
 from echelon.batch import RaggedBatch, Span
+from echelon.errors import UnsupportedModelError
 from echelon.kv.blocks import BlockTables
+from echelon.kv.cache import LARGEST_HEAD, LayerShape
 from echelon.layouts import unpadded
 from echelon.ops import attention, reference
 from echelon.ops.compiled import is_built
@@ -225,6 +227,42 @@ def test_every_family_keeps_the_contract(dtype: torch.dtype, family: str) -> Non
                 span = Span(row, texts[row] + node, [0], 1, texts[row], 1 if node >= 0 else 0, tree[: node + 1] if node >= 0 else None)
                 alone = unpadded.pack([span], tables)
                 assert torch.equal(blocked(attention.ragged_attention)(query[token : token + 1], keys, values, alone, 0.2)[0], whole[token])
+
+
+HEAD_SIZES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 255, 256, 257, 288, 511, 512, 513, 1023, 1024)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_heads_of_every_size_up_to_the_largest(dtype: torch.dtype, family: str) -> None:
+    """Odd sizes and sizes over 256 too, of keys and of values: near the reference. (`make sanitize` draws all of them.)"""
+    assert HEAD_SIZES[-1] == LARGEST_HEAD
+    limit = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
+    sizes = range(1, LARGEST_HEAD + 1) if toys.PROVE else HEAD_SIZES
+    for key_size, value_size in zip(sizes, reversed(sizes), strict=True):
+        batch, tables = random_batch(np.random.default_rng(key_size), 3, 16)
+        keys, values = filled(tables, 3, 2, (key_size, value_size), dtype)
+        query = torch.randn(batch.num_tokens, 4, key_size, generator=torch.Generator().manual_seed(1)).to(dtype)
+        scale = key_size**-0.5
+        expected = blocked(reference.ragged_attention)(query, keys, values, batch, scale).double()
+        got = blocked(attention.ragged_attention)(query, keys, values, batch, scale).double()
+        assert float((got - expected).abs().max()) < limit * float(expected.abs().max()), (key_size, value_size)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("key_size", "value_size"), [(0, 8), (8, 0), (LARGEST_HEAD + 1, 8), (8, LARGEST_HEAD + 1)])
+def test_heads_of_any_other_size_are_refused(key_size: int, value_size: int) -> None:
+    """When a cache is planned, and by the kernel itself."""
+    with pytest.raises(UnsupportedModelError, match="served are 1 to 1024"):
+        LayerShape(2, key_size, value_size)
+    batch, _ = random_batch(np.random.default_rng(0), 1, 16)
+    query, keys, values = (
+        torch.zeros(batch.num_tokens, 2, key_size),
+        torch.zeros(1400, 2, 16, key_size),
+        torch.zeros(1400, 2, 16, value_size),
+    )
+    with pytest.raises(RuntimeError, match="attention serves 1 to 1024"):
+        attention.ragged_attention(query, keys, values, batch, 1.0)
 
 
 @needs_kernels

@@ -19,7 +19,7 @@ float* memory_of(const AttentionCall& call, const AttentionUnit& unit) {
   const int64_t places = places_of(call, unit), pairs = places / (unit.head_end - unit.head_begin);
   const int64_t steps = whole_lanes(call.key_size), width = whole_lanes(call.value_size);
   const int64_t tiles = key_tile * (std::max(steps, width) + steps + width + pairs + places);
-  const auto size = static_cast<size_t>(places * steps + tiles + 2 * whole_lanes(partial_size(call, unit)) + attention_lanes);
+  const auto size = static_cast<size_t>((places + 1) * steps + tiles + 2 * whole_lanes(partial_size(call, unit)) + attention_lanes);
   if (memory.size() < size) memory.resize(size);
   const auto address = reinterpret_cast<uintptr_t>(memory.data());
   return memory.data() + (64 - address % 64) % 64 / sizeof(float);

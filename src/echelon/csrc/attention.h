@@ -39,6 +39,8 @@ constexpr int64_t key_section = 512;  // sums over sections, also at multiples f
 constexpr int64_t attention_lanes = 16;  // sums run in so many lanes, and rows in memory are filled up to them
 inline int64_t whole_lanes(int64_t n) { return (n + attention_lanes - 1) / attention_lanes * attention_lanes; }
 
+constexpr int64_t largest_head = 1024;  // numbers in a key or value; any size from 1 on is served
+
 // How many tokens of one row a unit holds.
 inline int64_t tokens_per_unit(const AttentionCall& call) {
   const int64_t group = call.num_heads / call.num_kv_heads;

@@ -327,14 +327,20 @@ INLINE Tree tree_of(const AttentionCall& call, const AttentionUnit& unit) {
   return {no_tree, no_tree, nullptr};
 }
 
-// The memory of a unit, in what `attend` has found for it.
+// 32-bit entries that a key takes: of an odd size the last pair is half zeros.
+template <class Math>
+METHOD int64_t key_steps(const AttentionCall& call) {
+  return whole_lanes((call.key_size + Math::grain - 1) / Math::grain);
+}
+
+// The memory of a unit, in what `attend` has found for it; `zeros` [steps] stands for keys that are not there.
 struct Memory {
-  float *query, *staged, *columns, *values, *scores, *drafted;
+  float *query, *zeros, *staged, *columns, *values, *scores, *drafted;
   Sums section, all;
 
   template <class Math>
   METHOD static Memory at(float* memory, const AttentionCall& call, int64_t heads, int64_t pairs) {
-    const int64_t steps = whole_lanes(call.key_size / Math::grain), width = whole_lanes(call.value_size), places = heads * pairs;
+    const int64_t steps = key_steps<Math>(call), width = whole_lanes(call.value_size), places = heads * pairs;
     Memory m{};
     const auto take = [&](int64_t size) ALWAYS_INLINE {
       float* const taken = memory;
@@ -342,6 +348,7 @@ struct Memory {
       return taken;
     };
     m.query = take(places * steps);
+    m.zeros = take(steps);
     m.staged = take(key_tile * most(steps, width));
     m.columns = take(steps * key_tile);
     m.values = take(key_tile * width);
@@ -352,8 +359,6 @@ struct Memory {
     return m;
   }
 };
-
-alignas(64) constexpr float zero_row[256] = {};
 
 // Where the first head's keys and values of a tile's positions lie; null where the row has no such key.
 struct Places {
@@ -384,7 +389,7 @@ struct Unit {
 
   METHOD Unit(const AttentionCall& c, const AttentionUnit& u, float* memory)
       : call(c), unit(u), m(Memory::at<Math>(memory, c, u.head_end - u.head_begin, (u.token_end - u.token_begin) * (c.num_heads / c.num_kv_heads))),
-        group(c.num_heads / c.num_kv_heads), pairs((u.token_end - u.token_begin) * group), steps(whole_lanes(c.key_size / Math::grain)),
+        group(c.num_heads / c.num_kv_heads), pairs((u.token_end - u.token_begin) * group), steps(key_steps<Math>(c)),
         width(whole_lanes(c.value_size)), is_few(pairs <= few_pairs), tree(tree_of(c, u)), table(c.block_table + u.row * c.table_stride), all(seen_by(c, u.token_begin)) {
     for (int64_t token = u.token_begin + 1; token < u.token_end; ++token) {
       const Seen seen = seen_by(c, token);
@@ -450,7 +455,7 @@ struct Unit {
   // 16 keys of a head from the k-th on; zeros where there is none.
   METHOD void find_rows(const Places& from, int64_t k, int64_t head, const float** rows) const {
     for (int64_t i = 0; i < lanes; ++i)
-      rows[i] = from.keys[k + i] ? Math::row(from.keys[k + i] + key_offset(head), call.key_size, steps, m.staged + i * steps) : zero_row;
+      rows[i] = from.keys[k + i] ? Math::row(from.keys[k + i] + key_offset(head), call.key_size, steps, m.staged + i * steps) : m.zeros;
   }
   // Scores of all pairs against these 16 keys; what comes next is asked for on the way.
   METHOD void score_few(const Places& from, int64_t k, int64_t head, float* scores, const Ahead& ahead) const {
@@ -705,6 +710,7 @@ struct Unit {
   void attend() {
     const int64_t count = pairs * (unit.head_end - unit.head_begin);
     m.all.clear(count, width);
+    zero(m.zeros, steps);
     load_queries();
     const int64_t begin = most(all.first, unit.key_begin) / key_tile * key_tile, end = least(all.last + 1, unit.key_end);
     for (int64_t section = begin / key_section * key_section; section < end; section += key_section)

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <initializer_list>
 #include <utility>
 #include <vector>
 
@@ -98,7 +99,10 @@ Tensor ragged_attention(const Tensor& given, const Tensor& keys, const Tensor& v
   TORCH_CHECK(query.scalar_type() == keys.scalar_type() && keys.scalar_type() == values.scalar_type(), "one dtype for query, keys and values");
   TORCH_CHECK(keys.dim() == 4 && values.dim() == 4 && keys.size(2) == block_size && values.size(2) == block_size,
               "keys and values must be [blocks, heads, block_size, size]");
-  TORCH_CHECK(query.size(1) % keys.size(1) == 0, "query heads must be a multiple of key/value heads");
+  TORCH_CHECK(query.size(2) == keys.size(3), "query and keys must have one size");
+  for (const int64_t size : {keys.size(3), values.size(3)})
+    TORCH_CHECK(size >= 1 && size <= largest_head, "heads of ", size, " numbers; attention serves 1 to ", largest_head);
+  TORCH_CHECK(keys.size(1) >= 1 && query.size(1) % keys.size(1) == 0, "query heads must be a multiple of key/value heads");
   Tensor out = at::empty({query.size(0), query.size(1), values.size(3)}, query.options());
   const Tensor sink = sinks ? sinks->to(at::kFloat).contiguous() : Tensor();
   const AttentionCall call{storage_of(query), query.const_data_ptr(), keys.const_data_ptr(), values.const_data_ptr(), out.data_ptr(),

@@ -9,18 +9,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from echelon.errors import UnsupportedModelError
 from echelon.kv.blocks import BlockTables
 from echelon.ops import devices, elementwise
 from echelon.ops.slots import gather_slots, scatter_slots
 
+LARGEST_HEAD = 1024  # numbers in a key or value; as `largest_head` of csrc/attention.h
+
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one attention layer stores per token: keys [num_kv_heads, key_size], values [num_kv_heads, value_size]."""
+    """What one attention layer stores per token: keys [num_kv_heads, key_size], values [num_kv_heads, value_size].
+
+    Raises
+    ------
+    UnsupportedModelError  heads are larger than attention serves
+    """
 
     num_kv_heads: int
     key_size: int
     value_size: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= min(self.key_size, self.value_size) <= max(self.key_size, self.value_size) <= LARGEST_HEAD:
+            raise UnsupportedModelError(
+                f"attention heads of {self.key_size} (keys) and {self.value_size} (values) numbers; served are 1 to {LARGEST_HEAD}"
+            )
 
     @property
     def num_entries(self) -> int:

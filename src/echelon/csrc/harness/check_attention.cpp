@@ -80,7 +80,17 @@ void check_type(Random& random) {
   const bool has_trees = between(random, 0, 1);
   const Batch batch = random_batch(random, has_trees);
   const int64_t group = between(random, 1, between(random, 0, 39) ? 4 : 70), kv_heads = between(random, 1, 3), heads = group * kv_heads;
-  const auto any_size = [&] { return between(random, 0, 3) ? 8 * between(random, 1, 5) : 64 * between(random, 1, 2); };
+  // Every size that is served: most of them small or usual, some of any kind, odd ones and the largest among them.
+  const auto any_size = [&] {
+    switch (between(random, 0, 39)) {
+      case 0: return between(random, 1, largest_head);
+      case 1: return largest_head - between(random, 0, 1);
+      case 2: return int64_t{256} + between(random, -1, 1);
+      case 3: case 4: case 5: case 6: case 7: return between(random, 1, 130);
+      case 8: case 9: case 10: case 11: case 12: case 13: return 64 * between(random, 1, 2);
+      default: return 8 * between(random, 1, 5);
+    }
+  };
   const int64_t key_size = any_size(), value_size = any_size(), tokens = static_cast<int64_t>(batch.positions.size());
   const Bytes query(tokens * heads * key_size * sizeof(Stored)), keys(batch.num_slots * kv_heads * key_size * sizeof(Stored)),
       values(batch.num_slots * kv_heads * value_size * sizeof(Stored)), out(tokens * heads * value_size * sizeof(Stored)), sinks(heads * 4);
