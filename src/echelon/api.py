@@ -19,6 +19,7 @@ from echelon.engine import Engine
 from echelon.errors import ConfigError, RequestError
 from echelon.heads.base import Head
 from echelon.memory import MemoryPlan
+from echelon.ops import compiled
 from echelon.outputs import RequestOutput, request_output
 from echelon.sampling import Sampler, SamplingParams
 from echelon.sequence import Sequence
@@ -62,6 +63,8 @@ class LLM:
         self.speculative_config = speculative(speculative_config)
         check_together(self.config, self.speculative_config)
         self.target = self._loaded(model, self.config.device)
+        if self.target.device.type == "cpu":
+            compiled.warn_once_if_missing()
         self.draft = self._check_draft(draft_model)
         self.head = head_for(self.speculative_config, self.target, draft_head)
         self.max_len = self._context()

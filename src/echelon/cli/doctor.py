@@ -19,6 +19,7 @@ from echelon.cli.generate import speculative_mapping
 from echelon.cli.shared import SPECULATIVE
 from echelon.drafters.heads import tapped_head
 from echelon.heads.base import Head
+from echelon.ops import compiled
 from echelon.target.headtest import familiarity
 from echelon.target.layers import framework_layers
 from echelon.target.loading import LoadedModel
@@ -43,6 +44,8 @@ def doctor(
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else "none: models run on the CPU",
         **ops.which(),
     }
+    if advice := compiled.remedy():
+        report["compiled kernels"] = f"MISSING ({compiled.REASON}): models run many times slower than they could; {advice}"
     if model is not None:
         llm = LLM(model, speculative_mapping(speculative_config))
         report |= {

@@ -1,21 +1,62 @@
-"""The compiled kernels, where they were built."""
+"""The compiled kernels, where they were built, and what would mend it where they were not."""
 
 from __future__ import annotations
 
 import importlib
+import json
+import logging
+import platform
+import shlex
+import shutil
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlparse
+
+logger = logging.getLogger("echelon")
+NOTE = Path(__file__).parents[1] / "_kernels.txt"  # what the installation wrote where it built none
 
 kernels: Any  # the module `echelon._kernels` (csrc/*_torch.cpp), or None
 REASON = ""  # why they are not there
 try:
     kernels = importlib.import_module("echelon._kernels")
-except ImportError as error:  # no compiler at installation, or another PyTorch than the one they were built against
-    kernels, REASON = None, str(error).splitlines()[0]
+except ModuleNotFoundError as error:
+    kernels, REASON = None, NOTE.read_text("utf-8").strip() if NOTE.is_file() else str(error)
+except ImportError as error:
+    kernels, REASON = None, f"they were built against another PyTorch: {str(error).splitlines()[0]}"
 
 
 def is_built() -> bool:
     """The extension is there and fits the PyTorch that is running."""
     return kernels is not None
+
+
+def remedy() -> str:
+    """The commands that build the kernels here; "" where they are built or the processor is none that they are written for."""
+    if is_built() or platform.machine() not in ("x86_64", "AMD64"):
+        return ""
+    compiler = "" if shutil.which("c++") else "install a C++20 compiler (c++), then: "
+    build = "pip install --no-build-isolation --no-deps --force-reinstall"
+    return f"{compiler}pip install 'setuptools>=77' ninja && {build} {_origin()}"
+
+
+@cache
+def warn_once_if_missing() -> None:
+    """Log, once a process, that models run many times slower than they could, and what mends it."""
+    if advice := remedy():
+        logger.warning("no compiled kernels (%s): models run many times slower than they could; %s", REASON, advice)
+
+
+def _origin() -> str:
+    """What pip is to install: the folder or address that this package came from, editable if it was; else its name."""
+    try:
+        source = json.loads(distribution("echelon").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        source = {}
+    url = str(source.get("url", "echelon"))
+    editable = "--editable " if source.get("dir_info", {}).get("editable") else ""
+    return editable + shlex.quote(unquote(urlparse(url).path) if url.startswith("file:") else url)
 
 
 def isa() -> str:
