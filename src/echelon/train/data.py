@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from echelon.errors import ConfigError
 from echelon.train import corpus
+from echelon.train.files import partial, taking_turns, write_text, writing
 from echelon.train.text import HELD_OUT, MIX, WHEELS, Tokens, batch, target_continuations
 
 HELD_OUT_SHARE = 20  # of files that come without a split of their own: the last twentieth
@@ -47,7 +48,12 @@ def prepare(target: nn.Module, tokenizer: Any, files: Sequence[Path] | None, fol
     """
     if tokenizer is None or not getattr(tokenizer, "is_fast", False):
         raise ConfigError("training reads text, and the model has no fast tokenizer; put its tokenizer.json beside its weights")
-    folder.mkdir(parents=True, exist_ok=True)
+    with taking_turns(folder):
+        return _prepared(target, tokenizer, files, folder, count)
+
+
+def _prepared(target: nn.Module, tokenizer: Any, files: Sequence[Path] | None, folder: Path, count: int) -> Data:
+    """Read the texts in a folder, or make those that are missing; no other process does so meanwhile."""
     _check_same(folder / "data.json", {"target": fingerprint(target), "files": _hashes(files), "continuations": count})
     text = _tokens(tokenizer, files, folder / "tokens.npz")
     window = min(WINDOW, int(target.config.max_position_embeddings))  # type: ignore[union-attr,arg-type]
@@ -80,16 +86,16 @@ def _hashes(files: Sequence[Path] | None) -> list[str]:
 def _check_same(file: Path, settings: dict[str, Any]) -> None:
     if file.exists() and json.loads(file.read_text("utf-8")) != settings:
         raise ConfigError(f"{file.parent} holds the texts of another target or of other files; choose another folder")
-    file.write_text(json.dumps(settings) + "\n", "utf-8")
+    write_text(file, json.dumps(settings) + "\n")
 
 
 def _tokens(tokenizer: Any, files: Sequence[Path] | None, file: Path) -> Tokens:
     if not file.exists():
         end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0
-        partial = file.with_suffix(".tmp.npz")
         arrays: dict[str, Any] = {g: corpus.tokenize(tokenizer.backend_tokenizer, d, end) for g, d in _groups(files).items()}
-        np.savez(partial, **arrays)
-        partial.replace(file)
+        with writing(file):
+            np.savez(partial(file), **arrays)
+            partial(file).replace(file)
     tokens = dict(np.load(file))
     if HELD_OUT not in tokens:
         tokens = {g: a[: -len(a) // HELD_OUT_SHARE] for g, a in tokens.items()} | {HELD_OUT: _tail(tokens)}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from echelon.train.files import only_trainer, writing
 from echelon.train.pair import distil
 from echelon.train.text import Tokens
 
@@ -39,10 +40,11 @@ def train_draft_model(
     target: PreTrainedModel, tokenizer: Any, tokens: Tokens, out: Path, data: Path, steps: int, rate: float, every: int
 ) -> None:
     """Train in `out`, or go on there; the checkpoint is `out`/model."""
-    out.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         draft = LlamaForCausalLM._from_config(draft_config(target.config), attn_implementation="sdpa")
-    distil(target, draft, tokens, out, data / "said.npy", steps, rate, every)
-    draft.to(torch.bfloat16).save_pretrained(out / "model")
-    tokenizer.save_pretrained(out / "model")
+    with only_trainer(out):
+        distil(target, draft, tokens, out, data / "said.npy", steps, rate, every)
+        with writing(out / "model"):
+            draft.to(torch.bfloat16).save_pretrained(out / "model")
+            tokenizer.save_pretrained(out / "model")

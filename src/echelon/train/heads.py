@@ -24,6 +24,7 @@ from echelon.heads.eagle3 import Eagle3Head
 from echelon.heads.loading import build_head, save_head
 from echelon.train.curves import draw
 from echelon.train.data import Data, fingerprint
+from echelon.train.files import only_trainer, write_text, writing
 from echelon.train.lessons import lesson, unroll
 from echelon.train.loop import Loop
 from echelon.train.losses import RECIPES, Recipe, depth_loss, noised
@@ -76,10 +77,18 @@ def train_head(target: PreTrainedModel, data: Data, out: Path, plan: Plan, repor
 
     Raises
     ------
-    ConfigError  `out` holds a run with other settings, or the head has no such options
+    ConfigError     `out` holds a run with other settings or one that goes on in another process, or the head has no such options
+    OutputError     a file of the run cannot be written
+    ModelLoadError  the run's checkpoints are damaged
     """
     head, recipe = _new_head(target, data, plan), plan.recipe
-    out.mkdir(parents=True, exist_ok=True)
+    with only_trainer(out):
+        _train(head, recipe, target, data, out, plan, report)
+    return head
+
+
+def _train(head: Head, recipe: Recipe, target: PreTrainedModel, data: Data, out: Path, plan: Plan, report: Report) -> None:
+    """Train a head in a folder that no other process trains in, and write it there."""
     _check_same_run(out / "training.json", asdict(plan) | asdict(recipe) | {"target": fingerprint(target)})
     falling = max(1, int(recipe.fall * plan.steps))
     loop = Loop({"head": head}, out / "checkpoint.pt", plan.steps, falling, recipe.rate, recipe.warm_up)
@@ -94,9 +103,10 @@ def train_head(target: PreTrainedModel, data: Data, out: Path, plan: Plan, repor
             log.write(step=step + 1, **asdict(evaluate(head, target, data.said_held_out)))
             loop.save(step + 1)
         report(step + 1, plan.steps, loss)
-    save_head(head, out, target)
-    draw(log.lines, out / "curves.png", plan.method)
-    return head
+    with writing(out / "model.safetensors"):
+        save_head(head, out, target)
+    with writing(out / "curves.png"):
+        draw(log.lines, out / "curves.png", plan.method)
 
 
 def learn(head: Head, target: PreTrainedModel, ids: Tensor, depth: int, plan: Plan, step: int) -> float:
@@ -155,7 +165,7 @@ def _check_same_run(file: Path, settings: dict[str, Any]) -> None:
     before = json.loads(file.read_text("utf-8")) if file.exists() else settings
     if other := [f"{k} = {before.get(k)!r} there, {v!r} here" for k, v in settings.items() if before.get(k) != v]:
         raise ConfigError(f"{file.parent} holds a run with other settings ({'; '.join(other)}); choose another folder, or repeat those")
-    file.write_text(json.dumps(settings, indent=1) + "\n", "utf-8")
+    write_text(file, json.dumps(settings, indent=1) + "\n")
 
 
 class Log:
@@ -165,11 +175,11 @@ class Log:
         self._file = file
         lines = file.read_text("utf-8").splitlines() if file.exists() else []
         self.lines: list[dict[str, Any]] = [x for line in lines if (x := _whole(line)) and x["step"] <= first]
-        file.write_text("".join(json.dumps(x) + "\n" for x in self.lines), "utf-8")
+        write_text(file, "".join(json.dumps(x) + "\n" for x in self.lines))
 
     def write(self, **values: Any) -> None:
         self.lines.append(values)
-        with self._file.open("a", encoding="utf-8") as file:
+        with writing(self._file), self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
 
 

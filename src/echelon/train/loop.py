@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from echelon.train.files import load_checkpoint, save_checkpoint
 
 
 def optimizers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
@@ -26,11 +26,6 @@ def rate_factor(step: int, steps: int, decay: int, warm_up: int) -> float:
     return min((step + 1) / warm_up, 1.0, (steps - step) / decay)
 
 
-def save_atomically(state: dict[str, Any], path: Path) -> None:
-    torch.save(state, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
-
-
 class Loop:
     """Steps of one training phase. A rerun resumes at the last checkpoint."""
 
@@ -39,8 +34,7 @@ class Loop:
         self.rate, self.warm_up = rate, warm_up
         self.optimizers = [o for model in models.values() for o in optimizers(model, rate)]
         self.first = 0
-        if checkpoint.exists():
-            state = torch.load(checkpoint, weights_only=True)
+        if (state := load_checkpoint(checkpoint)) is not None:
             self.first = int(state["step"])
             for name, model in models.items():
                 model.load_state_dict(state[name])
@@ -65,4 +59,4 @@ class Loop:
 
     def save(self, done: int) -> None:
         states = {name: model.state_dict() for name, model in self.models.items()}
-        save_atomically({"step": done, **states, "optims": [o.state_dict() for o in self.optimizers]}, self.checkpoint)
+        save_checkpoint({"step": done, **states, "optims": [o.state_dict() for o in self.optimizers]}, self.checkpoint)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from echelon.train import corpus
+from echelon.train.files import only_trainer, writing
 from echelon.train.loop import Loop
 from echelon.train.text import HELD_OUT, MIX, SAMPLING_TEMPERATURE, WHEELS, Tokens, batch, target_continuations
 
@@ -212,7 +213,7 @@ def report(phase: str, done: int, steps: int, seconds: float, *losses: float) ->
 
 def log_held_out(work: Path, phase: str, done: int, target: nn.Module, draft: nn.Module, tokens: Tokens) -> None:
     losses = evaluate(target, draft, tokens[HELD_OUT])
-    with (work / "log.jsonl").open("a") as log:
+    with writing(work / "log.jsonl"), (work / "log.jsonl").open("a") as log:
         log.write(json.dumps({"phase": phase, "step": done, "tokens": done * TOKENS_PER_BATCH, "held_out": losses}) + "\n")
     print(f"held-out: target {losses[0]:.3f}, draft {losses[1]:.3f} nats a token", file=sys.stderr, flush=True)
 
@@ -227,7 +228,12 @@ def main(
     every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
 ) -> None:
     """Train the embedded pair again, or go on where an interrupted run stopped."""
-    work.mkdir(parents=True, exist_ok=True)
+    with only_trainer(work):
+        _train_pair(out, work, steps, decay, draft_steps, rate, every)
+
+
+def _train_pair(out: Path, work: Path, steps: int, decay: int, draft_steps: int, rate: float, every: int) -> None:
+    """Train both models in a folder that no other process trains in, and write them out."""
     tokenizer, tokens = prepare(work)
     print({group: len(array) for group, array in tokens.items()}, flush=True)
     torch.manual_seed(0)

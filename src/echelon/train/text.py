@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from echelon.train.files import partial, writing
+
 Tokens = dict[str, np.ndarray]
 HELD_OUT = "held-out"
 # Share of each group in a batch: the standard library is what the evaluation reads, the wheels are most of the text.
@@ -46,7 +48,7 @@ def target_continuations(target: nn.Module, tokens: Tokens, file: Path, count: i
                     out = target.generate(prompts, attention_mask=mask, max_new_tokens=new, **options)  # type: ignore[operator]
                 parts.append(out.numpy().astype(next(iter(tokens.values())).dtype))
                 print(f"target's own text: {min(i + 128, count)}/{count}", file=sys.stderr, flush=True)
-        partial = file.with_suffix(".tmp.npy")
-        np.save(partial, np.concatenate(parts))
-        partial.replace(file)
+        with writing(file):
+            np.save(partial(file), np.concatenate(parts))
+            partial(file).replace(file)
     return np.asarray(np.load(file))
