@@ -275,7 +275,7 @@ def padding_table(found: list[Result], plain: dict[int, float]) -> str:
 def realign_part(cells: Cells, plots: Path) -> list[str]:
     parts = [
         "## (b) What realigning costs: EQSPEC and EXSPEC",
-        "Draft model, 4 tokens; rows enter as others finish; EXSPEC's window is 3 × B. The attention kernels of ours are others than theirs.",
+        "Draft model, 4 tokens; rows enter as others finish; EXSPEC's window is 3 × B. Ours has other attention kernels than theirs.",
     ]
     panels, shares = {}, {}
     for kind, title in KINDS.items():

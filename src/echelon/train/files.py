@@ -104,7 +104,7 @@ def load_checkpoint(path: Path) -> dict[str, Any] | None:
     ------
     ModelLoadError  all are damaged
     """
-    damaged = []
+    damaged: list[str] = []
     for candidate in (path, previous(path)):
         if not candidate.exists():
             continue
