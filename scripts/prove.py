@@ -132,8 +132,7 @@ def run(cell: Cell) -> dict[str, object]:
 
 
 def main(arguments: list[str]) -> int:
-    records: dict[str, dict[str, object]] = json.loads(EVIDENCE.read_text("utf-8")) if EVIDENCE.exists() else {}
-    records = {cell.name: records[cell.name] for cell in CELLS if cell.name in records}
+    records = recorded()
     prefixes = tuple(a for a in arguments if a != "--status")
     chosen = [cell for cell in CELLS if not prefixes or cell.name.startswith(prefixes)]
     if not chosen:
@@ -144,6 +143,21 @@ def main(arguments: list[str]) -> int:
     return report(chosen, records)
 
 
+def recorded() -> dict[str, dict[str, object]]:
+    """Name of a cell → its record, in the order of the cells."""
+    records: dict[str, dict[str, object]] = json.loads(EVIDENCE.read_text("utf-8")) if EVIDENCE.exists() else {}
+    return {cell.name: records[cell.name] for cell in CELLS if cell.name in records}
+
+
+def keep(records: dict[str, dict[str, object]]) -> None:
+    """Write all records, whole or not at all."""
+    order = [cell.name for cell in CELLS]
+    text = json.dumps({name: records[name] for name in sorted(records, key=order.index)}, indent=1, ensure_ascii=False)
+    partial = EVIDENCE.with_suffix(".tmp")
+    partial.write_text(text + "\n", "utf-8")
+    partial.replace(EVIDENCE)
+
+
 def prove(cells: list[Cell], records: dict[str, dict[str, object]]) -> None:
     """Run what is not proven yet by the sources as they are; each record is kept as soon as it is there."""
     for number, cell in enumerate(cells, 1):
@@ -151,7 +165,7 @@ def prove(cells: list[Cell], records: dict[str, dict[str, object]]) -> None:
         print(f"[{number}/{len(cells)}] {cell.name}{': proven already' if is_proven else ''}", flush=True)
         if not is_proven:
             records[cell.name] = run(cell)
-            EVIDENCE.write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n", "utf-8")
+            keep({**recorded(), cell.name: records[cell.name]})  # another run may have proven other cells meanwhile
 
 
 def report(cells: list[Cell], records: dict[str, dict[str, object]]) -> int:
