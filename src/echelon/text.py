@@ -49,7 +49,7 @@ class Detokenizer:
         self.offsets: list[int] = []
         self._include_stop = include_stop
         self._num_held_off = min_tokens  # stop strings count only after so many tokens
-        self._decode = decoding(decoder, skip_special_tokens)
+        self._decode, self._decode_special = decoding(decoder, skip_special_tokens), decoding(decoder, False)
         self._stop = stop
         self._window, self._known = _context(self._decode, prompt_tokens)  # `_known`: what of the window's text is not to come any more
         self._start = len(self._window)  # where the tokens begin that are held back
@@ -60,8 +60,8 @@ class Detokenizer:
         self._num_held_off -= 1
         self.offsets.append(len(self.text))
         full = self._decode([*self._window, token])
-        if full == self._full and not self._decode([token, token]):
-            return False  # it has no text anywhere: a special token that is skipped, an id without a piece
+        if full == self._full and not self._decode([token]) and self._decode_special([token]):
+            return False  # a special token that is skipped
         self._window.append(token)
         self._full = full
         if not full.startswith(self._known):
@@ -107,6 +107,7 @@ class Detokenizer:
         if hits:
             place, length = hits[0]
             self.text = self.text[: place + length if self._include_stop else place]
+            self._known = self._full  # what is held back comes after the stop string
         return bool(hits)
 
     def finish(self) -> str:
@@ -126,7 +127,7 @@ def decoding(decoder: Decoder, skip_special_tokens: bool) -> Callable[[list[int]
     own = PreTrainedTokenizerFast
     if isinstance(decoder, own) and (kind.decode, kind._decode) == (own.decode, own._decode):
         return partial(decoder.backend_tokenizer.decode, skip_special_tokens=skip_special_tokens)
-    options = {"skip_special_tokens": skip_special_tokens}
+    options: dict[str, Any] = {"skip_special_tokens": skip_special_tokens}
     if getattr(decoder, "clean_up_tokenization_spaces", False):
         options["clean_up_tokenization_spaces"] = False
     return partial(decoder.decode, **options)
