@@ -94,6 +94,70 @@ def test_penalties_are_the_textbook_ones() -> None:
         assert np.allclose(got, naive(chosen, logits, prompt, output + path), atol=1e-5)
 
 
+def by_whole_text(params: SamplingParams, logits: np.ndarray, prompt: list[int], output: list[int]) -> np.ndarray:
+    """The penalties in float32 from all tokens at once."""
+    out = logits.copy()
+    if params.repetition_penalty != 1.0:
+        seen, penalty = np.unique(prompt + output), np.float32(params.repetition_penalty)
+        out[seen] = np.where(out[seen] > 0, out[seen] / penalty, out[seen] * penalty)
+    if output:
+        seen, counts = np.unique(output, return_counts=True)
+        out[seen] -= np.float32(params.frequency_penalty) * counts.astype(np.float32) + np.float32(params.presence_penalty)
+    return out
+
+
+PENALTIES = ({"repetition_penalty": 1.3}, {"frequency_penalty": 0.7}, {"presence_penalty": -0.4},
+             {"repetition_penalty": 0.8, "frequency_penalty": -0.3, "presence_penalty": 1.1})  # fmt: skip
+
+
+@pytest.mark.parametrize("values", PENALTIES)
+def test_penalties_of_a_growing_text_have_the_bits_of_those_of_the_whole(values: dict[str, Any]) -> None:
+    """Token by token, after drafted paths that were not kept, and when another text, or a shorter one, comes between."""
+    rng = np.random.default_rng(2)
+    for width in (12, 400):
+        prompt = rng.integers(0, width, 9).tolist()
+        sampler, tokens = Sampler(SamplingParams(**values), 0, 0, len(prompt)), list(prompt)
+        for i in range(300):
+            path, other = rng.integers(0, width, i % 5).tolist(), prompt + rng.integers(0, width, 4).tolist()
+            for text in [tokens, other] if i % 7 == 0 else [tokens]:
+                logits = rng.normal(0, 2, width).astype(np.float32)
+                expected = by_whole_text(sampler.params, logits, prompt, (text + path)[len(prompt) :])
+                assert sampler.processed(logits, text, path).tobytes() == expected.tobytes()
+            if i == 200:
+                del tokens[50:]
+            tokens += rng.integers(0, width, int(rng.integers(1, 4))).tolist()
+
+
+class Counted(list[int]):
+    """A list that counts how many of its entries are read."""
+
+    num_read = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        self.num_read += len(found) if isinstance(key, slice) else 1
+        return found
+
+    def __iter__(self) -> Any:
+        self.num_read += len(self)
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("values", [*PENALTIES, {"bad_words": ("x",)}])
+def test_a_penalty_reads_only_the_new_tokens_of_a_text(values: dict[str, Any]) -> None:
+    """However long it is; the first place reads all of it."""
+    logits = np.random.default_rng(3).normal(0, 2, 50).astype(np.float32)
+    for length in (100, 30_000):
+        tokens = Counted(i % 50 for i in range(length))
+        sampler = Sampler(SamplingParams(**values), 0, 0, 10, bad_words=((3, 4, 5),) if "bad_words" in values else ())
+        sampler.processed(logits, tokens, [1])
+        tokens.num_read = 0
+        for i in range(20):
+            tokens.append(i)
+            sampler.processed(logits, tokens, [1, 2, 3][: i % 4])
+        assert tokens.num_read <= 60
+
+
 def test_bad_words_are_banned_where_they_would_be_completed() -> None:
     logits = np.zeros(10, np.float32)
     sampler = Sampler(SamplingParams(), 0, 0, 2, bad_words=((7,), (4, 5)))

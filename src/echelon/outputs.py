@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from echelon.sampling import Logprobs
 from echelon.sequence import Sequence
-from echelon.text import Decoder, decode_output
+from echelon.text import Decoder, decode_output, num_held_back
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,18 @@ def _completion(sequence: Sequence, decoder: Decoder | None) -> CompletionOutput
 
 
 def _text(sequence: Sequence, decoder: Decoder | None) -> str:
-    if sequence.error is not None:  # its decoder may be what failed
-        return sequence.watcher.text if sequence.watcher else ""
-    if sequence.watcher is not None:
-        return sequence.watcher.finish() if sequence.is_finished else sequence.watcher.text
-    if decoder is None:
+    """The text, so far as it is sure to stay; a watcher has made it already, or it is made here in the same way."""
+    watcher, params = sequence.watcher, sequence.params
+    if watcher is not None:
+        if sequence.error is not None:  # its decoder may be what failed
+            return watcher.text
+        if sequence.is_finished:
+            return watcher.finish()
+        return watcher.text[: len(watcher.text) - num_held_back(watcher.text, params.stop)]
+    if decoder is None or sequence.error is not None:
         return ""
     prompt = sequence.tokens[: sequence.num_prompt_tokens]
-    return decode_output(decoder, prompt, sequence.output_tokens, sequence.params.skip_special_tokens)
+    return decode_output(decoder, prompt, sequence.shown_tokens, params.skip_special_tokens)
 
 
 def _entry(place: Logprobs, decoder: Decoder | None) -> dict[int, Logprob]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -20,6 +20,7 @@ from pydantic import Field, model_validator
 
 from echelon.config import Settings
 from echelon.errors import EchelonError, RequestError, RowError
+from echelon.token_counts import TokenCounts
 
 Float32 = NDArray[np.float32]
 Int64 = NDArray[np.int64]
@@ -100,6 +101,12 @@ class Sampler:
     num_prompt_tokens: int = 0
     ends: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    _text_counts: TokenCounts = field(init=False, repr=False, compare=False)  # of prompt and output
+    _output_counts: TokenCounts = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_text_counts", TokenCounts())
+        object.__setattr__(self, "_output_counts", TokenCounts(self.num_prompt_tokens))
 
     @property
     def is_argmax(self) -> bool:
@@ -114,9 +121,12 @@ class Sampler:
 
     @property
     def is_history_dependent(self) -> bool:
+        return self.has_penalties or bool(self.bad_words or self.params.logits_processors)
+
+    @property
+    def has_penalties(self) -> bool:
         p = self.params
-        has_penalty = p.presence_penalty != 0.0 or p.frequency_penalty != 0.0 or p.repetition_penalty != 1.0
-        return has_penalty or bool(self.bad_words or p.logits_processors)
+        return p.presence_penalty != 0.0 or p.frequency_penalty != 0.0 or p.repetition_penalty != 1.0
 
     def choose(self, logits: Float32, tokens: SequenceOf[int], path: SequenceOf[int] = ()) -> int:
         """The token after `tokens` and the drafted `path`, which counts as if it were committed. `logits` float32 [V], raw."""
@@ -184,31 +194,38 @@ class Sampler:
             out = np.full_like(logits, -np.inf)
             allowed = list(p.allowed_token_ids)
             out[allowed] = logits[allowed]
-        text = [*tokens, *path] if self.is_history_dependent else []
-        output = text[self.num_prompt_tokens :]
+        num_output = len(tokens) + len(path) - self.num_prompt_tokens
         for word in self.bad_words:
-            if tuple(output[len(output) - len(word) + 1 :]) == word[:-1]:
+            if len(word) - 1 <= num_output and _last(tokens, path, len(word) - 1) == word[:-1]:
                 out[word[-1]] = -np.inf
-        if len(tokens) + len(path) - self.num_prompt_tokens < p.min_tokens:
+        if num_output < p.min_tokens:
             out[list(self.ends)] = -np.inf
         for token, bias in (p.logit_bias or {}).items():
             out[token] += np.float32(bias)
-        if text:
-            self._penalise(out, text, output)
-        for processor in p.logits_processors:
-            out = np.asarray(processor(output, out), np.float32)
+        if self.has_penalties:
+            self._penalise(out, tokens, path)
+        if p.logits_processors:
+            output = [*tokens, *path][self.num_prompt_tokens :]
+            for processor in p.logits_processors:
+                out = np.asarray(processor(output, out), np.float32)
         return out
 
-    def _penalise(self, out: Float32, text: list[int], output: list[int]) -> None:
+    def _penalise(self, out: Float32, tokens: SequenceOf[int], path: SequenceOf[int]) -> None:
         """Repetition (prompt and output; Keskar et al. 2019), frequency and presence (output only; OpenAI's definitions)."""
         p = self.params
         if p.repetition_penalty != 1.0:
-            seen = np.unique(text)
             penalty = np.float32(p.repetition_penalty)
-            out[seen] = np.where(out[seen] > 0, out[seen] / penalty, out[seen] * penalty)
-        if output and (p.frequency_penalty != 0.0 or p.presence_penalty != 0.0):
-            seen, counts = np.unique(output, return_counts=True)
-            out[seen] -= np.float32(p.frequency_penalty) * counts.astype(np.float32) + np.float32(p.presence_penalty)
+            with self._text_counts.of(tokens, path) as (seen, _):
+                values = out[seen]
+                out[seen] = np.where(values > 0, values / penalty, values * penalty)
+        if p.frequency_penalty != 0.0 or p.presence_penalty != 0.0:
+            with self._output_counts.of(tokens, path) as (seen, counts):
+                out[seen] -= np.float32(p.frequency_penalty) * counts.astype(np.float32) + np.float32(p.presence_penalty)
+
+
+def _last(tokens: SequenceOf[int], path: SequenceOf[int], count: int) -> tuple[int, ...]:
+    """The last tokens of `tokens` and then `path`."""
+    return tuple([*tokens[max(0, len(tokens) - count) :], *path][-count:]) if count else ()
 
 
 def _mix(x: int) -> int:

@@ -64,6 +64,12 @@ class Sequence:
         return self.tokens[self.num_prompt_tokens :]
 
     @property
+    def shown_tokens(self) -> list[int]:
+        """Output tokens that the text is made of: not the stop token or EOS that ended it, unless the request includes it."""
+        is_hidden = self.finish_reason is FinishReason.STOP and self._ends(self.tokens[-1]) and not self.params.include_stop_str_in_output
+        return self.tokens[self.num_prompt_tokens : len(self.tokens) - is_hidden]
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
 
@@ -87,7 +93,10 @@ class Sequence:
             self.logprobs.append(logprobs)
         self.tokens.append(token)
         self.is_accepted.append(is_accepted)
-        if self._ends(token) or (self.watcher is not None and self.watcher.push(token)):
+        is_end = self._ends(token)
+        is_shown = not is_end or self.params.include_stop_str_in_output
+        has_stopped = is_shown and self.watcher is not None and self.watcher.push(token)
+        if is_end or has_stopped:
             self.finish_reason = FinishReason.STOP
         elif self.num_tokens_left <= 0:
             self.finish_reason = FinishReason.LENGTH

@@ -32,7 +32,7 @@ from echelon.server.responses import (
     TopLogprob,
     Usage,
 )
-from echelon.text import num_held_back
+from echelon.text import Detokenizer, num_held_back, text_offsets
 
 RETRY = {"Retry-After": "1"}
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
@@ -59,6 +59,10 @@ class Plan:
     @property
     def sequences(self) -> list[Sequence]:
         return [s for samples in self.prompts for s in samples]
+
+    def echo_of(self, i: int) -> str | None:
+        """The prompt's text that stands before shown sample i, where asked for."""
+        return None if self.echo is None else self.echo[i // self.num_shown]
 
     @property
     def name(self) -> str:
@@ -117,10 +121,11 @@ class Answers:
         return shown
 
     def _completion_choice(self, plan: Plan, i: int, sequence: Sequence, state: State) -> CompletionChoice:
-        prefix = plan.echo[i // plan.num_shown] if plan.echo is not None else ""
+        echo = plan.echo_of(i)
         text, count = ("", 0) if plan.only_echo else (state.text, state.num_tokens)
-        logprobs = self.completion_logprobs(plan, sequence, 0, count, 0, is_echoed=plan.echo is not None)
-        return CompletionChoice(index=i, text=prefix + text, logprobs=logprobs, finish_reason="length" if plan.only_echo else state.reason)
+        logprobs = self.completion_logprobs(plan, sequence, 0, count, len(echo or ""), echo)
+        reason = "length" if plan.only_echo else state.reason
+        return CompletionChoice(index=i, text=(echo or "") + text, logprobs=logprobs, finish_reason=reason)
 
     def usage(self, plan: Plan, states: SequenceOf[State]) -> Usage:
         prompt = sum(samples[0].num_prompt_tokens for samples in plan.prompts)
@@ -138,25 +143,31 @@ class Answers:
         return Metrics(acceptance=config.acceptance_name, speculative_decoding=spoken)
 
     def completion_logprobs(
-        self, plan: Plan, sequence: Sequence, start: int, end: int, offset: int, is_echoed: bool = False
+        self, plan: Plan, sequence: Sequence, start: int, end: int, offset: int, echo: str | None = None
     ) -> CompletionLogprobs | None:
-        """Of output tokens `start … end − 1`, which begin at character `offset`; the echoed prompt's before them."""
+        """Of output tokens `start … end − 1`, where the output begins at character `offset`; those of the prompt, whose text is `echo`,
+        before them.
+        """
         if not plan.has_logprobs:
             return None
-        out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         places: list[Logprobs | None] = [*sequence.logprobs[start:end]]
         tokens = sequence.output_tokens[start:end]
-        if is_echoed:
+        offsets = [offset + place for place in _offsets(sequence, start, start + len(tokens))]
+        if echo is not None:
+            prompt = sequence.tokens[: sequence.num_prompt_tokens]
             places = [None, *_prompt_logprobs(plan, sequence), *places]
-            tokens = sequence.tokens[: sequence.num_prompt_tokens] + tokens
+            offsets = self._prompt_offsets(prompt, echo) + offsets
+            tokens = prompt + tokens
+        out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=offsets)
         for token, place in zip(tokens, places, strict=True):
-            piece = self.piece(token)
-            out.tokens.append(piece)
-            out.text_offset.append(offset)
+            out.tokens.append(self.piece(token))
             out.token_logprobs.append(None if place is None else _finite(place.logprob))
             out.top_logprobs.append(None if place is None else self._top(place))
-            offset += len(piece)
         return out
+
+    def _prompt_offsets(self, tokens: list[int], text: str) -> list[int]:
+        tokenizer = self._llm.target.tokenizer
+        return text_offsets(tokenizer, tokens, text) if tokenizer is not None else [0] * len(tokens)
 
     def _top(self, place: Logprobs) -> dict[str, float]:
         """By text; of tokens with the same text the likeliest."""
@@ -187,17 +198,15 @@ class Stream:
         self._answers, self._plan = answers, plan
         count = len(plan.sequences)
         self._num_characters, self._num_tokens, self._is_over = [0] * count, [0] * count, [False] * count
-        self._offsets, self._has_begun = [0] * count, [False] * count
+        self._has_begun = [False] * count
 
     def _head(self, i: int, sequence: Sequence) -> Iterator[bytes]:
         """What the chunks of a sample begin with: a role, or the echoed prompt, whose logprobs are known once it has been read."""
         self._has_begun[i] = True
         if self._plan.is_chat:
             yield self._event(i, {"delta": {"role": "assistant", "content": ""}}, None, None)
-        elif self._plan.echo is not None:
-            text = self._plan.echo[i // self._plan.num_shown]
-            logprobs = self._answers.completion_logprobs(self._plan, sequence, 0, 0, 0, is_echoed=True)
-            self._offsets[i] = len(text)
+        elif (text := self._plan.echo_of(i)) is not None:
+            logprobs = self._answers.completion_logprobs(self._plan, sequence, 0, 0, len(text), text)
             yield self._event(i, {"text": text}, logprobs, None)
 
     def next(self, states: SequenceOf[State]) -> Iterator[bytes]:
@@ -223,8 +232,7 @@ class Stream:
             return self._event(i, {"delta": {"content": text}}, self._answers.chat_logprobs(plan, sequence, start, end), state.reason)
         if plan.only_echo:
             return self._event(i, {"text": ""}, None, "length")
-        logprobs = self._answers.completion_logprobs(plan, sequence, start, end, self._offsets[i])
-        self._offsets[i] += len(text)
+        logprobs = self._answers.completion_logprobs(plan, sequence, start, end, len(plan.echo_of(i) or ""))
         return self._event(i, {"text": text}, logprobs, state.reason)
 
     def last(self, states: SequenceOf[State]) -> Iterator[bytes]:
@@ -278,6 +286,14 @@ def speculation_of(sequence: Sequence, num_spec_tokens: int) -> SpeculativeDecod
         num_draft_tokens=drafted,
         num_spec_tokens=num_spec_tokens,
     )
+
+
+def _offsets(sequence: Sequence, start: int, end: int) -> list[int]:
+    """Character of the output's text at which each of its tokens `start … end − 1` begins; a stop token without text stands at its end."""
+    if not isinstance(sequence.watcher, Detokenizer):
+        return [0] * (end - start)
+    offsets = sequence.watcher.offsets[start:end]
+    return offsets + [len(sequence.watcher.text)] * (end - start - len(offsets))
 
 
 def _prompt_logprobs(plan: Plan, sequence: Sequence) -> list[Logprobs]:
