@@ -7,8 +7,8 @@ Both take padded batches larger than one, which `transformers` refuses with an a
 `GenerationConfig` is honoured or refused by name (`echelon.hf.arguments` lists them). In float32 the greedy result is `generate`'s own;
 what is sampled follows `torch.manual_seed`, whatever drafts, but is not what `generate` would draw with that seed.
 
-Logits processors and stopping criteria of `transformers` that keep no state are asked about drafted tokens. All others (SynthID's watermark,
-classifier-free guidance, your own) are called as `generate` calls them, once a place for the whole batch, and then no token is drafted.
+Logits processors and stopping criteria of `transformers` that keep no state are asked about drafted tokens. All others (the watermark of
+SynthID, classifier-free guidance, your own) are called as `generate` calls them, once a place for the whole batch; then none is drafted.
 One of your own whose answer for a row depends on that row's ids and scores alone says so by an attribute `is_pure = True`.
 
 `return_dict_in_generate` gives scores and logits, 0 in rows that have ended, and no cache. `streamer` may be a list, one a row.
@@ -21,6 +21,7 @@ the same model waits.
 from __future__ import annotations
 
 import copy
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from echelon.api import LLM
 from echelon.errors import RequestError
 from echelon.hf.arguments import check_arguments, check_fields, check_model, checked_mask
 from echelon.hf.batch import Batch, output_of
-from echelon.hf.drafting import Assistant, Config, Drafting
+from echelon.hf.drafting import Config, Drafting
 from echelon.hf.in_order import decode_in_order
 from echelon.hf.prepared import in_use, named_assistant, release
 from echelon.hf.processors import stateful
@@ -46,7 +47,11 @@ __all__ = ["generate", "release", "speculate"]
 
 
 def generate(
-    model: PreTrainedModel, *args: Any, assistant_model: Assistant | None = None, speculative_config: Config | None = None, **kwargs: Any
+    model: PreTrainedModel,
+    *args: Any,
+    assistant_model: PreTrainedModel | str | os.PathLike[str] | None = None,
+    speculative_config: Config | None = None,
+    **kwargs: Any,
 ) -> Any:
     """`model.generate(*args, **kwargs)` with a drafter: a draft model (or the folder or name of one), `prompt_lookup_num_tokens`, or what
     `speculative_config` says (see `SpeculativeConfig`).
@@ -68,7 +73,9 @@ def generate(
     return shell.generate(custom_generate=_decoder(model, drafting, stream), streamer=stream, **arguments)
 
 
-def speculate(assistant_model: Assistant | None = None, speculative_config: Config | None = None) -> Callable[..., Any]:
+def speculate(
+    assistant_model: PreTrainedModel | str | os.PathLike[str] | None = None, speculative_config: Config | None = None
+) -> Callable[..., Any]:
     """A decoding method for `model.generate(..., custom_generate=...)`. What `transformers` does not hand on to one (an assistant, a
     streamer) is refused: there `echelon.hf.generate` is needed.
     """
@@ -121,21 +128,22 @@ def _decode(model: PreTrainedModel, drafting: Drafting, batch: Batch) -> Any:
         warnings.warn("echelon.hf: no drafter, decoding plainly; pass assistant_model= or speculative_config=", stacklevel=2)
     elif names:
         warnings.warn(
-            f"echelon.hf: {', '.join(names)} may keep state from call to call, so no token is drafted; where the answer for a row depends on "
-            "its ids and scores alone, set is_pure = True",
+            f"echelon.hf: {', '.join(names)} may keep state from call to call, so no token is drafted; set is_pure = True on what answers "
+            "for a row by its ids and scores alone",
             stacklevel=2,
         )
         config = None
     assistant = drafting.assistant if config is not None and config.method == "draft_model" else None
     owners = [model, assistant] if isinstance(assistant, PreTrainedModel) else [model]
-    with in_use(*owners) as (target, *drafts):
+    with in_use(*owners) as served:
+        target = served[0]
         _check_length(target, batch)
         if isinstance(assistant, str):
-            drafts = [named_assistant(assistant, model, target.device.type)]
+            served.append(named_assistant(assistant, model, target.device.type))
         llm = LLM(
             target,
             config,
-            drafts[0] if drafts else None,
+            served[1] if len(served) > 1 else None,
             max_num_seqs=batch.num_rows,
             max_num_batched_tokens=max(2048, batch.num_rows),
             max_model_len=batch.max_len,
@@ -149,6 +157,6 @@ def _decode(model: PreTrainedModel, drafting: Drafting, batch: Batch) -> Any:
 def _check_length(target: LoadedModel, batch: Batch) -> None:
     if batch.max_len > target.max_len:
         raise RequestError(
-            f"a prompt of {batch.max_len - batch.num_new} tokens and {batch.num_new} new ones exceed the context of {target.max_len} tokens; "
+            f"a prompt of {batch.max_len - batch.num_new} tokens and {batch.num_new} new ones exceed the context of {target.max_len}; "
             "lower max_new_tokens"
         )

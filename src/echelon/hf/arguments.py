@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from echelon.errors import ConfigError, EchelonError, RequestError, UnsupportedModelError
+from echelon.errors import ConfigError, RequestError, UnsupportedModelError
 
 
 class Refusal(NamedTuple):
@@ -28,8 +28,19 @@ DRAFTS = "what drafts is said by assistant_model, prompt_lookup_num_tokens or sp
 INSIDE = "the engine's passes keep neither: leave it out, or call model.generate"
 
 HONOURED_ARGUMENTS = frozenset(
-    "inputs generation_config logits_processor stopping_criteria prefix_allowed_tokens_fn assistant_model streamer negative_prompt_ids "
-    "negative_prompt_attention_mask tokenizer kwargs".split()
+    [
+        "inputs",
+        "generation_config",
+        "logits_processor",
+        "stopping_criteria",
+        "prefix_allowed_tokens_fn",
+        "assistant_model",
+        "streamer",
+        "negative_prompt_ids",
+        "negative_prompt_attention_mask",
+        "tokenizer",
+        "kwargs",
+    ]
 )
 REFUSED_ARGUMENTS = {
     "synced_gpus": Refusal((None, False), "the engine runs on one device: leave it out"),
@@ -41,12 +52,48 @@ REFUSED_ARGUMENTS = {
 HONOURED_INPUTS = frozenset(["input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "past_key_values"])
 
 HONOURED_FIELDS = frozenset(
-    "max_length max_new_tokens min_length min_new_tokens max_time stop_strings do_sample temperature top_k top_p min_p top_h typical_p "
-    "epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
-    "renormalize_logits forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens "
-    "begin_suppress_tokens sequence_bias guidance_scale watermarking_config num_return_sequences output_scores output_logits "
-    "return_dict_in_generate pad_token_id bos_token_id eos_token_id prompt_lookup_num_tokens max_matching_ngram_size "
-    "num_assistant_tokens".split()
+    [
+        "max_length",
+        "max_new_tokens",
+        "min_length",
+        "min_new_tokens",
+        "max_time",
+        "stop_strings",
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "top_h",
+        "typical_p",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "repetition_penalty",
+        "encoder_repetition_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "renormalize_logits",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "remove_invalid_values",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "sequence_bias",
+        "guidance_scale",
+        "watermarking_config",
+        "num_return_sequences",
+        "output_scores",
+        "output_logits",
+        "return_dict_in_generate",
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+        "prompt_lookup_num_tokens",
+        "max_matching_ngram_size",
+        "num_assistant_tokens",
+    ]
 )
 REFUSED_FIELDS = {
     "num_beams": Refusal((None, 1), BEAMS),
@@ -95,7 +142,7 @@ IRRELEVANT_FIELDS = {
 def check_model(model: Any) -> None:
     """Raise `ConfigError` or `UnsupportedModelError` unless this is a decoder that is ready to generate."""
     if not isinstance(model, PreTrainedModel):
-        raise ConfigError(f"model is a {type(model).__name__}; echelon.hf takes a loaded transformers model, echelon.LLM a name or a folder")
+        raise ConfigError(f"model is a {type(model).__name__}; echelon.hf takes a loaded transformers model")
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder model, and echelon.hf serves decoders alone; call model.generate")
@@ -106,8 +153,7 @@ def check_model(model: Any) -> None:
 def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise `RequestError` for an argument of `generate` that is refused, or has the wrong type."""
     _refuse(arguments, REFUSED_ARGUMENTS)
-    if arguments.get("cache_implementation") == "paged":  # else it takes another way before fields are seen
-        _refuse(arguments, REFUSED_FIELDS)
+    _refuse(arguments, REFUSED_FIELDS)  # before `generate` goes another way because of one
     ids = arguments.get("inputs") if arguments.get("inputs") is not None else arguments.get("input_ids")
     for name, value in (("input_ids", ids), ("attention_mask", arguments.get("attention_mask"))):
         if value is not None and not (isinstance(value, Tensor) and value.ndim == 2 and value.numel() and not value.is_complex()):

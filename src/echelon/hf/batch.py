@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from echelon.hf.streaming import Stream
-from echelon.sampling import Sampler, SamplingParams
+from echelon.sampling import LogitsProcessor, Sampler, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,17 @@ class Batch:
         """Of all noise of this batch: drawn from the framework's generator, so that `torch.manual_seed` repeats a call."""
         return int(torch.randint(0, 2**62, ())) if self.generation.do_sample else 0
 
-    def sampler(self, row: int, **changes: object) -> Sampler:
-        """The rule of a row. The processors hold temperature and filters already, so what is left is greedy, or sampling at temperature 1."""
+    def sampler(self, row: int, *processors: LogitsProcessor) -> Sampler:
+        """The rule of a row after `processors`. Temperature and filters are among these, or among what has run before; so what is left is
+        greedy, or sampling at temperature 1.
+        """
         temperature = 1.0 if self.generation.do_sample else 0.0
-        params = SamplingParams(temperature=temperature, max_tokens=self.num_new, **changes)
+        params = SamplingParams(temperature=temperature, max_tokens=self.num_new, logits_processors=processors)
         return Sampler(params, self.seed, row, len(self.prompts[row]))
 
 
 class Decoded(NamedTuple):
-    """New tokens of every row, cut or to be filled up to one width; scores and logits [B, V] for each new place, where they were asked for."""
+    """New tokens of every row, to be cut or filled up to `width`; scores and logits [B, V] of each new place, where they were asked for."""
 
     rows: SequenceOf[SequenceOf[int]]
     width: int

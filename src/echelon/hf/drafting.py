@@ -13,7 +13,6 @@ from echelon.config import SpeculativeConfig, speculative
 from echelon.errors import ConfigError, RequestError
 from echelon.hf.arguments import check_model
 
-Assistant = PreTrainedModel | str | os.PathLike[str]
 Config = SpeculativeConfig | Mapping[str, Any]
 NUM_TOKENS = 4  # drafted by an assistant, where nothing says how many
 UNSAID = GenerationConfig._get_default_generation_params()["num_assistant_tokens"]  # what a field says that nobody has set
@@ -28,7 +27,9 @@ class Drafting:
     num_assistant_tokens: int | None = None
 
     @classmethod
-    def of(cls, assistant: Assistant | None, config: Config | None, num_assistant_tokens: int | None = None) -> Self:
+    def of(
+        cls, assistant: PreTrainedModel | str | os.PathLike[str] | None, config: Config | None, num_assistant_tokens: int | None = None
+    ) -> Self:
         """Checked.
 
         Raises
@@ -40,14 +41,14 @@ class Drafting:
         checked = speculative(config)
         if isinstance(assistant, os.PathLike):
             assistant = os.fspath(assistant)
-        if assistant is not None and not isinstance(assistant, str):
-            if not isinstance(assistant, PreTrainedModel):
-                raise ConfigError(f"assistant_model is a {type(assistant).__name__}; give a transformers model, or the folder or name of one")
+        if isinstance(assistant, PreTrainedModel):
             check_model(assistant)
+        elif assistant is not None and not isinstance(assistant, str):
+            raise ConfigError(f"assistant_model is a {type(assistant).__name__}; give a transformers model, or the folder or name of one")
         if checked is not None and checked.method == "draft_model" and assistant is None:
             assistant = checked.model
         elif checked is not None and checked.method != "draft_model" and assistant is not None:
-            raise ConfigError(f"assistant_model and speculative_config with method {checked.method!r} name two drafters; leave one of them out")
+            raise ConfigError(f"assistant_model and speculative_config with method {checked.method!r} name two drafters; leave one out")
         return cls(assistant, checked, num_assistant_tokens)
 
     def resolved(self, generation: GenerationConfig) -> SpeculativeConfig | None:
@@ -63,7 +64,7 @@ class Drafting:
             asked = generation.num_assistant_tokens
         if lookup is not None:
             if self.config is not None or self.assistant is not None:
-                raise RequestError("prompt_lookup_num_tokens, assistant_model and speculative_config name two drafters; leave one of them out")
+                raise RequestError("prompt_lookup_num_tokens, assistant_model and speculative_config name two drafters; leave one out")
             longest = _in_range("max_matching_ngram_size", ngram or 2, 16)
             count = _in_range("prompt_lookup_num_tokens", lookup, 64)
             return SpeculativeConfig(method="ngram", num_speculative_tokens=count, prompt_lookup_max=longest, prompt_lookup_min=1)

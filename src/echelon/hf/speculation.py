@@ -55,7 +55,7 @@ class Row:
         self._ids = batch.input_ids.new_full((1, self._num_padded + batch.num_new + 1), batch.pad)
         self._ids[0, : self._num_padded] = batch.input_ids[index]
         self._new: list[int] = []
-        self._places: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # by the tokens since the last step, of which all but some are drafted
+        self._places: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # what `kept` is filled from, by the tokens since the last step
         self._num_before = 0  # new tokens at that step
         self.changes_logits = bool(self._processors) or self._keeps
 
@@ -111,7 +111,7 @@ def decode_ahead(llm: LLM, batch: Batch) -> Decoded:
 
 def _sequence(index: int, row: Row, batch: Batch) -> Sequence:
     prompt = batch.prompts[index]
-    sampler = batch.sampler(index, logits_processors=(row.process,) if row.changes_logits else ())
+    sampler = batch.sampler(index, *([row.process] if row.changes_logits else []))
     return Sequence(index, list(prompt), len(prompt), sampler, frozenset(), batch.max_len, row)
 
 

@@ -30,7 +30,7 @@ class Stream(BaseStreamer):  # type: ignore[misc]
         """The prompts [B, n], from `generate`."""
         if self._is_by_row and len(value) != len(self._streamers):
             raise RequestError(f"streamer is a list of {len(self._streamers)}, and the batch has {len(value)} rows; give one for each")
-        for streamer, prompt in zip(self._streamers, value.split(1) if self._is_by_row else [value], strict=True):
+        for streamer, prompt in zip(self._streamers, value[:, None] if self._is_by_row else [value], strict=True):
             streamer.put(prompt)
 
     def show(self, rows: SequenceOf[SequenceOf[int]], is_over: SequenceOf[bool], pad: int) -> None:
