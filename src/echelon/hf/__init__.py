@@ -60,12 +60,12 @@ def generate(
     ------
     ConfigError, UnsupportedModelError   the model or the drafter cannot be served
     RequestError                         an argument is not available here, by name, or a row cannot be served
-    ValueError                           what `transformers` itself refuses
+    ValueError, TypeError                what `transformers` itself refuses
     """
     check_model(model)
     arguments = _by_name(args, kwargs)
     drafting = Drafting.of(assistant_model, speculative_config, arguments.get("num_assistant_tokens"))
-    check_arguments(arguments)
+    check_arguments(model, arguments)
     streamer, tokenizer = arguments.pop("streamer", None), arguments.pop("tokenizer", None)
     stream = None if streamer is None else Stream(streamer)
     shell = copy.copy(model)  # the same modules; `generate` hands no tokenizer on to a custom method by itself

@@ -6,6 +6,7 @@ A field that a later `transformers` adds is in none, and refused as soon as it i
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -150,19 +151,36 @@ def check_model(model: Any) -> None:
         raise ConfigError(f"{name} is in training mode, where dropout changes the text; call model.eval() first")
 
 
-def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise `RequestError` for an argument of `generate` that is refused, or has the wrong type."""
+def check_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
+    """Raise `RequestError` for an argument of `generate` that is refused, or has the wrong type, before `generate` acts on it."""
+    config = arguments.get("generation_config")
+    _check_type("generation_config", config, GenerationConfig)
+    for name in ("logits_processor", "stopping_criteria"):
+        _check_type(name, arguments.get(name), list)
     _refuse(arguments, REFUSED_ARGUMENTS)
-    _refuse(arguments, REFUSED_FIELDS)  # before `generate` goes another way because of one
-    ids = arguments.get("inputs") if arguments.get("inputs") is not None else arguments.get("input_ids")
-    for name, value in (("input_ids", ids), ("attention_mask", arguments.get("attention_mask"))):
-        if value is not None and not (isinstance(value, Tensor) and value.ndim == 2 and value.numel() and not value.is_complex()):
-            found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise RequestError(f"{name} has {found}; it must be a tensor [rows, tokens] that is not empty")
-    if ids is not None and (ids.is_floating_point() or ids.dtype == torch.bool):
-        raise RequestError(f"input_ids has dtype {ids.dtype}; token ids are integers")
+    set_by_configs = [{name: value for name, value in vars(c).items() if value is not None} for c in (model.generation_config, config) if c]
+    _refuse(dict(ChainMap(dict(arguments), *reversed(set_by_configs))), REFUSED_FIELDS)
     if arguments.get("past_key_values") is not None:
         raise RequestError("past_key_values would stay as they are, since keys and values lie in the engine's blocks; leave it out")
+    ids, mask = arguments.get("inputs"), arguments.get("attention_mask")
+    ids = arguments.get("input_ids") if ids is None else ids
+    _check_matrix("input_ids", ids)
+    _check_matrix("attention_mask", mask)
+    if ids is not None and (ids.is_floating_point() or ids.dtype == torch.bool):
+        raise RequestError(f"input_ids has dtype {ids.dtype}; token ids are integers")
+    if ids is not None and mask is not None and ids.shape != mask.shape:
+        raise RequestError(f"attention_mask {list(mask.shape)} must have 0 or 1 for each of input_ids {list(ids.shape)}")
+
+
+def _check_type(name: str, value: Any, wanted: type) -> None:
+    if value is not None and not isinstance(value, wanted):
+        raise RequestError(f"{name} is a {type(value).__name__}; it must be a {wanted.__name__}")
+
+
+def _check_matrix(name: str, value: Any) -> None:
+    if value is not None and not (isinstance(value, Tensor) and value.ndim == 2 and value.numel() and not value.is_complex()):
+        found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise RequestError(f"{name} has {found}; it must be a tensor [rows, tokens] that is not empty")
 
 
 def check_fields(generation: GenerationConfig) -> None:
@@ -203,12 +221,14 @@ def checked_mask(model: PreTrainedModel, input_ids: Tensor, inputs: Mapping[str,
     return kept
 
 
-def _check_positions(positions: Tensor | None, kept: Tensor) -> None:
+def _check_positions(positions: Any, kept: Tensor) -> None:
+    """[B, n], [1, n], or several of them one on another."""
     if positions is None:
         return
-    counted = (kept.long().cumsum(-1) - 1).to(positions.device)
-    given = positions.expand(*positions.shape[:-2], *kept.shape) if positions.shape[-1] == kept.shape[-1] else None
-    if given is None or not bool((given == counted)[..., kept.to(positions.device)].all()):
+    counted, given = kept.long().cumsum(-1) - 1, None
+    if isinstance(positions, Tensor) and positions.ndim >= 2 and positions.shape[-2:] in (kept.shape, (1, kept.shape[-1])):
+        given = positions.to(kept.device).expand(*positions.shape[:-2], *kept.shape)
+    if given is None or not bool((given == counted)[..., kept].all()):
         raise RequestError("position_ids that do not count each row's tokens from 0 are not available with echelon.hf; leave it out")
 
 
