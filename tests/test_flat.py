@@ -15,7 +15,7 @@ from echelon import LLM, SamplingParams
 from echelon.batch import Span
 from echelon.ops.compiled import is_built
 from echelon.target.flat import FlatLayer, flatten, restore_flat
-from echelon.target.loading import LoadedModel, adopt_model, borrowed
+from echelon.target.loading import LoadedModel, adopt_model, served_copy
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="the compiled kernels are not built")
 DECODERS = decoders(window=12, original_context=32)
@@ -106,12 +106,11 @@ def test_a_layer_with_hooks_or_a_forward_from_elsewhere_stays() -> None:
     handle.remove()
 
 
-def test_a_borrowed_model_is_given_back_as_it_was() -> None:
+def test_a_served_copy_leaves_the_model_as_it_is() -> None:
     model = toys.llama()
     tokens = torch.arange(7)[None]
     before = model(tokens).logits
-    with borrowed(model) as served:
-        assert len(flat_layers(served.model)) == 2
+    assert len(flat_layers(served_copy(model).model)) == 2
     assert not any("forward" in vars(m) for m in model.modules())
     assert torch.equal(model(tokens).logits, before)
 

@@ -34,11 +34,15 @@ def pair() -> tuple[Any, Any]:
 class Stutter(LogitsProcessor):
     """Depends on the whole row: forbids the last token."""
 
+    is_pure = True
+
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores.scatter(1, input_ids[:, -1:], -float("inf"))
 
 
 class StopAtMultiple(StoppingCriteria):
+    is_pure = True
+
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         return input_ids[:, -1] % 13 == 0
 
@@ -98,6 +102,8 @@ def test_the_model_is_left_as_it_was_after_a_failure() -> None:
     model, draft = pair()
 
     class Fails(LogitsProcessor):
+        is_pure = True
+
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("on purpose")
 
@@ -123,7 +129,7 @@ def test_several_samples_a_prompt_differ_and_follow_the_seed() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"num_beams": 3}, "num_beams"),
         ({"streamer": object()}, "streamer"),
         ({"max_new_tokens": 500}, "context of 128"),

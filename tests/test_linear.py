@@ -16,7 +16,7 @@ import toys
 from echelon import LLM, SamplingParams, ops
 from echelon.ops import compiled, linear
 from echelon.target.layers import framework_layers
-from echelon.target.loading import adopt_model, borrowed, load_model, load_plain
+from echelon.target.loading import adopt_model, load_model, load_plain, served_copy
 from families import offered
 
 needs_kernels = pytest.mark.skipif(not compiled.is_built(), reason="the compiled kernels are not built")
@@ -258,13 +258,13 @@ def test_the_output_layer_gives_float32() -> None:
 
 
 @needs_kernels
-def test_a_borrowed_model_is_given_back_as_it_was() -> None:
+def test_a_served_copy_shares_the_weights_and_leaves_the_model_as_it_is() -> None:
     config = tr.MixtralConfig(**TIED, num_local_experts=4, num_experts_per_tok=2)
     model = toys.randomised(tr.MixtralForCausalLM, config, seed=2, spread=0.15)
     before = {name: (id(p), p.clone()) for name, p in model.named_parameters()}
-    with borrowed(model) as loaded:
-        assert {"Linear": 9, "MixtralTopKRouter": 2, "MixtralExperts": 2}.items() <= loaded.replaced.items()
-        assert all(id(p) == before[name][0] for name, p in model.named_parameters() if "gate.weight" not in name)
+    loaded = served_copy(model)
+    assert {"Linear": 9, "MixtralTopKRouter": 2, "MixtralExperts": 2}.items() <= loaded.replaced.items()
+    assert all(id(p) == before[name][0] for name, p in loaded.model.named_parameters() if "gate.weight" not in name)
     assert not any("forward" in vars(m) for m in model.modules())
     for name, parameter in model.named_parameters():
         assert id(parameter) == before[name][0]

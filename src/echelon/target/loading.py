@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from echelon.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from echelon.ops import devices
 from echelon.target.attention import IMPLEMENTATION
-from echelon.target.flat import flatten, restore_flat
-from echelon.target.fused import fuse, restore_fused
-from echelon.target.layers import LINEAR, replace_layers, restore_layers
-from echelon.target.rope import replace_rope, restore_rope
+from echelon.target.flat import flatten
+from echelon.target.fused import fuse
+from echelon.target.layers import LINEAR, replace_layers
+from echelon.target.rope import replace_rope
 from echelon.target.selftest import self_test
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -104,22 +106,41 @@ def adopt_model(
     return _served(model, tokenizer, name, keep_weights, numerics)
 
 
-@contextmanager
-def borrowed(model: PreTrainedModel) -> Iterator[LoadedModel]:
-    """A model that belongs to the caller, served for a while and given back as it was."""
+def served_copy(model: PreTrainedModel) -> LoadedModel:
+    """A caller's model as the engine serves it, in a copy that shares its weights. The model itself stays as it is, at any time; linear
+    layers of the copy read packed weights, which take as much memory again on a processor.
+
+    Raises
+    ------
+    UnsupportedModelError  the architecture cannot be batched exactly, or the model cannot be copied
+    """
+    name = type(model).__name__
     if any("forward" in vars(m) for m in model.modules() if isinstance(m, LINEAR)):
-        raise UnsupportedModelError(f"a linear layer of {type(model).__name__} has a forward of its own already; pass the model unpatched")
+        raise UnsupportedModelError(f"a linear layer of {name} has a forward of its own already; pass the model unpatched")
     self_test(type(model), model.config)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(IMPLEMENTATION)
     try:
-        yield _served(model, None, type(model).__name__, True, "invariant")
-    finally:
-        restore_flat(model)
-        restore_rope(model)
-        restore_fused(model)
-        restore_layers(model)
-        model.set_attn_implementation(before)
+        copied = copy.deepcopy(model, _shared(model))
+    except Exception as error:  # whatever a module holds
+        raise UnsupportedModelError(f"{name} cannot be copied ({_first_line(error)}); pass the model unpatched") from error
+    copied.set_attn_implementation(IMPLEMENTATION)
+    return _served(copied, None, name, True, "invariant")
+
+
+def _shared(model: PreTrainedModel) -> dict[int, Any]:
+    """What `deepcopy` is not to copy, by identity: weights are shared, and forward hooks are called for the caller's own modules."""
+    shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    for module in model.modules():
+        for name, hooks in vars(module).items():
+            if name in ("_forward_hooks", "_forward_pre_hooks"):
+                called = {key: functools.partial(_call_hook, hook, module) for key, hook in hooks.items()}
+                shared[id(hooks)] = OrderedDict(called)
+            elif name.endswith("_hooks") and not name.startswith("_forward"):  # of gradients and state dictionaries
+                shared[id(hooks)] = OrderedDict()
+    return shared
+
+
+def _call_hook(hook: Callable[..., Any], module: nn.Module, _copied: nn.Module, *seen: Any) -> Any:
+    return hook(module, *seen)
 
 
 def serve_head(head: nn.Module, is_fast: bool = False) -> None:

@@ -1,0 +1,102 @@
+"""A padded batch as `generate` has prepared it, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from echelon.hf.streaming import Stream
+from echelon.sampling import LogitsProcessor, Sampler, SamplingParams
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B rows of n ids, padding included, and what they are continued by.
+
+    input_ids int64 [B, n]; kept bool [B, n]: which of them are tokens of the text
+    """
+
+    input_ids: Tensor
+    kept: Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    generation: GenerationConfig
+    stream: Stream | None
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        return [ids[keep].tolist() for ids, keep in zip(self.input_ids, self.kept, strict=True)]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_new(self) -> int:
+        """Most new tokens of a row."""
+        return int(self.generation.max_length - self.input_ids.shape[1])
+
+    @property
+    def max_len(self) -> int:
+        """Longest text of a row, without padding."""
+        return max(map(len, self.prompts)) + self.num_new
+
+    @cached_property
+    def has_end_token(self) -> bool:
+        """Rows end by themselves and are filled up; else all go on until the criteria have stopped every one of them."""
+        return any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
+
+    @property
+    def pad(self) -> int:
+        token = self.generation._pad_token_tensor
+        return 0 if token is None else int(token)
+
+    @property
+    def keeps_scores(self) -> bool:
+        return bool(self.generation.return_dict_in_generate and self.generation.output_scores)
+
+    @property
+    def keeps_logits(self) -> bool:
+        return bool(self.generation.return_dict_in_generate and self.generation.output_logits)
+
+    @cached_property
+    def seed(self) -> int:
+        """Of all noise of this batch: drawn from the framework's generator, so that `torch.manual_seed` repeats a call."""
+        return int(torch.randint(0, 2**62, ())) if self.generation.do_sample else 0
+
+    def sampler(self, row: int, *processors: LogitsProcessor) -> Sampler:
+        """The rule of a row after `processors`. Temperature and filters are among these, or among what has run before; so what is left is
+        greedy, or sampling at temperature 1.
+        """
+        temperature = 1.0 if self.generation.do_sample else 0.0
+        params = SamplingParams(temperature=temperature, max_tokens=self.num_new, logits_processors=processors)
+        return Sampler(params, self.seed, row, len(self.prompts[row]))
+
+
+class Decoded(NamedTuple):
+    """New tokens of every row, to be cut or filled up to `width`; scores and logits [B, V] of each new place, where they were asked for."""
+
+    rows: SequenceOf[SequenceOf[int]]
+    width: int
+    scores: SequenceOf[Tensor]
+    logits: SequenceOf[Tensor]
+
+
+def output_of(batch: Batch, decoded: Decoded) -> Tensor | GenerateDecoderOnlyOutput:
+    """What `generate` returns."""
+    new = torch.full((batch.num_rows, decoded.width), batch.pad, dtype=batch.input_ids.dtype)
+    for line, row in zip(new, decoded.rows, strict=True):
+        line[: len(row)] = torch.tensor(row[: decoded.width])
+    sequences = torch.cat([batch.input_ids, new.to(batch.input_ids.device)], dim=1)
+    if not batch.generation.return_dict_in_generate:
+        return sequences
+    scores = tuple(decoded.scores) if batch.keeps_scores else None
+    logits = tuple(decoded.logits) if batch.keeps_logits else None
+    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits)

@@ -1,0 +1,135 @@
+"""A batch one token a step, all rows at the same place: processors and criteria are called as `generate` calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from echelon.api import LLM
+from echelon.batch import Span
+from echelon.errors import RequestError
+from echelon.hf.batch import Batch, Decoded
+from echelon.hf.processors import processed
+from echelon.ops.devices import on_host
+from echelon.ops.sample import Place, choose
+from echelon.target.runner import ModelRunner
+
+PIECE = 2048  # prompt tokens of a pass
+
+
+class Texts:
+    """The rows' texts without padding, and their keys and values."""
+
+    def __init__(self, runner: ModelRunner, prompts: list[list[int]]) -> None:
+        self.tokens = [list(prompt) for prompt in prompts]
+        self._runner, self._tables = runner, runner.cache.tables
+
+    def logits(self, rows: list[int]) -> Tensor:
+        """Of the next token, float32 [len(rows), V] on the host; what has not been read of these texts is read."""
+        for spans in _passes([self._unread(row) for row in rows]):
+            self._feed(spans)
+        last = [Span(row, len(self.tokens[row]) - 1, self.tokens[row][-1:], 1, len(self.tokens[row])) for row in rows]
+        return torch.from_numpy(on_host(self._feed(last)))
+
+    def append(self, row: int, token: int) -> None:
+        self.tokens[row].append(token)
+        limit = self._runner.loaded.original_context
+        if limit is not None and len(self.tokens[row]) == limit + 1:  # from here on all of its keys are others
+            self._tables.commit(row, 0)
+
+    def release(self) -> None:
+        for row in range(len(self.tokens)):
+            self._tables.release(row)
+
+    def _unread(self, row: int) -> Span:
+        """All but the last token."""
+        text, start = self.tokens[row], self._tables.num_cached(row)
+        return Span(row, start, text[start:-1], 0, len(text))
+
+    def _feed(self, spans: list[Span]) -> Tensor:
+        for span in spans:
+            if not self._tables.reserve(span.row, span.start + len(span.tokens)):
+                raise RequestError(
+                    f"the KV pool of {self._tables.capacity} tokens cannot hold all {len(self.tokens)} rows at once, which processors that "
+                    "keep state need; pass fewer rows, or lower max_new_tokens"
+                )
+        return self._runner.feed(spans)
+
+
+def _passes(spans: list[Span]) -> Iterator[list[Span]]:
+    """Pieces of the spans, at most PIECE tokens at once."""
+    group: list[Span] = []
+    room = PIECE
+    for span in spans:
+        start = 0
+        while start < len(span.tokens):
+            tokens = span.tokens[start : start + room]
+            group.append(replace(span, start=span.start + start, tokens=tokens))
+            start, room = start + len(tokens), room - len(tokens)
+            if room == 0:
+                yield group
+                group, room = [], PIECE
+    if group:
+        yield group
+
+
+def decode_in_order(llm: LLM, batch: Batch) -> Decoded:
+    """Continue every row to its end, one token a step for all that have not ended, whatever drafts.
+
+    Raises
+    ------
+    EchelonError   a row cannot be served
+    Exception      what a processor or a criterion raised
+    """
+    for prompt in batch.prompts:
+        llm.check_prompt(prompt, batch.sampler(0).params)
+    with llm.exclusive() as engine:
+        texts = Texts(engine.target, batch.prompts)
+        try:
+            return _decode(texts, batch)
+        finally:
+            texts.release()
+
+
+def _decode(texts: Texts, batch: Batch) -> Decoded:
+    ids, device = batch.input_ids, batch.input_ids.device
+    scores: list[Tensor] = []
+    logits: list[Tensor] = []
+    new: list[list[int]] = [[] for _ in range(batch.num_rows)]
+    is_going = torch.ones(batch.num_rows, dtype=torch.bool, device=device)
+    while bool(is_going.any()):
+        live = is_going.nonzero().flatten().tolist() if batch.has_end_token else list(range(batch.num_rows))
+        found = texts.logits(live)
+        raw = torch.zeros(batch.num_rows, found.shape[1], device=device)
+        raw[live] = found.to(device)
+        after = processed(batch.processors, ids, raw)
+        if batch.keeps_scores:
+            scores.append(_only(live, after))
+        if batch.keeps_logits:
+            logits.append(raw)
+        tokens = _chosen(texts, batch, after, live)
+        for row in live:
+            texts.append(row, tokens[row])
+            new[row].append(tokens[row])
+        ids = torch.cat([ids, ids.new_tensor(tokens)[:, None]], dim=1)
+        is_going &= ~batch.criteria(ids, tuple(scores) if batch.keeps_scores else None)
+        if batch.stream is not None:
+            batch.stream.show(new, (~is_going & batch.has_end_token).tolist(), batch.pad)
+    return Decoded(new, ids.shape[1] - batch.input_ids.shape[1], scores, logits)
+
+
+def _only(rows: list[int], scores: Tensor) -> Tensor:
+    """Scores [B, V] with 0 in all other rows, which have ended."""
+    out = torch.zeros_like(scores)
+    out[rows] = scores[rows]
+    return out
+
+
+def _chosen(texts: Texts, batch: Batch, scores: Tensor, rows: list[int]) -> list[int]:
+    """A token for every row of the batch: a pad for those that have ended."""
+    places = [Place(batch.sampler(row), scores[row].float().cpu().numpy(), texts.tokens[row]) for row in rows]
+    chosen = dict(zip(rows, choose(places), strict=True))
+    return [chosen.get(row, batch.pad) for row in range(batch.num_rows)]
