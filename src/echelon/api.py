@@ -13,6 +13,7 @@ from itertools import count
 from typing import Any
 
 from echelon.assembly import build_engine
+from echelon.chat import render_chat
 from echelon.config import EngineConfig, SpeculativeConfig, check_together, speculative
 from echelon.drafters.heads import head_for, tapped_head
 from echelon.engine import Engine
@@ -26,7 +27,7 @@ from echelon.stats import Stats
 from echelon.strategies import build_storage
 from echelon.target.headtest import warn_of_chance
 from echelon.target.loading import LoadedModel, check_vocabularies, load_model
-from echelon.text import Detokenizer, render_chat
+from echelon.text import Detokenizer
 
 Prompt = str | SequenceOf[int]
 MOST_CHARACTERS_PER_TOKEN = 64  # on average over a prompt
@@ -254,8 +255,7 @@ class LLM:
         if tokenizer is None or tokenizer.chat_template is None:
             raise RequestError(f"{self.target.name!r} has no chat template; give a prompt instead of messages")
         self._check_characters(sum(len(text) for m in messages for text in m.values() if isinstance(text, str)))
-        rendered = render_chat(tokenizer, messages)
-        self._check_characters(len(rendered))
+        rendered = render_chat(tokenizer, messages, MOST_CHARACTERS_PER_TOKEN * self.max_len)
         return self.encode(rendered, add_special_tokens=False)
 
     def check_prompt(self, tokens: SequenceOf[int], params: SamplingParams) -> None:

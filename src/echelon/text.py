@@ -1,19 +1,11 @@
-"""Token ids to text, one token at a time, and the search for stop strings in it; conversations to text."""
+"""Token ids to text, one token at a time, and the search for stop strings in it."""
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any, Protocol
-
-from echelon.errors import RequestError
+from typing import Protocol
 
 REPLACEMENT = "\ufffd"
-TEMPLATE_SECONDS = 5.0  # of processor time that a chat template may take
 NUM_CONTEXT_TOKENS = 6  # of the prompt, so that the first piece is decoded as a continuation
 
 
@@ -102,42 +94,3 @@ def num_held_back(text: str, stop: SequenceOf[str]) -> int:
                 longest = length
                 break
     return longest
-
-
-class ChatTokenizer(Protocol):
-    """The part of a tokenizer that conversations need."""
-
-    def apply_chat_template(self, conversation: list[Any], *, add_generation_prompt: bool, tokenize: bool) -> str: ...
-
-
-def render_chat(tokenizer: ChatTokenizer, messages: SequenceOf[Mapping[str, str]]) -> str:
-    """A conversation in the model's own template, ready for the assistant's turn. The template runs in Jinja's sandbox, for
-    TEMPLATE_SECONDS at most.
-
-    Raises
-    ------
-    RequestError  the template refuses the conversation, fails, or takes too long
-    """
-    try:
-        with time_limit(TEMPLATE_SECONDS):
-            return tokenizer.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True, tokenize=False)
-    except Exception as error:
-        raise RequestError(f"the chat template cannot render this conversation: {error or type(error).__name__}") from error
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """`TimeoutError` in this thread once what runs inside has used so much processor time; seen between lines of Python."""
-    end = time.thread_time() + seconds
-
-    def trace(_frame: FrameType, _event: str, _argument: Any) -> Any:
-        if time.thread_time() > end:
-            raise TimeoutError(f"it took more than {seconds} s")
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)

@@ -1,0 +1,245 @@
+"""Conversations become the text that `transformers` makes of them, in a process whose time and memory are limited."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+from transformers import AutoTokenizer
+
+import servers
+import toys
+from echelon import LLM, RequestError
+from echelon.chat import RENDERER, TEMPLATE_BYTES, Renderer, RendererError, render_chat
+from echelon.demo import TARGET
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "one": MESSAGES,
+    "three": [
+        {"role": "system", "content": "Be brief.\n"},
+        {"role": "user", "content": "  What is <b>\"2\" & '3'</b>? </s><|im_end|>\n"},
+        {"role": "assistant", "content": "5 ☃ 漢字 🦀 \ud800"},
+        {"role": "user", "content": "Sure?"},
+    ],
+    "more": [
+        {"role": "user", "content": "Weather?", "name": "ann"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "w", "arguments": {"at": "Rome", "n": 1.5}}}]},
+        {"role": "tool", "content": '{"t": 21}', "tool_call_id": "a1"},
+        {"role": "assistant", "content": [{"type": "text", "text": "21"}], "reasoning": "as it says"},
+        {"role": "user", "content": ""},
+    ],
+}
+# in the style of the families that are named, with what their own ones use of the language
+TEMPLATES = {
+    "chatml": "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + (m['content'] or '') | string + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "llama 2": "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system = messages[0]['content'] %}"
+    "{% else %}{% set loop_messages = messages %}{% set system = false %}{% endif %}{% for m in loop_messages %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if loop.index0 == 0 and system %}{% set c = '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + m['content'] %}"
+    "{% else %}{% set c = m['content'] %}{% endif %}"
+    "{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + c.strip() + ' [/INST]' }}"
+    "{% elif m['role'] == 'assistant' %}{{ ' ' + c.strip() + ' ' + eos_token }}{% endif %}{% endfor %}",
+    "llama 3": "{{- bos_token }}\n{%- if custom_tools is defined %}\n    {%- set tools = custom_tools %}\n{%- endif %}\n"
+    "{%- if not date_string is defined %}\n    {%- set date_string = strftime_now('%C') %}\n{%- endif %}\n"
+    "{%- if not tools is defined %}\n    {%- set tools = none %}\n{%- endif %}\n"
+    "{{- '<|start_header_id|>system<|end_header_id|>\n\nToday: ' + date_string }}\n"
+    "{%- for message in messages %}\n    {%- if message.role == 'tool' or message.role == 'ipython' %}\n"
+    "        {{- message.content | tojson }}\n    {%- elif 'tool_calls' in message %}\n"
+    "        {%- for t in message.tool_calls %}{{- t.function.arguments | tojson(indent=4) }}{%- endfor %}\n"
+    "    {%- elif message.content is string %}\n        {{- message['content'] | trim + '<|eot_id|>' }}\n    {%- endif %}\n{%- endfor %}\n"
+    "{%- if tools is none %}{{- 'no tools' }}{%- endif %}",
+    "gemma": "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'assistant') %}{% set role = 'model' %}"
+    "{% else %}{% set role = message['role'] %}{% endif %}"
+    "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}",
+    "qwen 3": "{%- set ns = namespace(multi_step_tool=true, last=messages|length - 1) %}{%- for message in messages[::-1] %}"
+    "{%- set index = (messages|length - 1) - loop.index0 %}{%- if ns.multi_step_tool and message.role == 'user' %}"
+    "{%- set ns.multi_step_tool = false %}{%- set ns.last = index %}{%- endif %}{%- endfor %}{{ ns.last }}"
+    "{%- for message in messages %}{%- if loop.index0 > 1 %}{%- break %}{%- endif %}"
+    "{{ message.reasoning_content }}{{ message.thinking }}{{ dict(a=message.role) | tojson }}{%- endfor %}",
+    "smol": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}{{ documents }}{{ undefined_thing }}",
+    "macros": "{%- macro show(m, deep=false) -%}\n  {{- m.items() | list | length }}:{{ m.content | default('-', true) | upper }}\n{%- endmacro -%}"
+    "{% for m in messages if m.role != 'system' %}{{ show(m) }}{{ ', ' if not loop.last }}{% else %}none{% endfor %}\n"
+    "  {# a comment #}\n  {% if unk_token is defined %}{{ unk_token }}{% endif %}\n tail \n",
+}
+SHORT = 1.0
+HOSTILE = {
+    "a long list": "{{ [1] * 10**9 }}",
+    "a long string": "{{ 'a' * 10**10 }}",
+    "a wide column": "{{ '%10000000000d' % 1 }}",
+    "a big power": "{{ 9 ** (9 ** 9) }}",
+    "a big power of an input": "{{ (messages | length + 8) ** (9 ** 9) }}",
+    "a long loop": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "much text": "{% for i in range(99999) %}{% for j in range(99999) %}{{ messages[0].content * 9999 }}{% endfor %}{% endfor %}",
+    "no bottom": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "brackets": "{{" + "(" * 50000 + "1" + ")" * 50000 + "}}",
+    "many pieces": "{{ messages[0].content.replace('', 'x' * 9999999).replace('', 'y' * 9999) }}",
+}
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TARGET)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.chat.TEMPLATE_SECONDS", SHORT)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return servers.build()
+
+
+@pytest.fixture
+def template(llm: LLM) -> Iterator[Any]:
+    """Sets the chat template of the model's tokenizer."""
+    tokenizer: Any = llm.target.tokenizer
+    before = tokenizer.chat_template
+    yield lambda text: setattr(tokenizer, "chat_template", text)
+    tokenizer.chat_template = before
+
+
+def own_text(tokenizer: Any, messages: list[dict[str, Any]]) -> str | None:
+    """What `transformers` makes of a conversation; None where its template refuses."""
+    try:
+        text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except Exception:
+        return None
+    return text
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("name", ["own", "several", *TEMPLATES])
+def test_a_conversation_is_the_text_that_transformers_makes_of_it(tokenizer: Any, name: str, conversation: str) -> None:
+    messages = CONVERSATIONS[conversation]
+    tokenizer.add_special_tokens({"unk_token": "<unk>", "cls_token": "<c>"})
+    if name != "own":
+        tokenizer.chat_template = {"default": TEMPLATES["chatml"], "tool_use": "no"} if name == "several" else TEMPLATES[name]
+    expected = own_text(tokenizer, messages)
+    if expected is None:
+        with pytest.raises(RequestError, match="cannot render"):
+            render_chat(tokenizer, messages, 10**6)
+    else:
+        assert render_chat(tokenizer, messages, 10**6) == expected
+
+
+def test_most_of_the_templates_render(tokenizer: Any) -> None:
+    """Else the test above compares nothing."""
+    texts = []
+    for text in TEMPLATES.values():
+        tokenizer.chat_template = text
+        texts += [own_text(tokenizer, messages) for messages in CONVERSATIONS.values()]
+    assert sum(text is not None for text in texts) >= len(texts) - 4
+
+
+@pytest.mark.parametrize("name", HOSTILE if toys.PROVE else ["a long list", "a long string", "a big power", "brackets"])
+def test_a_hostile_template_has_limits_of_time_and_memory(llm: LLM, template: Any, short: None, name: str) -> None:
+    """This process neither works for it nor grows, and the next conversation is rendered."""
+    llm.encode_chat(MESSAGES)
+    template(HOSTILE[name])
+    start, before = time.process_time(), psutil.Process().memory_info().rss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(RequestError, match="cannot render|characters"):
+        llm.encode_chat(MESSAGES)
+    assert time.process_time() - start < SHORT
+    assert psutil.Process().memory_info().rss < before + 2**25
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < max(peak * 1024, before) + 2**25
+    template("{{ messages[0].content }}")
+    assert llm.target.tokenizer.decode(llm.encode_chat(MESSAGES)) == "hi"
+    assert RENDERER.pid is not None and psutil.Process(RENDERER.pid).memory_info().rss < 2**27 + TEMPLATE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ messages.secret.deep }}", "no attribute"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{% if %}", "Expected an expression"),
+        ("{% include 'other' %}", "loader"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s of processor time"),
+        ("{{ [1] * 10**9 }}", "more than 512 MiB of memory"),
+        ("{{ raise_exception('x' * 10**6) }}", "x" * 900),
+        ("{{ 'x' * 1000000 }}", "becomes 1,000,000 characters, more than 131,072 can fit"),
+    ],
+)
+def test_a_chat_template_that_fails_says_why(llm: LLM, template: Any, short: None, text: str, words: str) -> None:
+    template(text)
+    with pytest.raises(RequestError, match=words) as caught:
+        llm.encode_chat(MESSAGES)
+    assert len(str(caught.value)) < 1500
+
+
+@pytest.mark.parametrize("messages", [[{"role": "user", "content": object()}], [{1: {2}}], [5], [["user", "hi"]], [{"role": b"x"}]])
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(RequestError):
+        render_chat(llm.target.tokenizer, messages, 1000)
+    assert llm.encode_chat(MESSAGES)
+
+
+def test_livez_answers_while_a_template_runs(llm: LLM, template: Any, short: None) -> None:
+    template(HOSTILE["a big power of an input"])
+    with servers.serving(llm) as running, running.client() as client:
+        answers: list[int] = []
+        asking = threading.Thread(
+            target=lambda: answers.append(client.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1}).status_code)
+        )
+        start, num_alive = time.process_time(), 0
+        asking.start()
+        with running.client() as other:
+            while asking.is_alive():
+                num_alive += other.get("/livez").status_code == 200
+                asking.join(0.02)
+        assert answers == [400]
+        assert num_alive > 5
+        assert time.process_time() - start < 5 * SHORT + 0.02 * num_alive
+
+
+def test_the_renderer_is_small_single_and_started_again(llm: LLM) -> None:
+    llm.encode_chat(MESSAGES)
+    assert (pid := RENDERER.pid) is not None
+    worker = psutil.Process(pid)
+    assert worker.memory_info().rss < 2**27
+    assert not any("torch" in mapped.path for mapped in worker.memory_maps())
+    llm.encode_chat(MESSAGES)
+    assert RENDERER.pid == pid
+    os.kill(pid, signal.SIGKILL)
+    worker.wait()
+    assert llm.encode_chat(MESSAGES)
+    assert RENDERER.pid not in (None, pid)
+
+
+def test_the_renderer_ends_with_whoever_started_it() -> None:
+    """However that ends: it reads from a socket that the operating system closes then."""
+    renderer = Renderer()
+    answer = renderer.render({"template": "{{ a }}", "messages": MESSAGES, "special_tokens": {"a": "b"}, "most_characters": 9})
+    assert answer == {"text": "b"}
+    assert renderer.pid is not None and renderer._socket is not None
+    worker = psutil.Process(renderer.pid)
+    renderer._socket.close()
+    worker.wait(60.0)
+    renderer.close()
+    assert renderer.pid is None
+
+
+def test_a_renderer_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    (tmp_path / "broken.py").write_text("raise ImportError('no jinja')")
+    monkeypatch.setattr("echelon.chat.WORKER", tmp_path / "broken.py")
+    renderer = Renderer()
+    with pytest.raises(RendererError, match="status 1"):
+        renderer.render({"template": "", "messages": [], "special_tokens": {}, "most_characters": 9})
+    renderer.close()
