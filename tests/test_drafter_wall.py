@@ -57,35 +57,35 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 # What is raised
 
 
-class Mute(Exception):
+class MuteError(Exception):
     def __str__(self) -> str:
         raise RuntimeError("nor can this be told")
 
     __repr__ = __str__
 
 
-class Quitter(Exception):
+class QuitterError(Exception):
     def __str__(self) -> str:
         raise SystemExit(3)
 
     __repr__ = __str__
 
 
-class NoText(Exception):
-    def __str__(self) -> Any:  # type: ignore[override]
+class NoTextError(Exception):
+    def __str__(self) -> Any:  # type: ignore[override]  # noqa: PLE0307
         return 5
 
 
-class Placeless(EchelonError):
+class PlacelessError(EchelonError):
     @property
     def place(self) -> str:  # type: ignore[override]
         raise GeneratorExit
 
 
-class Causeless(Exception):
+class CauselessError(Exception):
     @property
     def __cause__(self) -> Any:  # type: ignore[override]
-        raise Mute
+        raise MuteError
 
 
 class Nameless(type):
@@ -94,7 +94,7 @@ class Nameless(type):
         raise SystemExit(4)
 
 
-class Unnamed(Exception, metaclass=Nameless): ...
+class UnnamedError(Exception, metaclass=Nameless): ...
 
 
 def endless() -> None:
@@ -118,14 +118,14 @@ ERRORS: dict[str, Callable[[], None]] = {
     "CancelledError": raising(asyncio.CancelledError()),
     "BaseException": raising(BaseException("bare")),
     "group": raising(ExceptionGroup("two", [ValueError("a"), KeyError("b")])),
-    "base group": raising(BaseExceptionGroup("two", [SystemExit(2), Mute()])),
-    "str raises": raising(Mute()),
-    "str exits": raising(Quitter()),
-    "str is none": raising(NoText()),
+    "base group": raising(BaseExceptionGroup("two", [SystemExit(2), MuteError()])),
+    "str raises": raising(MuteError()),
+    "str exits": raising(QuitterError()),
+    "str is none": raising(NoTextError()),
     "huge text": raising(ValueError("x" * 10**7)),
-    "place raises": raising(Placeless()),
-    "cause raises": raising(Causeless()),
-    "name raises": raising(Unnamed()),
+    "place raises": raising(PlacelessError()),
+    "cause raises": raising(CauselessError()),
+    "name raises": raising(UnnamedError()),
 }
 
 
@@ -240,7 +240,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "swapped bytes": lambda a: a.astype(a.dtype.newbyteorder()),
     "dates": lambda a: a.astype(np.int64).astype("datetime64[s]"),
     "tensor": torch.from_numpy,
-    "masked": lambda a: np.ma.masked_all_like(a),  # type: ignore[no-untyped-call]
+    "masked": np.ma.masked_all_like,
     "scalar": lambda a: a.reshape(-1)[:1].reshape(()) if a.size else np.zeros((), a.dtype),
     "two columns": lambda a: np.stack([a, a], -1),
     "short": lambda a: a[:-1],

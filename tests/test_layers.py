@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "echelon"
 LEVELS = [
     {"errors"},
     {"config"},
-    {"sampling", "draft", "stats", "text", "chat", "chat_worker", "memory", "kv.blocks", "kv.lines"},
+    {"sampling", "draft", "stats", "text", "chat", "text_process", "text_worker", "memory", "kv.blocks", "kv.lines"},
     {"sequence", "trees"},
     {"outputs"},
     {"batch", "selection"},

@@ -19,7 +19,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 import servers
-from echelon import ConfigError, RequestError, SamplingParams
+from echelon import ConfigError, SamplingParams
 from echelon.cli import main
 from echelon.server.config import ServerConfig, read_keys
 from echelon.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest

@@ -148,7 +148,6 @@ class GuardedDrafter:
             self._unheard.update(dict.fromkeys(row.sequence.id for row in rows))
             return
 
-
         def hear() -> bool:
             self.drafter.observe(rows, verdict, taps)
             return True
