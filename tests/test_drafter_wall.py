@@ -72,8 +72,8 @@ class QuitterError(Exception):
 
 
 class NoTextError(Exception):
-    def __str__(self) -> Any:  # type: ignore[override]  # noqa: PLE0307
-        return 5
+    def __str__(self) -> Any:  # type: ignore[override]
+        return 5  # noqa: PLE0307
 
 
 class PlacelessError(EchelonError):

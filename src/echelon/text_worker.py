@@ -1,6 +1,7 @@
 """The process for work on text: renders chat templates with `transformers`' own Jinja environment, and tokenizes long texts.
 
-`echelon.text_process` starts it. It reads work from the socket that is its standard input, and answers there, until that is closed. It imports nothing of this package, and no torch: it is to be small.
+`echelon.text_process` starts it. It reads work from the socket that is its standard input, and answers there, until that is closed. It
+imports nothing of this package, and no torch: it is to be small.
 """
 
 from __future__ import annotations
