@@ -164,7 +164,7 @@ def engine(name: str, mode: str, drafter: str, **settings: Any) -> LLM:
     settings = {"block_size": 8, "kv_cache_memory_bytes": 1 << 18} | settings
     llm = LLM(served(name), DRAFTERS[drafter] or None, draft, own, **settings)
     if isinstance(llm.engine.drafter, GuardedDrafter):
-        llm.engine.drafter._time_limit = math.inf  # not for the interpreter
+        llm.engine.drafter._timer.fixed = math.inf  # not for the interpreter
     return toys.watch(llm)
 
 

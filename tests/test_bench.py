@@ -188,6 +188,7 @@ def test_a_draft_model_works_and_acceptance_is_replayed(tmp_path: Path) -> None:
     law = SpeculativeConfig(method="replay", num_speculative_tokens=4, replay_histogram=str(tmp_path / "law.json"))
     llm = LLM(target(), default_methods()[2].config, draft(), max_num_seqs=5)
     llm.engine.drafter = ReplayedDraftModel(llm.engine.drafter, law, target().vocab_size)
+    llm.engine.acceptance = "replayed"
     llm.generate(PROMPTS, GREEDY)
     full = {tuple(entry[:2]) for entry in llm.stats.histogram() if entry[0] == 4}
     assert full == {(4, 1), (4, 4)}

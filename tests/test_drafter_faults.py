@@ -129,7 +129,7 @@ class Failing:
             return draft
         self.hit |= {row.sequence.id for row in rows}
         draft = self._propose(rows)
-        self.clock += 11.0 if self._fault == "too slow" else 0.0
+        self.clock += 1.0 if self._fault == "too slow" else 0.0
         return self._broken(draft, rows, self._guard._vocab_size)
 
     def _note(self, rows: Rows, draft: Draft) -> None:

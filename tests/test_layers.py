@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "echelon"
 LEVELS = [
     {"errors"},
     {"config"},
-    {"sampling", "token_counts", "draft", "stats", "text", "memory", "kv.blocks", "kv.lines"},
+    {"sampling", "token_counts", "draft", "stats", "text", "chat", "text_process", "text_worker", "memory", "kv.blocks", "kv.lines"},
     {"sequence", "trees"},
     {"outputs"},
     {"batch", "selection"},

@@ -19,11 +19,11 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 import servers
-from echelon import ConfigError, RequestError, SamplingParams
+from echelon import ConfigError, SamplingParams
 from echelon.cli import main
 from echelon.server.config import ServerConfig, read_keys
 from echelon.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
-from echelon.text import num_held_back, render_chat
+from echelon.text import num_held_back
 from servers import MODEL, PROMPTS, Running
 
 KEY = "a-key-of-thirty-two-characters-x"
@@ -759,32 +759,6 @@ def test_a_long_prompt_does_not_stall_others() -> None:
 )
 def test_only_beginnings_of_stop_strings_are_held_back(text: str, stop: list[str], held: int) -> None:
     assert num_held_back(text, stop) == held
-
-
-class Template:
-    """A tokenizer whose chat template is what a test makes of it."""
-
-    def __init__(self, render: Any) -> None:
-        self.apply_chat_template = lambda messages, **_: render(messages)
-
-
-def test_a_chat_template_has_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echelon.text.TEMPLATE_SECONDS", 0.05)
-
-    def forever(_: Any) -> str:
-        while True:
-            pass
-
-    def refuses(_: Any) -> str:
-        raise ValueError("roles must alternate")
-
-    for render, words in ((forever, "more than 0.05 s"), (refuses, "roles must alternate")):
-        with pytest.raises(RequestError, match=words):
-            render_chat(Template(render), MESSAGES)  # type: ignore[arg-type]
-    llm = servers.build()
-    monkeypatch.setattr(llm.target.tokenizer, "apply_chat_template", lambda *_, **__: "x" * (64 * llm.max_len + 1))
-    with pytest.raises(RequestError, match="characters"):
-        llm.encode_chat(MESSAGES)
 
 
 # The benchmark client

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from echelon import LLM
 from echelon.draft import Draft
+from echelon.drafters.guard import GuardedDrafter
 from echelon.kv.cache import KVCache
 from echelon.ops.slots import by_slot
 from echelon.sequence import PlannedRow
@@ -171,6 +173,8 @@ def watch(llm: LLM, is_faulty: bool = False) -> LLM:
                 (by_slot(storage) if isinstance(cache, KVCache) else storage)[stale] = poison(cache)
         return grown
 
+    if isinstance(guard := llm.engine.drafter, GuardedDrafter) and not is_faulty:
+        guard._timer.fixed = math.inf  # how busy the machine is decides nothing
     for cache in caches(llm):
         for storage in (*cache.keys, *cache.values):
             storage.fill_(poison(cache))

@@ -13,6 +13,7 @@ from itertools import count
 from typing import Any
 
 from echelon.assembly import build_engine
+from echelon.chat import encode_text, render_chat
 from echelon.config import EngineConfig, SpeculativeConfig, check_together, speculative
 from echelon.drafters.heads import head_for, tapped_head
 from echelon.engine import Engine
@@ -27,7 +28,7 @@ from echelon.stats import Stats
 from echelon.strategies import build_storage
 from echelon.target.headtest import warn_of_chance
 from echelon.target.loading import LoadedModel, check_vocabularies, load_model
-from echelon.text import Detokenizer, render_chat
+from echelon.text import Detokenizer
 
 Prompt = str | SequenceOf[int]
 MOST_CHARACTERS_PER_TOKEN = 64  # on average over a prompt
@@ -239,10 +240,9 @@ class LLM:
             raise RequestError(f"{self.target.name!r} has no tokenizer; give prompts as lists of token ids")
         self._check_characters(len(text))
         try:
-            ids: list[int] = self.target.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return encode_text(self.target.tokenizer, text, add_special_tokens)
         except UnicodeError as error:
             raise RequestError(f"the prompt is no valid Unicode text ({error}); remove lone surrogates") from None
-        return ids
 
     def _check_characters(self, count: int) -> None:
         """Before work that grows with the text: no token is that long."""
@@ -257,9 +257,12 @@ class LLM:
         if tokenizer is None or tokenizer.chat_template is None:
             raise RequestError(f"{self.target.name!r} has no chat template; give a prompt instead of messages")
         self._check_characters(sum(len(text) for m in messages for text in m.values() if isinstance(text, str)))
-        rendered = render_chat(tokenizer, messages)
-        self._check_characters(len(rendered))
+        rendered = render_chat(tokenizer, messages, MOST_CHARACTERS_PER_TOKEN * self.max_len)
         return self.encode(rendered, add_special_tokens=False)
+
+    def room_after(self, num_tokens: int) -> int:
+        """How many tokens can follow a prompt of so many, in the context and in the KV pool."""
+        return min(self.max_len, self.engine.scheduler.capacity) - num_tokens
 
     def check_prompt(self, tokens: SequenceOf[int], params: SamplingParams) -> None:
         """Raise `RequestError` for what this model cannot serve."""

@@ -35,8 +35,9 @@ def build_engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: 
     if spec is None:
         return Engine(target, NoDrafter(), scheduler, ahead=ahead)
     drafter = _drafter(config, spec, storage, head)
-    guard = GuardedDrafter(drafter, target.loaded.vocab_size, spec.grows_trees)
-    engine = Engine(target, guard, scheduler, _acceptance(spec), ahead)
+    acceptance = _acceptance(spec)
+    guard = GuardedDrafter(drafter, target.loaded.vocab_size, spec.grows_trees, may_replay=acceptance == "replayed")
+    engine = Engine(target, guard, scheduler, acceptance, ahead)
     engine.stats.drafter_faults = guard.faults
     if len(storage.runners) > 1:
         engine.stats.draft = storage.runners[1].usage
@@ -87,6 +88,8 @@ def _drafter(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, he
 
 
 def _acceptance(spec: SpeculativeConfig) -> Acceptance:
+    if spec.method == "replay":
+        return "replayed"
     if spec.acceptance != "typical":
         return spec.acceptance
     logger.warning("acceptance 'typical' is LOSSY: above temperature 0 the text is not distributed as the target's own")

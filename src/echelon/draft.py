@@ -20,7 +20,8 @@ class Draft:
     parents int32[N]    index of the parent among the row's own nodes; −1: child of the row's last known token
     indptr  int32[B+1]  starts at 0
     probs   float64[N, V] or None  the distribution each token was drawn from, where rejection asks; None: proposed with certainty
-    replayed int32[B] or None  how many tokens to keep, whatever the target says: set by the `replay` drafter alone, whose text is no text
+    replayed int32[B] or None  how many tokens to keep, whatever the target says: set by the `replay` drafter alone, whose text is no text,
+                                 and heeded only where the configuration names it
     """
 
     tokens: Int32

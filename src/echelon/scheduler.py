@@ -91,12 +91,16 @@ class Scheduler:
         self.check_size(min(sequence.max_len, sequence.num_prompt_tokens + sequence.params.max_tokens))
         self.waiting.append(sequence)
 
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest text that the whole pool holds."""
+        return min(t.capacity for t in self._tables) - (self._num_speculative_tokens if self._grows_trees else 0)
+
     def check_size(self, num_tokens: int) -> None:
         """Raise `RequestError` for a text that the whole pool could not hold."""
-        capacity = min(t.capacity for t in self._tables) - (self._num_speculative_tokens if self._grows_trees else 0)
-        if num_tokens > capacity:
+        if num_tokens > self.capacity:
             raise RequestError(
-                f"the request may grow to {num_tokens} tokens, but the KV pool holds {capacity}; "
+                f"the request may grow to {num_tokens} tokens, but the KV pool holds {self.capacity}; "
                 "raise kv_cache_memory_bytes or lower max_tokens"
             )
 

@@ -1,22 +1,15 @@
-"""Token ids to text, one token at a time, and the search for stop strings in it; conversations to text."""
+"""Token ids to text, one token at a time, and the search for stop strings in it."""
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
 from functools import partial
-from types import FrameType
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerFast
 
-from echelon.errors import RequestError
-
 REPLACEMENT = "\ufffd"
-TEMPLATE_SECONDS = 5.0  # of processor time that a chat template may take
 CONTEXT_SIZES = (6, 12, 24, 48, 96)  # tokens of the prompt that are tried in turn as what the output continues
 MOST_BYTES = 4  # of a character in UTF-8, so also the most tokens that one character can take
 
@@ -177,42 +170,3 @@ def num_held_back(text: str, stop: SequenceOf[str]) -> int:
                 longest = length
                 break
     return longest
-
-
-class ChatTokenizer(Protocol):
-    """The part of a tokenizer that conversations need."""
-
-    def apply_chat_template(self, conversation: list[Any], *, add_generation_prompt: bool, tokenize: bool) -> str: ...
-
-
-def render_chat(tokenizer: ChatTokenizer, messages: SequenceOf[Mapping[str, str]]) -> str:
-    """A conversation in the model's own template, ready for the assistant's turn. The template runs in Jinja's sandbox, for
-    TEMPLATE_SECONDS at most.
-
-    Raises
-    ------
-    RequestError  the template refuses the conversation, fails, or takes too long
-    """
-    try:
-        with time_limit(TEMPLATE_SECONDS):
-            return tokenizer.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True, tokenize=False)
-    except Exception as error:
-        raise RequestError(f"the chat template cannot render this conversation: {error or type(error).__name__}") from error
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """`TimeoutError` in this thread once what runs inside has used so much processor time; seen between lines of Python."""
-    end = time.thread_time() + seconds
-
-    def trace(_frame: FrameType, _event: str, _argument: Any) -> Any:
-        if time.thread_time() > end:
-            raise TimeoutError(f"it took more than {seconds} s")
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)

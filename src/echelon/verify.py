@@ -38,7 +38,7 @@ class Typical:
         return bool(probabilities[token] > min(self.threshold, self.alpha * np.exp(-entropy)))
 
 
-Acceptance = Literal["exact", "rejection"] | Typical
+Acceptance = Literal["exact", "rejection", "replayed"] | Typical  # replayed: as many tokens as the draft says, whatever the target says
 ARGMAX_TILE = 128
 
 
@@ -145,9 +145,9 @@ def accepted_path(tokens: list[int], parents: list[int], own: list[int]) -> list
     return path
 
 
-def kept_path(draft: Draft, i: int, own: list[int]) -> list[int]:
-    """What row i keeps of its draft."""
-    if draft.replayed is not None:
+def kept_path(draft: Draft, i: int, own: list[int], acceptance: Acceptance) -> list[int]:
+    """What row i keeps of its draft: what equals the target's own tokens, unless the configuration has acceptance replayed."""
+    if acceptance == "replayed" and draft.replayed is not None:
         return list(range(int(draft.replayed[i])))
     return accepted_path(draft.row(i), draft.row_parents(i), own)
 
@@ -178,7 +178,7 @@ def verify(draft: Draft, logits: Tensor, rows: SequenceOf[PlannedRow], acceptanc
                 if isinstance(acceptance, Typical) and not row.sequence.params.is_greedy:
                     path = typical_path(draft, i, logits[start:end], row, acceptance)
                 else:
-                    path = kept_path(draft, i, own[start:end])
+                    path = kept_path(draft, i, own[start:end], acceptance)
                 extra = own[start + _last_place(path)]
             logprobs = _logprobs(row, logits[start:end], path, [*(tokens[node] for node in path), extra])
         except Exception as error:

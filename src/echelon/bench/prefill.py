@@ -204,5 +204,6 @@ class PrefilledRun:
         time_parts(llm)
         if self._law is not None:
             llm.engine.drafter = ReplayedDraftModel(llm.engine.drafter, self._law, self._target.vocab_size)
+            llm.engine.acceptance = "replayed"
             llm.engine.ahead = None  # which would keep what the target does
         return llm

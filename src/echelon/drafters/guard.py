@@ -3,6 +3,9 @@
 Its drafts are checked before the target sees them, and a bad one is replaced by none. After three failures it is cut off for a while and
 then tried again. It hears of every verdict meanwhile, so that what it keeps of a row is current when it comes back. A proposal that failed
 is to it one of which nothing was accepted; where it fails in hearing of a verdict, it starts on those rows anew.
+
+No call can be interrupted. What bounds the waiting is that a drafter is cut off as soon as its calls have taken 2 seconds too long, in one
+call or in many.
 """
 
 from __future__ import annotations
@@ -12,18 +15,82 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.draft import Draft, Int32, node_depths
 from echelon.drafters.base import Drafter
+from echelon.errors import EchelonError, place_of
 from echelon.sequence import PlannedRow
 from echelon.verify import Verdict
 
 logger = logging.getLogger("echelon")
+T = TypeVar("T")
 MOST_FAILURES = 3
 NUM_GOOD = 100  # proposals in a row that make up for earlier failures
+NUM_STEPS = 20  # a call may take as long as so many steps of the target,
+SHORTEST_LIMIT = 0.5  # at least so many seconds
+LONGEST_WAIT = 2.0  # and at most these, which are as long as a stream should ever wait
+NEWEST_SHARE = 0.1  # of the newest step in the mean of what steps take
+LONGEST_PAUSE = 1800.0  # seconds without a drafter that fails whenever it is tried again
+
+
+class BadDraftError(EchelonError):
+    """A proposal that the target must not be fed."""
+
+
+class CallTimer:
+    """What a drafter's calls may take, by what the target's steps take: NUM_STEPS of them, within SHORTEST_LIMIT and LONGEST_WAIT. Where
+    one step takes longer, that; and where the drafter has a prompt to read, as long as the target took to read it.
+
+    fixed   seconds that a call may take, whatever steps take; None: as above
+    excess  seconds that calls took beyond that number of steps, all together; what a step does not use of it is paid back
+    """
+
+    def __init__(self, fixed: float | None) -> None:
+        self.fixed, self.excess = fixed, 0.0
+        self._step: float | None = None  # seconds, on average
+        self._reading: dict[int, float] = {}  # row → seconds of the steps in which the target read it, since it was last drafted for
+
+    def end_step(self, seconds: float | None, rows: SequenceOf[PlannedRow]) -> None:
+        """The target took so long for a step with these rows; None: nobody knows."""
+        if seconds is not None:
+            self._step = seconds if self._step is None else self._step + NEWEST_SHARE * (seconds - self._step)
+            for row in rows:
+                if row.num_new > 1:
+                    self._reading[row.sequence.id] = self._reading.get(row.sequence.id, 0.0) + seconds
+        self.excess = max(0.0, self.excess) - max(NUM_STEPS * (self._step or 0.0), self._reading_seconds(rows))
+
+    def end_reading(self, rows: SequenceOf[PlannedRow]) -> None:
+        """The drafter has read those of the rows that it was asked to draft for."""
+        if self._reading:
+            for row in rows:
+                if row.max_draft_tokens > 0:
+                    self.forget(row.sequence.id)
+
+    def forget(self, row: int) -> None:
+        self._reading.pop(row, None)
+
+    def limit(self, rows: SequenceOf[PlannedRow]) -> float:
+        """How many seconds a call about `rows` may take."""
+        if self.fixed is not None:
+            return self.fixed
+        if self._step is None:
+            return LONGEST_WAIT
+        return max(SHORTEST_LIMIT, min(NUM_STEPS * self._step, LONGEST_WAIT), self._step, self._reading_seconds(rows))
+
+    def is_too_slow(self, seconds: float, rows: SequenceOf[PlannedRow]) -> bool:
+        """Has a call kept streams waiting too long, by itself or after others?"""
+        if self.fixed is None:
+            self.excess += seconds
+        return seconds > max(self.limit(rows), LONGEST_WAIT) or self.excess > LONGEST_WAIT
+
+    def _reading_seconds(self, rows: SequenceOf[PlannedRow]) -> float:
+        return max((self._reading.get(row.sequence.id, 0.0) for row in rows), default=0.0) if self._reading else 0.0
 
 
 class GuardedDrafter:
@@ -31,8 +98,10 @@ class GuardedDrafter:
 
     vocab_size   width of the target's logits: ids lie below it
     grows_trees  may drafts branch? Elsewhere neither acceptance nor layout need know of it
-    time_limit   seconds that one proposal may take; a slower one is used, and counts as a failure
-    retry_after  seconds without the drafter, once it has failed MOST_FAILURES times; then one failure more cuts it off again
+    time_limit   seconds that a call may take; None: as many as `CallTimer` allows. A slower proposal is used, and counts as a failure
+    retry_after  seconds without the drafter, once it has failed MOST_FAILURES times or taken LONGEST_WAIT too long; then one failure more
+                 cuts it off again, for twice as long each time
+    may_replay   may drafts say how many of their tokens are kept? Only the `replay` drafter's, where the configuration names it
     faults       failures by kind, and `cut off`: steps without it
     """
 
@@ -41,74 +110,151 @@ class GuardedDrafter:
         drafter: Drafter,
         vocab_size: int,
         grows_trees: bool = True,
-        time_limit: float = 10.0,
+        time_limit: float | None = None,
         retry_after: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
+        may_replay: bool = False,
     ) -> None:
         self.drafter = drafter
         self.taps = drafter.taps
         self.faults: Counter[str] = Counter()
-        self._vocab_size, self._grows_trees = vocab_size, grows_trees
-        self._time_limit, self._retry_after, self._clock = time_limit, retry_after, clock
-        self._num_failures = self._num_good = 0
+        self._vocab_size, self._grows_trees, self._may_replay = vocab_size, grows_trees, may_replay
+        self._retry_after, self._clock, self._timer = retry_after, clock, CallTimer(time_limit)
+        self._num_failures = self._num_good = self._num_cuts = 0
         self._resumes_at = -np.inf
+        self._proposed: tuple[float, float] | None = None  # when the last proposal came, and the seconds it took
+        self._is_deaf = False  # left out for being slow to hear: it hears nothing until it is tried again
+        self._unheard: dict[int, None] = {}  # rows of which it has missed something
 
     def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
-        none = Draft.chains([()] * len(rows))
+        self._proposed = None
+        if self._is_deaf and self._clock() >= self._resumes_at:
+            self._hear_again()
         start = self._clock()
         if start < self._resumes_at:
             self.faults["cut off"] += 1
-            return none
-        try:
-            draft = self.drafter.propose(rows)
-            problem = problem_of(draft, rows, self._vocab_size, self._grows_trees)
-        except Exception as error:
-            self._fail("raised", f"{type(error).__name__}: {error}")
-            return none
-        if problem is not None:
-            self._fail("garbage", problem)
-            return none
-        seconds = self._clock() - start
-        if seconds > self._time_limit:
-            self._fail("too slow", f"a proposal took {seconds:.1f} s, the limit is {self._time_limit} s")
-        else:
-            self._succeed()
-        return draft
+            return Draft.chains([()] * len(rows))
+        self._num_good += 1  # unless it fails
+        draft = self._call(lambda: self._checked(rows))
+        end = self._clock()
+        self._proposed = end, end - start
+        if self._num_good >= NUM_GOOD:
+            self._num_failures = self._num_cuts = 0
+        return Draft.chains([()] * len(rows)) if draft is None else draft
 
     def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:
-        try:
+        self._judge_proposal(rows)
+        if self._is_deaf:
+            self._unheard.update(dict.fromkeys(row.sequence.id for row in rows))
+            return
+
+        def hear() -> bool:
             self.drafter.observe(rows, verdict, taps)
-        except Exception as error:
-            self._fail("raised", f"{type(error).__name__}: {error}")
+            return True
+
+        has_heard = self._call(hear, rows, is_hearing=True)
+        self._timer.end_reading(rows)
+        if not has_heard:
             for row in rows:
                 self.forget(row.sequence.id)
 
     def forget(self, row: int) -> None:
+        self._timer.forget(row)
+        if self._is_deaf:
+            self._unheard[row] = None
+        else:
+            self._call(lambda: self.drafter.forget(row), is_hearing=True)
+
+    def _checked(self, rows: SequenceOf[PlannedRow]) -> Draft:
+        """The drafter's proposal, in arrays of its own fields and types.
+
+        Raises
+        ------
+        BadDraftError  something is wrong with it
+        """
+        given = self.drafter.propose(rows)
+        draft = Draft(given.tokens, given.parents, given.indptr, given.probs, given.replayed)
+        if draft.replayed is not None and not self._may_replay:
+            raise BadDraftError("a draft says how many of its tokens are kept, and no replay was asked for")
+        problem = problem_of(draft, rows, self._vocab_size, self._grows_trees)
+        if problem is not None:
+            raise BadDraftError(problem)
+        return replace(draft, probs=None) if not len(draft.tokens) else draft
+
+    def _call(self, work: Callable[[], T], rows: SequenceOf[PlannedRow] = (), is_hearing: bool = False) -> T | None:
+        """What `work` returns, or None where it raises. A proposal's time is judged later, when that of the step is known."""
+        start = self._clock()
         try:
-            self.drafter.forget(row)
-        except Exception as error:
-            self._fail("raised", f"{type(error).__name__}: {error}")
+            result = work()
+        except KeyboardInterrupt:
+            raise
+        except BadDraftError as error:
+            self._fail("garbage", str(error))
+            return None
+        except BaseException as error:
+            self._fail("raised", _named(error))
+            return None
+        if is_hearing:
+            self._judge(self._clock() - start, rows, is_hearing)
+        return result
 
-    def _succeed(self) -> None:
-        self._num_good += 1
-        if self._num_good >= NUM_GOOD:
-            self._num_failures = 0
+    def _judge_proposal(self, rows: SequenceOf[PlannedRow]) -> None:
+        """The target has done its step, which began when the proposal came, if one did."""
+        proposed, self._proposed = self._proposed, None
+        if proposed is None:
+            self._timer.end_step(None, rows)
+        else:
+            self._timer.end_step(self._clock() - proposed[0], rows)
+            self._judge(proposed[1], rows, is_hearing=False)
 
-    def _fail(self, kind: str, reason: str) -> None:
+    def _judge(self, seconds: float, rows: SequenceOf[PlannedRow], is_hearing: bool) -> None:
+        is_enough, limit = self._timer.is_too_slow(seconds, rows), self._timer.limit(rows)
+        if is_enough or seconds > limit:
+            self._fail("too slow", f"a call took {seconds:.2f} s, the limit is {limit:.2f} s, and {LONGEST_WAIT} s in excess", is_enough)
+            self._is_deaf = is_hearing and self._clock() < self._resumes_at
+
+    def _hear_again(self) -> None:
+        """Start anew on the rows of which it has missed something."""
+        missed, self._unheard, self._is_deaf = self._unheard, {}, False
+        for row in missed:
+            self.forget(row)
+
+    def _fail(self, kind: str, reason: str, is_enough: bool = False) -> None:
+        """Count a failure; MOST_FAILURES of them, or one that `is_enough`, cut the drafter off."""
         self.faults[kind] += 1
         self._num_good = 0
         self._num_failures += 1
         logger.warning("the drafter failed (%s): %s", kind, reason)
-        if self._num_failures >= MOST_FAILURES:
-            self._num_failures = MOST_FAILURES - 1
-            self._resumes_at = self._clock() + self._retry_after
-            logger.warning("the drafter is left out for %.0f s", self._retry_after)
+        if is_enough or self._num_failures >= MOST_FAILURES:
+            pause = min(self._retry_after * 2**self._num_cuts, max(LONGEST_PAUSE, self._retry_after))
+            self._num_failures, self._num_cuts, self._timer.excess = MOST_FAILURES - 1, self._num_cuts + 1, 0.0
+            self._resumes_at = self._clock() + pause
+            logger.warning("the drafter is left out for %.0f s", pause)
+
+
+def _named(error: BaseException) -> str:
+    """Kind and place of an exception. None of its own code is asked for what it says: that may fail, or hold pieces of a request."""
+    try:
+        return place_of(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        return "an exception that cannot be named"
 
 
 def problem_of(draft: Draft, rows: SequenceOf[PlannedRow], vocab_size: int, grows_trees: bool = True) -> str | None:
     """What is wrong with a draft for `rows`; the target may be fed one with which nothing is."""
-    tokens, parents, indptr = draft.tokens, draft.parents, draft.indptr
-    if any(a.ndim != 1 or a.dtype.kind != "i" for a in (tokens, parents, indptr)):
+    if (problem := _problem_of_sizes(draft, rows)) is not None:
+        return problem
+    if not len(draft.tokens):
+        return None
+    return _problem_of_nodes(draft, rows, vocab_size, grows_trees) or _problem_of_probs(draft, vocab_size)
+
+
+def _problem_of_sizes(draft: Draft, rows: SequenceOf[PlannedRow]) -> str | None:
+    """Types and lengths of all that counts."""
+    tokens, parents, indptr, replayed = draft.tokens, draft.parents, draft.indptr, draft.replayed
+    if not all(_is_int_vector(given) for given in (tokens, parents, indptr)):
         return "tokens, parents and indptr must be vectors of integers"
     if len(indptr) != len(rows) + 1 or indptr[0] != 0 or not indptr[-1] == len(tokens) == len(parents):
         return f"indptr, {len(tokens)} tokens and {len(parents)} parents do not describe {len(rows)} rows"
@@ -116,22 +262,31 @@ def problem_of(draft: Draft, rows: SequenceOf[PlannedRow], vocab_size: int, grow
     limits = np.fromiter((row.max_draft_tokens for row in rows), np.int64, len(rows))
     if (counts < 0).any() or (counts > limits).any():
         return "a row has more tokens than it was granted, or fewer than none"
-    if draft.replayed is not None and not (
-        len(draft.replayed) == len(rows) and bool(((draft.replayed >= 0) & (draft.replayed <= counts)).all())
-    ):
-        return "more tokens are to be kept than were drafted"
-    if not len(tokens):
+    if replayed is None:
         return None
+    if not _is_int_vector(replayed) or len(replayed) != len(rows) or (replayed < 0).any() or (replayed > counts).any():
+        return "more tokens are to be kept than were drafted"
+    return None
+
+
+def _is_int_vector(given: Any) -> bool:
+    """Is it a plain array? Subclasses may compare as they like, and small integers overflow."""
+    return type(given) is np.ndarray and given.ndim == 1 and given.dtype in (np.int32, np.int64)
+
+
+def _problem_of_nodes(draft: Draft, rows: SequenceOf[PlannedRow], vocab_size: int, grows_trees: bool) -> str | None:
+    """Ids, and the shape of every row's tree."""
+    tokens, parents, indptr = draft.tokens, draft.parents, draft.indptr
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         return f"token ids from {tokens.min()} to {tokens.max()} in a vocabulary of {vocab_size}"
-    places = np.arange(len(tokens)) - np.repeat(indptr[:-1], counts)
+    places = np.arange(len(tokens)) - np.repeat(indptr[:-1], np.diff(indptr))
     if (parents < -1).any() or (parents >= places).any():
         return "a parent does not stand before its child"
     if draft.has_branches and not grows_trees:
         return "a tree where only chains may be drafted"
     if (_lengths(draft) > [row.max_draft_depth for row in rows]).any():
         return "a path is longer than its row has room for"
-    return _problem_of_probs(draft, vocab_size)
+    return None
 
 
 def _lengths(draft: Draft) -> Int32:
@@ -142,9 +297,11 @@ def _lengths(draft: Draft) -> Int32:
 
 
 def _problem_of_probs(draft: Draft, vocab_size: int) -> str | None:
-    probs = draft.probs
+    probs: NDArray[np.float64] | None = draft.probs
     if probs is None:
         return None
+    if type(probs) is not np.ndarray or probs.dtype != np.float64:
+        return "probabilities must be an array of float64"
     if probs.shape != (len(draft.tokens), vocab_size):
         return f"probabilities of shape {probs.shape} for {len(draft.tokens)} tokens and a vocabulary of {vocab_size}"
     if not (np.abs(probs.sum(-1) - 1.0) < 1e-6).all() or probs.min() < 0.0:

@@ -79,8 +79,9 @@ class Service:
             )
 
     def plan_completion(self, asked: CompletionRequest) -> Plan:
-        params = asked.sampling_params()
-        prompts = [self.llm.samples(prompt, params, watch_text=True) for prompt in asked.prompts]
+        encoded = [self.llm.encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
+        all_params = [asked.sampling_params(self.llm.room_after(len(tokens))) for tokens in encoded]
+        prompts = [self.llm.samples(tokens, params, watch_text=True) for tokens, params in zip(encoded, all_params, strict=True)]
         return Plan(
             self.model,
             prompts,
@@ -99,7 +100,7 @@ class Service:
 
     def plan_chat(self, asked: ChatRequest) -> Plan:
         tokens = self.llm.encode_chat([m.for_template() for m in asked.messages])
-        params = asked.sampling_params(self.llm.max_len - len(tokens))
+        params = asked.sampling_params(self.llm.room_after(len(tokens)))
         return Plan(
             self.model,
             [self.llm.samples(tokens, params, watch_text=True)],

@@ -6,6 +6,7 @@ unknown fields are refused. Fields beyond OpenAI's have vLLM's names.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Annotated, Any, Literal, Self
@@ -42,6 +43,14 @@ REFUSED = {
     "use_beam_search": "beam search",
     "chat_template": "a chat template from a client",
     "chat_template_kwargs": "a chat template from a client",
+}
+
+FORM = re.compile(r"constrained-\w+|(list|dict)\[.*\]|str|int|[A-Z]\w*")  # as pydantic names the alternatives for a field
+REMEDIES = {
+    "too_long": "; send fewer in one request",
+    "too_short": "; send more",
+    "string_too_long": "; shorten it",
+    "string_too_short": "; leave it out, or send more",
 }
 
 MOST_ENTRIES = 1024  # of a mapping
@@ -165,11 +174,12 @@ class CompletionRequest(GenerationRequest):
             return [self.prompt]
         return list(self.prompt)
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, room: int) -> SamplingParams:
+        """`room`: tokens that can follow the prompt, which bounds the default of 16."""
         draws = self.best_of or self.n or 1
         is_ranked = draws > (self.n or 1)
         count = 0 if is_ranked and self.logprobs is None else self.logprobs
-        most = 16 if self.max_tokens is None else self.max_tokens
+        most = min(16, room) if self.max_tokens is None else self.max_tokens
         return self.params(max(most, 1), n=draws, logprobs=count, prompt_logprobs=self.logprobs if self.echo else None)
 
 
@@ -235,7 +245,7 @@ class ChatRequest(GenerationRequest):
         return self
 
     def sampling_params(self, room: int) -> SamplingParams:
-        """`room`: tokens that the context has left, which an answer without a limit may use."""
+        """`room`: tokens that can follow the prompt, which an answer without a limit may use."""
         most = self.max_completion_tokens or self.max_tokens or max(room, 1)
         return self.params(most, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
@@ -277,9 +287,9 @@ class ApiError(Exception):
 
 
 def validation_error(problems: SequenceOf[Mapping[str, Any]]) -> ApiError:
-    """The first thing wrong with a body, naming the field; never its value, which may be long or private."""
-    problem = problems[0]
-    path = [str(part) for part in problem["loc"] if part != "body"]
+    """What is wrong with a body's first bad field, naming it; never its value, which may be long or private."""
+    problem = _most_telling(problems)
+    path = [str(part) for i, part in enumerate(problem["loc"]) if part != "body" and not _is_form(problem, i)]
     param = path[0] if path else None
     named = next((REFUSED[p] for p in path if p in REFUSED), None)
     if named is not None:
@@ -294,4 +304,26 @@ def validation_error(problems: SequenceOf[Mapping[str, Any]]) -> ApiError:
             f"unknown field {'.'.join(path)[:100]!r}; remove it (GET /openapi.json lists the known ones)",
             param=param[:100] if param else None,
         )
-    return ApiError(400, f"{'.'.join(path) or 'body'}: {problem['msg']}", param=param)
+    remedy = REMEDIES.get(problem["type"], "")
+    return ApiError(400, f"{'.'.join(path) or 'body'}: {problem['msg']}{remedy}", param=param)
+
+
+def _is_form(problem: Mapping[str, Any], i: int) -> bool:
+    """Is this part of a problem's place no field's name, but one of the forms that the field may have?"""
+    part = problem["loc"][i]
+    is_field = problem["type"] == "extra_forbidden" and i == len(problem["loc"]) - 1
+    return isinstance(part, str) and bool(FORM.fullmatch(part)) and not is_field
+
+
+def _most_telling(problems: SequenceOf[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Of the problems that every form of the first field has, the one of the form that fits furthest: its type does, or more entries do."""
+    first = problems[0]["loc"]
+    field = next((first[:i] for i in range(len(first)) if _is_form(problems[0], i)), None)
+    if field is None:
+        return problems[0]
+    of_field = [p for p in problems if p["loc"][: len(field)] == field]
+
+    def fit(problem: Mapping[str, Any]) -> tuple[bool, list[int]]:
+        return not problem["type"].endswith("_type"), [part for part in problem["loc"] if isinstance(part, int)]
+
+    return max(of_field, key=fit)
