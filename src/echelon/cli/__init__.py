@@ -11,6 +11,7 @@ from typing import Any
 
 import transformers
 import typer
+from pydantic_core import from_json
 from rich.markup import escape
 
 from echelon import EchelonError
@@ -49,7 +50,7 @@ def join_dotted(arguments: list[str]) -> list[str]:
         key, equals, value = word.removeprefix(SPECULATIVE + ".").partition("=")
         value = value if equals else next(words, "")
         try:
-            config[key] = json.loads(value)
+            config[key] = from_json(value)
         except ValueError:
             config[key] = value
     return [*rest, SPECULATIVE, json.dumps(config)] if config else rest
