@@ -19,11 +19,23 @@ from echelon.drafters.heads import head_for, tapped_head
 from echelon.engine import Engine
 from echelon.errors import ConfigError, RequestError
 from echelon.heads.base import Head
-from echelon.inputs import Prompt, conversation, conversations_of, kind_of, name_of, prompts_of, shown, token_ids, valid_text
+from echelon.inputs import (
+    Prompt,
+    check_callable,
+    check_kind,
+    conversation,
+    conversations_of,
+    kind_of,
+    name_of,
+    prompts_of,
+    shown,
+    token_ids,
+    valid_text,
+)
 from echelon.memory import MemoryPlan
 from echelon.outputs import RequestOutput, request_output
 from echelon.sampling import Sampler, SamplingParams, one_each
-from echelon.sequence import Sequence
+from echelon.sequence import Sequence, check_requests
 from echelon.stats import Stats
 from echelon.strategies import build_storage
 from echelon.target.headtest import warn_of_chance
@@ -62,6 +74,8 @@ class LLM:
         self.config = EngineConfig(**settings)
         self.speculative_config = speculative(speculative_config)
         check_together(self.config, self.speculative_config)
+        if draft_head is not None:
+            check_kind("draft_head", draft_head, Head)
         self.target = self._loaded(model, self.config.device)
         self.draft = self._check_draft(draft_model)
         self.head = head_for(self.speculative_config, self.target, draft_head)
@@ -142,7 +156,8 @@ class LLM:
         ------
         RequestError     a prompt is none, is empty or too long, or the counts differ; nothing has run then
         """
-        _check_callable(on_finish=on_finish, on_step=on_step)
+        check_callable("on_finish", on_finish)
+        check_callable("on_step", on_step)
         given = prompts_of(prompts)
         outputs: dict[int, RequestOutput] = {}
         requests = self._requests(given, sampling_params, watch_text=False)
@@ -205,6 +220,7 @@ class LLM:
         One caller at a time: a second thread waits, and a second call inside a running stream is refused. However this ends, no row is
         left in the engine.
         """
+        check_requests(requests)
         place = {s.id: i for i, samples in enumerate(requests) for s in samples}
         with self.exclusive() as engine:
             try:
@@ -244,7 +260,7 @@ class LLM:
             raise RequestError(f"{self.target.name!r} has no tokenizer; give prompts as lists of token ids")
         self._check_characters(len(text), name)
         try:
-            ids: list[int] = self.target.tokenizer.encode(valid_text(text), add_special_tokens=add_special_tokens)
+            ids: list[int] = self.target.tokenizer.encode(valid_text(text), add_special_tokens=bool(add_special_tokens))
         except ValueError as error:
             raise RequestError(f"{name} is {error}") from None
         return ids
@@ -274,7 +290,7 @@ class LLM:
             raise RequestError(f"{name} is empty; give at least one token")
         if len(tokens) >= self.max_len:
             raise RequestError(f"{name} has {len(tokens)} tokens, the context holds {self.max_len} with at least one new; shorten it")
-        for field, ids in {name: tokens, **params.token_ids}.items():
+        for field, ids in ((name, tokens), *params.token_ids.items()):
             if (bad := next((t for t in ids if not 0 <= t < size), None)) is not None:
                 raise RequestError(
                     f"{field}: token id {shown(bad)} is outside the vocabulary of {size}, 0 to {size - 1}; check the tokenizer"
@@ -331,9 +347,3 @@ class LLM:
 
     def _output(self, samples: list[Sequence], prompt: Prompt) -> RequestOutput:
         return request_output(samples, prompt if isinstance(prompt, str) else None, self.target.tokenizer, self.acceptance_name)
-
-
-def _check_callable(**functions: Any) -> None:
-    for name, function in functions.items():
-        if function is not None and not callable(function):
-            raise RequestError(f"{name} is {kind_of(function)}; give a function or leave it out")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -34,13 +35,14 @@ class Settings(BaseModel):
 
     @classmethod
     def _explain(cls, failure: ValidationError, given: dict[str, Any]) -> str:
-        """Every problem, in one line."""
+        """Every problem, in one line; the value of a field with `repr=False` is secret."""
         lines = []
         for place, problems in problems_of(failure, given).items():
             if problems[0]["type"] == "extra_forbidden":
                 lines.append(f"{cls.__name__} has no key {shown(place)}; known keys: {', '.join(cls.model_fields)}")
             else:
-                lines.append(described(place, problems, cls.__name__))
+                field = cls.model_fields.get(re.split(r"[.[]", place)[0])
+                lines.append(described(place, problems, cls.__name__, is_secret=field is not None and not field.repr))
         return "; ".join(lines)
 
 

@@ -36,6 +36,14 @@ def _number_of(key: object) -> object:
     return int(key) if isinstance(key, str) and key.removeprefix("-").isdecimal() else key
 
 
+def _is_text(text: str) -> bool:
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 Text = Annotated[StrictStr, AfterValidator(valid_text)]
 IdKey = Annotated[StrictInt, BeforeValidator(_number_of)]
 _IDS: TypeAdapter[list[int]] = TypeAdapter(Annotated[list[StrictInt], Field(fail_fast=True)])
@@ -86,36 +94,38 @@ def kind_of(value: object) -> str:
     return name if value is None else f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
 
 
-def field_path(place: SequenceOf[int | str], given: Any) -> str:
-    """The place of a problem in what was given, such as `messages[0].content`: without the labels that alternatives of a type have."""
-    path, value = "", given
+def real_path(place: SequenceOf[int | str], given: Any) -> list[int | str]:
+    """The keys and indices of `place` that lead into `given`: without the labels of a type's alternatives, which pydantic puts between."""
+    path: list[int | str] = []
     for part in place:
-        if isinstance(value, Mapping) and part in value:
-            path, value = (f"{path}.{part}" if path else str(part)), value[part]
-        elif isinstance(part, int) and isinstance(value, (list, tuple)) and -len(value) <= part < len(value):
-            path, value = f"{path}[{part}]", value[part]
+        is_index = isinstance(part, int) and isinstance(given, list | tuple) and 0 <= part < len(given)
+        if is_index or (isinstance(given, Mapping) and part in given):
+            path, given = [*path, part], given[part]
     return path
+
+
+def field_path(path: SequenceOf[int | str]) -> str:
+    """A path as Python writes it: `messages[0].content`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
 def problems_of(failure: ValidationError, given: Any) -> dict[str, list[ErrorDetails]]:
     """What pydantic found wrong with `given`, by place; alternatives of one type stand together."""
     found: dict[str, list[ErrorDetails]] = {}
     for problem in failure.errors(include_url=False):
-        place = field_path(problem["loc"], given)
-        if problem["type"] == "missing":
-            place = f"{place}.{problem['loc'][-1]}" if place else str(problem["loc"][-1])
-        found.setdefault(place, []).append(problem)
+        missing = [problem["loc"][-1]] if problem["type"] == "missing" else []
+        found.setdefault(field_path([*real_path(problem["loc"], given), *missing]), []).append(problem)
     return found
 
 
-def described(place: str, problems: SequenceOf[ErrorDetails], name: str = "") -> str:
+def described(place: str, problems: SequenceOf[ErrorDetails], name: str = "", is_secret: bool = False) -> str:
     """Problems at one place of what messages call `name`: the place, the value there and its limits. What is wrong with several values
-    together shows none of them.
+    together shows none of them, nor does what is secret.
     """
     dot = "." if name and place and not place.startswith("[") else ""
     chosen = [p for p in problems if p["type"] == "value_error"] or problems  # a check of ours says more than "no list either"
     said = " or ".join(dict.fromkeys(p["msg"].removeprefix("Value error, ") for p in chosen))
-    value = "" if not place or problems[0]["type"] == "missing" else f" = {shown(problems[0]['input'])}"
+    value = "" if not place or is_secret or problems[0]["type"] == "missing" else f" = {shown(problems[0]['input'])}"
     where = f"{name}{dot}{place}{value}"
     return f"{where}: {said}" if where else said
 
@@ -146,6 +156,19 @@ def _plain_item(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
+def check_kind(field: str, value: object, kind: type[Any] | tuple[type[Any], ...], error: type[EchelonError] = ConfigError) -> None:
+    """Raise `error` where an argument is of another kind."""
+    if not isinstance(value, kind):
+        names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise error(f"{field} is {kind_of(value)}; give {'an' if names[0] in 'AEIOUaeiou' else 'a'} {names}")
+
+
+def check_callable(field: str, value: object, error: type[EchelonError] = RequestError) -> None:
+    """Raise `error` where an argument is no function; `None` stands for none."""
+    if value is not None and not callable(value):
+        raise error(f"{field} is {kind_of(value)}; give a function or leave it out")
+
+
 def name_of(model: Any, field: str = "model") -> str:
     """The folder or hub name that `model` says, a string or a path.
 
@@ -154,7 +177,7 @@ def name_of(model: Any, field: str = "model") -> str:
     ConfigError  it is neither
     """
     name = os.fspath(model) if isinstance(model, os.PathLike) else model
-    if not isinstance(name, str) or not name or "\0" in name:
+    if not isinstance(name, str) or not name or "\0" in name or not _is_text(name):
         what = shown(model) if isinstance(model, str | bytes) else kind_of(model)
         raise ConfigError(f"{field} is {what}; give a folder, a hub name such as 'org/model', or a model that `load_model` has loaded")
     return name
@@ -241,4 +264,19 @@ def made_folder(path: Path, option: str) -> Path:
         raise OutputError(f"{str(path)!r} is a file, and a folder is needed there; choose another {option}") from None
     except OSError as error:
         raise OutputError(f"cannot make the folder {str(path)!r}: {error.strerror}; choose another {option}") from error
+    return path
+
+
+def write_text(path: Path, text: str, option: str) -> Path:
+    """Write a file, in a folder that is made if need be.
+
+    Raises
+    ------
+    OutputError  it cannot be written; `option` is what chooses another
+    """
+    made_folder(path.parent, option)
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise OutputError(f"cannot write {str(path)!r}: {error.strerror}; make room, or choose another {option}") from error
     return path

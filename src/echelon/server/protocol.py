@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from echelon.inputs import real_path
 from echelon.sampling import SamplingParams
 from echelon.server.responses import ErrorBody, Problem
 
@@ -276,10 +277,11 @@ class ApiError(Exception):
         return ErrorBody(error=Problem(message=str(self), type=kind, param=self.param, code=self.code)).model_dump()
 
 
-def validation_error(problems: SequenceOf[Mapping[str, Any]]) -> ApiError:
+def validation_error(problems: SequenceOf[Mapping[str, Any]], body: Any = None) -> ApiError:
     """The first thing wrong with a body, naming the field; never its value, which may be long or private."""
     problem = problems[0]
-    path = [str(part) for part in problem["loc"] if part != "body"]
+    missing = problem["loc"][-1:] if problem["type"] == "missing" else ()
+    path = [str(part) for part in (*real_path(problem["loc"][1:], body), *missing)]
     param = path[0] if path else None
     named = next((REFUSED[p] for p in path if p in REFUSED), None)
     if named is not None:
