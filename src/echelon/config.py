@@ -231,6 +231,11 @@ class EngineConfig(Settings):
         return self
 
 
+def check_settings(**values: Any) -> None:
+    """Raise `ConfigError` for a value that `EngineConfig` would refuse."""
+    EngineConfig(**values)
+
+
 def check_together(engine: EngineConfig, spec: SpeculativeConfig | None) -> None:
     """Raise `ConfigError` for a drafter that the strategy cannot serve."""
     if spec is None or engine.strategy == "unpadded":

@@ -83,15 +83,19 @@ def request_from_text(index: int, text: str) -> Request:
     return Request(index, str(index), prompt=text)
 
 
-def read_requests(path: Path, limit: int | None = None) -> list[Request]:
-    """Requests of a .txt or .jsonl file, in order. A malformed line becomes a request with a `problem` that names its number."""
+def read_lines(path: Path) -> list[str]:
+    """Lines of a UTF-8 file; `ConfigError` for what cannot be read."""
     try:
-        lines = path.read_text("utf-8").split("\n")  # and not at other separators, which JSON allows inside a string
+        return path.read_text("utf-8").split("\n")  # and not at other separators, which JSON allows inside a string
     except OSError as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}; check the path") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{str(path)!r} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
-    numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip()][:limit]
+
+
+def read_requests(path: Path, limit: int | None = None) -> list[Request]:
+    """Requests of a .txt or .jsonl file, in order. A malformed line becomes a request with a `problem` that names its number."""
+    numbered = [(n, line) for n, line in enumerate(read_lines(path), 1) if line.strip()][:limit]
     if not numbered:
         raise ConfigError(f"{str(path)!r} holds no prompt; give one a line")
     if path.suffix == ".jsonl":

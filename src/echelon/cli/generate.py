@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic_core import from_json
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -34,7 +33,9 @@ from echelon.cli.shared import (
     Strategy,
     StrategyOption,
     errors,
+    from_argument,
 )
+from echelon.inputs import shown
 from echelon.requests import Request, read_requests, request_from_text
 
 
@@ -249,7 +250,7 @@ def bytes_or_auto(text: str) -> int | str:
     try:
         return int(float(text)) if "e" in text.lower() else int(text)
     except (ValueError, OverflowError):
-        raise ConfigError(f"--kv-cache-memory-bytes {text!r} is no number; give bytes such as 2000000000 or 2e9, or auto") from None
+        raise ConfigError(f"--kv-cache-memory-bytes {shown(text)} is no number; give bytes such as 2000000000 or 2e9, or auto") from None
 
 
 def speculative_mapping(text: str | None) -> dict[str, Any] | None:
@@ -257,7 +258,7 @@ def speculative_mapping(text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        value = from_json(text)
+        value = from_argument(text)
     except ValueError as error:
         raise ConfigError(f"{SPECULATIVE} is not JSON ({error}); quote it for the shell, or write {SPECULATIVE}.method ngram") from None
     if not isinstance(value, dict):

@@ -86,8 +86,8 @@ class OutputFile:
         is_only_begun = len(lines) == 1 and lines[0].startswith(f'{{"{SETTINGS}"'.encode())
         if self._file.tell() and not is_only_begun:
             raise ConfigError(
-                f"{str(self.path)!r} holds {max(len(lines), 1)} lines already; go on with --resume, replace them with --overwrite, or "
-                "choose another --output"
+                f"{str(self.path)!r} holds something already ({self._file.tell():,} bytes); go on with --resume, replace it with "
+                "--overwrite, or choose another --output"
             )
 
     def _parsed(self, lines: list[bytes]) -> list[dict[str, Any]]:

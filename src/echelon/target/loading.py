@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from echelon.config import EngineConfig
+from echelon.config import check_settings
 from echelon.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from echelon.inputs import check_kind, name_of
 from echelon.ops import devices
@@ -76,7 +76,7 @@ def load_model(name: str | os.PathLike[str], dtype: str = "auto", device: str = 
     ConfigError             there is no such device, dtype or numerics
     """
     name = name_of(name)
-    EngineConfig(dtype=dtype, device=device, numerics=numerics)
+    check_settings(dtype=dtype, device=device, numerics=numerics)
     chosen = devices.chosen_device(device)
     _check_folder(name)
     config = _read_config(name)
@@ -105,7 +105,7 @@ def adopt_model(
 ) -> LoadedModel:
     """A model built in memory is served: self-tested, attention and layers replaced; its weights stay beside the packed ones if asked."""
     check_kind("model", model, PreTrainedModel)
-    EngineConfig(numerics=numerics)
+    check_settings(numerics=numerics)
     self_test(type(model), model.config)
     model.set_attn_implementation(IMPLEMENTATION)
     model.eval().requires_grad_(False)
