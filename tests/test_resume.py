@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from echelon import ConfigError
-from echelon.cli.output import HASH, OutputFile, config_hash
+from echelon.cli.output import Mode, OutputFile
 from echelon.demo import TARGET
 from echelon.errors import OutputError
 
@@ -75,8 +75,12 @@ def test_twenty_kills_lose_and_double_nothing(tmp_path: Path) -> None:
     assert len(rows_of(tmp_path / "whole.jsonl")) == 161
 
 
+SETTINGS = {"model.config.json": "abc", "params.temperature": 0.5}
+
+
 def written(path: Path) -> bytes:
-    with OutputFile(path, "abc", resume=False) as file:
+    with OutputFile(path, Mode.overwrite) as file:
+        file.begin(SETTINGS)
         for row in ROWS:
             file.append(row)
     return path.read_bytes()
@@ -88,31 +92,71 @@ def test_a_file_cut_anywhere_resumes_at_its_last_whole_row(tmp_path: Path) -> No
     for length in range(len(content) + 1):
         path.write_bytes(content[:length])
         num_whole = max(content[:length].count(b"\n") - 1, 0)
-        with OutputFile(path, "abc", resume=True) as file:
+        with OutputFile(path, Mode.resume) as file:
+            file.begin(SETTINGS)
             assert file.rows == ROWS[:num_whole]
             for row in ROWS[num_whole:]:
                 file.append(row)
         assert path.read_bytes() == content
 
 
-def test_another_configuration_is_refused_and_the_file_left_alone(tmp_path: Path) -> None:
+def test_another_configuration_is_refused_by_name_and_the_file_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     content = written(path)
-    with pytest.raises(ConfigError, match=r"has the hash abc, this configuration xyz; repeat the options"):
-        OutputFile(path, "xyz", resume=True)
-    assert path.read_bytes() == content
-    for foreign, words in ((b'{"index": 0}\n', "no hash"), (b"[1]\n", "no hash"), (b"text\n", "not JSON")):
+
+    def resume(settings: dict[str, Any]) -> None:
+        with OutputFile(path, Mode.resume) as file:
+            file.begin(settings)
+
+    for changed, words in (
+        ({"model.config.json": "xyz"}, r"configuration: model.config.json differs; repeat"),
+        ({"params.temperature": 0.0}, r"configuration: params.temperature = 0.5 there, 0.0 here; repeat"),
+        ({"draft.config.json": "new"}, r"draft.config.json = none there, 'new' here"),
+        ({f"params.p{i}": i for i in range(9)}, r"p4 = none there, 4 here and 4 more"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            resume(SETTINGS | changed)
+        assert path.read_bytes() == content
+    for foreign, words in (
+        (b'{"index": 0}\n', "no settings"),
+        (b"[1]\n", "no rows"),
+        (b"text\n", "not JSON"),
+        (b"[" * 9999 + b"\n", "not JSON"),
+        (content + b'{"text": "a"}\n', "no rows"),
+        (content + b'{"index": "a"}\n', "no rows"),
+    ):
         path.write_bytes(foreign)
         with pytest.raises(ConfigError, match=words):
-            OutputFile(path, "xyz", resume=True)
+            resume(SETTINGS)
+        assert path.read_bytes() == foreign
 
 
 def test_two_runs_cannot_write_one_file(tmp_path: Path) -> None:
-    with OutputFile(tmp_path / "out.jsonl", "abc", resume=False) as file:
-        file.append(ROWS[0])
+    with OutputFile(tmp_path / "out.jsonl") as file:
         with pytest.raises(ConfigError, match="another run"):
-            OutputFile(tmp_path / "out.jsonl", "abc", resume=False)
+            OutputFile(tmp_path / "out.jsonl")
+        file.begin(SETTINGS)
+        file.append(ROWS[0])
+        for mode in Mode:
+            with pytest.raises(ConfigError, match="another run"):
+                OutputFile(tmp_path / "out.jsonl", mode)
     assert rows_of(tmp_path / "out.jsonl") == ROWS[:1]
+
+
+def test_the_lock_goes_on_to_the_file_without_failed_rows(tmp_path: Path) -> None:
+    path, link = tmp_path / "out.jsonl", tmp_path / "link.jsonl"
+    link.symlink_to(path)
+    with OutputFile(path) as file:
+        file.begin(SETTINGS)
+        file.append(ROWS[0])
+        file.append({"index": 1, "error": "no room"})
+    with OutputFile(link, Mode.resume) as file:
+        file.begin(SETTINGS)
+        assert file.rows == ROWS[:1] == rows_of(path)
+        with pytest.raises(ConfigError, match="another run"):
+            OutputFile(path, Mode.resume)
+        file.append(ROWS[1])
+    assert link.is_symlink() and rows_of(path) == ROWS[:2] and sorted(tmp_path.iterdir()) == [link, path]
 
 
 def test_a_full_disk_is_one_line_and_can_be_resumed(tmp_path: Path) -> None:
@@ -126,16 +170,19 @@ def test_a_full_disk_is_one_line_and_can_be_resumed(tmp_path: Path) -> None:
             written(path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    with OutputFile(path, "abc", resume=True) as file:
+    with OutputFile(path, Mode.resume) as file:
+        file.begin(SETTINGS)
         file.append(ROWS[3])
     assert path.read_bytes() == content
 
 
 def test_no_such_place(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="choose another --output"):
-        OutputFile(tmp_path / "nowhere" / "out.jsonl", "abc", resume=False)
+    for path in (tmp_path / "nowhere" / "out.jsonl", tmp_path, Path("/dev/null")):
+        with pytest.raises(ConfigError, match="choose another --output"):
+            OutputFile(path)
 
 
-def test_the_hash_does_not_depend_on_the_order_of_keys() -> None:
-    assert config_hash({"a": 1, "b": [2, None]}) == config_hash({"b": [2, None], "a": 1}) != config_hash({"a": 1, "b": [2, 0]})
-    assert HASH == "config_hash"
+def test_a_run_that_never_begins_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), OutputFile(tmp_path / "out.jsonl"):
+        raise RuntimeError("the model cannot be loaded")
+    assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -19,18 +20,30 @@ from echelon.drafters.heads import head_for, tapped_head
 from echelon.engine import Engine
 from echelon.errors import ConfigError, RequestError
 from echelon.heads.base import Head
+from echelon.inputs import (
+    Prompt,
+    check_callable,
+    check_kind,
+    conversation,
+    conversations_of,
+    kind_of,
+    name_of,
+    prompts_of,
+    shown,
+    token_ids,
+    valid_text,
+)
 from echelon.memory import MemoryPlan
 from echelon.ops import compiled
 from echelon.outputs import RequestOutput, request_output
-from echelon.sampling import Sampler, SamplingParams
-from echelon.sequence import Sequence
+from echelon.sampling import Sampler, SamplingParams, one_each
+from echelon.sequence import Sequence, check_requests
 from echelon.stats import Stats
 from echelon.strategies import build_storage
 from echelon.target.headtest import warn_of_chance
 from echelon.target.loading import LoadedModel, check_vocabularies, load_model
 from echelon.text import Detokenizer
 
-Prompt = str | SequenceOf[int]
 MOST_CHARACTERS_PER_TOKEN = 64  # on average over a prompt
 logger = logging.getLogger("echelon")
 
@@ -40,7 +53,7 @@ class LLM:
 
     Parameters
     ----------
-    model               folder or hub name, or a model loaded already
+    model               folder (also as a path) or hub name, or a model loaded already
     speculative_config  what drafts: a `SpeculativeConfig` or a mapping with vLLM's keys; `None` decodes plainly
     draft_model         a draft model loaded already, instead of the name in `speculative_config`
     draft_head          likewise a head of the target
@@ -54,7 +67,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | LoadedModel,
+        model: str | os.PathLike[str] | LoadedModel,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         draft_model: LoadedModel | None = None,
         draft_head: Head | None = None,
@@ -63,6 +76,8 @@ class LLM:
         self.config = EngineConfig(**settings)
         self.speculative_config = speculative(speculative_config)
         check_together(self.config, self.speculative_config)
+        if draft_head is not None:
+            check_kind("draft_head", draft_head, Head)
         self.target = self._loaded(model, self.config.device)
         if self.target.device.type == "cpu":
             compiled.warn_once_if_missing()
@@ -80,10 +95,10 @@ class LLM:
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread whose requests are running
 
-    def _loaded(self, model: str | LoadedModel, device: str) -> LoadedModel:
+    def _loaded(self, model: str | os.PathLike[str] | LoadedModel, device: str, field: str = "model") -> LoadedModel:
         """On this device; one that is loaded already stays where it is, and must be there."""
-        if isinstance(model, str):
-            return load_model(model, self.config.dtype, device, self.config.numerics)
+        if not isinstance(model, LoadedModel):
+            return load_model(name_of(model, field), self.config.dtype, device, self.config.numerics)
         if model.is_fast and self.config.numerics == "invariant":
             raise ConfigError(f"{model.name!r} was loaded with numerics = 'fast', and 'invariant' is wanted; load it so, or ask for 'fast'")
         if device not in ("auto", model.device.type):
@@ -96,7 +111,7 @@ class LLM:
             return None
         if given is None and config.model is None:
             raise ConfigError("method 'draft_model' needs the key 'model': a folder or hub name of a small model")
-        draft = self._loaded(given or str(config.model), self.target.device.type)
+        draft = self._loaded(config.model if given is None else given, self.target.device.type, "draft_model")  # type: ignore[arg-type]
         check_vocabularies(self.target, draft)
         return draft
 
@@ -143,15 +158,18 @@ class LLM:
 
         Raises
         ------
-        RequestError     a prompt is empty or too long, or the counts differ; nothing has run then
+        RequestError     a prompt is none, is empty or too long, or the counts differ; nothing has run then
         """
-        given = _as_list(prompts)
+        check_callable("on_finish", on_finish)
+        check_callable("on_step", on_step)
+        given = prompts_of(prompts)
         outputs: dict[int, RequestOutput] = {}
-        requests = self._requests(given, _one_each(sampling_params, len(given)), watch_text=False)
+        requests = self._requests(given, sampling_params, watch_text=False)
+        texts = list(given.values())
         for grown in self.run(requests):
             for i in grown:
                 if all(s.is_finished for s in requests[i]):
-                    outputs[i] = self._output(requests[i], given[i])
+                    outputs[i] = self._output(requests[i], texts[i])
                     if on_finish:
                         on_finish(i, outputs[i])
             if on_step:
@@ -163,9 +181,8 @@ class LLM:
         messages: SequenceOf[Mapping[str, str]] | SequenceOf[SequenceOf[Mapping[str, str]]],
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, in the model's own chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        return self.generate([self.encode_chat(c) for c in conversations], sampling_params)  # type: ignore[arg-type]
+        """Answer one conversation or several, in the model's own chat template; a message is a mapping with `role` and `content`."""
+        return self.generate([self.encode_chat(c, name) for name, c in conversations_of(messages).items()], sampling_params)
 
     def stream(
         self, prompts: Prompt | SequenceOf[Prompt], sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None
@@ -174,11 +191,12 @@ class LLM:
 
         Closing the iterator, or dropping it, takes its rows out of the engine.
         """
-        given = _as_list(prompts)
-        requests = self._requests(given, _one_each(sampling_params, len(given)), watch_text=True)
+        given = prompts_of(prompts)
+        requests = self._requests(given, sampling_params, watch_text=True)
+        texts = list(given.values())
         for grown in self.run(requests):
             for i in grown:
-                yield i, self._output(requests[i], given[i])
+                yield i, self._output(requests[i], texts[i])
 
     def get_metrics(self) -> dict[str, Any]:
         """Counters since this object was made: tokens, acceptance (also by position in the draft), steps, KV use, preemptions."""
@@ -206,6 +224,7 @@ class LLM:
         One caller at a time: a second thread waits, and a second call inside a running stream is refused. However this ends, no row is
         left in the engine.
         """
+        check_requests(requests)
         place = {s.id: i for i, samples in enumerate(requests) for s in samples}
         with self.exclusive() as engine:
             try:
@@ -231,63 +250,73 @@ class LLM:
             finally:
                 self._owner = None
 
-    def _requests(self, prompts: list[Prompt], params: list[SamplingParams], watch_text: bool) -> list[list[Sequence]]:
-        return [self.samples(p, q, watch_text) for p, q in zip(prompts, params, strict=True)]
+    def _requests(
+        self, prompts: Mapping[str, Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None, watch_text: bool
+    ) -> list[list[Sequence]]:
+        pairs = zip(prompts.items(), one_each(params, len(prompts)), strict=True)
+        return [self.samples(p, q, watch_text, name) for (name, p), q in pairs]
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, with the special tokens the tokenizer adds."""
+    def encode(self, text: str, add_special_tokens: bool = True, name: str = "prompt") -> list[int]:
+        """Token ids of a prompt, with the special tokens the tokenizer adds; errors call it `name`."""
+        if not isinstance(text, str):
+            raise RequestError(f"{name} is {kind_of(text)}; give a string")
         if self.target.tokenizer is None:
             raise RequestError(f"{self.target.name!r} has no tokenizer; give prompts as lists of token ids")
-        self._check_characters(len(text))
+        self._check_characters(len(text), name)
         try:
-            return encode_text(self.target.tokenizer, text, add_special_tokens)
-        except UnicodeError as error:
-            raise RequestError(f"the prompt is no valid Unicode text ({error}); remove lone surrogates") from None
+            valid_text(text)
+        except ValueError as error:
+            raise RequestError(f"{name} is {error}") from None
+        return encode_text(self.target.tokenizer, text, bool(add_special_tokens))
 
-    def _check_characters(self, count: int) -> None:
+    def _check_characters(self, count: int, name: str) -> None:
         """Before work that grows with the text: no token is that long."""
         if count > (most := MOST_CHARACTERS_PER_TOKEN * self.max_len):
             raise RequestError(
-                f"the prompt has {count:,} characters, more than {most:,} cannot fit the context of {self.max_len} tokens; shorten it"
+                f"{name} has {count:,} characters, more than {most:,} cannot fit the context of {self.max_len} tokens; shorten it"
             )
 
-    def encode_chat(self, messages: SequenceOf[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation in the model's chat template, ready for the assistant's turn."""
+    def encode_chat(self, messages: SequenceOf[Mapping[str, Any]], name: str = "messages") -> list[int]:
+        """Token ids of a conversation in the model's chat template, ready for the assistant's turn; errors call it `name`."""
+        messages = conversation(messages, name)
         tokenizer = self.target.tokenizer
         if tokenizer is None or tokenizer.chat_template is None:
             raise RequestError(f"{self.target.name!r} has no chat template; give a prompt instead of messages")
-        self._check_characters(sum(len(text) for m in messages for text in m.values() if isinstance(text, str)))
+        self._check_characters(sum(len(text) for m in messages for text in m.values() if isinstance(text, str)), name)
         rendered = render_chat(tokenizer, messages, MOST_CHARACTERS_PER_TOKEN * self.max_len)
-        return self.encode(rendered, add_special_tokens=False)
+        return self.encode(rendered, add_special_tokens=False, name=name)
 
     def room_after(self, num_tokens: int) -> int:
         """How many tokens can follow a prompt of so many, in the context and in the KV pool."""
         return min(self.max_len, self.engine.scheduler.capacity) - num_tokens
 
-    def check_prompt(self, tokens: SequenceOf[int], params: SamplingParams) -> None:
-        """Raise `RequestError` for what this model cannot serve."""
-        size = self.target.vocab_size
+    def check_prompt(self, tokens: SequenceOf[int], params: SamplingParams, name: str = "prompt") -> None:
+        """Raise `RequestError` for what this model cannot serve; the message calls the prompt `name`."""
+        size, tokens, (params,) = self.target.vocab_size, token_ids(tokens, name), one_each(params, 1)
         if not tokens:
-            raise RequestError("the prompt is empty; give at least one token")
+            raise RequestError(f"{name} is empty; give at least one token")
         if len(tokens) >= self.max_len:
-            raise RequestError(f"the prompt has {len(tokens)} tokens, the context holds {self.max_len} with at least one new; shorten it")
-        if bad := [t for t in (*tokens, *params.token_ids) if not 0 <= t < size]:
-            raise RequestError(f"token id {bad[0]} is outside the vocabulary of {size}; check the tokenizer and the parameters")
+            raise RequestError(f"{name} has {len(tokens)} tokens, the context holds {self.max_len} with at least one new; shorten it")
+        for field, ids in ((name, tokens), *params.token_ids.items()):
+            if (bad := next((t for t in ids if not 0 <= t < size), None)) is not None:
+                raise RequestError(
+                    f"{field}: token id {shown(bad)} is outside the vocabulary of {size}, 0 to {size - 1}; check the tokenizer"
+                )
         if (params.stop or params.bad_words) and self.target.tokenizer is None:
             raise RequestError(f"stop strings and bad words need a tokenizer, and {self.target.name!r} has none; use token ids")
         self.engine.scheduler.check_size(min(self.max_len, len(tokens) + params.max_tokens))
 
-    def samples(self, prompt: Prompt, params: SamplingParams, watch_text: bool) -> list[Sequence]:
+    def samples(self, prompt: Prompt, params: SamplingParams, watch_text: bool, name: str = "prompt") -> list[Sequence]:
         """The `n` sequences of one request, checked and ready for the engine; all but the first share the first one's prompt.
 
-        With `watch_text` each has a `watcher` that holds its text after every token.
+        With `watch_text` each has a `watcher` that holds its text after every token. Errors call the prompt `name`.
 
         Raises
         ------
         RequestError  the prompt or the parameters cannot be served
         """
-        tokens = self.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
-        self.check_prompt(tokens, params)
+        tokens = self.encode(prompt, name=name) if isinstance(prompt, str) else token_ids(prompt, name)
+        self.check_prompt(tokens, params, name)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         eos = self.target.eos_token_ids
         samples: list[Sequence] = []
@@ -325,18 +354,3 @@ class LLM:
 
     def _output(self, samples: list[Sequence], prompt: Prompt) -> RequestOutput:
         return request_output(samples, prompt if isinstance(prompt, str) else None, self.target.tokenizer, self.acceptance_name)
-
-
-def _as_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
-    """A lone string or a flat list of token ids is one prompt."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _one_each(params: SamplingParams | SequenceOf[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
-    if len(params) != num_prompts:
-        raise RequestError(f"{len(params)} sampling parameters for {num_prompts} prompts; give one for all or one each")
-    return list(params)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, ValidationError, model_validator
 
 from echelon.errors import ConfigError, EchelonError
+from echelon.inputs import LARGEST, Text, described, kind_of, plain, problems_of, shown
 
 METHOD_ALIASES = {"llma": "ngram"}
 HEADS = ("medusa", "clover", "clover2", "eagle", "eagle3")  # methods whose drafter reads the target's hidden states
@@ -17,26 +19,30 @@ GROWING = ("draft_model", *HEADS)  # methods whose drafter scores tokens, and so
 
 
 class Settings(BaseModel):
-    """Base of every object a user fills in: immutable, unknown keys refused, one-line errors that name the remedy."""
+    """Base of every object a user fills in: immutable, unknown keys refused, one-line errors that name the remedy. No type stands in for
+    another, but numbers of NumPy and PyTorch for Python's own, and paths for text.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
     error: ClassVar[type[EchelonError]] = ConfigError
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:
+        given = {key: plain(value) for key, value in values.items()}
         try:
-            super().__init__(**values)
+            super().__init__(**given)
         except ValidationError as failure:
-            raise self.error(self._explain(failure)) from None
+            raise self.error(self._explain(failure, given)) from None
 
     @classmethod
-    def _explain(cls, failure: ValidationError) -> str:
+    def _explain(cls, failure: ValidationError, given: dict[str, Any]) -> str:
+        """Every problem, in one line; the value of a field with `repr=False` is secret."""
         lines = []
-        for problem in failure.errors():
-            key = ".".join(str(part) for part in problem["loc"]) or cls.__name__
-            if problem["type"] == "extra_forbidden":
-                lines.append(f"{cls.__name__} has no key {key!r}; known keys: {', '.join(cls.model_fields)}")
+        for place, problems in problems_of(failure, given).items():
+            if problems[0]["type"] == "extra_forbidden":
+                lines.append(f"{cls.__name__} has no key {shown(place)}; known keys: {', '.join(cls.model_fields)}")
             else:
-                lines.append(f"{cls.__name__}.{key} = {problem['input']!r}: {problem['msg']}")
+                field = cls.model_fields.get(re.split(r"[.[]", place)[0])
+                lines.append(described(place, problems, cls.__name__, is_secret=field is not None and not field.repr))
         return "; ".join(lines)
 
 
@@ -66,31 +72,31 @@ class SpeculativeConfig(Settings):
     """
 
     method: Literal["ngram", "draft_model", "replay", "medusa", "clover", "clover2", "eagle", "eagle3"]
-    model: str | None = None
-    num_speculative_tokens: int = Field(default=5, ge=1, le=64)
-    prompt_lookup_max: int = Field(default=2, ge=1, le=16)
-    prompt_lookup_min: int = Field(default=1, ge=1, le=16)
+    model: Text | None = None
+    num_speculative_tokens: StrictInt = Field(default=5, ge=1, le=64)
+    prompt_lookup_max: StrictInt = Field(default=2, ge=1, le=16)
+    prompt_lookup_min: StrictInt = Field(default=1, ge=1, le=16)
     prompt_lookup_source: Literal["prompt", "prompt_and_output"] = "prompt_and_output"
     acceptance: Literal["exact", "rejection", "typical"] = "exact"
-    confidence_threshold: float = Field(default=0.0, ge=0.0, lt=1.0)
-    posterior_threshold: float = Field(default=0.09, gt=0.0, lt=1.0)
-    posterior_alpha: float = Field(default=0.3, gt=0.0, lt=1.0)
+    confidence_threshold: StrictFloat = Field(default=0.0, ge=0.0, lt=1.0)
+    posterior_threshold: StrictFloat = Field(default=0.09, gt=0.0, lt=1.0)
+    posterior_alpha: StrictFloat = Field(default=0.3, gt=0.0, lt=1.0)
     tree: Literal["chain", "static", "dynamic"] = "chain"
-    speculative_token_tree: tuple[tuple[int, ...], ...] | None = None
-    tree_top_k: int = Field(default=4, ge=1, le=64)
-    tree_top_p: float = Field(default=0.8, gt=0.0, le=1.0)
-    tree_depth: int = Field(default=5, ge=1, le=64)
-    replay_histogram: str | None = None
-    replay_tokens_per_step: float | None = None
-    replay_seed: int = Field(default=0, ge=0, lt=1 << 64)
+    speculative_token_tree: tuple[tuple[StrictInt, ...], ...] | None = None
+    tree_top_k: StrictInt = Field(default=4, ge=1, le=64)
+    tree_top_p: StrictFloat = Field(default=0.8, gt=0.0, le=1.0)
+    tree_depth: StrictInt = Field(default=5, ge=1, le=64)
+    replay_histogram: Text | None = None
+    replay_tokens_per_step: StrictFloat | None = None
+    replay_seed: StrictInt = Field(default=0, ge=0, lt=1 << 64)
 
     @model_validator(mode="before")
     @classmethod
     def _resolve(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Aliases of `method`, and a lone `prompt_lookup_max` means that length only, as in vLLM."""
         values = dict(values)
-        method = values.get("method")
-        values["method"] = METHOD_ALIASES.get(method, method) if isinstance(method, str) else method
+        if isinstance(method := values.get("method"), str):
+            values["method"] = METHOD_ALIASES.get(method, method)
         if isinstance(paths := values.get("speculative_token_tree"), str):
             values["speculative_token_tree"] = _parsed_tree(paths)
         if "prompt_lookup_max" in values:
@@ -152,14 +158,17 @@ class SpeculativeConfig(Settings):
 def _parsed_tree(text: str) -> Any:
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        raise ValueError(f"speculative_token_tree = {text!r} is no list of paths such as '[(0,), (1,), (0, 0)]'") from None
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # all of which it raises for text that is too deep or no list
+        raise ValueError(f"speculative_token_tree = {shown(text)} is no list of paths such as '[(0,), (1,), (0, 0)]'") from None
 
 
 def speculative(config: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig | None:
     """`config` as an object; a mapping is checked key by key."""
     if config is None or isinstance(config, SpeculativeConfig):
         return config
+    if not isinstance(config, Mapping) or not all(isinstance(key, str) for key in config):
+        what = shown(config) if isinstance(config, str | Mapping) else kind_of(config)
+        raise ConfigError(f"speculative_config is {what}; give a SpeculativeConfig or a mapping such as {{'method': 'ngram'}}")
     return SpeculativeConfig(**config)
 
 
@@ -180,17 +189,17 @@ class EngineConfig(Settings):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     numerics: Literal["invariant", "fast"] = "invariant"
-    max_num_seqs: int = Field(default=64, ge=1)
-    max_num_batched_tokens: int = Field(default=2048, ge=1)
-    max_model_len: int | None = Field(default=None, ge=2)
-    block_size: int = Field(default=16, ge=1)
-    kv_cache_memory_bytes: int | Literal["auto"] = "auto"
-    enforce_eager: bool = False
+    max_num_seqs: StrictInt = Field(default=64, ge=1, lt=LARGEST)
+    max_num_batched_tokens: StrictInt = Field(default=2048, ge=1, lt=LARGEST)
+    max_model_len: StrictInt | None = Field(default=None, ge=2, lt=LARGEST)
+    block_size: StrictInt = Field(default=16, ge=1, lt=LARGEST)
+    kv_cache_memory_bytes: Annotated[StrictInt, Field(ge=1)] | Literal["auto"] = "auto"
+    enforce_eager: StrictBool = False
     strategy: Literal["unpadded", "padded", "realign"] = "unpadded"
     pad: Literal["both", "kv", "inputs"] = "both"
     grouping: Literal["none", "same_length"] = "none"
-    group_window: int | None = Field(default=None, ge=1)
-    refill: bool = True
+    group_window: StrictInt | None = Field(default=None, ge=1, lt=LARGEST)
+    refill: StrictBool = True
 
     @property
     def num_rows_held(self) -> int:
@@ -220,6 +229,11 @@ class EngineConfig(Settings):
                 f"group_window = {self.group_window} is less than max_num_seqs = {self.max_num_seqs}; a group is chosen from it: raise it"
             )
         return self
+
+
+def check_settings(**values: Any) -> None:
+    """Raise `ConfigError` for a value that `EngineConfig` would refuse."""
+    EngineConfig(**values)
 
 
 def check_together(engine: EngineConfig, spec: SpeculativeConfig | None) -> None:

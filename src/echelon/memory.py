@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from echelon.errors import ConfigError
+from echelon.inputs import shown
 
 AUTO_SHARE = {"cpu": 0.5, "cuda": 0.8}  # of the memory that is available once the weights are loaded; a device is the model's own
 
@@ -57,8 +58,17 @@ def plan_kv(
 
     "auto" takes what `max_num_seqs` rows of full length could use, at most half of the available memory, or four
     fifths of that of a CUDA device. `num_null_blocks` are taken beside the pool, within the same bounds (`KVCache`).
+
+    Raises
+    ------
+    ConfigError  the limit holds not one block, or is more than the memory that is available
     """
     block_bytes = bytes_per_token * block_size
+    if limit != "auto" and limit > (available := available_memory(device)):
+        raise ConfigError(
+            f"kv_cache_memory_bytes = {shown(limit)} exceeds the {available:,} bytes that are available on {device.type}; lower it, or "
+            "leave it to 'auto'"
+        )
     blocks_per_row = -(-max_len // block_size)
     wanted = max_num_seqs * blocks_per_row
     if limit == "auto":

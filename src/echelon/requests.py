@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, Field, StrictFloat, StrictInt, ValidationError, model_validator
+from pydantic_core import from_json
 
 from echelon.errors import ConfigError, RequestError
+from echelon.inputs import Conversation, Text, first_problem
 
 if TYPE_CHECKING:
     from echelon.api import LLM
@@ -16,15 +19,47 @@ if TYPE_CHECKING:
 KEYS = ("prompt", "prompt_token_ids", "messages", "turns")
 
 
+class Line(BaseModel):
+    """What a line of a .jsonl file may say; it has one of `KEYS`, and other keys than these mean nothing."""
+
+    id: Text | StrictInt | StrictFloat | None = None
+    question_id: Text | StrictInt | StrictFloat | None = None
+    prompt: Text = ""
+    prompt_token_ids: Annotated[list[StrictInt], Field(fail_fast=True)] = []
+    messages: Conversation = []
+    turns: Annotated[list[Text], Field(min_length=1, fail_fast=True)] = []
+    params: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_one_prompt(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            raise ValueError('not a JSON object; write one such as {"prompt": "text"}')
+        if len(found := [key for key in KEYS if key in given]) != 1:
+            raise ValueError(f"needs exactly one of {', '.join(KEYS)}, has {', '.join(found) or 'none'}")
+        return given
+
+    def request(self, index: int) -> Request:
+        name = self.id if "id" in self.model_fields_set else self.question_id
+        return Request(
+            index,
+            str(index if name is None else name),
+            prompt=self.turns[0] if self.turns else self.prompt,
+            prompt_token_ids=self.prompt_token_ids if "prompt_token_ids" in self.model_fields_set else None,
+            messages=[m.for_template() for m in self.messages] or None,
+            params=self.params,
+        )
+
+
 @dataclass(frozen=True)
 class Request:
-    """One line: where it stood, its prompt in one of four forms, and its own sampling parameters; or why it is unusable."""
+    """One line: where it stood, its prompt in one of three forms, and its own sampling parameters; or why it is unusable."""
 
     index: int
     id: str
     prompt: str | None = None
     prompt_token_ids: SequenceOf[int] | None = None
-    messages: list[dict[str, str]] | None = None
+    messages: list[dict[str, Any]] | None = None
     params: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
 
@@ -48,15 +83,19 @@ def request_from_text(index: int, text: str) -> Request:
     return Request(index, str(index), prompt=text)
 
 
-def read_requests(path: Path, limit: int | None = None) -> list[Request]:
-    """Requests of a .txt or .jsonl file, in order. A malformed line becomes a request with a `problem` that names its number."""
+def read_lines(path: Path) -> list[str]:
+    """Lines of a UTF-8 file; `ConfigError` for what cannot be read."""
     try:
-        lines = path.read_text("utf-8").split("\n")  # and not at other separators, which JSON allows inside a string
+        return path.read_text("utf-8").split("\n")  # and not at other separators, which JSON allows inside a string
     except OSError as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}; check the path") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{str(path)!r} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
-    numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip()][:limit]
+
+
+def read_requests(path: Path, limit: int | None = None) -> list[Request]:
+    """Requests of a .txt or .jsonl file, in order. A malformed line becomes a request with a `problem` that names its number."""
+    numbered = [(n, line) for n, line in enumerate(read_lines(path), 1) if line.strip()][:limit]
     if not numbered:
         raise ConfigError(f"{str(path)!r} holds no prompt; give one a line")
     if path.suffix == ".jsonl":
@@ -67,35 +106,13 @@ def read_requests(path: Path, limit: int | None = None) -> list[Request]:
 
 
 def _parse(index: int, number: int, line: str) -> Request:
+    """A line's request. The parser has bounds on depth and on digits, and takes no lone surrogate."""
+    given: Any = None
     try:
-        value = json.loads(line)
-        if not isinstance(value, dict):
-            raise ValueError("not an object")
-        return _build(index, value)
+        given = from_json(line)
+        return Line.model_validate(given).request(index)
+    except ValidationError as failure:
+        problem = first_problem(failure, given)
     except ValueError as error:
-        return Request(index, str(index), problem=f"line {number}: {error}")
-
-
-def _build(index: int, value: dict[str, Any]) -> Request:
-    """A request from a parsed line; `ValueError` says what is wrong with it."""
-    given = [key for key in KEYS if key in value]
-    if len(given) != 1:
-        raise ValueError(f"needs exactly one of {', '.join(KEYS)}, has {', '.join(given) or 'none'}")
-    name = str(value.get("id", value.get("question_id", index)))
-    params = value.get("params", {})
-    if not isinstance(params, dict):
-        raise ValueError("params must be an object of sampling parameters")
-    content = value[given[0]]
-    if given[0] == "prompt" and isinstance(content, str):
-        return Request(index, name, prompt=content, params=params)
-    if given[0] == "turns" and isinstance(content, list) and content and isinstance(content[0], str):
-        return Request(index, name, prompt=content[0], params=params)
-    if given[0] == "prompt_token_ids" and isinstance(content, list) and all(type(t) is int for t in content):
-        return Request(index, name, prompt_token_ids=content, params=params)
-    if (
-        given[0] == "messages"
-        and isinstance(content, list)
-        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in content)
-    ):
-        return Request(index, name, messages=content, params=params)
-    raise ValueError(f"{given[0]} has the wrong form")
+        problem = f"no JSON: {str(error).replace(' line 1 ', ' ')}; correct it"
+    return Request(index, str(index), problem=f"line {number}: {problem}")

@@ -9,17 +9,18 @@ Communication and Drafter-Invariant Speculative Decoding").
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field, StrictBool, StrictFloat, StrictInt, model_validator
 
 from echelon.config import Settings
 from echelon.errors import EchelonError, RequestError, RowError
+from echelon.inputs import LARGEST, IdKey, Text, kind_of
 from echelon.token_counts import TokenCounts
 
 Float32 = NDArray[np.float32]
@@ -36,29 +37,29 @@ class SamplingParams(Settings):
 
     error: ClassVar[type[EchelonError]] = RequestError
 
-    temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
-    top_k: int = Field(default=0, ge=-1)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    seed: int | None = Field(default=None, ge=0, lt=1 << 64)
-    max_tokens: int = Field(default=16, ge=1)
-    min_tokens: int = Field(default=0, ge=0)
-    n: int = Field(default=1, ge=1, le=1024)
-    stop: tuple[str, ...] = ()
-    include_stop_str_in_output: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    repetition_penalty: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] = ()
+    temperature: StrictFloat = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    top_k: StrictInt = Field(default=0, ge=-1, lt=LARGEST)
+    top_p: StrictFloat = Field(default=1.0, gt=0.0, le=1.0)
+    min_p: StrictFloat = Field(default=0.0, ge=0.0, le=1.0)
+    seed: StrictInt | None = Field(default=None, ge=0, lt=1 << 64)
+    max_tokens: StrictInt = Field(default=16, ge=1, lt=LARGEST)
+    min_tokens: StrictInt = Field(default=0, ge=0, lt=LARGEST)
+    n: StrictInt = Field(default=1, ge=1, le=1024)
+    stop: tuple[Text, ...] = ()
+    include_stop_str_in_output: StrictBool = False
+    stop_token_ids: tuple[StrictInt, ...] = ()
+    ignore_eos: StrictBool = False
+    skip_special_tokens: StrictBool = True
+    presence_penalty: StrictFloat = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: StrictFloat = Field(default=0.0, ge=-2.0, le=2.0)
+    repetition_penalty: StrictFloat = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    logit_bias: dict[IdKey, StrictFloat] | None = None
+    allowed_token_ids: tuple[StrictInt, ...] | None = None
+    bad_words: tuple[Text, ...] = ()
     logits_processors: tuple[LogitsProcessor, ...] = ()
-    logprobs: int | None = Field(default=None, ge=0)
-    prompt_logprobs: int | None = Field(default=None, ge=0)
-    num_speculative_tokens: int | None = Field(default=None, ge=0)
+    logprobs: StrictInt | None = Field(default=None, ge=0, lt=LARGEST)
+    prompt_logprobs: StrictInt | None = Field(default=None, ge=0, lt=LARGEST)
+    num_speculative_tokens: StrictInt | None = Field(default=None, ge=0, lt=LARGEST)
 
     @model_validator(mode="before")
     @classmethod
@@ -82,9 +83,26 @@ class SamplingParams(Settings):
         return self.temperature == 0.0
 
     @property
-    def token_ids(self) -> set[int]:
-        """Every token id that the parameters name; all must lie in the vocabulary."""
-        return {*self.stop_token_ids, *(self.logit_bias or ()), *(self.allowed_token_ids or ())}
+    def token_ids(self) -> dict[str, Iterable[int]]:
+        """By field, the token ids that the parameters name; all must lie in the vocabulary."""
+        return {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": self.logit_bias or (),
+            "allowed_token_ids": self.allowed_token_ids or (),
+        }
+
+
+def one_each(params: SamplingParams | SequenceOf[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
+    """Parameters of every prompt, from one for all (by default the defaults) or a list with one each."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if not isinstance(params, list | tuple):
+        raise RequestError(f"sampling_params is {kind_of(params)}; give SamplingParams(...), for all prompts or in a list with one each")
+    if bad := [i for i, p in enumerate(params) if not isinstance(p, SamplingParams)]:
+        raise RequestError(f"sampling_params[{bad[0]}] is {kind_of(params[bad[0]])}; give SamplingParams(...)")
+    if len(params) != num_prompts:
+        raise RequestError(f"{len(params)} sampling parameters for {num_prompts} prompts; give one for all or one each")
+    return list(params)
 
 
 @dataclass(frozen=True)

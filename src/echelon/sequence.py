@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
-from echelon.errors import EchelonError, row_error
+from echelon.errors import EchelonError, RequestError, row_error
+from echelon.inputs import check_kind
 from echelon.sampling import Logprobs, Sampler, SamplingParams
 
 
@@ -158,3 +159,12 @@ class AheadRow:
     shortest: int
     longest: int
     num_drafted: int
+
+
+def check_requests(requests: Any) -> None:
+    """Raise `RequestError` for what is no list of requests, each a list of samples."""
+    check_kind("requests", requests, (list, tuple), RequestError)
+    for i, samples in enumerate(requests):
+        check_kind(f"requests[{i}]", samples, list, RequestError)
+        for j, sequence in enumerate(samples):
+            check_kind(f"requests[{i}][{j}]", sequence, Sequence, RequestError)

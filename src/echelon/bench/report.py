@@ -9,6 +9,7 @@ from typing import Any
 
 from echelon.bench.steps import SPLIT
 from echelon.bench.throughput import Result
+from echelon.inputs import write_text
 from echelon.memory import mebibytes
 
 
@@ -89,6 +90,4 @@ def throughput_as_markdown(results: SequenceOf[Result], environment: dict[str, s
 
 
 def write_json(path: Path, value: Any) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    return path
+    return write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", "--output")

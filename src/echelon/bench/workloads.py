@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from echelon import LLM
 from echelon.errors import ConfigError
-from echelon.requests import read_requests
+from echelon.requests import read_lines, read_requests
 
 WORKLOADS = {
     "continue": "go on with held-out Python source",
@@ -96,13 +96,13 @@ def renamed(text: str) -> str:
 def spec_bench(path: Path) -> list[tuple[str, str]]:
     """(category, first turn) of every line of Spec-Bench's question file: `question_id`, `category`, `turns`."""
     found = []
-    for number, line in enumerate(path.read_text("utf-8").split("\n"), 1):
+    for number, line in enumerate(read_lines(path), 1):
         if not line.strip():
             continue
         try:
             value = json.loads(line)
             found.append((str(value["category"]), str(value["turns"][0])))
-        except (ValueError, KeyError, IndexError, TypeError):
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
             raise ConfigError(f"{str(path)!r}, line {number}: not a question with `category` and `turns`; give Spec-Bench's file") from None
     return found
 

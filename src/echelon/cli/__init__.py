@@ -21,7 +21,7 @@ from echelon.cli.generate import generate
 from echelon.cli.inflate import inflate
 from echelon.cli.inspect import inspect
 from echelon.cli.serve import serve
-from echelon.cli.shared import SPECULATIVE, errors
+from echelon.cli.shared import SPECULATIVE, errors, from_argument
 from echelon.cli.train import train
 from echelon.cli.verify import verify
 
@@ -49,7 +49,7 @@ def join_dotted(arguments: list[str]) -> list[str]:
         key, equals, value = word.removeprefix(SPECULATIVE + ".").partition("=")
         value = value if equals else next(words, "")
         try:
-            config[key] = json.loads(value)
+            config[key] = from_argument(value)
         except ValueError:
             config[key] = value
     return [*rest, SPECULATIVE, json.dumps(config)] if config else rest

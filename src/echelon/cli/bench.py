@@ -32,6 +32,7 @@ from echelon.cli.shared import errors
 from echelon.cli.step import step
 from echelon.cli.throughput import throughput
 from echelon.ops.devices import chosen_device
+from echelon.target.loading import DTYPES
 
 app = typer.Typer(help="Measure: whole runs, or a step without its model.", no_args_is_help=True)
 app.command()(throughput)
@@ -65,6 +66,8 @@ def kernels(
 ) -> None:
     """Each kernel of ours beside the memory's and the arithmetic's limit, oneDNN and plain PyTorch; weights come from memory."""
     counts = sizes_of(rows, "--rows")
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype!r} is none that is served; known: {', '.join(DTYPES)}")
     device = chosen_device("auto")
     machine = measure_machine(device)
     results = []

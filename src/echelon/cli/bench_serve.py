@@ -11,7 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from echelon.bench.report import write_json
 from echelon.bench.serve import Goal, Load, as_markdown, code_texts, measure
+from echelon.cli.measured import JsonOption
 from echelon.cli.shared import errors
 from echelon.demo import held_out_files
 from echelon.requests import read_requests
@@ -32,7 +34,7 @@ def serve(
     ttft_goal: Annotated[float | None, typer.Option(help="Milliseconds to the first token, for goodput.")] = None,
     tpot_goal: Annotated[float | None, typer.Option(help="Milliseconds a further token, for goodput.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Also write JSON here.")] = None,
+    output: JsonOption = None,
 ) -> None:
     """TTFT, TPOT, ITL, goodput and acceptance of a server under load. The key is that in OPENAI_API_KEY. Exit 3 if some fail."""
     if input is not None:
@@ -47,7 +49,6 @@ def serve(
     for problem in value["problems"]:
         errors.print(f"[red]failed:[/] {escape(problem)}", highlight=False)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(value, indent=1) + "\n", "utf-8")
+        write_json(output, value)
     if value["num_failed"]:
         raise typer.Exit(3)

@@ -15,7 +15,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from echelon import LLM, CompletionOutput, ConfigError, EchelonError, Logprob, RequestOutput, SamplingParams
-from echelon.cli.output import OutputFile, config_hash, file_hash
+from echelon.cli.fingerprint import file_hash, hash_of, settings_of
+from echelon.cli.output import Mode, OutputFile
 from echelon.cli.shared import (
     SPECULATIVE,
     Device,
@@ -32,7 +33,9 @@ from echelon.cli.shared import (
     Strategy,
     StrategyOption,
     errors,
+    from_argument,
 )
+from echelon.inputs import shown
 from echelon.requests import Request, read_requests, request_from_text
 
 
@@ -53,7 +56,10 @@ def generate(
     output: Annotated[
         Path | None, typer.Option(help="JSONL file for the outputs, each appended when it is done; without it they are printed.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Keep the rows that --output holds already and run the others.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the rows that --output holds already; run the others, and those that failed.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the results that --output holds already.")] = False,
     speculative_config: Annotated[
         str | None,
         typer.Option(
@@ -99,38 +105,35 @@ def generate(
     SamplingParams(**defaults)
     if (input is None) == (not prompt):
         raise ConfigError("give prompts either as arguments or with --input FILE")
-    if resume and output is None:
-        raise ConfigError("--resume goes on with an output file; name it with --output")
+    if (resume or overwrite) and output is None:
+        raise ConfigError("--resume and --overwrite say what becomes of an output file; name it with --output")
+    if resume and overwrite:
+        raise ConfigError("--resume keeps the rows of --output and --overwrite drops them; leave one of the two out")
     requests = read_requests(input, num_prompts) if input else [request_from_text(i, p) for i, p in enumerate(prompt or [])]
     pool = bytes_or_auto(kv_cache_memory_bytes)
     drafts = speculative_mapping(speculative_config)
-    llm = LLM(
-        model,
-        drafts,
-        dtype=dtype.value,
-        device=device.value,
-        numerics=numerics.value,
-        enforce_eager=enforce_eager,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max(2048, max_num_seqs),
-        max_model_len=max_model_len,
-        kv_cache_memory_bytes=pool,
-        strategy=strategy.value,
-        pad=pad.value,
-        grouping=grouping.value,
-        refill=refill,
-    )
-    errors.print(escape(str(llm.memory_plan)), highlight=False)
-    settings = {
-        "model": _identity(model),
-        "input": file_hash(input) if input else prompt,
-        "num_prompts": num_prompts,
-        "speculative_config": drafts,
-        "dtype": dtype.value,
-        "max_model_len": max_model_len,
-        "params": defaults,
-    }
-    with OutputFile(output, config_hash(settings), resume) if output else nullcontext() as file:
+    mode = Mode.resume if resume else Mode.overwrite if overwrite else Mode.new
+    with OutputFile(output, mode) if output else nullcontext() as file:
+        llm = LLM(
+            model,
+            drafts,
+            dtype=dtype.value,
+            device=device.value,
+            numerics=numerics.value,
+            enforce_eager=enforce_eager,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max(2048, max_num_seqs),
+            max_model_len=max_model_len,
+            kv_cache_memory_bytes=pool,
+            strategy=strategy.value,
+            pad=pad.value,
+            grouping=grouping.value,
+            refill=refill,
+        )
+        errors.print(escape(str(llm.memory_plan)), highlight=False)
+        if file is not None:
+            source = file_hash(input) if input else hash_of(prompt)
+            file.begin(settings_of(llm, model, {"input": source, "num_prompts": num_prompts, "params": defaults}))
         rows = _run(llm, requests, defaults, file)
     _report(rows, output, print_texts=output is None and not json_output)
     if json_output:
@@ -226,15 +229,6 @@ def _report(rows: list[dict[str, Any]], output: Path | None, print_texts: bool) 
             errors.print(f"[red]row {row['index']}:[/] {escape(row['error'])}", highlight=False)
 
 
-def _identity(model: str) -> str:
-    """The model by name and, for a folder, by its configuration and the sizes of its weights."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return model
-    weights = [(p.name, p.stat().st_size) for p in sorted(folder.glob("*.safetensors"))]
-    return f"{file_hash(folder / 'config.json')} {weights}"
-
-
 def _summary(llm: LLM, lines: list[dict[str, Any]]) -> dict[str, Any]:
     stats = llm.stats
     return {
@@ -255,8 +249,8 @@ def bytes_or_auto(text: str) -> int | str:
         return text
     try:
         return int(float(text)) if "e" in text.lower() else int(text)
-    except ValueError:
-        raise ConfigError(f"--kv-cache-memory-bytes {text!r} is no number; give bytes such as 2000000000 or 2e9, or auto") from None
+    except (ValueError, OverflowError):
+        raise ConfigError(f"--kv-cache-memory-bytes {shown(text)} is no number; give bytes such as 2000000000 or 2e9, or auto") from None
 
 
 def speculative_mapping(text: str | None) -> dict[str, Any] | None:
@@ -264,7 +258,7 @@ def speculative_mapping(text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        value = json.loads(text)
+        value = from_argument(text)
     except ValueError as error:
         raise ConfigError(f"{SPECULATIVE} is not JSON ({error}); quote it for the shell, or write {SPECULATIVE}.method ngram") from None
     if not isinstance(value, dict):

@@ -17,6 +17,8 @@ from echelon.bench.report import write_json
 from echelon.bench.workloads import WORKLOADS, workload
 from echelon.cli.shared import errors
 from echelon.demo import held_out_files
+from echelon.errors import OutputError
+from echelon.inputs import made_folder, write_text
 from echelon.ops.devices import chosen_device
 from echelon.target.loading import LoadedModel, adopt_model, load_model, load_plain
 
@@ -30,9 +32,31 @@ MaxTokensOption = Annotated[int, typer.Option(help="New tokens a prompt.", min=1
 DraftLengthOption = Annotated[int, typer.Option(help="Draft length of the draft model (at most 7 for the confident one).", min=1)]
 InputOption = Annotated[Path | None, typer.Option(help="File that the workload reads its prompts from.")]
 WorkloadOption = Annotated[str, typer.Option(help="; ".join(f"`{name}`: {what}" for name, what in WORKLOADS.items()) + ".")]
+
+
+def writable(path: Path | None) -> Path | None:
+    """`--output` before anything is measured: refused where nothing can be written."""
+    if path is not None:
+        made_folder(path.parent if path.suffix == ".json" else path, "--output")
+        if path.suffix == ".json" and path.exists() and not path.is_file():
+            raise OutputError(f"{str(path)!r} is no file; choose another --output")
+    return path
+
+
+def writable_file(path: Path | None) -> Path | None:
+    """The same for a file of any name."""
+    if path is not None and path.is_dir():
+        raise OutputError(f"{str(path)!r} is a folder, and a file is needed there; choose another --output")
+    if path is not None:
+        made_folder(path.parent, "--output")
+    return path
+
+
 OutputOption = Annotated[
-    Path | None, typer.Option(help="Also write JSON here; a name without .json is a folder for JSON, Markdown and plots.")
+    Path | None,
+    typer.Option(callback=writable, help="Also write JSON here; a name without .json is a folder for JSON, Markdown and plots."),
 ]
+JsonOption = Annotated[Path | None, typer.Option(callback=writable_file, help="Also write JSON here.")]
 
 
 def sizes_of(text: str, option: str = "--batch-sizes") -> list[int]:
@@ -88,8 +112,7 @@ def write_report(output: Path | None, name: str, value: object, markdown: str = 
         return None
     said(write_json(output / f"{name}.json", value))
     if markdown:
-        (output / f"{name}.md").write_text(markdown, "utf-8")
-        said(output / f"{name}.md")
+        said(write_text(output / f"{name}.md", markdown, "--output"))
     return output
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from pydantic_core import from_json
 from rich.console import Console
 
 SPECULATIVE = "--speculative-config"
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name of a causal language model (safetensors).")]
+
+
+def from_argument(text: str) -> Any:
+    """JSON of an argument; `ValueError` for what is none. Bytes that are no UTF-8, which Python hands on as lone surrogates, are none."""
+    return from_json(text.encode("utf-8", "backslashreplace"))
 
 
 class Strategy(StrEnum):

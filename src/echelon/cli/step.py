@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -12,9 +11,11 @@ import typer
 from rich.progress import Progress
 
 from echelon import ConfigError
+from echelon.bench.report import write_json
 from echelon.bench.shapes import SHAPES, random_model
 from echelon.bench.step import as_markdown, measure_steps
 from echelon.bench.throughput import environment
+from echelon.cli.measured import JsonOption
 from echelon.cli.shared import errors
 from echelon.ops import compiled, devices
 from echelon.target.loading import load_model
@@ -27,7 +28,7 @@ def step(
     context: Annotated[int, typer.Option(help="Tokens that each row has before them.", min=0)] = 256,
     rounds: Annotated[int, typer.Option(help="Passes of each width, interleaved.", min=1)] = 9,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Also write JSON here.")] = None,
+    output: JsonOption = None,
 ) -> None:
     """One forward pass by its number of tokens, beside merely reading the weights; in milliseconds, linear layers and attention apart."""
     if not devices.has_kernels(torch.empty(0, device=devices.chosen_device("auto"))):
@@ -43,4 +44,4 @@ def step(
     report = {"environment": environment(), "model": model, "results": [asdict(r) for r in results]}
     typer.echo(json.dumps(report) if json_output else as_markdown(results))
     if output is not None:
-        output.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+        write_json(output, report)

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from echelon import ConfigError
 from echelon.cli.shared import ModelArgument, errors
+from echelon.inputs import made_folder
 from echelon.target.loading import load_plain
 from echelon.train.data import prepare
 from echelon.train.draft import RATE, train_draft_model
@@ -58,6 +59,7 @@ def train(
     options = _options(method, num_heads, ablate, draft_vocab_size)
     if method is Method.draft_model and targets is not None:
         raise ConfigError("method draft_model learns the model's distribution and what it would accept; leave --targets out")
+    made_folder(out, "--out")
     target, tokenizer = load_plain(model)
     texts = prepare(target, tokenizer, text, data or out / "data", num_continuations)
     if method is Method.draft_model:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +21,7 @@ from echelon.heads.eagle import EagleHead
 from echelon.heads.eagle3 import Eagle3Head, default_depths
 from echelon.heads.layouts import HEADS, Tensors, parse
 from echelon.heads.parts import Shared, head_config
+from echelon.inputs import check_kind, name_of
 
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 PREFIXES = ("model.", "medusa_heads.")
@@ -84,14 +86,18 @@ def build_head(method: str, target: PreTrainedModel, **options: Any) -> Head:
     return head
 
 
-def load_head(name: str, target: PreTrainedModel, dtype: torch.dtype | None = None) -> Head:
+def load_head(name: str | os.PathLike[str], target: PreTrainedModel, dtype: torch.dtype | None = None) -> Head:
     """The head in `name`, a folder or a hub name, for `target`; in the target's dtype unless another is given.
 
     Raises
     ------
     ModelLoadError  files are missing or pickled, the layout is unknown, tensors are missing, surplus or mis-shaped, or the head belongs to
                     another target
+    ConfigError     `name` is no name, `target` no model, `dtype` none of PyTorch's
     """
+    name = name_of(name, "head")
+    check_kind("target", target, PreTrainedModel)
+    check_kind("dtype", dtype, (torch.dtype, type(None)))
     folder = _folder(name)
     raw, tensors = _read_config(folder), _read_tensors(folder)
     method, config, options, tensors = parse(name, raw, tensors, target)

@@ -6,13 +6,13 @@ unknown fields are refused. Fields beyond OpenAI's have vLLM's names.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from echelon.inputs import real_path
 from echelon.sampling import SamplingParams
 from echelon.server.responses import ErrorBody, Problem
 
@@ -45,7 +45,6 @@ REFUSED = {
     "chat_template_kwargs": "a chat template from a client",
 }
 
-FORM = re.compile(r"constrained-\w+|(list|dict)\[.*\]|str|int|[A-Z]\w*")  # as pydantic names the alternatives for a field
 REMEDIES = {
     "too_long": "; send fewer in one request",
     "too_short": "; send more",
@@ -286,10 +285,11 @@ class ApiError(Exception):
         return ErrorBody(error=Problem(message=str(self), type=kind, param=self.param, code=self.code)).model_dump()
 
 
-def validation_error(problems: SequenceOf[Mapping[str, Any]]) -> ApiError:
+def validation_error(problems: SequenceOf[Mapping[str, Any]], body: Any = None) -> ApiError:
     """What is wrong with a body's first bad field, naming it; never its value, which may be long or private."""
-    problem = _most_telling(problems)
-    path = [str(part) for i, part in enumerate(problem["loc"]) if part != "body" and not _is_form(problem, i)]
+    problem = _most_telling(problems, body)
+    missing = problem["loc"][-1:] if problem["type"] == "missing" else ()
+    path = [str(part) for part in (*real_path(problem["loc"][1:], body), *missing)]
     param = path[0] if path else None
     named = next((REFUSED[p] for p in path if p in REFUSED), None)
     if named is not None:
@@ -308,22 +308,19 @@ def validation_error(problems: SequenceOf[Mapping[str, Any]]) -> ApiError:
     return ApiError(400, f"{'.'.join(path) or 'body'}: {problem['msg']}{remedy}", param=param)
 
 
-def _is_form(problem: Mapping[str, Any], i: int) -> bool:
-    """Is this part of a problem's place no field's name, but one of the forms that the field may have?"""
-    part = problem["loc"][i]
-    is_field = problem["type"] == "extra_forbidden" and i == len(problem["loc"]) - 1
-    return isinstance(part, str) and bool(FORM.fullmatch(part)) and not is_field
-
-
-def _most_telling(problems: SequenceOf[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _most_telling(problems: SequenceOf[Mapping[str, Any]], body: Any) -> Mapping[str, Any]:
     """Of the problems that every form of the first field has, the one of the form that fits furthest: its type does, or more entries do."""
-    first = problems[0]["loc"]
-    field = next((first[:i] for i in range(len(first)) if _is_form(problems[0], i)), None)
+    field = _field_of_forms(problems[0], body)
     if field is None:
         return problems[0]
-    of_field = [p for p in problems if p["loc"][: len(field)] == field]
 
     def fit(problem: Mapping[str, Any]) -> tuple[bool, list[int]]:
         return not problem["type"].endswith("_type"), [part for part in problem["loc"] if isinstance(part, int)]
 
-    return max(of_field, key=fit)
+    return max((p for p in problems if p["loc"][: len(field)] == field), key=fit)
+
+
+def _field_of_forms(problem: Mapping[str, Any], body: Any) -> tuple[int | str, ...] | None:
+    """Where the field stands whose form a problem's place names: pydantic puts a label between, which leads nowhere in the body."""
+    place = problem["loc"][: -1 if problem["type"] in ("missing", "extra_forbidden") else None]
+    return next((place[:i] for i in range(1, len(place)) if len(real_path(place[1 : i + 1], body)) < i), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import os
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from echelon.config import check_settings
 from echelon.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from echelon.inputs import check_kind, name_of
 from echelon.ops import devices
 from echelon.target.attention import IMPLEMENTATION
 from echelon.target.flat import flatten
@@ -65,15 +68,17 @@ class LoadedModel:
         return frozenset([ids] if isinstance(ids, int) else ids or [])
 
 
-def load_model(name: str, dtype: str = "auto", device: str = "cpu", numerics: str = "invariant") -> LoadedModel:
+def load_model(name: str | os.PathLike[str], dtype: str = "auto", device: str = "cpu", numerics: str = "invariant") -> LoadedModel:
     """Load `name`, a folder or a hub name, to a device, with numerics, as in `EngineConfig`.
 
     Raises
     ------
     ModelLoadError          the files are missing, unsafe, torn or do not fit the architecture
     UnsupportedModelError   the architecture cannot be batched exactly
-    ConfigError             there is no such device
+    ConfigError             there is no such device, dtype or numerics
     """
+    name = name_of(name)
+    check_settings(dtype=dtype, device=device, numerics=numerics)
     chosen = devices.chosen_device(device)
     _check_folder(name)
     config = _read_config(name)
@@ -84,8 +89,9 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", numerics: st
     return _served(model, _read_tokenizer(name), name, keep_weights=False, numerics=numerics)
 
 
-def load_plain(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+def load_plain(name: str | os.PathLike[str]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """The model as transformers would run it, nothing replaced, and its tokenizer; the same refusals as `load_model`."""
+    name = name_of(name)
     _check_folder(name)
     model, info = _read_weights(name, _read_config(name), "auto", attention="sdpa")
     _check_weights(name, info)
@@ -100,6 +106,8 @@ def adopt_model(
     numerics: str = "invariant",
 ) -> LoadedModel:
     """A model built in memory is served: self-tested, attention and layers replaced; its weights stay beside the packed ones if asked."""
+    check_kind("model", model, PreTrainedModel)
+    check_settings(numerics=numerics)
     self_test(type(model), model.config)
     model.set_attn_implementation(IMPLEMENTATION)
     model.eval().requires_grad_(False)

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from echelon.errors import ConfigError
+from echelon.inputs import check_kind, name_of
 from echelon.train import corpus
 from echelon.train.files import partial, taking_turns, write_text, writing
 from echelon.train.text import HELD_OUT, MIX, WHEELS, Tokens, batch, target_continuations
@@ -44,10 +46,17 @@ def prepare(target: nn.Module, tokenizer: Any, files: Sequence[Path] | None, fol
 
     Raises
     ------
-    ConfigError  the texts are too short, or `folder` holds those of another target or of other files
+    ConfigError  the texts are too short or not UTF-8, or `folder` holds those of another target or of other files
+    OutputError  `folder` cannot be one
     """
     if tokenizer is None or not getattr(tokenizer, "is_fast", False):
         raise ConfigError("training reads text, and the model has no fast tokenizer; put its tokenizer.json beside its weights")
+    check_kind("target", target, PreTrainedModel)
+    check_kind("count", count, int)
+    if count < 1:
+        raise ConfigError(f"count = {count} is no number of texts; give at least 1")
+    files = None if files is None else [Path(name_of(f, "files")) for f in files]
+    folder = Path(name_of(folder, "folder"))
     with taking_turns(folder):
         return _prepared(target, tokenizer, files, folder, count)
 
@@ -80,11 +89,19 @@ def _hashes(files: Sequence[Path] | None) -> list[str]:
     for file in files:
         if not file.is_file():
             raise ConfigError(f"--text {str(file)!r} is no file; give UTF-8 text")
+        try:
+            file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--text {str(file)!r} cannot be read as UTF-8 ({error}); convert it") from error
     return [hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files]
 
 
 def _check_same(file: Path, settings: dict[str, Any]) -> None:
-    if file.exists() and json.loads(file.read_text("utf-8")) != settings:
+    try:
+        before = json.loads(file.read_text("utf-8")) if file.exists() else settings
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{str(file)!r} cannot be read ({error}); remove that folder, or choose another") from error
+    if before != settings:
         raise ConfigError(f"{file.parent} holds the texts of another target or of other files; choose another folder")
     write_text(file, json.dumps(settings) + "\n")
 

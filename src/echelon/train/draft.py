@@ -6,14 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import Field, StrictFloat, StrictInt
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from echelon.config import Settings
+from echelon.inputs import check_kind, name_of
 from echelon.train.files import only_trainer, writing
 from echelon.train.pair import distil
 from echelon.train.text import Tokens
 
 HEAD_SIZE = 64
 RATE = 3e-3  # peak learning rate
+
+
+class _Plan(Settings):
+    steps: StrictInt = Field(ge=1)
+    rate: StrictFloat = Field(ge=0.0, allow_inf_nan=False)
+    every: StrictInt = Field(ge=1)
 
 
 def draft_config(target: Any) -> LlamaConfig:
@@ -39,7 +48,10 @@ def draft_config(target: Any) -> LlamaConfig:
 def train_draft_model(
     target: PreTrainedModel, tokenizer: Any, tokens: Tokens, out: Path, data: Path, steps: int, rate: float, every: int
 ) -> None:
-    """Train in `out`, or go on there; the checkpoint is `out`/model."""
+    """Train in `out`, or go on there; the checkpoint is `out`/model. `OutputError` where that cannot be a folder."""
+    check_kind("target", target, PreTrainedModel)
+    _Plan(steps=steps, rate=rate, every=every)
+    out, data = Path(name_of(out, "out")), Path(name_of(data, "data"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         draft = LlamaForCausalLM._from_config(draft_config(target.config), attn_implementation="sdpa")

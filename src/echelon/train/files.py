@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from echelon.errors import ConfigError, ModelLoadError, OutputError
+from echelon.inputs import made_folder
 
 logger = logging.getLogger("echelon")
 MARK = b"echelon sha256 "  # a checkpoint ends with this and the digest of all before it
@@ -30,8 +31,7 @@ def only_trainer(folder: Path) -> Iterator[None]:
     ------
     ConfigError  another process trains there
     """
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    made_folder(folder, "folder")
     lock = FileLock(folder / LOCK, blocking=False)
     try:
         lock.acquire()
@@ -46,8 +46,7 @@ def only_trainer(folder: Path) -> Iterator[None]:
 @contextmanager
 def taking_turns(folder: Path) -> Iterator[None]:
     """Hold a folder that runs share; wait for another that makes its files."""
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    made_folder(folder, "folder")
     with FileLock(folder / LOCK):
         yield
 

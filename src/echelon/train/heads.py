@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -22,6 +23,7 @@ from echelon.errors import ConfigError
 from echelon.heads.base import Head
 from echelon.heads.eagle3 import Eagle3Head
 from echelon.heads.loading import build_head, save_head
+from echelon.inputs import check_callable, check_fields, check_kind, name_of, shown
 from echelon.train.curves import draw
 from echelon.train.data import Data, fingerprint
 from echelon.train.files import only_trainer, write_text, writing
@@ -30,24 +32,32 @@ from echelon.train.loop import Loop
 from echelon.train.losses import RECIPES, Recipe, depth_loss, noised
 
 ROWS_PER_BATCH = 8
+MOST_SEEDS = 2**31  # a batch's seed is ten million times this one's, and 64 bits hold it
 DEPTHS_EVALUATED = 5  # of heads that can go on for ever
 Report = Callable[[int, int, float], None]  # steps done, steps in all, loss
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings of a run. `rate`: peak learning rate; `is_soft`: the targets are the frozen model's distributions; `depth`: tokens ahead
-    that training looks; None: the recipe's. `options` are the head's.
+    """Settings of a run; `ConfigError` for one that is out of its range.
+
+    `rate`: peak learning rate; `is_soft`: the targets are the frozen model's distributions; `depth`: tokens ahead that training looks;
+    None: the recipe's. `options` are the head's.
     """
 
-    method: str
-    steps: int
-    rate: float | None = None
-    every: int = 100
-    seed: int = 0
-    is_soft: bool | None = None
-    options: tuple[tuple[str, Any], ...] = ()
-    depth: int | None = None
+    method: StrictStr
+    steps: Annotated[StrictInt, Field(ge=1)]
+    rate: Annotated[StrictFloat, Field(ge=0.0, allow_inf_nan=False)] | None = None
+    every: Annotated[StrictInt, Field(ge=1)] = 100
+    seed: Annotated[StrictInt, Field(ge=0, lt=MOST_SEEDS)] = 0
+    is_soft: StrictBool | None = None
+    options: tuple[tuple[StrictStr, Any], ...] = ()
+    depth: Annotated[StrictInt, Field(ge=1)] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.method not in RECIPES:
+            raise ConfigError(f"there is no recipe for {shown(self.method)}; known: {', '.join(RECIPES)}, draft_model")
 
     @property
     def recipe(self) -> Recipe:
@@ -81,6 +91,11 @@ def train_head(target: PreTrainedModel, data: Data, out: Path, plan: Plan, repor
     OutputError     a file of the run cannot be written
     ModelLoadError  the run's checkpoints are damaged
     """
+    check_kind("target", target, PreTrainedModel)
+    check_kind("data", data, Data)
+    check_kind("plan", plan, Plan)
+    check_callable("report", report, ConfigError)
+    out = Path(name_of(out, "out"))
     head, recipe = _new_head(target, data, plan), plan.recipe
     with only_trainer(out):
         _train(head, recipe, target, data, out, plan, report)
@@ -148,8 +163,6 @@ def evaluate(head: Head, target: PreTrainedModel, texts: np.ndarray) -> Accuracy
 
 
 def _new_head(target: PreTrainedModel, data: Data, plan: Plan) -> Head:
-    if plan.method not in RECIPES:
-        raise ConfigError(f"there is no recipe for {plan.method!r}; known: {', '.join(RECIPES)}, draft_model")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(plan.seed)
         head: Any = build_head(plan.method, target, **dict(plan.options))
