@@ -36,8 +36,15 @@ class Settings(BaseModel):
             if problem["type"] == "extra_forbidden":
                 lines.append(f"{cls.__name__} has no key {key!r}; known keys: {', '.join(cls.model_fields)}")
             else:
-                lines.append(f"{cls.__name__}.{key} = {problem['input']!r}: {problem['msg']}")
+                lines.append(f"{cls.__name__}.{key}{cls._shown(problem)}: {problem['msg']}")
         return "; ".join(lines)
+
+    @classmethod
+    def _shown(cls, problem: Mapping[str, Any]) -> str:
+        """The value at fault, unless it may be secret: a field with `repr=False`, or the whole input, which may hold one."""
+        path = problem["loc"]
+        field = cls.model_fields.get(str(path[0])) if path else None
+        return f" = {problem['input']!r}" if field is not None and field.repr else ""
 
 
 class SpeculativeConfig(Settings):
