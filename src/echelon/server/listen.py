@@ -34,7 +34,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._wall, self._bridge = wall, bridge
         self._gives_up_at = 0.0
-        self.has_started = threading.Event()
+        self.has_started, self.has_ended = threading.Event(), threading.Event()
 
     @property
     def exit_status(self) -> int:
@@ -53,9 +53,9 @@ class Server(uvicorn.Server):
             logger.info("a second signal: running requests are cut")
             self.should_exit, self._gives_up_at, self._bridge.leaves_at = True, now, now + LAST_SECONDS
             return
-        logger.info("shutting down: %d sequences are finished first", self._bridge.num_in_flight)
-        self._bridge.is_draining = True
+        self._bridge.is_draining = True  # first of all: the next signal may come in the middle of this
         self._gives_up_at = now + self._bridge.config.drain_timeout
+        logger.info("shutting down: %d sequences are finished first", self._bridge.num_in_flight)
 
     async def on_tick(self, counter: int) -> bool:
         if self._bridge.is_draining and not self.should_exit:
@@ -71,16 +71,17 @@ class Server(uvicorn.Server):
         self._wall.cut(unread_alone=True)
         if not await self._is_idle_by(lambda: self._gives_up_at):
             self._wall.cut()
-            if self._wall.num_cut:
-                logger.warning("%d requests were cut", self._wall.num_cut)
             until = time.monotonic() + LAST_SECONDS
             if not await self._is_idle_by(lambda: min(until, self._bridge.leaves_at)):
                 for connection in list(self.server_state.connections):
                     connection.transport.abort()
                 await self._is_idle_by(lambda: until + LAST_SECONDS)
+        if self._wall.num_cut:
+            logger.warning("%d requests were cut", self._wall.num_cut)
         await super().shutdown(sockets)
         if self._bridge.has_failed:
             logger.error("the engine had died, or hung: its requests were not answered")
+        self.has_ended.set()
 
     async def _is_idle_by(self, limit: Callable[[], float]) -> bool:
         """Wait until nothing is being answered or sent, or until `limit()` (`time.monotonic`), which a signal may bring nearer."""
