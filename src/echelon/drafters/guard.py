@@ -18,6 +18,7 @@ from torch import Tensor
 
 from echelon.draft import Draft, Int32, node_depths
 from echelon.drafters.base import Drafter
+from echelon.errors import place_of
 from echelon.sequence import PlannedRow
 from echelon.verify import Verdict
 
@@ -63,7 +64,7 @@ class GuardedDrafter:
             draft = self.drafter.propose(rows)
             problem = problem_of(draft, rows, self._vocab_size, self._grows_trees)
         except Exception as error:
-            self._fail("raised", f"{type(error).__name__}: {error}")
+            self._fail("raised", place_of(error))
             return none
         if problem is not None:
             self._fail("garbage", problem)
@@ -79,7 +80,7 @@ class GuardedDrafter:
         try:
             self.drafter.observe(rows, verdict, taps)
         except Exception as error:
-            self._fail("raised", f"{type(error).__name__}: {error}")
+            self._fail("raised", place_of(error))
             for row in rows:
                 self.forget(row.sequence.id)
 
@@ -87,7 +88,7 @@ class GuardedDrafter:
         try:
             self.drafter.forget(row)
         except Exception as error:
-            self._fail("raised", f"{type(error).__name__}: {error}")
+            self._fail("raised", place_of(error))
 
     def _succeed(self) -> None:
         self._num_good += 1
