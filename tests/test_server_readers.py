@@ -70,13 +70,14 @@ def events(received: str) -> list[dict[str, Any]]:
 def num_held() -> int:
     """Log-probabilities that are alive in this process."""
     gc.collect()
-    return sum(isinstance(each, Logprobs) and each is not SENT for each in gc.get_objects())
+    return sum(type(each) is Logprobs and each is not SENT for each in gc.get_objects())
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
     end = time.monotonic() + 60.0
     while not condition():
         assert time.monotonic() < end
+        time.sleep(0.02)  # leaves the interpreter to the engine
 
 
 def wait_until_finished(running: Running) -> None:
@@ -87,6 +88,7 @@ def wait_until_finished(running: Running) -> None:
         assert done.wait(60.0)
         if not running.llm.engine.has_work:
             return
+        time.sleep(0.02)
 
 
 def metric(running: Running, limit: str) -> float:
