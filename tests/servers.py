@@ -89,12 +89,33 @@ def serving(llm: LLM, **changes: Any) -> Iterator[Running]:
     assert not app.service.bridge.is_healthy
 
 
+class Gate:
+    """Holds the engine's thread before a step, once `num_steps` have been made."""
+
+    def __init__(self, running: Running, num_steps: int = 0) -> None:
+        self._engine, self._step, self._num_left = running.llm.engine, running.llm.engine.step, num_steps
+        self._open, self.reached = threading.Event(), threading.Event()
+        self._engine.step = self._held  # type: ignore[method-assign]
+
+    def _held(self) -> Any:
+        self._num_left -= 1
+        if self._num_left < 0:
+            self.reached.set()
+            assert self._open.wait(60.0)
+        return self._step()
+
+    def open(self) -> None:
+        self._open.set()
+        self._engine.step = self._step  # type: ignore[method-assign]
+
+
 @contextmanager
-def process(method: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
-    """`echelon serve` in a process of its own: (process, url, lines of its log)."""
+def process(method: str, *options: str, prelude: str = "") -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
+    """`echelon serve` in a process of its own, after the statements `prelude`: (process, url, lines of its log)."""
     drafts = {"draft_model": ["--speculative-config.method", "draft_model", "--speculative-config.model", str(DRAFT)],
               "ngram": ["--speculative-config.method", "ngram"]}  # fmt: skip
-    command = [sys.executable, "-m", "echelon", "serve", str(TARGET), "--port", "0", "--dtype", "float32", "--served-model-name", MODEL]
+    start = f"{prelude}\nfrom echelon.cli import main\nmain()"
+    command = [sys.executable, "-c", start, "serve", str(TARGET), "--port", "0", "--dtype", "float32", "--served-model-name", MODEL]
     log: list[str] = []
     with subprocess.Popen([*command, *drafts[method], *options], stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None

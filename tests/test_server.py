@@ -24,7 +24,7 @@ from echelon.cli import main
 from echelon.server.config import ServerConfig, read_keys
 from echelon.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
 from echelon.text import num_held_back
-from servers import MODEL, PROMPTS, Running
+from servers import MODEL, PROMPTS, Gate, Running
 
 KEY = "a-key-of-thirty-two-characters-x"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -545,7 +545,7 @@ def test_other_addresses_need_a_key(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="16 characters"):
         ServerConfig(api_keys=("short",))
     (tmp_path / "keys").write_text(f"{KEY}\n\n  second-key-is-long-too \n")
-    assert read_keys(tmp_path / "keys") == (KEY, "second-key-is-long-too")
+    assert [key.get_secret_value() for key in read_keys(tmp_path / "keys")] == [KEY, "second-key-is-long-too"]
     for content in (None, "\n"):
         path = tmp_path / "missing"
         if content:
@@ -601,24 +601,6 @@ def test_no_prompt_output_or_key_is_logged(caplog: pytest.LogCaptureFixture) -> 
 
 
 # Load, health, metrics
-
-
-class Gate:
-    """Holds the engine's thread before a step."""
-
-    def __init__(self, running: Running) -> None:
-        self._engine, self._step = running.llm.engine, running.llm.engine.step
-        self._open, self.reached = threading.Event(), threading.Event()
-        self._engine.step = self._held  # type: ignore[method-assign]
-
-    def _held(self) -> Any:
-        self.reached.set()
-        assert self._open.wait(60.0)
-        return self._step()
-
-    def open(self) -> None:
-        self._open.set()
-        self._engine.step = self._step  # type: ignore[method-assign]
 
 
 def in_background(call: Any) -> tuple[threading.Thread, list[httpx.Response]]:
@@ -679,9 +661,9 @@ def test_a_hanging_engine_is_seen() -> None:
         assert client.get("/health").status_code == 503
         assert client.get("/livez").status_code == 200
         assert client.post(COMPLETIONS, json={"prompt": "a"}).status_code == 503
+        held.join()  # answered while the engine still hangs
+        assert answers[0].status_code == 503
         gate.open()
-        held.join()
-        assert answers[0].status_code == 200
         servers.settle(running)
         assert client.get("/health").status_code == client.get("/readyz").status_code == 200
 

@@ -1,6 +1,6 @@
 """The `echelon` command. Progress and messages go to stderr, results to stdout or to the file asked for.
 
-Exit codes: 0 done, 1 a check failed, 2 usage, 3 some rows failed, 130 interrupted.
+Exit codes: 0 done, 1 a check failed (of `serve`: its engine), 2 usage, 3 some rows failed or requests were cut, 130 interrupted.
 """
 
 from __future__ import annotations

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -70,4 +72,13 @@ def serve(
         kv_cache_memory_bytes=bytes_or_auto(kv_cache_memory_bytes),
     )
     errors.print(f"{llm.target.name} on http://{host}:{port}/v1", highlight=False)
-    serve_until_told(llm, config)
+    if status := serve_until_told(llm, config):
+        _end_process(status)
+
+
+def _end_process(status: int) -> NoReturn:
+    """End without waiting for the threads of an engine that hangs, or of requests that were cut."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

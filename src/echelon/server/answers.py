@@ -14,10 +14,10 @@ from echelon.api import LLM
 from echelon.errors import RequestError
 from echelon.sampling import Logprobs
 from echelon.sequence import Sequence
-from echelon.server.bridge import OvertimeError, RefusedError, State
 from echelon.server.protocol import (
     ApiError,
 )
+from echelon.server.request_state import OvertimeError, RefusedError, SlowReaderError, State
 from echelon.server.responses import (
     Answer,
     Chat,
@@ -36,6 +36,7 @@ from echelon.text import Detokenizer, num_held_back, text_offsets
 
 RETRY = {"Retry-After": "1"}
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+SENT = Logprobs(-1, 0.0, 0, {})  # in the place of what a stream has sent
 DONE = b"data: [DONE]\n\n"
 
 
@@ -79,6 +80,8 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(429 if error.is_full else 503, str(error), "overloaded" if error.is_full else "unavailable", headers=RETRY)
     if isinstance(error, OvertimeError):
         return ApiError(503, str(error), "timeout", headers=RETRY)
+    if isinstance(error, SlowReaderError):
+        return ApiError(408, f"{error}; read faster, or ask for fewer logprobs", "slow_reader")
     return ApiError(500, "this request failed inside the server; others are not affected", "internal_error")
 
 
@@ -224,7 +227,13 @@ class Stream:
             self._num_characters[i] = max(end, self._num_characters[i])
             self._is_over[i] = is_last
             yield self._growth(i, sequence, text, state)
+            self._let_go(sequence, self._num_tokens[i], state.num_tokens)
             self._num_tokens[i] = state.num_tokens
+
+    def _let_go(self, sequence: Sequence, start: int, end: int) -> None:
+        """Free the log-probabilities that have been sent; the engine goes on appending to their list."""
+        if self._plan.has_logprobs:
+            sequence.logprobs[start:end] = [SENT] * (end - start)
 
     def _growth(self, i: int, sequence: Sequence, text: str, state: State) -> bytes:
         plan, start, end = self._plan, self._num_tokens[i], state.num_tokens

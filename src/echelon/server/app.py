@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from echelon.api import LLM
 from echelon.errors import EchelonError, RequestError
 from echelon.server.answers import RETRY, Answers, Plan, Stream, api_error
-from echelon.server.bridge import Bridge, State, Ticket
+from echelon.server.bridge import Bridge
 from echelon.server.config import ServerConfig
 from echelon.server.metrics import Metrics
 from echelon.server.protocol import (
@@ -31,6 +31,7 @@ from echelon.server.protocol import (
     TokenizeRequest,
     validation_error,
 )
+from echelon.server.request_state import State, Ticket
 from echelon.server.responses import (
     Chat,
     Completion,
@@ -68,8 +69,8 @@ class Service:
         """What may take long runs beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
-    def close(self) -> None:
-        self.bridge.stop()
+    async def close(self) -> None:
+        await self.bridge.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def check_model(self, asked: str | None) -> None:
@@ -185,7 +186,7 @@ def create_app(llm: LLM, config: ServerConfig) -> Wall:
         try:
             yield
         finally:
-            service.close()
+            await service.close()
 
     app = FastAPI(
         title="echelon",

@@ -1,85 +1,37 @@
 """Between the event loop and the engine: one thread steps, requests enter and leave between steps.
 
-The loop's side puts commands into a queue; the engine's side publishes, after each step, how far every changed row has come. A reader that
-is slow finds the latest state and never a backlog: what it holds is bounded by its own text.
+The loop's side puts commands into a queue; the engine's side publishes, after each step, how far every changed row has come. A slow
+reader finds the latest state and never a backlog of them; log-probabilities that wait for it are counted, and end its request at a limit.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 from echelon.api import LLM
 from echelon.engine import Engine
-from echelon.errors import EchelonError, RowError, place_of, row_error
+from echelon.errors import RowError, place_of
 from echelon.sequence import FinishReason, Sequence
 from echelon.server.config import ServerConfig
 from echelon.server.metrics import Metrics
+from echelon.server.request_state import OvertimeError, RefusedError, Row, SlowReaderError, State, Ticket, state_of
 
 logger = logging.getLogger("echelon.server")
 GATHER_SECONDS = 0.005  # that a step waits for who comes in the place of a request that has just ended, and
 GATHER_SHARE = 0.05  # no longer than this share of the step before: missing the step would cost all of it
+STALLED = "the engine makes no progress; ask again later"
+STOPPED = "the engine has stopped; ask again elsewhere or later"
 IDLE_SECONDS = 1.0  # between the ticks of an engine that has nothing to do
-
-
-class RefusedError(EchelonError):
-    """Not now: the queue is full, or the server cannot serve."""
-
-    def __init__(self, message: str, is_full: bool) -> None:
-        super().__init__(message)
-        self.is_full = is_full
-
-
-class OvertimeError(EchelonError):
-    """A request waited, or ran, longer than the server allows."""
-
-
-class State(NamedTuple):
-    """How far a row has come; a value, so that the loop may read it while the engine goes on."""
-
-    num_tokens: int = 0
-    text: str = ""
-    reason: FinishReason | None = None
-    error: EchelonError | None = None
-
-
-@dataclass(eq=False)
-class Row:
-    """A sequence on its way, and when things happened to it (seconds of `time.monotonic`; 0: not yet)."""
-
-    sequence: Sequence
-    arrived_at: float
-    started_at: float = 0.0
-    first_at: float = 0.0
-    last_at: float = 0.0
-    state: State = field(default_factory=State)  # the engine's side writes it
-
-
-@dataclass(eq=False)
-class Ticket:
-    """One HTTP request: the samples of all its prompts, in order. `states` is what the loop has been told."""
-
-    rows: list[Row]
-    loop: asyncio.AbstractEventLoop
-    states: list[State] = field(default_factory=list)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def is_finished(self) -> bool:
-        return bool(self.states) and all(s.reason is not None for s in self.states)
-
-    @property
-    def has_started(self) -> bool:
-        return any(row.started_at for row in self.rows)
+POLL_SECONDS = 0.02  # between looks at a thread that is about to end
 
 
 class Bridge:
@@ -93,7 +45,8 @@ class Bridge:
         self._commands: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
         self._rows: dict[int, tuple[Row, Ticket]] = {}  # by sequence id; the engine's side alone
         self._unstarted: dict[int, Row] = {}
-        self._is_stopping = False
+        self.leaves_at = math.inf  # `time.monotonic` from which nothing is waited for any more
+        self._is_stopping = self._has_died = False
         self._gathers_until = 0.0
         self._progress_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="echelon-engine", daemon=True)
@@ -103,15 +56,25 @@ class Bridge:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread after the step it is in; what still runs ends with an error."""
+    async def stop(self) -> None:
+        """End the thread after the step it is in; what still runs ends with an error. An engine that hangs is not waited for."""
         self._commands.put(self._stop)
-        self._thread.join(self.config.stall_timeout)
+        while self.is_healthy and time.monotonic() < self.leaves_at:
+            await asyncio.sleep(POLL_SECONDS)
 
     @property
     def is_healthy(self) -> bool:
         """The engine's thread lives, and has made a step, or had none to make, within the stall timeout."""
-        return self._thread.is_alive() and time.monotonic() - self._progress_at < self.config.stall_timeout
+        return self._thread.is_alive() and not self._is_stalled
+
+    @property
+    def has_failed(self) -> bool:
+        """The engine's thread has died of an error, or hangs."""
+        return self._has_died or (self._thread.is_alive() and self._is_stalled)
+
+    @property
+    def _is_stalled(self) -> bool:
+        return time.monotonic() - self._progress_at >= self.config.stall_timeout
 
     def take(self, count: int) -> None:
         """Places for `count` sequences, from before their prompts are read until they are answered.
@@ -123,7 +86,7 @@ class Bridge:
         if self.is_draining:
             raise RefusedError("the server is shutting down; ask again elsewhere or later", is_full=False)
         if not self.is_healthy:
-            raise RefusedError("the engine makes no progress; ask again later", is_full=False)
+            raise RefusedError(STOPPED if self._is_stopping else STALLED, is_full=False)
         if self.num_in_flight + count > self.capacity:
             raise RefusedError(
                 f"the server is full: {self.num_in_flight} of {self.capacity} places are taken; ask again later", is_full=True
@@ -139,14 +102,22 @@ class Bridge:
 
         Raises
         ------
-        OvertimeError  they waited or ran too long
+        OvertimeError    they waited or ran too long
+        RefusedError     the engine has died, or has made no step for too long
+        SlowReaderError  the client does not read what it asked for
         """
         ticket = Ticket([Row(s, arrived_at) for s in sequences], asyncio.get_running_loop())
         self._commands.put(partial(self._add, ticket))
+        is_last = False
         try:
-            while not ticket.is_finished:
+            while not is_last:
                 await self._change(ticket, arrived_at)
+                is_last = ticket.is_finished  # of the states that are yielded: later ones may come while they are sent
+                ticket.num_sent = ticket.num_tokens
                 yield ticket
+                ticket.num_sent = None
+                if ticket.is_dropped:
+                    raise SlowReaderError(f"more than {self.config.max_unread_bytes} bytes waited for a client that did not read")
         finally:
             if not ticket.is_finished:
                 self._commands.put(partial(self._abort, ticket))
@@ -161,12 +132,22 @@ class Bridge:
             if remaining <= 0.0:
                 what = "ran" if has_started else "waited"
                 raise OvertimeError(f"the request {what} longer than {limit:.0f} s and was given up; ask for fewer tokens, or later")
-            if not self._thread.is_alive():
-                raise RowError("the engine has stopped")
+            if not self.is_healthy:
+                raise RefusedError(STOPPED if self._is_stopping else STALLED, is_full=False)
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(remaining, IDLE_SECONDS)):
                     await ticket.changed.wait()
         ticket.changed.clear()
+
+    def _deliver(self, news: list[tuple[Ticket, list[State]]]) -> None:
+        for ticket, states in news:
+            ticket.states = states
+            ticket.changed.set()
+            if ticket.num_unread_bytes > self.config.max_unread_bytes and not ticket.is_dropped:
+                ticket.is_dropped = True
+                logger.warning("a stream ends: its client does not read, and %d bytes wait for it", ticket.num_unread_bytes)
+                self.metrics.unread_cut["stream"].inc()
+                self._commands.put(partial(self._drop, ticket))
 
     # The engine's side
 
@@ -176,6 +157,7 @@ class Bridge:
                 while not self._is_stopping:
                     self._tick(engine)
         except BaseException as error:
+            self._has_died = True
             logger.critical("the engine's thread ends: %s", place_of(error))
         finally:
             self._is_stopping = True
@@ -226,6 +208,12 @@ class Bridge:
                 engine.abort(row.sequence)
                 with suppress(Exception):
                     self.metrics.finished(row, time.monotonic(), "abort")
+
+    def _drop(self, ticket: Ticket, engine: Engine) -> None:
+        """Abort a request whose client will not be told how it went on, and let go of what waits for it."""
+        self._abort(ticket, engine)
+        for row in ticket.rows:
+            row.sequence.logprobs.clear()
 
     def _stop(self, _engine: Engine) -> None:
         self._is_stopping = True
@@ -307,28 +295,12 @@ class Bridge:
             by_loop.setdefault(ticket.loop, []).append((ticket, states))
         for loop, part in by_loop.items():
             with suppress(RuntimeError):  # the loop is closed, and nobody listens any more
-                loop.call_soon_threadsafe(_deliver, part)
+                loop.call_soon_threadsafe(self._deliver, part)
 
     def _fail_all(self) -> None:
         """The thread ends: whoever waits is told so, and whoever comes is refused."""
         news = []
         for row, ticket in self._rows.values():
-            row.state = row.state._replace(reason=FinishReason.ERROR, error=RowError("the engine has stopped"))
+            row.state = row.state._replace(reason=FinishReason.ERROR, error=RefusedError(STOPPED, is_full=False))
             news.append((ticket, [r.state for r in ticket.rows]))
         self._tell(news)
-
-
-def _deliver(news: list[tuple[Ticket, list[State]]]) -> None:
-    for ticket, states in news:
-        ticket.states = states
-        ticket.changed.set()
-
-
-def state_of(sequence: Sequence) -> State:
-    """A row's state; where its text cannot be had, the row has failed."""
-    watcher, error = sequence.watcher, sequence.error
-    try:
-        text = "" if watcher is None else watcher.finish() if sequence.is_finished and error is None else watcher.text
-        return State(sequence.num_output_tokens, text, sequence.finish_reason, error)
-    except Exception as failure:
-        return State(sequence.num_output_tokens, "", FinishReason.ERROR, row_error(failure))

@@ -6,7 +6,7 @@ import ipaddress
 from pathlib import Path
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, SecretStr, model_validator
 
 from echelon.config import Settings
 from echelon.errors import ConfigError
@@ -19,6 +19,9 @@ class ServerConfig(Settings):
 
     api_keys         any of them opens every route; without one the server listens on loopback only
     max_queue        requests that may wait beside those that run, counted in sequences
+    max_body_pieces  chunks and reads in which a body may arrive: each costs the server about 10 µs, however small it is
+    max_unread_bytes of a stream's output that may wait for a client that does not read, beside the buffers of its connection
+    max_buffer_bytes that may wait in the buffers of all connections together before the client that reads least is cut
     queue_timeout    from arrival to the first step
     total_timeout    from arrival to the last token
     header_timeout   of reading a request's head; `body_timeout` of reading its body
@@ -27,14 +30,19 @@ class ServerConfig(Settings):
     stall_timeout    without a step while there is work, before the server is no longer healthy
     """
 
+    model_config = ConfigDict(hide_input_in_errors=True)
+
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, lt=65536)
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[SecretStr, ...] = Field(default=(), repr=False)
     served_model_name: str | None = None
     metrics_prefix: str = Field(default="echelon:", pattern=r"^([a-zA-Z_]+[:_])?$")
     max_queue: int = Field(default=256, ge=0)
     max_body_bytes: int = Field(default=2**21, ge=1024)
+    max_body_pieces: int = Field(default=2**14, ge=1024)
     max_header_bytes: int = Field(default=2**15, ge=1024)
+    max_unread_bytes: int = Field(default=2**20, ge=0)
+    max_buffer_bytes: int = Field(default=2**26, ge=0)
     header_timeout: float = Field(default=10.0, gt=0)
     body_timeout: float = Field(default=30.0, gt=0)
     queue_timeout: float = Field(default=120.0, gt=0)
@@ -54,8 +62,12 @@ class ServerConfig(Settings):
 
     @model_validator(mode="after")
     def _is_closed_to_strangers(self) -> Self:
-        if any(len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
-            raise ValueError(f"a key is shorter than {SHORTEST_KEY} characters, or holds others than printable ASCII; draw a longer one")
+        for i, key in enumerate(self.api_keys):
+            if not _is_good_key(key.get_secret_value()):
+                raise ValueError(
+                    f"API key {i + 1} of {len(self.api_keys)} is shorter than {SHORTEST_KEY} characters, or holds a space or others than "
+                    "printable ASCII; draw a longer one"
+                )
         if not self.api_keys and not self.is_loopback:
             raise ValueError(
                 f"host = {self.host!r} can be reached from elsewhere, and no key is asked for; give --api-key-file, or listen on 127.0.0.1"
@@ -63,12 +75,24 @@ class ServerConfig(Settings):
         return self
 
 
-def read_keys(path: Path) -> tuple[str, ...]:
-    """Keys from a file, one a line."""
+def _is_good_key(key: str) -> bool:
+    return len(key) >= SHORTEST_KEY and key.isascii() and key.isprintable() and " " not in key
+
+
+def read_keys(path: Path) -> tuple[SecretStr, ...]:
+    """Keys from a file, one a line. Errors name neither its contents nor its path, where a key may have been given by mistake.
+
+    Raises
+    ------
+    ConfigError  the file cannot be read, is no UTF-8 text, or holds no key
+    """
     try:
-        keys = tuple(line.strip() for line in path.read_text("utf-8").splitlines() if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read keys from {str(path)!r}: {error}; write one key a line") from error
+        keys = tuple(SecretStr(line.strip()) for line in path.read_bytes().decode().splitlines() if line.strip())
+    except UnicodeDecodeError:
+        raise ConfigError("the file of --api-key-file is no UTF-8 text; write one key a line") from None
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or "it is no path"
+        raise ConfigError(f"cannot read the file of --api-key-file: {reason}; give a file with one key a line") from None
     if not keys:
-        raise ConfigError(f"{str(path)!r} holds no key; write one a line")
+        raise ConfigError("the file of --api-key-file holds no key; write one a line")
     return keys

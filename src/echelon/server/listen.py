@@ -1,133 +1,104 @@
-"""The socket: uvicorn with bounds on slow clients, and a shutdown that lets running requests finish."""
+"""The server: uvicorn with bounds on its connections, and a shutdown that lets running requests finish, or tells them why not."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import socket
-import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from echelon.api import LLM
 from echelon.server.app import create_app
-from echelon.server.bridge import Bridge
+from echelon.server.bridge import POLL_SECONDS, Bridge
 from echelon.server.config import ServerConfig
-from echelon.server.protocol import ApiError
+from echelon.server.connection import protocol_class
+from echelon.server.wall import Wall
 
-SEND_BYTES = 2**17  # that the system holds for a client that does not read; as much again waits in this process
 THREAD_SECONDS = 60.0  # that a server in a thread may take to start, and to end
+LAST_SECONDS = 1.0  # that clients have to be told why their answers end, and an engine to end its step, once nothing is waited for
+ENGINE_FAILED, REQUESTS_CUT = 1, 3  # exit status
 logger = logging.getLogger("echelon.server")
 
 
-class BoundedProtocol(H11Protocol):
-    """A connection that is cut when its client takes too long to send a request's head, or to read what it asked for."""
-
-    header_timeout = 10.0
-    write_timeout = 60.0
-    _head: asyncio.TimerHandle | None = None
-    _stuck: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
-        self._watch_head()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch_head()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._watch_head()
-
-    def send_400_response(self, msg: str) -> None:
-        """What is no HTTP gets an error like all others, unless an answer is on its way already."""
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            is_head = getattr(sys.exception(), "error_status_hint", 400) == 431
-            error = ApiError(431, "the head of the request is too large; send less", "head_too_large") if is_head else ApiError(400, msg)
-            body = json.dumps(error.body).encode()
-            headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
-            for event in (h11.Response(status_code=error.status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        _cancel(self._head)
-        self._head = None
-        _cancel(self._stuck)
-        self._stuck = None
-        super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._stuck = self._stuck or self.loop.call_later(self.write_timeout, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        _cancel(self._stuck)
-        self._stuck = None
-        super().resume_writing()
-
-    def _watch_head(self) -> None:
-        """The clock runs from the connection, or the first byte of a further request, until the head is complete."""
-        is_new = self.cycle is None
-        is_half_read = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
-        if self.conn.their_state is h11.IDLE and (is_new or is_half_read):
-            self._head = self._head or self.loop.call_later(self.header_timeout, self.transport.abort)
-        else:
-            _cancel(self._head)
-            self._head = None
-
-
-def _cancel(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()
-
-
 class Server(uvicorn.Server):
-    """On the first SIGTERM or SIGINT, requests are refused while running ones finish; on the second, the server stops at once."""
+    """On the first SIGTERM or SIGINT, requests are refused while running ones finish, for the drain timeout; on the second, or then, they
+    are cut: each is told so."""
 
-    def __init__(self, config: uvicorn.Config, bridge: Bridge) -> None:
+    def __init__(self, config: uvicorn.Config, wall: Wall, bridge: Bridge) -> None:
         super().__init__(config)
-        self._bridge = bridge
+        self._wall, self._bridge = wall, bridge
         self._gives_up_at = 0.0
-        self.has_started = threading.Event()
+        self.has_started, self.has_ended = threading.Event(), threading.Event()
+
+    @property
+    def exit_status(self) -> int:
+        """0 where every request was answered to its end and the engine has ended as it was told."""
+        if self._bridge.has_failed:
+            return ENGINE_FAILED
+        return REQUESTS_CUT if self._wall.num_cut else 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.has_started.set()
 
     def handle_exit(self, _sig: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
         if self._bridge.is_draining:
-            self.should_exit = self.force_exit = True
+            logger.info("a second signal: running requests are cut")
+            self.should_exit, self._gives_up_at, self._bridge.leaves_at = True, now, now + LAST_SECONDS
             return
+        self._bridge.is_draining = True  # first of all: the next signal may come in the middle of this
+        self._gives_up_at = now + self._bridge.config.drain_timeout
         logger.info("shutting down: %d sequences are finished first", self._bridge.num_in_flight)
-        self._bridge.is_draining = True
-        self._gives_up_at = time.monotonic() + self._bridge.config.drain_timeout
 
     async def on_tick(self, counter: int) -> bool:
         if self._bridge.is_draining and not self.should_exit:
             self.should_exit = self._bridge.num_in_flight == 0 or time.monotonic() > self._gives_up_at
         return await super().on_tick(counter)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the listeners, let answers be sent, and cut those that take too long; no task is left for uvicorn to cancel."""
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        self._wall.cut(unread_alone=True)
+        if not await self._is_idle_by(lambda: self._gives_up_at):
+            self._wall.cut()
+            until = time.monotonic() + LAST_SECONDS
+            if not await self._is_idle_by(lambda: min(until, self._bridge.leaves_at)):
+                for connection in list(self.server_state.connections):
+                    connection.transport.abort()
+                await self._is_idle_by(lambda: until + LAST_SECONDS)
+        if self._wall.num_cut:
+            logger.warning("%d requests were cut", self._wall.num_cut)
+        await super().shutdown(sockets)
+        if self._bridge.has_failed:
+            logger.error("the engine had died, or hung: its requests were not answered")
+        self.has_ended.set()
 
-def build_server(app: Any, bridge: Bridge, config: ServerConfig) -> Server:
-    """A server of `app` with the bounds of `config`; it does not install a log configuration."""
-    protocol = type("Protocol", (BoundedProtocol,), {"header_timeout": config.header_timeout, "write_timeout": config.write_timeout})
+    async def _is_idle_by(self, limit: Callable[[], float]) -> bool:
+        """Wait until nothing is being answered or sent, or until `limit()` (`time.monotonic`), which a signal may bring nearer."""
+        while self.server_state.tasks or self.server_state.connections:
+            if time.monotonic() >= limit():
+                return False
+            await asyncio.sleep(POLL_SECONDS)
+        return True
+
+
+def build_server(wall: Wall, bridge: Bridge, config: ServerConfig) -> Server:
+    """A server of an application with the bounds of `config`; it does not install a log configuration."""
     settings = uvicorn.Config(
-        app,
+        wall,
         host=config.host,
         port=config.port,
-        http=protocol,
+        http=protocol_class(config, bridge.metrics),
         ws="none",
         loop="asyncio",
         lifespan="on",
@@ -140,17 +111,19 @@ def build_server(app: Any, bridge: Bridge, config: ServerConfig) -> Server:
         timeout_graceful_shutdown=2,
         backlog=2048,
     )
-    return Server(settings, bridge)
+    return Server(settings, wall, bridge)
 
 
-def serve_until_told(llm: LLM, config: ServerConfig) -> None:
-    """Serve until SIGTERM or SIGINT, and until the requests of that moment are answered."""
+def serve_until_told(llm: LLM, config: ServerConfig) -> int:
+    """Serve until SIGTERM or SIGINT, and until the requests of that moment are answered; the exit status of the process."""
     app = create_app(llm, config)
-    build_server(app, app.service.bridge, config).run()
+    server = build_server(app, app.service.bridge, config)
+    server.run()
+    return server.exit_status
 
 
 @contextmanager
-def serving_in_thread(app: Any, bridge: Bridge, config: ServerConfig) -> Iterator[tuple[str, Server]]:
+def serving_in_thread(app: Wall, bridge: Bridge, config: ServerConfig) -> Iterator[tuple[str, Server]]:
     """URL and server of `app`, in a thread of this process until the end of the block."""
     server = build_server(app, bridge, config)
     thread = threading.Thread(target=server.run, name="server")

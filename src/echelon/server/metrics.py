@@ -11,9 +11,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from echelon.api import LLM
 
 if TYPE_CHECKING:
-    from echelon.server.bridge import Row
+    from echelon.server.request_state import Row
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 600.0)
+UNREAD_LIMITS = ("time", "buffers", "stream")  # a connection's write timeout, the memory of all buffers, that of one stream
 REASONS = ("stop", "length", "error", "abort")
 
 
@@ -85,6 +86,8 @@ class Metrics:
         self.prompt_tokens = Counter(prefix + "prompt_tokens", "Prompt tokens.", ["model_name"], registry=self._registry).labels(model)
         finished = Counter(prefix + "request_success", "Finished sequences.", ["model_name", "finished_reason"], registry=self._registry)
         self._finished = {reason: finished.labels(model, reason) for reason in REASONS}
+        unread = Counter(prefix + "unread_cut", "Clients cut because they did not read.", ["model_name", "limit"], registry=self._registry)
+        self.unread_cut = {limit: unread.labels(model, limit) for limit in UNREAD_LIMITS}
 
     def started(self, row: Row) -> None:
         self.queue_time.observe(row.started_at - row.arrived_at)

@@ -10,10 +10,12 @@ import hashlib
 import hmac
 import json
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 from echelon.errors import place_of
+from echelon.server.answers import error_event
 from echelon.server.config import ServerConfig
 from echelon.server.protocol import ApiError
 
@@ -27,37 +29,91 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 OPEN_PATHS = (b"/livez", b"/readyz")  # for whoever supervises the process; they tell nothing else
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 LONGEST_REQUEST_ID = 128
+SHUTTING_DOWN = ApiError(
+    503,
+    "the server shuts down before this request is finished; ask again elsewhere or later",
+    "shutting_down",
+    headers={"Retry-After": "1"},
+)
 
 
 class LeftError(Exception):
     """The client went away while it sent its request."""
 
 
+class Answer:
+    """The sending side of one request, and how much of its answer has been sent."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.has_begun = self.is_complete = self.is_stream = False
+
+    async def send(self, message: Message) -> None:
+        await self._send(message)
+        if message["type"] == "http.response.start":
+            self.has_begun = True
+            self.is_stream = any(name == b"content-type" and b"event-stream" in value for name, value in message.get("headers", ()))
+        else:
+            self.is_complete = not message.get("more_body", False)
+
+    async def end(self, error: ApiError) -> None:
+        """Say why the answer ends early: as a status if nothing has been sent, as an event in a stream."""
+        if not self.has_begun:
+            await send_error(error, self.send, close=True)
+        elif self.is_stream:
+            await self.send({"type": "http.response.body", "body": error_event(error), "more_body": False})
+
+
 class Wall:
-    """ASGI middleware: keys, host names, and bodies that are read whole, within a size and a time."""
+    """ASGI middleware: keys, host names, and bodies that are read whole, within a size and a time.
+
+    `num_cut` counts the requests that `cut` has ended: they were being worked on, and are not answered to the end.
+    """
 
     def __init__(self, app: App, config: ServerConfig, service: Any) -> None:
         self._app, self._config, self.service = app, config, service
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in config.api_keys]
+        self._digests = [hashlib.sha256(key.get_secret_value().encode()).digest() for key in config.api_keys]
+        self._being_read: set[asyncio.Task[Any]] = set()
+        self._being_answered: set[asyncio.Task[Any]] = set()
+        self._is_cutting = False
+        self.num_cut = 0
+
+    def cut(self, unread_alone: bool = False) -> None:
+        """End requests that are not answered yet: each is told that the server shuts down. With `unread_alone` only those whose body is
+        still coming, which would be refused anyway."""
+        self._is_cutting = True
+        for task in self._being_read if unread_alone else self._being_read | self._being_answered:
+            task.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
-        send = _with_request_id(scope, send)
+        answer = Answer(_with_request_id(scope, send))
         try:
-            self._admit(scope)
-            body = await self._read(scope, receive)
+            with _listed(self._being_read):
+                self._admit(scope)
+                body = await self._read(scope, receive)
+            with _listed(self._being_answered):
+                await self._answer(scope, _replayed(body, receive), answer)
         except ApiError as error:
-            await send_error(error, send, close=True)
-            return
+            await answer.end(error)
         except LeftError:
-            return
+            pass
+        except asyncio.CancelledError:
+            if not self._is_cutting:
+                raise
+            await answer.end(SHUTTING_DOWN)
+
+    async def _answer(self, scope: Scope, receive: Receive, answer: Answer) -> None:
         try:
-            await self._app(scope, _replayed(body, receive), send)
+            await self._app(scope, receive, answer.send)
         except Exception as error:  # answered by the application, which passes it on
             logger.error("a request failed: %s", place_of(error))
+        except asyncio.CancelledError:
+            self.num_cut += not answer.is_complete
+            raise
 
     def _admit(self, scope: Scope) -> None:
         size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(name) + len(value) for name, value in scope["headers"])
@@ -114,6 +170,18 @@ class Wall:
                         return b"".join(parts)
         except TimeoutError:
             raise ApiError(408, f"the body took longer than {self._config.body_timeout:.0f} s", "body_timeout") from None
+
+
+@contextmanager
+def _listed(tasks: set[asyncio.Task[Any]]) -> Iterator[None]:
+    """The task that runs this stands in `tasks` until the end of the block."""
+    task = asyncio.current_task()
+    assert task is not None
+    tasks.add(task)
+    try:
+        yield
+    finally:
+        tasks.remove(task)
 
 
 def _values(scope: Scope, name: bytes) -> list[bytes]:
