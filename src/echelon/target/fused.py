@@ -84,7 +84,11 @@ class _Finder:
         for parameter in trial.parameters():
             parameter.copy_(self._random(*parameter.shape, dtype=torch.float32))
         x = trials.rows(len(weight), self._device)
-        fitting = [c for c in _norms(bias is None) if trials.is_same(functools.partial(type(trial).forward, trial), functools.partial(c, trial, eps), x)]
+        fitting = [
+            c
+            for c in _norms(bias is None)
+            if trials.is_same(functools.partial(type(trial).forward, trial), functools.partial(c, trial, eps), x)
+        ]
         if not fitting:
             return None
         trial.to(self._dtype)  # in float32 they may differ by nothing

@@ -152,7 +152,10 @@ def _ragged(twin: PreTrainedModel, rows: list[Tensor]) -> list[Tensor]:
     steps = [{0: (0, rows[0][:half])}, {0: (half, rows[0][half:]), 1: (0, rows[1])}]
     parts: dict[int, list[Tensor]] = {0: [], 1: []}
     for step in steps:
-        spans = [Span(row, start, tokens.tolist(), len(tokens), len(rows[row]), prompt_len=len(rows[row])) for row, (start, tokens) in step.items()]
+        spans = [
+            Span(row, start, tokens.tolist(), len(tokens), len(rows[row]), prompt_len=len(rows[row]))
+            for row, (start, tokens) in step.items()
+        ]
         for span in spans:
             cache.tables.reserve(span.row, span.start + len(span.tokens))
         batch = unpadded.pack(spans, cache.tables)

@@ -40,7 +40,12 @@ MOST_ROUNDING = 3.0  # times the error of transformers, which rounds more often
 BESIDE = (1, 2, 3, 4, 6, 11, 16, 23, 40)  # neighbours of a row
 NUM_GROWN = 14  # tokens that `generate` adds to a short prompt, past the twin's original context
 BLOCK, LONGEST = 8, 64
-MATMULS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "vdot", "linear", "convolution", "_addmm_activation", "_scaled_mm"}
+PRODUCTS = ("mm", "bmm", "matmul", "addmm", "baddbmm")  # the last tensor is [..., K, N]
+MATMULS = {
+    *PRODUCTS,
+    *("mv", "addmv", "dot", "vdot", "inner", "tensordot", "einsum", "bilinear", "linear", "_addmm_activation", "_scaled_mm", "addbmm"),
+    *("convolution", "conv1d", "conv2d", "scaled_dot_product_attention", "_grouped_mm"),
+}
 
 
 class Served:
@@ -117,7 +122,9 @@ def check_served(make_twin: Callable[[], PreTrainedModel], tokens: list[int]) ->
     twin, served = make_twin(), Served(make_twin())
     name = type(twin).__name__
     _check_near(name, "once our operations have taken their places", _eager(twin, tokens), served.alone(tokens))
-    _check_near(name, "where large values meet its activations", _eager(_widened(make_twin()), tokens), Served(_widened(make_twin())).alone(tokens))
+    _check_near(
+        name, "where large values meet its activations", _eager(_widened(make_twin()), tokens), Served(_widened(make_twin())).alone(tokens)
+    )
     if served.original is not None:
         grown = _generated(twin, tokens[:3])
         _check_near(name, "of a text that outgrows its original context", grown[1], served.grown(grown[0], 3))
@@ -220,7 +227,7 @@ def _multiplied() -> Iterator[set[str]]:
 def _is_outer(name: str, args: Any) -> bool:
     """One product an entry: nothing is summed. Rotary embeddings multiply frequencies and positions so."""
     last = [a for a in args if isinstance(a, Tensor)][-1]
-    return name in ("mm", "bmm", "addmm", "baddbmm") and last.shape[-2] == 1
+    return name in PRODUCTS and last.ndim >= 2 and last.shape[-2] == 1
 
 
 def _caller() -> str:
