@@ -1,8 +1,9 @@
 """Before a model is served: does it batch exactly? Asked of a shrunken random twin.
 
 Every attention layer must call our function, and each row's logits in a ragged batch must equal the eager forward pass of that row
-alone, in float32; what our operations then do in its modules is the matter of `servedtest`. The twin has every layer type of the original, a window of 4 and an original maximum position of 8, so that windows and
-position-dependent rotary embeddings show within 24 tokens.
+alone, in float32; what our operations then do in its modules is the matter of `servedtest`. The twin has every layer type of the
+original, a window of 4 and an original maximum position of 8, so that windows and position-dependent rotary embeddings show within 24
+tokens.
 """
 
 from __future__ import annotations

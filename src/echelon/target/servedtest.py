@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -79,9 +80,10 @@ class Served:
 
     def alone(self, tokens: list[int], sizes: list[int] | None = None) -> Tensor:
         """[T, V] of one text, in pieces of the given sizes."""
-        row, found = self._next_row(), []
-        for piece in torch.tensor(tokens).split(sizes or [len(tokens)]):
-            found.append(self.feed({row: piece.tolist()}, {row: len(tokens)}, {row: len(tokens)})[row])
+        row = self._next_row()
+        length = {row: len(tokens)}
+        pieces = torch.split(torch.tensor(tokens), sizes or [len(tokens)])
+        found = [self.feed({row: piece.tolist()}, length, length)[row] for piece in pieces]
         self.cache.tables.release(row)
         return torch.cat(found)
 
@@ -116,15 +118,14 @@ class Served:
 
 @torch.inference_mode()
 def check_served(make_twin: Callable[[], PreTrainedModel], tokens: list[int]) -> None:
-    """Raise `UnsupportedModelError`, with what differed, unless a twin passes everything said above. `make_twin`: equal float32 twins, eager
-    attention; `tokens`: a text.
+    """Raise `UnsupportedModelError`, with what differed, unless a twin passes everything said above. `make_twin`: equal float32 twins with
+    eager attention; `tokens`: a text.
     """
     twin, served = make_twin(), Served(make_twin())
     name = type(twin).__name__
     _check_near(name, "once our operations have taken their places", _eager(twin, tokens), served.alone(tokens))
-    _check_near(
-        name, "where large values meet its activations", _eager(_widened(make_twin()), tokens), Served(_widened(make_twin())).alone(tokens)
-    )
+    wide = _eager(_widened(make_twin()), tokens), Served(_widened(make_twin())).alone(tokens)
+    _check_near(name, "where large values meet its activations", *wide)
     if served.original is not None:
         grown = _generated(twin, tokens[:3])
         _check_near(name, "of a text that outgrows its original context", grown[1], served.grown(grown[0], 3))
@@ -161,7 +162,7 @@ def _generated(twin: PreTrainedModel, prompt: list[int]) -> tuple[list[int], Ten
     """What `generate` says after a prompt, and its logits [n, V]."""
     ids = torch.tensor([prompt])
     settings: dict[str, Any] = {"max_new_tokens": NUM_GROWN, "min_new_tokens": NUM_GROWN, "do_sample": False, "pad_token_id": 0}
-    out = twin.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_logits=True, **settings)  # type: ignore[operator]
+    out = twin.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_logits=True, **settings)
     return out.sequences[0].tolist(), torch.cat(out.logits).float()
 
 
@@ -204,11 +205,11 @@ def _check_operations(name: str, served: Served, tokens: list[int]) -> None:
         raise UnsupportedModelError(f"{name} changes {changed[0]} in a pass, so that two threads would disturb each other")
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes in which modules the framework sums products."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -232,9 +233,9 @@ def _is_outer(name: str, args: Any) -> bool:
 
 def _caller() -> str:
     """The class of the innermost module on the stack."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if isinstance(module := frame.f_locals.get("self"), nn.Module):
             return type(module).__name__
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "a function"
