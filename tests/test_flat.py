@@ -14,7 +14,7 @@ from decoders import decoders
 from echelon import LLM, SamplingParams
 from echelon.batch import Span
 from echelon.ops.compiled import is_built
-from echelon.target.flat import FlatLayer, flatten, restore_flat
+from echelon.target.flat import FlatLayer, flatten
 from echelon.target.loading import LoadedModel, adopt_model, served_copy
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="the compiled kernels are not built")
@@ -57,7 +57,7 @@ def test_logits_have_the_same_bits(name: str, dtype: torch.dtype) -> None:
     target = loaded(name, dtype)
     assert len(flat_layers(target.model)) == (2 if name in FLAT else 0)
     flat = logits(target)
-    restore_flat(target.model)
+    toys.unpatch(target.model, FlatLayer)
     assert not flat_layers(target.model)
     assert torch.equal(flat, logits(target))
 
@@ -123,6 +123,6 @@ def test_nothing_is_replaced_twice() -> None:
 def test_texts_are_those_of_whole_layers() -> None:
     asked = SamplingParams(temperature=0.8, seed=3, max_tokens=24)
     flat, whole = loaded("qwen2"), loaded("qwen2")
-    restore_flat(whole.model)
+    toys.unpatch(whole.model, FlatLayer)
     texts = [[o.outputs[0].token_ids for o in LLM(t, max_num_seqs=3).generate([[4, 5], [6], [7, 8, 9]], asked)] for t in (flat, whole)]
     assert texts[0] == texts[1]

@@ -17,7 +17,7 @@ from decoders import decoders
 from echelon.ops import elementwise
 from echelon.ops.compiled import is_built
 from echelon.ops.elementwise import Activation, RmsWeight
-from echelon.target.fused import fuse, restore_fused
+from echelon.target.fused import Fused, fuse
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="the compiled kernels are not built")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -157,7 +157,7 @@ def test_a_patched_model_is_the_same_to_rounding_and_can_be_restored(name: str, 
     limit = {torch.float32: 2e-5, torch.bfloat16: 0.15, torch.float16: 0.02}[dtype]
     if "moe" not in name and name not in ("mixtral", "gpt-oss"):  # a router may choose another expert after a rounding
         assert float((expected.float() - got.float()).abs().max()) < limit * scale
-    restore_fused(model)
+    toys.unpatch(model, Fused)
     assert parts(model) == {}
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     with torch.inference_mode():

@@ -25,9 +25,9 @@ from echelon.kv.cache import KVCache
 from echelon.ops import attention, elementwise, linear
 from echelon.ops.compiled import kernels
 from echelon.target.attention import record_layers
-from echelon.target.layers import PackedParameter
 from echelon.target.loading import LoadedModel
 from echelon.target.runner import ModelRunner
+from echelon.target.weights import PackedParameter
 
 BLOCK = 16
 KERNELS = {"linear": ("_linear", "gemm", "nvjet", "cutlass"), "attention": ("_attend", "_merge_splits")}  # on CUDA, in their names
@@ -81,7 +81,7 @@ def clocked() -> Iterator[Parts]:
 
 def packed_weights(loaded: LoadedModel) -> list[torch.Tensor]:
     """What a pass has to read: every packed weight once."""
-    packed = {p.packed.data.data_ptr(): p.packed.data for p in loaded.model.parameters() if isinstance(p, PackedParameter)}
+    packed = {w.data.data_ptr(): w.data for p in loaded.model.parameters() if isinstance(p, PackedParameter) for w in p.all_packed}
     return list(packed.values())
 
 

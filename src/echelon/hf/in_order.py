@@ -24,20 +24,20 @@ class Texts:
     """The rows' texts without padding, and their keys and values."""
 
     def __init__(self, runner: ModelRunner, prompts: list[list[int]]) -> None:
-        self.tokens = [list(prompt) for prompt in prompts]
+        self.tokens, self._prompt_lens = [list(prompt) for prompt in prompts], [len(prompt) for prompt in prompts]
         self._runner, self._tables = runner, runner.cache.tables
 
     def logits(self, rows: list[int]) -> Tensor:
         """Of the next token, float32 [len(rows), V] on the host; what has not been read of these texts is read."""
         for spans in _passes([self._unread(row) for row in rows]):
             self._feed(spans)
-        last = [Span(row, len(self.tokens[row]) - 1, self.tokens[row][-1:], 1, len(self.tokens[row])) for row in rows]
+        last = [self._span(row, len(self.tokens[row]) - 1, self.tokens[row][-1:], 1) for row in rows]
         return torch.from_numpy(on_host(self._feed(last)))
 
     def append(self, row: int, token: int) -> None:
         self.tokens[row].append(token)
-        limit = self._runner.loaded.original_context
-        if limit is not None and len(self.tokens[row]) == limit + 1:  # from here on all of its keys are others
+        original = self._runner.loaded.original_context
+        if original is not None and original.is_read_anew and len(self.tokens[row]) == original.length + 1:
             self._tables.commit(row, 0)
 
     def release(self) -> None:
@@ -47,7 +47,10 @@ class Texts:
     def _unread(self, row: int) -> Span:
         """All but the last token."""
         text, start = self.tokens[row], self._tables.num_cached(row)
-        return Span(row, start, text[start:-1], 0, len(text))
+        return self._span(row, start, text[start:-1], 0)
+
+    def _span(self, row: int, start: int, tokens: list[int], num_logits: int) -> Span:
+        return Span(row, start, tokens, num_logits, len(self.tokens[row]), prompt_len=self._prompt_lens[row])
 
     def _feed(self, spans: list[Span]) -> Tensor:
         for span in spans:

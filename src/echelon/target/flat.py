@@ -111,13 +111,6 @@ def flatten(model: PreTrainedModel) -> dict[str, int]:
     return dict(replaced)
 
 
-def restore_flat(model: nn.Module) -> None:
-    """Undo `flatten`."""
-    for module in model.modules():
-        if isinstance(vars(module).get("forward"), FlatLayer):
-            del module.forward
-
-
 def _may_fit(module: Any) -> bool:
     """One of ours, with nothing inside that a caller has changed."""
     if type(module) not in LAYERS or type(module.self_attn) is not LAYERS[type(module)] or gate_of(module.mlp) is None:

@@ -25,8 +25,9 @@ from echelon.target.attention import IMPLEMENTATION
 from echelon.target.flat import flatten
 from echelon.target.fused import fuse
 from echelon.target.layers import LINEAR, replace_layers
-from echelon.target.rope import replace_rope
+from echelon.target.rope import OriginalContext, replace_rope
 from echelon.target.selftest import self_test
+from echelon.target.weights import Served
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -40,7 +41,7 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase | None
     name: str
     replaced: dict[str, int]  # class → number of modules that run our operations
-    original_context: int | None  # where longer texts have rotary frequencies of their own
+    original_context: OriginalContext | None  # where longer texts have rotary frequencies of their own
     is_fast: bool = False  # linear layers may round by the batch (`EngineConfig.numerics`)
 
     @property
@@ -84,7 +85,7 @@ def load_model(name: str | os.PathLike[str], dtype: str = "auto", device: str = 
     config = _read_config(name)
     model, info = _read_weights(name, config, dtype)
     _check_weights(name, info)
-    self_test(type(model), model.config)
+    self_test(type(model), model.config, model.dtype)
     model.to(chosen).eval().requires_grad_(False)
     return _served(model, _read_tokenizer(name), name, keep_weights=False, numerics=numerics)
 
@@ -108,7 +109,8 @@ def adopt_model(
     """A model built in memory is served: self-tested, attention and layers replaced; its weights stay beside the packed ones if asked."""
     check_kind("model", model, PreTrainedModel)
     check_settings(numerics=numerics)
-    self_test(type(model), model.config)
+    _check_unpatched(model)
+    self_test(type(model), model.config, model.dtype)
     model.set_attn_implementation(IMPLEMENTATION)
     model.eval().requires_grad_(False)
     return _served(model, tokenizer, name, keep_weights, numerics)
@@ -123,9 +125,8 @@ def served_copy(model: PreTrainedModel) -> LoadedModel:
     UnsupportedModelError  the architecture cannot be batched exactly, or the model cannot be copied
     """
     name = type(model).__name__
-    if any("forward" in vars(m) for m in model.modules() if isinstance(m, LINEAR)):
-        raise UnsupportedModelError(f"a linear layer of {name} has a forward of its own already; pass the model unpatched")
-    self_test(type(model), model.config)
+    _check_unpatched(model)
+    self_test(type(model), model.config, model.dtype)
     try:
         copied = copy.deepcopy(model, _shared(model))
     except Exception as error:  # whatever a module holds
@@ -149,6 +150,11 @@ def _shared(model: PreTrainedModel) -> dict[int, Any]:
 
 def _call_hook(hook: Callable[..., Any], module: nn.Module, _copied: nn.Module, *seen: Any) -> Any:
     return hook(module, *seen)
+
+
+def _check_unpatched(model: PreTrainedModel) -> None:
+    if any("forward" in vars(m) and not isinstance(m.forward, Served) for m in model.modules() if isinstance(m, LINEAR)):
+        raise UnsupportedModelError(f"a linear layer of {type(model).__name__} has a forward of its own already; pass the model unpatched")
 
 
 def serve_head(head: nn.Module, is_fast: bool = False) -> None:

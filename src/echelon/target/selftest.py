@@ -1,8 +1,9 @@
-"""Before a model is served: does it batch exactly? Asked of a shrunken random twin in float32.
+"""Before a model is served: does it batch exactly? Asked of a shrunken random twin.
 
 Every attention layer must call our function, and each row's logits in a ragged batch must equal the eager forward pass of that row
-alone. The twin has every layer type of the original, a window of 4 and an original maximum position of 8, so that windows and
-position-dependent rotary embeddings show within 24 tokens.
+alone, in float32; what our operations then do in its modules is the matter of `servedtest`. The twin has every layer type of the
+original, a window of 4 and an original maximum position of 8, so that windows and position-dependent rotary embeddings show within 24
+tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from echelon.errors import UnsupportedModelError
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.layouts import unpadded
+from echelon.ops import compiled
 from echelon.target.attention import IMPLEMENTATION, STEP_KEYWORD, CachedStep, record_layers
 from echelon.target.rope import coded_positions, replace_rope
+from echelon.target.servedtest import check_rounding, check_served
 
 LENGTHS = (24, 3)  # one long row, one short
 VOCABULARY = 64
@@ -76,12 +79,34 @@ def _shrink_rope(rope: dict[str, Any], small: Any) -> None:
             rope[key] = list(islice(cycle(rope[key]), int(16 * rope.get("partial_rotary_factor", 1.0)) // 2))
 
 
-def self_test(cls: type[PreTrainedModel], config: Any) -> None:
-    """Raise `UnsupportedModelError`, with what differed, unless models of this class and configuration batch exactly."""
+_passed: set[tuple[object, ...]] = set()
+
+
+def self_test(cls: type[PreTrainedModel], config: Any, dtype: torch.dtype = torch.float32) -> None:
+    """Raise `UnsupportedModelError`, with what differed, unless models of this class and configuration batch exactly, as they are and with
+    our operations in them (`check_served`), also in `dtype`. What has passed is not tried again.
+    """
+    key = cls, config.to_json_string(use_diff=False), dtype, compiled.is_built() and compiled.isa()
+    if key in _passed:
+        return
     text = config.get_text_config()
+    _check_batches(cls, text)
+    row = _row(LENGTHS[0]).tolist()
+    check_served(lambda: _twin(cls, shrunken(text)), row)
+    if dtype != torch.float32:
+        check_rounding(lambda: _twin(cls, shrunken(text)), row, dtype)
+    _passed.add(key)
+
+
+def _row(length: int) -> Tensor:
+    return torch.arange(length, dtype=torch.int64) * 7 % (VOCABULARY - 3) + 3
+
+
+def _check_batches(cls: type[PreTrainedModel], text: Any) -> None:
+    """A ragged batch through our attention alone, nothing else replaced, gives each row its own logits."""
     try:
         twin = _twin(cls, shrunken(text))
-        rows = [torch.arange(n, dtype=torch.int64) * 7 % (VOCABULARY - 3) + 3 for n in LENGTHS]
+        rows = [_row(n) for n in LENGTHS]
         with torch.inference_mode():
             alone = [_eager(twin, row) for row in rows]
             together = _ragged(twin, rows)
@@ -128,7 +153,10 @@ def _ragged(twin: PreTrainedModel, rows: list[Tensor]) -> list[Tensor]:
     steps = [{0: (0, rows[0][:half])}, {0: (half, rows[0][half:]), 1: (0, rows[1])}]
     parts: dict[int, list[Tensor]] = {0: [], 1: []}
     for step in steps:
-        spans = [Span(row, start, tokens.tolist(), len(tokens), len(rows[row])) for row, (start, tokens) in step.items()]
+        spans = [
+            Span(row, start, tokens.tolist(), len(tokens), len(rows[row]), prompt_len=len(rows[row]))
+            for row, (start, tokens) in step.items()
+        ]
         for span in spans:
             cache.tables.reserve(span.row, span.start + len(span.tokens))
         batch = unpadded.pack(spans, cache.tables)
