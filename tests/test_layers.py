@@ -8,7 +8,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src" / "echelon"
 LEVELS = [
     {"errors"},
-    {"config"},
+    {"config", "checkpoint"},
     {"sampling", "draft", "stats", "text", "memory", "kv.blocks", "kv.lines"},
     {"sequence", "trees"},
     {"outputs"},
