@@ -37,7 +37,7 @@ STORED = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-PIECE = 2**18  # entries that are read, cast and checked at a time: they stay in the processor's caches
+PIECE = 2**16  # entries that are read, cast and checked at a time: they stay in the processor's caches
 MAPPED = 2**20  # bytes from which a tensor has pages of its own, which go back to the system with it
 
 
@@ -94,9 +94,10 @@ class StoredTensor:
                 "there; use the checkpoint in the form it was trained in"
             )
         out = own_memory(self.numel, wanted)
+        scratch = None if wanted == stored else torch.empty(min(PIECE, self.numel), dtype=stored)
         for first in range(0, self.numel, PIECE):
             part = out[first : first + PIECE]
-            raw = part if wanted == stored else torch.empty(len(part), dtype=stored)
+            raw = part if scratch is None else scratch[: len(part)]
             self._fill(raw, first * stored.itemsize)
             if raw is not part:
                 part.copy_(raw)

@@ -14,7 +14,7 @@ from echelon.ops import devices, elementwise
 from echelon.ops.compiled import kernels
 
 TILE = 32  # columns of a packed tile; in bfloat16 K is filled up to as many
-PIECE = 2**18  # entries packed at a time where a weight is packed in place
+PIECE = 2**16  # entries packed at a time where a weight is packed in place
 Activation = str  # "none", "relu", "silu", "gelu" or "gelu_tanh"
 
 
