@@ -139,7 +139,7 @@ def of_headers(name: str, folder: Path) -> Iterator[tuple[str, Change]]:
             yield f"{key} = {label}", lambda folder, key=key, value=value: reheader(folder / name, lambda h: h[first].update({key: value}))
     yield "another name", lambda folder: reheader(folder / name, lambda h: h.update({"x" * 5000: h.pop(first)}))
     yield "twice", lambda folder: reheader(folder / name, lambda h: h.update(again=h[first]))
-    yield "length", lambda folder: (folder / name).write_bytes(b"\xff" * 7 + b"\x7f" + (folder / name).read_bytes()[8:])[1:]
+    yield "length", lambda folder: (folder / name).write_bytes(b"\xff" * 7 + b"\x7f" + (folder / name).read_bytes()[8:])
 
 
 def read_header(data: bytes) -> tuple[bytes, bytes]:

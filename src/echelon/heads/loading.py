@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, PreTrainedModel
 
 from echelon.checkpoint.build import without_memory
-from echelon.checkpoint.folder import PICKLED, Folder, refusing
+from echelon.checkpoint.folder import PICKLED, Folder, refusing, shown
 from echelon.checkpoint.schemas import check_counts, refuse_quantised
 from echelon.checkpoint.tensors import open_weights
 from echelon.errors import ConfigError, ModelLoadError, UnsupportedModelError
@@ -207,7 +207,7 @@ def _fill(name: str, head: Head, tensors: Tensors) -> None:
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             raise ModelLoadError(
-                f"the {head.method} head {name!r} {what}: {', '.join(sorted(names)[:5])}{more}; it does not fit its config.json"
+                f"the {head.method} head {name!r} {what}: {shown(', '.join(sorted(names)[:5]), quote=False)}{more}; it does not fit its config.json"
             )
     for key, tensor in tensors.items():
         if tensor.shape != own[key].shape:

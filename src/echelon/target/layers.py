@@ -129,7 +129,9 @@ def _alone_in_memory(model: nn.Module) -> frozenset[int]:
     tensors = list(model.parameters()) + list(model.buffers())
     shares = Counter(t.untyped_storage().data_ptr() for t in tensors)
     return frozenset(
-        id(t) for t in tensors if shares[t.untyped_storage().data_ptr()] == 1 and t.untyped_storage().nbytes() == t.numel() * t.element_size()
+        id(t)
+        for t in tensors
+        if shares[t.untyped_storage().data_ptr()] == 1 and t.untyped_storage().nbytes() == t.numel() * t.element_size()
     )
 
 

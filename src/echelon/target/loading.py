@@ -207,9 +207,7 @@ def _class_of(folder: Folder, config: Any, weights: Weights) -> type[PreTrainedM
     return type(model)
 
 
-def _read_weights(
-    cls: type[PreTrainedModel], config: Any, dtype: str, attention: str, weights: Weights
-) -> PreTrainedModel:
+def _read_weights(cls: type[PreTrainedModel], config: Any, dtype: str, attention: str, weights: Weights) -> PreTrainedModel:
     """A model of `cls` filled from `weights`, one tensor after the other."""
     folder = weights.folder
     wanted = DTYPES.get(dtype) or getattr(config, "dtype", None) or weights.first_float()
