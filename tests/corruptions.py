@@ -77,20 +77,20 @@ def save_toy_head(folder: Path, method: str) -> None:
 def of_bytes(name: str) -> Iterator[tuple[str, Change]]:
     """What can befall any file."""
     contents: dict[str, Callable[[bytes], bytes]] = {
-        "empty": lambda b: b"",
+        "empty": lambda _: b"",
         "half": lambda b: b[: len(b) // 2],
         "last byte gone": lambda b: b[:-1],
         "a byte more": lambda b: b + b"x",
-        "no text": lambda b: bytes(range(256)) * 4,
+        "no text": lambda _: bytes(range(256)) * 4,
         "zeros": lambda b: bytes(len(b)),
-        "number": lambda b: b"5",
-        "list": lambda b: b"[]",
-        "empty object": lambda b: b"{}",
-        "null": lambda b: b"null",
-        "deep lists": lambda b: b"[" * 100_000,
-        "deep objects": lambda b: b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
-        "deep enough to be read": lambda b: b'{"a":' * 150 + b"1" + b"}" * 150,
-        "long number": lambda b: b'{"model_type": ' + b"9" * 10_000 + b"}",
+        "number": lambda _: b"5",
+        "list": lambda _: b"[]",
+        "empty object": lambda _: b"{}",
+        "null": lambda _: b"null",
+        "deep lists": lambda _: b"[" * 100_000,
+        "deep objects": lambda _: b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        "deep enough to be read": lambda _: b'{"a":' * 150 + b"1" + b"}" * 150,
+        "long number": lambda _: b'{"model_type": ' + b"9" * 10_000 + b"}",
     }
     for label, change in contents.items():
         yield label, lambda folder, change=change: (folder / name).write_bytes(change((folder / name).read_bytes()))

@@ -35,7 +35,7 @@ class _Count:
 
 @contextmanager
 def without_memory(num_tensors: int, numel: int) -> Iterator[None]:
-    """Modules that this thread builds inside lie on the meta device, and may be little more than a file of so many tensors and entries holds.
+    """Modules that this thread builds inside lie on the meta device, and may be little more than so many tensors and entries fill.
 
     Raises
     ------

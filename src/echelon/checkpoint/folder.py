@@ -89,7 +89,7 @@ class Folder:
             raise ModelLoadError(f"{self.place(name)} cannot be read ({_reason(error)}); copy the checkpoint again") from error
         if not any(real.is_relative_to(root) for root in self._roots):
             raise ModelLoadError(
-                f"{self.place(name)} leads out of the folder, to {shown(str(real))}; a checkpoint's files lie in its own folder: copy it there"
+                f"{self.place(name)} leads out of the folder, to {shown(str(real))}; a checkpoint's files lie in its folder: copy it there"
             )
         if not is_plain:
             raise ModelLoadError(f"{self.place(name)} is no plain file; copy the checkpoint again")
@@ -153,7 +153,7 @@ class Folder:
 
     def _changed(self, path: Path) -> ModelLoadError:
         return ModelLoadError(
-            f"{path} was changed while it was being read, so what was read may be of two versions; load again once nothing writes to {self.shown}"
+            f"{path} was changed while it was being read, and may be of two versions now; load again once nothing writes to {self.shown}"
         )
 
 
@@ -171,7 +171,7 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def refusing(what: str, remedy: str = "copy the checkpoint again") -> Iterator[None]:
-    """Whatever a library raises about hostile values, panics of compiled code included, becomes a `ModelLoadError` that begins with `what`."""
+    """Whatever a library raises about odd values, panics of compiled code included, becomes a `ModelLoadError` that begins with `what`."""
     try:
         yield
     except (EchelonError, KeyboardInterrupt, SystemExit, GeneratorExit):

@@ -74,7 +74,7 @@ class StoredTensor:
         """
         if self.code not in STORED:
             raise UnsupportedModelError(
-                f"tensor {shown(self.name)} of {self.file} is stored as {self.code}, as quantised models have it, and those are not served; "
+                f"tensor {shown(self.name)} of {self.file} is stored as {self.code}, as in quantised models, which are not served; "
                 f"use a checkpoint in {', '.join(('BF16', 'F16', 'F32'))}"
             )
         return STORED[self.code]
@@ -84,14 +84,14 @@ class StoredTensor:
 
         Raises
         ------
-        ModelLoadError         the file has become shorter, a value is NaN or infinite, or integers stand where weights should, or the reverse
+        ModelLoadError         the file has become shorter, a value is NaN or infinite, or integers stand for weights or the reverse
         UnsupportedModelError  as `dtype`
         """
         stored, wanted = self.dtype, dtype or self.dtype
         if stored.is_floating_point != wanted.is_floating_point:
             raise ModelLoadError(
                 f"tensor {shown(self.name)} of {self.file} is stored as {self.code}, and the model has {str(wanted).removeprefix('torch.')} "
-                "there; use the checkpoint in the form it was trained in"
+                "there; use the checkpoint as it was trained"
             )
         out = own_memory(self.numel, wanted)
         scratch = None if wanted == stored else torch.empty(min(PIECE, self.numel), dtype=stored)
@@ -106,7 +106,7 @@ class StoredTensor:
 
     def _fill(self, part: Tensor, start: int) -> None:
         """The bytes from `start` of the tensor on, into a contiguous part."""
-        buffer, done = memoryview(part.view(torch.uint8).numpy()), 0
+        buffer, done = memoryview(part.view(torch.uint8).numpy()), 0  # type: ignore[arg-type]
         while done < len(buffer):
             try:
                 count = os.preadv(self.descriptor, [buffer[done:]], self.offset + start + done)

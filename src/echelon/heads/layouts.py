@@ -62,7 +62,8 @@ def _own(name: str, raw: dict[str, Any], tensors: Tensors, _: PreTrainedModel) -
     options = raw.get("options") or {}
     if surplus := sorted(set(options) - set(known)):
         raise ModelLoadError(
-            f"config.json of {name!r} sets {shown(', '.join(surplus), quote=False)}, which {method} does not know; it has {', '.join(known)}"
+            f"config.json of {name!r} sets {shown(', '.join(surplus), quote=False)}, which {method} does not know; "
+            f"it has {', '.join(known)}"
         )
     return method, _llama(name, raw.get("transformer_layer_config") or {}), options, tensors
 

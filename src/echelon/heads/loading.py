@@ -207,7 +207,8 @@ def _fill(name: str, head: Head, tensors: Tensors) -> None:
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             raise ModelLoadError(
-                f"the {head.method} head {name!r} {what}: {shown(', '.join(sorted(names)[:5]), quote=False)}{more}; it does not fit its config.json"
+                f"the {head.method} head {name!r} {what}: {shown(', '.join(sorted(names)[:5]), quote=False)}{more}; "
+                "it does not fit its config.json"
             )
     for key, tensor in tensors.items():
         if tensor.shape != own[key].shape:
@@ -217,8 +218,8 @@ def _fill(name: str, head: Head, tensors: Tensors) -> None:
             )
         if tensor.is_floating_point() != own[key].is_floating_point():
             raise ModelLoadError(
-                f"tensor {key} of the {head.method} head {name!r} is stored in {str(tensor.dtype).removeprefix('torch.')}, and the head has "
-                f"{str(own[key].dtype).removeprefix('torch.')} there; use the checkpoint in the form it was trained in"
+                f"tensor {key} of the {head.method} head {name!r} is stored in {str(tensor.dtype).removeprefix('torch.')}, and the head "
+                f"has {str(own[key].dtype).removeprefix('torch.')} there; use the checkpoint in the form it was trained in"
             )
     whole = {k: t if t.is_floating_point() else t.to(own[k].dtype) for k, t in tensors.items()}
     head.load_state_dict(whole, assign=True)
