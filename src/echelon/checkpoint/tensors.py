@@ -90,8 +90,8 @@ class StoredTensor:
         stored, wanted = self.dtype, dtype or self.dtype
         if stored.is_floating_point != wanted.is_floating_point:
             raise ModelLoadError(
-                f"tensor {shown(self.name)} of {self.file} is stored as {self.code}, and the model has {str(wanted).removeprefix('torch.')} "
-                "there; use the checkpoint as it was trained"
+                f"tensor {shown(self.name)} of {self.file} is stored as {self.code}, and the model has "
+                f"{str(wanted).removeprefix('torch.')} there; use the checkpoint as it was trained"
             )
         out = own_memory(self.numel, wanted)
         scratch = None if wanted == stored else torch.empty(min(PIECE, self.numel), dtype=stored)

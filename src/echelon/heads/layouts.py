@@ -91,7 +91,8 @@ def _eagle3(
     for key in ("fc_norm", "norm_output", "norm_before_fc", "embed_requires_grad", "parallel_drafting"):
         if raw.get(key):
             raise ModelLoadError(
-                f"config.json of {name!r} sets {key} = {shown(str(raw[key]), quote=False)}, which this EAGLE-3 head does not have"
+                f"config.json of {name!r} sets {key} = {shown(str(raw[key]), quote=False)}, "
+                "which this EAGLE-3 head does not have; use a head without it"
             )
     num_layers = target.config.get_text_config().num_hidden_layers
     chosen = tuple(depths or default_depths(num_layers))

@@ -169,7 +169,11 @@ def _read_tensors(folder: Folder, dtype: torch.dtype) -> Tensors:
     files = sorted(path.name for path in folder.path.glob("*.safetensors"))
     if not files:
         pickled = sorted(p.name for pattern in PICKLED for p in folder.path.glob(pattern))
-        remedy = f"only pickled weights ({', '.join(pickled)}); run `echelon convert {folder.path} OUT` once" if pickled else "no weights"
+        remedy = (
+            f"only pickled weights ({', '.join(pickled)}); run `echelon convert {folder.path} OUT` once"
+            if pickled
+            else "no weights; copy model.safetensors there"
+        )
         raise ModelLoadError(f"the head in {folder.path} holds {remedy}")
     with open_weights(folder, files) as weights:
         return {_bare(k): t.read(dtype if t.dtype.is_floating_point else None) for k, t in weights.tensors.items()}
