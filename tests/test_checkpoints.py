@@ -39,9 +39,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(script: str, *arguments: str) -> list[dict[str, Any]]:
-    """The lines of JSON that a script of this folder prints, however it ends."""
+    """The lines of JSON that a script of this folder prints, however it ends; libraries print others."""
     done = subprocess.run([sys.executable, str(HERE / script), *arguments], capture_output=True, text=True, check=False)
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert lines, done.stderr
     return lines
 
