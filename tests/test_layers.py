@@ -8,7 +8,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src" / "echelon"
 LEVELS = [
     {"errors"},
-    {"config"},
+    {"config", "checkpoint"},
     {"sampling", "token_counts", "draft", "stats", "text", "chat", "text_process", "text_worker", "memory", "kv.blocks", "kv.lines"},
     {"sequence", "trees"},
     {"outputs"},

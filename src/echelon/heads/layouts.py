@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
+from echelon.checkpoint.folder import first_line, shown
 from echelon.errors import ModelLoadError
 from echelon.heads.clover import CloverHead
 from echelon.heads.clover2 import Clover2Head
@@ -47,7 +48,8 @@ def parse(name: str, raw: dict[str, Any], tensors: Tensors, target: PreTrainedMo
         if is_it(raw, tensors):
             return read(name, raw, tensors, target)
     raise ModelLoadError(
-        f"{name!r} is no head that is known: config.json has {', '.join(list(raw)[:5])}…, tensors are {', '.join(sorted(tensors)[:5])}…; "
+        f"{name!r} is no head that is known: config.json has {shown(', '.join(list(raw)[:5]), quote=False)}…, "
+        f"tensors are {shown(', '.join(sorted(tensors)[:5]), quote=False)}…; "
         "known are Medusa, Clover-2, EAGLE-1 to 3, `speculators` of kind eagle3, and what `echelon train` writes"
     )
 
@@ -55,18 +57,21 @@ def parse(name: str, raw: dict[str, Any], tensors: Tensors, target: PreTrainedMo
 def _own(name: str, raw: dict[str, Any], tensors: Tensors, _: PreTrainedModel) -> Parsed:
     method = raw["echelon_head"]
     if method not in HEADS:
-        raise ModelLoadError(f"{name!r} holds a head {method!r}; known: {', '.join(HEADS)}")
+        raise ModelLoadError(f"{name!r} holds a head {shown(str(method))}; known: {', '.join(HEADS)}")
     known = HEADS[method].options_class.__dataclass_fields__
     options = raw.get("options") or {}
     if surplus := sorted(set(options) - set(known)):
-        raise ModelLoadError(f"config.json of {name!r} sets {', '.join(surplus)}, which {method} does not know; it has {', '.join(known)}")
+        raise ModelLoadError(
+            f"config.json of {name!r} sets {shown(', '.join(surplus), quote=False)}, which {method} does not know; "
+            f"it has {', '.join(known)}"
+        )
     return method, _llama(name, raw.get("transformer_layer_config") or {}), options, tensors
 
 
 def _speculators_layout(name: str, raw: dict[str, Any], tensors: Tensors, target: PreTrainedModel) -> Parsed:
     kind = raw["speculators_model_type"]
     if kind != "eagle3":
-        raise ModelLoadError(f"{name!r} is a speculators head of kind {kind!r}; of that layout only eagle3 is known")
+        raise ModelLoadError(f"{name!r} is a speculators head of kind {shown(str(kind))}; of that layout only eagle3 is known")
     # vLLM takes a missing `norm_before_residual` for true in this layout
     depths = raw.get("eagle_aux_hidden_state_layer_ids")
     config = _llama(name, raw.get("transformer_layer_config") or {})
@@ -85,11 +90,16 @@ def _eagle3(
 ) -> Parsed:
     for key in ("fc_norm", "norm_output", "norm_before_fc", "embed_requires_grad", "parallel_drafting"):
         if raw.get(key):
-            raise ModelLoadError(f"config.json of {name!r} sets {key} = {raw[key]!r}, which this EAGLE-3 head does not have")
+            raise ModelLoadError(
+                f"config.json of {name!r} sets {key} = {shown(str(raw[key]), quote=False)}, "
+                "which this EAGLE-3 head does not have; use a head without it"
+            )
     num_layers = target.config.get_text_config().num_hidden_layers
     chosen = tuple(depths or default_depths(num_layers))
     if len(chosen) != 3 or any(not 0 <= i < num_layers for i in chosen):
-        raise ModelLoadError(f"{name!r} reads the inputs of layers {list(chosen)}; it needs three of the target's {num_layers}")
+        raise ModelLoadError(
+            f"{name!r} reads the inputs of layers {shown(str(list(chosen)), quote=False)}; it needs three of the target's {num_layers}"
+        )
     tensors = _with_vocabulary(name, config, tensors)
     options = {"depths": chosen, "draft_vocab_size": len(tensors["d2t"]), "norm_before_residual": residual}
     return "eagle3", config, options, tensors
@@ -157,4 +167,4 @@ def _llama(name: str, raw: dict[str, Any]) -> LlamaConfig:
     try:
         return LlamaConfig(**{**values, "num_hidden_layers": 1})
     except (TypeError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"config.json of {name!r} does not describe a layer of Llama: {error}") from error
+        raise ModelLoadError(f"config.json of {name!r} does not describe a layer of Llama: {first_line(error)}") from error

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from pydantic import TypeAdapter
+from safetensors.torch import save_file
 from transformers import LlamaConfig, PreTrainedModel
 
+from echelon.checkpoint.build import without_memory
+from echelon.checkpoint.folder import PICKLED, Folder, refusing, shown
+from echelon.checkpoint.schemas import check_counts, refuse_quantised
+from echelon.checkpoint.tensors import open_weights
 from echelon.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from echelon.heads.base import Head
 from echelon.heads.eagle import EagleHead
@@ -23,7 +26,6 @@ from echelon.heads.layouts import HEADS, Tensors, parse
 from echelon.heads.parts import Shared, head_config
 from echelon.inputs import check_kind, name_of
 
-PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 PREFIXES = ("model.", "medusa_heads.")
 # copies of the target's own weights, and what its authors' modules happened to save besides
 NOT_OF_THE_HEAD = {"embed_tokens.weight", "rotary_emb.inv_freq"}
@@ -98,15 +100,22 @@ def load_head(name: str | os.PathLike[str], target: PreTrainedModel, dtype: torc
     name = name_of(name, "head")
     check_kind("target", target, PreTrainedModel)
     check_kind("dtype", dtype, (torch.dtype, type(None)))
-    folder = _folder(name)
-    raw, tensors = _read_config(folder), _read_tensors(folder)
-    method, config, options, tensors = parse(name, raw, tensors, target)
-    _check_target(name, config, tensors, target)
-    head: Head = HEADS[method](config, shared_parts(target), HEADS[method].options_class(**options))
-    _fill(name, head, {k: t for k, t in tensors.items() if k not in NOT_OF_THE_HEAD})
-    if isinstance(head, Eagle3Head):
-        _check_vocabulary(name, head)
-    return head.to(target.device, dtype or target.dtype).eval().requires_grad_(False)
+    folder = Folder.locate(name, "head", needs_owner=True)
+    dtype = dtype or target.dtype
+    raw, tensors = folder.read_json("config.json"), _read_tensors(folder, dtype)
+    numel, dimension = sum(t.numel() for t in tensors.values()), max((max(t.shape, default=1) for t in tensors.values()), default=1)
+    refuse_quantised(folder.shown, raw)
+    check_counts(folder.shown, raw, len(tensors), dimension)
+    with refusing(f"cannot read the head {folder.shown}", "its config.json does not fit its tensors: copy the checkpoint again"):
+        method, config, options, tensors = parse(name, raw, tensors, target)
+        _check_target(name, config, tensors, target)
+        chosen = TypeAdapter(HEADS[method].options_class).validate_python(options)
+        with without_memory(len(tensors), numel):
+            head: Head = HEADS[method](config, shared_parts(target), chosen)
+        _fill(name, head, {k: t for k, t in tensors.items() if k not in NOT_OF_THE_HEAD})
+        if isinstance(head, Eagle3Head):
+            _check_vocabulary(name, head)
+    return head.to(target.device, dtype).eval().requires_grad_(False)
 
 
 def save_head(head: Any, folder: Path, target: PreTrainedModel, num_speculative_tokens: int = 5) -> None:
@@ -160,41 +169,20 @@ def _speculators(head: Eagle3Head, layer: dict[str, Any], target: PreTrainedMode
     }
 
 
-def _folder(name: str) -> Path:
-    if Path(name).is_dir():
-        return Path(name)
-    if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise ModelLoadError(f"head folder {name!r} does not exist; give a folder with config.json, or a hub name such as 'org/head'")
-    try:
-        return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors"]))
-    except Exception as error:  # the hub's own errors share no base
-        raise ModelLoadError(f"cannot fetch the head {name!r}: {error}") from error
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{folder}/config.json cannot be read ({error}); a head needs its configuration beside its weights") from error
-    if not isinstance(raw, dict):
-        raise ModelLoadError(f"{folder}/config.json holds no settings; copy the checkpoint again")
-    return raw
-
-
-def _read_tensors(folder: Path) -> Tensors:
-    """All tensors of the folder, without prefixes that say nothing."""
-    files = sorted(folder.glob("*.safetensors"))
+def _read_tensors(folder: Folder, dtype: torch.dtype) -> Tensors:
+    """All tensors of the folder, those of floating point in `dtype`, without prefixes that say nothing."""
+    folder.fetch_weights(["*.safetensors"])
+    files = sorted(path.name for path in folder.path.glob("*.safetensors"))
     if not files:
-        pickled = sorted(p.name for pattern in PICKLED for p in folder.glob(pattern))
-        remedy = f"only pickled weights ({', '.join(pickled)}); run `echelon convert {folder} OUT` once" if pickled else "no weights"
-        raise ModelLoadError(f"the head in {folder} holds {remedy}")
-    tensors: Tensors = {}
-    for file in files:
-        try:
-            tensors |= load_file(file)
-        except (SafetensorError, OSError) as error:
-            raise ModelLoadError(f"{file} is torn: {error}; copy it again") from error
-    return {_bare(k): t for k, t in tensors.items()}
+        pickled = sorted(p.name for pattern in PICKLED for p in folder.path.glob(pattern))
+        remedy = (
+            f"only pickled weights ({', '.join(pickled)}); run `echelon convert {folder.path} OUT` once"
+            if pickled
+            else "no weights; copy model.safetensors there"
+        )
+        raise ModelLoadError(f"the head in {folder.path} holds {remedy}")
+    with open_weights(folder, files) as weights:
+        return {_bare(k): t.read(dtype if t.dtype.is_floating_point else None) for k, t in weights.tensors.items()}
 
 
 def _bare(name: str) -> str:
@@ -229,7 +217,8 @@ def _fill(name: str, head: Head, tensors: Tensors) -> None:
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             raise ModelLoadError(
-                f"the {head.method} head {name!r} {what}: {', '.join(sorted(names)[:5])}{more}; it does not fit its config.json"
+                f"the {head.method} head {name!r} {what}: {shown(', '.join(sorted(names)[:5]), quote=False)}{more}; "
+                "it does not fit its config.json"
             )
     for key, tensor in tensors.items():
         if tensor.shape != own[key].shape:
@@ -237,9 +226,13 @@ def _fill(name: str, head: Head, tensors: Tensors) -> None:
                 f"tensor {key} of the {head.method} head {name!r} has shape {list(tensor.shape)}; the target and config.json ask for "
                 f"{list(own[key].shape)}"
             )
-    with torch.no_grad():
-        for key, tensor in tensors.items():
-            own[key].copy_(tensor)
+        if tensor.is_floating_point() != own[key].is_floating_point():
+            raise ModelLoadError(
+                f"tensor {key} of the {head.method} head {name!r} is stored in {str(tensor.dtype).removeprefix('torch.')}, and the head "
+                f"has {str(own[key].dtype).removeprefix('torch.')} there; use the checkpoint in the form it was trained in"
+            )
+    whole = {k: t if t.is_floating_point() else t.to(own[k].dtype) for k, t in tensors.items()}
+    head.load_state_dict(whole, assign=True)
 
 
 def _check_vocabulary(name: str, head: Eagle3Head) -> None:

@@ -63,7 +63,11 @@ def prepare(config: LlamaConfig) -> LlamaConfig:
 
 
 class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc]
-    """Cosines and sines whose frequencies stay float32 when the head is cast."""
+    """Cosines and sines whose frequencies stay float32 when the head is cast, and are there when the head is built without memory."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        with torch.device("cpu"):
+            super().__init__(config)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         exact: Tensor = self.inv_freq  # type: ignore[has-type]

@@ -13,6 +13,8 @@ from torch import Tensor
 from echelon.ops import devices, elementwise
 from echelon.ops.compiled import kernels
 
+TILE = 32  # columns of a packed tile; in bfloat16 K is filled up to as many
+PIECE = 2**16  # entries packed at a time where a weight is packed in place
 Activation = str  # "none", "relu", "silu", "gelu" or "gelu_tanh"
 
 
@@ -28,9 +30,14 @@ class PackedWeight:
     is_fast: bool = False
 
     @classmethod
-    def pack(cls, weight: Tensor, is_fast: bool = False) -> PackedWeight:
-        """weight [N, K] in float32, float16 or bfloat16, in any strides."""
-        data = weight.contiguous() if devices.by_triton(weight) else kernels.pack_linear(weight)
+    def pack(cls, weight: Tensor, is_fast: bool = False, in_place: bool = False) -> PackedWeight:
+        """weight [N, K] in float32, float16 or bfloat16, in any strides. `in_place`: the packed weight takes its memory where it fits."""
+        if devices.by_triton(weight):
+            data = weight.contiguous()
+        elif in_place and _fills_its_tiles(weight):
+            data = _pack_over(weight)
+        else:
+            data = kernels.pack_linear(weight)
         return cls(data, len(weight), weight.shape[1], is_fast)
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -38,6 +45,23 @@ class PackedWeight:
         if devices.by_triton(self.data):
             return F.embedding(ids, self.data)
         return kernels.packed_rows(self.data, self.columns, self.depth, ids)  # type: ignore[no-any-return]
+
+
+def _fills_its_tiles(weight: Tensor) -> bool:
+    """Whether [N, K] takes as much memory packed as it does now (csrc/linear.h)."""
+    return weight.is_contiguous() and len(weight) % TILE == 0 and (weight.dtype != torch.bfloat16 or weight.shape[1] % TILE == 0)
+
+
+def _pack_over(weight: Tensor) -> Tensor:
+    """Pack [N, K] into its own memory, some tiles at a time: each is made of rows that stand where it will stand."""
+    columns, depth = weight.shape
+    grain = 2 if weight.dtype == torch.bfloat16 else 1
+    packed = weight.view(columns // TILE, depth // grain, TILE, grain)
+    rows = max(1, PIECE // (depth * TILE)) * TILE
+    for first in range(0, columns, rows):
+        piece = kernels.pack_linear(weight[first : first + rows])
+        packed[first // TILE : first // TILE + len(piece)] = piece
+    return packed
 
 
 def packed_linear(

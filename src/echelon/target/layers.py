@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+from collections import Counter
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from echelon.target.experts import is_experts, serve_experts
 from echelon.target.weights import SERVED_DTYPES, PackedParameter, Served, absent
 
 LINEAR = (nn.Linear, Conv1D)
+GIVEN_UP = (nn.Linear, nn.Embedding)  # they read the packed weight in place of their own
 FORWARDS = {nn.Linear.forward, Conv1D.forward}
 STACKED = re.compile(r"F\.linear\(\w+\[\w+\], self\.weight\[\w+\]\)")  # how experts outside `echelon.target.experts` use theirs
 TRIED = (1, 2, 3, 5, 8, 13, 16, 17, 32, 33, 63, 64)  # rows of calls that must give each row the same bits
@@ -45,14 +47,15 @@ def _weight(module: nn.Module) -> Tensor:
     return weight.t() if isinstance(module, Conv1D) else weight
 
 
-def replace_layers(model: nn.Module, keep_weights: bool, is_fast: bool = False) -> dict[str, int]:
+def replace_layers(model: nn.Module, keep_weights: bool, is_fast: bool = False, in_place: bool = False) -> dict[str, int]:
     """Patch every linear layer, router and stack of experts; returns how many modules of each class now run our operations.
 
-    The output layer gives float32. `keep_weights`: the model belongs to a caller. `is_fast` as in `PackedWeight`.
+    The output layer gives float32. `keep_weights`: the model belongs to a caller. `is_fast` as in `PackedWeight`. `in_place`: a weight that
+    is given up may be packed into its own memory.
     """
     replaced: dict[str, int] = {}
     is_served = devices.has_kernels(next(model.parameters(), torch.empty(0)))
-    served = _serve_packed(model, keep_weights, is_fast) if is_served else _serve_fixed(model)
+    served = _serve_packed(model, keep_weights, is_fast, in_place) if is_served else _serve_fixed(model)
     for module in served:
         name = type(module).__name__
         replaced[name] = replaced.get(name, 0) + 1
@@ -72,25 +75,38 @@ def _serve_fixed(model: nn.Module) -> list[nn.Module]:
     return served
 
 
-def _serve_packed(model: nn.Module, keep_weights: bool, is_fast: bool) -> list[nn.Module]:
+def _serve_packed(model: nn.Module, keep_weights: bool, is_fast: bool, in_place: bool) -> list[nn.Module]:
     output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None  # a head has none
     holders: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             holders.setdefault(id(parameter), []).append(module)
     packed: dict[int, PackedWeight] = {}  # by the parameter's identity
+    alone = _alone_in_memory(model) if in_place and not keep_weights else frozenset[int]()
     served: list[nn.Module] = []
     for module in model.modules():
         if is_experts(module):
             serve_experts(module, None if keep_weights else absent, is_fast)
         elif is_plain_linear(module):
             if not isinstance(module.weight, PackedParameter) and id(module.weight) not in packed:
-                packed[id(module.weight)] = PackedWeight.pack(_weight(module).detach(), is_fast)
+                may_overwrite = id(module.weight) in alone and all(isinstance(m, GIVEN_UP) for m in holders[id(module.weight)])
+                packed[id(module.weight)] = PackedWeight.pack(_weight(module).detach(), is_fast, may_overwrite)
             _serve_weight(module, packed, holders, keep_weights, module is output)
         elif not _serve_own_forward(module, keep_weights, is_fast):
             continue
         served.append(module)
     return served
+
+
+def _alone_in_memory(model: nn.Module) -> frozenset[int]:
+    """Identities of the parameters whose memory holds nothing else of the model."""
+    tensors = list(model.parameters()) + list(model.buffers())
+    shares = Counter(t.untyped_storage().data_ptr() for t in tensors)
+    return frozenset(
+        id(t)
+        for t in tensors
+        if shares[t.untyped_storage().data_ptr()] == 1 and t.untyped_storage().nbytes() == t.numel() * t.element_size()
+    )
 
 
 def _serve_weight(
@@ -114,7 +130,7 @@ def _give_up(module: nn.Module, parameter: nn.Parameter, stand_in: nn.Parameter,
     """Free the parameter, where everything that shares it can read the packed weight instead."""
     if isinstance(module, Conv1D):
         module.weight = nn.Parameter(absent(tuple(parameter.shape), parameter), requires_grad=False)
-    elif all(isinstance(m, (nn.Linear, nn.Embedding)) for m in sharing):
+    elif all(isinstance(m, GIVEN_UP) for m in sharing):
         for other in sharing:
             other.weight = stand_in
 

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import os
+import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
+from echelon.checkpoint.build import without_memory
+from echelon.checkpoint.folder import Folder, refusing, shown
+from echelon.checkpoint.schemas import GenerationSettings, ModelConfig, check_counts, refuse_own_code, refuse_quantised
+from echelon.checkpoint.tensors import Weights, open_weights, weight_files
 from echelon.config import check_settings
 from echelon.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from echelon.inputs import check_kind, name_of
@@ -30,7 +41,10 @@ from echelon.target.selftest import self_test
 from echelon.target.weights import Served
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+GENERATION = "generation_config.json"
+TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template", "additional_chat_templates")
+IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
+_LOADING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -81,22 +95,16 @@ def load_model(name: str | os.PathLike[str], dtype: str = "auto", device: str = 
     name = name_of(name)
     check_settings(dtype=dtype, device=device, numerics=numerics)
     chosen = devices.chosen_device(device)
-    _check_folder(name)
-    config = _read_config(name)
-    model, info = _read_weights(name, config, dtype)
-    _check_weights(name, info)
+    model, tokenizer = _read(name, dtype, IMPLEMENTATION)
     self_test(type(model), model.config, model.dtype)
     model.to(chosen).eval().requires_grad_(False)
-    return _served(model, _read_tokenizer(name), name, keep_weights=False, numerics=numerics)
+    return _served(model, tokenizer, name, keep_weights=False, numerics=numerics, in_place=True)
 
 
 def load_plain(name: str | os.PathLike[str]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """The model as transformers would run it, nothing replaced, and its tokenizer; the same refusals as `load_model`."""
-    name = name_of(name)
-    _check_folder(name)
-    model, info = _read_weights(name, _read_config(name), "auto", attention="sdpa")
-    _check_weights(name, info)
-    return model.eval().requires_grad_(False), _read_tokenizer(name)
+    model, tokenizer = _read(name_of(name), "auto", "sdpa")
+    return model.eval().requires_grad_(False), tokenizer
 
 
 def adopt_model(
@@ -130,7 +138,7 @@ def served_copy(model: PreTrainedModel) -> LoadedModel:
     try:
         copied = copy.deepcopy(model, _shared(model))
     except Exception as error:  # whatever a module holds
-        raise UnsupportedModelError(f"{name} cannot be copied ({_first_line(error)}); pass the model unpatched") from error
+        raise UnsupportedModelError(f"{name} cannot be copied ({shown(str(error), quote=False)}); pass the model unpatched") from error
     copied.set_attn_implementation(IMPLEMENTATION)
     return _served(copied, None, name, True, "invariant")
 
@@ -164,116 +172,144 @@ def serve_head(head: nn.Module, is_fast: bool = False) -> None:
     replace_layers(head, True, is_fast)
 
 
-def _served(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, keep_weights: bool, numerics: str) -> LoadedModel:
-    """Our operations in the place of the model's own."""
+def _served(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    name: str,
+    keep_weights: bool,
+    numerics: str,
+    in_place: bool = False,
+) -> LoadedModel:
+    """Our operations in the place of the model's own; `in_place`: nobody else has its weights, so packed ones may take their memory."""
     is_fast = numerics == "fast" and devices.by_triton(next(model.parameters()))
     with torch.inference_mode():
         original_context = replace_rope(model)
         replaced = fuse(model)
-    replaced |= replace_layers(model, keep_weights, is_fast)
+    replaced |= replace_layers(model, keep_weights, is_fast, in_place)
     return LoadedModel(model, tokenizer, name, replaced | flatten(model), original_context, is_fast)
 
 
-def _check_folder(name: str) -> None:
-    folder = Path(name)
-    if not folder.is_dir():
-        if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-            raise ModelLoadError(f"model folder {name!r} does not exist; give a folder with config.json, or a hub name such as 'org/model'")
-        return
-    if not (folder / "config.json").is_file():
-        raise ModelLoadError(f"{name!r} holds no config.json; point to the folder that `save_pretrained` wrote")
-    if not list(folder.glob("*.safetensors")):
-        pickled = [p.name for pattern in PICKLED for p in folder.glob(pattern)]
-        found = f"only pickled weights ({', '.join(sorted(pickled))})" if pickled else "no weights"
-        raise ModelLoadError(
-            f"{name!r} holds {found}; safetensors are needed: convert with `model.save_pretrained(folder)` where you trust it"
-        )
-    try:
-        raw = json.loads((folder / "config.json").read_text("utf-8"))
-    except ValueError as error:
-        raise ModelLoadError(f"{name}/config.json is not JSON ({error}); copy the checkpoint again") from error
-    if "auto_map" in raw:
-        raise UnsupportedModelError(
-            f"{name!r} wants to run its own code (auto_map in config.json), which echelon never does; "
-            "use a checkpoint whose architecture is part of transformers"
-        )
-    _tensors(name)
+def _read(name: str, dtype: str, attention: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """A model and its tokenizer, read into memory of their own; nothing of what they are made of changes with the files any more."""
+    folder = Folder.locate(name, "model")
+    raw = _settings(folder)
+    with open_weights(folder, weight_files(folder)) as weights:
+        check_counts(folder.shown, raw, len(weights.tensors), weights.largest_dimension)
+        tokenizer = _read_tokenizer(folder)
+        config = _read_config(folder)
+        cls = _class_of(folder, config, weights)
+        model = _read_weights(cls, config, dtype, attention, weights)
+    model.config.name_or_path = name
+    return model, tokenizer
 
 
-def _read_config(name: str) -> Any:
-    try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"cannot read the configuration of {name!r}: {_first_line(error)}") from error
+def _settings(folder: Folder) -> dict[str, Any]:
+    """What config.json says, of a kind that could be served."""
+    if not folder.has("config.json"):
+        raise ModelLoadError(f"{folder.shown} holds no config.json; point to the folder that `save_pretrained` wrote")
+    raw = folder.read_json("config.json")
+    refuse_own_code(folder.shown, raw)
+    refuse_quantised(folder.shown, raw)
+    folder.read_as("config.json", ModelConfig)
+    return raw
+
+
+def _read_config(folder: Folder) -> Any:
+    with refusing(f"cannot read the configuration of {folder.shown}"):
+        config = AutoConfig.from_pretrained(str(folder.path), trust_remote_code=False)
     if hasattr(config, "auto_map"):
-        raise UnsupportedModelError(f"{name!r} wants to run its own code (auto_map in config.json), which echelon never does")
+        raise UnsupportedModelError(f"{folder.shown} wants to run its own code (auto_map in config.json), which echelon never does")
     return config
 
 
-def _read_weights(name: str, config: Any, dtype: str, attention: str = IMPLEMENTATION) -> tuple[PreTrainedModel, dict[str, Any]]:
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            name,
-            config=config,
-            dtype=DTYPES.get(dtype, "auto"),
+def _class_of(folder: Folder, config: Any, weights: Weights) -> type[PreTrainedModel]:
+    """The class that `config` describes, once its tensors have been seen to be those of the files; built without memory."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModelError(f"{type(config).__name__} of {folder.shown} is no causal language model of transformers")
+    with refusing(f"cannot build the model of {folder.shown}", "config.json does not fit it: copy the checkpoint again"):
+        with without_memory(len(weights.tensors), weights.numel):
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    misshapen = [
+        f"{t.file.name}: tensor {shown(key, quote=False)} has shape {list(t.shape)}, and config.json asks for {list(expected[key])}"
+        for key, t in weights.tensors.items()
+        if key in expected and t.shape != expected[key]
+    ]
+    if misshapen:
+        raise ModelLoadError(f"cannot load {folder.shown}: {'; '.join(misshapen[:5])}")
+    return type(model)
+
+
+def _read_weights(cls: type[PreTrainedModel], config: Any, dtype: str, attention: str, weights: Weights) -> PreTrainedModel:
+    """A model of `cls` filled from `weights`, one tensor after the other."""
+    folder = weights.folder
+    wanted = DTYPES.get(dtype) or getattr(config, "dtype", None) or weights.first_float()
+    if wanted not in DTYPES.values():
+        raise UnsupportedModelError(f"{folder.shown} is stored in {wanted}; served are {', '.join(DTYPES)}: pass dtype=")
+    text_only = not isinstance(config, cls.config_class) and isinstance(config.get_text_config(), cls.config_class)
+    with refusing(f"cannot load {folder.shown}"), _one_at_a_time():
+        model, info = cls.from_pretrained(
+            None,
+            config=config.get_text_config() if text_only else config,
+            state_dict=weights.tensors,
+            dtype=wanted,
             attn_implementation=attention,
-            use_safetensors=True,
-            trust_remote_code=False,
             output_loading_info=True,
         )
-    except ValueError as error:
-        if "Unrecognized configuration class" in str(error):
-            raise UnsupportedModelError(f"{type(config).__name__} of {name!r} is no causal language model of transformers") from error
-        raise ModelLoadError(f"cannot load {name!r}: {_first_line(error)}") from error
-    except (OSError, RuntimeError, KeyError) as error:
-        reason = "; ".join(_misshapen(name, config)) or _first_line(error)
-        raise ModelLoadError(f"cannot load {name!r}: {reason}") from error
-    if model.dtype not in DTYPES.values():
-        raise UnsupportedModelError(f"{name!r} is stored in {model.dtype}; served are {', '.join(DTYPES)}: pass dtype=")
-    return model, info
+    _check_weights(folder.shown, info, {key: t.file.name for key, t in weights.tensors.items()})
+    _read_generation(folder, model)
+    return model
 
 
-def _tensors(name: str) -> dict[str, tuple[str, list[int]]]:
-    """Tensor → (file, shape), from the headers of a folder's weight files; nothing for a hub name."""
-    found: dict[str, tuple[str, list[int]]] = {}
-    for path in sorted(Path(name).glob("*.safetensors")):
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Tensors are read when they are wanted, so that those which a model merges are not all held beside what they become.
+
+    `transformers` has this as a variable of the environment.
+    """
+    with _LOADING:
+        before = os.environ.get(IN_TURN)
+        os.environ[IN_TURN] = "1"
         try:
-            with safe_open(path, "pt") as file:
-                found |= {key: (path.name, file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ModelLoadError(f"{path} is torn: {_first_line(error)}; copy it again") from error
-    return found
+            yield
+        finally:
+            os.environ.pop(IN_TURN) if before is None else os.environ.update({IN_TURN: before})
 
 
-def _misshapen(name: str, config: Any) -> list[str]:
-    """What is wrong with tensors whose shape is not that of the architecture."""
-    with torch.device("meta"):
-        expected = {key: list(t.shape) for key, t in AutoModelForCausalLM.from_config(config).state_dict().items()}
-    return [
-        f"{file}: tensor {key} has shape {shape}, and config.json asks for {expected[key]}"
-        for key, (file, shape) in _tensors(name).items()
-        if key in expected and shape != expected[key]
-    ]
+def _read_generation(folder: Folder, model: PreTrainedModel) -> None:
+    """The generation settings beside the model, as `from_pretrained` finds them."""
+    if not model.can_generate():
+        return
+    beside = folder.has(GENERATION)
+    if beside:
+        folder.read_as(GENERATION, GenerationSettings)
+    with refusing(f"cannot read the generation settings of {folder.shown}"):
+        place = {} if beside else {"config_file_name": "config.json", "_from_model_config": True}
+        model.generation_config = GenerationConfig.from_pretrained(str(folder.path), **place)
 
 
-def _check_weights(name: str, info: dict[str, Any]) -> None:
+def _check_weights(name: str, info: dict[str, Any], files: dict[str, str]) -> None:
     """Every tensor of the architecture must come from the checkpoint, and every tensor of the checkpoint must have a place."""
-    files = {key: file for key, (file, _) in _tensors(name).items()}
     for key, what in (("missing_keys", "lacks"), ("unexpected_keys", "has surplus")):
         if names := sorted(str(n) for n in info.get(key) or ()):
-            listed = ", ".join(f"{n} ({files[n]})" if n in files else n for n in names[:5])
+            listed = ", ".join(f"{shown(n, quote=False)} ({files[n]})" if n in files else shown(n, quote=False) for n in names[:5])
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise ModelLoadError(f"the checkpoint {name!r} {what} tensors: {listed}{more}; it does not fit its config.json")
+            raise ModelLoadError(f"the checkpoint {name} {what} tensors: {listed}{more}; it does not fit its config.json")
 
 
-def _read_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
-    folder = Path(name)
-    if folder.is_dir() and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
+def _read_tokenizer(folder: Folder) -> PreTrainedTokenizerBase | None:
+    files = [p.name for p in folder.path.iterdir() if p.name.startswith(TOKENIZER_FILES)]
+    if not any(name.startswith(("tokenizer", "vocab")) for name in files):
         return None
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"cannot read the tokenizer of {name!r}: {_first_line(error)}") from error
+    for name in files:
+        if (folder.path / name).is_dir():
+            continue
+        if name.endswith(".json") and name != "tokenizer.json":  # its own reader bounds that
+            folder.read_json(name)
+        else:
+            folder.file(name)
+    with refusing(f"cannot read the tokenizer of {folder.shown}"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder.path), trust_remote_code=False)
     return tokenizer
 
 
@@ -299,7 +335,3 @@ def check_vocabularies(target: LoadedModel, draft: LoadedModel) -> None:
                 f"token {token} is {theirs!r} in the draft model {draft.name!r} and {ours!r} in the target; "
                 "a draft model must share the target's vocabulary"
             )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
