@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from echelon.checkpoint.build import without_memory
-from echelon.checkpoint.folder import Folder, refusing, shown
+from echelon.checkpoint.folder import Folder, first_line, refusing, shown
 from echelon.checkpoint.schemas import GenerationSettings, ModelConfig, check_counts, refuse_own_code, refuse_quantised
 from echelon.checkpoint.tensors import Weights, open_weights, weight_files
 from echelon.config import check_settings
@@ -138,7 +138,7 @@ def served_copy(model: PreTrainedModel) -> LoadedModel:
     try:
         copied = copy.deepcopy(model, _shared(model))
     except Exception as error:  # whatever a module holds
-        raise UnsupportedModelError(f"{name} cannot be copied ({shown(str(error), quote=False)}); pass the model unpatched") from error
+        raise UnsupportedModelError(f"{name} cannot be copied ({first_line(error)}); pass the model unpatched") from error
     copied.set_attn_implementation(IMPLEMENTATION)
     return _served(copied, None, name, True, "invariant")
 
