@@ -27,6 +27,7 @@ SIZES = Sizes(vocabulary=96, context=160, original_context=48, window=12)
 SPREAD = 0.25
 LENGTHS = (1, 5, 17, 40, 90)
 NUM_TOKENS = 24
+POOL = 1 << 21  # bytes of keys and values
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # where a configuration without arguments is incomplete, or lacks what published checkpoints of the class have
 CHANGES: dict[str, dict[str, Any]] = {
@@ -86,7 +87,7 @@ def examine(name: str, dtype: str) -> Finding:
     except UnsupportedModelError as error:
         return _finding(error)
     rows = toys.prompts(LENGTHS, SIZES.vocabulary)
-    alone = _outputs(LLM(loaded, max_num_seqs=1, block_size=8, kv_cache_memory_bytes=1 << 26), rows, one_by_one=True)
+    alone = _outputs(LLM(loaded, max_num_seqs=1, block_size=8, kv_cache_memory_bytes=POOL), rows, one_by_one=True)
     texts = [text for text, *_ in alone]
     if (found := _beside_others(loaded, rows, alone)) is not None:
         return found
@@ -130,7 +131,7 @@ def _beside_others(loaded: Any, rows: list[list[int]], alone: list[Output]) -> F
     neighbours = toys.prompts((33, 2, 71, 9), SIZES.vocabulary, seed=11)
     truth = {tuple(row): text for row, (text, *_) in zip(rows, alone, strict=True)}
     for kind, shift in (("ngram", 0), ("right", 0), ("noise", None)):
-        settings = {"max_num_seqs": 4, "block_size": 8, "kv_cache_memory_bytes": 1 << 26, "max_num_batched_tokens": 64}
+        settings = {"max_num_seqs": 4, "block_size": 8, "kv_cache_memory_bytes": POOL, "max_num_batched_tokens": 64}
         llm = LLM(loaded, {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}, **settings)
         if kind != "ngram":
             llm.engine.drafter = Scripted(truth, shift)
@@ -170,7 +171,7 @@ def _is_tie(model: PreTrainedModel, loaded: Any, prefix: list[int], token: int, 
     exact, rounded = (_logits(m, prefix).double() for m in (copy.deepcopy(model).double(), model))
     from echelon.bench.verify import logits_after
 
-    ours = logits_after(LLM(loaded, max_num_seqs=1, kv_cache_memory_bytes=1 << 26), prefix).double()
+    ours = logits_after(LLM(loaded, max_num_seqs=1, kv_cache_memory_bytes=POOL), prefix).double()
     error = max(float((exact - x).abs().max()) for x in (rounded, ours))
     gap = float((exact[token] - exact[expected]).abs())
     return {token, expected} == set(exact.topk(2).indices.tolist()) and gap <= 2 * min(error, MOST_ERROR * float(exact.abs().max()))
