@@ -65,7 +65,7 @@ def _scheduler(config: EngineConfig, spec: SpeculativeConfig | None, storage: St
         config.max_num_batched_tokens,
         spec.num_speculative_tokens if spec else 0,
         models[1].max_len if len(models) > 1 else None,
-        [m.original_context for m in models if m.original_context is not None],
+        [m.original_context.length for m in models if m.original_context is not None and m.original_context.is_read_anew],
         selector(config),
         config.refill,
         spec is not None and spec.grows_trees,

@@ -22,7 +22,7 @@ class Span:
 
     `text_len` counts the row's known tokens, whatever of them is fed now; the last `num_drafted` tokens fed may be taken back. With
     `parents`, as in `Draft`, these are a tree: each takes the position after its parent's. Nodes that were fed in earlier passes, and are
-    cached but not known, come first in `parents`; `start` counts them.
+    cached but not known, come first in `parents`; `start` counts them. `prompt_len` of the known tokens were given, not generated.
     """
 
     row: int
@@ -32,6 +32,7 @@ class Span:
     text_len: int
     num_drafted: int = 0
     parents: Sequence[int] | None = None
+    prompt_len: int = 0
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class RaggedBatch:
     slots       int64[T]    KV slot that token t's key and value are written to
     kv_lens     int32[B]    tokens of the row that have keys and values once this batch is written
     text_lens   int32[B]    known tokens of the row's text, fed or not, drafts left out
+    prompt_lens int32[B]    those of them that were given, not generated
     block_table int32[B, M] the row's KV blocks in order; entries past its own are arbitrary
     logit_rows  int64[R]    packed tokens whose logits are wanted, in order
     parents     int32[P]    in trees, the parent of every drafted node of a row, cached before or new, among them; −1: the last known
@@ -58,6 +60,7 @@ class RaggedBatch:
     slots: Tensor
     kv_lens: Tensor
     text_lens: Tensor
+    prompt_lens: Tensor
     block_table: Tensor
     logit_rows: Tensor
     block_size: int
@@ -77,6 +80,11 @@ class RaggedBatch:
     def text_len_of(self) -> Tensor:
         """int32[T]: known tokens of the text that each token belongs to."""
         return self.text_lens.repeat_interleave(self.indptr.diff().long())
+
+    @property
+    def prompt_len_of(self) -> Tensor:
+        """int32[T]: given tokens of the text that each token belongs to."""
+        return self.prompt_lens.repeat_interleave(self.indptr.diff().long())
 
     def row_parents(self) -> list[list[int]]:
         """Of every row, the parents of its nodes; nothing where all rows are chains."""

@@ -34,7 +34,9 @@ def spans_of(rows: SequenceOf[PlannedRow], draft: Draft) -> list[Span]:
         drafted = draft.row(i)
         num_logits = row.num_prompt_logits + (1 + len(drafted) if row.is_sampled else 0)
         parents = draft.row_parents(i) if draft.has_branches else None
-        spans.append(Span(row.sequence.id, row.start, known + drafted, num_logits, len(row.sequence), len(drafted), parents))
+        sequence = row.sequence
+        lengths = num_logits, len(sequence), len(drafted)
+        spans.append(Span(sequence.id, row.start, known + drafted, *lengths, parents, sequence.num_prompt_tokens))
     return spans
 
 

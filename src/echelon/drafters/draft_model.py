@@ -160,7 +160,8 @@ class DraftModelDrafter:
     def _piece(self, row: PlannedRow, limit: int) -> Span | None:
         tokens, start = row.sequence.tokens, self._runner.num_cached(row.sequence.id)
         piece = self._readable(tokens[start : start + limit])
-        return Span(row.sequence.id, start, piece, 0, len(tokens)) if len(tokens) - start > limit else None
+        span = Span(row.sequence.id, start, piece, 0, len(tokens), prompt_len=row.sequence.num_prompt_tokens)
+        return span if len(tokens) - start > limit else None
 
     def _feed(self, chains: SequenceOf[_Chain]) -> Tensor:
         """One pass: logits [len(chains), V] after each chain's last known or drafted token."""
@@ -170,7 +171,7 @@ class DraftModelDrafter:
         """What is known of the row, or drafted, and not cached."""
         sequence, start = chain.row.sequence, self._runner.num_cached(chain.row.sequence.id)
         known = sequence.tokens[start:] + chain.tokens[max(0, start - len(sequence)) :]
-        return Span(sequence.id, start, known, 1, len(sequence))
+        return Span(sequence.id, start, known, 1, len(sequence), prompt_len=sequence.num_prompt_tokens)
 
     def _readable(self, tokens: list[int]) -> list[int]:
         """A target padded further than the draft model may emit an id that the draft model lacks; any other will do in its place."""
@@ -196,7 +197,7 @@ class DraftModelDrafter:
 def _place_held(chain: _Chain, place: int) -> Span:
     """The drafted token at `place`, which is not known yet."""
     sequence = chain.row.sequence
-    return Span(sequence.id, len(sequence) + place, (0,), 1, len(sequence))
+    return Span(sequence.id, len(sequence) + place, (0,), 1, len(sequence), prompt_len=sequence.num_prompt_tokens)
 
 
 def _draws(chains: SequenceOf[_Chain], depth: int) -> Draws | None:

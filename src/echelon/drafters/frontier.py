@@ -70,7 +70,8 @@ class Frontier(ABC):
                 parents.append(self._fed.get(int(forest.parents[node]), -1))
             tree = None if parents == list(range(-1, len(parents) - 1)) else list(parents)
             num_logits = len(own) if wants_logits else 0
-            spans.append(Span(self.rows[r].sequence.id, start, forest.tokens[own].tolist(), num_logits, text_len, len(own), tree))
+            sequence, tokens = self.rows[r].sequence, forest.tokens[own].tolist()
+            spans.append(Span(sequence.id, start, tokens, num_logits, text_len, len(own), tree, sequence.num_prompt_tokens))
         return spans
 
 

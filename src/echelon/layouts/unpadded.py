@@ -42,6 +42,7 @@ def pack(spans: Sequence[Span], tables: BlockTables) -> RaggedBatch:
         slots=torch.from_numpy(slots),
         kv_lens=torch.from_numpy((starts + counts).astype(np.int32)),
         text_lens=torch.tensor([s.text_len for s in spans], dtype=torch.int32),
+        prompt_lens=torch.tensor([s.prompt_len for s in spans], dtype=torch.int32),
         block_table=torch.from_numpy(table),
         logit_rows=torch.from_numpy(np.flatnonzero(is_wanted)),
         block_size=size,

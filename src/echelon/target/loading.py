@@ -20,7 +20,7 @@ from echelon.target.attention import IMPLEMENTATION
 from echelon.target.flat import flatten, restore_flat
 from echelon.target.fused import fuse, restore_fused
 from echelon.target.layers import LINEAR, replace_layers, restore_layers
-from echelon.target.rope import replace_rope, restore_rope
+from echelon.target.rope import OriginalContext, replace_rope, restore_rope
 from echelon.target.selftest import self_test
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -35,7 +35,7 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase | None
     name: str
     replaced: dict[str, int]  # class → number of modules that run our operations
-    original_context: int | None  # where longer texts have rotary frequencies of their own
+    original_context: OriginalContext | None  # where longer texts have rotary frequencies of their own
     is_fast: bool = False  # linear layers may round by the batch (`EngineConfig.numerics`)
 
     @property

@@ -140,7 +140,8 @@ def _run(twin: PreTrainedModel, rows: list[Tensor], split: int) -> list[Tensor]:
     steps = [{0: (0, rows[0][:split])}, {i: (split if i == 0 else 0, row[split:] if i == 0 else row) for i, row in enumerate(rows)}]
     parts: dict[int, list[Tensor]] = {i: [] for i in range(len(rows))}
     for step in steps if split else steps[1:]:
-        spans = [Span(row, start, tokens.tolist(), len(tokens), len(rows[row])) for row, (start, tokens) in step.items()]
+        lengths = {row: (len(tokens), len(rows[row])) for row, (_, tokens) in step.items()}
+        spans = [Span(i, start, tokens.tolist(), *lengths[i], prompt_len=len(rows[i])) for i, (start, tokens) in step.items()]
         for span in spans:
             cache.tables.reserve(span.row, span.start + len(span.tokens))
         batch = unpadded.pack(spans, cache.tables)
