@@ -18,7 +18,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 import toys
 from echelon import LLM, SamplingParams, UnsupportedModelError
+from echelon.bench.verify import logits_after
 from echelon.target.loading import adopt_model
+from echelon.target.selftest import self_test
 from echelon.target.shrink import Sizes, part_for, shrunken
 
 NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -70,10 +72,18 @@ def configuration(name: str) -> Any:
 
 
 def small_model(name: str) -> PreTrainedModel:
-    """Random float32 weights; several layers of every kind."""
+    """Random float32 weights; several layers of every kind. The error of the framework where it cannot run it."""
     cls = class_of(name)
-    config = shrunken(part_for(cls, configuration(name)), sizes=SIZES)
-    return toys.randomised(cls, config, 0, SPREAD)
+    errors: list[Exception] = []
+    for is_narrow in (True, False):
+        try:
+            config = shrunken(part_for(cls, configuration(name)), is_narrow, SIZES)
+            model = toys.randomised(cls, config, 0, SPREAD).requires_grad_(False)
+            _logits(model, list(range(10)))
+            return model
+        except Exception as error:
+            errors.append(error)
+    raise errors[-1]
 
 
 def examine(name: str, dtype: str) -> Finding:
@@ -98,8 +108,6 @@ def examine(name: str, dtype: str) -> Finding:
 
 def _refused(name: str, error: Exception) -> Finding:
     """A model that cannot be built small: what loading says of its configuration."""
-    from echelon.target.selftest import self_test
-
     try:
         self_test(class_of(name), configuration(name))
     except UnsupportedModelError as refused:
@@ -139,7 +147,7 @@ def _beside_others(loaded: Any, rows: list[list[int]], alone: list[Output]) -> F
         for row, (ours, own) in enumerate(zip(got, alone, strict=True)):
             for what, a, b in zip(("tokens", "log-probabilities", "log-probabilities of the prompt"), ours, own, strict=True):
                 if a != b:
-                    return Finding("wrong", f"{what} of the prompt of {LENGTHS[row]} tokens change beside others (drafts: {kind})")
+                    return Finding("wrong", f"{what} change beside others, in the row with {LENGTHS[row]} tokens of prompt (drafts: {kind})")
     return None
 
 
@@ -169,8 +177,6 @@ def _unlike_generate(model: PreTrainedModel, loaded: Any, rows: list[list[int]],
 def _is_tie(model: PreTrainedModel, loaded: Any, prefix: list[int], token: int, expected: int) -> bool:
     """Both are the top two of the model in float64, and no further apart than twice the error of float32 there."""
     exact, rounded = (_logits(m, prefix).double() for m in (copy.deepcopy(model).double(), model))
-    from echelon.bench.verify import logits_after
-
     ours = logits_after(LLM(loaded, max_num_seqs=1, kv_cache_memory_bytes=POOL), prefix).double()
     error = max(float((exact - x).abs().max()) for x in (rounded, ours))
     gap = float((exact[token] - exact[expected]).abs())
