@@ -147,7 +147,9 @@ def _beside_others(loaded: Any, rows: list[list[int]], alone: list[Output]) -> F
         for row, (ours, own) in enumerate(zip(got, alone, strict=True)):
             for what, a, b in zip(("tokens", "log-probabilities", "log-probabilities of the prompt"), ours, own, strict=True):
                 if a != b:
-                    return Finding("wrong", f"{what} change beside others, in the row with {LENGTHS[row]} tokens of prompt (drafts: {kind})")
+                    return Finding(
+                        "wrong", f"{what} change beside others, in the row with {LENGTHS[row]} tokens of prompt (drafts: {kind})"
+                    )
     return None
 
 

@@ -63,12 +63,13 @@ class ModelLoadError(EchelonError):
 class Refusal(StrEnum):
     """Why models of a class are refused; the value is what they do."""
 
-    STATE = "keeps more of a text than the keys and values of its attention (a recurrent or compressed state, or an index of keys)"
+    STATE = "keeps more of a text than the keys and values of its attention (a recurrent or compressed state, an index, a buffer)"
     ATTENTION = "does not call the attention function of `transformers` once in each layer, with the keywords of the pass"
     MASK = "attends by a mask, a bias or chunks of its own, beyond causal order, a sliding window, a soft cap and sinks"
     POSITIONS = "counts positions itself and takes none, so that rows of different lengths cannot share a pass"
     BATCH = "computes a row's results from the other rows of a call"
-    ROUNDING = "has weights whose products no kernel of ours computes, so that a row's last bits depend on its neighbours"
+    ROUNDING = "has products or sums that no kernel of ours computes, so that a row's last bits depend on its neighbours"
+    OPERATIONS = "computes something else once our operations have taken the places of its own"
     NOT_CAUSAL = "lets tokens attend to later ones"
     INPUTS = "needs other inputs than token ids, or cannot be run by `transformers` as it is configured"
     PACKAGE = "needs a package that is not installed"

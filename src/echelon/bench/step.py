@@ -81,7 +81,7 @@ def clocked() -> Iterator[Parts]:
 
 def packed_weights(loaded: LoadedModel) -> list[torch.Tensor]:
     """What a pass has to read: every packed weight once."""
-    packed = {p.packed.data.data_ptr(): p.packed.data for p in loaded.model.parameters() if isinstance(p, PackedParameter)}
+    packed = {w.data.data_ptr(): w.data for p in loaded.model.parameters() if isinstance(p, PackedParameter) for w in p.all_packed}
     return list(packed.values())
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +15,9 @@ from torch import Tensor, nn
 
 from echelon.ops import ROWS_PER_CALL
 from echelon.ops.linear import PackedWeight, packed_linear
+from echelon.target import trials
+from echelon.target.weights import Served
 
-ACTIVATIONS = {
-    "SiLU": "silu",
-    "SiLUActivation": "silu",
-    "GELUActivation": "gelu",
-    "GELUTanh": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh",
-    "ReLU": "relu",
-}
 STACKED = ("gate_up_proj", "up_proj", "down_proj")
 
 
@@ -69,7 +62,7 @@ def is_experts(module: nn.Module) -> bool:
 def serve_experts(module: Any, absent: Callable[[tuple[int, ...], Tensor], Tensor] | None, is_fast: bool = False) -> None:
     """Patch `forward`. Where `absent` is given, the stacked weights are replaced by what it returns; `is_fast` as in `PackedWeight`."""
     default = getattr(type(module)._apply_gate, "__name__", "") == "_default_apply_gate"
-    activation = ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__)
+    activation = _activation(module)
     gate = None
     if module.has_gate and default and module.is_concatenated and activation is not None:
         size = module.gate_up_proj.shape[1 if not module.is_transposed else 2] // 2
@@ -78,11 +71,20 @@ def serve_experts(module: Any, absent: Callable[[tuple[int, ...], Tensor], Tenso
     else:
         up = _projection(module, "gate_up_proj" if module.has_gate else "up_proj", slice(None), is_fast)
     experts = Experts(module, gate, up, _projection(module, "down_proj", slice(None), is_fast), activation or "none")
-    module.forward = functools.partial(_forward, experts)
+    module.forward = Served(_forward, experts)
     for name in STACKED:
         if absent is not None and name in module._parameters:
             stacked = module._parameters[name]
             module._parameters[name] = nn.Parameter(absent(tuple(stacked.shape), stacked), requires_grad=False)
+
+
+def _activation(module: Any) -> str | None:
+    """What `packed_linear` calls the activation of the experts."""
+    function = getattr(module, "act_fn", None)
+    if isinstance(function, nn.ReLU):
+        return "relu"
+    kind = None if function is None else trials.activation_of(function, module.down_proj.device)
+    return None if kind is None else kind.name.lower()
 
 
 def _projection(module: Any, name: str, columns: slice, is_fast: bool) -> Projection:

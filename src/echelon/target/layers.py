@@ -13,50 +13,21 @@ import re
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from echelon import ops
 from echelon.ops import devices
+from echelon.errors import Refusal, UnsupportedModelError
 from echelon.ops.linear import PackedWeight, packed_linear
 from echelon.target.experts import is_experts, serve_experts
+from echelon.target.weights import SERVED_DTYPES, PackedParameter, Served, absent
 
 LINEAR = (nn.Linear, Conv1D)
-SERVED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-ROUTES = re.compile(r"F\.linear\(\w+, self\.weight(, (bias=)?self\.bias)?\)")  # how a router uses its weight
-
-
-class PackedParameter(torch.Tensor):
-    """Stands for a packed weight [N, K] where a module reads `self.weight` itself: linear layers and lookups use the packed one.
-
-    Everything else sees the shape and dtype, and `original` or NaN as the values.
-    """
-
-    packed: PackedWeight
-    original: nn.Parameter | None
-
-    @classmethod
-    def of(cls, packed: PackedWeight, original: nn.Parameter | None) -> nn.Parameter:
-        data = absent((packed.columns, packed.depth), packed.data) if original is None else original.data
-        parameter = nn.Parameter(data.as_subclass(cls), requires_grad=False)
-        parameter.packed, parameter.original = packed, original  # type: ignore[attr-defined]
-        return parameter
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.embedding and isinstance(args[1], cls):
-            return args[1].packed.rows(args[0])
-        if func is F.linear and isinstance(args[1], cls):
-            bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
-            return _linear(args[1].packed, None if bias is None else bias.float(), False, args[0])
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-
-
-def absent(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """NaN of this shape that takes no memory, in the dtype and on the device of `like`."""
-    return torch.full((1,) * len(shape), torch.nan, dtype=like.dtype, device=like.device).expand(shape)
+FORWARDS = {nn.Linear.forward, Conv1D.forward}
+STACKED = re.compile(r"F\.linear\(\w+\[\w+\], self\.weight\[\w+\]\)")  # how experts outside `echelon.target.experts` use theirs
+TRIED = (1, 2, 3, 5, 8, 13, 16, 17, 32, 33, 63, 64)  # rows of calls that must give each row the same bits
 
 
 def _linear(packed: PackedWeight, bias: Tensor | None, float32: bool, x: Tensor) -> Tensor:
@@ -91,10 +62,13 @@ def replace_layers(model: nn.Module, keep_weights: bool, is_fast: bool = False) 
 def _serve_fixed(model: nn.Module) -> list[nn.Module]:
     """The fallback: framework matmuls in calls of fixed shape."""
     by_shape: dict[tuple[object, ...], ops.RowCounts] = {}
-    served = [m for m in model.modules() if isinstance(m, LINEAR)]
+    served = [m for m in model.modules() if is_plain_linear(m)]
+    for module in model.modules():
+        if isinstance(module, LINEAR) and not is_plain_linear(module):
+            _check_rows(module)
     for module in served:
         shape = (type(module), *_weight(module).shape, module.bias is not None)
-        module.forward = functools.partial(_fixed, module, by_shape.setdefault(shape, ops.RowCounts()))  # type: ignore[method-assign]
+        module.forward = Served(_fixed, module, by_shape.setdefault(shape, ops.RowCounts()))  # type: ignore[method-assign]
     return served
 
 
@@ -109,11 +83,11 @@ def _serve_packed(model: nn.Module, keep_weights: bool, is_fast: bool) -> list[n
     for module in model.modules():
         if is_experts(module):
             serve_experts(module, None if keep_weights else absent, is_fast)
-        elif isinstance(module, LINEAR) or _is_router(module):
+        elif is_plain_linear(module):
             if not isinstance(module.weight, PackedParameter) and id(module.weight) not in packed:
                 packed[id(module.weight)] = PackedWeight.pack(_weight(module).detach(), is_fast)
             _serve_weight(module, packed, holders, keep_weights, module is output)
-        else:
+        elif not _serve_own_forward(module, keep_weights, is_fast):
             continue
         served.append(module)
     return served
@@ -129,12 +103,9 @@ def _serve_weight(
     """Serve the module from its packed weight."""
     parameter: nn.Parameter = module.weight  # type: ignore[assignment]
     weight = parameter.packed if isinstance(parameter, PackedParameter) else packed[id(parameter)]  # given up by a module before this one
-    if not isinstance(module, LINEAR):  # a router
-        module.weight = PackedParameter.of(weight, parameter)
-        return
     bias: Tensor | None = module.bias
     own = None if bias is None else bias.detach() if weight.is_fast else bias.detach().float()
-    module.forward = functools.partial(_linear, weight, own, is_output)  # type: ignore[method-assign]
+    module.forward = Served(_linear, weight, own, is_output)  # type: ignore[method-assign]
     if not keep_weights and not isinstance(parameter, PackedParameter):
         _give_up(module, parameter, PackedParameter.of(weight, None), holders[id(parameter)])
 
@@ -148,23 +119,68 @@ def _give_up(module: nn.Module, parameter: nn.Parameter, stand_in: nn.Parameter,
             other.weight = stand_in
 
 
-def _is_router(module: nn.Module) -> bool:
-    """Its one matrix is its weight, and its forward uses that in F.linear alone."""
-    matrices = [name for name, p in module.named_parameters(recurse=False) if p.ndim >= 2]
-    if matrices != ["weight"] or isinstance(module, (*LINEAR, nn.Embedding)):
+def is_plain_linear(module: nn.Module) -> bool:
+    """A linear layer, and not a subclass that computes something else."""
+    return isinstance(module, LINEAR) and type(module).forward in FORWARDS and isinstance(module._parameters.get("weight"), nn.Parameter)
+
+
+def _serve_own_forward(module: nn.Module, keep_weights: bool, is_fast: bool) -> bool:
+    """Let a module with matrices of its own run its own forward, with our kernels where that multiplies by them; false if it has none."""
+    if isinstance(module, nn.Embedding):
         return False
+    own = {n: p for n, p in module._parameters.items() if p is not None and p.ndim >= 2 and p.dtype in SERVED_DTYPES}
+    for name, parameter in own.items():
+        if isinstance(parameter, PackedParameter):
+            continue
+        if parameter.ndim == 2:
+            module._parameters[name] = PackedParameter.lazy(parameter, is_fast)
+        elif parameter.ndim == 3 and name == "weight" and _indexes_its_stack(module):
+            module._parameters[name] = PackedParameter.stack(parameter, keep_weights, is_fast)
+    if isinstance(module, LINEAR):
+        _check_rows(module)
+    return bool(own)
+
+
+def _indexes_its_stack(module: nn.Module) -> bool:
+    """Its one use of `self.weight` is in a linear layer, expert by expert."""
     source = inspect.getsource(type(module).forward)
-    return len(ROUTES.findall(source)) == 1 and source.count("self.weight") == 1
+    return len(STACKED.findall(source)) == 1 and source.count("self.weight") == 1
+
+
+@torch.inference_mode()
+def _check_rows(module: nn.Module) -> None:
+    """Raise `UnsupportedModelError` unless a subclass of a linear layer gives a row the same bits whatever the number of rows."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    size = weight.shape[0] if isinstance(module, Conv1D) else int(getattr(module, "in_features", weight.shape[-1]))
+    x = torch.randn(max(TRIED), size, generator=torch.Generator().manual_seed(0)).to(weight.device, _dtype_of(module))
+    name = type(module).__name__
+    try:
+        whole = _tensors(module(x))
+        alike = all(torch.equal(a[:n], b) for n in TRIED for a, b in zip(whole, _tensors(module(x[:n])), strict=True))
+    except Exception as error:  # a layer of somebody else's: whatever it raises
+        raise UnsupportedModelError.because(
+            name, Refusal.INPUTS, f"a linear layer with a forward of its own, which failed: {error}"
+        ) from error
+    if not alike:
+        raise UnsupportedModelError.because(name, Refusal.ROUNDING, "a linear layer with a forward of its own; convert it to nn.Linear")
+
+
+def _dtype_of(module: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in module.parameters() if p.dtype in SERVED_DTYPES), torch.float32)
+
+
+def _tensors(out: Any) -> tuple[Tensor, ...]:
+    return (out,) if isinstance(out, Tensor) else tuple(out)
 
 
 def restore_layers(model: nn.Module) -> None:
     """Undo `replace_layers` with `keep_weights`."""
     for module in model.modules():
-        if isinstance(vars(module).get("forward"), functools.partial):
+        if isinstance(vars(module).get("forward"), Served):
             del module.forward
-        weight: Any = module._parameters.get("weight")
-        if isinstance(weight, PackedParameter) and weight.original is not None:
-            module.weight = weight.original
+        for name, weight in module._parameters.items():
+            if isinstance(weight, PackedParameter) and weight.original is not None:
+                module._parameters[name] = weight.original
 
 
 def framework_layers(model: nn.Module) -> list[str]:

@@ -22,6 +22,7 @@ from echelon.target.fused import fuse, restore_fused
 from echelon.target.layers import LINEAR, replace_layers, restore_layers
 from echelon.target.rope import OriginalContext, replace_rope, restore_rope
 from echelon.target.selftest import self_test
+from echelon.target.weights import Served
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -77,7 +78,7 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", numerics: st
     config = _read_config(name)
     model, info = _read_weights(name, config, dtype)
     _check_weights(name, info)
-    self_test(type(model), model.config)
+    self_test(type(model), model.config, model.dtype)
     model.to(chosen).eval().requires_grad_(False)
     return _served(model, _read_tokenizer(name), name, keep_weights=False, numerics=numerics)
 
@@ -98,7 +99,8 @@ def adopt_model(
     numerics: str = "invariant",
 ) -> LoadedModel:
     """A model built in memory is served: self-tested, attention and layers replaced; its weights stay beside the packed ones if asked."""
-    self_test(type(model), model.config)
+    _check_unpatched(model)
+    self_test(type(model), model.config, model.dtype)
     model.set_attn_implementation(IMPLEMENTATION)
     model.eval().requires_grad_(False)
     return _served(model, tokenizer, name, keep_weights, numerics)
@@ -107,9 +109,8 @@ def adopt_model(
 @contextmanager
 def borrowed(model: PreTrainedModel) -> Iterator[LoadedModel]:
     """A model that belongs to the caller, served for a while and given back as it was."""
-    if any("forward" in vars(m) for m in model.modules() if isinstance(m, LINEAR)):
-        raise UnsupportedModelError(f"a linear layer of {type(model).__name__} has a forward of its own already; pass the model unpatched")
-    self_test(type(model), model.config)
+    _check_unpatched(model)
+    self_test(type(model), model.config, model.dtype)
     before = model.config._attn_implementation
     model.set_attn_implementation(IMPLEMENTATION)
     try:
@@ -120,6 +121,11 @@ def borrowed(model: PreTrainedModel) -> Iterator[LoadedModel]:
         restore_fused(model)
         restore_layers(model)
         model.set_attn_implementation(before)
+
+
+def _check_unpatched(model: PreTrainedModel) -> None:
+    if any("forward" in vars(m) and not isinstance(m.forward, Served) for m in model.modules() if isinstance(m, LINEAR)):
+        raise UnsupportedModelError(f"a linear layer of {type(model).__name__} has a forward of its own already; pass the model unpatched")
 
 
 def serve_head(head: nn.Module, is_fast: bool = False) -> None:

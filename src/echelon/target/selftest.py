@@ -1,12 +1,14 @@
-"""Before a model is served: does it batch exactly? Asked of a small random twin in float32.
+"""Before a model is served: does it batch exactly? Asked of a small random twin.
 
 Every attention layer must call our function, and each row's logits in a ragged batch must equal the eager forward pass of that row
-alone. The twin has two layers of every kind in the original, and whatever the original counts in tokens is short (`shrink`), so that it
-shows within 24 tokens. What cannot be batched is refused for one of the reasons of `Refusal`.
+alone, in float32; what our operations then do in its modules is the matter of `servedtest`. The twin has two layers of every kind in the
+original, and whatever the original counts in tokens is short (`shrink`), so that it shows within 24 tokens. What cannot be batched is
+refused for one of the reasons of `Refusal`.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -20,8 +22,10 @@ from echelon.errors import Refusal, UnsupportedModelError
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.layouts import unpadded
+from echelon.ops import compiled
 from echelon.target.attention import IMPLEMENTATION, STEP_KEYWORD, CachedStep, record_layers
 from echelon.target.rope import coded_positions, replace_rope
+from echelon.target.servedtest import check_rounding, check_served
 from echelon.target.shrink import VOCABULARY, part_for, shrunken
 
 LENGTHS = (24, 3)  # one long row, one short
@@ -29,30 +33,38 @@ TOLERANCE = 1e-4  # relative to the largest logit
 MAX_PARAMETERS = 400_000_000  # of a twin
 
 
-def self_test(cls: type[PreTrainedModel], config: Any) -> None:
-    """Raise `UnsupportedModelError`, with the reason, unless models of this class and configuration batch exactly."""
+_passed: set[tuple[object, ...]] = set()
+
+
+def self_test(cls: type[PreTrainedModel], config: Any, dtype: torch.dtype = torch.float32) -> None:
+    """Raise `UnsupportedModelError`, with the reason, unless models of this class and configuration batch exactly, as they are and with
+    our operations in them (`check_served`), also in `dtype`. What has passed is not tried again.
+    """
+    key = cls, config.to_json_string(use_diff=False), dtype, compiled.is_built() and compiled.isa()
+    if key in _passed:
+        return
     rows = [torch.arange(n, dtype=torch.int64) * 7 % (VOCABULARY - 3) + 3 for n in LENGTHS]
     with torch.inference_mode():
-        twin = _twin(cls, config, rows[0])
+        small = _small(cls, part_for(cls, config), rows[0])
+        twin = _twin(cls, small)
         _check_kind(twin, rows[0])
-        alone = [_eager(twin, row) for row in rows]
-        stretched = _eager(twin, rows[0], 2 * torch.arange(len(rows[0])))
-        reasons = [Refusal.MASK, Refusal.BATCH] if _difference(alone[0], stretched) else [Refusal.POSITIONS] * 2
-        for reason, some, split in zip(reasons, (rows[:1], rows), (0, len(rows[0]) // 2), strict=True):
-            for row, expected, got in zip(LENGTHS, alone, _ragged(twin, some, split), strict=False):
-                if not (difference := _difference(expected, got)) < TOLERANCE:
-                    detail = f"its logits in a ragged batch differ by {difference:.1e} from those alone, in a row of {row} tokens"
-                    raise UnsupportedModelError.because(cls.__name__, reason, detail)
+        _check_batches(twin, rows)
+    row = rows[0].tolist()
+    check_served(lambda: _twin(cls, small), row)
+    if dtype != torch.float32:
+        check_rounding(lambda: _twin(cls, small), row, dtype)
+    _passed.add(key)
 
 
-def _twin(cls: type[PreTrainedModel], config: Any, tokens: Tensor) -> PreTrainedModel:
-    """A small model that runs; one whose widths do not shrink together keeps them."""
+def _small(cls: type[PreTrainedModel], config: Any, tokens: Tensor) -> Any:
+    """A configuration whose models run; where widths do not shrink together they stay."""
     errors: list[Exception] = []
     for is_narrow in (True, False):
         try:
-            twin = _random(cls, shrunken(part_for(cls, config), is_narrow))
-            _eager(twin, tokens)
-            return twin
+            small = shrunken(config, is_narrow)
+            _check_size(cls, small)
+            _eager(_twin(cls, small), tokens)
+            return small
         except ImportError as error:
             raise UnsupportedModelError.because(cls.__name__, Refusal.PACKAGE, _first_line(error)) from error
         except Exception as error:  # whatever the framework raises
@@ -60,15 +72,30 @@ def _twin(cls: type[PreTrainedModel], config: Any, tokens: Tensor) -> PreTrained
     raise UnsupportedModelError.because(cls.__name__, Refusal.INPUTS, _first_line(errors[-1])) from errors[-1]
 
 
-def _random(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:
+def _check_size(cls: type[PreTrainedModel], config: Any) -> None:
+    with torch.device("meta"):
+        count = sum(p.numel() for p in cls._from_config(copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32).parameters())
+    if count > MAX_PARAMETERS:
+        raise MemoryError(f"a model of this kind has {count:,} parameters at least, too many to try")
+
+
+def _check_batches(twin: PreTrainedModel, rows: list[Tensor]) -> None:
+    """A ragged batch through our attention alone, nothing else replaced, gives each row its own logits."""
+    alone = [_eager(twin, row) for row in rows]
+    stretched = _eager(twin, rows[0], 2 * torch.arange(len(rows[0])))
+    reasons = [Refusal.MASK, Refusal.BATCH] if _difference(alone[0], stretched) else [Refusal.POSITIONS] * 2
+    for reason, some, split in zip(reasons, (rows[:1], rows), (0, len(rows[0]) // 2), strict=True):
+        for row, expected, got in zip(LENGTHS, alone, _ragged(twin, some, split), strict=False):
+            if not (difference := _difference(expected, got)) < TOLERANCE:
+                detail = f"its logits in a ragged batch differ by {difference:.1e} from those alone, in a row of {row} tokens"
+                raise UnsupportedModelError.because(type(twin).__name__, reason, detail)
+
+
+def _twin(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:
     """A random float32 model whose weights are wide enough that wrong attention changes the logits."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        with torch.device("meta"):
-            count = sum(p.numel() for p in cls._from_config(config, attn_implementation="eager", dtype=torch.float32).parameters())
-        if count > MAX_PARAMETERS:
-            raise MemoryError(f"a model of this kind has at least {count:,} parameters, too many to try")
-        twin = cls._from_config(config, attn_implementation="eager", dtype=torch.float32)
+        twin = cls._from_config(copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32)
         for parameter in twin.parameters():
             if parameter.ndim >= 2:
                 torch.nn.init.normal_(parameter, std=0.2)

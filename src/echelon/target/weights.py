@@ -1,0 +1,116 @@
+"""Weights that modules read themselves (`self.weight`), as parameters whose products run our kernels."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from echelon.ops.linear import PackedWeight, packed_linear
+
+SERVED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CONVERSIONS = {
+    Tensor.float: torch.float32,
+    Tensor.half: torch.float16,
+    Tensor.bfloat16: torch.bfloat16,
+    Tensor.to: None,
+    Tensor.type: None,
+}  # with the dtype that they give, where the call does not say
+
+
+class Served(functools.partial[Any]):
+    """A forward of ours, so that it is known when a model is given back."""
+
+
+class PackedParameter(torch.Tensor):
+    """Stands for a weight [N, K] where a module reads it: linear layers, of it or of its conversion to another dtype, and lookups use the
+    packed one; of a stack [E, N, K] each weight[i] does. What else is made of it is a plain tensor.
+
+    Everything else sees the shape and dtype, and `original` or NaN as the values.
+    """
+
+    original: nn.Parameter | None
+    is_fast: bool
+    is_stack: bool
+    _packed: PackedWeight | None
+    _derived: dict[object, Tensor]  # by dtype or by index
+
+    @classmethod
+    def of(cls, packed: PackedWeight, original: nn.Parameter | None) -> nn.Parameter:
+        """A weight that is packed already."""
+        data = absent((packed.columns, packed.depth), packed.data) if original is None else original.data
+        return cls._made(data, packed, original, packed.is_fast)
+
+    @classmethod
+    def lazy(cls, original: nn.Parameter, is_fast: bool) -> nn.Parameter:
+        """A weight that is packed when a linear layer first uses it."""
+        return cls._made(original.data, None, original, is_fast)
+
+    @classmethod
+    def stack(cls, stacked: nn.Parameter, keep_weights: bool, is_fast: bool) -> nn.Parameter:
+        """Weights [E, N, K], all packed; the memory of `stacked` is given up unless it is to be kept."""
+        data = stacked.data if keep_weights else absent(tuple(stacked.shape), stacked)
+        parameter = cls._made(data, None, stacked if keep_weights else None, is_fast)
+        for i, weight in enumerate(stacked.detach()):
+            parameter._derived[i] = cls.of(PackedWeight.pack(weight, is_fast), None)  # type: ignore[attr-defined]
+        return parameter
+
+    @classmethod
+    def _made(cls, data: Tensor, packed: PackedWeight | None, original: nn.Parameter | None, is_fast: bool) -> nn.Parameter:
+        made: Any = nn.Parameter(data.as_subclass(cls), requires_grad=False)
+        made._packed, made.original, made._derived, made.is_fast, made.is_stack = packed, original, {}, is_fast, data.ndim == 3
+        parameter: nn.Parameter = made
+        return parameter
+
+    @property
+    def packed(self) -> PackedWeight:
+        """Made where it is first asked for."""
+        if self._packed is None:
+            assert self.original is not None
+            self._packed = PackedWeight.pack(self.original.detach(), self.is_fast)
+        return self._packed
+
+    @property
+    def all_packed(self) -> list[PackedWeight]:
+        """One, or those of a stack."""
+        return [w for part in self._derived.values() for w in part.all_packed] if self.is_stack else [self.packed]  # type: ignore[attr-defined]
+
+    def _converted(self, dtype: torch.dtype) -> Tensor:
+        """This weight in another dtype, packed once."""
+        if dtype not in self._derived:
+            values = self.packed.rows(torch.arange(self.packed.columns, device=self.packed.data.device))
+            self._derived[dtype] = PackedParameter.of(PackedWeight.pack(values.to(dtype), self.is_fast), None)
+        return self._derived[dtype]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first, keywords = args[0] if args else None, kwargs or {}
+        if func in (F.linear, F.embedding) and len(args) > 1 and isinstance(args[1], cls) and not args[1].is_stack:
+            if func is F.embedding:
+                return args[1].packed.rows(args[0])
+            bias = args[2] if len(args) > 2 else keywords.get("bias")
+            return packed_linear(args[0], args[1].packed, None if bias is None else bias.float())
+        if func in CONVERSIONS and isinstance(first, cls) and not first.is_stack:
+            dtype = _dtype_of(func, args[1:], keywords)
+            if dtype in SERVED_DTYPES:
+                return first if dtype == first.dtype else first._converted(dtype)
+        if func is Tensor.__getitem__ and isinstance(first, cls) and isinstance(args[1], int) and args[1] in first._derived:
+            return first._derived[args[1]]
+        if func is Tensor.detach:  # asked while a parameter is made
+            return super().__torch_function__(func, types, args, keywords)  # type: ignore[no-untyped-call]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **keywords)
+
+
+def _dtype_of(conversion: Any, args: Any, keywords: dict[str, Any]) -> torch.dtype | None:
+    """What a call of `Tensor.to` and its like asks for."""
+    said = [v for v in (*args, *keywords.values()) if isinstance(v, torch.dtype)]
+    return said[0] if said else CONVERSIONS[conversion]
+
+
+def absent(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """NaN of this shape that takes no memory, in the dtype and on the device of `like`."""
+    return torch.full((1,) * len(shape), torch.nan, dtype=like.dtype, device=like.device).expand(shape)
