@@ -135,14 +135,14 @@ def _values(places: Any) -> list[dict[int, float]]:
 
 
 def _beside_others(loaded: Any, rows: list[list[int]], alone: list[Output]) -> Finding | None:
-    """In a ragged batch among random neighbours: by what is copied from the text, by drafts that are right, and by noise."""
+    """In a ragged batch among random neighbours, with drafts copied from the text, and with some that are right beside noise."""
     neighbours = toys.prompts((33, 2, 71, 9), SIZES.vocabulary, seed=11)
     truth = {tuple(row): text for row, (text, *_) in zip(rows, alone, strict=True)}
-    for kind, shift in (("ngram", 0), ("right", 0), ("noise", None)):
+    for kind in ("copied", "mixed") if loaded.model.dtype == torch.float32 else ("mixed",):
         settings = {"max_num_seqs": 4, "block_size": 8, "kv_cache_memory_bytes": POOL, "max_num_batched_tokens": 64}
         llm = LLM(loaded, {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}, **settings)
-        if kind != "ngram":
-            llm.engine.drafter = Scripted(truth, shift)
+        if kind == "mixed":
+            llm.engine.drafter = Mixed(truth, None)
         got = _outputs(toys.watch(llm), [x for pair in zip(rows, [*neighbours, [7]], strict=True) for x in pair])[::2]
         for row, (ours, own) in enumerate(zip(got, alone, strict=True)):
             for what, a, b in zip(("tokens", "log-probabilities", "log-probabilities of the prompt"), ours, own, strict=True):
@@ -153,12 +153,13 @@ def _beside_others(loaded: Any, rows: list[list[int]], alone: list[Output]) -> F
     return None
 
 
-class Scripted(toys.ScriptedDrafter):
-    """Knows the continuations of some rows."""
+class Mixed(toys.ScriptedDrafter):
+    """Knows how the rows of `truth` go on, and drafts noise for the others."""
 
-    def _truth_of(self, row: Any) -> list[int]:
+    def _row(self, row: Any) -> list[int]:
         sequence = row.sequence
-        return self._truth.get(tuple(sequence.tokens[: sequence.num_prompt_tokens]), [])[sequence.num_output_tokens :]
+        known = self._truth.get(tuple(sequence.tokens[: sequence.num_prompt_tokens]))
+        return super()._row(row) if known is None else known[sequence.num_output_tokens :][: row.max_draft_tokens]
 
 
 def _unlike_generate(model: PreTrainedModel, loaded: Any, rows: list[list[int]], texts: list[list[int]]) -> Finding | None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
@@ -17,10 +17,6 @@ import toys
 from echelon.errors import Refusal
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from census_document import document
-
 RECORD = json.loads((ROOT / "docs" / "evidence" / "census.json").read_text("utf-8"))
 SAMPLE = [
     ("llama", "float32"),
@@ -42,3 +38,12 @@ def test_models_are_served_exactly_or_refused_for_a_reason(name: str, dtype: str
     assert finding.verdict in {"served", *(r.name for r in Refusal)}, finding.detail
     if is_same_release:
         assert finding.verdict == RECORD["models"][name][dtype], finding.detail
+
+
+def test_the_table_of_models_is_the_record_and_names_every_class() -> None:
+    models = RECORD["models"]
+    script = runpy.run_path(str(ROOT / "scripts" / "models.py"))
+    assert (ROOT / "docs" / "models.md").read_text("utf-8") == script["document"](models, RECORD["transformers"])
+    assert {v for m in models.values() for v in (m["float32"], m["bfloat16"])} <= {"served", *(r.name for r in Refusal)}
+    if is_same_release:
+        assert list(models) == census.NAMES

@@ -1,4 +1,4 @@
-"""Examine every causal model of `transformers`: `python scripts/census.py [NAME ...]`, those without a record or those that are named.
+"""Examine every causal model of `transformers`: `python scripts/models.py [NAME ...]`, those without a record or those that are named.
 
 Findings go to docs/evidence/census.json one by one, so that a run which was cut off goes on; then docs/models.md is written from them.
 """
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import transformers
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import census
 from echelon.errors import Refusal
 
+ROOT = Path(__file__).parents[1]
 EVIDENCE = ROOT / "docs" / "evidence" / "census.json"
 DOCUMENT = ROOT / "docs" / "models.md"
 HEAD = """# Models
@@ -31,7 +31,7 @@ float32 the greedy text of `transformers`' own `generate`. The rest is refused a
 |---|---|---|
 {reasons}
 
-{counts} The table is written by `python scripts/census.py`; `PROVE=1 pytest tests/test_census.py` examines every row anew.
+{counts} The table is written by `python scripts/models.py`; `PROVE=1 pytest tests/test_census.py` examines every row anew.
 
 | model type | class | float32 | bfloat16 |
 |---|---|---|---|
@@ -39,7 +39,7 @@ float32 the greedy text of `transformers`' own `generate`. The rest is refused a
 """
 
 
-def read() -> dict[str, dict[str, str]]:
+def recorded() -> dict[str, dict[str, str]]:
     """Model type → class and verdict in each dtype."""
     found: dict[str, dict[str, str]] = json.loads(EVIDENCE.read_text("utf-8"))["models"] if EVIDENCE.exists() else {}
     return {name: found[name] for name in census.NAMES if name in found}
@@ -67,7 +67,7 @@ def main(names: list[str]) -> int:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     transformers.logging.set_verbosity_error()
-    models = read()
+    models = recorded()
     for name in names or [n for n in census.NAMES if n not in models]:
         findings = {dtype: census.examine(name, dtype) for dtype in census.DTYPES}
         models[name] = {"class": census.class_of(name).__name__, **{dtype: f.verdict for dtype, f in findings.items()}}
