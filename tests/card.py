@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from echelon.target.layers import PackedParameter
+from echelon.target.weights import PackedParameter
 
 CUDA = torch.device("cuda", 0)
 MAKERS = {torch.empty, torch.zeros, torch.full, torch.arange, torch.tensor, torch.ones}

@@ -212,7 +212,9 @@ class Counting(tr.LlamaForCausalLM):
         return super().forward(*args, **keywords)
 
 
-@pytest.mark.parametrize(("cls", "reason"), [(Mixed, "multiplies matrices by the framework in OwnProduct"), (Counting, "changes passes in a pass")])
+@pytest.mark.parametrize(
+    ("cls", "reason"), [(Mixed, "multiplies matrices by the framework in OwnProduct"), (Counting, "changes passes in")]
+)
 def test_what_stays_with_the_framework_is_refused_by_name(cls: Any, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
         toys.adopted(toys.randomised(cls, toys.llama().config, 0, 0.3))

@@ -49,8 +49,8 @@ class Scheduler:
     """Rows waiting and running. `tables` are the KV books of the target and of a draft model; slots are reserved in all of them.
 
     longest_drafted   the draft model's context: a text is drafted for up to there
-    context_switches  lengths past which a text has other keys and values from its first token on (LongRoPE of Phi-3): no step straddles one, and
-                      a row that has passed one is computed anew
+    context_switches  lengths past which a text has other keys and values from its first token on (LongRoPE of Phi-3): no step straddles
+                      one, and a row that has passed one is computed anew
     selector          chooses which of the running rows take part in a step; then at most `max_num_seqs` run, and none is preempted: a
                       line of a rectangle holds a whole row
     refill            without it, waiting rows enter only when all that run are done

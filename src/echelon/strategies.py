@@ -54,8 +54,8 @@ def build_storage(
     for loaded in models:
         if loaded.original_context is not None:
             raise UnsupportedModelError(
-                f"{loaded.name!r} has LongRoPE, whose frequencies change when a row outgrows {loaded.original_context.length} tokens; under "
-                "rectangular strategies the text was seen to change there: use strategy='unpadded'"
+                f"{loaded.name!r} has LongRoPE, whose frequencies change when a row outgrows {loaded.original_context.length} tokens; "
+                "under rectangular strategies the text was seen to change there: use strategy='unpadded'"
             )
     pack = PADDED[config.pad] if config.strategy == "padded" else REALIGN[config.grouping]
     layers = [record_maskable_layers(m.model) for m in models]

@@ -25,9 +25,9 @@ from echelon.kv.cache import KVCache
 from echelon.ops import attention, elementwise, linear
 from echelon.ops.compiled import kernels
 from echelon.target.attention import record_layers
-from echelon.target.layers import PackedParameter
 from echelon.target.loading import LoadedModel
 from echelon.target.runner import ModelRunner
+from echelon.target.weights import PackedParameter
 
 BLOCK = 16
 KERNELS = {"linear": ("_linear", "gemm", "nvjet", "cutlass"), "attention": ("_attend", "_merge_splits")}  # on CUDA, in their names

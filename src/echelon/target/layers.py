@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from echelon import ops
-from echelon.ops import devices
 from echelon.errors import Refusal, UnsupportedModelError
+from echelon.ops import devices
 from echelon.ops.linear import PackedWeight, packed_linear
 from echelon.target.experts import is_experts, serve_experts
 from echelon.target.weights import SERVED_DTYPES, PackedParameter, Served, absent
@@ -68,7 +68,7 @@ def _serve_fixed(model: nn.Module) -> list[nn.Module]:
             _check_rows(module)
     for module in served:
         shape = (type(module), *_weight(module).shape, module.bias is not None)
-        module.forward = Served(_fixed, module, by_shape.setdefault(shape, ops.RowCounts()))  # type: ignore[method-assign]
+        module.forward = Served(_fixed, module, by_shape.setdefault(shape, ops.RowCounts()))
     return served
 
 
@@ -103,9 +103,9 @@ def _serve_weight(
     """Serve the module from its packed weight."""
     parameter: nn.Parameter = module.weight  # type: ignore[assignment]
     weight = parameter.packed if isinstance(parameter, PackedParameter) else packed[id(parameter)]  # given up by a module before this one
-    bias: Tensor | None = module.bias
+    bias: Tensor | None = module.bias  # type: ignore[assignment]
     own = None if bias is None else bias.detach() if weight.is_fast else bias.detach().float()
-    module.forward = Served(_linear, weight, own, is_output)  # type: ignore[method-assign]
+    module.forward = Served(_linear, weight, own, is_output)
     if not keep_weights and not isinstance(parameter, PackedParameter):
         _give_up(module, parameter, PackedParameter.of(weight, None), holders[id(parameter)])
 
@@ -178,9 +178,10 @@ def restore_layers(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(vars(module).get("forward"), Served):
             del module.forward
-        for name, weight in module._parameters.items():
+        parameters: dict[str, Any] = module._parameters
+        for name, weight in parameters.items():
             if isinstance(weight, PackedParameter) and weight.original is not None:
-                module._parameters[name] = weight.original
+                parameters[name] = weight.original
 
 
 def framework_layers(model: nn.Module) -> list[str]:

@@ -22,6 +22,7 @@ from echelon.target.fused import fuse, restore_fused
 from echelon.target.layers import LINEAR, replace_layers, restore_layers
 from echelon.target.rope import OriginalContext, replace_rope, restore_rope
 from echelon.target.selftest import self_test
+from echelon.target.vectors import fill_vectors, restore_vectors
 from echelon.target.weights import Served
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -116,6 +117,7 @@ def borrowed(model: PreTrainedModel) -> Iterator[LoadedModel]:
     try:
         yield _served(model, None, type(model).__name__, True, "invariant")
     finally:
+        restore_vectors(model)
         restore_flat(model)
         restore_rope(model)
         restore_fused(model)
@@ -142,7 +144,9 @@ def _served(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, n
         original_context = replace_rope(model)
         replaced = fuse(model)
     replaced |= replace_layers(model, keep_weights, is_fast)
-    return LoadedModel(model, tokenizer, name, replaced | flatten(model), original_context, is_fast)
+    replaced |= flatten(model)
+    fill_vectors(model)
+    return LoadedModel(model, tokenizer, name, replaced, original_context, is_fast)
 
 
 def _check_folder(name: str) -> None:

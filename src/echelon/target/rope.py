@@ -29,8 +29,8 @@ LONG_TEXT = 1 << 30  # added to the positions of tokens that have the long set
 
 @dataclass(frozen=True)
 class OriginalContext:
-    """`length`: the longest text, in tokens, that has the short set. `is_read_anew`: `generate` drops what is cached of a text that outgrows it,
-    and computes all of it with the long set.
+    """`length`: the longest text, in tokens, that has the short set. `is_read_anew`: `generate` drops what is cached of a text that
+    outgrows it, and computes all of it with the long set.
     """
 
     length: int

@@ -74,7 +74,8 @@ def _small(cls: type[PreTrainedModel], config: Any, tokens: Tensor) -> Any:
 
 def _check_size(cls: type[PreTrainedModel], config: Any) -> None:
     with torch.device("meta"):
-        count = sum(p.numel() for p in cls._from_config(copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32).parameters())
+        model = cls._from_config(copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32)
+    count = sum(p.numel() for p in model.parameters())
     if count > MAX_PARAMETERS:
         raise MemoryError(f"a model of this kind has {count:,} parameters at least, too many to try")
 

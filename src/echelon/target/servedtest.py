@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from echelon.target.flat import flatten
 from echelon.target.fused import fuse
 from echelon.target.layers import replace_layers
 from echelon.target.rope import coded_positions, replace_rope
+from echelon.target.vectors import fill_vectors, in_whole_vectors, is_whole
 
 TOLERANCE = 5e-5  # float32, relative to the largest logit
 SPREAD = 16.0  # times wider: what enters activations then reaches some hundreds
@@ -40,7 +42,12 @@ MOST_ROUNDING = 3.0  # times the error of transformers, which rounds more often
 BESIDE = (1, 2, 3, 4, 6, 11, 16, 23, 40)  # neighbours of a row
 NUM_GROWN = 14  # tokens that `generate` adds to a short prompt, past the twin's original context
 BLOCK, LONGEST = 8, 64
-MATMULS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "vdot", "linear", "convolution", "_addmm_activation", "_scaled_mm"}
+PRODUCTS = ("mm", "bmm", "matmul", "addmm", "baddbmm")  # the last tensor is [..., K, N]
+MATMULS = {
+    *PRODUCTS,
+    *("mv", "addmv", "dot", "vdot", "inner", "tensordot", "einsum", "bilinear", "linear", "_addmm_activation", "_scaled_mm", "addbmm"),
+    *("convolution", "conv1d", "conv2d", "scaled_dot_product_attention", "_grouped_mm"),
+}
 
 
 class Served:
@@ -53,6 +60,7 @@ class Served:
         fuse(twin)
         replace_layers(twin, keep_weights=False)
         flatten(twin)
+        fill_vectors(twin)
         self.twin, self.num_fed = twin, 0
         self.cache = KVCache(shapes, BlockTables(LONGEST * 8, BLOCK, LONGEST // BLOCK), twin.dtype, torch.device("cpu"))
 
@@ -74,9 +82,10 @@ class Served:
 
     def alone(self, tokens: list[int], sizes: list[int] | None = None) -> Tensor:
         """[T, V] of one text, in pieces of the given sizes."""
-        row, found = self._next_row(), []
-        for piece in torch.tensor(tokens).split(sizes or [len(tokens)]):
-            found.append(self.feed({row: piece.tolist()}, {row: len(tokens)}, {row: len(tokens)})[row])
+        row = self._next_row()
+        length = {row: len(tokens)}
+        pieces = torch.split(torch.tensor(tokens), sizes or [len(tokens)])
+        found = [self.feed({row: piece.tolist()}, length, length)[row] for piece in pieces]
         self.cache.tables.release(row)
         return torch.cat(found)
 
@@ -111,15 +120,14 @@ class Served:
 
 @torch.inference_mode()
 def check_served(make_twin: Callable[[], PreTrainedModel], tokens: list[int]) -> None:
-    """Raise `UnsupportedModelError`, with what differed, unless a twin passes everything said above. `make_twin`: equal float32 twins, eager
-    attention; `tokens`: a text.
+    """Raise `UnsupportedModelError`, with what differed, unless a twin passes everything said above. `make_twin`: equal float32 twins with
+    eager attention; `tokens`: a text.
     """
     twin, served = make_twin(), Served(make_twin())
     name = type(twin).__name__
     _check_near(name, "once our operations have taken their places", _eager(twin, tokens), served.alone(tokens))
-    _check_near(
-        name, "where large values meet its activations", _eager(_widened(make_twin()), tokens), Served(_widened(make_twin())).alone(tokens)
-    )
+    wide = _eager(_widened(make_twin()), tokens), Served(_widened(make_twin())).alone(tokens)
+    _check_near(name, "where large values meet its activations", *wide)
     if served.original is not None:
         grown = _generated(twin, tokens[:3])
         _check_near(name, "of a text that outgrows its original context", grown[1], served.grown(grown[0], 3))
@@ -155,7 +163,7 @@ def _generated(twin: PreTrainedModel, prompt: list[int]) -> tuple[list[int], Ten
     """What `generate` says after a prompt, and its logits [n, V]."""
     ids = torch.tensor([prompt])
     settings: dict[str, Any] = {"max_new_tokens": NUM_GROWN, "min_new_tokens": NUM_GROWN, "do_sample": False, "pad_token_id": 0}
-    out = twin.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_logits=True, **settings)  # type: ignore[operator]
+    out = twin.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_logits=True, **settings)
     return out.sequences[0].tolist(), torch.cat(out.logits).float()
 
 
@@ -189,45 +197,56 @@ def _check_operations(name: str, served: Served, tokens: list[int]) -> None:
     with _multiplied() as found:
         served.alone(tokens)
     if found:
-        raise UnsupportedModelError.because(
-            name, Refusal.ROUNDING, f"it multiplies matrices by the framework in {', '.join(sorted(found))}"
-        )
+        raise UnsupportedModelError.because(name, Refusal.ROUNDING, f"it {' and '.join(sorted(found))}")
     after = dict(served.twin.named_buffers())
     if changed := [k for k, (at, values) in before.items() if id(after.get(k)) != at or not torch.equal(after[k], values)]:
         raise UnsupportedModelError.because(name, Refusal.STATE, f"it changes {changed[0]} in a pass")
 
 
-class _Watch(TorchDispatchMode):
-    """Notes in which modules the framework sums products."""
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes in which modules the framework does what depends on the number of rows."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in MATMULS and not _is_outer(func.overloadpacket.__name__, args):
-            self.found.add(_caller())
-        return func(*args, **(kwargs or {}))
+            self.found.add(f"multiplies matrices by the framework in {_caller()}")
+        out = func(*args, **(kwargs or {}))
+        if torch.Tag.pointwise in func.tags and not kwargs and _rounds_by_place(func, out, args):
+            self.found.add(f"calls {func.overloadpacket.__name__} in {_caller()}, which rounds by an element's place")
+        return out
 
 
 @contextmanager
 def _multiplied() -> Iterator[set[str]]:
-    """Classes of modules in which the framework multiplies matrices meanwhile."""
+    """What the framework does meanwhile, and in which classes of modules, that depends on the number of rows."""
     with _Watch() as watch:
         yield watch.found
+
+
+def _rounds_by_place(func: Any, out: Any, args: Any) -> bool:
+    """An element-wise function of one tensor gives other bits to what is left over behind whole vectors, and there is such a rest."""
+    x, *others = args
+    is_one = isinstance(x, Tensor) and isinstance(out, Tensor) and out.shape == x.shape and x.is_floating_point()
+    if not is_one or any(isinstance(a, Tensor) for a in others) or is_whole(x) or out is x:
+        return False
+    pieces = [func(piece, *others) for piece in x.reshape(-1).split(7)]
+    return not torch.equal(torch.cat(pieces), in_whole_vectors(func, x, *others).reshape(-1))
 
 
 def _is_outer(name: str, args: Any) -> bool:
     """One product an entry: nothing is summed. Rotary embeddings multiply frequencies and positions so."""
     last = [a for a in args if isinstance(a, Tensor)][-1]
-    return name in ("mm", "bmm", "addmm", "baddbmm") and last.shape[-2] == 1
+    return name in PRODUCTS and last.ndim >= 2 and last.shape[-2] == 1
 
 
 def _caller() -> str:
     """The class of the innermost module on the stack."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if isinstance(module := frame.f_locals.get("self"), nn.Module):
             return type(module).__name__
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "a function"

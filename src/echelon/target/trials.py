@@ -55,7 +55,7 @@ def is_gated_mlp(module: nn.Module, kind: Activation, device: torch.device) -> b
     else:
         stand_ins |= {"gate_proj": _Half(0), "up_proj": _Half(1)}
     bare = copy.copy(module)
-    bare._modules = module._modules | stand_ins
+    bare._modules = {**module._modules, **stand_ins}
     expected = _result(lambda x: type(module).forward(bare, x), torch.cat([gates, ups], -1)[None])
     got = elementwise.activate(gates.contiguous(), kind, ups.contiguous())[None]
     return expected is not None and _agrees(expected, got, (gates * ups)[None])
