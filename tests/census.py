@@ -47,6 +47,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 8},
     "xmod": {"default_language": "en_XX"},
 }
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [3.0] * 48}
+CHANGES["phi4_multimodal"] = {"rope_parameters": LONG | {"original_max_position_embeddings": 4096}}
 INDEXED = {"indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 64, "indexer_compress_ratio": 4}
 CHANGES |= {"qwen4_exp": {"text_config": INDEXED}, "qwen4_exp_text": INDEXED}
 

@@ -68,6 +68,7 @@ class Refusal(StrEnum):
     MASK = "attends by a mask, a bias or chunks of its own, beyond causal order, a sliding window, a soft cap and sinks"
     POSITIONS = "counts positions itself and takes none, so that rows of different lengths cannot share a pass"
     BATCH = "computes a row's results from the other rows of a call"
+    CACHE = "gives other logits step by step, with its cache, than in one pass, so that `generate` has no one text to equal"
     ROUNDING = "has products or sums that no kernel of ours computes, so that a row's last bits depend on its neighbours"
     OPERATIONS = "computes something else once our operations have taken the places of its own"
     NOT_CAUSAL = "lets tokens attend to later ones"

@@ -61,7 +61,7 @@ class LoadedModel:
     def eos_token_ids(self) -> frozenset[int]:
         ids = getattr(self.model.generation_config, "eos_token_id", None)
         if ids is None:
-            ids = self.model.config.get_text_config().eos_token_id
+            ids = getattr(self.model.config.get_text_config(), "eos_token_id", None)
         return frozenset([ids] if isinstance(ids, int) else ids or [])
 
 

@@ -40,7 +40,8 @@ SPREAD = 16.0  # times wider: what enters activations then reaches some hundreds
 NOT_WIDENED = ("attn", "attention", "embed", "head", "router", "gate.")  # sharp scores would be ties, and rounding would decide them
 MOST_ROUNDING = 3.0  # times the error of transformers, which rounds more often
 BESIDE = (1, 2, 3, 4, 6, 11, 16, 23, 40)  # neighbours of a row
-NUM_GROWN = 14  # tokens that `generate` adds to a short prompt, past the twin's original context
+NUM_GIVEN = 3  # tokens of a short prompt
+NUM_GROWN = 14  # tokens that `generate` adds to it, past the twin's original context
 BLOCK, LONGEST = 8, 64
 PRODUCTS = ("mm", "bmm", "matmul", "addmm", "baddbmm")  # the last tensor is [..., K, N]
 MATMULS = {
@@ -128,9 +129,10 @@ def check_served(make_twin: Callable[[], PreTrainedModel], tokens: list[int]) ->
     _check_near(name, "once our operations have taken their places", _eager(twin, tokens), served.alone(tokens))
     wide = _eager(_widened(make_twin()), tokens), Served(_widened(make_twin())).alone(tokens)
     _check_near(name, "where large values meet its activations", *wide)
-    if served.original is not None:
-        grown = _generated(twin, tokens[:3])
-        _check_near(name, "of a text that outgrows its original context", grown[1], served.grown(grown[0], 3))
+    text, logits = _generated(twin, tokens[:NUM_GIVEN])
+    is_anew = served.original is None or served.original.is_read_anew
+    where = "of a text that grows under generate" if served.original is None else "of a text that outgrows its original context"
+    _check_near(name, where, logits, served.grown(text, NUM_GIVEN), Refusal.CACHE if is_anew else Refusal.OPERATIONS)
     if devices.has_kernels(torch.empty(0)):  # else `framework_layers` says what stays with the framework
         _check_operations(name, served, tokens)
         _check_bits(name, served, tokens)
@@ -175,11 +177,11 @@ def _widened(twin: PreTrainedModel) -> PreTrainedModel:
     return twin
 
 
-def _check_near(name: str, where: str, expected: Tensor, got: Tensor) -> None:
+def _check_near(name: str, where: str, expected: Tensor, got: Tensor, refusal: Refusal = Refusal.OPERATIONS) -> None:
     difference = float((expected - got).abs().max() / expected.abs().max())
     if not difference < TOLERANCE:
         detail = f"other logits {where} than in transformers, relative difference {difference:.1e}"
-        raise UnsupportedModelError.because(name, Refusal.OPERATIONS, detail)
+        raise UnsupportedModelError.because(name, refusal, detail)
 
 
 def _check_bits(name: str, served: Served, tokens: list[int]) -> None:
