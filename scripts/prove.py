@@ -60,6 +60,7 @@ CELLS = [
     pytest("invariance", "tests/test_invariance.py"),
     pytest("parameters", "tests/test_parameters.py"),
     pytest("transformers", "tests/test_hf.py"),
+    *(pytest(f"census: {dtype}", "tests/test_census.py", "-k", dtype) for dtype in ("float32", "bfloat16")),
     pytest("strategies", "tests/test_strategies.py"),
     pytest("echelon verify", "tests/test_verify_command.py"),
     pytest("end to end", "tests/test_end_to_end.py"),

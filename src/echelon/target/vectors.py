@@ -40,7 +40,8 @@ def is_whole(x: Tensor) -> bool:
 def in_whole_vectors(function: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
     """The element-wise `function` of x, of any shape, and of arguments that are no tensors."""
     flat = F.pad(x.reshape(-1), (0, -x.numel() % VECTORS))
-    out = torch.cat([function(piece, *others) for piece in flat.split(PIECE)])
+    pieces: tuple[Tensor, ...] = torch.split(flat, PIECE)
+    out = torch.cat([function(piece, *others) for piece in pieces])
     return out[: x.numel()].view(x.shape)
 
 
@@ -57,6 +58,8 @@ class Filled:
 
 def fill_vectors(model: nn.Module) -> None:
     """Patch the modules whose classes name such a function, but those without modules inside that our operations serve."""
+    if any(p.device.type != "cpu" for p in model.parameters()):
+        return
     for module in model.modules():
         own = vars(module).get("forward")
         is_served = own is not None and next(module.children(), None) is None
@@ -74,7 +77,7 @@ def restore_vectors(model: nn.Module) -> None:
 
 
 @functools.cache
-def _names(cls: type[nn.Module]) -> frozenset[str]:
+def _names(cls: Any) -> frozenset[str]:
     """What the methods of a class of modules call by name."""
     classes = [c for c in cls.__mro__ if c not in (nn.Module, object)]
     methods = [inspect.unwrap(f) for c in classes for f in vars(c).values() if inspect.isfunction(f)]
