@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -61,9 +61,9 @@ def fill_vectors(model: nn.Module) -> None:
     if any(p.device.type != "cpu" for p in model.parameters()):
         return
     for module in model.modules():
-        own = vars(module).get("forward")
+        own, kind = vars(module).get("forward"), cast("Any", type(module))
         is_served = own is not None and next(module.children(), None) is None
-        if not is_served and not isinstance(own, Filled) and _names(type(module)) & SENSITIVE_NAMES:
+        if not is_served and not isinstance(own, Filled) and _names(kind) & SENSITIVE_NAMES:
             module.forward = Filled(module.forward, own)
 
 
