@@ -50,7 +50,8 @@ def test_figures_of_the_pair_are_quoted_as_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "docs/architecture.md", "docs/correctness.md", "docs/serving.md", "docs/benchmarks.md", "LOG.md"]
+    "document",
+    ["README.md", "docs/architecture.md", "docs/correctness.md", "docs/models.md", "docs/serving.md", "docs/benchmarks.md", "LOG.md"],
 )
 def test_links_lead_somewhere(document: str) -> None:
     path = ROOT / document

@@ -141,7 +141,7 @@ def test_a_linear_subclass_is_served_as_it_is() -> None:
 
 @pytest.mark.parametrize("cls", [DoubledConv, Ternary, OverTheCall])
 def test_a_linear_subclass_that_rounds_by_the_call_is_refused_by_name(cls: type[nn.Module]) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"{cls.__name__} is a linear layer with a forward of its own"):
+    with pytest.raises(UnsupportedModelError, match=f"{cls.__name__} .*a linear layer with a forward of its own"):
         toys.adopted(with_layer(cls))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from enum import StrEnum
 from pathlib import Path
 
 
@@ -59,8 +60,45 @@ class ModelLoadError(EchelonError):
     """A checkpoint cannot be read: files missing, unsafe or mis-shaped."""
 
 
+class Refusal(StrEnum):
+    """Why models of a class are refused; the value is what they do."""
+
+    STATE = "keeps more of a text than the keys and values of its attention (a recurrent or compressed state, an index, a buffer)"
+    ATTENTION = "does not call the attention function of `transformers` once in each layer, with the keywords of the pass"
+    MASK = "attends by a mask, a bias or chunks of its own, beyond causal order, a sliding window, a soft cap and sinks"
+    POSITIONS = "counts positions itself and takes none, so that rows of different lengths cannot share a pass"
+    BATCH = "computes a row's results from the other rows of a call"
+    CACHE = "gives other logits step by step, with its cache, than in one pass, so that `generate` has no one text to equal"
+    ROUNDING = "has products or sums that no kernel of ours computes, so that a row's last bits depend on its neighbours"
+    OPERATIONS = "computes something else once our operations have taken the places of its own"
+    NOT_CAUSAL = "lets tokens attend to later ones"
+    INPUTS = "needs other inputs than token ids, or cannot be run by `transformers` as it is configured"
+    PACKAGE = "needs a package that is not installed"
+
+    @property
+    def remedy(self) -> str:
+        """What a user can do."""
+        return REMEDIES.get(self, "run it with the `generate` of `transformers`, or take a model of docs/models.md")
+
+
+REMEDIES = {
+    Refusal.NOT_CAUSAL: "set is_decoder to true in its config.json if it was trained to continue text",
+    Refusal.INPUTS: "run it as its page at `transformers` says, or mend its config.json",
+    Refusal.PACKAGE: "install that package",
+}
+
+
 class UnsupportedModelError(EchelonError):
-    """A model whose rows cannot be batched or rolled back exactly, refused by name."""
+    """A model whose rows cannot be batched or rolled back exactly, refused by name. `refusal`: why, where it is the class's doing."""
+
+    def __init__(self, message: str, refusal: Refusal | None = None) -> None:
+        super().__init__(message)
+        self.refusal = refusal
+
+    @classmethod
+    def because(cls, name: str, refusal: Refusal, detail: str = "") -> UnsupportedModelError:
+        """Of the class `name`, with what was seen and what a user can do."""
+        return cls(f"{name} {refusal}{f' ({detail})' if detail else ''}; {refusal.remedy}", refusal)
 
 
 class OutOfBlocksError(EchelonError):

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 
 from echelon import ops
 from echelon.batch import RaggedBatch
-from echelon.errors import UnsupportedModelError
+from echelon.errors import Refusal, UnsupportedModelError
 from echelon.kv.cache import KVCache, LayerShape
 
 IMPLEMENTATION = "echelon"
@@ -31,6 +31,7 @@ IGNORED = {
     "use_cache",
     "cache_position",
     "return_dict",
+    "logits_to_keep",
 }
 
 
@@ -76,6 +77,8 @@ class RecordingStep:
         self.shapes: dict[int, LayerShape] = {}
 
     def attend(self, call: LayerCall) -> Tensor:
+        if call.layer in self.shapes:
+            raise UnsupportedModelError.because("the model", Refusal.ATTENTION, f"layer {call.layer} calls it twice")
         value_size = call.value.shape[2]
         self.shapes[call.layer] = LayerShape(call.key.shape[1], call.key.shape[2], value_size)
         return call.query.new_zeros(*call.query.shape[:2], value_size)
@@ -96,11 +99,11 @@ def attention(
     """query [1, H, T, D], key and value [1, Hkv, T, D] → [1, T, H, Dv], in the form that `transformers` expects."""
     step: Step | None = others.pop(STEP_KEYWORD, None)
     if step is None:
-        raise UnsupportedModelError(f"{type(module).__name__} does not pass keyword arguments on to its attention function")
+        raise UnsupportedModelError.because(type(module).__name__, Refusal.ATTENTION, "the keywords do not arrive")
     changes = {k for k, v in others.items() if v is not None and k not in IGNORED}
     if attention_mask is not None or changes:
-        what = "a mask" if attention_mask is not None else f"the keywords {sorted(changes)}"
-        raise UnsupportedModelError(f"{type(module).__name__} hands {what} to its attention function, which cannot be honoured exactly")
+        what = "a mask" if attention_mask is not None else ", ".join(sorted(changes))
+        raise UnsupportedModelError.because(type(module).__name__, Refusal.MASK, f"it hands over {what}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     call = LayerCall(int(module.layer_idx), query, key, value, scale, sliding_window, softcap, s_aux)  # type: ignore[arg-type]
@@ -117,7 +120,5 @@ def record_layers(model: nn.Module, step: RecordingStep | None = None) -> list[L
     with torch.inference_mode():
         model(input_ids=zero, position_ids=zero, use_cache=False, **{STEP_KEYWORD: step})
     if sorted(step.shapes) != list(range(len(step.shapes))) or not step.shapes:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} calls its attention function for layers {sorted(step.shapes)}; all layers must go through it"
-        )
+        raise UnsupportedModelError.because(type(model).__name__, Refusal.ATTENTION, f"layers that call it: {sorted(step.shapes)}")
     return [step.shapes[i] for i in range(len(step.shapes))]

@@ -136,7 +136,7 @@ class _Finder:
             cos, sin = (x.to(self._device, dtype) for x in (angles.cos(), angles.sin()))
             try:
                 expected = theirs(query, key, cos, sin)
-            except RuntimeError:
+            except (RuntimeError, TypeError):
                 continue
             got = rotate_both(query, key, cos, sin)
             verdicts += [a.shape == b.shape and _error(a, b) <= TOLERANCE[dtype] for a, b in zip(expected, got, strict=True)]

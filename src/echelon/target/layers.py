@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from echelon import ops
-from echelon.errors import UnsupportedModelError
+from echelon.errors import Refusal, UnsupportedModelError
 from echelon.ops import devices
 from echelon.ops.linear import PackedWeight, packed_linear
 from echelon.target.experts import is_experts, serve_experts
@@ -174,11 +174,11 @@ def _check_rows(module: nn.Module) -> None:
         whole = _tensors(module(x))
         alike = all(torch.equal(a[:n], b) for n in TRIED for a, b in zip(whole, _tensors(module(x[:n])), strict=True))
     except Exception as error:  # a layer of somebody else's: whatever it raises
-        raise UnsupportedModelError(f"{name} is a linear layer with a forward of its own, which failed: {error}") from error
+        raise UnsupportedModelError.because(
+            name, Refusal.INPUTS, f"a linear layer with a forward of its own, which failed: {error}"
+        ) from error
     if not alike:
-        raise UnsupportedModelError(
-            f"{name} is a linear layer with a forward of its own, whose rounding depends on the number of rows; convert it to nn.Linear"
-        )
+        raise UnsupportedModelError.because(name, Refusal.ROUNDING, "a linear layer with a forward of its own; convert it to nn.Linear")
 
 
 def _dtype_of(module: nn.Module) -> torch.dtype:

@@ -38,6 +38,7 @@ from echelon.target.fused import fuse
 from echelon.target.layers import LINEAR, replace_layers
 from echelon.target.rope import OriginalContext, replace_rope
 from echelon.target.selftest import self_test
+from echelon.target.vectors import fill_vectors
 from echelon.target.weights import Served
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -79,7 +80,7 @@ class LoadedModel:
     def eos_token_ids(self) -> frozenset[int]:
         ids = getattr(self.model.generation_config, "eos_token_id", None)
         if ids is None:
-            ids = self.model.config.get_text_config().eos_token_id
+            ids = getattr(self.model.config.get_text_config(), "eos_token_id", None)
         return frozenset([ids] if isinstance(ids, int) else ids or [])
 
 
@@ -186,7 +187,9 @@ def _served(
         original_context = replace_rope(model)
         replaced = fuse(model)
     replaced |= replace_layers(model, keep_weights, is_fast, in_place)
-    return LoadedModel(model, tokenizer, name, replaced | flatten(model), original_context, is_fast)
+    replaced |= flatten(model)
+    fill_vectors(model)
+    return LoadedModel(model, tokenizer, name, replaced, original_context, is_fast)
 
 
 def _read(name: str, dtype: str, attention: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:

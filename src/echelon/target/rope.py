@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from echelon.batch import PaddedBatch, RaggedBatch
-from echelon.errors import UnsupportedModelError
+from echelon.errors import Refusal, UnsupportedModelError
 
 LONG_TEXT = 1 << 30  # added to the positions of tokens that have the long set
 
@@ -82,10 +82,8 @@ def replace_rope(model: nn.Module) -> OriginalContext | None:
         if kind == "longrope":
             found.append(module)
         elif kinds & {"dynamic", "longrope"}:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} takes its rotary frequencies from the longest text of a call ({type(module).__name__} with "
-                f"rope_type {kind!r}), so that a row would depend on its neighbours"
-            )
+            detail = f"{type(module).__name__} takes its rotary frequencies from the longest text of a call: rope_type {kind!r}"
+            raise UnsupportedModelError.because(type(model).__name__, Refusal.BATCH, detail)
     for module in found:
         module.forward = RowRope(module)
     return OriginalContext(_original_length(found[0]), _is_read_anew(model, _original_length(found[0]))) if found else None

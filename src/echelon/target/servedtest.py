@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from echelon.batch import Span
-from echelon.errors import UnsupportedModelError
+from echelon.errors import Refusal, UnsupportedModelError
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.layouts import unpadded
@@ -33,13 +33,15 @@ from echelon.target.flat import flatten
 from echelon.target.fused import fuse
 from echelon.target.layers import replace_layers
 from echelon.target.rope import coded_positions, replace_rope
+from echelon.target.vectors import fill_vectors, in_whole_vectors, is_whole
 
 TOLERANCE = 5e-5  # float32, relative to the largest logit
 SPREAD = 16.0  # times wider: what enters activations then reaches some hundreds
 NOT_WIDENED = ("attn", "attention", "embed", "head", "router", "gate.")  # sharp scores would be ties, and rounding would decide them
 MOST_ROUNDING = 3.0  # times the error of transformers, which rounds more often
 BESIDE = (1, 2, 3, 4, 6, 11, 16, 23, 40)  # neighbours of a row
-NUM_GROWN = 14  # tokens that `generate` adds to a short prompt, past the twin's original context
+NUM_GIVEN = 3  # tokens of a short prompt
+NUM_GROWN = 14  # tokens that `generate` adds to it, past the twin's original context
 BLOCK, LONGEST = 8, 64
 PRODUCTS = ("mm", "bmm", "matmul", "addmm", "baddbmm")  # the last tensor is [..., K, N]
 MATMULS = {
@@ -59,6 +61,7 @@ class Served:
         fuse(twin)
         replace_layers(twin, keep_weights=False)
         flatten(twin)
+        fill_vectors(twin)
         self.twin, self.num_fed = twin, 0
         self.cache = KVCache(shapes, BlockTables(LONGEST * 8, BLOCK, LONGEST // BLOCK), twin.dtype, torch.device("cpu"))
 
@@ -126,9 +129,10 @@ def check_served(make_twin: Callable[[], PreTrainedModel], tokens: list[int]) ->
     _check_near(name, "once our operations have taken their places", _eager(twin, tokens), served.alone(tokens))
     wide = _eager(_widened(make_twin()), tokens), Served(_widened(make_twin())).alone(tokens)
     _check_near(name, "where large values meet its activations", *wide)
-    if served.original is not None:
-        grown = _generated(twin, tokens[:3])
-        _check_near(name, "of a text that outgrows its original context", grown[1], served.grown(grown[0], 3))
+    text, logits = _generated(twin, tokens[:NUM_GIVEN])
+    is_anew = served.original is None or served.original.is_read_anew
+    where = "of a text that grows under generate" if served.original is None else "of a text that outgrows its original context"
+    _check_near(name, where, logits, served.grown(text, NUM_GIVEN), Refusal.CACHE if is_anew else Refusal.OPERATIONS)
     if devices.has_kernels(torch.empty(0)):  # else `framework_layers` says what stays with the framework
         _check_operations(name, served, tokens)
         _check_bits(name, served, tokens)
@@ -137,14 +141,15 @@ def check_served(make_twin: Callable[[], PreTrainedModel], tokens: list[int]) ->
 @torch.inference_mode()
 def check_rounding(make_twin: Callable[[], PreTrainedModel], tokens: list[int], dtype: torch.dtype) -> None:
     """Raise `UnsupportedModelError` unless a served twin of a 16-bit dtype is as near to float32 as `transformers` is."""
-    exact = make_twin().to(dtype).float()
-    theirs = make_twin().to(dtype)
-    expected = _eager(exact, tokens)
-    limit, found = (_distance(expected, logits) for logits in (_eager(theirs, tokens), Served(make_twin().to(dtype)).alone(tokens)))
-    if not found <= MOST_ROUNDING * limit:
-        raise UnsupportedModelError(
-            f"{type(exact).__name__} is served in {dtype} with {found / limit:.1f} times the rounding error that transformers has there"
-        )
+    exact, theirs, ours = make_twin().to(dtype).float(), make_twin().to(dtype), Served(make_twin().to(dtype))
+    texts = [tokens, tokens[::-1], tokens[7:] + tokens[:7]]  # of a deep mixture most tokens of one text may go to other experts
+    expected = [_eager(exact, text) for text in texts]
+    limits = [_distance(x, _eager(theirs, text)) for x, text in zip(expected, texts, strict=True)]
+    found = [_distance(x, ours.alone(text)) for x, text in zip(expected, texts, strict=True)]
+    ratio = sorted(a / max(b, 1e-30) for a, b in zip(found, limits, strict=True))[1]
+    if not ratio <= MOST_ROUNDING:
+        detail = f"in {dtype} with {ratio:.1f} times the rounding error that transformers has there"
+        raise UnsupportedModelError.because(type(exact).__name__, Refusal.OPERATIONS, detail)
 
 
 def _distance(expected: Tensor, got: Tensor) -> float:
@@ -174,10 +179,11 @@ def _widened(twin: PreTrainedModel) -> PreTrainedModel:
     return twin
 
 
-def _check_near(name: str, where: str, expected: Tensor, got: Tensor) -> None:
+def _check_near(name: str, where: str, expected: Tensor, got: Tensor, refusal: Refusal = Refusal.OPERATIONS) -> None:
     difference = float((expected - got).abs().max() / expected.abs().max())
     if not difference < TOLERANCE:
-        raise UnsupportedModelError(f"{name} gives other logits {where} than in transformers (relative difference {difference:.1e})")
+        detail = f"other logits {where} than in transformers, relative difference {difference:.1e}"
+        raise UnsupportedModelError.because(name, refusal, detail)
 
 
 def _check_bits(name: str, served: Served, tokens: list[int]) -> None:
@@ -186,10 +192,8 @@ def _check_bits(name: str, served: Served, tokens: list[int]) -> None:
     ways |= {"in pieces": served.alone(tokens, [len(tokens) - 8, 1, 4, 2, 1])}
     for way, logits in ways.items():
         if not torch.equal(alone, logits):
-            raise UnsupportedModelError(
-                f"{name} gives a row other bits {way} than alone (largest difference {float((alone - logits).abs().max()):.1e}); "
-                "some of its operations round by the number of rows"
-            )
+            detail = f"other bits {way} than alone, largest difference {float((alone - logits).abs().max()):.1e}"
+            raise UnsupportedModelError.because(name, Refusal.ROUNDING, detail)
 
 
 def _check_operations(name: str, served: Served, tokens: list[int]) -> None:
@@ -197,16 +201,14 @@ def _check_operations(name: str, served: Served, tokens: list[int]) -> None:
     with _multiplied() as found:
         served.alone(tokens)
     if found:
-        raise UnsupportedModelError(
-            f"{name} multiplies matrices by the framework in {', '.join(sorted(found))}, where rounding depends on the number of rows"
-        )
+        raise UnsupportedModelError.because(name, Refusal.ROUNDING, f"it {' and '.join(sorted(found))}")
     after = dict(served.twin.named_buffers())
     if changed := [k for k, (at, values) in before.items() if id(after.get(k)) != at or not torch.equal(after[k], values)]:
-        raise UnsupportedModelError(f"{name} changes {changed[0]} in a pass, so that two threads would disturb each other")
+        raise UnsupportedModelError.because(name, Refusal.STATE, f"it changes {changed[0]} in a pass")
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes in which modules the framework sums products."""
+    """Notes in which modules the framework does what depends on the number of rows."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -214,15 +216,28 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in MATMULS and not _is_outer(func.overloadpacket.__name__, args):
-            self.found.add(_caller())
-        return func(*args, **(kwargs or {}))
+            self.found.add(f"multiplies matrices by the framework in {_caller()}")
+        out = func(*args, **(kwargs or {}))
+        if torch.Tag.pointwise in func.tags and not kwargs and _rounds_by_place(func, out, args):
+            self.found.add(f"calls {func.overloadpacket.__name__} in {_caller()}, which rounds by an element's place")
+        return out
 
 
 @contextmanager
 def _multiplied() -> Iterator[set[str]]:
-    """Classes of modules in which the framework multiplies matrices meanwhile."""
+    """What the framework does meanwhile, and in which classes of modules, that depends on the number of rows."""
     with _Watch() as watch:
         yield watch.found
+
+
+def _rounds_by_place(func: Any, out: Any, args: Any) -> bool:
+    """An element-wise function of one tensor gives other bits to what is left over behind whole vectors, and there is such a rest."""
+    x, *others = args
+    is_one = isinstance(x, Tensor) and isinstance(out, Tensor) and out.shape == x.shape and x.is_floating_point()
+    if not is_one or any(isinstance(a, Tensor) for a in others) or is_whole(x) or out is x:
+        return False
+    pieces = [func(piece, *others) for piece in x.reshape(-1).split(7)]
+    return not torch.equal(torch.cat(pieces), in_whole_vectors(func, x, *others).reshape(-1))
 
 
 def _is_outer(name: str, args: Any) -> bool:
