@@ -32,7 +32,8 @@ float32 the greedy text of `transformers`' own `generate`. The rest is refused a
 {reasons}
 
 {counts} A class's configuration is its default made small, with `is_decoder` where there is one, since by default such models are not
-causal; completed after published models, where defaults are incomplete or of another kind, for {changed}. The table is written by `python scripts/models.py`; `PROVE=1 pytest tests/test_census.py` examines every row anew.
+causal; completed after published models, where defaults are incomplete or of another kind, for {changed}. The table is written by
+`python scripts/models.py`; `PROVE=1 pytest tests/test_census.py` examines every row anew.
 
 | model type | class | float32 | bfloat16 |
 |---|---|---|---|
