@@ -37,7 +37,9 @@ Call = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine does at best: GB/s read and copied (bytes read and written), GFLOP/s of a large bfloat16 matmul."""
+    """What this machine does at best: GB/s read and copied (bytes read and written), GFLOP/s of a large matmul in bfloat16
+    or, where that is faster, float32.
+    """
 
     read_gb: float
     copy_gb: float
@@ -85,14 +87,23 @@ def measure_machine(device: torch.device) -> Machine:
     if not devices.has_kernels(torch.empty(0, device=device)):
         raise ConfigError(f"there are no compiled kernels to measure ({compiled.REASON}); install with a C++ compiler at hand")
     size = 2048 if device.type == "cpu" else 8192
-    source, square = (
-        torch.ones(COLD_BYTES // 8, dtype=torch.int64, device=device),
-        torch.ones(size, size, dtype=torch.bfloat16, device=device),
-    )
+    source = torch.ones(COLD_BYTES // 8, dtype=torch.int64, device=device)
+    square = torch.ones(size, size, dtype=_fastest_dtype(device), device=device)
     target = torch.empty_like(source)
     calls: list[Call] = [lambda _: linear.read_memory(source), lambda _: target.copy_(source), lambda _: square @ square]
     read, copy, matmul = interleaved(calls, device)
     return Machine(COLD_BYTES / read / 1e9, 2 * COLD_BYTES / copy / 1e9, 2 * size**3 / matmul / 1e9)
+
+
+def _fastest_dtype(device: torch.device) -> torch.dtype:
+    """The dtype in which the framework multiplies matrices fastest: on processors without instructions for bfloat16 that is float32, by
+    hundreds of times.
+    """
+    if device.type != "cpu":
+        return torch.bfloat16
+    narrow, wide = (torch.ones(256, 256, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    by_narrow, by_wide = interleaved([lambda _: narrow @ narrow, lambda _: wide @ wide], device)
+    return torch.bfloat16 if by_narrow < by_wide else torch.float32
 
 
 def interleaved(calls: SequenceOf[Call], device: torch.device) -> list[float]:
@@ -198,7 +209,7 @@ def attention_as_markdown(results: SequenceOf[AttentionSpeed]) -> str:
 
 def as_markdown(machine: Machine, results: SequenceOf[LinearSpeed]) -> str:
     lines = [
-        f"read {machine.read_gb:.1f} GB/s, copy {machine.copy_gb:.1f} GB/s, bfloat16 matmul {machine.matmul_gflop:.0f} GFLOP/s",
+        f"read {machine.read_gb:.1f} GB/s, copy {machine.copy_gb:.1f} GB/s, matmul {machine.matmul_gflop:.0f} GFLOP/s",
         "",
         "| [N, K] | rows | ms | GB/s | of reading | GFLOP/s | of the matmul | oneDNN packed / ours | F.linear / ours |",
         "|---|---|---|---|---|---|---|---|---|",
