@@ -87,6 +87,7 @@ def _card(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         monkeypatch.setattr(triton_elementwise, name, card.kernel(getattr(elementwise, name)))
     monkeypatch.setattr(api, "warn_of_chance", lambda *_: None)
     monkeypatch.setattr(loading, "self_test", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 << 30, 1 << 31))
     card.cuda(monkeypatch)
     return card
 

@@ -239,6 +239,7 @@ def right_arguments(folder: Path, llm: LLM) -> dict[str, dict[str, Any]]:
         "LLM.encode": {"text": "a", "add_special_tokens": True, "name": "prompt"},
         "LLM.encode_chat": {"messages": messages, "name": "messages"},
         "LLM.check_prompt": {"tokens": [1], "params": GREEDY, "name": "prompt"},
+        "LLM.room_after": {"num_tokens": 4},
         "LLM.samples": one,
         "LLM.run": {"requests": [llm.samples("a", GREEDY, False)]},
         "LLM.get_metrics": {},

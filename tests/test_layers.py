@@ -8,6 +8,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src" / "echelon"
 LEVELS = [
     {"errors"},
+    {"inputs"},
     {"config", "checkpoint"},
     {"sampling", "token_counts", "draft", "stats", "text", "chat", "text_process", "text_worker", "memory", "kv.blocks", "kv.lines"},
     {"sequence", "trees"},
@@ -32,7 +33,7 @@ RANK = {room: rank for rank, rooms in enumerate(LEVELS) for room in rooms}
 APART = {"layouts", "drafters", "heads"}  # siblings in these rooms do not import each other
 ALLOWED_SIBLINGS = {"base", "frontier", "parts"}
 GATHERS = {"heads.layouts", "heads.loading"}  # they know all of their siblings
-TRAINING_READS = {"errors", "heads", "target"}
+TRAINING_READS = {"errors", "inputs", "config", "heads", "target"}
 BEHIND_TRITON = ("ops.triton", "target.ahead", "target.buckets", "target.captured", "target.frames")  # loaded where a CUDA device serves
 
 

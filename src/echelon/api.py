@@ -260,6 +260,7 @@ class LLM:
         """Token ids of a prompt, with the special tokens the tokenizer adds; errors call it `name`."""
         if not isinstance(text, str):
             raise RequestError(f"{name} is {kind_of(text)}; give a string")
+        check_kind("add_special_tokens", add_special_tokens, bool)
         if self.target.tokenizer is None:
             raise RequestError(f"{self.target.name!r} has no tokenizer; give prompts as lists of token ids")
         self._check_characters(len(text), name)
@@ -267,7 +268,7 @@ class LLM:
             valid_text(text)
         except ValueError as error:
             raise RequestError(f"{name} is {error}") from None
-        return encode_text(self.target.tokenizer, text, bool(add_special_tokens))
+        return encode_text(self.target.tokenizer, text, add_special_tokens)
 
     def _check_characters(self, count: int, name: str) -> None:
         """Before work that grows with the text: no token is that long."""
@@ -288,6 +289,7 @@ class LLM:
 
     def room_after(self, num_tokens: int) -> int:
         """How many tokens can follow a prompt of so many, in the context and in the KV pool."""
+        check_kind("num_tokens", num_tokens, int)
         return min(self.max_len, self.engine.scheduler.capacity) - num_tokens
 
     def check_prompt(self, tokens: SequenceOf[int], params: SamplingParams, name: str = "prompt") -> None:
