@@ -31,7 +31,7 @@ def only_trainer(folder: Path) -> Iterator[None]:
     ------
     ConfigError  another process trains there
     """
-    made_folder(folder, "folder")
+    made_folder(folder, "--out")
     lock = FileLock(folder / LOCK, blocking=False)
     try:
         lock.acquire()
@@ -46,7 +46,7 @@ def only_trainer(folder: Path) -> Iterator[None]:
 @contextmanager
 def taking_turns(folder: Path) -> Iterator[None]:
     """Hold a folder that runs share; wait for another that makes its files."""
-    made_folder(folder, "folder")
+    made_folder(folder, "--data")
     with FileLock(folder / LOCK):
         yield
 
