@@ -71,6 +71,12 @@ def test_small_configurations_keep_every_kind_of_layer_and_the_ratios(name: str)
     assert sum(p.numel() for p in model.parameters()) < 5_000_000
 
 
+def test_a_model_of_few_tokens_is_tried_like_any_other() -> None:
+    config = census.configuration("llama")
+    config.vocab_size = 6
+    self_test(census.class_of("llama"), config)
+
+
 def test_a_refusal_says_what_is_and_what_can_be_done() -> None:
     for refusal in Refusal:
         error = UnsupportedModelError.because("SomeForCausalLM", refusal, "layer 3")

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import corruptions
 import toys
-from echelon import EchelonError, ModelLoadError, UnsupportedModelError
+from echelon import ConfigError, EchelonError, ModelLoadError, UnsupportedModelError
 from echelon.checkpoint import tensors as reading
 from echelon.checkpoint.folder import Folder
 from echelon.heads.loading import build_head, load_head, save_head

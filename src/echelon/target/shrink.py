@@ -137,6 +137,8 @@ class _Shrink:
             return type(value)(self._resized(name, v) for v in value)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 1:
             return value
+        if name == "vocab_size":
+            return self._sizes.vocabulary
         if "vocab" in name:
             return min(value, self._sizes.vocabulary)
         if EXPERTS.search(name):
