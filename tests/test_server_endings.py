@@ -156,7 +156,10 @@ def test_an_engine_that_fails_is_told_to_every_request(no_traceback: pytest.LogC
         for name, each in asked.items():
             assert "engine" in each.error()["message"], name
             assert each.status == (200 if "stream" in name and "queued" not in name else 503), name
-        assert running.service.bridge.num_in_flight == 0
+        end = time.monotonic() + 60.0
+        while running.service.bridge.num_in_flight:  # a place is given back just after its client has read the end
+            assert time.monotonic() < end
+            time.sleep(0.02)
         with running.client() as client:
             assert client.get("/readyz").status_code == client.get("/health").status_code == 503
             assert client.post("/tokenize", json={"prompt": "a"}).status_code == 200
