@@ -27,7 +27,7 @@ from echelon.cli.verify import as_json as verified_as_json
 from echelon.config import HEADS
 from echelon.demo import DRAFT, TARGET, held_out_files
 from echelon.heads.loading import build_head, save_head
-from echelon.target.loading import LoadedModel, adopt_model, load_model, load_plain
+from echelon.model.load.loading import LoadedModel, adopt_model, load_model, load_plain
 from echelon.trees import EAGLE_25
 
 PADDINGS = ("padded", "padded-inputs", "padded-kv", "unpadded")  # EMS-SD's columns: vanilla, unpad KV only, unpad inputs only, both

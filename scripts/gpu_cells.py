@@ -34,7 +34,7 @@ from echelon.bench.verify import Request, verify_dtype
 from echelon.bench.workloads import code_prompts
 from echelon.cli.verify import as_json as verified_as_json
 from echelon.demo import DRAFT, TARGET, held_out_files
-from echelon.target.loading import LoadedModel, load_plain
+from echelon.model.load.loading import LoadedModel, load_plain
 
 ROOT = Path(__file__).parents[1]
 TEST_SECONDS = 150  # that the tests may take
@@ -324,7 +324,7 @@ def step_often(llm: LLM, count: int) -> None:
 
 def tests() -> Found:
     """Those that need a device; other files may want packages that a server has."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "--no-header", "tests/test_triton.py", "tests/test_on_device.py"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "--no-header", "tests/ops/test_triton.py", "tests/promises/test_on_device.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=TEST_SECONDS)
     said = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "")
     print(done.stdout[-2000:], flush=True)

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import transformers
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 import census
+
 from echelon.errors import Refusal
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +34,7 @@ float32 the greedy text of `transformers`' own `generate`. The rest is refused a
 
 {counts} A class's configuration is its default made small, with `is_decoder` where there is one, since by default such models are not
 causal; completed after published models, where defaults are incomplete or of another kind, for {changed}. The table is written by
-`python scripts/models.py`; `PROVE=1 pytest tests/test_census.py` examines every row anew.
+`python scripts/models.py`; `PROVE=1 pytest tests/promises/test_census.py` examines every row anew.
 
 | model type | class | float32 | bfloat16 |
 |---|---|---|---|

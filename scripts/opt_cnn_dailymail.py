@@ -22,7 +22,7 @@ from echelon.bench.plot import throughput_charts
 from echelon.bench.report import throughput_as_markdown, write_json
 from echelon.bench.throughput import Method, Result, as_json, environment, measure
 from echelon.bench.workloads import ems_prompt
-from echelon.target.loading import LoadedModel, load_model
+from echelon.model.load.loading import LoadedModel, load_model
 
 STRATEGIES = ("padded", "padded-inputs", "padded-kv", "unpadded")
 DRAFTERS = {

@@ -28,7 +28,7 @@ from echelon.bench.report import described, table, write_json
 from echelon.bench.throughput import environment
 from echelon.config import HEADS
 from echelon.demo import TARGET
-from echelon.target.loading import load_plain
+from echelon.model.load.loading import load_plain
 from echelon.train.data import prepare
 from echelon.train.heads import Plan, train_head
 

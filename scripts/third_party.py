@@ -29,7 +29,7 @@ from echelon.bench.serve import code_texts
 from echelon.demo import TARGET, held_out_files
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 import servers  # noqa: E402
 

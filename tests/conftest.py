@@ -14,8 +14,9 @@ from hypothesis import settings
 if not torch.cuda.is_available():  # Triton decides when it is first imported, by whomever
     os.environ["TRITON_INTERPRET"] = "1"
 
-from echelon.ops import compiled
 from families import FAMILIES, offered
+
+from echelon.ops import compiled
 
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 settings.load_profile("fixed")

@@ -16,6 +16,7 @@ from typing import Any
 from echelon.assembly import build_engine
 from echelon.chat import encode_text, render_chat
 from echelon.config import EngineConfig, SpeculativeConfig, check_together, speculative
+from echelon.drafters.head_selftest import warn_of_chance
 from echelon.drafters.heads import head_for, tapped_head
 from echelon.engine import Engine
 from echelon.errors import ConfigError, RequestError
@@ -34,14 +35,13 @@ from echelon.inputs import (
     valid_text,
 )
 from echelon.memory import MemoryPlan
+from echelon.model.load.loading import LoadedModel, check_vocabularies, load_model
 from echelon.ops import compiled
 from echelon.outputs import RequestOutput, request_output
 from echelon.sampling import Sampler, SamplingParams, one_each
 from echelon.sequence import Sequence, check_requests
 from echelon.stats import Stats
 from echelon.strategies import build_storage
-from echelon.target.headtest import warn_of_chance
-from echelon.target.loading import LoadedModel, check_vocabularies, load_model
 from echelon.text import Detokenizer
 
 MOST_CHARACTERS_PER_TOKEN = 64  # on average over a prompt

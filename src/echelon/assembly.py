@@ -20,7 +20,7 @@ from echelon.trees import growth_of
 from echelon.verify import Acceptance, Typical
 
 if TYPE_CHECKING:
-    from echelon.target.ahead import Ahead
+    from echelon.model.graphs.ahead import Ahead
 
 logger = logging.getLogger("echelon")
 
@@ -53,7 +53,7 @@ def _ahead(spec: SpeculativeConfig | None, storage: Storage) -> Ahead | None:
     runners = storage.runners
     if any(r.captured is None or r.loaded.original_context is not None for r in runners) or not (is_drafted_there and is_exact):
         return None
-    from echelon.target.ahead import Ahead  # imports Triton
+    from echelon.model.graphs.ahead import Ahead  # imports Triton
 
     return Ahead(runners[0], runners[1] if len(runners) > 1 else None)
 

@@ -1,7 +1,7 @@
 """The step: plan, draft, one forward pass over every row, verify, keep, settle.
 
-Where the device can do all that by itself (`target.ahead`), a step is launched before the last one is settled, so that it never waits for
-the host. A row that turns out to have ended costs one step, whose verdict on it is dropped.
+Where the device can do all that by itself (`model.graphs.ahead`), a step is launched before the last one is settled, so that it never
+waits for the host. A row that turns out to have ended costs one step, whose verdict on it is dropped.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 from echelon.batch import Span
 from echelon.draft import Draft
 from echelon.drafters.base import Drafter
+from echelon.model.runner import ModelRunner
 from echelon.scheduler import Plan, Scheduler
 from echelon.sequence import AheadRow, PlannedRow, Sequence
 from echelon.stats import Stats
-from echelon.target.runner import ModelRunner
 from echelon.verify import Acceptance, Verdict, verify
 
 if TYPE_CHECKING:
-    from echelon.target.ahead import Ahead, Landing  # imports Triton
+    from echelon.model.graphs.ahead import Ahead, Landing  # imports Triton
 
 
 def spans_of(rows: SequenceOf[PlannedRow], draft: Draft) -> list[Span]:

@@ -11,11 +11,11 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from echelon.baselines.lines import LineTables
+from echelon.baselines.selection import Selector
 from echelon.errors import EchelonError, RequestError
 from echelon.kv.blocks import BlockTables
-from echelon.kv.lines import LineTables
 from echelon.sampling import Logprobs
-from echelon.selection import Selector
 from echelon.sequence import AheadRow, PlannedRow, Sequence
 
 PROMPT_LOGITS = 128  # prompt tokens a step of a row whose prompt logprobs are wanted: bounds the logits held at once

@@ -25,7 +25,7 @@ class Usage:
 
     num_tokens          real tokens fed
     num_inputs          rows fed to the layers, padding included
-    num_replays         passes that a captured graph carried out (`target.captured`)
+    num_replays         passes that a captured graph carried out (`model.graphs.programs`)
     num_captures        graphs that were captured
     num_touched         slots that attention loads
     num_live            those of them that hold a token of their row

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 import torch
 
+from echelon.baselines import padded, realign
+from echelon.baselines.lines import LineTables
+from echelon.baselines.masked import MaskedRunner, Pack, record_maskable_layers
+from echelon.baselines.rectangle import RectangleCache
+from echelon.baselines.selection import PromptsApart, SameLength, Selector
 from echelon.config import EngineConfig
 from echelon.drafters.heads import TappedHead
 from echelon.errors import UnsupportedModelError
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache, LayerShape
-from echelon.kv.lines import LineTables
-from echelon.kv.rectangle import RectangleCache
-from echelon.layouts import padded, realign
 from echelon.memory import MemoryPlan, plan_kv
-from echelon.selection import PromptsApart, SameLength, Selector
-from echelon.target.attention import record_layers
-from echelon.target.loading import LoadedModel
-from echelon.target.masked import MaskedRunner, Pack, record_maskable_layers
-from echelon.target.runner import ModelRunner
+from echelon.model.attention import record_layers
+from echelon.model.load.loading import LoadedModel
+from echelon.model.runner import ModelRunner
 
 PADDED: dict[str, Pack] = {"both": padded.pack, "kv": padded.pack_kv, "inputs": padded.pack_inputs}
 REALIGN: dict[str, Pack] = {"none": realign.pack, "same_length": realign.pack_group}

@@ -21,7 +21,7 @@ from echelon.batch import RaggedBatch, Span
 from echelon.bench.clock import seconds_of
 from echelon.errors import ConfigError
 from echelon.kv.blocks import BlockTables
-from echelon.layouts import unpadded
+from echelon.model import pack as unpadded
 from echelon.ops import attention, compiled, devices, linear
 
 LINEAR_SHAPES = "2048x2048,8192x2048,2048x8192,5632x2048,50272x2048"

@@ -22,7 +22,7 @@ from echelon.bench.prefill import sequence_of
 from echelon.bench.report import table
 from echelon.bench.throughput import Method, Prompts, display_name, environment
 from echelon.bench.verify import STRATEGIES
-from echelon.target.loading import LoadedModel
+from echelon.model.load.loading import LoadedModel
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ from echelon.engine import Engine
 from echelon.heads.base import Head, Tap
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
+from echelon.model.runner import ModelRunner
 from echelon.sampling import Sampler, SamplingParams
 from echelon.scheduler import Scheduler
 from echelon.sequence import PlannedRow, Sequence
 from echelon.stats import Usage
-from echelon.target.runner import ModelRunner
 from echelon.trees import BestFirst
 from echelon.verify import Verdict
 

@@ -13,7 +13,7 @@ from echelon import LLM, SamplingParams
 from echelon.bench.throughput import default_methods
 from echelon.bench.workloads import code_prompts
 from echelon.demo import DRAFT, TARGET, held_out_files
-from echelon.target.loading import load_model, load_plain
+from echelon.model.load.loading import load_model, load_plain
 
 TEMPERATURE = 0.8
 PROMPT_TOKENS = 128

@@ -23,12 +23,12 @@ from echelon.bench.throughput import Method, Prompts, Result, Run, display_name,
 from echelon.bench.verify import STRATEGIES
 from echelon.errors import ConfigError
 from echelon.memory import available_memory, mebibytes
+from echelon.model.load.loading import LoadedModel
+from echelon.model.runner import ModelRunner
 from echelon.ops.slots import gather_slots
 from echelon.sampling import Sampler
 from echelon.sequence import Sequence
 from echelon.stats import Stats
-from echelon.target.loading import LoadedModel
-from echelon.target.runner import ModelRunner
 
 PIECE = 512  # prompt tokens a pass
 HEADROOM = 1.2  # over the caches, for activations and logits

@@ -6,8 +6,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig, PreTrainedModel
 
 from echelon.errors import ConfigError
+from echelon.model.load.loading import LoadedModel, adopt_model
 from echelon.ops.devices import chosen_device
-from echelon.target.loading import LoadedModel, adopt_model
 
 
 def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> LlamaConfig:

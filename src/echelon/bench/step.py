@@ -22,12 +22,12 @@ from echelon.batch import RaggedBatch, Span
 from echelon.bench.clock import clock_of, kernel_seconds, seconds_of
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
+from echelon.model.attention import record_layers
+from echelon.model.load.loading import LoadedModel
+from echelon.model.patches.weights import PackedParameter
+from echelon.model.runner import ModelRunner
 from echelon.ops import attention, elementwise, linear
 from echelon.ops.compiled import kernels
-from echelon.target.attention import record_layers
-from echelon.target.loading import LoadedModel
-from echelon.target.runner import ModelRunner
-from echelon.target.weights import PackedParameter
 
 BLOCK = 16
 KERNELS = {"linear": ("_linear", "gemm", "nvjet", "cutlass"), "attention": ("_attend", "_merge_splits")}  # on CUDA, in their names

@@ -21,8 +21,8 @@ from echelon.bench.clock import time_parts
 from echelon.bench.steps import Recorder, Sums
 from echelon.bench.verify import STRATEGIES
 from echelon.memory import mebibytes
+from echelon.model.load.loading import LoadedModel
 from echelon.stats import Stats
-from echelon.target.loading import LoadedModel
 
 Prompts = SequenceOf[SequenceOf[int]]
 HEAD_TOKENS = 2  # with the second token a draft model has read the prompt as well

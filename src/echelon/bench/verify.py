@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 from echelon.api import LLM
 from echelon.batch import Span
 from echelon.errors import ConfigError
+from echelon.model.load.loading import DTYPES, LoadedModel, load_model, load_plain
 from echelon.ops.devices import chosen_device
 from echelon.sampling import SamplingParams
-from echelon.target.loading import DTYPES, LoadedModel, load_model, load_plain
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "unpadded": {},

@@ -31,8 +31,8 @@ from echelon.cli.serving import serving
 from echelon.cli.shared import errors
 from echelon.cli.step import step
 from echelon.cli.throughput import throughput
+from echelon.model.load.loading import DTYPES
 from echelon.ops.devices import chosen_device
-from echelon.target.loading import DTYPES
 
 app = typer.Typer(help="Measure: whole runs, or a step without its model.", no_args_is_help=True)
 app.command()(throughput)

@@ -17,12 +17,12 @@ from rich.table import Table
 from echelon import LLM, ConfigError, ops
 from echelon.cli.generate import speculative_mapping
 from echelon.cli.shared import SPECULATIVE
+from echelon.drafters.head_selftest import familiarity
 from echelon.drafters.heads import tapped_head
 from echelon.heads.base import Head
+from echelon.model.load.loading import LoadedModel
+from echelon.model.patches.linear import framework_layers
 from echelon.ops import compiled
-from echelon.target.headtest import familiarity
-from echelon.target.layers import framework_layers
-from echelon.target.loading import LoadedModel
 
 
 def doctor(

@@ -13,7 +13,7 @@ from echelon.bench.inflate import Growth, describe, plan_growth
 from echelon.bench.inflate import inflate as grow
 from echelon.cli.shared import errors
 from echelon.inputs import made_folder
-from echelon.target.loading import load_plain
+from echelon.model.load.loading import load_plain
 
 
 def inflate(

@@ -14,9 +14,9 @@ from rich.table import Table
 from echelon import LLM, ConfigError, ops
 from echelon.cli.shared import ModelArgument
 from echelon.memory import mebibytes
-from echelon.target.attention import record_layers
-from echelon.target.layers import framework_layers
-from echelon.target.loading import LoadedModel, check_vocabularies, load_model
+from echelon.model.attention import record_layers
+from echelon.model.load.loading import LoadedModel, check_vocabularies, load_model
+from echelon.model.patches.linear import framework_layers
 
 
 def inspect(

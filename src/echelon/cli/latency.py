@@ -34,7 +34,7 @@ from echelon.cli.measured import (
 )
 from echelon.cli.shared import RefillOption
 from echelon.demo import DRAFT, TARGET
-from echelon.target.loading import load_model
+from echelon.model.load.loading import load_model
 
 
 def latency(

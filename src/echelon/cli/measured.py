@@ -19,8 +19,8 @@ from echelon.cli.shared import errors
 from echelon.demo import held_out_files
 from echelon.errors import OutputError
 from echelon.inputs import made_folder, write_text
+from echelon.model.load.loading import LoadedModel, adopt_model, load_model, load_plain
 from echelon.ops.devices import chosen_device
-from echelon.target.loading import LoadedModel, adopt_model, load_model, load_plain
 
 TargetArgument = Annotated[str, typer.Argument(metavar="[MODEL]", help="Target; the embedded one by default.")]
 DraftOption = Annotated[str, typer.Option(help="Draft model; the embedded one by default.")]

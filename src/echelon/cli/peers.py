@@ -30,7 +30,7 @@ from echelon.cli.measured import (
     write_report,
 )
 from echelon.demo import DRAFT, TARGET
-from echelon.target.loading import load_model
+from echelon.model.load.loading import load_model
 
 
 def peers(

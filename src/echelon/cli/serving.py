@@ -21,7 +21,7 @@ from echelon.cli.measured import (
 from echelon.cli.shared import errors
 from echelon.demo import DRAFT, TARGET
 from echelon.errors import MissingExtraError
-from echelon.target.loading import load_model
+from echelon.model.load.loading import load_model
 
 
 def serving(

@@ -17,8 +17,8 @@ from echelon.bench.step import as_markdown, measure_steps
 from echelon.bench.throughput import environment
 from echelon.cli.measured import JsonOption
 from echelon.cli.shared import errors
+from echelon.model.load.loading import load_model
 from echelon.ops import compiled, devices
-from echelon.target.loading import load_model
 
 
 def step(

@@ -37,7 +37,7 @@ from echelon.cli.measured import (
 )
 from echelon.cli.shared import RefillOption, errors
 from echelon.demo import DRAFT, TARGET
-from echelon.target.loading import load_model, load_plain
+from echelon.model.load.loading import load_model, load_plain
 
 
 def throughput(

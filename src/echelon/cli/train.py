@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from echelon import ConfigError
 from echelon.cli.shared import ModelArgument, errors
 from echelon.inputs import made_folder
-from echelon.target.loading import load_plain
+from echelon.model.load.loading import load_plain
 from echelon.train.data import prepare
 from echelon.train.draft import RATE, train_draft_model
 from echelon.train.heads import Plan, train_head

@@ -26,7 +26,7 @@ from echelon.bench.throughput import Method, Result, default_methods, environmen
 from echelon.bench.workloads import code_prompts
 from echelon.demo import DRAFT, EAGLE, TARGET, held_out_files
 from echelon.errors import MissingExtraError
-from echelon.target.loading import LoadedModel, adopt_model, load_model, load_plain
+from echelon.model.load.loading import LoadedModel, adopt_model, load_model, load_plain
 
 BATCH_SIZE = 8
 PROMPT_TOKENS = 192

@@ -24,12 +24,12 @@ from torch import Tensor
 from echelon.batch import Span
 from echelon.draft import Draft
 from echelon.drafters.frontier import Frontier, grow
+from echelon.model.runner import Draws, ModelRunner
 from echelon.ops.devices import on_host
 from echelon.ops.rank import likeliest, processed
 from echelon.ops.sample import Place, choose, raw_rows
 from echelon.sampling import Sampler, noise_key
 from echelon.sequence import PlannedRow
-from echelon.target.runner import Draws, ModelRunner
 from echelon.trees import Forest, Growth, Int64
 from echelon.verify import Verdict, argmax_rows
 

@@ -24,12 +24,12 @@ from echelon.errors import ConfigError
 from echelon.heads.base import Head
 from echelon.heads.loading import load_head
 from echelon.kv.cache import KVCache, LayerShape
-from echelon.layouts import unpadded
+from echelon.model import pack as unpadded
+from echelon.model.attention import STEP_KEYWORD, CachedStep, RecordingStep
+from echelon.model.hidden_states import Taps
+from echelon.model.load.loading import LoadedModel, serve_head
 from echelon.sequence import PlannedRow
 from echelon.stats import Load, Usage
-from echelon.target.attention import STEP_KEYWORD, CachedStep, RecordingStep
-from echelon.target.loading import LoadedModel, serve_head
-from echelon.target.taps import Taps
 from echelon.trees import Forest, Growth, Int64
 from echelon.verify import Verdict
 

@@ -41,7 +41,7 @@ from echelon.hf.prepared import in_use, named_assistant, release
 from echelon.hf.processors import stateful
 from echelon.hf.speculation import decode_ahead
 from echelon.hf.streaming import Stream
-from echelon.target.loading import LoadedModel
+from echelon.model.load.loading import LoadedModel
 
 __all__ = ["generate", "release", "speculate"]
 

@@ -13,9 +13,9 @@ from echelon.batch import Span
 from echelon.errors import RequestError
 from echelon.hf.batch import Batch, Decoded
 from echelon.hf.processors import processed
+from echelon.model.runner import ModelRunner
 from echelon.ops.devices import on_host
 from echelon.ops.sample import Place, choose
-from echelon.target.runner import ModelRunner
 
 PIECE = 2048  # prompt tokens of a pass
 

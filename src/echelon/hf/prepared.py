@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from echelon.target.loading import LoadedModel, load_model, served_copy
+from echelon.model.load.loading import LoadedModel, load_model, served_copy
 
 WORDS = 64  # of 8 bytes, whose sum is one entry of a fingerprint
 PLAIN = (bool, int, float, str, type(None))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from echelon.heads.base import Head
 from echelon.heads.parts import decoder_layers
-from echelon.target.attention import STEP_KEYWORD, LayerCall
+from echelon.model.attention import STEP_KEYWORD, LayerCall
 
 
 @dataclass(frozen=True)

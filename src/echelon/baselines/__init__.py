@@ -1,0 +1,1 @@
+"""Batching strategies to compare with: padded, realigned, and grouped by equal length."""

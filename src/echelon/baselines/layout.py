@@ -1,0 +1,133 @@
+"""A batch whose keys and values lie in a rectangle, from spans and the slots that a strategy has chosen for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+
+from echelon.baselines.lines import Int32, Int64, LineTables
+from echelon.batch import PaddedBatch, Span
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Spans in order of their lines. Per row: place among the spans given, line, first new position, new tokens, drafted ones."""
+
+    spans: list[Span]
+    order: Int64
+    lines: Int64
+    starts: Int64
+    counts: Int64
+    drafted: Int64
+
+    @property
+    def row_of(self) -> Int64:
+        """int64 [T]: the row of each new token"""
+        return np.repeat(np.arange(len(self.spans)), self.counts)
+
+    @property
+    def places(self) -> Int64:
+        """int64 [T]: how many new tokens of its row precede each new token"""
+        return np.arange(self.counts.sum()) - np.repeat(self.counts.cumsum() - self.counts, self.counts)
+
+    def num_known(self, num_lines: int) -> Int64:
+        """int64 [num_lines]: new tokens that stay, 1 for lines that are not in the batch."""
+        known = np.ones(num_lines, np.int64)
+        known[self.lines] = self.counts - self.drafted
+        return known
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What attention loads: lines and columns, or a gather; see `PaddedBatch`."""
+
+    lines: tuple[int, int]
+    columns: tuple[int, int]
+    gathered: Int64 | None
+    positions: Int32
+    num_reserved: int
+
+
+def rows_by_line(spans: Sequence[Span], tables: LineTables) -> Rows:
+    lines = tables.lines([s.row for s in spans])
+    order = np.argsort(lines)
+    ordered = [spans[i] for i in order]
+    numbers = np.array([(s.start, len(s.tokens), s.num_drafted) for s in ordered], np.int64).reshape(-1, 3)
+    return Rows(ordered, order, lines[order], numbers[:, 0], numbers[:, 1], numbers[:, 2])
+
+
+def anchored_slots(rows: Rows, tables: LineTables) -> Int64:
+    """int64 [T]: one start for all rows, as stacks with aligned KV need it: every row's last known token takes the same slot.
+
+    That slot lies beyond every token of every row. What it leaves between a row's old tokens and its new ones is dead. When the end of
+    the rectangle is reached, the lines are aligned, which frees what is dead.
+    """
+    for _ in range(2):
+        ends, known = tables.ends, rows.counts - rows.drafted
+        anchor = max(int(ends.max()), int((ends[rows.lines] + known - 1).max()))
+        if anchor + int(rows.drafted.max()) < tables.num_slots:
+            break
+        tables.align(rows.num_known(len(ends)))
+    return np.repeat(anchor + 1 - known, rows.counts) + rows.places
+
+
+def own_slots(rows: Rows) -> Int64:
+    """int64 [T]: each row has its own start: the slot is the position."""
+    return np.repeat(rows.starts, rows.counts) + rows.places
+
+
+def loaded_keys(rows: Rows, tables: LineTables) -> Keys:
+    """The slots that attention loads once the new tokens are written: a slice where the rows' lines lie together, else a copy."""
+    first_line, end_line = int(rows.lines[0]), int(rows.lines[-1]) + 1
+    is_slice = end_line - first_line == len(rows.lines)
+    widest = int(tables.ends.max())
+    places = tables.positions[first_line:end_line, :widest] if is_slice else tables.positions[rows.lines, :widest]
+    is_used = np.flatnonzero((places >= 0).any(0))
+    first, end = int(is_used[0]), int(is_used[-1]) + 1
+    gathered = None if is_slice else rows.lines[:, None] * tables.num_slots + np.arange(first, end)
+    return Keys((first_line, end_line), (first, end), gathered, places[:, first:end].copy(), len(tables.row_ids) * widest)
+
+
+def padded_batch(rows: Rows, tables: LineTables, slots: Int64, keys: Keys, pads_inputs: bool) -> PaddedBatch:
+    """Put it together; `slots` int64 [T] are those of the rows' own lines, entered in `tables` already."""
+    row_of, places, counts = rows.row_of, rows.places, rows.counts
+    num_rows, widest = len(counts), int(counts.max())
+    tokens = np.fromiter(chain.from_iterable(s.tokens for s in rows.spans), np.int32, len(places))
+    text_lens = np.fromiter((s.text_len for s in rows.spans), np.int32, num_rows)
+    in_row = np.minimum(np.arange(widest), counts[:, None] - 1)  # [B, n], pads repeat the last
+    query_positions = (rows.starts[:, None] + in_row).astype(np.int32)
+    rectangle = row_of * widest + places
+    written = rectangle if pads_inputs else np.arange(len(places))
+    inputs = np.zeros(num_rows * widest if pads_inputs else len(places), np.int32)
+    inputs[written] = tokens
+    queries = None if pads_inputs else torch.from_numpy((counts.cumsum() - counts)[:, None] + in_row)
+    return PaddedBatch(
+        tokens=torch.from_numpy(inputs),
+        positions=torch.from_numpy(query_positions.ravel() if pads_inputs else query_positions.ravel()[rectangle]),
+        text_len_of=torch.from_numpy(np.repeat(text_lens, widest if pads_inputs else counts)),
+        logit_rows=torch.from_numpy(_logit_rows(rows, written)),
+        written=torch.from_numpy(written),
+        slots=torch.from_numpy(rows.lines[row_of] * tables.num_slots + slots),
+        lines=keys.lines,
+        columns=keys.columns,
+        gathered=None if keys.gathered is None else torch.from_numpy(keys.gathered),
+        key_positions=torch.from_numpy(keys.positions),
+        query_positions=torch.from_numpy(query_positions),
+        queries=queries,
+        outputs=None if pads_inputs else torch.from_numpy(rectangle),
+        num_tokens=len(places),
+        num_live=int((rows.starts + counts).sum()),
+        num_reserved=keys.num_reserved,
+    )
+
+
+def _logit_rows(rows: Rows, written: Int64) -> Int64:
+    """Places of the tokens whose logits are wanted, rows in the order in which the spans were given."""
+    wanted = np.fromiter((s.num_logits for s in rows.spans), np.int64, len(rows.spans))
+    chosen = np.flatnonzero(rows.places >= np.repeat(rows.counts - wanted, rows.counts))
+    by_span = np.argsort(rows.order[rows.row_of[chosen]], kind="stable")
+    return written[chosen[by_span]]

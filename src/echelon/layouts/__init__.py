@@ -1,1 +1,0 @@
-"""How rows become a batch. `unpadded` concatenates them."""

@@ -1,0 +1,187 @@
+"""Passes of a model as CUDA graphs: one pass, or a chain of passes in which each reads the tokens that the one before has chosen.
+
+The results are the bits of passes run one launch after another: where all operations are invariant, a token's result depends on no other
+token, and so padding changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from echelon.batch import RaggedBatch
+from echelon.kv.cache import KVCache
+from echelon.model.attention import LayerCall, RecordingStep, record_layers
+from echelon.model.graphs.buckets import Bucket, bucket_of, common
+from echelon.model.graphs.buffers import Frames, Inputs, Pass
+from echelon.model.graphs.graphs import Graphs, Outputs
+from echelon.model.hidden_states import Taps
+from echelon.model.load.loading import LoadedModel
+from echelon.model.patches.experts import is_experts
+from echelon.model.patches.rope import coded_positions
+from echelon.model.runner import Draws, launch
+from echelon.ops.triton.attention import plan_key, planned_attention
+from echelon.ops.triton.plan import PlanKey, plan_tables
+from echelon.ops.triton.sample import draw_columns, draw_rows
+
+logger = logging.getLogger("echelon")
+MOST_TOKENS = 512  # with more, a layer of a 7B model keeps a large device busy for longer than the host takes to launch it
+DRAWN = (torch.float32, torch.int32, torch.float64, torch.float32)  # `draw_columns` without the keys
+Launch = Callable[[Inputs, Tensor], tuple[Tensor, Tensor | None]]  # one pass over these tokens
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Logits [R, V] and taps [T, F] of one pass, and how many rows it fed, padding included."""
+
+    logits: Tensor
+    taps: Tensor | None
+    num_inputs: int
+
+
+class PlannedStep:
+    """`CachedStep` by plans that lie on the device already."""
+
+    def __init__(self, inputs: Inputs, cache: KVCache) -> None:
+        self._inputs, self._cache = inputs, cache
+
+    def attend(self, call: LayerCall) -> Tensor:
+        self._cache.write(call.layer, call.key, call.value, self._inputs.slots)
+        keys, values = self._cache.keys[call.layer], self._cache.values[call.layer]
+        plan = self._inputs.plans[plan_key(call.query, keys.shape[1], call.window)]
+        size = self._cache.block_size
+        return planned_attention(call.query, keys, values, plan, size, call.scale, call.window, call.softcap, call.sinks)
+
+
+class Captured:
+    """The graphs of one model. No graph refers back to this object, so that dropping it frees their memory and the cache at once."""
+
+    def __init__(self, loaded: LoadedModel, cache: KVCache) -> None:
+        self._loaded, self.cache = loaded, cache
+        seeker = _KeySeeker()
+        record_layers(loaded.model, seeker)
+        self.keys = tuple(dict.fromkeys(seeker.keys))
+        self.graphs = Graphs(cache.device)
+
+    @property
+    def num_captures(self) -> int:
+        return self.graphs.num_captures
+
+    def launch(self, taps: Taps | None = None) -> Launch:
+        return partial(_launch, self._loaded, self.cache, taps)
+
+    def run(self, batch: RaggedBatch, taps: Taps | None) -> Replayed | None:
+        """One pass, always with the same taps; None where it is to be run eagerly."""
+        if not 0 < len(batch.logit_rows) <= batch.num_tokens <= MOST_TOKENS:
+            return None
+        own = self._pass(batch)
+        bucket = bucket_of(batch, own.tables)
+        outputs = self.graphs.run(
+            bucket,
+            lambda: _OnePass(self._frames([bucket]), self.launch(taps)),
+            lambda program: program.frames.fill([own], self.cache.null_slots),
+        )
+        if outputs is None:
+            return None
+        logits, *found = outputs
+        return Replayed(logits[: len(batch.logit_rows)], found[0][: batch.num_tokens] if found else None, bucket.num_tokens)
+
+    def chain(self, batches: Sequence[RaggedBatch], width: int, draws: Draws | None) -> tuple[Tensor, list[int]] | None:
+        """`ModelRunner.chain`, and how many rows each pass fed, padding included; None as in `run`."""
+        if batches[0].num_tokens > MOST_TOKENS:
+            return None
+        passes = [self._pass(batch) for batch in batches]
+        first, *later = (bucket_of(own.batch, own.tables) for own in passes)
+        if later:
+            again = common([*later, Bucket(first.num_logits, first.num_logits, 1, later[0].plans)])
+            later = [again] * len(later)
+        buckets = [first, *later]
+        rows = first.num_logits
+        shapes = [] if draws is None else [*(((rows,), dtype) for dtype in DRAWN), ((len(batches), rows), torch.int64)]
+        outputs = self.graphs.run(
+            (*buckets, width, draws is None),
+            lambda: _Chain(self._frames(buckets, shapes), self.launch(), width),
+            lambda program: program.frames.fill(passes, self.cache.null_slots, _columns(draws)),
+        )
+        if outputs is None:
+            return None
+        return outputs[0][:, : batches[0].num_rows], [b.num_tokens for b in buckets]
+
+    def _pass(self, batch: RaggedBatch) -> Pass:
+        return Pass(batch, coded_positions(batch, self._loaded.original_context), tuple(plan_tables(batch, key) for key in self.keys))
+
+    def _frames(self, buckets: Sequence[Bucket], columns: Sequence[tuple[tuple[int, ...], torch.dtype]] = ()) -> Frames:
+        return Frames(buckets, self.keys, self.cache.block_size, self.cache.device, columns)
+
+
+def _launch(loaded: LoadedModel, cache: KVCache, taps: Taps | None, inputs: Inputs, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    return launch(loaded, taps, tokens, inputs.positions, inputs.logit_rows, PlannedStep(inputs, cache))
+
+
+@dataclass(frozen=True)
+class _OnePass:
+    frames: Frames
+    launch: Launch
+
+    def forward(self) -> Outputs:
+        (inputs,) = self.frames.passes
+        logits, taps = self.launch(inputs, inputs.tokens)
+        return (logits,) if taps is None else (logits, taps)
+
+
+@dataclass(frozen=True)
+class _Chain:
+    frames: Frames
+    launch: Launch
+    width: int
+
+    def forward(self) -> Outputs:
+        chosen: list[Tensor] = []
+        for place, inputs in enumerate(self.frames.passes):
+            tokens = chosen[-1].clamp_min(0).int() if chosen else inputs.tokens
+            logits, _ = self.launch(inputs, tokens)
+            chosen.append(self._choose(F.pad(logits, (0, self.width - logits.shape[-1]), value=-torch.inf), place))
+        return (torch.stack(chosen),)
+
+    def _choose(self, logits: Tensor, place: int) -> Tensor:
+        if not self.frames.columns:
+            return logits.argmax(-1)
+        temperature, top_k, top_p, log_min_p, noise_keys = self.frames.columns
+        return draw_rows(logits.float(), temperature, top_k, top_p, log_min_p, noise_keys[place])
+
+
+class _KeySeeker(RecordingStep):
+    """Notes what plans the layers of a model need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: list[PlanKey] = []
+
+    def attend(self, call: LayerCall) -> Tensor:
+        self.keys.append(plan_key(call.query, call.key.shape[1], call.window))
+        return super().attend(call)
+
+
+def _columns(draws: Draws | None) -> tuple[NDArray[Any], ...]:
+    """As `_Chain` reads them: a row's parameters, and noise keys int64 [passes, B]."""
+    if draws is None:
+        return ()
+    *params, _ = draw_columns(draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.noise_keys[0])
+    return (*params, np.array(draws.noise_keys, np.uint64).view(np.int64))
+
+
+def captured(loaded: LoadedModel, cache: KVCache) -> Captured | None:
+    """The graphs of a model, or None where its passes wait for the device."""
+    if any(is_experts(module) for module in loaded.model.modules()):
+        logger.info("%s runs without CUDA graphs: which experts a step needs is known on the host alone", loaded.name)
+        return None
+    return Captured(loaded, cache)

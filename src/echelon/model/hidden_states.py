@@ -1,0 +1,129 @@
+"""Hidden states of the target that a drafter asks for, taken by hooks that exist during a pass alone.
+
+Where a tap lies is found by trying: a pass over one token shows which modules produce what the output layer reads, and which are the
+decoder layers. `heads.base.Tap` says what the names mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from echelon.errors import UnsupportedModelError
+from echelon.heads.base import Tap
+from echelon.model.attention import STEP_KEYWORD, RecordingStep
+
+LAYER = "layer:"
+
+
+class Taps:
+    """The taps `names` of a served causal language model.
+
+    Raises
+    ------
+    UnsupportedModelError  a tap cannot be found in this model
+    """
+
+    def __init__(self, model: Any, names: Sequence[Tap]) -> None:
+        self.names = tuple(names)
+        self._model, self._name = model, type(model).__name__
+        seen = _Trial(model)
+        self._last, self._norm, self._layers = seen.last, seen.norm, seen.layers
+        for name in self.names:
+            self._check(name)
+
+    def _check(self, name: Tap) -> None:
+        if name == "last" and self._last is None:
+            raise UnsupportedModelError(f"what the output layer of {self._name} reads is no module's output, so it has no tap 'last'")
+        if name == "last_unnormed" and self._norm is None:
+            raise UnsupportedModelError(f"{self._name} has no norm at its end, so it has no tap 'last_unnormed'")
+        if name.startswith(LAYER):
+            if not self._layers:
+                raise UnsupportedModelError(f"the decoder layers of {self._name} cannot be found, so it has no tap {name!r}")
+            if not (number := name.removeprefix(LAYER)).isdecimal() or int(number) >= len(self._layers):
+                raise UnsupportedModelError(f"{self._name} has layers 0 to {len(self._layers) - 1}, so it has no tap {name!r}")
+        elif name not in ("last", "last_unnormed"):
+            raise UnsupportedModelError(f"there is no tap {name!r}; taps are 'last', 'last_unnormed' and 'layer:i'")
+
+    def example(self) -> Tensor:
+        """[1, len(names) · d] of a text of one token."""
+        with self.reading() as found:
+            run_one_token(self._model)
+        return self.joined(found, 1)
+
+    @contextmanager
+    def reading(self) -> Iterator[dict[Tap, Tensor]]:
+        """During a pass of the model, its hidden states [T', d] by name."""
+        found: dict[Tap, Tensor] = {}
+        handles = [self._hook(name, found) for name in dict.fromkeys(self.names)]
+        try:
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, name: Tap, found: dict[Tap, Tensor]) -> Any:
+        def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            found[name] = _first(output)[0]
+
+        def before(_module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            found[name] = (inputs[0] if inputs else keywords["hidden_states"])[0]
+
+        if name == "last":
+            assert self._last is not None
+            return self._last.register_forward_hook(after)
+        module = self._norm if name == "last_unnormed" else self._layers[int(name.removeprefix(LAYER))]
+        assert module is not None
+        return module.register_forward_pre_hook(before, with_kwargs=True)
+
+    def joined(self, found: dict[Tap, Tensor], num_tokens: int) -> Tensor:
+        """[T, len(names) · d] in the order of `names`."""
+        return torch.cat([found[name][:num_tokens] for name in self.names], -1)
+
+
+class _Trial:
+    """A pass over one token, watched: which module's output the output layer reads, the norm that makes it, and the decoder layers."""
+
+    def __init__(self, model: Any) -> None:
+        called: list[tuple[nn.Module, Tensor]] = []
+        read: list[Tensor] = []
+
+        def note(module: nn.Module, _inputs: Any, output: Any) -> None:
+            if isinstance(first := _first(output), Tensor):
+                called.append((module, first))
+
+        output_layer = model.get_output_embeddings()
+        handles = [m.register_forward_hook(note) for m in model.modules() if m is not model and m is not output_layer]
+        handles.append(output_layer.register_forward_pre_hook(lambda _module, inputs: read.append(inputs[0])))
+        try:
+            run_one_token(model)
+        finally:
+            for handle in handles:
+                handle.remove()
+        last = [m for m, output in called if output.data_ptr() == read[0].data_ptr()]  # nothing is freed before
+        self.last = last[-1] if last else None
+        self.norm = next((m for m in reversed(last) if _is_norm(m)), None)
+        modules, count = {id(m) for m, _ in called}, model.config.get_text_config().num_hidden_layers
+        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count and all(id(x) in modules for x in m)]
+        self.layers = list(lists[0]) if lists else []
+
+
+def run_one_token(model: Any) -> None:
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    with torch.inference_mode():
+        model(input_ids=zero, position_ids=zero, use_cache=False, **{STEP_KEYWORD: RecordingStep()})
+
+
+def _first(output: Any) -> Any:
+    """The hidden state in what a module returns."""
+    return output if isinstance(output, Tensor) else output[0] if isinstance(output, (tuple, ModelOutput)) and len(output) else None
+
+
+def _is_norm(module: nn.Module) -> bool:
+    parameters = list(module.parameters())
+    return bool(parameters) and not any(True for _ in module.children()) and all(p.ndim == 1 for p in parameters)

@@ -1,0 +1,340 @@
+"""Reading a causal language model from a folder or the hub: safetensors only, no code from the checkpoint, self-tested."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from echelon.checkpoint.build import without_memory
+from echelon.checkpoint.folder import Folder, first_line, refusing, shown
+from echelon.checkpoint.schemas import GenerationSettings, ModelConfig, check_counts, refuse_own_code, refuse_quantised
+from echelon.checkpoint.tensors import Weights, open_weights, weight_files
+from echelon.config import check_settings
+from echelon.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from echelon.inputs import check_kind, name_of
+from echelon.model.attention import IMPLEMENTATION
+from echelon.model.load.selftest import self_test
+from echelon.model.patches.decoder_layer import flatten
+from echelon.model.patches.elementwise import fuse
+from echelon.model.patches.linear import LINEAR, replace_layers
+from echelon.model.patches.rope import OriginalContext, replace_rope
+from echelon.model.patches.vectors import fill_vectors
+from echelon.model.patches.weights import Served
+from echelon.ops import devices
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+GENERATION = "generation_config.json"
+TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template", "additional_chat_templates")
+IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
+_LOADING = threading.Lock()
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A self-tested model, its tokenizer if it has one, and where they came from."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    replaced: dict[str, int]  # class → number of modules that run our operations
+    original_context: OriginalContext | None  # where longer texts have rotary frequencies of their own
+    is_fast: bool = False  # linear layers may round by the batch (`EngineConfig.numerics`)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are, and so its cache and its logits."""
+        device: torch.device = self.model.device
+        return device
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of a row of logits."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def max_len(self) -> int:
+        """The context, in tokens."""
+        config = self.model.config.get_text_config()
+        return int(getattr(config, "max_position_embeddings", None) or 2048)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        ids = getattr(self.model.generation_config, "eos_token_id", None)
+        if ids is None:
+            ids = getattr(self.model.config.get_text_config(), "eos_token_id", None)
+        return frozenset([ids] if isinstance(ids, int) else ids or [])
+
+
+def load_model(name: str | os.PathLike[str], dtype: str = "auto", device: str = "cpu", numerics: str = "invariant") -> LoadedModel:
+    """Load `name`, a folder or a hub name, to a device, with numerics, as in `EngineConfig`.
+
+    Raises
+    ------
+    ModelLoadError          the files are missing, unsafe, torn or do not fit the architecture
+    UnsupportedModelError   the architecture cannot be batched exactly
+    ConfigError             there is no such device, dtype or numerics
+    """
+    name = name_of(name)
+    check_settings(dtype=dtype, device=device, numerics=numerics)
+    chosen = devices.chosen_device(device)
+    model, tokenizer = _read(name, dtype, IMPLEMENTATION)
+    self_test(type(model), model.config, model.dtype)
+    model.to(chosen).eval().requires_grad_(False)
+    return _served(model, tokenizer, name, keep_weights=False, numerics=numerics, in_place=True)
+
+
+def load_plain(name: str | os.PathLike[str]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """The model as transformers would run it, nothing replaced, and its tokenizer; the same refusals as `load_model`."""
+    model, tokenizer = _read(name_of(name), "auto", "sdpa")
+    return model.eval().requires_grad_(False), tokenizer
+
+
+def adopt_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    name: str,
+    keep_weights: bool = True,
+    numerics: str = "invariant",
+) -> LoadedModel:
+    """A model built in memory is served: self-tested, attention and layers replaced; its weights stay beside the packed ones if asked."""
+    check_kind("model", model, PreTrainedModel)
+    check_settings(numerics=numerics)
+    _check_unpatched(model)
+    self_test(type(model), model.config, model.dtype)
+    model.set_attn_implementation(IMPLEMENTATION)
+    model.eval().requires_grad_(False)
+    return _served(model, tokenizer, name, keep_weights, numerics)
+
+
+def served_copy(model: PreTrainedModel) -> LoadedModel:
+    """A caller's model as the engine serves it, in a copy that shares its weights. The model itself stays as it is, at any time; linear
+    layers of the copy read packed weights, which take as much memory again on a processor.
+
+    Raises
+    ------
+    UnsupportedModelError  the architecture cannot be batched exactly, or the model cannot be copied
+    """
+    name = type(model).__name__
+    _check_unpatched(model)
+    self_test(type(model), model.config, model.dtype)
+    try:
+        copied = copy.deepcopy(model, _shared(model))
+    except Exception as error:  # whatever a module holds
+        raise UnsupportedModelError(f"{name} cannot be copied ({first_line(error)}); pass the model unpatched") from error
+    copied.set_attn_implementation(IMPLEMENTATION)
+    return _served(copied, None, name, True, "invariant")
+
+
+def _shared(model: PreTrainedModel) -> dict[int, Any]:
+    """What `deepcopy` is not to copy, by identity: weights are shared, and forward hooks are called for the caller's own modules."""
+    shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    for module in model.modules():
+        for name, hooks in vars(module).items():
+            if name in ("_forward_hooks", "_forward_pre_hooks"):
+                called = {key: functools.partial(_call_hook, hook, module) for key, hook in hooks.items()}
+                shared[id(hooks)] = OrderedDict(called)
+            elif name.endswith("_hooks") and not name.startswith("_forward"):  # of gradients and state dictionaries
+                shared[id(hooks)] = OrderedDict()
+    return shared
+
+
+def _call_hook(hook: Callable[..., Any], module: nn.Module, _copied: nn.Module, *seen: Any) -> Any:
+    return hook(module, *seen)
+
+
+def _check_unpatched(model: PreTrainedModel) -> None:
+    if any("forward" in vars(m) and not isinstance(m.forward, Served) for m in model.modules() if isinstance(m, LINEAR)):
+        raise UnsupportedModelError(f"a linear layer of {type(model).__name__} has a forward of its own already; pass the model unpatched")
+
+
+def serve_head(head: nn.Module, is_fast: bool = False) -> None:
+    """Our operations in the place of a head's own; weights stay beside the packed ones, since heads read some of them."""
+    with torch.inference_mode():
+        fuse(head)
+    replace_layers(head, True, is_fast)
+
+
+def _served(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    name: str,
+    keep_weights: bool,
+    numerics: str,
+    in_place: bool = False,
+) -> LoadedModel:
+    """Our operations in the place of the model's own; `in_place`: nobody else has its weights, so packed ones may take their memory."""
+    is_fast = numerics == "fast" and devices.by_triton(next(model.parameters()))
+    with torch.inference_mode():
+        original_context = replace_rope(model)
+        replaced = fuse(model)
+    replaced |= replace_layers(model, keep_weights, is_fast, in_place)
+    replaced |= flatten(model)
+    fill_vectors(model)
+    return LoadedModel(model, tokenizer, name, replaced, original_context, is_fast)
+
+
+def _read(name: str, dtype: str, attention: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """A model and its tokenizer, read into memory of their own; nothing of what they are made of changes with the files any more."""
+    folder = Folder.locate(name, "model")
+    raw = _settings(folder)
+    with open_weights(folder, weight_files(folder)) as weights:
+        check_counts(folder.shown, raw, len(weights.tensors), weights.largest_dimension)
+        tokenizer = _read_tokenizer(folder)
+        config = _read_config(folder)
+        cls = _class_of(folder, config, weights)
+        model = _read_weights(cls, config, dtype, attention, weights)
+    model.config.name_or_path = name
+    return model, tokenizer
+
+
+def _settings(folder: Folder) -> dict[str, Any]:
+    """What config.json says, of a kind that could be served."""
+    if not folder.has("config.json"):
+        raise ModelLoadError(f"{folder.shown} holds no config.json; point to the folder that `save_pretrained` wrote")
+    raw = folder.read_json("config.json")
+    refuse_own_code(folder.shown, raw)
+    refuse_quantised(folder.shown, raw)
+    folder.read_as("config.json", ModelConfig)
+    return raw
+
+
+def _read_config(folder: Folder) -> Any:
+    with refusing(f"cannot read the configuration of {folder.shown}"):
+        config = AutoConfig.from_pretrained(str(folder.path), trust_remote_code=False)
+    if hasattr(config, "auto_map"):
+        raise UnsupportedModelError(f"{folder.shown} wants to run its own code (auto_map in config.json), which echelon never does")
+    return config
+
+
+def _class_of(folder: Folder, config: Any, weights: Weights) -> type[PreTrainedModel]:
+    """The class that `config` describes, once its tensors have been seen to be those of the files; built without memory."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModelError(f"{type(config).__name__} of {folder.shown} is no causal language model of transformers")
+    with refusing(f"cannot build the model of {folder.shown}", "config.json does not fit it: copy the checkpoint again"):
+        with without_memory(len(weights.tensors), weights.numel):
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    misshapen = [
+        f"{t.file.name}: tensor {shown(key, quote=False)} has shape {list(t.shape)}, and config.json asks for {list(expected[key])}"
+        for key, t in weights.tensors.items()
+        if key in expected and t.shape != expected[key]
+    ]
+    if misshapen:
+        raise ModelLoadError(f"cannot load {folder.shown}: {'; '.join(misshapen[:5])}")
+    return type(model)
+
+
+def _read_weights(cls: type[PreTrainedModel], config: Any, dtype: str, attention: str, weights: Weights) -> PreTrainedModel:
+    """A model of `cls` filled from `weights`, one tensor after the other."""
+    folder = weights.folder
+    wanted = DTYPES.get(dtype) or getattr(config, "dtype", None) or weights.first_float()
+    if wanted not in DTYPES.values():
+        raise UnsupportedModelError(f"{folder.shown} is stored in {wanted}; served are {', '.join(DTYPES)}: pass dtype=")
+    text_only = not isinstance(config, cls.config_class) and isinstance(config.get_text_config(), cls.config_class)
+    with refusing(f"cannot load {folder.shown}"), _one_at_a_time():
+        model, info = cls.from_pretrained(
+            None,
+            config=config.get_text_config() if text_only else config,
+            state_dict=weights.tensors,
+            dtype=wanted,
+            attn_implementation=attention,
+            output_loading_info=True,
+        )
+    _check_weights(folder.shown, info, {key: t.file.name for key, t in weights.tensors.items()})
+    _read_generation(folder, model)
+    return model
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Tensors are read when they are wanted, so that those which a model merges are not all held beside what they become.
+
+    `transformers` has this as a variable of the environment.
+    """
+    with _LOADING:
+        before = os.environ.get(IN_TURN)
+        os.environ[IN_TURN] = "1"
+        try:
+            yield
+        finally:
+            os.environ.pop(IN_TURN) if before is None else os.environ.update({IN_TURN: before})
+
+
+def _read_generation(folder: Folder, model: PreTrainedModel) -> None:
+    """The generation settings beside the model, as `from_pretrained` finds them."""
+    if not model.can_generate():
+        return
+    beside = folder.has(GENERATION)
+    if beside:
+        folder.read_as(GENERATION, GenerationSettings)
+    with refusing(f"cannot read the generation settings of {folder.shown}"):
+        place = {} if beside else {"config_file_name": "config.json", "_from_model_config": True}
+        model.generation_config = GenerationConfig.from_pretrained(str(folder.path), **place)
+
+
+def _check_weights(name: str, info: dict[str, Any], files: dict[str, str]) -> None:
+    """Every tensor of the architecture must come from the checkpoint, and every tensor of the checkpoint must have a place."""
+    for key, what in (("missing_keys", "lacks"), ("unexpected_keys", "has surplus")):
+        if names := sorted(str(n) for n in info.get(key) or ()):
+            listed = ", ".join(f"{shown(n, quote=False)} ({files[n]})" if n in files else shown(n, quote=False) for n in names[:5])
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ModelLoadError(f"the checkpoint {name} {what} tensors: {listed}{more}; it does not fit its config.json")
+
+
+def _read_tokenizer(folder: Folder) -> PreTrainedTokenizerBase | None:
+    files = [p.name for p in folder.path.iterdir() if p.name.startswith(TOKENIZER_FILES)]
+    if not any(name.startswith(("tokenizer", "vocab")) for name in files):
+        return None
+    for name in files:
+        if (folder.path / name).is_dir():
+            continue
+        if name.endswith(".json") and name != "tokenizer.json":  # its own reader bounds that
+            folder.read_json(name)
+        else:
+            folder.file(name)
+    with refusing(f"cannot read the tokenizer of {folder.shown}"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder.path), trust_remote_code=False)
+    return tokenizer
+
+
+def check_vocabularies(target: LoadedModel, draft: LoadedModel) -> None:
+    """A draft model must mean the same by every token id; how far the two vocabularies are padded does not matter.
+
+    Raises
+    ------
+    ConfigError  they differ, with the first token that does, or cannot be compared for lack of a tokenizer
+    """
+    if target.tokenizer is None or draft.tokenizer is None:
+        if target.vocab_size != draft.vocab_size:
+            raise ConfigError(
+                f"the draft model {draft.name!r} has {draft.vocab_size:,} tokens, the target {target.vocab_size:,}, and without both "
+                "tokenizers they cannot be compared; a draft model must share the target's vocabulary"
+            )
+        return
+    pieces = [{i: piece for piece, i in m.tokenizer.get_vocab().items()} for m in (target, draft) if m.tokenizer is not None]
+    for token in sorted(pieces[0].keys() | pieces[1].keys()):
+        ours, theirs = (p.get(token) for p in pieces)
+        if ours != theirs:
+            raise ConfigError(
+                f"token {token} is {theirs!r} in the draft model {draft.name!r} and {ours!r} in the target; "
+                "a draft model must share the target's vocabulary"
+            )

@@ -1,0 +1,256 @@
+"""Before a model is served: does a twin compute the same once our operations have taken their places, and does a row stay its own?
+
+Asked of the shrunken random twin as it will be served, everything replaced:
+
+* its logits are those of `transformers`, also where matrices around activations are wide enough to reach every clamp, and in 16-bit dtypes
+  as near to the float32 twin as `transformers` itself is;
+* a text that grows has the logits that it has under `generate`;
+* a row's logits are the same bits beside any number of others and in pieces;
+* no matrix is multiplied by the framework, whose rounding follows the number of rows, and no pass changes a buffer of a module.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from echelon.batch import Span
+from echelon.errors import Refusal, UnsupportedModelError
+from echelon.kv.blocks import BlockTables
+from echelon.kv.cache import KVCache
+from echelon.model import pack as unpadded
+from echelon.model.attention import IMPLEMENTATION, STEP_KEYWORD, CachedStep, record_layers
+from echelon.model.patches.decoder_layer import flatten
+from echelon.model.patches.elementwise import fuse
+from echelon.model.patches.linear import replace_layers
+from echelon.model.patches.rope import coded_positions, replace_rope
+from echelon.model.patches.vectors import fill_vectors, in_whole_vectors, is_whole
+from echelon.ops import devices
+
+TOLERANCE = 5e-5  # float32, relative to the largest logit
+SPREAD = 16.0  # times wider: what enters activations then reaches some hundreds
+NOT_WIDENED = ("attn", "attention", "embed", "head", "router", "gate.")  # sharp scores would be ties, and rounding would decide them
+MOST_ROUNDING = 3.0  # times the error of transformers, which rounds more often
+BESIDE = (1, 2, 3, 4, 6, 11, 16, 23, 40)  # neighbours of a row
+NUM_GIVEN = 3  # tokens of a short prompt
+NUM_GROWN = 14  # tokens that `generate` adds to it, past the twin's original context
+BLOCK, LONGEST = 8, 64
+PRODUCTS = ("mm", "bmm", "matmul", "addmm", "baddbmm")  # the last tensor is [..., K, N]
+MATMULS = {
+    *PRODUCTS,
+    *("mv", "addmv", "dot", "vdot", "inner", "tensordot", "einsum", "bilinear", "linear", "_addmm_activation", "_scaled_mm", "addbmm"),
+    *("convolution", "conv1d", "conv2d", "scaled_dot_product_attention", "_grouped_mm"),
+}
+
+
+class Served:
+    """A twin with our operations in it, a cache, and rows in it."""
+
+    def __init__(self, twin: PreTrainedModel) -> None:
+        twin.set_attn_implementation(IMPLEMENTATION)
+        shapes = record_layers(twin)
+        self.original = replace_rope(twin)
+        fuse(twin)
+        replace_layers(twin, keep_weights=False)
+        flatten(twin)
+        fill_vectors(twin)
+        self.twin, self.num_fed = twin, 0
+        self.cache = KVCache(shapes, BlockTables(LONGEST * 8, BLOCK, LONGEST // BLOCK), twin.dtype, torch.device("cpu"))
+
+    def feed(self, pieces: dict[int, list[int]], text_lens: dict[int, int], prompt_lens: dict[int, int]) -> dict[int, Tensor]:
+        """The next tokens of some rows in one batch: float32 logits [n, V] of each."""
+        tables = self.cache.tables
+        spans = []
+        for row, tokens in pieces.items():
+            start = tables.num_cached(row)
+            tables.reserve(row, start + len(tokens))
+            spans.append(Span(row, start, tokens, len(tokens), text_lens[row], prompt_len=prompt_lens[row]))
+        batch = unpadded.pack(spans, tables)
+        positions = coded_positions(batch, self.original)[None].long()
+        step = {STEP_KEYWORD: CachedStep(batch, self.cache)}
+        logits = self.twin(input_ids=batch.tokens[None].long(), position_ids=positions, use_cache=False, **step).logits[0].float()
+        for span in spans:
+            tables.commit(span.row, span.start + len(span.tokens))
+        return dict(zip(pieces, logits.split([len(t) for t in pieces.values()]), strict=True))
+
+    def alone(self, tokens: list[int], sizes: list[int] | None = None) -> Tensor:
+        """[T, V] of one text, in pieces of the given sizes."""
+        row = self._next_row()
+        length = {row: len(tokens)}
+        pieces = torch.split(torch.tensor(tokens), sizes or [len(tokens)])
+        found = [self.feed({row: piece.tolist()}, length, length)[row] for piece in pieces]
+        self.cache.tables.release(row)
+        return torch.cat(found)
+
+    def beside(self, tokens: list[int], count: int) -> Tensor:
+        """[T, V] of a text in the middle of `count` others of other lengths."""
+        rows = [self._next_row() for _ in range(count + 1)]
+        place = count // 2
+        pieces = {r: tokens if i == place else [3 + (i + j) % 50 for j in range(1 + i % 5)] for i, r in enumerate(rows)}
+        lengths = {row: len(piece) for row, piece in pieces.items()}
+        logits = self.feed(pieces, lengths, lengths)[rows[place]]
+        for row in rows:
+            self.cache.tables.release(row)
+        return logits
+
+    def grown(self, tokens: list[int], num_given: int) -> Tensor:
+        """[n, V]: after a prompt and after each further token but the last, as a row meets them when it generates."""
+        row = self._next_row()
+        found = []
+        for known in range(num_given, len(tokens)):
+            is_new = self.original is not None and self.original.is_read_anew and known == self.original.length + 1
+            if is_new:
+                self.cache.tables.commit(row, 0)
+            start = self.cache.tables.num_cached(row) if known > num_given else 0
+            found.append(self.feed({row: tokens[start:known]}, {row: known}, {row: num_given})[row][-1])
+        self.cache.tables.release(row)
+        return torch.stack(found)
+
+    def _next_row(self) -> int:
+        self.num_fed += 1
+        return self.num_fed
+
+
+@torch.inference_mode()
+def check_served(make_twin: Callable[[], PreTrainedModel], tokens: list[int]) -> None:
+    """Raise `UnsupportedModelError`, with what differed, unless a twin passes everything said above. `make_twin`: equal float32 twins with
+    eager attention; `tokens`: a text.
+    """
+    twin, served = make_twin(), Served(make_twin())
+    name = type(twin).__name__
+    _check_near(name, "once our operations have taken their places", _eager(twin, tokens), served.alone(tokens))
+    wide = _eager(_widened(make_twin()), tokens), Served(_widened(make_twin())).alone(tokens)
+    _check_near(name, "where large values meet its activations", *wide)
+    text, logits = _generated(twin, tokens[:NUM_GIVEN])
+    is_anew = served.original is None or served.original.is_read_anew
+    where = "of a text that grows under generate" if served.original is None else "of a text that outgrows its original context"
+    _check_near(name, where, logits, served.grown(text, NUM_GIVEN), Refusal.CACHE if is_anew else Refusal.OPERATIONS)
+    if devices.has_kernels(torch.empty(0)):  # else `framework_layers` says what stays with the framework
+        _check_operations(name, served, tokens)
+        _check_bits(name, served, tokens)
+
+
+@torch.inference_mode()
+def check_rounding(make_twin: Callable[[], PreTrainedModel], tokens: list[int], dtype: torch.dtype) -> None:
+    """Raise `UnsupportedModelError` unless a served twin of a 16-bit dtype is as near to float32 as `transformers` is."""
+    exact, theirs, ours = make_twin().to(dtype).float(), make_twin().to(dtype), Served(make_twin().to(dtype))
+    texts = [tokens, tokens[::-1], tokens[7:] + tokens[:7]]  # of a deep mixture most tokens of one text may go to other experts
+    expected = [_eager(exact, text) for text in texts]
+    limits = [_distance(x, _eager(theirs, text)) for x, text in zip(expected, texts, strict=True)]
+    found = [_distance(x, ours.alone(text)) for x, text in zip(expected, texts, strict=True)]
+    ratio = sorted(a / max(b, 1e-30) for a, b in zip(found, limits, strict=True))[1]
+    if not ratio <= MOST_ROUNDING:
+        detail = f"in {dtype} with {ratio:.1f} times the rounding error that transformers has there"
+        raise UnsupportedModelError.because(type(exact).__name__, Refusal.OPERATIONS, detail)
+
+
+def _distance(expected: Tensor, got: Tensor) -> float:
+    """Of most tokens: of a mixture some go to another expert after a rounding."""
+    return float((expected - got.float()).square().mean(-1).sqrt().median())
+
+
+def _eager(twin: PreTrainedModel, tokens: list[int]) -> Tensor:
+    ids = torch.tensor([tokens])
+    logits: Tensor = twin(input_ids=ids, position_ids=torch.arange(len(tokens))[None], use_cache=False).logits[0]
+    return logits.float()
+
+
+def _generated(twin: PreTrainedModel, prompt: list[int]) -> tuple[list[int], Tensor]:
+    """What `generate` says after a prompt, and its logits [n, V]."""
+    ids = torch.tensor([prompt])
+    settings: dict[str, Any] = {"max_new_tokens": NUM_GROWN, "min_new_tokens": NUM_GROWN, "do_sample": False, "pad_token_id": 0}
+    out = twin.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_logits=True, **settings)
+    return out.sequences[0].tolist(), torch.cat(out.logits).float()
+
+
+def _widened(twin: PreTrainedModel) -> PreTrainedModel:
+    """In place: matrices outside of attention, SPREAD times as large."""
+    for name, parameter in twin.named_parameters():
+        if parameter.ndim >= 2 and not any(part in name for part in NOT_WIDENED):
+            parameter.mul_(SPREAD)
+    return twin
+
+
+def _check_near(name: str, where: str, expected: Tensor, got: Tensor, refusal: Refusal = Refusal.OPERATIONS) -> None:
+    difference = float((expected - got).abs().max() / expected.abs().max())
+    if not difference < TOLERANCE:
+        detail = f"other logits {where} than in transformers, relative difference {difference:.1e}"
+        raise UnsupportedModelError.because(name, refusal, detail)
+
+
+def _check_bits(name: str, served: Served, tokens: list[int]) -> None:
+    alone = served.alone(tokens)
+    ways = {f"beside {count} others": served.beside(tokens, count) for count in BESIDE}
+    ways |= {"in pieces": served.alone(tokens, [len(tokens) - 8, 1, 4, 2, 1])}
+    for way, logits in ways.items():
+        if not torch.equal(alone, logits):
+            detail = f"other bits {way} than alone, largest difference {float((alone - logits).abs().max()):.1e}"
+            raise UnsupportedModelError.because(name, Refusal.ROUNDING, detail)
+
+
+def _check_operations(name: str, served: Served, tokens: list[int]) -> None:
+    before = {key: (id(buffer), buffer.clone()) for key, buffer in served.twin.named_buffers()}
+    with _multiplied() as found:
+        served.alone(tokens)
+    if found:
+        raise UnsupportedModelError.because(name, Refusal.ROUNDING, f"it {' and '.join(sorted(found))}")
+    after = dict(served.twin.named_buffers())
+    if changed := [k for k, (at, values) in before.items() if id(after.get(k)) != at or not torch.equal(after[k], values)]:
+        raise UnsupportedModelError.because(name, Refusal.STATE, f"it changes {changed[0]} in a pass")
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes in which modules the framework does what depends on the number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in MATMULS and not _is_outer(func.overloadpacket.__name__, args):
+            self.found.add(f"multiplies matrices by the framework in {_caller()}")
+        out = func(*args, **(kwargs or {}))
+        if torch.Tag.pointwise in func.tags and not kwargs and _rounds_by_place(func, out, args):
+            self.found.add(f"calls {func.overloadpacket.__name__} in {_caller()}, which rounds by an element's place")
+        return out
+
+
+@contextmanager
+def _multiplied() -> Iterator[set[str]]:
+    """What the framework does meanwhile, and in which classes of modules, that depends on the number of rows."""
+    with _Watch() as watch:
+        yield watch.found
+
+
+def _rounds_by_place(func: Any, out: Any, args: Any) -> bool:
+    """An element-wise function of one tensor gives other bits to what is left over behind whole vectors, and there is such a rest."""
+    x, *others = args
+    is_one = isinstance(x, Tensor) and isinstance(out, Tensor) and out.shape == x.shape and x.is_floating_point()
+    if not is_one or any(isinstance(a, Tensor) for a in others) or is_whole(x) or out is x:
+        return False
+    pieces = [func(piece, *others) for piece in x.reshape(-1).split(7)]
+    return not torch.equal(torch.cat(pieces), in_whole_vectors(func, x, *others).reshape(-1))
+
+
+def _is_outer(name: str, args: Any) -> bool:
+    """One product an entry: nothing is summed. Rotary embeddings multiply frequencies and positions so."""
+    last = [a for a in args if isinstance(a, Tensor)][-1]
+    return name in PRODUCTS and last.ndim >= 2 and last.shape[-2] == 1
+
+
+def _caller() -> str:
+    """The class of the innermost module on the stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if isinstance(module := frame.f_locals.get("self"), nn.Module):
+            return type(module).__name__
+        frame = frame.f_back
+    return "a function"

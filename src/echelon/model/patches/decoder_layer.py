@@ -1,0 +1,180 @@
+"""The decoder layer of Llama, Mistral, Qwen2 and Qwen3 as one function, with the bits of the layer that it replaces.
+
+A layer of `transformers` hands a dozen keywords through four forwards to make the fifteen calls that do the work; beside a small batch that
+Python is most of what a step costs besides its linear layers and attention. Classes are named here, since a trial cannot see what a layer
+would do with other data; and each layer is tried all the same. The model runs once over a few tokens, a stand-in answering for attention,
+and a layer is replaced if the function answers the same call with the same bits, having asked for attention in the same bits. The modules
+inside must not be exchanged afterwards; while hooks hang on them, the layer runs as a whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
+
+from echelon.model.attention import STEP_KEYWORD, LayerCall, Step
+from echelon.model.patches.elementwise import Fused, gate_of
+from echelon.ops import devices, elementwise
+from echelon.ops.elementwise import Activation
+
+TOKENS = 6
+LAYERS = {  # with the attention within
+    LlamaDecoderLayer: LlamaAttention,
+    MistralDecoderLayer: MistralAttention,
+    Qwen2DecoderLayer: Qwen2Attention,
+    Qwen3DecoderLayer: Qwen3Attention,
+}
+GLOBAL_HOOKS = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
+Forward = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayer:
+    """Norm and attention, norm and gated MLP, each added to the residual.
+
+    Its parts are the forwards of the layer's modules; `query_norm` and `key_norm` normalise each head. `call` is how the layer calls its
+    attention; its tensors give the shapes. `hooks` of the modules within: while there are any, `whole` runs.
+    """
+
+    whole: Callable[..., Any]
+    input_norm: Forward
+    query: Forward
+    key: Forward
+    value: Forward
+    query_norm: Forward | None
+    key_norm: Forward | None
+    output: Forward
+    mlp_norm: Forward
+    gate: Forward
+    up: Forward
+    down: Forward
+    activation: Activation
+    call: LayerCall
+    hooks: tuple[dict[int, Any], ...]
+
+    def __call__(self, hidden_states: Tensor, **keywords: Any) -> Any:
+        embeddings, step = keywords.get("position_embeddings"), keywords.get(STEP_KEYWORD)
+        others = keywords.get("attention_mask"), keywords.get("past_key_values")
+        if step is None or embeddings is None or others != (None, None) or any(self.hooks) or any(GLOBAL_HOOKS):
+            return self.whole(hidden_states, **keywords)
+        cos, sin = embeddings
+        return self.run(hidden_states, cos, sin, step)
+
+    def run(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, step: Step) -> Tensor:
+        """hidden_states [1, T, d], cos and sin [1, T, R] → [1, T, d]."""
+        count, call = hidden_states.shape[1], self.call
+        x = self.input_norm(hidden_states)
+        query = self.query(x).view(1, count, *call.query.shape[1:])
+        key = self.key(x).view(1, count, *call.key.shape[1:])
+        value = self.value(x).view(count, *call.value.shape[1:])
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query = elementwise.rotate(query.transpose(1, 2), cos, sin)[0].transpose(0, 1)
+        key = elementwise.rotate(key.transpose(1, 2), cos, sin)[0].transpose(0, 1)
+        attended = step.attend(LayerCall(call.layer, query, key, value, call.scale, call.window, call.softcap, call.sinks))
+        hidden_states = hidden_states + self.output(attended.reshape(1, count, -1))
+        x = self.mlp_norm(hidden_states)
+        return hidden_states + self.down(elementwise.activate(self.gate(x), self.activation, self.up(x)))
+
+
+class _Echo:
+    """Answers an attention layer with its values, one a query head, and notes what it asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[LayerCall] = []
+
+    def attend(self, call: LayerCall) -> Tensor:
+        self.calls.append(call)
+        return call.value.repeat_interleave(call.query.shape[1] // call.value.shape[1], 1)
+
+
+@torch.inference_mode()
+def flatten(model: PreTrainedModel) -> dict[str, int]:
+    """Replace the layers that can be, once everything inside them is served; returns how many of each class."""
+    replaced: Counter[str] = Counter()
+    is_served = devices.has_kernels(next(model.parameters()))
+    layers = [m for m in model.modules() if "forward" not in vars(m) and _may_fit(m)] if is_served else []
+    for layer, args, keywords, expected in _seen(model, layers):
+        if (own := _same(layer, args, keywords, expected)) is not None:
+            layer.forward = own
+            replaced[type(layer).__name__] += 1
+    return dict(replaced)
+
+
+def _may_fit(module: Any) -> bool:
+    """One of ours, with nothing inside that a caller has changed."""
+    if type(module) not in LAYERS or type(module.self_attn) is not LAYERS[type(module)] or gate_of(module.mlp) is None:
+        return False
+    return isinstance(vars(module.self_attn).get("forward"), Fused) and not any(_hooks(module))
+
+
+def _seen(model: PreTrainedModel, layers: list[nn.Module]) -> list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]]:
+    """How each layer was called in a pass over a few tokens, and what it answered.
+
+    Positions go from the first to the last that the model knows: some layers scale what lies far from the start.
+    """
+    found: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]] = []
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    handles = [layer.register_forward_hook(lambda *seen: found.append(seen), with_kwargs=True) for layer in layers]
+    try:
+        if layers and limit:
+            positions = torch.linspace(0, limit - 1, TOKENS, dtype=torch.float64).long()[None].to(model.device)
+            tokens = torch.arange(TOKENS, device=model.device)[None]
+            model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1, **{STEP_KEYWORD: _Echo()})
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _same(layer: Any, args: tuple[Any, ...], keywords: dict[str, Any], expected: Any) -> FlatLayer | None:
+    """The layer as one function, if that answers with the same bits and asks for the same attention."""
+    theirs, ours = _Echo(), _Echo()
+    layer.forward(*args, **keywords | {STEP_KEYWORD: theirs})
+    own = _flat(layer, theirs.calls[0])
+    cos, sin = keywords["position_embeddings"]
+    got = own.run(args[0], cos, sin, ours)
+    asked = [(getattr(theirs.calls[0], name), getattr(ours.calls[0], name)) for name in ("query", "key", "value")]
+    return own if all(torch.equal(a, b) for a, b in [*asked, (expected, got)]) else None
+
+
+def _hooks(layer: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Of the modules inside."""
+    return tuple(h for m in layer.modules() if m is not layer for h in (m._forward_hooks, m._forward_pre_hooks))
+
+
+def _flat(layer: Any, call: LayerCall) -> FlatLayer:
+    attention, mlp, activation = layer.self_attn, layer.mlp, gate_of(layer.mlp)
+    assert activation is not None
+    return FlatLayer(
+        whole=layer.forward,
+        input_norm=layer.input_layernorm.forward,
+        query=attention.q_proj.forward,
+        key=attention.k_proj.forward,
+        value=attention.v_proj.forward,
+        query_norm=_forward_of(attention, "q_norm"),
+        key_norm=_forward_of(attention, "k_norm"),
+        output=attention.o_proj.forward,
+        mlp_norm=layer.post_attention_layernorm.forward,
+        gate=mlp.gate_proj.forward,
+        up=mlp.up_proj.forward,
+        down=mlp.down_proj.forward,
+        activation=activation,
+        call=call,
+        hooks=_hooks(layer),
+    )
+
+
+def _forward_of(module: Any, name: str) -> Forward | None:
+    part = getattr(module, name, None)
+    return None if part is None else part.forward

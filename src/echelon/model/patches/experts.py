@@ -1,0 +1,121 @@
+"""Mixtures of experts: each token's experts run on packed weights, and their results are added in the order of the token's own choice.
+
+`transformers` keeps the weights of all experts stacked in 3-D parameters, in classes marked by `use_experts_implementation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from echelon.model.patches import trials
+from echelon.model.patches.weights import Served
+from echelon.ops import ROWS_PER_CALL
+from echelon.ops.linear import PackedWeight, packed_linear
+
+STACKED = ("gate_up_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One packed weight and float32 bias per expert."""
+
+    weights: list[PackedWeight]
+    biases: list[Tensor | None]
+
+    def __call__(self, expert: int, x: Tensor, activation: str = "none", float32: bool = False) -> Tensor:
+        return packed_linear(x, self.weights[expert], self.biases[expert], activation=activation, float32=float32)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """`gate` is None where one projection gives both halves, or there is no gate."""
+
+    module: nn.Module
+    gate: Projection | None
+    up: Projection
+    down: Projection
+    activation: str
+
+    def hidden(self, expert: int, x: Tensor) -> Tensor:
+        """x [n, K] → [n, I]: what goes into the expert's down projection."""
+        if self.gate is not None:
+            return self.gate(expert, x, self.activation) * self.up(expert, x)
+        both = self.up(expert, x)
+        # the module's own element-wise operations see full calls only, as the framework may round the rest otherwise
+        full = F.pad(both, (0, 0, 0, -len(both) % ROWS_PER_CALL))
+        module: Any = self.module
+        gated: Tensor = module._apply_gate(full) if module.has_gate else module.act_fn(full)
+        return gated[: len(x)]
+
+
+def is_experts(module: nn.Module) -> bool:
+    """A stack of experts in the form that `use_experts_implementation` marks."""
+    return all(hasattr(module, name) for name in ("is_transposed", "has_gate", "has_bias", "down_proj", "num_experts", "_apply_gate"))
+
+
+def serve_experts(module: Any, absent: Callable[[tuple[int, ...], Tensor], Tensor] | None, is_fast: bool = False) -> None:
+    """Patch `forward`. Where `absent` is given, the stacked weights are replaced by what it returns; `is_fast` as in `PackedWeight`."""
+    default = getattr(type(module)._apply_gate, "__name__", "") == "_default_apply_gate"
+    activation = _activation(module)
+    gate = None
+    if module.has_gate and default and module.is_concatenated and activation is not None:
+        size = module.gate_up_proj.shape[1 if not module.is_transposed else 2] // 2
+        gate = _projection(module, "gate_up_proj", slice(0, size), is_fast)
+        up = _projection(module, "gate_up_proj", slice(size, None), is_fast)
+    else:
+        up = _projection(module, "gate_up_proj" if module.has_gate else "up_proj", slice(None), is_fast)
+    experts = Experts(module, gate, up, _projection(module, "down_proj", slice(None), is_fast), activation or "none")
+    module.forward = Served(_forward, experts)
+    for name in STACKED:
+        if absent is not None and name in module._parameters:
+            stacked = module._parameters[name]
+            module._parameters[name] = nn.Parameter(absent(tuple(stacked.shape), stacked), requires_grad=False)
+
+
+def _activation(module: Any) -> str | None:
+    """What `packed_linear` calls the activation of the experts."""
+    function = getattr(module, "act_fn", None)
+    if isinstance(function, nn.ReLU):
+        return "relu"
+    kind = None if function is None else trials.activation_of(function, module.down_proj.device)
+    return None if kind is None else kind.name.lower()
+
+
+def _projection(module: Any, name: str, columns: slice, is_fast: bool) -> Projection:
+    """Columns of every expert's projection; stacked [E, N, K], or [E, K, N] where transposed."""
+    stacked = getattr(module, name).detach()
+    stacked = stacked.transpose(1, 2) if module.is_transposed else stacked
+    biases = getattr(module, f"{name}_bias").detach().float()[:, columns].contiguous() if module.has_bias else [None] * len(stacked)
+    return Projection([PackedWeight.pack(weight[columns], is_fast) for weight in stacked], list(biases))
+
+
+def _forward(experts: Experts, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """hidden [T, K]; index and weight [T, k] of each token's experts → [T, K].
+
+    Sums run over a token's experts in the order of `top_k_index`, in float32.
+    """
+    num_tokens, num_chosen = top_k_index.shape
+    chosen = top_k_index.flatten()
+    order = chosen.argsort(stable=True)
+    out = torch.empty(len(chosen), hidden.shape[1], dtype=torch.float32, device=hidden.device)
+    start = 0
+    for expert, count in enumerate(torch.bincount(chosen, minlength=len(experts.down.weights)).tolist()):
+        if count:
+            places = order[start : start + count]
+            x = experts.hidden(expert, hidden[places // num_chosen])
+            out[places] = experts.down(expert, x, float32=True)
+            start += count
+    module: Any = experts.module
+    if getattr(module, "has_post_expert_norm", False):
+        out = module.post_expert_norm(out.to(hidden.dtype)).float()
+    out = out.view(num_tokens, num_chosen, -1) * top_k_weights.float()[..., None]
+    total = out[:, 0]
+    for place in range(1, num_chosen):
+        total = total + out[:, place]
+    return total.to(hidden.dtype)

@@ -1,0 +1,201 @@
+"""Layers of a loaded model that run our operations. `forward` is replaced on the existing modules, so hooks survive.
+
+With kernels of ours (`devices.has_kernels`) a weight is packed once. A model of ours keeps the packed weight alone: what other modules
+share with a linear layer (tied embeddings) reads the packed one, and in its place stands a NaN of the same shape without memory. A caller's
+model keeps its own weights beside the packed ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from echelon import ops
+from echelon.errors import Refusal, UnsupportedModelError
+from echelon.model.patches.experts import is_experts, serve_experts
+from echelon.model.patches.weights import SERVED_DTYPES, PackedParameter, Served, absent
+from echelon.ops import devices
+from echelon.ops.linear import PackedWeight, packed_linear
+
+LINEAR = (nn.Linear, Conv1D)
+GIVEN_UP = (nn.Linear, nn.Embedding)  # they read the packed weight in place of their own
+FORWARDS = {nn.Linear.forward, Conv1D.forward}
+STACKED = re.compile(r"F\.linear\(\w+\[\w+\], self\.weight\[\w+\]\)")  # how experts outside `echelon.model.patches.experts` use theirs
+TRIED = (1, 2, 3, 5, 8, 13, 16, 17, 32, 33, 63, 64)  # rows of calls that must give each row the same bits
+
+
+def _linear(packed: PackedWeight, bias: Tensor | None, float32: bool, x: Tensor) -> Tensor:
+    """x [..., K] → [..., N]."""
+    return packed_linear(x, packed, bias, float32=float32)
+
+
+def _fixed(module: nn.Module, counts: ops.RowCounts, x: Tensor) -> Tensor:
+    return ops.fixed_rows_linear(x, _weight(module), module.bias, counts)  # type: ignore[arg-type]
+
+
+def _weight(module: nn.Module) -> Tensor:
+    """[N, K]; Conv1D keeps its weight the other way round."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    return weight.t() if isinstance(module, Conv1D) else weight
+
+
+def replace_layers(model: nn.Module, keep_weights: bool, is_fast: bool = False, in_place: bool = False) -> dict[str, int]:
+    """Patch every linear layer, router and stack of experts; returns how many modules of each class now run our operations.
+
+    The output layer gives float32. `keep_weights`: the model belongs to a caller. `is_fast` as in `PackedWeight`. `in_place`: a weight that
+    is given up may be packed into its own memory.
+    """
+    replaced: dict[str, int] = {}
+    is_served = devices.has_kernels(next(model.parameters(), torch.empty(0)))
+    served = _serve_packed(model, keep_weights, is_fast, in_place) if is_served else _serve_fixed(model)
+    for module in served:
+        name = type(module).__name__
+        replaced[name] = replaced.get(name, 0) + 1
+    return replaced
+
+
+def _serve_fixed(model: nn.Module) -> list[nn.Module]:
+    """The fallback: framework matmuls in calls of fixed shape."""
+    by_shape: dict[tuple[object, ...], ops.RowCounts] = {}
+    served = [m for m in model.modules() if is_plain_linear(m)]
+    for module in model.modules():
+        if isinstance(module, LINEAR) and not is_plain_linear(module):
+            _check_rows(module)
+    for module in served:
+        shape = (type(module), *_weight(module).shape, module.bias is not None)
+        module.forward = Served(_fixed, module, by_shape.setdefault(shape, ops.RowCounts()))
+    return served
+
+
+def _serve_packed(model: nn.Module, keep_weights: bool, is_fast: bool, in_place: bool) -> list[nn.Module]:
+    output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None  # a head has none
+    holders: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append(module)
+    packed: dict[int, PackedWeight] = {}  # by the parameter's identity
+    alone = _alone_in_memory(model) if in_place and not keep_weights else frozenset[int]()
+    served: list[nn.Module] = []
+    for module in model.modules():
+        if is_experts(module):
+            serve_experts(module, None if keep_weights else absent, is_fast)
+        elif is_plain_linear(module):
+            if not isinstance(module.weight, PackedParameter) and id(module.weight) not in packed:
+                may_overwrite = id(module.weight) in alone and all(isinstance(m, GIVEN_UP) for m in holders[id(module.weight)])
+                packed[id(module.weight)] = PackedWeight.pack(_weight(module).detach(), is_fast, may_overwrite)
+            _serve_weight(module, packed, holders, keep_weights, module is output)
+        elif not _serve_own_forward(module, keep_weights, is_fast):
+            continue
+        served.append(module)
+    return served
+
+
+def _alone_in_memory(model: nn.Module) -> frozenset[int]:
+    """Identities of the parameters whose memory holds nothing else of the model."""
+    tensors = list(model.parameters()) + list(model.buffers())
+    shares = Counter(t.untyped_storage().data_ptr() for t in tensors)
+    return frozenset(
+        id(t)
+        for t in tensors
+        if shares[t.untyped_storage().data_ptr()] == 1 and t.untyped_storage().nbytes() == t.numel() * t.element_size()
+    )
+
+
+def _serve_weight(
+    module: nn.Module,
+    packed: dict[int, PackedWeight],
+    holders: dict[int, list[nn.Module]],
+    keep_weights: bool,
+    is_output: bool,
+) -> None:
+    """Serve the module from its packed weight."""
+    parameter: nn.Parameter = module.weight  # type: ignore[assignment]
+    weight = parameter.packed if isinstance(parameter, PackedParameter) else packed[id(parameter)]  # given up by a module before this one
+    bias: Tensor | None = module.bias  # type: ignore[assignment]
+    own = None if bias is None else bias.detach() if weight.is_fast else bias.detach().float()
+    module.forward = Served(_linear, weight, own, is_output)
+    if not keep_weights and not isinstance(parameter, PackedParameter):
+        _give_up(module, parameter, PackedParameter.of(weight, None), holders[id(parameter)])
+
+
+def _give_up(module: nn.Module, parameter: nn.Parameter, stand_in: nn.Parameter, sharing: list[nn.Module]) -> None:
+    """Free the parameter, where everything that shares it can read the packed weight instead."""
+    if isinstance(module, Conv1D):
+        module.weight = nn.Parameter(absent(tuple(parameter.shape), parameter), requires_grad=False)
+    elif all(isinstance(m, GIVEN_UP) for m in sharing):
+        for other in sharing:
+            other.weight = stand_in
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """A linear layer, and not a subclass that computes something else."""
+    return isinstance(module, LINEAR) and type(module).forward in FORWARDS and isinstance(module._parameters.get("weight"), nn.Parameter)
+
+
+def _serve_own_forward(module: nn.Module, keep_weights: bool, is_fast: bool) -> bool:
+    """Let a module with matrices of its own run its own forward, with our kernels where that multiplies by them; false if it has none."""
+    if isinstance(module, nn.Embedding):
+        return False
+    own = {n: p for n, p in module._parameters.items() if p is not None and p.ndim >= 2 and p.dtype in SERVED_DTYPES}
+    for name, parameter in own.items():
+        if isinstance(parameter, PackedParameter):
+            continue
+        if parameter.ndim == 2:
+            module._parameters[name] = PackedParameter.lazy(parameter, is_fast)
+        elif parameter.ndim == 3 and name == "weight" and _indexes_its_stack(module):
+            module._parameters[name] = PackedParameter.stack(parameter, keep_weights, is_fast)
+    if isinstance(module, LINEAR):
+        _check_rows(module)
+    return bool(own)
+
+
+def _indexes_its_stack(module: nn.Module) -> bool:
+    """Its one use of `self.weight` is in a linear layer, expert by expert."""
+    source = inspect.getsource(type(module).forward)
+    return len(STACKED.findall(source)) == 1 and source.count("self.weight") == 1
+
+
+@torch.inference_mode()
+def _check_rows(module: nn.Module) -> None:
+    """Raise `UnsupportedModelError` unless a subclass of a linear layer gives a row the same bits whatever the number of rows."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    size = weight.shape[0] if isinstance(module, Conv1D) else int(getattr(module, "in_features", weight.shape[-1]))
+    x = torch.randn(max(TRIED), size, generator=torch.Generator().manual_seed(0)).to(weight.device, _dtype_of(module))
+    name = type(module).__name__
+    try:
+        whole = _tensors(module(x))
+        alike = all(torch.equal(a[:n], b) for n in TRIED for a, b in zip(whole, _tensors(module(x[:n])), strict=True))
+    except Exception as error:  # a layer of somebody else's: whatever it raises
+        raise UnsupportedModelError.because(
+            name, Refusal.INPUTS, f"a linear layer with a forward of its own, which failed: {error}"
+        ) from error
+    if not alike:
+        raise UnsupportedModelError.because(name, Refusal.ROUNDING, "a linear layer with a forward of its own; convert it to nn.Linear")
+
+
+def _dtype_of(module: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in module.parameters() if p.dtype in SERVED_DTYPES), torch.float32)
+
+
+def _tensors(out: Any) -> tuple[Tensor, ...]:
+    return (out,) if isinstance(out, Tensor) else tuple(out)
+
+
+def framework_layers(model: nn.Module) -> list[str]:
+    """Classes that hold matrices of their own and still run the framework's code, whose rounding may depend on the batch."""
+    names = {
+        type(module).__name__
+        for module in model.modules()
+        if not isinstance(module, (*LINEAR, nn.Embedding))
+        and not isinstance(vars(module).get("forward"), functools.partial)
+        and any(p.ndim >= 2 and not isinstance(p, PackedParameter) for p in module.parameters(recurse=False))
+    }
+    return sorted(names)

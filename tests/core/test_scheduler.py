@@ -1,0 +1,263 @@
+"""Scheduler and block tables under any sequence of events, against a model that keeps only token counts. No tensors, no model."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import toys
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from echelon import LLM, RequestError, SamplingParams
+from echelon.kv.blocks import BlockTables
+from echelon.sampling import Sampler
+from echelon.scheduler import Plan, Scheduler
+from echelon.sequence import Sequence
+
+MAX_LEN = 60
+
+
+@dataclass
+class Scripted:
+    """A verdict that says what the test wants."""
+
+    num_draft_tokens: list[int] = field(default_factory=list)
+    accepted: list[list[int]] = field(default_factory=list)
+    next_tokens: list[int] = field(default_factory=list)
+    logprobs: list[list[Any]] = field(default_factory=list)
+    prompt_logprobs: list[list[Any]] = field(default_factory=list)
+    errors: dict[int, Any] = field(default_factory=dict)
+
+
+def token_after(text: list[int]) -> int:
+    """The model: the next token is a function of the text before."""
+    return (sum(text[-5:]) * 31 + len(text)) % 50
+
+
+def continuation(prompt: list[int], count: int) -> list[int]:
+    text = list(prompt)
+    for _ in range(count):
+        text.append(token_after(text))
+    return text[len(prompt) :]
+
+
+def verdict_for(plan: Plan, rng: random.Random, drafter_fails: bool) -> Scripted:
+    """Each row drafts a random number within its budget, of which a random prefix is right."""
+    outcome = Scripted()
+    for row in plan.rows:
+        size = 0 if drafter_fails else rng.randint(0, row.max_draft_tokens)
+        right = rng.randint(0, min(size, row.max_draft_depth))
+        true = continuation(row.sequence.tokens, right + 1)
+        outcome.num_draft_tokens.append(size)
+        outcome.accepted.append(true[:right] if row.is_sampled else [])
+        outcome.next_tokens.append(true[right] if row.is_sampled else -1)
+        outcome.logprobs.append([])
+        outcome.prompt_logprobs.append([])
+    return outcome
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Ten kinds of events; the oracle is the text each request must end with."""
+
+    grows_trees = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = [BlockTables(24, 4, 16), BlockTables(24, 4, 16)]
+        self.scheduler = Scheduler(
+            self.tables, max_num_seqs=5, max_num_batched_tokens=20, num_speculative_tokens=4, grows_trees=self.grows_trees
+        )
+        self.rng = random.Random(0)
+        self.alive: dict[int, Sequence] = {}
+        self.finished: list[Sequence] = []
+        self.count = 0
+        self.hoard: list[int] = []
+
+    def _new(self, length: int, max_tokens: int, parent: Sequence | None = None) -> Sequence:
+        self.count += 1
+        prompt = list(parent.tokens[: parent.num_prompt_tokens]) if parent else [self.rng.randrange(50) for _ in range(length)]
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, num_speculative_tokens=self.rng.choice([None, 0, 2]))
+        index = parent.sampler.index + 1 if parent else 0
+        sequence = Sequence(self.count, prompt, len(prompt), Sampler(params, 0, index, len(prompt)), frozenset(), MAX_LEN, parent=parent)
+        self.alive[sequence.id] = sequence
+        self.scheduler.add(sequence)
+        return sequence
+
+    @rule(length=st.integers(1, 40), max_tokens=st.integers(1, 20))
+    def add(self, length: int, max_tokens: int) -> None:
+        self._new(length, max_tokens)
+
+    @rule(max_tokens=st.integers(1, 12))
+    def add_one_token_prompt(self, max_tokens: int) -> None:
+        self._new(1, max_tokens)
+
+    @rule(length=st.integers(2, 30), n=st.integers(2, 4))
+    def add_samples_of_one_prompt(self, length: int, n: int) -> None:
+        first = self._new(length, 6)
+        for _ in range(n - 1):
+            self._new(length, 6, first)
+
+    @rule()
+    def add_too_long(self) -> None:
+        sequence = Sequence(999_999, [1] * 50, 50, Sampler(SamplingParams(max_tokens=200), 0), frozenset(), 400)
+        with pytest.raises(RequestError):
+            self.scheduler.add(sequence)
+
+    def _step(self, drafter_fails: bool = False) -> None:
+        plan = self.scheduler.next_step()
+        assert len({r.sequence.id for r in plan.rows}) == len(plan.rows)
+        assert sum(r.num_new for r in plan.rows) <= 20
+        for tables in self.tables:
+            tables.copies.clear()
+            for row in plan.rows:
+                assert len(tables.blocks(row.sequence.id)) * 4 >= row.start + row.num_new + row.max_draft_tokens
+        outcome = verdict_for(plan, self.rng, drafter_fails)
+        for row, accepted in zip(plan.rows, outcome.accepted, strict=True):
+            self.tables[0].commit(row.sequence.id, row.start + row.num_new + len(accepted))
+            if row.max_draft_tokens and not drafter_fails:  # the draft model has read what is known
+                self.tables[1].commit(row.sequence.id, len(row.sequence))
+        for sequence in self.scheduler.settle(plan, outcome):
+            self.finished.append(self.alive.pop(sequence.id))
+
+    @rule()
+    def step(self) -> None:
+        self._step()
+
+    @rule(count=st.integers(2, 8))
+    def several_steps(self, count: int) -> None:
+        for _ in range(count):
+            self._step()
+
+    @rule()
+    def step_without_a_working_drafter(self) -> None:
+        self._step(drafter_fails=True)
+
+    @rule(place=st.integers(0, 20))
+    def abort_running(self, place: int) -> None:
+        if self.scheduler.running:
+            self._abort(self.scheduler.running[place % len(self.scheduler.running)])
+
+    @rule(place=st.integers(0, 20))
+    def abort_waiting(self, place: int) -> None:
+        if self.scheduler.waiting:
+            self._abort(self.scheduler.waiting[place % len(self.scheduler.waiting)])
+
+    def _abort(self, sequence: Sequence) -> None:
+        self.scheduler.abort(sequence)
+        del self.alive[sequence.id]
+        assert sequence.id not in self.tables[0]
+
+    @rule(count=st.integers(1, 6))
+    def shrink_the_pool(self, count: int) -> None:
+        """Somebody else takes blocks, as long as the longest request can still run alone."""
+        for _ in range(min(count, self.tables[0].pool.num_free, 8 - len(self.hoard))):
+            self.hoard.append(self.tables[0].pool.allocate())
+
+    @rule()
+    def give_the_pool_back(self) -> None:
+        while self.hoard:
+            self.tables[0].pool.release(self.hoard.pop())
+
+    @invariant()
+    def books_are_in_order(self) -> None:
+        hoard, self.hoard = self.hoard, []
+        for block in hoard:
+            self.tables[0].pool.release(block)
+        self.scheduler.check()
+        self.hoard = [self.tables[0].pool.allocate() for _ in hoard]
+        ids = [s.id for s in (*self.scheduler.running, *self.scheduler.waiting)]
+        assert sorted(ids) == sorted(self.alive)
+
+    @invariant()
+    def texts_are_those_of_plain_decoding(self) -> None:
+        for sequence in (*self.alive.values(), *self.finished):
+            prompt = sequence.tokens[: sequence.num_prompt_tokens]
+            assert sequence.output_tokens == continuation(prompt, sequence.num_output_tokens)
+        for sequence in self.finished:
+            assert sequence.num_output_tokens == min(sequence.params.max_tokens, MAX_LEN - sequence.num_prompt_tokens)
+
+    def teardown(self) -> None:
+        self.give_the_pool_back()
+        for _ in range(2000):
+            if not self.scheduler.has_work:
+                break
+            self._step()
+        assert not self.scheduler.has_work, "every request ends"
+        self.texts_are_those_of_plain_decoding()
+        assert all(t.pool.num_free == t.pool.num_blocks for t in self.tables)
+
+
+class TreeSchedulerMachine(SchedulerMachine):
+    """Drafts that take more places than the row has room for."""
+
+    grows_trees = True
+
+
+SIZES = {"deadline": None, "derandomize": True, "stateful_step_count": 100 if toys.PROVE else 40}
+SchedulerMachine.TestCase.settings = settings(max_examples=10_000 if toys.PROVE else 60, **SIZES)
+TreeSchedulerMachine.TestCase.settings = settings(max_examples=2_000 if toys.PROVE else 30, **SIZES)
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestTreeSchedulerMachine = TreeSchedulerMachine.TestCase
+
+
+def test_a_request_that_fills_the_pool_leaves_no_room_for_a_tree() -> None:
+    """48 places: a text of 44 tokens and a tree of 4 fit, a text of 45 would preempt itself for ever."""
+    for max_tokens, fits in ((34, True), (35, False)):
+        scheduler = Scheduler([BlockTables(12, 4, 30)], 1, 100, 4, grows_trees=True)
+        sequence = Sequence(1, list(range(10)), 10, Sampler(SamplingParams(temperature=0, max_tokens=max_tokens), 0), frozenset(), 100)
+        if not fits:
+            with pytest.raises(RequestError, match="KV pool"):
+                scheduler.add(sequence)
+            continue
+        scheduler.add(sequence)
+        while scheduler.has_work:
+            plan = scheduler.next_step()
+            assert plan.rows[0].max_draft_tokens in (0, 4), "a tree does not shrink with the room left"
+            outcome = verdict_for(plan, random.Random(0), drafter_fails=False)
+            scheduler._tables[0].commit(1, plan.rows[0].start + plan.rows[0].num_new + len(outcome.accepted[0]))
+            scheduler.settle(plan, outcome)
+        assert sequence.num_output_tokens == max_tokens
+
+
+@pytest.mark.parametrize("num_speculative_tokens", range(1, 9))
+def test_room_at_the_context_limit_and_at_max_tokens(num_speculative_tokens: int) -> None:
+    """Room left 1 … k + 2, by either limit, everything right: never a token too many, never a slot too few. No room: see below."""
+    k = num_speculative_tokens
+    for room in range(1, k + 3):
+        for limited_by in ("context", "max_tokens"):
+            prompt = list(range(10))
+            max_len = 10 + room if limited_by == "context" else 100
+            params = SamplingParams(temperature=0, max_tokens=room if limited_by == "max_tokens" else 100)
+            tables = BlockTables(-(-max_len // 4), 4, 30)
+            scheduler = Scheduler([tables], 1, 100, k)
+            if limited_by == "max_tokens":
+                tables = BlockTables(-(-(10 + room) // 4), 4, 30)
+                scheduler = Scheduler([tables], 1, 100, k)
+            sequence = Sequence(1, prompt, 10, Sampler(params, 0, 0, 10), frozenset(), max_len)
+            if limited_by == "context":
+                tables.pool.check()
+            scheduler.add(sequence)
+            while scheduler.has_work:
+                plan = scheduler.next_step()
+                assert len(plan.rows) == 1
+                row = plan.rows[0]
+                true = continuation(sequence.tokens, row.max_draft_tokens + 1)
+                tables.commit(1, row.start + row.num_new + row.max_draft_tokens)
+                outcome = Scripted([row.max_draft_tokens], [true[:-1]], [true[-1]], [[]], [[]])
+                scheduler.settle(plan, outcome)
+            assert sequence.output_tokens == continuation(list(range(10)), room)
+            assert sequence.finish_reason == "length"
+            assert tables.pool.num_free == tables.pool.num_blocks
+
+
+def test_no_room_is_refused_at_the_door() -> None:
+    """Room 0, by either limit: a prompt that fills the context, and a limit of no token."""
+    llm = LLM(toys.adopted(toys.llama()))
+    with pytest.raises(RequestError, match="shorten it"):
+        llm.generate([[1] * llm.max_len])
+    with pytest.raises(RequestError, match="max_tokens"):
+        SamplingParams(max_tokens=0)

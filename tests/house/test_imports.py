@@ -1,0 +1,110 @@
+"""Who may import whom (docs/architecture.md)."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[2] / "src" / "echelon"
+LEVELS = [
+    {"errors"},
+    {"inputs"},
+    {"config", "checkpoint"},
+    {"sampling", "token_counts", "draft", "stats", "text", "chat", "text_process", "text_worker", "memory", "kv.blocks", "baselines.lines"},
+    {"sequence", "trees"},
+    {"outputs"},
+    {"batch", "baselines.selection"},
+    {"ops"},
+    {"heads"},
+    {"kv.cache", "baselines.rectangle"},
+    {"model", "baselines"},
+    {"verify"},
+    {"drafters"},
+    {"scheduler"},
+    {"engine", "strategies"},
+    {"assembly"},
+    {"api"},
+    {"requests"},
+    {"server"},
+    {"bench", "demo", "cli", "hf"},
+    {"__main__"},
+]
+RANK = {room: rank for rank, rooms in enumerate(LEVELS) for room in rooms}
+APART = {"drafters", "heads"}  # siblings in these rooms do not import each other
+ALLOWED_SIBLINGS = {"base", "frontier", "parts"}
+GATHERS = {"heads.layouts", "heads.loading"}  # they know all of their siblings
+TRAINING_READS = {"errors", "inputs", "config", "heads", "model"}
+BEHIND_TRITON = ("ops.triton", "model.graphs")  # loaded where a CUDA device serves
+
+
+def room(module: str) -> str:
+    parts = module.removeprefix("echelon").lstrip(".").split(".")
+    two = ".".join(parts[:2])
+    return two if two in RANK else parts[0]
+
+
+def imports(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text("utf-8"))
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "echelon":
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "echelon"}
+    return found
+
+
+def imported_names(path: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(path.read_text("utf-8"))))
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return found | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
+def modules() -> dict[str, Path]:
+    paths = {p: p.relative_to(SOURCE).with_suffix("").parts for p in SOURCE.rglob("*.py")}
+    return {".".join(parts).removesuffix(".__init__"): p for p, parts in paths.items() if parts != ("__init__",)}
+
+
+def test_data_flows_one_way() -> None:
+    for module, path in modules().items():
+        if module in ("kv", "baselines") or module.startswith("train"):
+            continue
+        mine = RANK[room(module)]
+        for imported in imports(path):
+            other = room(imported)
+            if other in RANK and other != room(module):
+                assert RANK[other] <= mine, f"{module} imports {imported}"
+
+
+def test_siblings_stay_apart() -> None:
+    for module, path in modules().items():
+        folder, _, name = module.partition(".")
+        if folder in APART and module not in GATHERS:
+            for imported in imports(path):
+                parts = imported.split(".")
+                if parts[1] == folder:
+                    assert parts[2] in ALLOWED_SIBLINGS | {name}, f"{module} imports {imported}"
+
+
+def test_training_never_imports_the_engine() -> None:
+    for module, path in modules().items():
+        if module.startswith("train"):
+            assert {i.split(".")[1] for i in imports(path)} <= {"train", *TRAINING_READS}, module
+
+
+def test_the_scheduler_sees_no_tensors() -> None:
+    for module in ("scheduler", "baselines.selection", "sequence", "kv.blocks", "baselines.lines", "sampling"):
+        assert "torch" not in modules()[module].read_text("utf-8").replace("tokenizers", ""), module
+
+
+def test_triton_is_imported_in_its_room_alone() -> None:
+    for module, path in modules().items():
+        roots = {name.split(".")[0] for name in imported_names(path)}
+        assert "triton" not in roots or module.startswith("ops.triton"), module
+
+
+def test_what_needs_triton_is_imported_at_the_top_of_nothing_else() -> None:
+    for module, path in modules().items():
+        if not module.startswith(BEHIND_TRITON):
+            top = [n for n in ast.parse(path.read_text("utf-8")).body if isinstance(n, ast.Import | ast.ImportFrom)]
+            assert not any(name in ast.unparse(node) for node in top for name in BEHIND_TRITON), module

@@ -1,0 +1,188 @@
+"""Steps in flight under any sequence of events, against a device that keeps of every slot what was written there. No tensors, no model.
+
+A slot's keys and values are a function of the text up to it, so its hash stands for them. A step must find those of every token before the
+ones that it feeds, in whatever blocks the rows have by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import rule
+
+pytest.importorskip("triton")
+
+import test_scheduler
+import toys
+from test_scheduler import continuation, verdict_for
+
+from echelon.drafters.base import NoDrafter
+from echelon.engine import Engine
+from echelon.kv.blocks import BlockTables
+from echelon.model.graphs.ahead import KNOWN, Ahead
+from echelon.sequence import AheadRow, Sequence
+from echelon.stats import Usage
+
+WRONG = 50  # no token of any text
+
+
+class Memory:
+    """What stands in the slots of one cache."""
+
+    def __init__(self, tables: BlockTables) -> None:
+        self.tables = tables
+        self._slots: dict[int, int] = {}
+
+    def copy(self) -> None:
+        for sources, targets in self.tables.copies:
+            for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+                self._slots[target] = self._slots.get(source, 0)
+        self.tables.copies.clear()
+
+    def feed(self, row: int, text: SequenceOf[int], start: int) -> None:
+        """All tokens of the text from `start` on; those before must be there."""
+        blocks, size = self.tables.blocks(row), self.tables.block_size
+        places = [blocks[at // size] * size + at % size for at in range(len(text))]
+        for at, slot in enumerate(places):
+            if at < start:
+                assert self._slots.get(slot) == hash(tuple(text[: at + 1])), f"row {row} lacks the token at {at}"
+            else:
+                self._slots[slot] = hash(tuple(text[: at + 1]))
+
+
+@dataclass
+class Landing:
+    found: list[tuple[list[int], int]]
+
+    def verdict(self) -> list[tuple[list[int], int]]:
+        return self.found
+
+    def count(self, lengths: SequenceOf[int | None]) -> None:
+        assert len(lengths) == len(self.found)
+
+
+class _Engine(Engine):
+    """Steps that are not ahead are those of the machine."""
+
+    def __init__(self, machine: AheadMachine) -> None:
+        target: Any = SimpleNamespace(usage=Usage())
+        ahead: Any = machine
+        super().__init__(target, NoDrafter(), machine.scheduler, ahead=ahead)
+        self._machine = machine
+
+    def _step(self) -> list[Sequence]:
+        self._is_watched = False
+        return self._machine.step_at_once()
+
+
+class AheadMachine(test_scheduler.SchedulerMachine):
+    """The scheduler's events, with steps in flight between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memories = [Memory(tables) for tables in self.tables]
+        self.engine = _Engine(self)
+        self.texts: list[list[int]] = []  # of the rows in flight, as the device knows them
+        self.fails = False
+        self.num_following = 0
+
+    def _step(self, drafter_fails: bool = False) -> None:
+        self.fails = drafter_fails
+        running = list(self.scheduler.running)
+        for sequence in self.engine.step():
+            assert sequence in running or sequence in self.scheduler.running or sequence.is_finished
+            if sequence.is_finished:
+                self.finished.append(self.alive.pop(sequence.id))
+
+    def step_at_once(self) -> list[Sequence]:
+        plan = self.scheduler.next_step()
+        for memory in self.memories:
+            memory.copy()
+        outcome = verdict_for(plan, self.rng, self.fails)
+        for row, accepted in zip(plan.rows, outcome.accepted, strict=True):
+            sequence, end = row.sequence, row.start + row.num_new
+            self.memories[0].feed(sequence.id, self._drafted(sequence.tokens[:end], accepted, row.max_draft_tokens), row.start)
+            self.tables[0].commit(sequence.id, end + len(accepted))
+            if row.max_draft_tokens and not self.fails:
+                self._draft(sequence, self._drafted(sequence.tokens, accepted, row.max_draft_tokens)[:-1], len(accepted))
+        self.scheduler.settle(plan, outcome)
+        return [row.sequence for row in plan.rows]
+
+    def _draft(self, sequence: Sequence, text: list[int], num_accepted: int) -> None:
+        tables = self.tables[1]
+        self.memories[1].feed(sequence.id, text, tables.num_cached(sequence.id))
+        tables.commit(sequence.id, min(len(text), len(sequence) + num_accepted))
+
+    def _drafted(self, text: list[int], accepted: list[int], count: int) -> list[int]:
+        return [*text, *accepted, *[WRONG] * count][: len(text) + count]
+
+    def launch(self, rows: list[AheadRow]) -> Landing | None:
+        """What the device does at once, and the host learns of when the step is settled; sometimes it refuses."""
+        if self.rng.random() < 0.1:
+            return None
+        assert len(self.scheduler.running) == 5 or not self.scheduler.waiting, "rows that may enter are kept waiting"
+        for memory in self.memories:
+            memory.copy()
+        texts, found = [], []
+        for row in rows:
+            assert row.longest + row.num_drafted <= test_scheduler.MAX_LEN
+            text = list(row.sequence.tokens) if row.source < 0 else list(self.texts[row.source])
+            assert row.shortest <= len(text) <= row.longest
+            self.num_following += row.source >= 0
+            right = self.rng.randint(0, row.num_drafted)
+            own = continuation(text, right + 1)
+            fed = self._drafted(text, own[:right], row.num_drafted)
+            self.memories[0].feed(row.sequence.id, fed, len(text) - 1)
+            if row.num_drafted:
+                self.memories[1].feed(row.sequence.id, fed[:-1], len(text) - KNOWN)
+            if is_stuck := self.rng.random() < 0.03:
+                own[right] = -1
+            texts.append([*text, *own] if not is_stuck else [*text, *own[:right], WRONG])
+            found.append(([*own, *[WRONG] * (row.num_drafted - right)], right))
+        self.texts = texts
+        return Landing(found)
+
+    def keep(self, row: AheadRow, num_known: int, is_followed: bool) -> None:
+        runners = [SimpleNamespace(cache=SimpleNamespace(tables=tables)) for tables in self.tables]
+        Ahead.keep(SimpleNamespace(_target=runners[0], _draft=runners[1]), row, num_known, is_followed)  # type: ignore[arg-type]
+
+    def _abort(self, sequence: Sequence) -> None:
+        self.engine.abort(sequence)
+        del self.alive[sequence.id]
+
+    @rule(place=st.integers(0, 20))
+    def abort_and_add_again(self, place: int) -> None:
+        if self.scheduler.running:
+            sequence = self.scheduler.running[place % len(self.scheduler.running)]
+            self.engine.abort(sequence)
+            self.engine.add(sequence)
+
+
+AheadMachine.TestCase.settings = settings(max_examples=5_000 if toys.PROVE else 60, **test_scheduler.SIZES)
+TestAheadMachine = AheadMachine.TestCase
+
+
+def test_the_machine_flies() -> None:
+    """Most steps of rows that only decode begin where another ends."""
+    machine = AheadMachine()
+    for length in (3, 9, 1):
+        machine.add(length, 20)
+    machine.several_steps(30)
+    machine.teardown()
+    assert machine.num_following > 10
+
+
+def test_no_text_outgrows_the_context_in_flight() -> None:
+    """Rows that fill it to the last place, one after another."""
+    machine = AheadMachine()
+    for _ in range(6):
+        machine.add(40, test_scheduler.MAX_LEN - 40)
+        machine.several_steps(30)
+    machine.teardown()
+    assert machine.num_following > 10

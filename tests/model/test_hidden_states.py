@@ -1,0 +1,82 @@
+"""Hidden states of every architecture, tapped in ragged batches, are those that the framework reports for each row alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import toys
+from test_decoders import DECODERS, model
+
+from echelon import LLM, UnsupportedModelError
+from echelon.batch import Span
+from echelon.model.hidden_states import Taps
+
+LENGTHS = (9, 1, 20)
+WITHOUT_NORM = {"opt-350m"}
+
+
+def expected(name: str, tokens: list[int]) -> dict[str, torch.Tensor]:
+    """[T, d] by name, from the framework's own bookkeeping."""
+    plain, found = model(name), {}
+    layers = next(m for m in plain.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 2)
+
+    def note(_module: Any, _inputs: Any, output: Any) -> None:
+        found["last_unnormed"] = (output if isinstance(output, torch.Tensor) else output[0])[0]
+
+    handle = layers[-1].register_forward_hook(note)
+    with torch.inference_mode():
+        out = plain(input_ids=torch.tensor([tokens]), use_cache=False, output_hidden_states=True)
+        base = plain.base_model(input_ids=torch.tensor([tokens]), use_cache=False)
+    handle.remove()
+    return found | {"last": base[0][0], "layer:0": out.hidden_states[0][0], "layer:1": out.hidden_states[1][0]}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_taps_are_the_frameworks_hidden_states(name: str) -> None:
+    names = ["layer:1", "last", "layer:0", *(["last_unnormed"] if name not in WITHOUT_NORM else [])]
+    llm = LLM(toys.adopted(model(name)), kv_cache_memory_bytes=1 << 22)
+    runner = llm.engine.target
+    runner.taps = taps = Taps(llm.target.model, names)
+    rows = [[t % 70 + 5 for t in p] for p in toys.prompts(LENGTHS)]
+    pieces: list[list[torch.Tensor]] = [[] for _ in rows]
+    for half in (0, 1):  # prompts in two pieces, the second beside another row's first
+        spans = [s for i, row in enumerate(rows) if (s := piece(i, row, half)) is not None]
+        for span in spans:
+            assert runner.cache.tables.reserve(span.row, span.start + len(span.tokens))
+        _, features = runner.run(runner.pack(spans))
+        assert features is not None
+        for span, part in zip(spans, features.split([len(s.tokens) for s in spans]), strict=True):
+            runner.cache.tables.advance(span.row, span.start + len(span.tokens))
+            pieces[span.row].append(part)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in llm.target.model.modules()), "hooks stay"
+    for i, row in enumerate(rows):
+        by_name = expected(name, row)
+        got = torch.cat(pieces[i])
+        start = 0
+        for tap in taps.names:
+            width = by_name[tap].shape[1]
+            assert torch.allclose(got[:, start : start + width], by_name[tap], rtol=1e-3, atol=1e-3), tap
+            start += width
+        assert start == got.shape[1]
+
+
+def piece(i: int, row: list[int], half: int) -> Span | None:
+    middle = len(row) // 2
+    tokens = row[middle:] if half else row[:middle]
+    return Span(i, middle if half else 0, tokens, 1, len(row)) if tokens else None
+
+
+@pytest.mark.parametrize(
+    ("name", "tap", "reason"),
+    [
+        ("llama", "layer:2", "has layers 0 to 1"),
+        ("llama", "layer:x", "has layers 0 to 1"),
+        ("llama", "middle", "there is no tap"),
+        ("opt-350m", "last_unnormed", "no norm at its end"),
+    ],
+)
+def test_what_cannot_be_tapped_is_refused_by_name(name: str, tap: str, reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        Taps(toys.adopted(model(name)).model, [tap])

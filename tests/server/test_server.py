@@ -1,0 +1,785 @@
+"""The server as its clients meet it: OpenAI's own client, plain HTTP, and sockets that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+import servers
+from pydantic import BaseModel, ValidationError
+from servers import MODEL, PROMPTS, Gate, Running
+
+from echelon import ConfigError, SamplingParams
+from echelon.cli import main
+from echelon.server.config import ServerConfig, read_keys
+from echelon.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
+from echelon.text import num_held_back
+
+KEY = "a-key-of-thirty-two-characters-x"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "def main(argv):\n"}]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    with servers.serving(servers.build("draft_model")) as server:
+        yield server
+
+
+@pytest.fixture
+def client(running: Running) -> Iterator[httpx.Client]:
+    with running.client() as client:
+        yield client
+
+
+@pytest.fixture
+def official(running: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=running.url + "/v1", api_key="unused", max_retries=0, timeout=60.0) as client:
+        yield client
+
+
+# The same text
+
+
+def bodies(count: int) -> list[dict[str, Any]]:
+    """Greedy and seeded requests of different lengths, stops and penalties."""
+    made = []
+    for i in range(count):
+        body: dict[str, Any] = {"prompt": PROMPTS[i % 4] * (1 + i % 3), "max_tokens": 6 + i % 11, "seed": i, "temperature": 0.9 * (i % 2)}
+        if i % 5 == 0:
+            body |= {"stop": ["\n\n", "self"], "frequency_penalty": 0.5}
+        if i % 7 == 0:
+            body |= {"top_p": 0.8, "n": 2}
+        made.append(body)
+    return made
+
+
+async def ask(client: openai.AsyncOpenAI, gate: asyncio.Semaphore, body: dict[str, Any], stream: bool) -> list[str]:
+    """Texts of all samples."""
+    async with gate:
+        if not stream:
+            answer = await client.completions.create(model=MODEL, **body)
+            return [c.text for c in answer.choices]
+        texts = [""] * body.get("n", 1)
+        async for chunk in await client.completions.create(model=MODEL, stream=True, **body):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+        return texts
+
+
+async def ask_all(url: str, asked: list[dict[str, Any]], concurrency: int, stream: bool) -> list[list[str]]:
+    gate = asyncio.Semaphore(concurrency)
+    async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="unused", max_retries=0, timeout=60.0) as client:
+        return await asyncio.gather(*(ask(client, gate, body, stream) for body in asked))
+
+
+@pytest.mark.parametrize("method", servers.SPECULATIVE)
+def test_texts_are_those_of_generate(method: str) -> None:
+    """Greedy and seeded, at concurrency 1, 8 and 64, streamed and not."""
+    asked = bodies(64)
+    plain = servers.build("plain", max_num_seqs=4)
+    truth = [[c.text for c in o.outputs] for o in plain.generate([b["prompt"] for b in asked], [servers.params(b) for b in asked])]
+    with servers.serving(servers.build(method)) as running:
+        for concurrency in (1, 8, 64):
+            for stream in (False, True):
+                some = slice(0, None) if concurrency == 64 else slice(concurrency, 3 * concurrency + 5)
+                assert asyncio.run(ask_all(running.url, asked[some], concurrency, stream)) == truth[some]
+        assert (running.llm.stats.num_draft_tokens > 0) == (method != "plain")
+
+
+def test_chat_is_that_of_the_library(running: Running, official: openai.OpenAI) -> None:
+    truth = servers.build("plain").chat(MESSAGES, SamplingParams(temperature=0.7, seed=3, max_tokens=20))[0].outputs[0].text
+    asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "temperature": 0.7, "seed": 3, "max_completion_tokens": 20}
+    assert official.chat.completions.create(**asked).choices[0].message.content == truth
+    chunks = list(official.chat.completions.create(**asked, stream=True))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == truth
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [c.choices[0].finish_reason for c in chunks[-2:]] == [None, "length"]
+    parts = [{"role": "user", "content": [{"type": "text", "text": MESSAGES[0]["content"]}]}]
+    assert official.chat.completions.create(**(asked | {"messages": parts})).choices[0].message.content == truth
+
+
+def test_an_answer_without_a_limit_ends_with_the_context() -> None:
+    with servers.serving(servers.build("ngram", max_model_len=48)) as running, running.client() as client:
+        answer = client.post(CHAT, json={"messages": MESSAGES, "ignore_eos": True, "temperature": 0}).json()
+        assert answer["usage"]["total_tokens"] == 48
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+
+# Parameters
+
+
+def test_models_and_versions(official: openai.OpenAI, client: httpx.Client) -> None:
+    assert [m.id for m in official.models.list()] == [MODEL]
+    assert official.models.retrieve(MODEL).id == MODEL
+    assert client.get("/version").json()["version"]
+    for path in ("/health", "/livez", "/readyz"):
+        assert client.get(path).status_code == 200
+
+
+def test_logprobs_and_echo(client: httpx.Client) -> None:
+    """What evaluation harnesses ask for: the prompt's logprobs, scored and not continued."""
+    body = {"prompt": PROMPTS[0], "max_tokens": 4, "temperature": 0, "logprobs": 3, "echo": True}
+    choice = client.post(COMPLETIONS, json=body).json()["choices"][0]
+    logprobs = choice["logprobs"]
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+    assert all(p <= 0.0 for p in logprobs["token_logprobs"][1:])
+    assert all(
+        len(t) in (3, 4) and max(t.values()) >= p for t, p in zip(logprobs["top_logprobs"][1:], logprobs["token_logprobs"][1:], strict=True)
+    )
+    for offset, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
+        assert choice["text"][offset:].startswith(token)
+    scored = client.post(COMPLETIONS, json=body | {"max_tokens": 0}).json()
+    assert scored["choices"][0]["text"] == PROMPTS[0]
+    assert scored["usage"]["completion_tokens"] == 0
+    count = scored["usage"]["prompt_tokens"]
+    assert scored["choices"][0]["logprobs"]["token_logprobs"] == logprobs["token_logprobs"][:count]
+    text, streamed = "", []
+    for event in events(client, body | {"stream": True}):
+        text += event["choices"][0]["text"]
+        streamed += event["choices"][0]["logprobs"]["token_logprobs"]
+    assert (text, streamed) == (choice["text"], logprobs["token_logprobs"])
+
+
+def events(client: httpx.Client, body: dict[str, Any], path: str = COMPLETIONS) -> list[dict[str, Any]]:
+    with client.stream("POST", path, json=body) as answer:
+        assert answer.status_code == 200
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_chat_logprobs(official: openai.OpenAI) -> None:
+    answer = official.chat.completions.create(model=MODEL, messages=MESSAGES, logprobs=True, top_logprobs=2, temperature=0, max_tokens=5)  # type: ignore[arg-type]
+    entries = answer.choices[0].logprobs.content  # type: ignore[union-attr]
+    assert entries is not None and len(entries) == 5
+    assert "".join(e.token for e in entries) == answer.choices[0].message.content
+    assert all(e.top_logprobs[0].logprob == e.logprob and bytes(e.bytes or []).decode() == e.token for e in entries)
+
+
+def test_usage_streams_and_speculation_is_reported(client: httpx.Client) -> None:
+    body = {"prompt": PROMPTS[2], "max_tokens": 30, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = events(client, body)
+    whole = client.post(COMPLETIONS, json={"prompt": PROMPTS[2], "max_tokens": 30, "temperature": 0}).json()
+    assert last["choices"] == [] and last["usage"] == whole["usage"] and last["metrics"] == whole["metrics"]
+    assert all("usage" not in c for c in chunks)
+    counted = events(client, body | {"stream_options": {"continuous_usage_stats": True}})
+    assert [c["usage"]["completion_tokens"] for c in counted] == sorted(c["usage"]["completion_tokens"] for c in counted)
+    assert whole["metrics"]["acceptance"] == "exact"
+    spec = whole["metrics"]["speculative_decoding"]
+    assert sum(spec["acceptance_histogram"]) == spec["num_spec_steps"] > 0
+    assert sum(i * n for i, n in enumerate(spec["acceptance_histogram"])) == spec["num_accepted_draft_tokens"] > 0
+    assert spec["mean_acceptance_length"] == 1 + spec["num_accepted_draft_tokens"] / spec["num_spec_steps"]
+    assert (
+        client.post(COMPLETIONS, json=body | {"stream": False, "stream_options": None, "n": 2}).json()["metrics"]["speculative_decoding"]
+        is None
+    )
+    plain = client.post(COMPLETIONS, json={"prompt": PROMPTS[2], "max_tokens": 30, "temperature": 0, "num_speculative_tokens": 0}).json()
+    assert plain["choices"] == whole["choices"]
+    assert plain["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
+
+
+@pytest.mark.parametrize("stop", [["\n"], ["    ", "def"], ["zzzz"], ["retur", "return x"]])
+def test_nothing_after_a_stop_string_is_ever_sent(client: httpx.Client, stop: list[str]) -> None:
+    body = {"prompt": PROMPTS[3], "max_tokens": 40, "temperature": 0, "stop": stop}
+    whole = client.post(COMPLETIONS, json=body).json()["choices"][0]
+    chunks = events(client, body | {"stream": True})
+    assert "".join(c["choices"][0]["text"] for c in chunks) == whole["text"]
+    assert not any(s in whole["text"] for s in stop)
+
+
+def test_best_of_returns_the_likeliest(client: httpx.Client) -> None:
+    body = {"prompt": PROMPTS[0], "max_tokens": 6, "temperature": 1.0, "seed": 5, "logprobs": 0}
+    drawn = client.post(COMPLETIONS, json=body | {"n": 4}).json()["choices"]
+    means = [sum(c["logprobs"]["token_logprobs"]) / len(c["logprobs"]["token_logprobs"]) for c in drawn]
+    best = client.post(COMPLETIONS, json=body | {"best_of": 4}).json()
+    assert [c["text"] for c in best["choices"]] == [drawn[means.index(max(means))]["text"]]
+
+
+def test_every_parameter_is_served_with_speculation_on(client: httpx.Client) -> None:
+    for more in (
+        {"min_p": 0.1}, {"top_k": 3}, {"logit_bias": {"5": 2.5}}, {"presence_penalty": 1.0}, {"frequency_penalty": -1.0}, {"user": "me"},
+        {"repetition_penalty": 1.2}, {"min_tokens": 4, "ignore_eos": True}, {"stop_token_ids": [9]}, {"allowed_token_ids": [5, 6, 7]},
+        {"bad_words": ["self"]}, {"seed": -1}, {"top_p": 0.0}, {"n": 3}, {"include_stop_str_in_output": True, "stop": "\n"}, {"best_of": 1},
+    ):  # fmt: skip
+        answer = client.post(COMPLETIONS, json={"prompt": PROMPTS[0], "max_tokens": 5, "temperature": 0.8} | more)
+        assert answer.status_code == 200, (more, answer.text)
+    accepted: dict[str, Any] = {"metadata": {"a": "b"}, "store": False, "service_tier": "auto", "parallel_tool_calls": True, "tools": []}
+    accepted |= {"reasoning_effort": "low", "tool_choice": "none", "response_format": {"type": "text"}, "prediction": {"type": "content"}}
+    accepted |= {"verbosity": "low", "modalities": ["text"], "prompt_cache_key": "k", "safety_identifier": "s"}
+    assert client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 2} | accepted).status_code == 200
+
+
+def test_tokens_and_back(client: httpx.Client) -> None:
+    tokens = client.post("/tokenize", json={"prompt": PROMPTS[0], "return_token_strs": True}).json()
+    assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])
+    assert client.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": PROMPTS[0]}
+    chat = client.post("/tokenize", json={"messages": MESSAGES}).json()
+    assert client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 1}).json()["usage"]["prompt_tokens"] == chat["count"]
+    by_ids = client.post(COMPLETIONS, json={"prompt": tokens["tokens"], "max_tokens": 5, "temperature": 0}).json()
+    by_text = client.post(COMPLETIONS, json={"prompt": [PROMPTS[0]], "max_tokens": 5, "temperature": 0}).json()
+    assert by_ids["choices"] == by_text["choices"]
+
+
+# What is refused
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    (COMPLETIONS, {}, "prompt"),
+    *[
+        (COMPLETIONS, {"prompt": "a"} | more, words)
+        for more, words in [
+            ({"prompt": ""}, "empty"),
+            ({"prompt": []}, "prompt"),
+            ({"prompt": [[]]}, "empty"),
+            ({"prompt": [99999]}, "vocabulary"),
+            ({"prompt": [-1]}, "prompt"),
+            ({"prompt": 5}, "prompt"),
+            ({"prompt": ["a"] * 33}, "prompt"),
+            ({"prompt": "a " * 3000}, "context"),
+            ({"prompt": "x" * 500_000}, "characters"),
+            ({"max_tokens": -1}, "max_tokens"),
+            ({"max_tokens": 0}, "max_tokens"),
+            ({"max_tokens": 2.5}, "max_tokens"),
+            ({"max_tokens": "5"}, "max_tokens"),
+            ({"max_tokens": True}, "max_tokens"),
+            ({"n": 0}, "n"),
+            ({"n": 17}, "n"),
+            ({"best_of": 1, "n": 2}, "best_of"),
+            ({"best_of": 3, "stream": True}, "best_of"),
+            ({"logprobs": 21}, "logprobs"),
+            ({"temperature": -0.1}, "temperature"),
+            ({"temperature": 1e400}, "temperature"),
+            ({"top_p": 1.1}, "top_p"),
+            ({"top_k": -2}, "top_k"),
+            ({"min_p": 2}, "min_p"),
+            ({"seed": 2**64}, "seed"),
+            ({"stop": ""}, "stop"),
+            ({"stop": ["a"] * 17}, "stop"),
+            ({"stop": "a" * 257}, "stop"),
+            ({"logit_bias": {"99999": 1}}, "vocabulary"),
+            ({"logit_bias": {"a": 1}}, "logit_bias"),
+            ({"logit_bias": {"1": 101}}, "logit_bias"),
+            ({"stop_token_ids": [-1]}, "stop_token_ids"),
+            ({"allowed_token_ids": []}, "allowed_token_ids"),
+            ({"min_tokens": 17}, "min_tokens"),
+            ({"presence_penalty": 3}, "presence_penalty"),
+            ({"repetition_penalty": 0}, "repetition_penalty"),
+            ({"suffix": "x"}, "suffix"),
+            ({"stream_options": {"include_usage": True}}, "stream"),
+            ({"stream": "yes"}, "stream"),
+            ({"guided_regex": "a"}, "structured output"),
+            ({"lora_request": {}}, "LoRA"),
+            ({"response_format": {"type": "json_object"}}, "structured output"),
+            ({"no_such": 1}, "no_such"),
+            ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
+            ({"temperature": 1e-50}, "temperature"),
+            ({"allowed_token_ids": [0], "min_tokens": 1}, "forbid"),
+        ]
+    ],
+    *[
+        (CHAT, {"messages": MESSAGES} | more, words)
+        for more, words in [
+            ({"messages": []}, "messages"),
+            ({"messages": [{"role": "robot", "content": "a"}]}, "role"),
+            ({"top_logprobs": 2}, "logprobs"),
+            ({"tools": [{"type": "function"}]}, "tool calling"),
+            ({"response_format": {"type": "json_schema"}}, "structured output"),
+            ({"modalities": ["audio"]}, "text"),
+            ({"audio": {}}, "audio"),
+            ({"max_tokens": 0}, "max_tokens"),
+            ({"prompt": "a"}, "prompt"),
+            ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "content"),
+            ({"chat_template": "{{ 1 }}"}, "template"),
+            ({"chat_template_kwargs": {}}, "template"),
+        ]
+    ],
+    ("/tokenize", {}, "prompt"),
+    ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt"),
+    ("/detokenize", {"tokens": [99999]}, "vocabulary"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_values_are_named(client: httpx.Client, running: Running, stream: bool) -> None:
+    for path, body, words in BAD:
+        if stream and words == "stream":
+            continue
+        sent = {"stream": True} | body if stream and path in (COMPLETIONS, CHAT) else body
+        answer = client.post(path, content=json.dumps(sent).replace("Infinity", "1e400"), headers={"content-type": "application/json"})
+        assert answer.status_code == 400, (body, answer.text)
+        error = answer.json()["error"]
+        assert words in error["message"] or words == error["param"], (body, error)
+        assert "constrained" not in error["message"] and "function-" not in error["message"], "a name that only the checker knows"
+        assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b"NaN", b'{"prompt": "\\ud800"}', b'{"prompt": "a\x00"', b"[" * 200_000, b"\xff\xfe", b"9" * 5000],
+)
+def test_bodies_that_are_no_json_are_refused(client: httpx.Client, content: bytes) -> None:
+    for path in (COMPLETIONS, CHAT, "/tokenize", "/detokenize"):
+        answer = client.post(path, content=content, headers={"content-type": "application/json"})
+        assert answer.status_code == 400, answer.text
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_errors_are_those_the_official_client_knows(official: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError):
+        official.completions.create(model=MODEL, prompt="a", temperature=-1)
+    with pytest.raises(openai.NotFoundError) as missing:
+        official.completions.create(model="gpt-17", prompt="a")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        official.embeddings.create(model=MODEL, input="a")
+
+
+HEAPS: list[tuple[type[BaseModel], dict[str, Any]]] = [
+    (CompletionRequest, {"prompt": ["a", *[1] * 50_000]}),
+    (CompletionRequest, {"prompt": [1.5] * 50_000}),
+    (CompletionRequest, {"prompt": [["x"] * 100] * 500}),
+    (CompletionRequest, {"prompt": "a", "stop": [1] * 50_000}),
+    (CompletionRequest, {"prompt": "a", "logit_bias": {f"k{i}": i for i in range(50_000)}}),
+    (CompletionRequest, {f"k{i}": i for i in range(50_000)}),
+    (ChatRequest, {"messages": [{"role": "robot", "content": [{"type": "no"}] * 50}] * 1000}),
+    (ChatRequest, {"messages": MESSAGES, "metadata": {f"k{i}": i for i in range(50_000)}}),
+    (DetokenizeRequest, {"tokens": ["a"] * 50_000}),
+]
+
+
+@pytest.mark.parametrize(("kind", "body"), HEAPS)
+def test_a_heap_of_mistakes_makes_no_heap_of_errors(kind: type[BaseModel], body: dict[str, Any]) -> None:
+    """A million errors hold the event loop for seconds; the client is told the first."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.error_count() < 10
+
+
+def conversation(running: Running, request: bytes) -> bytes:
+    """What a socket reads until the server closes."""
+    with running.connect() as connection:
+        connection.sendall(request)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def test_what_is_no_http_is_answered_like_any_mistake(running: Running) -> None:
+    for request, status in (
+        (b"GET /version\r\n\r\n", 400),
+        (b"GET /version HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
+        (b"GET /version HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 2**15, 431),
+        (b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+    ):
+        head, _, body = conversation(running, request).partition(b"\r\n\r\n")
+        assert head.startswith(f"HTTP/1.1 {status} ".encode()), head
+        assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_request_hidden_in_a_body_is_not_read(running: Running) -> None:
+    """By a body's length it is part of the body, by its chunks a request of its own: two readers in a row may disagree."""
+    hidden = b"0\r\n\r\nGET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nContent-Length: 52\r\n\r\n"
+    answer = conversation(running, head + hidden)
+    assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1") == 1
+    assert b"ambiguous" in answer
+
+
+def test_bodies_that_are_no_json_are_told_so(client: httpx.Client) -> None:
+    answer = client.post(COMPLETIONS, content=b'{"prompt": a}', headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, None)
+    assert "not JSON" in answer.json()["error"]["message"] and "character 11" in answer.json()["error"]["message"]
+    answer = client.post(COMPLETIONS, content=b'{"prompt": "a"}', headers={"content-type": "text/plain"})
+    assert answer.status_code == 400 and "application/json" in answer.json()["error"]["message"]
+    answer = client.post("/detokenize", json={"tokens": [9] * 100_000})
+    assert answer.status_code == 400 and "context" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_an_echo_begins_when_its_prompt_has_been_read(client: httpx.Client, max_tokens: int) -> None:
+    """Samples come one by one; the logprobs of a prompt are there with its first token, not before."""
+    body = {"prompt": [PROMPTS[0], PROMPTS[2] * 30], "max_tokens": max_tokens, "n": 3, "seed": 1, "echo": True, "logprobs": 2}
+    whole = client.post(COMPLETIONS, json=body).json()["choices"]
+    texts, logprobs = [""] * 6, [list[Any]() for _ in range(6)]
+    for event in events(client, body | {"stream": True}):
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+            logprobs[choice["index"]] += (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
+    assert texts == [c["text"] for c in whole]
+    assert logprobs == [c["logprobs"]["token_logprobs"] for c in whole]
+
+
+def test_sizes_are_bounded_while_reading(running: Running) -> None:
+    limit = running.service.config.max_body_bytes
+    with running.client() as client:
+        assert client.post(COMPLETIONS, content=b" " * (limit + 1)).status_code == 413
+        assert client.post(COMPLETIONS, content=b"{}", headers={"content-encoding": "gzip"}).status_code == 415
+        assert client.get("/version", headers={"x-long": "a" * 2**16}).status_code == 431
+    with running.connect() as connection:  # chunk by chunk, and never the last: refused at the limit, not at the end
+        connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        chunk = b"10000\r\n" + b"x" * 2**16 + b"\r\n"
+        for _ in range(limit // 2**16 + 1):
+            connection.sendall(chunk)
+        assert b" 413 " in connection.recv(100)
+    with running.connect() as connection:
+        connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n".encode())
+        assert b" 413 " in connection.recv(100)
+
+
+def test_clients_that_dawdle_are_cut() -> None:
+    with servers.serving(servers.build(), header_timeout=0.2, body_timeout=0.2) as running:
+        for start in (b"", b"GET /version HTTP/1.1\r\nHost: local", b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\nGET /li"):
+            with running.connect() as connection:
+                connection.sendall(start)
+                received = b""
+                while part := _recv(connection):  # ends when the server closes
+                    received += part
+                assert received.count(b"200 OK") == start.count(b"\r\n\r\n")
+        with running.connect() as connection:
+            connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{{".encode())
+            assert b" 408 " in connection.recv(100)
+
+
+def _recv(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(2**16)
+    except ConnectionResetError:
+        return b""
+
+
+def test_a_reader_that_does_not_read_is_bounded_and_cut() -> None:
+    """Its output stays within the buffers of one connection; others go on; and its rows leave when it is cut."""
+    with servers.serving(servers.build("plain"), write_timeout=0.3) as running, servers.unharmed(running):
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(running.address)
+        body = json.dumps({"prompt": PROMPTS[0], "max_tokens": 200, "n": 8, "logprobs": 20, "stream": True, "ignore_eos": True, "seed": 1})
+        connection.sendall(servers.request_bytes(body))
+        with running.client() as client:
+            assert client.post(COMPLETIONS, json={"prompt": "import", "max_tokens": 3}).status_code == 200
+        servers.settle(running)  # it does not wait for the reader
+        received = b""
+        while part := _recv(connection):
+            received += part
+        assert received.startswith(b"HTTP/1.1 200") and b"[DONE]" not in received
+        connection.close()
+
+
+# Who may come in
+
+
+def routes(running: Running) -> list[tuple[str, str]]:
+    with running.client(headers={"authorization": f"Bearer {KEY}"}) as client:
+        paths = client.get("/openapi.json").json()["paths"]
+    listed = [(method.upper(), path.replace("{model}", "x")) for path, methods in paths.items() for method in methods]
+    return [
+        *listed,
+        ("GET", "/openapi.json"),
+        ("GET", "/docs"),
+        ("GET", "/"),
+        ("OPTIONS", COMPLETIONS),
+        ("HEAD", "/v1/models"),
+        ("DELETE", "/x"),
+    ]
+
+
+def test_every_route_asks_for_a_key() -> None:
+    with servers.serving(servers.build(), api_keys=(KEY, "another-key-that-is-long")) as running:
+        with running.client() as client:
+            for method, path in routes(running):
+                expected = 200 if path in ("/livez", "/readyz") else 401
+                for given in ("Bearer wrong", KEY, f"Basic {KEY}", f"Bearer {KEY.upper()}", f"Bearer {KEY}x", "", None):
+                    headers = {"x-api-key": KEY} if given is None else {"authorization": given}
+                    answer = client.request(method, path, headers=headers)
+                    assert answer.status_code == expected, (method, path, headers)
+                    assert KEY not in answer.text
+            for given in (KEY, "another-key-that-is-long"):
+                assert client.get("/v1/models", headers={"authorization": f"Bearer {given}"}).status_code == 200
+        for target in ("/livez/", "//livez", "/livez/../v1/models", "/%6civez/../version", "/livez%2f..%2fversion", "/LIVEZ", "http://x/version",
+                       "/version?/livez", "/version#/livez", "/readyz;/version", "/./version", "/version%00/livez"):  # fmt: skip
+            for host in ("localhost", "x/livez?", "/livez"):
+                assert raw(running, f"GET {target} HTTP/1.1\r\nHost: {host}\r\n\r\n").split(b" ")[1] in (b"401", b"400"), target
+        twice = f"GET /version HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer x\r\nAuthorization: Bearer {KEY}\r\n\r\n"
+        assert b" 401 " in raw(running, twice)
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=running.url + "/v1", api_key="wrong", max_retries=0).models.list()
+
+
+def raw(running: Running, text: str) -> bytes:
+    """The head of the answer to exactly these bytes."""
+    with running.connect() as connection:
+        connection.sendall(text.encode())
+        return connection.recv(2000)
+
+
+def test_strangers_are_kept_out_without_a_key(running: Running) -> None:
+    for host in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", "", "[::1].x"):
+        assert b" 403 " in raw(running, f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\n\r\n")
+    for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:80", "[::1]"):
+        assert b" 200 " in raw(running, f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\n\r\n")
+    answer = raw(
+        running,
+        "OPTIONS /v1/models HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\nAccess-Control-Request-Method: GET\r\n\r\n",
+    )
+    assert b"access-control" not in answer.lower()
+
+
+def test_other_addresses_need_a_key(tmp_path: Any) -> None:
+    for host in ("0.0.0.0", "::", "192.168.0.3", "example.org"):
+        with pytest.raises(ConfigError, match="--api-key-file"):
+            ServerConfig(host=host)
+        ServerConfig(host=host, api_keys=(KEY,))
+    for host in ("127.0.0.1", "127.8.9.1", "::1", "localhost"):
+        ServerConfig(host=host)
+    with pytest.raises(ConfigError, match="16 characters"):
+        ServerConfig(api_keys=("short",))
+    (tmp_path / "keys").write_text(f"{KEY}\n\n  second-key-is-long-too \n")
+    assert [key.get_secret_value() for key in read_keys(tmp_path / "keys")] == [KEY, "second-key-is-long-too"]
+    for content in (None, "\n"):
+        path = tmp_path / "missing"
+        if content:
+            path.write_text(content)
+        with pytest.raises(ConfigError, match=r"one key a line|holds no key"):
+            read_keys(path)
+
+
+CONNECTED: list[Any] = []  # addresses that anything in this process connects to
+
+
+@pytest.fixture(scope="module")
+def audit() -> list[Any]:
+    """A hook cannot be taken away again, so there is one, which only writes down."""
+    sys.addaudithook(lambda name, arguments: CONNECTED.append(arguments[1]) if name == "socket.connect" else None)
+    return CONNECTED
+
+
+def test_nothing_but_loopback_is_connected_to_or_listened_on(audit: list[Any]) -> None:
+    audit.clear()
+    with servers.serving(servers.build("draft_model")) as running:
+        asyncio.run(servers.together(running.url, bodies(4)))
+        with running.client() as client:
+            client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 3})
+            client.post("/tokenize", json={"prompt": "http://example.org/model.safetensors"})
+        listeners = [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert set(listeners) == {"127.0.0.1"}
+    assert audit and {address[0] for address in audit} == {"127.0.0.1"}
+
+
+def test_request_ids_are_echoed(client: httpx.Client) -> None:
+    assert client.get("/version", headers={"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
+    for bad in ("", "a" * 129, "a b"):
+        assert "x-request-id" not in client.get("/version", headers={"x-request-id": bad}).headers
+
+
+def test_no_prompt_output_or_key_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with (
+        servers.serving(servers.build("ngram"), api_keys=(KEY,)) as running,
+        running.client(headers={"authorization": f"Bearer {KEY}"}) as client,
+    ):
+        body = {"prompt": "xylophone", "max_tokens": 5, "user": "marmalade"}
+        text = client.post(COMPLETIONS, json=body).json()["choices"][0]["text"]
+        client.post(COMPLETIONS, json=body | {"stream": True})
+        client.post(COMPLETIONS, json=body | {"n": -1})
+        client.post(COMPLETIONS, json=body | {"allowed_token_ids": [0], "min_tokens": 1})
+        client.get("/v1/models/xylophone?key=marmalade")
+    assert text
+    logged = "\n".join(r.getMessage() for r in caplog.records if not r.name.startswith("httpx"))
+    assert "rror" in logged or "running on" in logged
+    assert not any(word in logged for word in ("xylophone", "marmalade", KEY, text))
+
+
+# Load, health, metrics
+
+
+def in_background(call: Any) -> tuple[threading.Thread, list[httpx.Response]]:
+    results: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: results.append(call()))
+    thread.start()
+    return thread, results
+
+
+def test_a_full_server_says_so() -> None:
+    with servers.serving(servers.build("plain", max_num_seqs=2), max_queue=1) as running, running.client() as client:
+        gate = Gate(running)
+        body = {"prompt": PROMPTS[0], "max_tokens": 3, "temperature": 0}
+        held, answers = in_background(lambda: client.post(COMPLETIONS, json=body | {"n": 3}))
+        assert gate.reached.wait(60.0)
+        for stream in (False, True):
+            refused = client.post(COMPLETIONS, json=body | {"stream": stream})
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            assert refused.json()["error"]["code"] == "overloaded"
+        assert client.post(COMPLETIONS, json=body | {"n": 4}).status_code == 400  # would never fit
+        assert client.get("/health").status_code == 200
+        gate.open()
+        held.join()
+        assert answers[0].status_code == 200
+        servers.settle(running)
+        assert client.post(COMPLETIONS, json=body | {"n": 3}).status_code == 200
+
+
+def test_waiting_and_running_have_an_end() -> None:
+    with servers.serving(servers.build(max_num_seqs=1), queue_timeout=0.2, total_timeout=0.5) as running, running.client() as client:
+        gate = Gate(running)
+        body = {"prompt": PROMPTS[0], "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
+        for stream in (False, True):
+            late = client.post(COMPLETIONS, json=body | {"stream": stream})
+            assert (late.status_code, late.headers["retry-after"]) == (503, "1")
+            assert "waited" in late.json()["error"]["message"]
+        gate.open()
+        servers.settle(running)
+        assert "ran longer" in client.post(COMPLETIONS, json=body).json()["error"]["message"]
+        with client.stream("POST", COMPLETIONS, json=body | {"stream": True}) as answer:
+            lines = [line for line in answer.iter_lines() if line]
+        assert "ran longer" in lines[-2] and lines[-1] == "data: [DONE]"
+        servers.settle(running)
+        assert blocks_are_free(running)
+
+
+def blocks_are_free(running: Running) -> bool:
+    return servers.blocks_free(running.llm) == [running.llm.engine.target.cache.tables.pool.num_blocks]
+
+
+def test_a_hanging_engine_is_seen() -> None:
+    with servers.serving(servers.build(), stall_timeout=0.3) as running, running.client() as client:
+        gate = Gate(running)
+        held, answers = in_background(lambda: client.post(COMPLETIONS, json={"prompt": PROMPTS[0], "max_tokens": 3}))
+        assert gate.reached.wait(60.0)
+        while client.get("/readyz").status_code == 200:
+            pass
+        assert client.get("/health").status_code == 503
+        assert client.get("/livez").status_code == 200
+        assert client.post(COMPLETIONS, json={"prompt": "a"}).status_code == 503
+        held.join()  # answered while the engine still hangs
+        assert answers[0].status_code == 503
+        gate.open()
+        servers.settle(running)
+        assert client.get("/health").status_code == client.get("/readyz").status_code == 200
+
+
+def test_metrics_have_the_names_of_vllm() -> None:
+    with servers.serving(servers.build("ngram"), metrics_prefix="vllm:") as running, running.client() as client:
+        body = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        used = [client.post(COMPLETIONS, json=body | {"prompt": p * 3}).json() for p in PROMPTS]
+        servers.settle(running)
+        text = client.get("/metrics").text
+        values = {line.split("{")[0].split(" ")[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if not line.startswith("#")}
+        specs = [u["metrics"]["speculative_decoding"] for u in used]
+        assert values["vllm:spec_decode_num_drafts_total"] == sum(s["num_spec_steps"] for s in specs) > 0
+        assert values["vllm:spec_decode_num_draft_tokens_total"] == sum(s["num_draft_tokens"] for s in specs)
+        assert values["vllm:spec_decode_num_accepted_tokens_total"] == sum(s["num_accepted_draft_tokens"] for s in specs)
+        assert 'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="pair",position="0"}' in text
+        assert 'vllm:spec_decode_info{acceptance="exact",model_name="pair"} 1.0' in text
+        assert values["vllm:generation_tokens_total"] == sum(u["usage"]["completion_tokens"] for u in used)
+        assert values["vllm:prompt_tokens_total"] == sum(u["usage"]["prompt_tokens"] for u in used)
+        for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_time_per_output_token"):
+            assert values[f"vllm:{name}_seconds_count"] == len(PROMPTS), name
+        assert values["vllm:inter_token_latency_seconds_count"] > 0
+        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+            assert values[f"vllm:{name}"] == 0.0
+        assert 'vllm:request_success_total{finished_reason="length",model_name="pair"} 4.0' in text
+        before = {line.rsplit(" ", 1)[0] for line in client.get("/metrics").text.splitlines()}
+        for i in range(50):
+            client.request(f"GET{i}", f"/no/such/{i}", headers={"x-request-id": str(i)})
+            client.post(COMPLETIONS, json={"prompt": "a", "model": f"m{i}", "user": str(i)})
+        assert {line.rsplit(" ", 1)[0] for line in client.get("/metrics").text.splitlines()} == before
+
+
+def test_a_long_prompt_does_not_stall_others() -> None:
+    """A short request beside a prompt of 1,500 tokens has its first token within three steps."""
+    with servers.serving(servers.build("plain", max_num_batched_tokens=256)) as running, running.client() as client:
+        gate = Gate(running)
+        steps, step = [0], gate._step
+        prompt = list(range(300, 400)) * 15
+
+        def counted() -> Any:
+            steps[0] += 1
+            grown = step()
+            if any(s.num_prompt_tokens < 100 and s.num_output_tokens == 1 for s in grown):
+                first.append(steps[0])
+            return grown
+
+        first: list[int] = []
+        gate._step = counted
+        long, _ = in_background(lambda: client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 2}))
+        assert gate.reached.wait(60.0)
+        short, _ = in_background(lambda: client.post(COMPLETIONS, json={"prompt": PROMPTS[0], "max_tokens": 2}))
+        while running.service.bridge.num_in_flight < 2 or running.service.bridge._commands.empty():
+            client.get("/livez")
+        gate.open()
+        long.join()
+        short.join()
+        assert len(first) == 1
+        assert first[0] <= 3 + 1  # the step that was under way when it came does not count
+        assert steps[0] >= 6
+
+
+# Text
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "held"),
+    [
+        ("abc", ["cd"], 1),
+        ("abc", ["bcd", "cx"], 2),
+        ("abc", ["abc"], 0),
+        ("", ["a"], 0),
+        ("aaa", ["aaaa"], 3),
+        ("ab", ["x"], 0),
+        ("ab", [], 0),
+    ],
+)
+def test_only_beginnings_of_stop_strings_are_held_back(text: str, stop: list[str], held: int) -> None:
+    assert num_held_back(text, stop) == held
+
+
+# The benchmark client
+
+
+def test_a_server_is_measured(running: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    def bench(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["echelon", "bench", "serve", "--url", running.url, *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return int(stop.value.code or 0), capsys.readouterr().out
+
+    code, out = bench(
+        "--num-prompts", 6, "--max-tokens", 8, "--ignore-eos", "--request-rate", 500, "--concurrency", 2, "--json", "--ttft-goal", 6e4
+    )
+    value = json.loads(out)
+    assert (code, value["num_requests"], value["num_failed"], value["completion_tokens"]) == (0, 6, 0, 48)
+    assert value["goodput_requests_per_second"] == value["requests_per_second"] > 0
+    assert 1.0 < value["tokens_per_step"] <= 4.0 and 0.0 < value["acceptance_rate"] < 1.0
+    for name in ("ttft_ms", "tpot_ms", "itl_ms", "end_to_end_ms"):
+        assert 0 < value[name]["p50"] <= value[name]["p99"]
+    assert value["ttft_ms"]["mean"] < value["end_to_end_ms"]["mean"]
+    code, out = bench("--num-prompts", 2, "--max-tokens", 2, "--ttft-goal", 0, "--output", tmp_path / "serve.json")
+    assert code == 0 and "| ttft |" in out
+    assert json.loads((tmp_path / "serve.json").read_text())["goodput_requests_per_second"] == 0.0
+    assert bench("--model", "nothing-like-it")[0] == 2
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a " * 5000}) + "\n" + json.dumps({"prompt": "import os"}) + "\n")
+    code, out = bench("--input", tmp_path / "prompts.jsonl", "--max-tokens", 2, "--json")
+    assert code == 3 and json.loads(out)["num_failed"] == 1 and "context" in json.loads(out)["problems"][0]
+
+
+def test_what_http_costs_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "serving.json"
+    sizes = ["--parameters", "0", "--rounds", "1", "--max-tokens", "4"]
+    command = [sys.executable, "-m", "echelon", "bench", "serving", *sizes, "--output", str(path)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert "http over generate" in answer.stdout
+    results = json.loads(path.read_text("utf-8"))["results"]
+    assert results["http_over_generate"]["rounds"] == 1 and results["http_over_generate"]["median"] > 0.0
+    assert results["steps_until_first_token"]["median"] >= 1

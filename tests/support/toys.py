@@ -1,0 +1,201 @@
+"""Tiny models, drafters that are wrong or right on purpose, and an engine whose every step is checked and poisoned."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from echelon import LLM
+from echelon.draft import Draft
+from echelon.drafters.guard import GuardedDrafter
+from echelon.kv.cache import KVCache
+from echelon.model.load.loading import LoadedModel, adopt_model
+from echelon.ops.slots import by_slot
+from echelon.sequence import PlannedRow
+from echelon.verify import Verdict
+
+PROVE = bool(os.environ.get("PROVE"))  # the full sizes of what is proven
+VOCABULARY = 96
+CONTEXT = 128
+NUM_TOKENS = 48
+PROMPT_LENGTHS = (1, 2, 3, 1, 7, 15, 16, 17, 18, 31, 32, 33, 47, 5, 64, 79, 126)
+
+
+def few(is_slow: bool) -> slice:
+    """The prompts of a cell; without PROVE=1 every fourth of a slow one, from that of one token to that which fills the context."""
+    return slice(None, None, 4 if is_slow and not PROVE else 1)
+
+
+def llama(seed: int = 0, spread: float = 0.35, **changes: Any) -> PreTrainedModel:
+    """Two layers of random weights, wide enough that the largest logits lie far apart."""
+    values = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": CONTEXT,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    return randomised(LlamaForCausalLM, LlamaConfig(**(values | changes)), seed, spread)
+
+
+def randomised(cls: Any, config: Any, seed: int, spread: float) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = cls._from_config(config, attn_implementation="eager", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.ndim >= 2:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * spread
+    return model.eval()
+
+
+def noisy_copy(model: PreTrainedModel, amount: float, seed: int = 1) -> PreTrainedModel:
+    """A draft model that agrees with `model` often, but not always."""
+    draft = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in draft.parameters():
+        if parameter.ndim >= 2:
+            parameter.data += torch.randn(parameter.shape, generator=generator) * amount * parameter.std()
+    return draft
+
+
+def adopted(model: PreTrainedModel) -> LoadedModel:
+    """`model` as the engine serves it; the argument stays as it is."""
+    return adopt_model(copy.deepcopy(model), None, "toy")
+
+
+def prompts(lengths: SequenceOf[int] = PROMPT_LENGTHS, vocabulary: int = VOCABULARY, seed: int = 5) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocabulary, n).tolist() for n in lengths]
+
+
+class ScriptedDrafter:
+    """Knows the true continuations; proposes them (`shift=0`), something else (`shift=1`), or noise (`shift=None`)."""
+
+    taps: tuple[str, ...] = ()
+
+    def __init__(self, truth: dict[tuple[int, ...], list[int]], shift: int | None) -> None:
+        self._truth, self._shift = truth, shift
+        self.observed: list[tuple[int, int]] = []
+
+    def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
+        return Draft.chains([self._row(row) for row in rows])
+
+    def _row(self, row: PlannedRow) -> list[int]:
+        if self._shift is None:
+            rng = np.random.default_rng([row.sequence.id, len(row.sequence)])
+            return rng.integers(0, VOCABULARY, rng.integers(0, row.max_draft_tokens + 1)).tolist()
+        return [(t + self._shift) % VOCABULARY for t in self._truth_of(row)[: row.max_draft_tokens]]
+
+    def _truth_of(self, row: PlannedRow) -> list[int]:
+        """What is left of the row's text."""
+        sequence = row.sequence
+        return self._truth[tuple(sequence.tokens[: sequence.num_prompt_tokens])][sequence.num_output_tokens :]
+
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:
+        self.observed += [(n, len(p)) for n, p, r in zip(verdict.num_draft_tokens, verdict.paths, rows, strict=True) if r.is_sampled]
+
+    def forget(self, row: int) -> None: ...
+
+
+class ScriptedTreeDrafter(ScriptedDrafter):
+    """Random trees with a piece of the true continuation somewhere among their nodes."""
+
+    def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
+        return Draft.trees([self._tree(row) for row in rows])
+
+    def _tree(self, row: PlannedRow) -> tuple[list[int], list[int]]:
+        rng = np.random.default_rng([row.sequence.id, len(row.sequence)])
+        true, at = self._truth_of(row), -1  # `at`: where the true path has got to
+        tokens: list[int] = []
+        parents: list[int] = []
+        depths: list[int] = []
+        for _ in range(int(rng.integers(0, row.max_draft_tokens + 1))):
+            parent = at if rng.random() < 0.5 else int(rng.integers(-1, len(tokens))) if tokens else -1
+            depth = depths[parent] + 1 if parent >= 0 else 0
+            is_true = parent == at and depth < len(true) and rng.random() < 0.7
+            token = true[depth] if is_true else int(rng.integers(0, VOCABULARY))
+            siblings = {t for t, p in zip(tokens, parents, strict=True) if p == parent}
+            if depth >= row.max_draft_depth or token in siblings:
+                continue
+            if parent == at and depth < len(true) and token == true[depth]:
+                at = len(tokens)
+            tokens.append(token)
+            parents.append(parent)
+            depths.append(depth)
+        return tokens, parents
+
+
+def caches(llm: LLM) -> list[Any]:
+    drafter = getattr(llm.engine.drafter, "drafter", llm.engine.drafter)
+    owners = [llm.engine.target, getattr(drafter, "_runner", None), drafter]
+    return [cache for owner in owners if (cache := getattr(owner, "cache", None)) is not None]
+
+
+def poison(cache: Any) -> float:
+    """What a stale slot of this cache may hold: anything in blocks; anything finite in a rectangle, whose masks multiply by zero."""
+    return torch.nan if isinstance(cache, KVCache) else 1e4
+
+
+def watch(llm: LLM, is_faulty: bool = False) -> LLM:
+    """After every step: all invariants hold, and every slot that holds no cached token is poisoned.
+
+    `is_faulty`: the drafter fails on purpose.
+    """
+    step = llm.engine.step
+
+    def watched() -> Any:
+        grown = step()
+        llm.engine.check()
+        assert is_faulty or not getattr(llm.engine.drafter, "faults", None), "a wall hides what the drafter does wrong"
+        for sequence in grown:
+            if sequence in llm.engine.scheduler.running:
+                assert llm.engine.target.num_cached(sequence.id) in (0, len(sequence) - 1), "all tokens but the last have keys and values"
+        for cache in caches(llm):
+            cache.check()
+            cache.apply_copies()
+            stale = ~cache.held_slots() if llm.engine.flight is None else free_slots(cache)  # rows in flight have more than is known yet
+            for storage in (*cache.keys, *cache.values):
+                (by_slot(storage) if isinstance(cache, KVCache) else storage)[stale] = poison(cache)
+        return grown
+
+    if isinstance(guard := llm.engine.drafter, GuardedDrafter) and not is_faulty:
+        guard._timer.fixed = math.inf  # how busy the machine is decides nothing
+    for cache in caches(llm):
+        for storage in (*cache.keys, *cache.values):
+            storage.fill_(poison(cache))
+    llm.engine.step = watched  # type: ignore[method-assign]
+    return llm
+
+
+def free_slots(cache: Any) -> Tensor:
+    """bool [num_blocks, block_size]: of blocks that no row has."""
+    counts = torch.tensor(cache.tables.pool.counts() + [0] * (cache.num_blocks - cache.tables.pool.num_blocks))
+    return (counts == 0)[:, None].expand(-1, cache.block_size)
+
+
+def assert_all_blocks_free(llm: LLM) -> None:
+    for cache in caches(llm):
+        assert cache.tables.pool.num_free == cache.tables.pool.num_blocks
+        assert cache.tables.row_ids == []
+
+
+def unpatch(model: torch.nn.Module, kind: type) -> None:
+    """Take forwards of one kind off again."""
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), kind):
+            del module.forward
