@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from echelon import LLM, ConfigError, SamplingParams, SpeculativeConfig
+from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench.inflate import inflate, inflate_with_heads, plan_growth
 from echelon.bench.latency import measure_latency
 from echelon.bench.prefill import PrefilledRun, Prefix, read_prefixes
-from echelon.bench.replayed import rescaled
-from echelon.bench.report import write_json
+from echelon.bench.replayed import AcceptanceHistogram, rescaled
 from echelon.bench.shapes import opt, with_random_weights
 from echelon.bench.throughput import CONFIDENT, Method, default_methods, measure
 from echelon.bench.verify import Request, verify_model
@@ -189,10 +188,6 @@ class Models:
         lengths = np.random.default_rng(1).integers(longest // 2, longest + 1, count)
         return [p[-n:] for p, n in zip(prompts, lengths, strict=True)] if is_ragged else prompts
 
-    def law(self, name: str, entries: list[list[float]]) -> str:
-        """The path of a histogram file, as `replay` takes it."""
-        return str(write_json(self.scratch / f"law-{name}.json", entries))
-
 
 class Cell(NamedTuple):
     """What measures it, and about how many seconds that takes on two cores with bfloat16 instructions and 50 GB/s."""
@@ -277,12 +272,11 @@ class Bench:
         """EMS-SD's Table 2 on random weights: acceptance replayed as it was measured."""
         measured = self.measured()
         target, draft, prompts, prefixes = self.models.opt
-        path = self.models.law("draft", measured["draft model"])
-        law = SpeculativeConfig(method="replay", num_speculative_tokens=4, replay_histogram=path)
+        law = AcceptanceHistogram.from_counts(measured["draft model"], "the measured histogram")
         runs = self._replays({"replay LLMA": measured["LLMA"]})
         for strategy in PADDINGS:
-            method = Method("replay, draft model", default_methods()[2].config, strategy)
-            runs.append(PrefilledRun(method, target, draft, prefixes, self.longest(strategy), law))
+            method = Method("replay, draft model", default_methods()[2].config, strategy, law)
+            runs.append(PrefilledRun(method, target, draft, prefixes, self.longest(strategy)))
         return self._table(target, prompts[:batch], runs, num_rounds("table-opt", batch))
 
     def rescaled_table(self, batch: int) -> dict[str, Any]:
@@ -296,8 +290,8 @@ class Bench:
         target, _, _, prefixes = self.models.opt
         methods = [Method("plain", None)]
         for name, entries in laws.items():
-            config = {"method": "replay", "num_speculative_tokens": 7, "replay_histogram": self.models.law(name.replace(" ", "-"), entries)}
-            methods += [Method(name, config, strategy) for strategy in PADDINGS]
+            law = AcceptanceHistogram.from_counts(entries, name)
+            methods += [Method(name, default_methods()[1].config, strategy, law) for strategy in PADDINGS]
         return [PrefilledRun(m, target, None, prefixes, self.longest(m.strategy)) for m in methods]
 
     def pair_table(self, name: str, drafting: list[Method], batch: int) -> dict[str, Any]:

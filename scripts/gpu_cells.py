@@ -9,7 +9,6 @@ import gc
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -20,13 +19,12 @@ import numpy as np
 import torch
 from transformers import OPTConfig
 
-from echelon import LLM, SamplingParams, SpeculativeConfig
+from echelon import LLM, SamplingParams
 from echelon.bench.clock import clock_of, kernel_seconds
 from echelon.bench.framework import FrameworkRun
 from echelon.bench.kernels import measure_attention, measure_machine
 from echelon.bench.prefill import PrefilledRun, Prefix, bytes_per_token, decode, read_prefixes, sequence_of, write_prefixes
-from echelon.bench.replayed import rescaled
-from echelon.bench.report import write_json
+from echelon.bench.replayed import AcceptanceHistogram, rescaled
 from echelon.bench.shapes import opt, plain_with_random_weights, with_random_weights
 from echelon.bench.step import packed_weights
 from echelon.bench.throughput import Method, Result, measure
@@ -156,7 +154,6 @@ class Cells:
     def __init__(self, size: Size, device: torch.device, numerics: str) -> None:
         self.size, self.device, self.numerics = size, device, numerics
         self.models = Models(size, device)
-        self._scratch = tempfile.TemporaryDirectory(prefix="echelon-gpu-")
 
     @cached_property
     def all(self) -> dict[str, Callable[[], Found]]:
@@ -201,33 +198,23 @@ class Cells:
         prompts = self.models.prompts(max(self.size.table_batches))[:batch]
         prefixes = [texts[row % NUM_TEXTS].first(len(prompt) - 1) for row, prompt in enumerate(prompts)]
         measured = json.loads(HISTOGRAMS.read_text("utf-8"))["histograms"]
-        copied = {
-            "method": "replay",
-            "num_speculative_tokens": COPIED,
-            "replay_histogram": self._law("LLMA", rescaled(measured["LLMA"], TOKENS_PER_STEP)),
-        }
-        drafted = SpeculativeConfig(
-            method="replay", num_speculative_tokens=DRAFTED, replay_histogram=self._law("draft model", measured["draft model"])
-        )
+        laws = [rescaled(measured["LLMA"], TOKENS_PER_STEP), measured["draft model"]]
+        copied, drafted = (AcceptanceHistogram.from_counts(entries, str(HISTOGRAMS)) for entries in laws)
+        copies = {"method": "ngram", "num_speculative_tokens": COPIED}
         small = {"method": "draft_model", "num_speculative_tokens": DRAFTED}
-        methods = [(Method("plain", None), None)]
-        methods += [(Method("replay LLMA", copied, strategy), None) for strategy in PADDINGS]
+        methods = [Method("plain", None)]
+        methods += [Method("replay LLMA", copies, strategy, copied) for strategy in PADDINGS]
         ablated = PADDINGS if name == self.size.models[0][0] else ("padded", "unpadded")
-        methods += [(Method("replay draft model", small, strategy), drafted) for strategy in ablated]
-        runs = [self._run(method, target, prefixes, law) for method, law in methods]
-        runs.insert(1, self._run(Method(LAUNCHED, copied, "unpadded"), target, prefixes, None, enforce_eager=True))
+        methods += [Method("replay draft model", small, strategy, drafted) for strategy in ablated]
+        runs = [self._run(method, target, prefixes) for method in methods]
+        runs.insert(1, self._run(Method(LAUNCHED, copies, "unpadded", copied), target, prefixes, enforce_eager=True))
         results = measure(target, self.models.draft, [], prompts, self.params(self.size.new_tokens), batch, 1, [], said, runs)
         return {"lines": table_lines(name, batch, results), "results": [asdict(r) for r in results]}
 
-    def _run(
-        self, method: Method, target: LoadedModel, prefixes: list[Prefix], law: SpeculativeConfig | None, **settings: Any
-    ) -> PrefilledRun:
+    def _run(self, method: Method, target: LoadedModel, prefixes: list[Prefix], **settings: Any) -> PrefilledRun:
         a_step = COPIED + 1 if method.strategy in ("padded", "padded-kv") else 1  # as EMS-SD reserves, for the dead slots of every step
         longest = self.size.prompt_tokens[1] + self.size.new_tokens * a_step
-        return PrefilledRun(method, target, self.models.draft, prefixes, longest, law, num_rehearsals=2, numerics=self.numerics, **settings)
-
-    def _law(self, name: str, entries: list[list[float]]) -> str:
-        return str(write_json(Path(self._scratch.name) / f"{name}.json", entries))
+        return PrefilledRun(method, target, self.models.draft, prefixes, longest, num_rehearsals=2, numerics=self.numerics, **settings)
 
     def plain(self, numerics: str, batch: int) -> Found:
         """What share of the memory's speed plain decoding reaches, and how long the device waits for the host."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -70,8 +70,7 @@ def throughput(
     Our plain decoding runs beside them at every batch, and so does `transformers`: plain, and assisted at batch 1.
     """
     sizes = sizes_of(batch_sizes)
-    replay: dict[str, Any] = {"replay_tokens_per_step": replay_tokens_per_step}
-    methods = methods_of(strategies.split(","), drafters.split(","), num_draft_tokens=num_speculative_tokens, **replay)
+    methods = methods_of(strategies.split(","), drafters.split(","), replay_tokens_per_step, num_draft_tokens=num_speculative_tokens)
     target = load_target(model, parameters)
     draft = load_model(draft_model, device=target.device.type)
     framework = load_grown(model, parameters).to(target.device) if baselines and temperature == 0.0 else None
