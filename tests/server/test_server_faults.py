@@ -132,7 +132,7 @@ SITES: dict[str, tuple[Fault, bool]] = {
         True,
     ),
     "verify": (
-        lambda p, llm: failing(p, echelon.engine, "verify", lambda _d, _l, r, _a: rows_hold_victim(r, llm), ValueError("shape")),
+        lambda p, llm: failing(p, echelon.engine, "verify", lambda _d, _l, _p, r, _a: rows_hold_victim(r, llm), ValueError("shape")),
         False,
     ),
     "nan": (nan_logits, False),
