@@ -15,7 +15,7 @@ from echelon.drafters.ngram import NgramDrafter
 from echelon.drafters.replay import ReplayDrafter
 from echelon.engine import Engine
 from echelon.scheduler import Scheduler
-from echelon.strategies import Storage, selector
+from echelon.storage import Storage
 from echelon.trees import growth_of
 from echelon.verify import Acceptance, Typical
 
@@ -67,7 +67,7 @@ def _scheduler(config: EngineConfig, spec: SpeculativeConfig | None, storage: St
         spec.num_speculative_tokens if spec else 0,
         models[1].max_len if len(models) > 1 else None,
         [m.original_context.length for m in models if m.original_context is not None and m.original_context.is_read_anew],
-        selector(config),
+        storage.selector,
         config.refill,
         spec is not None and spec.grows_trees,
     )

@@ -33,6 +33,8 @@ class Usage:
     kv_bytes_touched    bytes that attention loads
     index_bytes         tables, slots and masks that say what lies where
     layout_seconds      shifting and copying keys and values so that they form a rectangle; part of the time of the pass or just before
+    num_group_choices   passes whose rows were looked for in a window of equal lengths
+    num_group_hits      those of them for which enough were found
     """
 
     num_passes: int = 0
@@ -47,6 +49,8 @@ class Usage:
     kv_bytes_touched: int = 0
     index_bytes: int = 0
     layout_seconds: float = 0.0
+    num_group_choices: int = 0
+    num_group_hits: int = 0
 
     @property
     def padded_input_share(self) -> float:
@@ -82,8 +86,6 @@ class Stats:
     num_emitted_tokens: int = 0
     num_input_tokens: int = 0
     num_preemptions: int = 0
-    num_group_choices: int = 0  # steps whose rows were looked for in a window of equal lengths
-    num_group_hits: int = 0
     acceptance: Counter[tuple[int, int]] = field(default_factory=Counter)  # (num_draft_tokens, num_accepted) → rows' steps
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     target: Usage = field(default_factory=Usage)
@@ -98,6 +100,14 @@ class Stats:
     @property
     def acceptance_rate(self) -> float:
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def num_group_choices(self) -> int:
+        return self.target.num_group_choices
+
+    @property
+    def num_group_hits(self) -> int:
+        return self.target.num_group_hits
 
     @property
     def group_rate(self) -> float:
