@@ -152,12 +152,13 @@ def verify_dtype(
     request: Request, dtype: str, strategies: SequenceOf[str], batch_sizes: SequenceOf[int], draft_model: str | None, has_control: bool
 ) -> Iterator[Result]:
     """Every strategy × drafter × batch size in one dtype, then `transformers` against itself."""
-    target = load_model(request.model, dtype, request.device, request.numerics)
-    draft = load_model(draft_model, dtype, request.device, request.numerics) if draft_model else None
+    target = load_model(request.model, dtype=dtype, device=request.device, numerics=request.numerics)
+    draft = load_model(draft_model, dtype=dtype, device=request.device, numerics=request.numerics) if draft_model else None
     alone = LLM(target, max_num_seqs=1, numerics=request.numerics)
     params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens)
     truth = [alone.generate([p], params)[0].outputs[0].token_ids for p in request.prompts]
-    judge = Judge(alone if dtype == "float32" else LLM(load_model(request.model, "float32", request.device), max_num_seqs=1), alone)
+    precise = alone if dtype == "float32" else LLM(request.model, dtype="float32", device=request.device, max_num_seqs=1)
+    judge = Judge(precise, alone)
     for strategy in strategies:
         for drafter, config in request.drafters.items():
             for size in batch_sizes:
