@@ -17,7 +17,7 @@ from echelon import LLM, RequestOutput, SamplingParams
 from echelon.bench.verify import STRATEGIES
 from echelon.draft import Draft
 from echelon.drafters.guard import MOST_FAILURES, NUM_GOOD, GuardedDrafter, problem_of
-from echelon.errors import RowError, place_of
+from echelon.errors import RowError, location_of
 from echelon.model.load.loading import LoadedModel
 from echelon.sampling import Sampler
 from echelon.sequence import PlannedRow, Sequence
@@ -222,7 +222,7 @@ def test_an_error_says_where_it_arose_and_holds_no_frame(models: tuple[LoadedMod
     assert isinstance(row.error, RowError) and isinstance(row.error.__cause__, KeyError)
     for error in (row.error, row.error.__cause__):
         assert error.__traceback__ is None and error.__context__ is None
-    assert re.fullmatch(r"RowError in test_server_walls\.py:\d+ raises < .*", place_of(row.error))
+    assert re.fullmatch(r"RowError in test_server_walls\.py:\d+ raises < .*", location_of(row.error))
 
 
 class FaultyDrafter:

@@ -27,7 +27,7 @@ from echelon.bench.serve import ask, code_texts
 from echelon.demo import held_out_files
 from echelon.server.app import create_app
 from echelon.server.config import ServerConfig
-from echelon.server.listen import serving_in_thread
+from echelon.server.http import serving_in_thread
 
 NUM_PROMPTS, NUM_CHARACTERS, CONCURRENCY = 64, 300, 32
 LONG_PROMPT = 1500  # tokens
@@ -65,7 +65,7 @@ def served(llm: LLM) -> Iterator[str]:
     """The URL of a server of `llm` in threads of this process."""
     config = ServerConfig(port=0)
     app = create_app(llm, config)
-    with serving_in_thread(app, app.service.bridge, config) as (url, _):
+    with serving_in_thread(app, config) as (url, _):
         yield url
 
 
