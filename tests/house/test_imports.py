@@ -27,7 +27,9 @@ LEVELS = [
     {"api"},
     {"requests"},
     {"server"},
-    {"bench", "demo", "cli", "hf"},
+    {"bench"},
+    {"demo"},
+    {"cli", "hf"},
     {"__main__"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(LEVELS) for room in rooms}

@@ -24,9 +24,9 @@ import card
 import toys
 
 import heads
+from benchmarks.prefill import PrefilledRun, read_prefixes
 from echelon import LLM, ConfigError, SamplingParams, SpeculativeConfig, api, memory, ops
 from echelon.bench.framework import FrameworkRun
-from echelon.bench.prefill import PrefilledRun, read_prefixes
 from echelon.bench.throughput import DecodingMethod
 from echelon.bench.verify import STRATEGIES
 from echelon.config import EngineConfig

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.replayed import ReplayedDraftModel
 from echelon import LLM, SamplingParams, SpeculativeConfig
 from echelon.batch import Span
 from echelon.bench.clock import time_parts
-from echelon.bench.replayed import ReplayedDraftModel
+from echelon.bench.latency import sequence_of
 from echelon.bench.steps import Recorder, Sums
 from echelon.bench.throughput import DecodingMethod, Prompts, Run, ThroughputResult, display_name, engine_result
 from echelon.bench.verify import STRATEGIES
@@ -26,8 +27,6 @@ from echelon.memory import available_memory, mebibytes
 from echelon.model.load.loading import LoadedModel
 from echelon.model.runner import Runner
 from echelon.ops.slots import gather_slots
-from echelon.sampling import Sampler
-from echelon.sequence import Sequence
 from echelon.stats import Stats
 
 PIECE = 512  # prompt tokens a pass
@@ -109,13 +108,6 @@ def write_prefixes(runner: Runner[Any], rows: SequenceOf[int], prefixes: Sequenc
         cache.write(layer, keys, values, slots)
     for row, prefix in held:
         tables.advance(row, len(prefix.tokens))
-
-
-def sequence_of(llm: LLM, row: int, prompt: SequenceOf[int], params: SamplingParams) -> Sequence:
-    """A request by number: `row` keys the draws of the `replay` drafter, so that every method replays the same."""
-    eos = llm.target.eos_token_ids
-    sampler = Sampler(params, params.seed or 0, 0, len(prompt), eos | set(params.stop_token_ids))
-    return Sequence(row, list(prompt), len(prompt), sampler, eos, llm.max_len)
 
 
 def decode(

@@ -1,11 +1,14 @@
 """What HTTP costs: throughput through the server beside `LLM.generate`, and how long a short request waits beside a long prompt.
 
+`python -m benchmarks.serving [--parameters N] [--rounds N] [--output FILE]`
+
 Both engines hold the same weights; rounds are interleaved, so that a slow moment of the machine meets both. The load comes from a
 process of its own, as clients do.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import statistics
@@ -17,14 +20,18 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from echelon import LLM, SamplingParams
-from echelon.bench.report import table
+from echelon.bench.report import table, write_json
 from echelon.bench.serve import ask, code_texts
-from echelon.demo import held_out_files
+from echelon.bench.throughput import environment
+from echelon.cli.measured import load_target
+from echelon.demo import DRAFT, TARGET, held_out_files
+from echelon.model.load.loading import load_model
 from echelon.server.app import create_app
 from echelon.server.config import ServerConfig
 from echelon.server.http import serving_in_thread
@@ -155,3 +162,25 @@ def as_markdown(report: dict[str, Any]) -> str:
         if isinstance(v, dict)
     ]
     return table(["", "median", "least", "largest"], rows)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--parameters", type=int, default=500_000_000, help="grow the embedded target to so many; 0: as it is")
+    options.add_argument("--max-tokens", type=int, default=32, help="new tokens a prompt")
+    options.add_argument("--rounds", type=int, default=5, help="of each measurement, interleaved")
+    options.add_argument("--output", type=Path)
+    asked = options.parse_args()
+    target = load_target(str(TARGET), asked.parameters)
+    draft = load_model(str(DRAFT), device=target.device.type)
+    config = {"method": "draft_model", "num_speculative_tokens": 4}
+    direct, behind = (LLM(target, config, draft, max_num_seqs=CONCURRENCY, max_num_batched_tokens=512) for _ in range(2))
+    with served(behind) as url:
+        report = as_json(measure_throughput(direct, url, asked.max_tokens, asked.rounds), measure_short_waits(behind, url, asked.rounds))
+    print(as_markdown(report))
+    if asked.output is not None:
+        write_json(asked.output, {"environment": environment(), "model": target.name, "parameters": asked.parameters, "results": report})
+
+
+if __name__ == "__main__":
+    main()

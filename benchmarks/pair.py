@@ -1,7 +1,11 @@
-"""What the embedded pair is worth to a benchmark: is its text alive, and how often is the draft model right?"""
+"""What the embedded pair is worth to a benchmark: held-out loss, and acceptance on continuations that are greedy or sampled at 0.8.
+
+`python -m benchmarks.pair [--output FILE]`
+"""
 
 from __future__ import annotations
 
+import argparse
 import sysconfig
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
@@ -10,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from echelon import LLM, SamplingParams
-from echelon.bench.throughput import default_methods
+from echelon.bench.report import write_json
+from echelon.bench.throughput import default_methods, environment
 from echelon.bench.workloads import code_prompts
 from echelon.demo import DRAFT, TARGET, held_out_files
 from echelon.model.load.loading import load_model, load_plain
@@ -58,3 +63,19 @@ def evaluate_pair(num_prompts: int, max_tokens: int) -> dict[str, float]:
         shares = [repeated_share(o.outputs[0].token_ids) for o in outputs]
         report[f"{name}: share of repeated 8-grams"] = sum(shares) / len(shares)
     return report
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--num-prompts", type=int, default=128, help="continuations of held-out Python source")
+    options.add_argument("--max-tokens", type=int, default=128, help="tokens of each")
+    options.add_argument("--output", type=Path)
+    asked = options.parse_args()
+    report = evaluate_pair(asked.num_prompts, asked.max_tokens)
+    print(*(f"{key}: {value:.3f}" for key, value in report.items()), sep="\n")
+    if asked.output is not None:
+        write_json(asked.output, {"environment": environment(), "results": report})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Examine every causal model of `transformers`: `python scripts/models.py [NAME ...]`, those without a record or those that are named.
+"""Examine every causal model of `transformers`: `python -m tools.models [NAME ...]`, those without a record or those that are named.
 
 Findings go to docs/evidence/census.json one by one, so that a run which was cut off goes on; then docs/models.md is written from them.
 """
@@ -11,11 +11,8 @@ import sys
 import warnings
 from pathlib import Path
 
-import transformers
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-
 import census
+import transformers
 
 from echelon.errors import Refusal
 
@@ -34,7 +31,7 @@ float32 the greedy text of `transformers`' own `generate`. The rest is refused a
 
 {counts} A class's configuration is its default made small, with `is_decoder` where there is one, since by default such models are not
 causal; completed after published models, where defaults are incomplete or of another kind, for {changed}. The table is written by
-`python scripts/models.py`; `PROVE=1 pytest tests/promises/test_census.py` examines every row anew.
+`python -m tools.models`; `PROVE=1 pytest tests/promises/test_census.py` examines every row anew.
 
 | model type | class | float32 | bfloat16 |
 |---|---|---|---|

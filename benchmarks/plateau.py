@@ -1,4 +1,4 @@
-"""How long heads learn and what it takes: `python scripts/plateau.py [--runs FOLDER] [METHOD ...]`, after `make heads`.
+"""How long heads learn and what it takes: `python -m benchmarks.plateau [--runs FOLDER] [METHOD ...]`, after `make heads`.
 
 Of every run in FOLDER/METHOD the batches until its loss stays within two per cent of where it ends; seconds a batch and memory come from
 a few batches of the same run in a process of its own, so that it does not matter how busy the machine was while the head was trained.
@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import transformers
 
+from benchmarks.workloads import EVIDENCE, ROOT
 from echelon.bench.report import described, table, write_json
 from echelon.bench.throughput import environment
 from echelon.config import HEADS
@@ -32,7 +33,6 @@ from echelon.model.load.loading import load_plain
 from echelon.train.data import prepare
 from echelon.train.heads import Plan, train_head
 
-ROOT = Path(__file__).parents[1]
 TOLERANCE, SMOOTHED = 0.02, 0.05  # of the loss; of a run's batches
 MINUTES, BYTES = 20.0, 2e9  # what is promised
 BATCHES = 16  # enough for the allocator to reach its peak
@@ -123,8 +123,8 @@ def as_markdown(found: Sequence[Learnt], where: dict[str, str]) -> str:
         top1 = ", ".join(f"{100 * x:.0f}" for x in f.top1)
         rows.append((f.method, f.batches, f.reached, *cost, f"{f.loss:.3f}", top1, f"{f.tokens_per_step:.2f}", f.commit))
     text = (
-        f"`python scripts/plateau.py` after `make heads`, on {described(where)}. Batches are of 2,056 tokens; the rate falls in the last "
-        "quarter of a run, EAGLE-3's all along, and the loss with it, so a run is at its plateau when it ends, and a longer one has a "
+        f"`python -m benchmarks.plateau` after `make heads`, on {described(where)}. Batches are of 2,056 tokens; the rate falls in the "
+        "last quarter of a run, EAGLE-3's all along, and the loss with it, so a run is at its plateau when it ends, and a longer one has a "
         "lower plateau of its own."
     )
     return "\n\n".join(["# How long heads learn", text, table(head, rows)]) + "\n"
@@ -134,7 +134,7 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("methods", nargs="*", metavar="METHOD", default=HEADS)
     options.add_argument("--runs", type=Path, default=ROOT / "build" / "heads")
-    options.add_argument("--output", type=Path, default=ROOT / "docs" / "evidence")
+    options.add_argument("--output", type=Path, default=EVIDENCE)
     asked = options.parse_args()
     transformers.logging.set_verbosity_error()
     where, file = environment(), asked.output / "training.json"

@@ -1,6 +1,6 @@
 """Many requests on the embedded pair, good, bad and abandoned ones, from a server in this process; then everything must be as before.
 
-`python scripts/soak.py [MINUTES]` runs for that long (10 by default) and for at least 2,000 requests a minute. It fails if an answer is
+`python -m tools.soak [MINUTES]` runs for that long (10 by default) and for at least 2,000 requests a minute. It fails if an answer is
 wrong, a bad request is not refused by a 4xx, a canary has changed, or blocks, threads, descriptors or memory have been lost.
 """
 
@@ -12,18 +12,14 @@ import random
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import httpx
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-
 import servers
 
 NUM_CLIENTS = 24
 REQUESTS_PER_MINUTE = 2000
-BAD = [
+BAD: list[dict[str, Any]] = [
     {"temperature": -1}, {"prompt": ""}, {"prompt": [10**6]}, {"n": 99}, {"stop": ""}, {"no_such_field": 1}, {"max_tokens": -3},
     {"model": "x"}, {"logit_bias": {"99999": 1}}, {"response_format": {"type": "json_object"}}, {"allowed_token_ids": [0], "min_tokens": 1},
 ]  # fmt: skip

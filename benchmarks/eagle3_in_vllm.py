@@ -1,4 +1,4 @@
-"""Does vLLM draft what we draft? `python scripts/eagle3_in_vllm.py [--head FOLDER] [--vllm-python PYTHON]`
+"""Does vLLM draft what we draft? `python -m benchmarks.eagle3_in_vllm [--head FOLDER] [--vllm-python PYTHON]`
 
 An EAGLE-3 head of `echelon train`, on the embedded target, is given to vLLM's CPU build as the folder lies there, and both draft for the
 same prompts of held-out code: float32, greedy, chains. vLLM runs rows in batches, we alone. Wherever both drafted after the same text the
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from benchmarks.workloads import EVIDENCE, ROOT
 from echelon import LLM, ConfigError, EchelonError, SamplingParams
 from echelon.bench.peers import Peer, run_worker
 from echelon.bench.report import table, write_json
@@ -30,7 +31,6 @@ from echelon.draft import Draft
 from echelon.drafters.heads import HeadDrafter
 from echelon.sequence import PlannedRow
 
-ROOT = Path(__file__).parents[1]
 NUM_PROMPTS, PROMPT_TOKENS, MAX_TOKENS, NUM_DRAFT_TOKENS, BATCH_SIZE = 16, 96, 64, 4, 4
 MARGIN = 1e-4  # between two logits: float32 sums in another order move it by about 1e-5 where logits are about 9
 LEAST_SHARED = 0.9  # of vLLM's drafts: those after a text that we drafted after too
@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--head", type=Path, default=ROOT / "build" / "heads" / "eagle3", help="of `echelon train TARGET --method eagle3`")
     options.add_argument("--vllm-python", type=Path, default=ROOT / "build" / "peers" / "vllm" / "bin" / "python")
-    options.add_argument("--output", type=Path, default=ROOT / "docs" / "evidence" / "eagle3_in_vllm.json")
+    options.add_argument("--output", type=Path, default=EVIDENCE / "eagle3_in_vllm.json")
     return options
 
 
@@ -123,7 +123,7 @@ def job(asked: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"there is no head in {asked.head}; train one by `{made_by}`, or give --head")
     if not asked.vllm_python.is_file():
         raise ConfigError(
-            f"there is no vLLM at {asked.vllm_python}; see src/echelon/bench/peers.py on installing it, or give --vllm-python"
+            f"there is no vLLM at {asked.vllm_python}; see benchmarks/workers/__init__.py on installing it, or give --vllm-python"
         )
     return {
         "model": str(TARGET),

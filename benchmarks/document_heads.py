@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks_common import Cells, by_batch, picture, plain_speed, results_of, tokens_per_step
-
+from benchmarks.results import Cells, by_batch, picture, plain_speed, results_of, tokens_per_step
 from echelon.bench.plot import Curve, line_chart
 from echelon.bench.report import table
 from echelon.config import HEADS
@@ -53,23 +52,24 @@ def verified_part(cells: Cells) -> list[str]:
     budgets = sorted({n for _, _, n in found})
     for temperature in sorted({t for t, _, _ in found}):
         names = dict.fromkeys(name for t, name, _ in found if t == temperature)
+        rows = [(name, *(f"{found[temperature, name, n]:.2f}" for n in budgets)) for name in names]
         parts += [
             f"Tokens a step by the drafted tokens that it verifies at most, temperature {temperature:g}, on the embedded target itself (no "
             "clock). Trees are EAGLE-2's, 10 children a node and nodes a level, no path longer than 32:",
-            table(["tokens_per_step", *budgets], [(name, *(f"{found[temperature, name, n]:.2f}" for n in budgets)) for name in names]),
+            table(["tokens_per_step", *map(str, budgets)], rows),
         ]
     trees = [row for method in HEADS for row in cells.get(f"verified-{method}", {}).get("trees", [])]
-    rows = [(name, f"{t:g}", f"{static:.2f}", f"{dynamic:.2f}", f"{dynamic / static - 1:+.0%}") for t, name, static, dynamic in trees]
-    if rows:
+    gains = [(name, f"{t:g}", f"{static:.2f}", f"{dynamic:.2f}", f"{dynamic / static - 1:+.0%}") for t, name, static, dynamic in trees]
+    if gains:
         parts += [
             "EAGLE-1's static tree of 25 nodes and EAGLE-2's dynamic ones of equal size and depth, tokens a step (no clock):",
-            table(["head", "temperature", "static", "dynamic", "gain"], rows),
+            table(["head", "temperature", "static", "dynamic", "gain"], gains),
         ]
     return parts
 
 
 def more_part(evidence: Path) -> list[str]:
-    """Where what scripts/ablation.py and scripts/plateau.py found is to be read."""
+    """Where what `benchmarks.ablation` and `benchmarks.plateau` found is to be read."""
     texts = {"ablation": "What the parts of heads bring", "training": "How long heads learn, and what it takes"}
     found = [f"{text}: [{name}.md](evidence/{name}.md)." for name, text in texts.items() if (evidence / f"{name}.md").exists()]
     return [" ".join(found)] if found else []

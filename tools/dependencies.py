@@ -1,7 +1,7 @@
 """Files that a command of this repository depends on, found by following imports through the syntax trees.
 
-A proof is stale when one of its files has changed, and only then (`prove.py`). Followed are imports of the package, of tests and of
-scripts, wherever they stand in a file; `python -m package` in a list of words; tests and scripts that a string names. Whoever imports
+A proof is stale when one of its files has changed, and only then (`prove`). Followed are imports of the package, of tests, benchmarks and
+tools, wherever they stand in a file; `python -m package` in a list of words; tests and scripts that a string names. Whoever imports
 the compiled operations depends on all of `csrc`, whoever imports the embedded pair on its files. Of the package's own `__init__`, which
 names what is public, each name that is imported counts alone.
 """
@@ -17,9 +17,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "echelon"
+ROOMS = {"echelon": PACKAGE, "benchmarks": ROOT / "benchmarks", "tools": ROOT / "tools"}  # what is imported by its full name
 FOLDERS = (*sorted(p for p in (ROOT / "tests").iterdir() if p.is_dir()), ROOT / "scripts")  # whose modules import each other by bare name
 EXTRA = {  # module → what it needs besides its imports
     "ops/compiled.py": [*sorted(PACKAGE.glob("csrc/*.*")), ROOT / "setup.py"],
+    "bench/peers.py": sorted(p for p in ROOT.glob("benchmarks/workers/*") if p.is_file()),
     "demo/__init__.py": sorted(p for p in PACKAGE.glob("demo/pair/**/*") if p.is_file()),
 }
 ALWAYS = (ROOT / "constraints.txt", ROOT / "pyproject.toml")
@@ -91,13 +93,13 @@ def _modules(node: ast.AST) -> Iterator[str]:
 def module_files(module: str, folder: Path = ROOT) -> set[Path]:
     """The file of a module of this repository with the packages it lies in; nothing for other modules."""
     first, *rest = module.split(".")
-    if first != "echelon":
+    if first not in ROOMS:
         return {path for beside in (folder, *FOLDERS) if (path := beside / f"{first}.py").is_file()}
-    files = {PACKAGE / "__init__.py"}
-    if len(rest) == 1 and rest[0] in _public():
+    files = {ROOMS[first] / "__init__.py"}
+    if first == "echelon" and len(rest) == 1 and rest[0] in _public():
         return files | module_files(_public()[rest[0]])
     for depth in range(1, len(rest) + 1):
-        at = PACKAGE.joinpath(*rest[:depth])
+        at = ROOMS[first].joinpath(*rest[:depth])
         files |= {path for path in (at.with_suffix(".py"), at / "__init__.py") if path.is_file()}
     return files
 

@@ -1,6 +1,6 @@
 """One-line faults in accept, bonus, noise, roll back, catch-up, copy-on-write, admission and steps in flight; each must be killed by the test it names.
 
-`python scripts/mutants.py [NAME ...]` patches a copy of the source, one fault at a time, and runs the named test against it in a process
+`python -m tools.mutants [NAME ...]` patches a copy of the source, one fault at a time, and runs the named test against it in a process
 of its own. A fault that survives, a test that fails without it too, or a patch that no longer applies, fails.
 """
 

@@ -1,4 +1,4 @@
-"""Notes what vLLM's EAGLE-3 drafter proposes; started by `scripts/eagle3_in_vllm.py` with a Python that has vLLM's CPU build.
+"""Notes what vLLM's EAGLE-3 drafter proposes; started by `benchmarks.eagle3_in_vllm` with a Python that has vLLM's CPU build.
 `vllm_drafts_worker.py JOB RESULT`
 """
 

@@ -1,4 +1,4 @@
-"""Clients that others have written, against `echelon serve` on the embedded pair: `python scripts/third_party.py lm-eval` or `guidellm`.
+"""Clients that others have written, against `echelon serve` on the embedded pair: `python -m tools.third_party lm-eval` or `guidellm`.
 
 They are installed by name, pinned by `third_party.txt`, into an environment of their own (`build/third-party`), and find tokenizer, tasks
 and data in local folders. lm-eval's scores and texts must be those of `LLM.generate`, and its log-likelihoods those of `transformers`;
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import servers
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -29,10 +30,6 @@ from echelon.bench.serve import code_texts
 from echelon.demo import TARGET, held_out_files
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "support"))
-
-import servers  # noqa: E402
-
 ROOM = ROOT / "build" / "third-party"
 PINS = Path(__file__).with_name("third_party.txt")
 TOOLS = ("lm-eval[api]", "guidellm")

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
 
-from benchmarks_common import Cells, picture, plain_speed, results_of, tokens_per_step
-from benchmarks_heads import heads_findings, heads_part
-from benchmarks_peers import peers_findings, peers_part, read_runs
-from gpu_report import gpu_part
-
+from benchmarks.document_heads import heads_findings, heads_part
+from benchmarks.document_peers import peers_findings, peers_part, read_runs
+from benchmarks.gpu_report import gpu_part
+from benchmarks.replayed import mean_tokens_per_step
+from benchmarks.results import PUBLISHED, Cells, picture, plain_speed, results_of, tokens_per_step
+from echelon.bench.cells import Records
 from echelon.bench.latency import Latency
 from echelon.bench.latency import as_markdown as latency_as_markdown
 from echelon.bench.plot import STRATEGY_COLOURS, Curve, line_chart, split_chart, strategy_lines
-from echelon.bench.replayed import mean_tokens_per_step
 from echelon.bench.report import described, steps_as_markdown, table
 from echelon.bench.steps import SPLIT
 from echelon.bench.throughput import CONFIDENT, ThroughputResult
 
-PUBLISHED = {1: 1.00, 2: 1.09, 4: 1.25, 8: 1.59, 16: 1.97, 24: 2.14}  # EMS / vanilla, OPT-6.7B, LLMA, Table 2 of EMS-SD
 GAINS = {8: 0.70, 16: 0.55}  # of tokens_per_step, set for processors whose matrix units leave 40 to 80 tokens a step nearly free
 COLUMNS = {  # ours → the columns of that table
     "padded": "padded (vanilla)",
@@ -42,7 +40,7 @@ KINDS = {"random": "random lengths", "equal": "equal lengths"}
 
 def write_document(folder: Path, expected: SequenceOf[str], settings: dict[str, Any]) -> Path:
     """From the cells that were measured with these settings; of those `expected`, it says which are missing."""
-    found = {p.stem: json.loads(p.read_text("utf-8")) for p in sorted((folder / "evidence" / "benchmarks").glob("*.json"))}
+    found = Records(folder / "evidence" / "benchmarks").read()
     cells = {name: cell for name, cell in found.items() if name in expected and cell["settings"] == settings}
     plots = folder / "plots"
     runs = read_runs(folder / "evidence" / "peers")
@@ -72,15 +70,15 @@ def missing(cells: Cells, expected: SequenceOf[str]) -> list[str]:
 def introduction(cells: Cells, expected: SequenceOf[str]) -> str:
     machines = dict.fromkeys(described(c["environment"]) for c in cells.values())
     minutes = sum(c["seconds"] for c in cells.values()) / 60
-    skipped = [f"- not measured: `{name}`: {c['skipped']}" for name, c in cells.items() if "skipped" in c]
+    failed = [f"- not measured: `{name}`: {c['failed']}" for name, c in cells.items() if "failed" in c]
     return "\n".join(
         [
             "# Benchmarks",
             "",
-            f"Written by `python scripts/benchmarks.py` from `evidence/benchmarks/*.json` ({len(cells)} cells, {minutes:.0f} minutes of "
+            f"Written by `python -m benchmarks.tables` from `evidence/benchmarks/*.json` ({len(cells)} cells, {minutes:.0f} minutes of "
             "measuring). Machines and commits:",
             *(f"- {m}" for m in machines),
-            *skipped,
+            *failed,
             *missing(cells, expected),
             "",
             "Figures are medians of interleaved rounds: two up to batch 8 in Table 2 (measured acceptance), one elsewhere. "

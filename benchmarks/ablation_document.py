@@ -1,4 +1,4 @@
-"""The tables of scripts/ablation.py, from its cells, with the published values beside."""
+"""The tables of `python -m benchmarks.ablation`, from its cells, with the published values beside."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
 
+from echelon.bench.cells import Records
 from echelon.bench.report import described, table, write_json
 
 LADDER = {
@@ -24,16 +25,16 @@ Cell = dict[str, Any]
 Cells = dict[str, list[Cell]]
 
 
-def write_document(cells: Path, output: Path, settings: dict[str, Any]) -> None:
-    """ablation.json and ablation.md in `output`, from all cells that are done."""
+def write_document(records: Records, output: Path, settings: dict[str, Any]) -> None:
+    """Write ablation.json and ablation.md into `output`, from all cells that are done."""
     found: Cells = {}
-    for file in sorted(cells.glob("*.json")):
-        cell = json.loads(file.read_text("utf-8"))
-        found.setdefault(cell["variant"], []).append(cell)
+    for cell in records.read().values():
+        if "failed" not in cell:
+            found.setdefault(cell["variant"], []).append(cell)
     write_json(output / "ablation.json", {"settings": settings, "cells": found})
     parts = [
         "# What the parts of trained drafters bring",
-        f"`python scripts/ablation.py` on the embedded target; {_measured(found)}. Settings: {json.dumps(settings)}. "
+        f"`python -m benchmarks.ablation` on the embedded target; {_measured(found)}. Settings: {json.dumps(settings)}. "
         "Mean over seeds, smallest to largest in brackets. Accuracies are on held-out text that the target wrote itself; tokens_per_step "
         "is greedy, on held-out prompts, with the target's own token.",
         _clover(found),
@@ -95,8 +96,7 @@ def _clover(found: Cells) -> str:
     published = f"Published: {PUBLISHED_EXTRA} extra tokens of Clover over Medusa."
     text = f"## Clover's blocks, tree of 4 tokens\n\n{table(head, rows)}\n\n{published}"
     if steps:
-        title = ["block", "points of top-5 that it brings to heads 1, 2, 3", "published"]
-        text += f"\n\n{table(title, steps)}"
+        text += f"\n\n{table(['block', 'points of top-5 that it brings to heads 1, 2, 3', 'published'], steps)}"
     return text
 
 

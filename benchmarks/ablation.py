@@ -1,4 +1,4 @@
-"""What the parts of trained drafters bring, on the embedded target: `python scripts/ablation.py [--minutes M] [--seeds N] [PREFIX ...]`.
+"""What the parts of trained drafters bring, on the embedded target: `python -m benchmarks.ablation [--minutes M] [--seeds N] [PREFIX ...]`.
 
 Clover's ablation (Medusa, then one block after the other), EAGLE-2's dynamic tree against a static one of equal size, and EAGLE-3 with
 and without training-time test. Every training of a family has the same number of batches: as many as its slowest member does within
@@ -13,26 +13,27 @@ import json
 import logging
 import time
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import transformers
-from ablation_document import write_document
 from transformers import PreTrainedModel
 
+from benchmarks.ablation_document import write_document
+from benchmarks.workloads import EVIDENCE, ROOT, source
 from echelon import LLM, SamplingParams
+from echelon.bench.cells import Cell, Record, Records, chosen, run_cells
 from echelon.bench.report import write_json
 from echelon.bench.throughput import environment
-from echelon.bench.workloads import code_prompts
-from echelon.demo import TARGET, held_out_files
+from echelon.demo import TARGET
 from echelon.heads.base import Head
 from echelon.heads.loading import build_head
 from echelon.model.load.loading import LoadedModel, load_model, load_plain
 from echelon.train.data import Data, prepare
 from echelon.train.heads import ROWS_PER_BATCH, Plan, learn, train_head
 
-ROOT = Path(__file__).parents[1]
 PROMPT_TOKENS, BATCH_SIZE, CALIBRATION_STEPS = 128, 16, 6
 BLOCKS = ("augmenting", "regressive", "attention_decoder")
 CLOVER_TREE = {"tree": "dynamic", "num_speculative_tokens": 4}  # four tokens a step, as in the paper
@@ -77,16 +78,13 @@ SLOWEST = {"clover": "clover-full", "eagle3": "eagle3-training-time-test", "eagl
 
 @dataclass
 class Study:
-    """The target twice, as training and as the engine have it, the texts, and where everything goes; the machine, and the commit that was
-    there when the code was loaded: a run takes hours, and the tree may move on meanwhile.
-    """
+    """The target twice, as training and as the engine have it, the texts, and where everything goes."""
 
     asked: argparse.Namespace
     plain: PreTrainedModel
     served: LoadedModel
     data: Data
     prompts: list[list[int]]
-    environment: dict[str, str] = field(default_factory=environment)
 
     def steps_of(self, family: str) -> int:
         """Batches of every training of a family, counted once for a folder."""
@@ -111,19 +109,17 @@ class Study:
             times.append(time.perf_counter() - start)
         return sorted(times)[CALIBRATION_STEPS // 2] * 1.15  # the optimisers' share, and the evaluations
 
-    def run(self, name: str, seed: int) -> dict[str, Any]:
+    def run(self, name: str, seed: int) -> Record:
         """Train one head, or go on with it, and measure it."""
         variant = VARIANTS[name]
         plan = variant.plan(self.steps_of(variant.family), seed)
         folder = self.asked.runs / f"{name}-{seed}"
-        start = time.perf_counter()
         head = train_head(self.plain, self.data, folder, plan, lambda done, of, loss: said(name, seed, done, of, loss))
         lines = [json.loads(x) for x in (folder / "log.jsonl").read_text("utf-8").splitlines()]
         losses, last = [x for x in lines if "loss" in x], next(x for x in reversed(lines) if "top1" in x)
         return {
             "variant": name,
             "seed": seed,
-            "environment": self.environment,
             "plan": asdict(plan),
             "parameters": sum(p.numel() for p in head.parameters()),
             "loss": sum(x["loss"] for x in losses[-20:]) / len(losses[-20:]),
@@ -131,7 +127,6 @@ class Study:
             "top1": last["top1"],
             "top5": last["top5"],
             "trees": {tree: self._drafted(head, folder, tree, config) for tree, config in variant.trees.items()},
-            "seconds": time.perf_counter() - start,
         }
 
     def _drafted(self, head: Head, folder: Path, tree: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -173,32 +168,30 @@ def main() -> None:
     options.add_argument("--num-prompts", type=int, default=64)
     options.add_argument("--max-tokens", type=int, default=128)
     options.add_argument("--runs", type=Path, default=ROOT / "build" / "ablation")
-    options.add_argument("--output", type=Path, default=ROOT / "docs" / "evidence")
+    options.add_argument("--output", type=Path, default=EVIDENCE)
     asked = options.parse_args()
     transformers.logging.set_verbosity_error()
     logging.basicConfig(level=logging.WARNING)
-    study = studied(asked)
-    for seed in range(asked.seeds):  # a whole seed first: a run that is cut off has every variant
-        for name in (n for n in VARIANTS if not asked.prefixes or n.startswith(tuple(asked.prefixes))):
-            file = asked.runs / "cells" / f"{name}-{seed}.json"
-            if not file.exists():
-                print(f"{name}, seed {seed}", flush=True)
-                write_json(file, study.run(name, seed))
-                write_document(asked.runs / "cells", asked.output, settings_of(asked))
-    write_document(asked.runs / "cells", asked.output, settings_of(asked))
+    where = environment()  # its commit is that of the code as it was loaded: a run takes hours, and the tree may move on meanwhile
+    study, records = studied(asked), Records(asked.runs / "cells")
+    settings = {name: getattr(asked, name) for name in ("seeds", "num_continuations", "num_prompts", "max_tokens")}
+    # a whole seed first: a run that is cut off has every variant
+    cells = [Cell(f"{name}-{seed}", partial(study.run, name, seed)) for seed in range(asked.seeds) for name in VARIANTS]
+    run_cells(
+        chosen(cells, asked.prefixes),
+        records,
+        {"environment": where},
+        lambda _, __: True,
+        on_record=lambda _, __: write_document(records, asked.output, settings),
+    )
+    write_document(records, asked.output, settings)
 
 
 def studied(asked: argparse.Namespace) -> Study:
     plain, tokenizer = load_plain(str(TARGET))
     data = prepare(plain, tokenizer, None, asked.runs / "data", asked.num_continuations)
-    assert tokenizer is not None
-    prompts = code_prompts(tokenizer, held_out_files(), asked.num_prompts, PROMPT_TOKENS)
-    return Study(asked, plain, load_model(str(TARGET)), data, prompts)
-
-
-def settings_of(asked: argparse.Namespace) -> dict[str, Any]:
-    names = ("seeds", "num_continuations", "num_prompts", "max_tokens")
-    return {name: getattr(asked, name) for name in names}
+    served = load_model(str(TARGET))
+    return Study(asked, plain, served, data, source(served, asked.num_prompts, PROMPT_TOKENS, is_ragged=False))
 
 
 if __name__ == "__main__":
