@@ -123,8 +123,9 @@ class Stats:
         return self._by_position(1)
 
     def _by_position(self, which: int) -> list[int]:
-        longest = max((drafted for drafted, _ in self.acceptance), default=0)
-        return [sum(n for pair, n in self.acceptance.items() if pair[which] > place) for place in range(longest)]
+        counts = dict(self.acceptance)  # a copy in one step, which no other thread can interrupt
+        longest = max((drafted for drafted, _ in counts), default=0)
+        return [sum(n for pair, n in counts.items() if pair[which] > place) for place in range(longest)]
 
     def histogram(self) -> list[list[int]]:
         """[num_draft_tokens, num_accepted, count], in order: what the `replay` drafter reads."""

@@ -17,8 +17,8 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from echelon.api import LLM
 from echelon.errors import EchelonError, RequestError
+from echelon.llm import LLM
 from echelon.server.answers import RETRY, Answers, Plan, Stream, api_error
 from echelon.server.bridge import Bridge
 from echelon.server.config import ServerConfig
@@ -80,9 +80,9 @@ class Service:
             )
 
     def plan_completion(self, asked: CompletionRequest) -> Plan:
-        encoded = [self.llm.encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
-        all_params = [asked.sampling_params(self.llm.room_after(len(tokens))) for tokens in encoded]
-        prompts = [self.llm.samples(tokens, params, watch_text=True) for tokens, params in zip(encoded, all_params, strict=True)]
+        encoded = [self.llm.inputs.encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
+        all_params = [asked.sampling_params(self.llm.inputs.room_after(len(tokens))) for tokens in encoded]
+        prompts = [self.llm.inputs.samples(tokens, params, watch_text=True) for tokens, params in zip(encoded, all_params, strict=True)]
         return Plan(
             self.model,
             prompts,
@@ -100,11 +100,11 @@ class Service:
         return prompt if isinstance(prompt, str) else self.decode(prompt)
 
     def plan_chat(self, asked: ChatRequest) -> Plan:
-        tokens = self.llm.encode_chat([m.for_template() for m in asked.messages])
-        params = asked.sampling_params(self.llm.room_after(len(tokens)))
+        tokens = self.llm.inputs.encode_chat([m.for_template() for m in asked.messages])
+        params = asked.sampling_params(self.llm.inputs.room_after(len(tokens)))
         return Plan(
             self.model,
-            [self.llm.samples(tokens, params, watch_text=True)],
+            [self.llm.inputs.samples(tokens, params, watch_text=True)],
             asked.n or 1,
             is_chat=True,
             stream=bool(asked.stream),
@@ -126,9 +126,9 @@ class Service:
     def tokenize(self, asked: TokenizeRequest) -> Tokens:
         special = asked.add_special_tokens is not False
         if asked.messages is not None:
-            tokens = self.llm.encode_chat([m.for_template() for m in asked.messages])
+            tokens = self.llm.inputs.encode_chat([m.for_template() for m in asked.messages])
         else:
-            tokens = self.llm.encode(asked.prompt or "", add_special_tokens=special)
+            tokens = self.llm.inputs.encode(asked.prompt or "", add_special_tokens=special)
         pieces = [self.answers.piece(t) for t in tokens] if asked.return_token_strs else None
         return Tokens(count=len(tokens), max_model_len=self.llm.max_len, tokens=tokens, token_strs=pieces)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from echelon.api import LLM
+from echelon.llm import LLM
 
 if TYPE_CHECKING:
     from echelon.server.request_state import Row
