@@ -114,7 +114,9 @@ def measure_short_waits(llm: LLM, url: str, rounds: int) -> list[ShortWait]:
 
     engine.step = timed  # type: ignore[method-assign]
     try:
-        return [asyncio.run(_short_wait(llm.encode(f"# {i}\n{source}")[:LONG_PROMPT], url, steps, has_read)) for i in range(1 + rounds)][1:]
+        return [
+            asyncio.run(_short_wait(llm.inputs.encode(f"# {i}\n{source}")[:LONG_PROMPT], url, steps, has_read)) for i in range(1 + rounds)
+        ][1:]
     finally:
         engine.step = step  # type: ignore[method-assign]
 

@@ -64,11 +64,12 @@ class Engine:
         scheduler: Scheduler,
         acceptance: Acceptance = "exact",
         ahead: Ahead | None = None,
+        stats: Stats | None = None,
     ) -> None:
         self.target, self.drafter, self.scheduler, self.acceptance, self.ahead = target, drafter, scheduler, acceptance, ahead
         self.flight: Flight | None = None
         self._is_watched = False  # the next step is not launched ahead: the host must see some row's logits
-        self.stats = Stats(target=target.usage)
+        self.stats = stats or Stats(target=target.usage)
         self.clock: Callable[[], float] = time.perf_counter  # what the parts of a step are timed by
 
     @property

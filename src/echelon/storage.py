@@ -30,6 +30,14 @@ class Storage:
     head_cache: KVCache | None = None
     selector: Selector | None = None
 
+    def free(self) -> None:
+        """Let go of all keys and values, and of what was captured on them; nothing can run any more."""
+        for runner in self.runners:
+            runner.captured = None
+        for cache in (*(r.cache for r in self.runners), *([self.head_cache] if self.head_cache else [])):
+            cache.keys.clear()
+            cache.values.clear()
+
     @property
     def tables(self) -> list[KVTables]:
         heads: list[KVTables] = [] if self.head_cache is None else [self.head_cache.tables]
@@ -59,6 +67,8 @@ def build_unpadded(
         return KVCache(shapes, tables, dtype, device, captures)
 
     runners = [ModelRunner(loaded, cache(shapes, loaded.model.dtype)) for loaded, shapes in zip(models, layers, strict=True)]
+    if head is not None:
+        runners[0].taps = head.taps
     if captures:
         for runner in runners:
             runner.capture()

@@ -25,7 +25,7 @@ import toys
 
 import heads
 from benchmarks.prefill import PrefilledRun, read_prefixes
-from echelon import LLM, ConfigError, SamplingParams, SpeculativeConfig, api, memory, ops
+from echelon import LLM, ConfigError, SamplingParams, SpeculativeConfig, build, memory, ops
 from echelon.bench.framework import FrameworkRun
 from echelon.bench.throughput import DecodingMethod
 from echelon.bench.verify import STRATEGIES
@@ -83,7 +83,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> torch.device:
         monkeypatch.setattr(loading, "self_test", lambda *_: None)  # interpreted, it takes long
         for module in (attention, elementwise, linear, rank):
             monkeypatch.setattr(module, "kernels", None)
-        monkeypatch.setattr(api, "warn_of_chance", lambda *_: None)
+        monkeypatch.setattr(build, "warn_of_chance", lambda *_: None)
         monkeypatch.setattr(triton_linear, "ROWS", 16)  # blocks for the interpreter, and lanes likewise
         monkeypatch.setattr(triton_attention, "lanes_of", lambda _dtype, _group: 16)
     return torch.device("cuda" if HAS_DEVICE else "cpu")

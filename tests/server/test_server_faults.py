@@ -24,8 +24,8 @@ import toys
 from servers import PROMPTS, Running
 
 import echelon.engine
-from echelon.api import LLM
 from echelon.errors import RequestError
+from echelon.llm import LLM
 from echelon.sampling import Sampler
 from echelon.server.metrics import ServerMetrics
 from echelon.server.serializers import Serializer, StreamSerializer

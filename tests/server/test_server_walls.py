@@ -216,7 +216,7 @@ def test_an_error_says_where_it_arose_and_holds_no_frame(models: tuple[LoadedMod
     """It lives as long as its request, and frames would hold the logits of a whole step as long."""
     llm = build(models, method)
     asked = SamplingParams(temperature=temperature, seed=1, max_tokens=NUM_NEW, logits_processors=(raises,))
-    (row,) = llm.samples([5, 6, 7], asked, watch_text=False)
+    (row,) = llm.inputs.samples([5, 6, 7], asked, watch_text=False)
     for _ in llm.run([[row]]):
         pass
     assert isinstance(row.error, RowError) and isinstance(row.error.__cause__, KeyError)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from echelon.api import LLM
+from echelon.llm import LLM
 
 Clock = Callable[[], float]
 HEAD_START = 1_000_000  # cycles, about half a millisecond: the device waits, so that launches are queued when it begins

@@ -120,7 +120,7 @@ def _prompts(model: str, path: Path | None, count: int, num_tokens: int, max_tok
         whole = code_prompts(llm.target.tokenizer, held_out_files(), count, num_tokens)
         prompts = [p[i * 7 % (num_tokens // 2) :] for i, p in enumerate(whole)]
     for prompt in prompts:
-        llm.check_prompt(prompt, SamplingParams(max_tokens=max_tokens))
+        llm.inputs.check_prompt(prompt, SamplingParams(max_tokens=max_tokens))
     return prompts
 
 
