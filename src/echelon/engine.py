@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from echelon.acceptance import Exact, Rule, verify
 from echelon.batch import Span
 from echelon.draft import Draft, RowVerdict, Verdict
 from echelon.drafters.base import Drafter
-from echelon.model.runner import ModelRunner
+from echelon.model.runner import Runner
 from echelon.scheduler import Scheduler
 from echelon.sequence import Plan, PlannedRow, Sequence
 from echelon.stats import Stats, StepObserver, StepRecord, StepTimer
@@ -70,7 +70,7 @@ class HostStep:
     """A step that the host has drafted, run and verified. `hidden_states` [T, F] of all tokens fed, where the drafter wants them."""
 
     plan: Plan
-    target: ModelRunner
+    target: Runner[Any]
     drafter: Drafter
     found: Verdict
     hidden_states: Tensor | None
@@ -95,12 +95,18 @@ class Engine:
     """
 
     def __init__(
-        self, target: ModelRunner, drafter: Drafter, scheduler: Scheduler, rule: Rule | None = None, ahead: Ahead | None = None
+        self,
+        target: Runner[Any],
+        drafter: Drafter,
+        scheduler: Scheduler,
+        rule: Rule | None = None,
+        ahead: Ahead | None = None,
+        stats: Stats | None = None,
     ) -> None:
         self.target, self.drafter, self.scheduler = target, drafter, scheduler
         self.rule, self.ahead = rule or Exact(), ahead
         self.in_flight: LaunchedStep | None = None
-        self.stats, self.timer = Stats(target=target.usage), StepTimer()
+        self.stats, self.timer = stats or Stats(target=target.usage), StepTimer()
         self.observers: list[StepObserver] = [self.stats.count]
 
     @property
@@ -173,8 +179,7 @@ class Engine:
             self._drop_unawaited()
         emitted = [len(row.sequence) - before for row, before in zip(rows, lengths, strict=True)]
         num_inputs = sum(row.num_new + kept.num_draft_tokens for row, kept in zip(rows, verdict, strict=True))
-        plan = step.plan
-        record = StepRecord(rows, verdict, emitted, num_inputs, len(plan.preempted), plan.is_group, self.timer.take())
+        record = StepRecord(rows, verdict, emitted, num_inputs, len(step.plan.preempted), self.timer.take())
         for observer in list(self.observers):
             observer(record)
         return [row.sequence for row, count in zip(rows, emitted, strict=True) if count or row.sequence.is_finished]

@@ -6,16 +6,22 @@ A row with n new tokens is the only shape: a prompt, a piece of one, and a decod
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from typing import Protocol
 
-from echelon.baselines.lines import LineTables
-from echelon.baselines.selection import Selector
 from echelon.draft import RowVerdict, Verdict
 from echelon.errors import RequestError
-from echelon.kv.blocks import BlockTables
+from echelon.kv.tables import KVTables
 from echelon.sequence import Plan, PlannedRow, Sequence
 
 PROMPT_LOGITS = 128  # prompt tokens a step of a row whose prompt logprobs are wanted: bounds the logits held at once
+
+
+class Selector(Protocol):
+    """Chooses which of the running rows take part in a step."""
+
+    def choose(self, running: SequenceOf[Sequence], num_cached: Callable[[Sequence], int]) -> list[Sequence]: ...
 
 
 class Scheduler:
@@ -32,7 +38,7 @@ class Scheduler:
 
     def __init__(
         self,
-        tables: SequenceOf[BlockTables | LineTables],
+        tables: SequenceOf[KVTables],
         max_num_seqs: int,
         max_num_batched_tokens: int,
         num_speculative_tokens: int,
@@ -146,8 +152,8 @@ class Scheduler:
                 tables.reserve(sequence.id, 1)
         self._is_open = self._refill
         chosen = selector.choose(self.running, self._num_cached)
-        limit = max(1, self._max_num_batched_tokens // len(chosen.rows))
-        plan = Plan([self._plan_row(sequence, limit) for sequence in chosen.rows], is_group=chosen.is_group)
+        limit = max(1, self._max_num_batched_tokens // len(chosen))
+        plan = Plan([self._plan_row(sequence, limit) for sequence in chosen])
         for row in plan.rows:
             has_line = self._reserve(row)
             assert has_line, f"row {row.sequence.id} runs without a line"
@@ -188,7 +194,6 @@ class Scheduler:
         if self._num_cached(parent) < shared:
             return False
         for tables in self._tables:
-            assert isinstance(tables, BlockTables), "rows of a rectangle share nothing"
             if parent.id in tables:
                 tables.fork(parent.id, sequence.id)
                 tables.commit(sequence.id, min(shared, tables.num_cached(sequence.id)))

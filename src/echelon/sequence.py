@@ -162,14 +162,12 @@ class PlannedRow:
 class Plan:
     """A step to run.
 
-    is_group    were the rows found by equal length? None where nothing was looked for
     runs_ahead  the device can carry the step out without the host; rows with longer drafts come first
     gone        sequences, by id, that have left or started anew while the step was in flight
     """
 
     rows: list[PlannedRow]
     preempted: list[Sequence] = field(default_factory=list)
-    is_group: bool | None = None
     runs_ahead: bool = False
     gone: set[int] = field(default_factory=set)
 

@@ -66,7 +66,6 @@ class StepRecord:
     rows, verdict     what was planned, and what survived, row by row
     num_emitted       tokens that every row emitted: accepted + 1, fewer only where the row stopped
     num_input_tokens  tokens fed to the target
-    is_group          were the rows found by equal length? None where nothing was looked for
     seconds           by part of the step; of steps in flight, what was spent since the last record
     """
 
@@ -75,7 +74,6 @@ class StepRecord:
     num_emitted: list[int]
     num_input_tokens: int
     num_preempted: int
-    is_group: bool | None
     seconds: dict[str, float]
 
 
@@ -107,6 +105,8 @@ class Usage:
     kv_bytes_touched    bytes that attention loads
     index_bytes         tables, slots and masks that say what lies where
     layout_seconds      shifting and copying keys and values so that they form a rectangle; part of the time of the pass or just before
+    num_group_choices   passes whose rows were looked for in a window of equal lengths
+    num_group_hits      those of them for which enough were found
     """
 
     num_passes: int = 0
@@ -121,6 +121,8 @@ class Usage:
     kv_bytes_touched: int = 0
     index_bytes: int = 0
     layout_seconds: float = 0.0
+    num_group_choices: int = 0
+    num_group_hits: int = 0
 
     @property
     def padded_input_share(self) -> float:
@@ -156,8 +158,6 @@ class Stats:
     num_emitted_tokens: int = 0
     num_input_tokens: int = 0
     num_preemptions: int = 0
-    num_group_choices: int = 0  # steps whose rows were looked for in a window of equal lengths
-    num_group_hits: int = 0
     acceptance: Counter[tuple[int, int]] = field(default_factory=Counter)  # (num_draft_tokens, num_accepted) → rows' steps
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     target: Usage = field(default_factory=Usage)
@@ -174,6 +174,14 @@ class Stats:
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
+    def num_group_choices(self) -> int:
+        return self.target.num_group_choices
+
+    @property
+    def num_group_hits(self) -> int:
+        return self.target.num_group_hits
+
+    @property
     def group_rate(self) -> float:
         """Share of steps in which enough rows of equal length were found (EXSPEC)."""
         return self.num_group_hits / self.num_group_choices if self.num_group_choices else 0.0
@@ -183,8 +191,6 @@ class Stats:
         self.num_steps += 1
         self.num_input_tokens += step.num_input_tokens
         self.num_preemptions += step.num_preempted
-        self.num_group_choices += step.is_group is not None
-        self.num_group_hits += bool(step.is_group)
         for part, seconds in step.seconds.items():
             self.seconds[part] += seconds
         for kept, emitted in zip(step.verdict, step.num_emitted, strict=True):
@@ -206,8 +212,9 @@ class Stats:
         return self._by_position(1)
 
     def _by_position(self, which: int) -> list[int]:
-        longest = max((drafted for drafted, _ in self.acceptance), default=0)
-        return [sum(n for pair, n in self.acceptance.items() if pair[which] > place) for place in range(longest)]
+        steps = dict(self.acceptance)  # a copy in one step, which no other thread can interrupt
+        longest = max((drafted for drafted, _ in steps), default=0)
+        return [sum(n for pair, n in steps.items() if pair[which] > position) for position in range(longest)]
 
     def histogram(self) -> list[list[int]]:
         """[num_draft_tokens, num_accepted, count], in order: of all rows' steps."""

@@ -199,7 +199,7 @@ def test_a_row_may_go_and_come_back_in_flight(there: Recorder, mode: str, drafte
     """Aborted while its step is under way, and added again as it was: what lands is not its own any more."""
     params = asked(mode, max_tokens=40)
     llm = engine("llama", mode, drafter, max_num_seqs=6)
-    rows = [s for p, q in zip(toys.prompts(LENGTHS, seed=5), params, strict=True) for s in llm.samples(p, q, watch_text=False)]
+    rows = [s for p, q in zip(toys.prompts(LENGTHS, seed=5), params, strict=True) for s in llm.inputs.samples(p, q, watch_text=False)]
     for sequence in rows:
         llm.engine.add(sequence)
     gone = 0
@@ -221,7 +221,7 @@ def test_a_plan_holds_all_that_any_length_sees(there: Recorder, monkeypatch: pyt
     llm = LLM(windowed(), block_size=4, kv_cache_memory_bytes=1 << 18)
     rows = []
     for place, length in enumerate((3, 14, 15, 16, 22, 23)):
-        (sequence,) = llm.samples(list(range(length)), SamplingParams(), watch_text=False)
+        (sequence,) = llm.inputs.samples(list(range(length)), SamplingParams(), watch_text=False)
         rows.append(PlannedRow(sequence, length - 1, 1, 3, 3, num_pending=(1, 4), pending_row=place))
         assert llm.engine.target.cache.tables.reserve(sequence.id, length + 7)
     assert llm.engine.ahead is not None

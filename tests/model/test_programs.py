@@ -31,12 +31,13 @@ from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.memory import plan_kv
 from echelon.model.attention import record_layers
+from echelon.model.forward import Draws
 from echelon.model.graphs import buckets, graphs
 from echelon.model.graphs import programs as captured
 from echelon.model.graphs.buckets import filled_up, power_up
 from echelon.model.graphs.programs import MOST_TOKENS
 from echelon.model.hidden_states import Taps
-from echelon.model.runner import Draws, ModelRunner
+from echelon.model.runner import ModelRunner
 from echelon.ops.slots import scatter_slots
 from echelon.ops.triton import sample as triton_sample
 from echelon.sampling import noise_key

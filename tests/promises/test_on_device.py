@@ -24,11 +24,11 @@ import card
 import toys
 
 import heads
-from echelon import LLM, ConfigError, SamplingParams, api, memory, ops
+from benchmarks.prefill import PrefilledRun, read_prefixes
+from benchmarks.replayed import AcceptanceHistogram, replay
+from echelon import LLM, ConfigError, SamplingParams, build, memory, ops
 from echelon.bench.framework import FrameworkRun
-from echelon.bench.prefill import PrefilledRun, read_prefixes
-from echelon.bench.replayed import AcceptanceHistogram
-from echelon.bench.throughput import Method
+from echelon.bench.throughput import DecodingMethod
 from echelon.bench.verify import STRATEGIES
 from echelon.config import EngineConfig
 from echelon.drafters.guard import GuardedDrafter
@@ -84,7 +84,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> torch.device:
         monkeypatch.setattr(loading, "self_test", lambda *_: None)  # interpreted, it takes long
         for module in (attention, elementwise, linear, rank):
             monkeypatch.setattr(module, "kernels", None)
-        monkeypatch.setattr(api, "warn_of_chance", lambda *_: None)
+        monkeypatch.setattr(build, "warn_of_chance", lambda *_: None)
         monkeypatch.setattr(triton_linear, "ROWS", 16)  # blocks for the interpreter, and lanes likewise
         monkeypatch.setattr(triton_attention, "lanes_of", lambda _dtype, _group: 16)
     return torch.device("cuda" if HAS_DEVICE else "cpu")
@@ -358,10 +358,10 @@ def test_benchmarks_mix_neither(there: card.Card) -> None:
     law = AcceptanceHistogram.from_tokens_per_step(2.0, 3)
     prefixes = read_prefixes(target, prompts)
     assert all(there.holds(t) for p in prefixes for t in (*p.keys, *p.values))
-    drafted = Method("draft model", {"method": "draft_model", "num_speculative_tokens": 3}, "padded")
-    replayed = Method("replay", {"method": "ngram", "num_speculative_tokens": 3}, "realign", law)
-    runs = [PrefilledRun(m, target, draft, prefixes, 40, num_rehearsals=1) for m in (Method("plain", None), drafted, replayed)]
-    runs.append(PrefilledRun(replace(drafted, law=law), target, draft, prefixes, 40))
+    drafted = DecodingMethod("draft model", {"method": "draft_model", "num_speculative_tokens": 3}, "padded")
+    replayed = DecodingMethod("replay", {"method": "ngram", "num_speculative_tokens": 3}, "realign", partial(replay, law=law))
+    runs = [PrefilledRun(m, target, draft, prefixes, 40, num_rehearsals=1) for m in (DecodingMethod("plain", None), drafted, replayed)]
+    runs.append(PrefilledRun(replace(drafted, prepare=partial(replay, law=law)), target, draft, prefixes, 40))
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     outputs = [run.run(prompts, params).outputs for run in runs]
     assert outputs[0] == outputs[1]

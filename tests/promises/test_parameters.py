@@ -193,7 +193,7 @@ def test_chat_stream_and_generate_agree() -> None:
     messages = [{"role": "user", "content": "write a class"}]
     chosen = SamplingParams(temperature=0.7, seed=5, max_tokens=24, logprobs=1)
     answer = llm.chat(messages, chosen)[0]
-    parts = list(llm.stream([llm.encode_chat(messages)], chosen))
+    parts = list(llm.stream([llm.inputs.encode_chat(messages)], chosen))
     assert parts[-1][1].outputs == answer.outputs
     assert parts[-1][1].finished
     texts = [out.outputs[0].text for _, out in parts]

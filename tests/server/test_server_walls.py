@@ -18,7 +18,7 @@ from echelon.acceptance import largest_rows
 from echelon.bench.verify import STRATEGIES
 from echelon.draft import Draft, RowVerdict, Verdict
 from echelon.drafters.guard import MOST_FAILURES, NUM_GOOD, GuardedDrafter, problem_of
-from echelon.errors import RowError, place_of
+from echelon.errors import RowError, location_of
 from echelon.model.load.loading import LoadedModel
 from echelon.sampling import Sampler
 from echelon.sequence import PlannedRow, Sequence
@@ -216,13 +216,13 @@ def test_an_error_says_where_it_arose_and_holds_no_frame(models: tuple[LoadedMod
     """It lives as long as its request, and frames would hold the logits of a whole step as long."""
     llm = build(models, method)
     asked = SamplingParams(temperature=temperature, seed=1, max_tokens=NUM_NEW, logits_processors=(raises,))
-    (row,) = llm.samples([5, 6, 7], asked, watch_text=False)
+    (row,) = llm.inputs.samples([5, 6, 7], asked, watch_text=False)
     for _ in llm.run([[row]]):
         pass
     assert isinstance(row.error, RowError) and isinstance(row.error.__cause__, KeyError)
     for error in (row.error, row.error.__cause__):
         assert error.__traceback__ is None and error.__context__ is None
-    assert re.fullmatch(r"RowError in test_server_walls\.py:\d+ raises < .*", place_of(row.error))
+    assert re.fullmatch(r"RowError in test_server_walls\.py:\d+ raises < .*", location_of(row.error))
 
 
 class FaultyDrafter:

@@ -8,14 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from echelon.baselines.batch import PaddedBatch
 from echelon.baselines.lines import LineTables
 from echelon.baselines.rectangle import RectangleCache
-from echelon.batch import PaddedBatch, Span
+from echelon.batch import Span
 from echelon.errors import UnsupportedModelError
 from echelon.kv.cache import LayerShape
 from echelon.model.attention import LayerCall, RecordingStep, record_layers
 from echelon.model.load.loading import LoadedModel
-from echelon.model.runner import ModelRunner
+from echelon.model.runner import Runner
 from echelon.stats import Load
 
 Pack = Callable[[Sequence[Span], LineTables], PaddedBatch]
@@ -89,7 +90,7 @@ def record_maskable_layers(model: nn.Module) -> list[LayerShape]:
     return record_layers(model, _RefusingStep())
 
 
-class MaskedRunner(ModelRunner):
+class MaskedRunner(Runner[PaddedBatch]):
     """Runs batches over a rectangular cache; `pack` is the strategy's layout."""
 
     cache: RectangleCache
@@ -98,15 +99,15 @@ class MaskedRunner(ModelRunner):
         super().__init__(loaded, cache)
         self._pack = pack
 
-    def pack(self, spans: Sequence[Span]) -> PaddedBatch:  # type: ignore[override]
+    def pack(self, spans: Sequence[Span]) -> PaddedBatch:
         return self._pack(spans, self.cache.tables)
 
-    def step(self, batch: PaddedBatch) -> MaskedStep:  # type: ignore[override]
+    def step(self, batch: PaddedBatch) -> MaskedStep:
         if not self.cache.is_finite:
             self.cache.scrub()
         return MaskedStep(batch, self.cache)
 
-    def load(self, batch: PaddedBatch) -> Load:  # type: ignore[override]
+    def load(self, batch: PaddedBatch) -> Load:
         tensors = (batch.slots, batch.key_positions, batch.gathered, batch.queries, batch.outputs, *batch.masks.values())
         index_bytes = sum(t.nbytes for t in tensors if t is not None)
         return Load(len(batch.tokens), batch.num_reserved, batch.key_positions.numel(), batch.num_live, index_bytes)

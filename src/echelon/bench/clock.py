@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from echelon.api import LLM
-from echelon.baselines.rectangle import RectangleCache
+from echelon.llm import LLM
 from echelon.stats import StepTimer
 
 Clock = Callable[[], float]
@@ -37,8 +36,7 @@ def time_parts(llm: LLM) -> None:
     clock = clock_of(llm.target.device)
     llm.engine.timer = StepTimer(clock)
     for runner in llm.storage.runners:
-        if isinstance(runner.cache, RectangleCache):
-            runner.cache.clock = clock
+        runner.cache.clock = clock
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:

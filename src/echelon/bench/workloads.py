@@ -48,7 +48,7 @@ def workload(
     if name == "prompts":
         found = [r.token_ids(llm) for r in read_requests(path)]
     else:
-        found = [llm.encode(text) for text in (question_texts(path) if name == "questions" else summary_texts(path))]
+        found = [llm.inputs.encode(text) for text in (question_texts(path) if name == "questions" else summary_texts(path))]
     if len(found) < count:
         raise ConfigError(f"{str(path)!r} gives {len(found)} prompts for the workload {name!r}, {count} were asked for; ask for fewer")
     return [found[i * len(found) // count][-num_tokens:] for i in range(count)]

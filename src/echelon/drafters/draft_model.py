@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,8 @@ from echelon.acceptance import argmax_rows
 from echelon.batch import Span
 from echelon.draft import Draft, Verdict
 from echelon.drafters.frontier import Frontier, grow
-from echelon.model.runner import Draws, ModelRunner
+from echelon.model.forward import Draws
+from echelon.model.runner import Runner
 from echelon.ops.devices import on_host
 from echelon.ops.rank import likeliest, processed
 from echelon.ops.sample import Place, choose, raw_rows
@@ -59,7 +61,7 @@ class DraftModelDrafter:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: Runner[Any],
         max_num_batched_tokens: int,
         vocab_size: int,
         keeps_probs: bool = False,

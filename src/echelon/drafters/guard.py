@@ -24,7 +24,7 @@ from torch import Tensor
 
 from echelon.draft import Draft, Int32, Verdict, node_depths
 from echelon.drafters.base import Drafter
-from echelon.errors import EchelonError, place_of
+from echelon.errors import EchelonError, location_of
 from echelon.sequence import PlannedRow
 
 logger = logging.getLogger("echelon")
@@ -230,7 +230,7 @@ class GuardedDrafter:
 def _named(error: BaseException) -> str:
     """Kind and place of an exception. None of its own code is asked for what it says: that may fail, or hold pieces of a request."""
     try:
-        return place_of(error)
+        return location_of(error)
     except KeyboardInterrupt:
         raise
     except BaseException:

@@ -24,7 +24,7 @@ from echelon.model.graphs.buckets import Bucket, bucket_of, common, filled_up
 from echelon.model.graphs.buffers import Inputs, Layout, PlanFields, Words
 from echelon.model.graphs.graphs import Outputs
 from echelon.model.graphs.programs import DRAWN, MOST_TOKENS, Launch
-from echelon.model.runner import ModelRunner
+from echelon.model.runner import Runner
 from echelon.ops.triton.plan import SPLIT, PlanKey, Tables, plan_tables
 from echelon.ops.triton.sample import draw_columns, draw_rows, noise_keys
 from echelon.sampling import row_key
@@ -68,8 +68,8 @@ class DeviceStep:
     """A step in flight. `found` int64[B, K + 2], in pinned memory of the host: see `_Step.forward`. The target's pass is the first."""
 
     plan: Plan
-    target: ModelRunner
-    draft: ModelRunner | None
+    target: Runner[Any]
+    draft: Runner[Any] | None
     found: Tensor
     event: Any
     passes: list[_Pass]
@@ -111,7 +111,7 @@ class DeviceStep:
             runner.count(batch, int(is_real[one.rows].sum()), one.bucket.num_tokens)
 
 
-def _runners(target: ModelRunner, draft: ModelRunner | None, passes: Sequence[_Pass]) -> list[ModelRunner]:
+def _runners(target: Runner[Any], draft: Runner[Any] | None, passes: Sequence[_Pass]) -> list[Runner[Any]]:
     """Whose the passes are: the first the target's, all others the draft model's."""
     return [target, *([draft] * (len(passes) - 1) if draft is not None else [])]
 
@@ -119,7 +119,7 @@ def _runners(target: ModelRunner, draft: ModelRunner | None, passes: Sequence[_P
 class Ahead:
     """Launches steps of a target, and of the draft model that drafts chains for it. Both capture their passes."""
 
-    def __init__(self, target: ModelRunner, draft: ModelRunner | None) -> None:
+    def __init__(self, target: Runner[Any], draft: Runner[Any] | None) -> None:
         assert target.captured is not None
         self._target, self._draft = target, draft
         self._graphs = target.captured.graphs
@@ -178,7 +178,7 @@ class Ahead:
         return found
 
 
-def _laid_out(runner: ModelRunner, rows: Sequence[PlannedRow], spans: Sequence[Span]) -> _Pass:
+def _laid_out(runner: Runner[Any], rows: Sequence[PlannedRow], spans: Sequence[Span]) -> _Pass:
     """A pass over the step's first rows, as if their texts were as long as they may be."""
     assert runner.captured is not None
     batch = runner.pack(spans)
@@ -200,7 +200,7 @@ class _Model:
     launch: Launch
 
     @classmethod
-    def of(cls, runner: ModelRunner) -> _Model:
+    def of(cls, runner: Runner[Any]) -> _Model:
         assert runner.captured is not None
         cache = runner.captured.cache
         return cls(runner.captured.keys, cache.block_size, cache.null_slots, runner.loaded.vocab_size, runner.captured.launch())

@@ -21,6 +21,7 @@ from torch import Tensor
 from echelon.batch import RaggedBatch
 from echelon.kv.cache import KVCache
 from echelon.model.attention import LayerCall, RecordingStep, record_layers
+from echelon.model.forward import Draws, forward
 from echelon.model.graphs.buckets import Bucket, bucket_of, common
 from echelon.model.graphs.buffers import Frames, Inputs, Pass
 from echelon.model.graphs.graphs import Graphs, Outputs
@@ -28,7 +29,6 @@ from echelon.model.hidden_states import Taps
 from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.experts import is_experts
 from echelon.model.patches.rope import coded_positions
-from echelon.model.runner import Draws, launch
 from echelon.ops.triton.attention import plan_key, planned_attention
 from echelon.ops.triton.plan import PlanKey, plan_tables
 from echelon.ops.triton.sample import draw_columns, draw_rows
@@ -124,7 +124,7 @@ class Captured:
 
 
 def _launch(loaded: LoadedModel, cache: KVCache, taps: Taps | None, inputs: Inputs, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-    return launch(loaded, taps, tokens, inputs.positions, inputs.logit_rows, PlannedStep(inputs, cache))
+    return forward(loaded, taps, tokens, inputs.positions, inputs.logit_rows, PlannedStep(inputs, cache))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from echelon.batch import PaddedBatch, RaggedBatch
+from echelon.batch import RaggedBatch
 from echelon.errors import Refusal, UnsupportedModelError
 
 LONG_TEXT = 1 << 30  # added to the positions of tokens that have the long set
@@ -99,11 +99,10 @@ def _is_read_anew(model: Any, length: int) -> bool:
     return inputs.get("past_key_values") is None
 
 
-def coded_positions(batch: RaggedBatch | PaddedBatch, original: OriginalContext | None) -> Tensor:
+def coded_positions(batch: RaggedBatch, original: OriginalContext | None) -> Tensor:
     """int32[T]: what a patched model is given as positions."""
     if original is None:
         return batch.positions
-    assert isinstance(batch, RaggedBatch), "rectangles serve no such model"
     if original.is_read_anew:
         is_long = batch.text_len_of > original.length
     else:
