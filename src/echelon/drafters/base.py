@@ -24,17 +24,14 @@ class Drafter(Protocol):
 
     def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
         """At most `max_draft_tokens` tokens for every row, 0 for some or all."""
-        ...
 
     def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:
         """What became of the last proposal; called once a step, before the tokens are appended. Where `propose` failed, or was not called,
         nothing was drafted, and what it has left behind must go.
         """
-        ...
 
     def forget(self, row: int) -> None:
         """The row finished, was preempted or aborted; a row never seen is fine."""
-        ...
 
 
 class NoDrafter:

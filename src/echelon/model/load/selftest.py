@@ -25,7 +25,7 @@ from echelon.model import pack as unpadded
 from echelon.model.attention import IMPLEMENTATION, STEP_KEYWORD, CachedStep, record_layers
 from echelon.model.load.servedtest import check_rounding, check_served
 from echelon.model.load.shrink import VOCABULARY, part_for, shrunken
-from echelon.model.patches.rope import coded_positions, replace_rope
+from echelon.model.patches.rope import coded_positions, patch_rope
 from echelon.ops import compiled
 
 LENGTHS = (24, 3)  # one long row, one short
@@ -161,7 +161,7 @@ def _ragged(twin: PreTrainedModel, rows: list[Tensor], split: int) -> list[Tenso
 def _run(twin: PreTrainedModel, rows: list[Tensor], split: int) -> list[Tensor]:
     twin.set_attn_implementation(IMPLEMENTATION)
     shapes = record_layers(twin)
-    original = replace_rope(twin)
+    original = patch_rope(twin)
     cache = KVCache(shapes, BlockTables(8, 8, 4), torch.float32, torch.device("cpu"))
     for storage in (*cache.keys, *cache.values):
         storage.fill_(torch.nan)

@@ -23,7 +23,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2Decode
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
 from echelon.model.attention import STEP_KEYWORD, LayerCall, Step
-from echelon.model.patches.elementwise import Fused, gate_of
+from echelon.model.patches import PatchedForward
+from echelon.model.patches.elementwise import gate_of
 from echelon.ops import devices, elementwise
 from echelon.ops.elementwise import Activation
 
@@ -39,7 +40,7 @@ Forward = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class FlatLayer:
+class DecoderLayerForward:
     """Norm and attention, norm and gated MLP, each added to the residual.
 
     Its parts are the forwards of the layer's modules; `query_norm` and `key_norm` normalise each head. `call` is how the layer calls its
@@ -99,7 +100,7 @@ class _Echo:
 
 
 @torch.inference_mode()
-def flatten(model: PreTrainedModel) -> dict[str, int]:
+def patch_decoder_layers(model: PreTrainedModel) -> dict[str, int]:
     """Replace the layers that can be, once everything inside them is served; returns how many of each class."""
     replaced: Counter[str] = Counter()
     is_served = devices.has_kernels(next(model.parameters()))
@@ -115,7 +116,7 @@ def _may_fit(module: Any) -> bool:
     """One of ours, with nothing inside that a caller has changed."""
     if type(module) not in LAYERS or type(module.self_attn) is not LAYERS[type(module)] or gate_of(module.mlp) is None:
         return False
-    return isinstance(vars(module.self_attn).get("forward"), Fused) and not any(_hooks(module))
+    return isinstance(vars(module.self_attn).get("forward"), PatchedForward) and not any(_hooks(module))
 
 
 def _seen(model: PreTrainedModel, layers: list[nn.Module]) -> list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]]:
@@ -137,7 +138,7 @@ def _seen(model: PreTrainedModel, layers: list[nn.Module]) -> list[tuple[nn.Modu
     return found
 
 
-def _same(layer: Any, args: tuple[Any, ...], keywords: dict[str, Any], expected: Any) -> FlatLayer | None:
+def _same(layer: Any, args: tuple[Any, ...], keywords: dict[str, Any], expected: Any) -> DecoderLayerForward | None:
     """The layer as one function, if that answers with the same bits and asks for the same attention."""
     theirs, ours = _Echo(), _Echo()
     layer.forward(*args, **keywords | {STEP_KEYWORD: theirs})
@@ -153,10 +154,10 @@ def _hooks(layer: nn.Module) -> tuple[dict[int, Any], ...]:
     return tuple(h for m in layer.modules() if m is not layer for h in (m._forward_hooks, m._forward_pre_hooks))
 
 
-def _flat(layer: Any, call: LayerCall) -> FlatLayer:
+def _flat(layer: Any, call: LayerCall) -> DecoderLayerForward:
     attention, mlp, activation = layer.self_attn, layer.mlp, gate_of(layer.mlp)
     assert activation is not None
-    return FlatLayer(
+    return DecoderLayerForward(
         whole=layer.forward,
         input_norm=layer.input_layernorm.forward,
         query=attention.q_proj.forward,
