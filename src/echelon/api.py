@@ -18,7 +18,7 @@ from echelon.baselines.strategies import STRATEGIES
 from echelon.chat import encode_text, render_chat
 from echelon.config import EngineConfig, SpeculativeConfig, check_together, speculative
 from echelon.drafters.head_selftest import warn_of_chance
-from echelon.drafters.heads import head_for, tapped_head
+from echelon.drafters.heads import attach_head, head_for
 from echelon.engine import Engine
 from echelon.errors import ConfigError, RequestError
 from echelon.heads.base import Head
@@ -85,9 +85,9 @@ class LLM:
         self.head = head_for(self.speculative_config, self.target, draft_head)
         self.max_len = self._context()
         models = [m for m in (self.target, self.draft) if m is not None]
-        head = None if self.head is None else tapped_head(self.head, self.target)
+        head = None if self.head is None else attach_head(self.head, self.target)
         if head is not None:
-            warn_of_chance(self.target, head.head, head.taps, head.shapes)
+            warn_of_chance(self.target, head.head, head.reader, head.shapes)
         self.storage = STRATEGIES[self.config.strategy](self.config, models, self.max_len, self._num_speculative_tokens, head)
         logger.info("%s", self.memory_plan)
         self.engine = build_engine(self.config, self.speculative_config, self.storage, head)

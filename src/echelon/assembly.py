@@ -10,7 +10,7 @@ from echelon.config import EngineConfig, SpeculativeConfig
 from echelon.drafters.base import Drafter, NoDrafter
 from echelon.drafters.draft_model import DraftModelDrafter
 from echelon.drafters.guard import GuardedDrafter
-from echelon.drafters.heads import HeadDrafter, TappedHead
+from echelon.drafters.heads import AttachedHead, HeadDrafter
 from echelon.drafters.ngram import NgramDrafter
 from echelon.drafters.replay import ReplayDrafter
 from echelon.engine import Engine
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("echelon")
 
 
-def build_engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Storage, head: TappedHead | None) -> Engine:
+def build_engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Storage, head: AttachedHead | None) -> Engine:
     """The first runner of `storage` is the target's, the second a draft model's; a drafter stands behind its guard."""
     target = storage.runners[0]
     if head is not None:
-        target.taps = head.taps
+        target.hidden_state_reader = head.reader
     scheduler = _scheduler(config, spec, storage)
     ahead = _ahead(spec, storage)
     if spec is None:
@@ -73,7 +73,7 @@ def _scheduler(config: EngineConfig, spec: SpeculativeConfig | None, storage: St
     )
 
 
-def _drafter(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, head: TappedHead | None) -> Drafter:
+def _drafter(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, head: AttachedHead | None) -> Drafter:
     vocab_size = storage.runners[0].loaded.vocab_size
     if head is not None:
         return HeadDrafter(head, growth_of(spec, head.depth), storage.head_cache, spec.min_score)

@@ -54,11 +54,11 @@ class WideLayer(nn.Module):
         self.mlp = LlamaMLP(config)
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (Norm(hidden, eps) for _ in range(3))
 
-    def forward(self, x: Tensor, **step: Any) -> Tensor:
+    def forward(self, x: Tensor, **context: Any) -> Tensor:
         embeddings, hidden = x.chunk(2, -1)
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
-        x = residual + self.self_attn(torch.cat([self.input_layernorm(embeddings), normed], -1), **step)[0]
+        x = residual + self.self_attn(torch.cat([self.input_layernorm(embeddings), normed], -1), **context)[0]
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -72,7 +72,7 @@ class Eagle3Head(Head):
     def __init__(self, config: LlamaConfig, shared: Shared, options: Eagle3Options) -> None:
         super().__init__()
         self.config, self.shared, self.options, hidden = prepare(config), shared, options, config.hidden_size
-        self.taps = tuple(f"layer:{i}" for i in options.depths)
+        self.hidden_state_names = tuple(f"layer:{i}" for i in options.depths)
         self.fc = nn.Linear(3 * hidden, hidden, bias=False)
         self.layers, self.rotary = nn.ModuleList([WideLayer(config, options.norm_before_residual)]), Rotary(config)
         self.norm = Norm(hidden, config.rms_norm_eps)
@@ -80,15 +80,15 @@ class Eagle3Head(Head):
         self.register_buffer("d2t", torch.zeros(options.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.arange(config.vocab_size) < options.draft_vocab_size)
 
-    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **step: Any) -> Tensor:
-        return self._layer(self.fc(features), tokens, positions, step)
+    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **context: Any) -> Tensor:
+        return self._layer(self.fc(features), tokens, positions, context)
 
-    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **step: Any) -> Tensor:  # noqa: ARG002
-        return self._layer(states, tokens, positions, step)
+    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **context: Any) -> Tensor:  # noqa: ARG002
+        return self._layer(states, tokens, positions, context)
 
-    def _layer(self, hidden: Tensor, tokens: Tensor, positions: Tensor, step: dict[str, Any]) -> Tensor:
+    def _layer(self, hidden: Tensor, tokens: Tensor, positions: Tensor, context: dict[str, Any]) -> Tensor:
         x = torch.cat([self.shared.embed(tokens).to(hidden.dtype), hidden], -1)
-        return run_layer(self.layers[0], self.rotary, x, positions, step)
+        return run_layer(self.layers[0], self.rotary, x, positions, context)
 
     @property
     def draft_ids(self) -> Tensor:

@@ -27,7 +27,7 @@ from echelon.errors import Refusal, UnsupportedModelError
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.model import pack as unpadded
-from echelon.model.attention import IMPLEMENTATION, STEP_KEYWORD, CachedStep, record_layers
+from echelon.model.attention import CONTEXT_KEYWORD, IMPLEMENTATION, CachedAttention, record_layers
 from echelon.model.patches.apply import patch_model
 from echelon.model.patches.rope import coded_positions
 from echelon.model.patches.vectors import in_whole_vectors, is_whole
@@ -69,8 +69,8 @@ class ServedTwin:
             spans.append(Span(row, start, tokens, len(tokens), text_lens[row], prompt_len=prompt_lens[row]))
         batch = unpadded.pack(spans, tables)
         positions = coded_positions(batch, self.original)[None].long()
-        step = {STEP_KEYWORD: CachedStep(batch, self.cache)}
-        logits = self.twin(input_ids=batch.tokens[None].long(), position_ids=positions, use_cache=False, **step).logits[0].float()
+        context = {CONTEXT_KEYWORD: CachedAttention(batch, self.cache)}
+        logits = self.twin(input_ids=batch.tokens[None].long(), position_ids=positions, use_cache=False, **context).logits[0].float()
         for span in spans:
             tables.commit(span.row, span.start + len(span.tokens))
         return dict(zip(pieces, logits.split([len(t) for t in pieces.values()]), strict=True))
