@@ -26,7 +26,7 @@ from echelon.bench.workloads import code_prompts
 from echelon.cli.verify import as_json as verified_as_json
 from echelon.config import HEADS
 from echelon.demo import DRAFT, TARGET, held_out_files
-from echelon.heads.loading import build_head, save_head
+from echelon.heads.checkpoints import build_head, save_head
 from echelon.model.load.loading import LoadedModel, adopt_model, load_model, load_plain
 from echelon.trees import EAGLE_25
 

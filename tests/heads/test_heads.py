@@ -21,10 +21,10 @@ from echelon import ConfigError, ModelLoadError, UnsupportedModelError
 from echelon.batch import Span
 from echelon.cli.convert import convert
 from echelon.heads.base import Head
+from echelon.heads.checkpoints import build_head, load_head, save_head
 from echelon.heads.clover import CloverHead
 from echelon.heads.eagle3 import default_depths
 from echelon.heads.layouts import HEADS
-from echelon.heads.loading import build_head, load_head, save_head
 from echelon.heads.parts import Norm, Rotary, head_config, prepare
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache, LayerShape

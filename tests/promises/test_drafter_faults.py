@@ -28,7 +28,7 @@ from echelon.drafters.draft_model import DraftModelDrafter
 from echelon.drafters.guard import MOST_FAILURES, GuardedDrafter
 from echelon.drafters.heads import HeadDrafter
 from echelon.drafters.ngram import NgramDrafter
-from echelon.heads.loading import build_head
+from echelon.heads.checkpoints import build_head
 from echelon.sequence import PlannedRow
 
 LENGTHS = (5, 1, 17, 9, 33, 2, 16, 7)

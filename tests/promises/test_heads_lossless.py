@@ -20,7 +20,7 @@ import heads
 from echelon import LLM, ConfigError, SamplingParams
 from echelon.batch import Span
 from echelon.drafters.heads import HeadDrafter, _HeadFrontier
-from echelon.heads.loading import build_head, save_head
+from echelon.heads.checkpoints import build_head, save_head
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache, LayerShape
 from echelon.model import pack as unpadded

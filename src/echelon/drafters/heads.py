@@ -22,7 +22,7 @@ from echelon.draft import Draft
 from echelon.drafters.frontier import Frontier, grow
 from echelon.errors import ConfigError
 from echelon.heads.base import Head
-from echelon.heads.loading import load_head
+from echelon.heads.checkpoints import load_head
 from echelon.kv.cache import KVCache, LayerShape
 from echelon.model import pack as unpadded
 from echelon.model.attention import CONTEXT_KEYWORD, CachedAttention, RecordingAttention

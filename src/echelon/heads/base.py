@@ -47,3 +47,16 @@ class Head(nn.Module):
     @abstractmethod
     def logits(self, states: Tensor, depth: int) -> Tensor:
         """[M, V] of the token at `depth` of the draft, 0 first; −inf for tokens that the head never drafts."""
+
+    def draft_logits(self, states: Tensor, depth: int) -> Tensor:
+        """[M, W] of the tokens `draft_ids` alone."""
+        return self.logits(states, depth)
+
+    def choose_vocabulary(self, counts: Tensor) -> None:
+        """Before training, choose the tokens to draft by how often the target says each, counts int[V]; nothing, where it drafts all."""
+
+    def start_from(self, target: nn.Module) -> None:
+        """Before training, take initial weights from the target, where the paper does; after `choose_vocabulary`."""
+
+    def check(self, name: str) -> None:
+        """Raise `ModelLoadError` where tensors read from the checkpoint `name` contradict each other."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
+from echelon.errors import ModelLoadError
 from echelon.heads.base import Head
 from echelon.heads.parts import Norm, Rotary, Shared, copy_norm, prepare, run_layer
 
@@ -94,24 +95,31 @@ class Eagle3Head(Head):
     def draft_ids(self) -> Tensor:
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
-    def draft_logits(self, states: Tensor) -> Tensor:
-        """[M, draft_vocab_size]"""
+    def draft_logits(self, states: Tensor, depth: int) -> Tensor:  # noqa: ARG002
         out: Tensor = self.lm_head(self.norm(states))
         return out
 
-    def logits(self, states: Tensor, depth: int) -> Tensor:  # noqa: ARG002
-        drafted = self.draft_logits(states)
+    def logits(self, states: Tensor, depth: int) -> Tensor:
+        drafted = self.draft_logits(states, depth)
         return drafted.new_full((len(states), self.config.vocab_size), -torch.inf).index_copy(1, self.draft_ids, drafted)
 
     @torch.no_grad()
     def choose_vocabulary(self, counts: Tensor) -> None:
-        """Draft the most frequent tokens; counts int[V]."""
+        """Draft the most frequent tokens."""
         chosen = counts.argsort(descending=True, stable=True)[: len(self.d2t)].sort().values
         self.d2t.copy_(chosen - torch.arange(len(chosen)))
         self.t2d.zero_()[chosen] = True
 
     @torch.no_grad()
     def start_from(self, target: nn.Module) -> None:
-        """Initial weights: output layer and norm are the target's, the rest is random. Call after `choose_vocabulary`."""
+        """Output layer and norm are the target's, the rest is random."""
         self.lm_head.weight.copy_(target.get_output_embeddings().weight[self.draft_ids])  # type: ignore[operator]
         copy_norm(self.norm, target)
+
+    def check(self, name: str) -> None:
+        ids = self.draft_ids
+        is_sound = bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < self.config.vocab_size
+        if not is_sound or int(self.t2d.sum()) != len(ids) or not bool(self.t2d[ids].all()):
+            raise ModelLoadError(
+                f"d2t and t2d of the head {name!r} contradict each other: i + d2t[i] must rise, and t2d must mark the same tokens"
+            )
