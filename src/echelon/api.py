@@ -98,7 +98,7 @@ class LLM:
     def _loaded(self, model: str | os.PathLike[str] | LoadedModel, device: str, field: str = "model") -> LoadedModel:
         """On this device; one that is loaded already stays where it is, and must be there."""
         if not isinstance(model, LoadedModel):
-            return load_model(name_of(model, field), self.config.dtype, device, self.config.numerics)
+            return load_model(name_of(model, field), dtype=self.config.dtype, device=device, numerics=self.config.numerics)
         if model.is_fast and self.config.numerics == "invariant":
             raise ConfigError(f"{model.name!r} was loaded with numerics = 'fast', and 'invariant' is wanted; load it so, or ask for 'fast'")
         if device not in ("auto", model.device.type):

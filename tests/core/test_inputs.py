@@ -291,6 +291,6 @@ def test_no_public_signature_ends_in_an_error_of_pythons_own(llm: LLM, tmp_path:
 
 def test_everything_exported_is_tried() -> None:
     """What `echelon` exports beside these is an error, or comes out of the engine."""
-    settings = {"LLM", "SamplingParams", "EngineConfig", "SpeculativeConfig"}
+    settings = {"LLM", "SamplingParams", "EngineConfig", "SpeculativeConfig", "load_model"}
     results = {"CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"}
     assert {n for n in echelon.__all__ if not n.endswith("Error")} == settings | results

@@ -19,7 +19,7 @@ from echelon.batch import Span
 from echelon.bench.clock import time_parts
 from echelon.bench.replayed import ReplayedDraftModel
 from echelon.bench.steps import Recorder, Sums
-from echelon.bench.throughput import Method, Prompts, Result, Run, display_name, engine_result
+from echelon.bench.throughput import DecodingMethod, Prompts, Run, ThroughputResult, display_name, engine_result
 from echelon.bench.verify import STRATEGIES
 from echelon.errors import ConfigError
 from echelon.memory import available_memory, mebibytes
@@ -146,7 +146,7 @@ class PrefilledRun:
 
     def __init__(
         self,
-        method: Method,
+        method: DecodingMethod,
         target: LoadedModel,
         draft: LoadedModel | None,
         prefixes: SequenceOf[Prefix],
@@ -175,7 +175,7 @@ class PrefilledRun:
         self._stats = llm.stats
         return Run(outputs, recorder.whole["seconds"], (recorder.decode["tokens"], recorder.decode["seconds"]))
 
-    def result(self, batch_size: int, runs: SequenceOf[Run]) -> Result:
+    def result(self, batch_size: int, runs: SequenceOf[Run]) -> ThroughputResult:
         """Acceptance is the last run's; all of them draft and accept the same."""
         return engine_result(self._method, batch_size, runs, self._stats, self._decode)
 

@@ -83,8 +83,16 @@ class LoadedModel:
         return frozenset([ids] if isinstance(ids, int) else ids or [])
 
 
-def load_model(name: str | os.PathLike[str], dtype: str = "auto", device: str = "cpu", numerics: str = "invariant") -> LoadedModel:
-    """Load `name`, a folder or a hub name, to a device, with numerics, as in `EngineConfig`.
+def load_model(name: str | os.PathLike[str], *, dtype: str = "auto", device: str = "auto", numerics: str = "invariant") -> LoadedModel:
+    """Load a causal language model once, for any number of engines: `LLM` takes the result in place of a name, as target or draft model,
+    and all that are given it share one copy of the weights.
+
+    Parameters
+    ----------
+    name      folder (also as a path) or hub name of a checkpoint in safetensors; no code from it runs
+    dtype     "bfloat16", "float16" or "float32"; "auto": as stored
+    device    "cpu" or "cuda"; "auto": CUDA where PyTorch sees a device
+    numerics  "invariant": a row has the same bits in any batch; "fast": the vendor's linear layers on CUDA, for engines that are "fast" too
 
     Raises
     ------
