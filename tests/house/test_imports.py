@@ -35,7 +35,7 @@ LEVELS = [
 RANK = {room: rank for rank, rooms in enumerate(LEVELS) for room in rooms}
 APART = {"drafters", "heads"}  # siblings in these rooms do not import each other
 ALLOWED_SIBLINGS = {"base", "frontier", "parts"}
-GATHERS = {"heads.layouts", "heads.loading"}  # they know all of their siblings
+GATHERS = {"heads.layouts", "heads.checkpoints"}  # they know all of their siblings
 TRAINING_READS = {"errors", "inputs", "config", "heads", "model"}
 BEHIND_TRITON = ("ops.triton", "model.graphs")  # loaded where a CUDA device serves
 
@@ -99,7 +99,7 @@ def test_only_the_builder_knows_the_baselines() -> None:
     for module, path in modules().items():
         if not module.startswith("baselines"):
             known = {i for i in imports(path) if i.startswith("echelon.baselines")}
-            assert known <= ({"echelon.baselines.strategies.STRATEGIES"} if module == "api" else set()), module
+            assert known <= ({"echelon.baselines.strategies.STRATEGIES"} if module == "build" else set()), module
 
 
 def test_the_scheduler_sees_no_tensors() -> None:

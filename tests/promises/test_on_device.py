@@ -31,7 +31,7 @@ from echelon.bench.throughput import DecodingMethod
 from echelon.bench.verify import STRATEGIES
 from echelon.config import EngineConfig
 from echelon.drafters.guard import GuardedDrafter
-from echelon.heads.loading import build_head
+from echelon.heads.checkpoints import build_head
 from echelon.memory import plan_kv
 from echelon.model.load import loading
 from echelon.model.load.loading import LoadedModel, adopt_model, serve_head
