@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from echelon.acceptance import Exact, Rejection, Rule, Typical
 from echelon.baselines.strategies import STRATEGIES
 from echelon.config import EngineConfig, SpeculativeConfig, check_together
 from echelon.drafters.base import Drafter, NoDrafter
@@ -16,7 +17,6 @@ from echelon.drafters.guard import GuardedDrafter
 from echelon.drafters.head_selftest import warn_of_chance
 from echelon.drafters.heads import AttachedHead, HeadDrafter, attach_head, head_for
 from echelon.drafters.ngram import NgramDrafter
-from echelon.drafters.replay import ReplayDrafter
 from echelon.engine import Engine
 from echelon.errors import ConfigError
 from echelon.heads.base import Head
@@ -27,7 +27,6 @@ from echelon.scheduler import Scheduler
 from echelon.stats import Stats
 from echelon.storage import Storage
 from echelon.trees import growth_of
-from echelon.verify import Acceptance, Typical
 
 if TYPE_CHECKING:
     from echelon.model.graphs.ahead import Ahead
@@ -120,14 +119,14 @@ def _engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Stora
     target, scheduler, ahead = storage.runners[0], _scheduler(config, spec, storage), _ahead(spec, storage)
     if spec is None:
         return Engine(target, NoDrafter(), scheduler, ahead=ahead)
-    drafter, acceptance = _drafter(config, spec, storage, head), _acceptance(spec)
-    guard = GuardedDrafter(drafter, target.loaded.vocab_size, spec.grows_trees, may_replay=acceptance == "replayed")
+    drafter = _drafter(config, spec, storage, head)
+    guard = GuardedDrafter(drafter, target.loaded.vocab_size, spec.grows_trees)
     stats = Stats(target=target.usage, drafter_faults=guard.faults)
     if len(storage.runners) > 1:
         stats.draft = storage.runners[1].usage
     if isinstance(drafter, HeadDrafter):
         stats.draft = drafter.usage
-    return Engine(target, guard, scheduler, acceptance, ahead, stats)
+    return Engine(target, guard, scheduler, _rule(spec), ahead, stats)
 
 
 def _ahead(spec: SpeculativeConfig | None, storage: Storage) -> Ahead | None:
@@ -163,18 +162,13 @@ def _drafter(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, he
         return HeadDrafter(head, growth_of(spec, head.depth), storage.head_cache, spec.min_score)
     if spec.method == "ngram":
         return NgramDrafter(spec)
-    if spec.method == "replay":
-        logger.warning("method 'replay' accepts what it is told: the speed is that of a real run, the text is meaningless")
-        return ReplayDrafter(spec, vocab_size)
     keeps_probs = spec.acceptance == "rejection"
     growth = growth_of(spec, None) if spec.grows_trees else None
     return DraftModelDrafter(storage.runners[1], config.max_num_batched_tokens, vocab_size, keeps_probs, spec.min_score, growth)
 
 
-def _acceptance(spec: SpeculativeConfig) -> Acceptance:
-    if spec.method == "replay":
-        return "replayed"
+def _rule(spec: SpeculativeConfig) -> Rule:
     if spec.acceptance != "typical":
-        return spec.acceptance
+        return Rejection() if spec.acceptance == "rejection" else Exact()
     logger.warning("acceptance 'typical' is LOSSY: above temperature 0 the text is not distributed as the target's own")
     return Typical(spec.posterior_threshold, spec.posterior_alpha)

@@ -54,8 +54,8 @@ def throughput(options: ThroughputOptions) -> None:
     methods = methods_of(
         options.strategies.split(","),
         options.drafters.split(","),
+        options.replay_tokens_per_step,
         num_draft_tokens=options.num_speculative_tokens,
-        replay_tokens_per_step=options.replay_tokens_per_step,
     )
     target = load_target(options.model, options.parameters)
     draft, others = load_model(options.draft_model, device=target.device.type), options.framework(target)
