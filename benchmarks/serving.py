@@ -111,8 +111,8 @@ def measure_short_waits(llm: LLM, url: str, rounds: int) -> list[ShortWait]:
         has_read.set()
 
     with llm.engine.observed(note):
-        texts = [llm.inputs.encode(f"# {i}\n{source}")[:LONG_PROMPT] for i in range(1 + rounds)]
-        return [asyncio.run(_short_wait(text, url, steps, has_read)) for text in texts][1:]
+        prompts = [llm.inputs.encode(f"# {i}\n{source}")[:LONG_PROMPT] for i in range(1 + rounds)]
+        return [asyncio.run(_short_wait(prompt, url, steps, has_read)) for prompt in prompts][1:]
 
 
 async def _short_wait(long: list[int], url: str, steps: list[tuple[float, float, int]], has_read: threading.Event) -> ShortWait:

@@ -15,7 +15,7 @@ from echelon.drafters.base import Drafter, NoDrafter
 from echelon.drafters.draft_model import DraftModelDrafter
 from echelon.drafters.guard import GuardedDrafter
 from echelon.drafters.head_selftest import warn_of_chance
-from echelon.drafters.heads import HeadDrafter, TappedHead, head_for, tapped_head
+from echelon.drafters.heads import AttachedHead, HeadDrafter, attach_head, head_for
 from echelon.drafters.ngram import NgramDrafter
 from echelon.engine import Engine
 from echelon.errors import ConfigError
@@ -40,7 +40,7 @@ class Parts:
 
     engine: Engine
     target: LoadedModel
-    head: TappedHead | None
+    head: AttachedHead | None
     storage: Storage
     max_len: int
 
@@ -97,13 +97,13 @@ def _draft_model(
     return draft
 
 
-def _head(spec: SpeculativeConfig | None, target: LoadedModel, loaded: Head | None) -> TappedHead | None:
+def _head(spec: SpeculativeConfig | None, target: LoadedModel, loaded: Head | None) -> AttachedHead | None:
     head = head_for(spec, target, loaded)
     if head is None:
         return None
-    tapped = tapped_head(head, target)
-    warn_of_chance(target, head, tapped.taps, tapped.shapes)
-    return tapped
+    attached = attach_head(head, target)
+    warn_of_chance(target, head, attached.reader, attached.shapes)
+    return attached
 
 
 def _context(config: EngineConfig, target: LoadedModel) -> int:
@@ -114,7 +114,7 @@ def _context(config: EngineConfig, target: LoadedModel) -> int:
     return longest
 
 
-def _engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Storage, head: TappedHead | None) -> Engine:
+def _engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Storage, head: AttachedHead | None) -> Engine:
     """The first runner of `storage` is the target's, the second a draft model's; a drafter stands behind its guard."""
     target, scheduler, ahead = storage.runners[0], _scheduler(config, spec, storage), _ahead(spec, storage)
     if spec is None:
@@ -156,7 +156,7 @@ def _scheduler(config: EngineConfig, spec: SpeculativeConfig | None, storage: St
     )
 
 
-def _drafter(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, head: TappedHead | None) -> Drafter:
+def _drafter(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, head: AttachedHead | None) -> Drafter:
     vocab_size = storage.runners[0].loaded.vocab_size
     if head is not None:
         return HeadDrafter(head, growth_of(spec, head.depth), storage.head_cache, spec.min_score)

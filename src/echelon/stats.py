@@ -81,7 +81,7 @@ StepObserver = Callable[[StepRecord], None]
 
 
 @dataclass(frozen=True)
-class Load:
+class Occupancy:
     """What one forward pass holds and loads, in rows of input and slots of KV; a slot is one token's keys and values in every layer."""
 
     num_inputs: int
@@ -132,17 +132,17 @@ class Usage:
     def padded_kv_share(self) -> float:
         return 1.0 - self.num_live / self.num_touched if self.num_touched else 0.0
 
-    def count(self, num_tokens: int, load: Load, bytes_per_slot: int) -> None:
+    def count(self, num_tokens: int, occupancy: Occupancy, bytes_per_slot: int) -> None:
         self.num_passes += 1
         self.num_tokens += num_tokens
-        self.num_inputs += load.num_inputs
-        self.num_touched += load.num_touched
-        self.num_live += load.num_live
-        reserved = load.num_reserved * bytes_per_slot
+        self.num_inputs += occupancy.num_inputs
+        self.num_touched += occupancy.num_touched
+        self.num_live += occupancy.num_live
+        reserved = occupancy.num_reserved * bytes_per_slot
         self.kv_bytes_reserved += reserved
         self.largest_kv_bytes_reserved = max(self.largest_kv_bytes_reserved, reserved)
-        self.kv_bytes_touched += load.num_touched * bytes_per_slot
-        self.index_bytes += load.index_bytes
+        self.kv_bytes_touched += occupancy.num_touched * bytes_per_slot
+        self.index_bytes += occupancy.index_bytes
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from echelon.config import EngineConfig
-from echelon.drafters.heads import TappedHead
+from echelon.drafters.heads import AttachedHead
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache, LayerShape
 from echelon.kv.tables import KVTables
@@ -45,7 +45,7 @@ class Storage:
 
 
 # (settings, target and draft model, longest text, num_speculative_tokens, head) → storage
-BuildStorage = Callable[[EngineConfig, SequenceOf[LoadedModel], int, int, TappedHead | None], Storage]
+BuildStorage = Callable[[EngineConfig, SequenceOf[LoadedModel], int, int, AttachedHead | None], Storage]
 
 
 def build_unpadded(
@@ -53,7 +53,7 @@ def build_unpadded(
     models: SequenceOf[LoadedModel],
     max_len: int,
     num_speculative_tokens: int,
-    head: TappedHead | None,
+    head: AttachedHead | None,
 ) -> Storage:
     """Blocks for every row, and batches without padding (EMS-SD)."""
     layers, device = [record_layers(m.model) for m in models], models[0].device
@@ -68,7 +68,7 @@ def build_unpadded(
 
     runners = [ModelRunner(loaded, cache(shapes, loaded.model.dtype)) for loaded, shapes in zip(models, layers, strict=True)]
     if head is not None:
-        runners[0].taps = head.taps
+        runners[0].hidden_state_reader = head.reader
     if captures:
         for runner in runners:
             runner.capture()

@@ -35,7 +35,7 @@ LEVELS = [
 RANK = {room: rank for rank, rooms in enumerate(LEVELS) for room in rooms}
 APART = {"drafters", "heads"}  # siblings in these rooms do not import each other
 ALLOWED_SIBLINGS = {"base", "frontier", "parts"}
-GATHERS = {"heads.layouts", "heads.loading"}  # they know all of their siblings
+GATHERS = {"heads.layouts", "heads.checkpoints"}  # they know all of their siblings
 TRAINING_READS = {"errors", "inputs", "config", "heads", "model"}
 BEHIND_TRITON = ("ops.triton", "model.graphs")  # loaded where a CUDA device serves
 

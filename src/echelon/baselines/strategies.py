@@ -10,7 +10,7 @@ from echelon.baselines.masked import MaskedRunner, Pack, record_maskable_layers
 from echelon.baselines.rectangle import RectangleCache
 from echelon.baselines.selection import PromptsApart, SameLength
 from echelon.config import EngineConfig
-from echelon.drafters.heads import TappedHead
+from echelon.drafters.heads import AttachedHead
 from echelon.errors import UnsupportedModelError
 from echelon.memory import plan_kv
 from echelon.model.load.loading import LoadedModel
@@ -31,7 +31,7 @@ def build_rectangles(
     models: SequenceOf[LoadedModel],
     max_len: int,
     num_speculative_tokens: int,
-    head: TappedHead | None,
+    head: AttachedHead | None,
 ) -> Storage:
     """A rectangle of lines and slots a model, each line a whole row; a draft may reach beyond the longest row.
 

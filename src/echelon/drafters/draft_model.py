@@ -57,7 +57,7 @@ class _Chain:
 class DraftModelDrafter:
     """`runner` is the draft model's own; the scheduler reserves slots in its cache."""
 
-    taps: tuple[str, ...] = ()
+    hidden_state_names: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class DraftModelDrafter:
         """[…, V] of the target: ids that only one of the two has are never drafted."""
         return F.pad(logits, (0, self._vocab_size - logits.shape[-1]), value=-torch.inf)  # a negative width cuts
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:  # noqa: ARG002
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:  # noqa: ARG002
         """Shorten every row to its known tokens and the accepted part of a chain."""
         for row, kept in zip(rows, verdict, strict=True):
             cached, num_kept = self._runner.num_cached(row.sequence.id), len(kept.path) if self._growth is None else 0

@@ -63,15 +63,12 @@ class KVStorage(Protocol):
 
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Store keys and values [T, num_kv_heads, size] in `slots` int64 [T]."""
-        ...
 
     def apply_copies(self) -> None:
         """Move what the tables ask to be moved."""
-        ...
 
     def check(self) -> None:
         """Assert every invariant."""
-        ...
 
 
 class KVCache:

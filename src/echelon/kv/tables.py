@@ -34,32 +34,24 @@ class KVTables(Protocol):
 
     def num_cached(self, row: int) -> int:
         """Tokens of the row that have keys and values."""
-        ...
 
     def num_missing(self, row: int, num_tokens: int) -> int:
         """Free blocks that `reserve(row, num_tokens)` would take."""
-        ...
 
     def reserve(self, row: int, num_tokens: int) -> bool:
         """Make positions `num_cached … num_tokens − 1` of a row writable; false, and nothing changed, if blocks are lacking."""
-        ...
 
     def advance(self, row: int, num_cached: int) -> None:
         """Count the first `num_cached` tokens of the row as cached; its reservation stays."""
-        ...
 
     def commit(self, row: int, num_cached: int) -> None:
         """Count the first `num_cached` tokens of the row as cached, and give back what is reserved beyond them."""
-        ...
 
     def fork(self, row: int, child: int) -> None:
         """Start `child` with the cached tokens of `row`."""
-        ...
 
     def release(self, row: int) -> None:
         """Forget a row; a row never seen is fine."""
-        ...
 
     def check(self) -> None:
         """Assert every invariant."""
-        ...

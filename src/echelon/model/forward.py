@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from echelon.model.attention import STEP_KEYWORD, Step
-from echelon.model.hidden_states import Taps
+from echelon.model.attention import CONTEXT_KEYWORD, AttentionContext
+from echelon.model.hidden_states import HiddenStateReader
 from echelon.model.load.loading import LoadedModel
 
 
@@ -25,12 +25,12 @@ class Draws:
 
 
 def forward(
-    loaded: LoadedModel, taps: Taps | None, tokens: Tensor, positions: Tensor, logit_rows: Tensor, step: Step
+    loaded: LoadedModel, reader: HiddenStateReader | None, tokens: Tensor, positions: Tensor, logit_rows: Tensor, context: AttentionContext
 ) -> tuple[Tensor, Tensor | None]:
     """Run the model on what lies on its device: logits [R, V] and hidden states [T, F] for tokens and positions int [T], logit_rows [R]."""
-    with taps.reading() if taps else nullcontext() as found:
+    with reader.reading() if reader else nullcontext() as found:
         output = loaded.model(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=logit_rows, **{STEP_KEYWORD: step}
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=logit_rows, **{CONTEXT_KEYWORD: context}
         )
     logits: Tensor = output.logits[0]
-    return logits, taps.joined(found, len(tokens)) if taps and found is not None else None
+    return logits, reader.joined(found, len(tokens)) if reader and found is not None else None

@@ -14,13 +14,13 @@ from torch import Tensor
 from echelon.batch import RaggedBatch, Span
 from echelon.kv.cache import KVCache, KVStorage
 from echelon.model import pack as unpadded
-from echelon.model.attention import CachedStep, Step
+from echelon.model.attention import AttentionContext, CachedAttention
 from echelon.model.forward import Draws, forward
-from echelon.model.hidden_states import Taps
+from echelon.model.hidden_states import HiddenStateReader
 from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.rope import coded_positions
 from echelon.ops import ROWS_PER_CALL, devices
-from echelon.stats import Load, Usage
+from echelon.stats import Occupancy, Usage
 
 if TYPE_CHECKING:
     from echelon.model.graphs.programs import Captured  # imports Triton
@@ -48,7 +48,7 @@ class Runner(ABC, Generic[BatchT]):
     """Runs the batches of one strategy. Slots for every position must have been reserved in `cache.tables`."""
 
     cache: KVStorage
-    taps: Taps | None = None  # what a drafter asks to see of every pass
+    hidden_state_reader: HiddenStateReader | None = None  # what a drafter asks to see of every pass
     captured: Captured | None = None  # passes as CUDA graphs
 
     def __init__(self, loaded: LoadedModel, cache: KVStorage) -> None:
@@ -59,12 +59,12 @@ class Runner(ABC, Generic[BatchT]):
         """One batch of all spans."""
 
     @abstractmethod
-    def step(self, batch: BatchT) -> Step:
-        """What answers the attention layers of a pass over `batch`."""
+    def attention(self, batch: BatchT) -> AttentionContext:
+        """Return what answers the attention layers of a pass over `batch`."""
 
     @abstractmethod
-    def load(self, batch: BatchT) -> Load:
-        """What a pass over `batch` holds and loads."""
+    def occupancy(self, batch: BatchT) -> Occupancy:
+        """Count what a pass over `batch` holds and loads."""
 
     def positions(self, batch: BatchT) -> Tensor:
         """int32[T]: what the model is given as positions."""
@@ -95,9 +95,11 @@ class Runner(ABC, Generic[BatchT]):
 
     @torch.inference_mode()
     def run(self, batch: BatchT) -> tuple[Tensor, Tensor | None]:
-        """One pass over every row: logits [R, V] of `batch.logit_rows`, float32 from kernels of ours, else in the model's dtype; and with
-        `taps` the hidden states [T, len(taps) · d] of every new token, drafted ones included. Both are on the model's device, and may be
-        overwritten by the next pass; the batch is on the host, and what the device needs of it goes there once, here and in the step.
+        """Run one pass over every row: logits [R, V] of `batch.logit_rows`, float32 from kernels of ours, else in the model's dtype; and
+        with a `hidden_state_reader` the hidden states [T, len(names) · d] of every new token, drafted ones included.
+
+        Both are on the model's device, and may be overwritten by the next pass; the batch is on the host, and what the device needs of it
+        goes there once, here and in attention.
 
         Without kernels of ours the packed tokens are filled up to full calls of ROWS_PER_CALL, so that the framework's element-wise
         operations see the same shapes.
@@ -109,17 +111,17 @@ class Runner(ABC, Generic[BatchT]):
         tokens, positions, logit_rows = (x.to(device) for x in (batch.tokens, self.positions(batch), batch.logit_rows))
         missing = 0 if devices.has_kernels(tokens) else -len(tokens) % ROWS_PER_CALL
         inputs = F.pad(tokens, (0, missing)), F.pad(positions, (0, missing))
-        logits, taps = forward(self.loaded, self.taps, *inputs, logit_rows, self.step(batch))
+        logits, hidden_states = forward(self.loaded, self.hidden_state_reader, *inputs, logit_rows, self.attention(batch))
         self.count(batch, batch.num_tokens)
-        return logits, None if taps is None else taps[: batch.num_tokens]
+        return logits, None if hidden_states is None else hidden_states[: batch.num_tokens]
 
     def count(self, batch: BatchT, num_tokens: int, num_replayed: int | None = None) -> None:
         """One pass with `num_tokens` real ones; `num_replayed`: rows that a graph fed in it, padding included."""
-        load = self.load(batch)
+        occupancy = self.occupancy(batch)
         if num_replayed is not None:
-            load = replace(load, num_inputs=num_replayed)
+            occupancy = replace(occupancy, num_inputs=num_replayed)
             self.usage.num_replays += 1
-        self.usage.count(num_tokens, load, self.cache.bytes_per_slot)
+        self.usage.count(num_tokens, occupancy, self.cache.bytes_per_slot)
         self.usage.layout_seconds = self.cache.seconds
         self.usage.num_captures = self.captured.num_captures if self.captured else 0
 
@@ -142,21 +144,21 @@ class ModelRunner(Runner[RaggedBatch]):
     def pack(self, spans: Sequence[Span]) -> RaggedBatch:
         return unpadded.pack(spans, self.cache.tables)
 
-    def step(self, batch: RaggedBatch) -> Step:
-        return CachedStep(batch, self.cache)
+    def attention(self, batch: RaggedBatch) -> AttentionContext:
+        return CachedAttention(batch, self.cache)
 
-    def load(self, batch: RaggedBatch) -> Load:
-        return unpadded.load(batch, self.cache)
+    def occupancy(self, batch: RaggedBatch) -> Occupancy:
+        return unpadded.occupancy(batch, self.cache)
 
     def positions(self, batch: RaggedBatch) -> Tensor:
         return coded_positions(batch, self.loaded.original_context)
 
     def replay(self, batch: RaggedBatch) -> tuple[Tensor, Tensor | None] | None:
-        replayed = self.captured.run(batch, self.taps) if self.captured else None
+        replayed = self.captured.run(batch, self.hidden_state_reader) if self.captured else None
         if replayed is None:
             return None
         self.count(batch, batch.num_tokens, replayed.num_inputs)
-        return replayed.logits, replayed.taps
+        return replayed.logits, replayed.hidden_states
 
     @torch.inference_mode()
     def chain(self, batches: Sequence[RaggedBatch], width: int, draws: Draws | None) -> Tensor | None:

@@ -37,7 +37,7 @@ class OriginalContext:
     is_read_anew: bool
 
 
-class RowRope:
+class RowwiseRope:
     """The forward of a rotary embedding whose positions say which set of frequencies they want. A pass writes nothing to any module."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -68,7 +68,7 @@ def _original_length(module: nn.Module) -> int:
     return int(config.rope_parameters["original_max_position_embeddings"])
 
 
-def replace_rope(model: nn.Module) -> OriginalContext | None:
+def patch_rope(model: nn.Module) -> OriginalContext | None:
     """Patch rotary embeddings of this kind; returns the original context, or None where the model has none.
 
     Raises
@@ -85,7 +85,7 @@ def replace_rope(model: nn.Module) -> OriginalContext | None:
             detail = f"{type(module).__name__} takes its rotary frequencies from the longest text of a call: rope_type {kind!r}"
             raise UnsupportedModelError.because(type(model).__name__, Refusal.BATCH, detail)
     for module in found:
-        module.forward = RowRope(module)
+        module.forward = RowwiseRope(module)
     return OriginalContext(_original_length(found[0]), _is_read_anew(model, _original_length(found[0]))) if found else None
 
 
