@@ -24,9 +24,9 @@ from echelon.bench.throughput import CONFIDENT, Method, default_methods, measure
 from echelon.bench.verify import Request, verify_model
 from echelon.bench.workloads import code_prompts
 from echelon.cli.verify import as_json as verified_as_json
-from echelon.config import HEADS
 from echelon.demo import DRAFT, TARGET, held_out_files
 from echelon.heads.loading import build_head, save_head
+from echelon.methods import method_names
 from echelon.model.load.loading import LoadedModel, adopt_model, load_model, load_plain
 from echelon.trees import EAGLE_25
 
@@ -47,6 +47,7 @@ EQUAL_TREES = {  # EAGLE-1's list, and EAGLE-2's trees of its size and depth
     "static": {"tree": "static", "num_speculative_tokens": len(EAGLE_25)},
     "dynamic": {"tree": "dynamic", "num_speculative_tokens": len(EAGLE_25), "tree_top_k": 10, "tree_depth": 5},
 }
+HEADS = method_names(needs="head")
 VERIFIED_CELLS = {f"verified-{method}": method for method in ("draft_model", *HEADS)}
 OPT_TEXTS = 4  # random prompts are beginnings of these
 TWICE_UP_TO = 8  # larger batches have long steps that vary little: one round

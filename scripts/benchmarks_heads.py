@@ -8,7 +8,9 @@ from benchmarks_common import Cells, by_batch, picture, plain_speed, results_of,
 
 from echelon.bench.plot import Line, line_chart
 from echelon.bench.report import table
-from echelon.config import HEADS
+from echelon.methods import method_names
+
+HEADS = method_names(needs="head")
 
 
 def heads_part(cells: Cells, plots: Path, evidence: Path) -> list[str]:

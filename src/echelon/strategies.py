@@ -28,10 +28,11 @@ REALIGN: dict[str, Pack] = {"none": realign.pack, "same_length": realign.pack_gr
 
 @dataclass(frozen=True)
 class Storage:
-    """One runner a model, all with the same strategy, on pools of equally many blocks or lines; and the cache of a head that needs one."""
+    """One runner a model, all with the same strategy, on pools of equally many blocks or lines; the head that drafts, and its cache."""
 
     plan: MemoryPlan
     runners: list[ModelRunner]
+    head: TappedHead | None = None
     head_cache: KVCache | None = None
 
     def free(self) -> None:
@@ -100,7 +101,7 @@ def _unpadded(
     if captures:
         for runner in runners:
             runner.capture()
-    return Storage(plan, runners, cache(head.shapes, head.dtype) if head and head.shapes else None)
+    return Storage(plan, runners, head, cache(head.shapes, head.dtype) if head and head.shapes else None)
 
 
 def captures_steps(config: EngineConfig, device: torch.device) -> bool:

@@ -23,11 +23,11 @@ from echelon.cli.convert import convert
 from echelon.heads.base import Head
 from echelon.heads.clover import CloverHead
 from echelon.heads.eagle3 import default_depths
-from echelon.heads.layouts import HEADS
 from echelon.heads.loading import build_head, load_head, save_head
 from echelon.heads.parts import Norm, Rotary, head_config, prepare
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache, LayerShape
+from echelon.methods import head_class
 from echelon.model import pack as unpadded
 from echelon.model.attention import STEP_KEYWORD, CachedStep
 from echelon.train.lessons import Lesson, TrainingStep, lesson, unroll
@@ -561,4 +561,4 @@ def test_heads_that_cannot_be_built(target: PreTrainedModel) -> None:
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     with pytest.raises(UnsupportedModelError, match="rope_type 'dynamic'"):
         prepare(config)
-    assert issubclass(HEADS["clover"], CloverHead)
+    assert issubclass(head_class("clover"), CloverHead)

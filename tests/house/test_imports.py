@@ -9,9 +9,12 @@ SOURCE = Path(__file__).parents[2] / "src" / "echelon"
 LEVELS = [
     {"errors"},
     {"inputs"},
+    {"draft"},
+    {"trees"},
+    {"methods"},
     {"config", "checkpoint"},
-    {"sampling", "token_counts", "draft", "stats", "text", "chat", "text_process", "text_worker", "memory", "kv.blocks", "baselines.lines"},
-    {"sequence", "trees"},
+    {"sampling", "token_counts", "stats", "text", "chat", "text_process", "text_worker", "memory", "kv.blocks", "baselines.lines"},
+    {"sequence"},
     {"outputs"},
     {"batch", "baselines.selection"},
     {"ops"},
@@ -33,7 +36,7 @@ RANK = {room: rank for rank, rooms in enumerate(LEVELS) for room in rooms}
 APART = {"drafters", "heads"}  # siblings in these rooms do not import each other
 ALLOWED_SIBLINGS = {"base", "frontier", "parts"}
 GATHERS = {"heads.layouts", "heads.loading"}  # they know all of their siblings
-TRAINING_READS = {"errors", "inputs", "config", "heads", "model"}
+TRAINING_READS = {"errors", "inputs", "config", "methods", "heads", "model"}
 BEHIND_TRITON = ("ops.triton", "model.graphs")  # loaded where a CUDA device serves
 
 

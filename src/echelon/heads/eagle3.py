@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from echelon.heads.base import Head
+from echelon.heads.base import Head, Recipe
 from echelon.heads.parts import Norm, Rotary, Shared, copy_norm, prepare, run_layer
 
 
@@ -66,6 +66,7 @@ class WideLayer(nn.Module):
 class Eagle3Head(Head):
     method: ClassVar[str] = "eagle3"
     options_class: ClassVar[type] = Eagle3Options
+    recipe = Recipe(depth=7, decay=0.8, tokens=1.0, is_soft=True, rate=6e-3, fall=1.0, first_part=0.5, first_depth=2)
     d2t: Tensor  # int64[draft_vocab_size]
     t2d: Tensor  # bool[V]: the token can be drafted
 
@@ -79,6 +80,11 @@ class Eagle3Head(Head):
         self.lm_head = nn.Linear(hidden, options.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(options.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.arange(config.vocab_size) < options.draft_vocab_size)
+
+    @classmethod
+    def default_options(cls, target: PreTrainedModel) -> dict[str, Any]:
+        text = target.config.get_text_config()
+        return {"depths": default_depths(text.num_hidden_layers), "draft_vocab_size": min(text.vocab_size, 32000)}
 
     def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **step: Any) -> Tensor:
         return self._layer(self.fc(features), tokens, positions, step)
@@ -94,13 +100,12 @@ class Eagle3Head(Head):
     def draft_ids(self) -> Tensor:
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
-    def draft_logits(self, states: Tensor) -> Tensor:
-        """[M, draft_vocab_size]"""
+    def draft_logits(self, states: Tensor, depth: int) -> Tensor:  # noqa: ARG002
         out: Tensor = self.lm_head(self.norm(states))
         return out
 
-    def logits(self, states: Tensor, depth: int) -> Tensor:  # noqa: ARG002
-        drafted = self.draft_logits(states)
+    def logits(self, states: Tensor, depth: int) -> Tensor:
+        drafted = self.draft_logits(states, depth)
         return drafted.new_full((len(states), self.config.vocab_size), -torch.inf).index_copy(1, self.draft_ids, drafted)
 
     @torch.no_grad()
