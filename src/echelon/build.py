@@ -8,12 +8,13 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from echelon.baselines.strategies import STRATEGIES
 from echelon.config import EngineConfig, SpeculativeConfig, check_together
 from echelon.drafters.base import Drafter, NoDrafter
 from echelon.drafters.draft_model import DraftModelDrafter
 from echelon.drafters.guard import GuardedDrafter
 from echelon.drafters.head_selftest import warn_of_chance
-from echelon.drafters.heads import HeadDrafter, TappedHead, head_for, tapped_head
+from echelon.drafters.heads import AttachedHead, HeadDrafter, attach_head, head_for
 from echelon.drafters.ngram import NgramDrafter
 from echelon.drafters.replay import ReplayDrafter
 from echelon.engine import Engine
@@ -25,7 +26,7 @@ from echelon.model.load.loading import LoadedModel, check_vocabularies, load_mod
 from echelon.ops import compiled
 from echelon.scheduler import Scheduler
 from echelon.stats import Stats, Usage
-from echelon.strategies import Storage, build_storage, selector
+from echelon.storage import Storage
 from echelon.trees import Growth, StaticTree, chain
 from echelon.verify import Acceptance, Typical
 
@@ -68,7 +69,7 @@ def build(
     head = _head(spec, target, draft_head)
     max_len = _context(config, target)
     models = [target] if draft is None else [target, draft]
-    storage = build_storage(config, models, max_len, spec.num_speculative_tokens if spec else 0, head)
+    storage = STRATEGIES[config.strategy](config, models, max_len, spec.num_speculative_tokens if spec else 0, head)
     logger.info("%s", storage.plan)
     return Parts(_engine(config, spec, storage), target, storage, max_len)
 
@@ -97,13 +98,13 @@ def _draft_model(
     return draft
 
 
-def _head(spec: SpeculativeConfig | None, target: LoadedModel, loaded: Head | None) -> TappedHead | None:
+def _head(spec: SpeculativeConfig | None, target: LoadedModel, loaded: Head | None) -> AttachedHead | None:
     head = head_for(spec, target, loaded)
     if head is None:
         return None
-    tapped = tapped_head(head, target)
-    warn_of_chance(target, head, tapped.taps, tapped.shapes)
-    return tapped
+    attached = attach_head(head, target)
+    warn_of_chance(target, head, attached.reader, attached.shapes)
+    return attached
 
 
 def _context(config: EngineConfig, target: LoadedModel) -> int:
@@ -148,7 +149,7 @@ def _scheduler(config: EngineConfig, spec: SpeculativeConfig | None, storage: St
         spec.num_speculative_tokens if spec else 0,
         models[1].max_len if len(models) > 1 else None,
         [m.original_context.length for m in models if m.original_context is not None and m.original_context.is_read_anew],
-        selector(config),
+        storage.selector,
         config.refill,
         spec is not None and spec.grows_trees,
     )

@@ -173,6 +173,8 @@ class LLM:
             "num_accepted_by_position": stats.num_accepted_by_position,
             "tokens_per_step": stats.tokens_per_step,
             "acceptance_rate": stats.acceptance_rate,
+            "num_group_choices": stats.num_group_choices,
+            "num_group_hits": stats.num_group_hits,
             "acceptance": self.acceptance_name,
             "num_running": len(self.engine.scheduler.running),
             "num_waiting": len(self.engine.scheduler.waiting),

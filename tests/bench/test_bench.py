@@ -14,22 +14,25 @@ import torch
 import toys
 from matplotlib.figure import Figure
 
+from benchmarks import tables
+from benchmarks.document import findings, write_document
+from benchmarks.prefill import PrefilledRun, check_memory, decode, read_prefixes
+from benchmarks.replayed import ReplayedDraftModel, mean_tokens_per_step, rescaled
 from echelon import LLM, ConfigError, SamplingParams, SpeculativeConfig
 from echelon.bench import peers
+from echelon.bench.cells import Cell
 from echelon.bench.framework import FrameworkRun, framework_runs
 from echelon.bench.latency import arrivals, serve
-from echelon.bench.prefill import PrefilledRun, check_memory, decode, read_prefixes
-from echelon.bench.replayed import ReplayedDraftModel, mean_tokens_per_step, rescaled
 from echelon.bench.report import speeds_as_markdown
 from echelon.bench.steps import SPLIT, Recorder
-from echelon.bench.throughput import HEAD_TOKENS, Method, Result, default_methods, from_json, measure, methods_of
+from echelon.bench.throughput import HEAD_TOKENS, DecodingMethod, ThroughputResult, default_methods, from_json, measure, methods_of
 from echelon.bench.verify import STRATEGIES
 from echelon.bench.workloads import code_prompts, edit_prompts, ems_prompt, renamed, workload
 from echelon.cli import main
 from echelon.demo import DRAFT, TARGET, held_out_files
 from echelon.model.load.loading import LoadedModel, load_model
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = toys.prompts((3, 17, 1, 33, 8))
 HISTOGRAM = [[0, 0, 30], [7, 0, 10], [7, 1, 8], [7, 3, 5], [7, 7, 6]]
@@ -65,8 +68,8 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *ar
 # phases of a run
 
 
-@pytest.mark.parametrize("method", [Method("plain", None), *methods_of(["unpadded", "padded"], ["ngram", "draft_model"])[1:]])
-def test_decoding_is_every_step_that_reads_no_prompt(method: Method) -> None:
+@pytest.mark.parametrize("method", [DecodingMethod("plain", None), *methods_of(["unpadded", "padded"], ["ngram", "draft_model"])[1:]])
+def test_decoding_is_every_step_that_reads_no_prompt(method: DecodingMethod) -> None:
     """In a static batch: all but the first step, which reads the prompts of target and draft model, and emits a token or more a row."""
     llm = LLM(target(), method.config, draft(), max_num_seqs=5, refill=False, **STRATEGIES[method.strategy])
     first: list[int] = []
@@ -119,7 +122,7 @@ def test_prefilled_runs_and_framework_beside_ours(tmp_path: Path) -> None:
     """All of them in one table; with prompts read already the same steps are run and counted, but for the first."""
     (tmp_path / "law.json").write_text(json.dumps(HISTOGRAM))
     law = {"method": "replay", "num_speculative_tokens": 7, "replay_histogram": str(tmp_path / "law.json")}
-    methods = [Method("plain", None), *(Method("replay", law, s) for s in ("padded", "unpadded"))]
+    methods = [DecodingMethod("plain", None), *(DecodingMethod("replay", law, s) for s in ("padded", "unpadded"))]
     prefixes = read_prefixes(target(), PROMPTS)
     others = [PrefilledRun(m, target(), None, prefixes, 64) for m in methods]
     others.append(FrameworkRun("transformers", toys.llama(), 5))  # type: ignore[arg-type]
@@ -137,10 +140,10 @@ def test_prefilled_runs_and_framework_beside_ours(tmp_path: Path) -> None:
 
 
 def test_where_rows_enter_later_decoding_is_what_comes_after_the_head() -> None:
-    (result,) = measure(target(), None, [Method("plain", None)], PROMPTS, GREEDY, 2, 1, truth())
+    (result,) = measure(target(), None, [DecodingMethod("plain", None)], PROMPTS, GREEDY, 2, 1, truth())
     assert result.decode_median > 0.0
     short = GREEDY.model_copy(update={"max_tokens": HEAD_TOKENS})
-    (result,) = measure(target(), None, [Method("plain", None)], PROMPTS, short, 2, 1, [t[:HEAD_TOKENS] for t in truth()])
+    (result,) = measure(target(), None, [DecodingMethod("plain", None)], PROMPTS, short, 2, 1, [t[:HEAD_TOKENS] for t in truth()])
     assert result.decode_tokens_per_second == [0.0]
     assert result.num_identical == 5
 
@@ -160,7 +163,7 @@ def test_memory_is_checked_first() -> None:
     with pytest.raises(ConfigError, match="take fewer"):
         check_memory(1 << 60, "this", torch.device("cpu"))
     with pytest.raises(ConfigError, match="take fewer"):
-        PrefilledRun(Method("plain", None), target(), None, [], 10**12).run(PROMPTS, GREEDY)
+        PrefilledRun(DecodingMethod("plain", None), target(), None, [], 10**12).run(PROMPTS, GREEDY)
 
 
 # replayed acceptance
@@ -289,7 +292,6 @@ def test_throughput_writes_a_report(capsys: pytest.CaptureFixture[str], monkeypa
     assert "| 2 | replay |" in out
     for picture in ("throughput", "steps"):
         assert (tmp_path / "report" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
-        assert "</svg>" in (tmp_path / "report" / f"{picture}.svg").read_text()
     code, _, err = run(capsys, monkeypatch, "throughput", "--strategies", "paddled")
     assert code == 2 and "padded-kv" in err
 
@@ -331,6 +333,9 @@ def test_peers_run_in_an_environment_of_their_own(
     code, _, err = run(capsys, monkeypatch, "peers", "--vllm-python", sys.executable, *few)
     assert code == 2 and "no vllm here" in err
     assert run(capsys, monkeypatch, "peers", "--vllm-python", tmp_path / "python", *few)[0] == 2
+    (tmp_path / "vllm_worker.py").unlink()
+    code, _, err = run(capsys, monkeypatch, "peers", "--vllm-python", sys.executable, *few)
+    assert code == 2 and "benchmarks/workers" in err
     assert run(capsys, monkeypatch, "peers", *few)[0] == 2
 
 
@@ -369,9 +374,7 @@ def test_workers_repeat_a_job_and_write_versions(monkeypatch: pytest.MonkeyPatch
 def test_benchmarks_are_resumable_and_write_the_document(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    names = runpy.run_path(str(SCRIPTS / "benchmarks.py"))
-    assert names["main"](["--small", "--output", str(tmp_path)]) == 0
+    assert tables.main(["--small", "--output", str(tmp_path)]) == 0
     document = (tmp_path / "benchmarks.md").read_text()
     for words in (
         "unpadded / padded",
@@ -398,19 +401,19 @@ def test_benchmarks_are_resumable_and_write_the_document(
         "latency",
         "verified",
     }
-    assert {p.suffix for p in (tmp_path / "plots").iterdir()} == {".png", ".svg"}
+    assert {p.suffix for p in (tmp_path / "plots").iterdir()} == {".png"}
     assert "This is a part" not in document
     capsys.readouterr()
     monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)  # they are drawn
-    assert names["main"](["--small", "--output", str(tmp_path)]) == 0
+    assert tables.main(["--small", "--output", str(tmp_path)]) == 0
     assert "20 of 20 cells are measured already" in capsys.readouterr().out
     assert (tmp_path / "benchmarks.md").read_text() == document
     for gone in ("table-opt-01", "table-opt-02", "gain-02", "equality", "verified-clover2", "realign-random-02", "realign-equal-02"):
         (evidence / f"{gone}.json").unlink()
     other = json.loads((evidence / "rescaled-02.json").read_text())
     (evidence / "rescaled-02.json").write_text(json.dumps(other | {"settings": {}}))
-    cells = list(names["Bench"](names["SMALL"], evidence).cells)
-    part = names["write_document"](tmp_path, cells, json.loads((evidence / "latency-02.json").read_text())["settings"]).read_text()
+    cells = [cell.name for cell in tables.Tables(tables.SMALL, evidence).cells]
+    part = write_document(tmp_path, cells, json.loads((evidence / "latency-02.json").read_text())["settings"]).read_text()
     assert "**This is a part**: 8 of 20 cells have not been measured" in part
     for words in (
         "  - `table-opt` at batch 1, 2\n",
@@ -426,8 +429,6 @@ def test_benchmarks_are_resumable_and_write_the_document(
 def test_a_cell_that_fails_takes_no_other_with_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    names = runpy.run_path(str(SCRIPTS / "benchmarks.py"))
     found: dict[str, Any] = {"results": []}
     outcomes: list[Any] = [ZeroDivisionError("no steps"), KeyboardInterrupt()]
 
@@ -436,29 +437,23 @@ def test_a_cell_that_fails_takes_no_other_with_it(
             raise outcomes.pop(0)
         return found
 
-    bench = names["Bench"](names["SMALL"], tmp_path / "evidence" / "benchmarks")
-    monkeypatch.setattr(type(bench), "cells", {"one": names["Cell"](measured, 1.0), "two": names["Cell"](lambda: found, 2.0)})
-    monkeypatch.setitem(names["main"].__globals__, "Bench", lambda *_: bench)
+    monkeypatch.setattr(tables.Tables, "cells", [Cell("one", measured, 1.0), Cell("two", lambda: found, 2.0)])
     asked = ["--small", "--output", str(tmp_path)]
-    assert names["main"](asked) == 1
+    assert tables.main(asked) == 1
     assert "not measured: `one`: ZeroDivisionError: no steps" in (tmp_path / "benchmarks.md").read_text()
-    assert names["main"](asked) == 130  # stopped in the first cell; the second is there
+    assert tables.main(asked) == 130  # stopped in the first cell; the second is there
     assert "0 of 2" in capsys.readouterr().out.split("wrote")[0]
-    assert names["main"](asked) == 0
+    assert tables.main(asked) == 0
     assert "1 of 2 cells are measured already" in capsys.readouterr().out
 
 
-def test_the_document_says_where_speculation_loses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    names = runpy.run_path(str(SCRIPTS / "benchmarks_document.py"))
-
+def test_the_document_says_where_speculation_loses() -> None:
     def result(method: str, strategy: str, speed: float) -> dict[str, Any]:
-        return {**vars(Result(method, 8, [speed], 1.0, 0.0, 0, 0, strategy=strategy, decode_tokens_per_second=[speed]))}
+        return {**vars(ThroughputResult(method, 8, [speed], 1.0, 0.0, 0, 0, strategy=strategy, decode_tokens_per_second=[speed]))}
 
     def said(padded: float, unpadded: float) -> str:
         found = [result("plain", "unpadded", 10.0), result("LLMA", "padded", padded), result("LLMA", "unpadded", unpadded)]
-        text: str = names["findings"]({"table-pair-08": {"results": found}})
-        return text
+        return findings({"table-pair-08": {"results": found}})
 
     assert "fastest strategy in 1 of 1" in said(5, 11) and "in 0 of 1 comparisons `unpadded` speculation" in said(5, 11)
     assert "padded by 20%" in said(6, 5) and "0.50 × plain" in said(6, 5)
@@ -466,7 +461,7 @@ def test_the_document_says_where_speculation_loses(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_script_of_ems_sd_on_a_stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = runpy.run_path(str(SCRIPTS / "opt_cnn_dailymail.py"))
+    names = runpy.run_path(str(ROOT / "scripts" / "opt_cnn_dailymail.py"))
     asked = names["parser"]().parse_args([])
     assert (asked.num_articles, asked.max_tokens, asked.sizes.split(",")[-1]) == (480, 128, "13b")
     lines = [json.dumps({"article": f"def add(a, b): return a + {i}. Is n't it?"}) for i in range(3)]

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from echelon import ConfigError, EchelonError, ModelLoadError, UnsupportedModelError
 from echelon.checkpoint import tensors as reading
 from echelon.checkpoint.folder import Folder
-from echelon.heads.loading import build_head, load_head, save_head
+from echelon.heads.checkpoints import build_head, load_head, save_head
 from echelon.model.load.loading import load_model, load_plain
 from echelon.ops import compiled
 from echelon.ops.linear import PackedWeight

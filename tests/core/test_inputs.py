@@ -16,7 +16,7 @@ import toys
 import echelon
 from echelon import LLM, ConfigError, EchelonError, EngineConfig, RequestError, SamplingParams, SpeculativeConfig
 from echelon.demo import DRAFT
-from echelon.heads.loading import load_head
+from echelon.heads.checkpoints import load_head
 from echelon.model.load.loading import adopt_model, load_model, load_plain
 from echelon.train.data import Data, prepare
 from echelon.train.draft import train_draft_model

@@ -27,8 +27,8 @@ import echelon.engine
 from echelon.errors import RequestError
 from echelon.llm import LLM
 from echelon.sampling import Sampler
-from echelon.server.answers import Answers, Stream
-from echelon.server.metrics import Metrics
+from echelon.server.metrics import ServerMetrics
+from echelon.server.serializers import Serializer, StreamSerializer
 from echelon.text import Detokenizer
 
 NUM_INJECTIONS = 25 if toys.PROVE else 3  # a site
@@ -123,8 +123,11 @@ def torn_detokenizer(patch: Patch, llm: LLM) -> None:
 
 # site → (how it fails, whether the victim is answered all the same)
 SITES: dict[str, tuple[Fault, bool]] = {
-    "tokenize": (lambda p, llm: failing(p, llm, "encode", lambda text, *_: text == VICTIM, KeyError("piece")), False),
-    "validate": (lambda p, llm: failing(p, llm, "check_prompt", lambda tokens, *_: is_victim(tokens, llm), ZeroDivisionError()), False),
+    "tokenize": (lambda p, llm: failing(p, llm.inputs, "encode", lambda text, *_: text == VICTIM, KeyError("piece")), False),
+    "validate": (
+        lambda p, llm: failing(p, llm.inputs, "check_prompt", lambda tokens, *_: is_victim(tokens, llm), ZeroDivisionError()),
+        False,
+    ),
     "admit": (lambda p, llm: failing(p, llm.engine.scheduler, "add", lambda s: is_victim(s.tokens, llm), RequestError("no")), False),
     "plan": (lambda p, llm: failing(p, llm.engine.scheduler, "_plan_row", lambda s, _: is_victim(s.tokens, llm), IndexError("row")), False),
     "prefill": (at_run(lambda span: span.start == 0), False),
@@ -147,13 +150,13 @@ SITES: dict[str, tuple[Fault, bool]] = {
     "detokenize": (torn_detokenizer, False),
     "stop match": (lambda p, _: failing(p, Detokenizer, "_extend", lambda self, _: VICTIM_STOP in self._stop, RecursionError()), False),
     "metrics": (
-        lambda p, _: failing(p, Metrics, "grew", lambda _s, row, *_: row.sequence.sampler.seed == VICTIM_SEED, KeyError("label")),
+        lambda p, _: failing(p, ServerMetrics, "grew", lambda _s, row, *_: row.sequence.sampler.seed == VICTIM_SEED, KeyError("label")),
         True,
     ),
     "write": (
         lambda p, _: (
-            failing(p, Stream, "next", lambda self, _: self._plan.sequences[0].sampler.seed == VICTIM_SEED, OSError("pipe")),
-            failing(p, Answers, "whole", lambda _s, plan, _: plan.sequences[0].sampler.seed == VICTIM_SEED, TypeError("json")),
+            failing(p, StreamSerializer, "chunks", lambda self, _: self._job.sequences[0].sampler.seed == VICTIM_SEED, OSError("pipe")),
+            failing(p, Serializer, "response", lambda _s, job, _: job.sequences[0].sampler.seed == VICTIM_SEED, TypeError("json")),
         )[0],
         False,
     ),

@@ -24,8 +24,8 @@ from echelon import ConfigError, UnsupportedModelError
 from echelon.cli import main
 from echelon.demo import TARGET as EMBEDDED
 from echelon.heads.base import Recipe
+from echelon.heads.checkpoints import build_head, load_head
 from echelon.heads.eagle3 import Eagle3Head
-from echelon.heads.loading import build_head, load_head
 from echelon.methods import head_class, method_names
 from echelon.model.load.loading import load_plain
 from echelon.train import corpus

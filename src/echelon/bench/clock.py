@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 
-from echelon.baselines.rectangle import RectangleCache
 from echelon.llm import LLM
 
 Clock = Callable[[], float]
@@ -35,8 +34,7 @@ def time_parts(llm: LLM) -> None:
     """
     llm.engine.clock = clock_of(llm.target.device)
     for runner in llm.storage.runners:
-        if isinstance(runner.cache, RectangleCache):
-            runner.cache.clock = llm.engine.clock
+        runner.cache.clock = llm.engine.clock
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:

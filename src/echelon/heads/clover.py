@@ -74,7 +74,7 @@ class CloverHead(Head):
     def __init__(self, config: LlamaConfig, shared: Shared, options: CloverOptions) -> None:
         super().__init__()
         self.config, self.shared, self.options, self.max_depth = prepare(config), shared, options, options.num_heads
-        self.taps = ("last_unnormed",) if options.augmenting else ("last",)
+        self.hidden_state_names = ("last_unnormed",) if options.augmenting else ("last",)
         self.heads = nn.ModuleList(ResBlock(config.hidden_size) for _ in range(options.num_heads))
         self.layers = llama_layers(config, 1 if options.augmenting else 0)
         if options.augmenting:
@@ -88,12 +88,12 @@ class CloverHead(Head):
     def default_options(cls, target: PreTrainedModel) -> dict[str, Any]:
         return {"own_rows": not target.config.get_text_config().tie_word_embeddings}
 
-    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **step: Any) -> Tensor:
+    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **context: Any) -> Tensor:
         for layer in self.layers:
-            features = self.norm(run_layer(layer, self.rotary, features, positions, step))
+            features = self.norm(run_layer(layer, self.rotary, features, positions, context))
         return self._take_in(features, tokens)
 
-    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **step: Any) -> Tensor:  # noqa: ARG002
+    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **context: Any) -> Tensor:  # noqa: ARG002
         return self._take_in(states, tokens)
 
     def _take_in(self, states: Tensor, tokens: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from echelon.errors import ConfigError
 from echelon.heads.base import Head, Recipe
-from echelon.heads.loading import build_head, save_head
+from echelon.heads.checkpoints import build_head, save_head
 from echelon.inputs import check_callable, check_fields, check_kind, name_of, shown
 from echelon.methods import Can, head_class, method_names
 from echelon.train.curves import draw
@@ -167,7 +167,7 @@ def _new_head(target: PreTrainedModel, data: Data, plan: Plan) -> Head:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(plan.seed)
         head = build_head(plan.method, target, **dict(plan.options))
-    head.choose_vocabulary(torch.from_numpy(np.bincount(data.said.ravel(), minlength=head.config.vocab_size)))
+    head.choose_vocabulary(torch.from_numpy(np.bincount(data.said.ravel(), minlength=target.config.get_text_config().vocab_size)))
     head.start_from(target)
     return head
 
