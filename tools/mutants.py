@@ -86,7 +86,7 @@ MUTANTS = [
     Mutant("a node's logits are its parent's", "drafters/draft_model.py", "return np.arange(len(nodes))", "return np.maximum(np.arange(len(nodes)) - 1, 0)", "tests/promises/test_draft_trees.py::test_a_node_has_the_logits_of_its_path_alone[dynamic]"),
     Mutant("a greedy tree as of a draw", "drafters/frontier.py", "width, growth.only_ranks, sharpness)", "width, growth.only_ranks)", "tests/drafters/test_frontier.py"),
     Mutant("the same where logits change", "drafters/frontier.py", "width, sharpness=sharpness)", "width)", "tests/drafters/test_frontier.py"),
-    Mutant("a tree of Medusa's heads is sharpened", "trees.py", "1.0 if config.method == \"medusa\" else SHARPNESS", "SHARPNESS", "tests/drafters/test_frontier.py"),
+    Mutant("a tree of Medusa's heads is sharpened", "methods.py", "eagle2(1.0)", "eagle2(SHARPNESS)", "tests/drafters/test_frontier.py"),
     Mutant("unlikely paths are drafted", "trees.py", "joint[joint < forest.min_score]", "joint[joint < -np.inf]", "tests/drafters/test_confidence.py"),
     Mutant("confidence in the last token alone", "drafters/draft_model.py", "chain.score += score", "chain.score = score", "tests/drafters/test_confidence.py::test_a_chain_ends_where_the_definition_says"),
     Mutant("blocks of a step in flight given back", "engine.py", "self._is_followed(row, kept))", "False)", f"{AHEAD}::test_a_step_starts_where_the_one_in_flight_will_end"),
