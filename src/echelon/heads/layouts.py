@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
-from echelon.checkpoint.folder import first_line, shown
 from echelon.errors import ModelLoadError
 from echelon.heads.clover import CloverHead
 from echelon.heads.clover2 import Clover2Head
@@ -30,6 +29,7 @@ from echelon.heads.eagle import EagleHead
 from echelon.heads.eagle3 import Eagle3Head, default_depths
 from echelon.heads.medusa import MedusaHead
 from echelon.heads.parts import head_config
+from echelon.inputs import first_line, shown
 
 HEADS: dict[str, Any] = {head.method: head for head in (MedusaHead, CloverHead, Clover2Head, EagleHead, Eagle3Head)}
 ONCE_LLAMA = ("rope_theta", "rope_scaling")
