@@ -27,7 +27,7 @@ from echelon.bench.throughput import environment
 from echelon.bench.workloads import code_prompts
 from echelon.demo import TARGET, held_out_files
 from echelon.heads.base import Head
-from echelon.heads.loading import build_head
+from echelon.heads.checkpoints import build_head
 from echelon.model.load.loading import LoadedModel, load_model, load_plain
 from echelon.train.data import Data, prepare
 from echelon.train.heads import ROWS_PER_BATCH, Plan, learn, train_head

@@ -20,13 +20,13 @@ from echelon.bench.prefill import PrefilledRun, Prefix, read_prefixes
 from echelon.bench.replayed import rescaled
 from echelon.bench.report import write_json
 from echelon.bench.shapes import opt, with_random_weights
-from echelon.bench.throughput import CONFIDENT, Method, default_methods, measure
-from echelon.bench.verify import Request, verify_model
+from echelon.bench.throughput import CONFIDENT, DecodingMethod, default_methods, measure
+from echelon.bench.verify import VerificationJob, verify_model
 from echelon.bench.workloads import code_prompts
 from echelon.cli.verify import as_json as verified_as_json
 from echelon.config import HEADS
 from echelon.demo import DRAFT, TARGET, held_out_files
-from echelon.heads.loading import build_head, save_head
+from echelon.heads.checkpoints import build_head, save_head
 from echelon.model.load.loading import LoadedModel, adopt_model, load_model, load_plain
 from echelon.trees import EAGLE_25
 
@@ -281,7 +281,7 @@ class Bench:
         law = SpeculativeConfig(method="replay", num_speculative_tokens=4, replay_histogram=path)
         runs = self._replays({"replay LLMA": measured["LLMA"]})
         for strategy in PADDINGS:
-            method = Method("replay, draft model", default_methods()[2].config, strategy)
+            method = DecodingMethod("replay, draft model", default_methods()[2].config, strategy)
             runs.append(PrefilledRun(method, target, draft, prefixes, self.longest(strategy), law))
         return self._table(target, prompts[:batch], runs, num_rounds("table-opt", batch))
 
@@ -294,16 +294,16 @@ class Bench:
     def _replays(self, laws: dict[str, list[list[float]]]) -> list[PrefilledRun]:
         """Plain decoding and every law in every strategy, on the OPT shape."""
         target, _, _, prefixes = self.models.opt
-        methods = [Method("plain", None)]
+        methods = [DecodingMethod("plain", None)]
         for name, entries in laws.items():
             config = {"method": "replay", "num_speculative_tokens": 7, "replay_histogram": self.models.law(name.replace(" ", "-"), entries)}
-            methods += [Method(name, config, strategy) for strategy in PADDINGS]
+            methods += [DecodingMethod(name, config, strategy) for strategy in PADDINGS]
         return [PrefilledRun(m, target, None, prefixes, self.longest(m.strategy)) for m in methods]
 
-    def pair_table(self, name: str, drafting: list[Method], batch: int) -> dict[str, Any]:
+    def pair_table(self, name: str, drafting: list[DecodingMethod], batch: int) -> dict[str, Any]:
         """The same on the grown pair, where drafts are real and texts can be compared."""
         prompts, prefixes = self.models.pair
-        methods = [Method("plain", None), *(Method(m.name, m.config, s) for m in drafting for s in PADDINGS)]
+        methods = [DecodingMethod("plain", None), *(DecodingMethod(m.name, m.config, s) for m in drafting for s in PADDINGS)]
         runs = [PrefilledRun(m, self.models.grown, self.models.draft, prefixes, self.longest(m.strategy)) for m in methods]
         return self._table(self.models.grown, prompts[:batch], runs, num_rounds(name, batch))
 
@@ -325,9 +325,11 @@ class Bench:
         """Trained heads as chains and as trees beside the draft model, on the grown pair; rows enter as others finish."""
         target, folders = self.models.with_heads
         prompts = self.models.source(target, 2 * batch, self.size.short_prompt_tokens // 2, is_ragged=False)
-        trained = [Method(f"{m}, {t}", {"method": m, "model": folders[m], **shape}) for m in HEADS for t, shape in HEAD_TREES.items()]
-        small = [Method(f"draft model, {t}", {"method": "draft_model", **shape}) for t, shape in HEAD_TREES.items()]
-        methods = [Method("plain", None), default_methods()[1], *small, *trained]
+        trained = [
+            DecodingMethod(f"{m}, {t}", {"method": m, "model": folders[m], **shape}) for m in HEADS for t, shape in HEAD_TREES.items()
+        ]
+        small = [DecodingMethod(f"draft model, {t}", {"method": "draft_model", **shape}) for t, shape in HEAD_TREES.items()]
+        methods = [DecodingMethod("plain", None), default_methods()[1], *small, *trained]
         return self._measured(target, methods, prompts, self.size.table_tokens, batch, 1)
 
     def verified(self, method: str) -> dict[str, Any]:
@@ -359,13 +361,13 @@ class Bench:
         """EQSPEC, EXSPEC and ours with the draft model: rows enter as others finish, prompts of random or of equal lengths."""
         target = self.models.realigned
         prompts = self.models.source(target, max(3 * batch, 8), self.size.short_prompt_tokens, is_ragged)
-        methods = [Method("plain", None), *(Method("draft model", default_methods()[2].config, s) for s in REALIGNMENTS)]
+        methods = [DecodingMethod("plain", None), *(DecodingMethod("draft model", default_methods()[2].config, s) for s in REALIGNMENTS)]
         return self._measured(target, methods, prompts, self.size.realign_tokens, batch, 1)
 
     def _measured(
         self,
         target: LoadedModel,
-        methods: list[Method],
+        methods: list[DecodingMethod],
         prompts: list[list[int]],
         max_tokens: int,
         batch: int,
@@ -379,7 +381,7 @@ class Bench:
         """Their Table 4: requests that arrive at random, at 80 % of what ours serves."""
         target = self.models.realigned
         prompts = self.models.source(target, self.size.latency_requests, self.size.short_prompt_tokens)
-        methods = [Method("draft model", default_methods()[2].config, s) for s in REALIGNMENTS]
+        methods = [DecodingMethod("draft model", default_methods()[2].config, s) for s in REALIGNMENTS]
         params = self.params(self.size.latency_tokens)
         results = measure_latency(target, self.models.draft, methods, prompts, params, batch, (0.8,), on_run=said)
         return {"latencies": [asdict(r) for r in results]}
@@ -388,7 +390,7 @@ class Bench:
         """Exact and partial match with plain decoding at batch 1, in bfloat16."""
         prompts = self.models.source(self.models.target, self.size.equality_prompts, self.size.short_prompt_tokens)
         drafters = {"draft_model": {"method": "draft_model", "num_speculative_tokens": 4}}
-        request = Request(str(TARGET), prompts, drafters, self.size.realign_tokens)
+        request = VerificationJob(str(TARGET), prompts, drafters, self.size.realign_tokens)
         verified = verify_model(request, ["bfloat16"], list(REALIGNMENTS), self.size.realign_batches, str(DRAFT), has_control=True)
         return {"equality": [verified_as_json(r) for r in verified]}
 

@@ -15,11 +15,11 @@ from gpu_report import gpu_part
 
 from echelon.bench.latency import Latency
 from echelon.bench.latency import as_markdown as latency_as_markdown
-from echelon.bench.plot import STRATEGY_COLOURS, Line, line_chart, split_chart, strategy_lines
+from echelon.bench.plot import STRATEGY_COLOURS, Curve, line_chart, split_chart, strategy_lines
 from echelon.bench.replayed import mean_tokens_per_step
 from echelon.bench.report import described, steps_as_markdown, table
 from echelon.bench.steps import SPLIT
-from echelon.bench.throughput import CONFIDENT, Result
+from echelon.bench.throughput import CONFIDENT, ThroughputResult
 
 PUBLISHED = {1: 1.00, 2: 1.09, 4: 1.25, 8: 1.59, 16: 1.97, 24: 2.14}  # EMS / vanilla, OPT-6.7B, LLMA, Table 2 of EMS-SD
 GAINS = {8: 0.70, 16: 0.55}  # of tokens_per_step, set for processors whose matrix units leave 40 to 80 tokens a step nearly free
@@ -107,7 +107,7 @@ def findings(cells: Cells) -> str:
     return "\n".join(lines if len(lines) > 2 else [*lines, "- nothing has been measured yet"])
 
 
-def groups(cells: Cells) -> Iterable[tuple[str, str, int, list[Result]]]:
+def groups(cells: Cells) -> Iterable[tuple[str, str, int, list[ThroughputResult]]]:
     """(experiment, method, batch size, its strategies) of every comparison."""
     for name in (*TABLES, "gain", "realign-random", "realign-equal"):
         found = results_of(cells, name)
@@ -135,7 +135,7 @@ def slower_than_others(cells: Cells) -> list[str]:
     ]
 
 
-def ratio(found: list[Result]) -> float | None:
+def ratio(found: list[ThroughputResult]) -> float | None:
     """unpadded over padded."""
     speed = {r.strategy: r.decode_median for r in found}
     return speed["unpadded"] / speed["padded"] if speed.get("padded") and "unpadded" in speed else None
@@ -217,13 +217,11 @@ def padding_part(cells: Cells, plots: Path) -> list[str]:
             parts += [f"**{method}**, tokens_per_step {tokens_per_step(own)}", padding_table(own, plain_speed(found))]
         panels = {m: strategy_lines(found, m) for m in methods}
         parts.append(
-            picture(
-                plots, name, "decoding speed by batch size", lambda paths, p=panels: line_chart(paths, p, "tokens per second, decoding")
-            )
+            picture(plots, name, "decoding speed by batch size", lambda path, p=panels: line_chart(path, p, "tokens per second, decoding"))
         )
         largest = max(r.batch_size for r in found)
         bars = {r.name: r.step_ms for r in sorted(found, key=lambda r: r.method) if r.batch_size == largest}
-        parts.append(picture(plots, f"{name}-steps", f"a step at batch {largest}", lambda paths, b=bars: split_chart(paths, b)))
+        parts.append(picture(plots, f"{name}-steps", f"a step at batch {largest}", lambda path, b=bars: split_chart(path, b)))
         shown = [r for r in found if r.batch_size in (8, largest) and r.method in ("plain", methods[0])]
         parts += [
             "Where a step's time goes and what is padded, held and loaded (all of it: in the evidence files):",
@@ -261,7 +259,7 @@ def law_text(cells: Cells) -> str:
     )
 
 
-def padding_table(found: list[Result], plain: dict[int, float]) -> str:
+def padding_table(found: list[ThroughputResult], plain: dict[int, float]) -> str:
     rows = []
     for batch in sorted({r.batch_size for r in found}):
         own = {r.strategy: r for r in found if r.batch_size == batch}
@@ -295,18 +293,18 @@ def realign_part(cells: Cells, plots: Path) -> list[str]:
     return [*parts, *rest] if panels or rest else []
 
 
-def overhead(result: Result) -> float:
+def overhead(result: ThroughputResult) -> float:
     """Share of a step in neither model nor verification: the papers' alignment overhead."""
     total = sum(result.step_ms.get(part, 0.0) for part in SPLIT)
     return (result.step_ms["layout"] + result.step_ms["host"]) / total if total else 0.0
 
 
-def system_line(found: list[Result], strategy: str, value: Any) -> Line:
+def system_line(found: list[ThroughputResult], strategy: str, value: Any) -> Curve:
     own = sorted((r for r in found if r.strategy == strategy and r.method != "plain"), key=lambda r: r.batch_size)
-    return Line(SYSTEMS[strategy], [(r.batch_size, value(r)) for r in own], STRATEGY_COLOURS[strategy])
+    return Curve(SYSTEMS[strategy], [(r.batch_size, value(r)) for r in own], STRATEGY_COLOURS[strategy])
 
 
-def realign_table(found: list[Result]) -> str:
+def realign_table(found: list[ThroughputResult]) -> str:
     rows = []
     plain = plain_speed(found)
     for r in found:
@@ -353,7 +351,7 @@ def gain_part(cells: Cells, plots: Path) -> list[str]:
         for place, method in enumerate(dict.fromkeys(r.method for r in found if r.method != "plain")):
             own = sorted((r for r in found if r.method == method and r.strategy == "unpadded"), key=lambda r: r.batch_size)
             gains = [(r, r.decode_median / plain[r.batch_size]) for r in own if plain.get(r.batch_size)]
-            lines.append(Line(f"{method}, τ {tokens_per_step(own)}", [(r.batch_size, gain) for r, gain in gains], f"C{place}"))
+            lines.append(Curve(f"{method}, τ {tokens_per_step(own)}", [(r.batch_size, gain) for r, gain in gains], f"C{place}"))
             rows += [gain_row(name, r, gain, plain[r.batch_size], step_seconds(r) / steps[r.batch_size]) for r, gain in gains]
         if lines:
             panels[title] = lines
@@ -384,11 +382,11 @@ def gain_part(cells: Cells, plots: Path) -> list[str]:
     ]
 
 
-def step_seconds(result: Result) -> float:
+def step_seconds(result: ThroughputResult) -> float:
     """Milliseconds of a step, drafting and host included."""
     return sum(result.step_ms.values())
 
 
-def gain_row(name: str, result: Result, gain: float, plain: float, step: float) -> tuple[object, ...]:
+def gain_row(name: str, result: ThroughputResult, gain: float, plain: float, step: float) -> tuple[object, ...]:
     speeds = f"{plain:,.1f}", f"{result.decode_median:,.1f}", f"{result.tokens_per_step:.2f}", f"{step:.2f}"
     return name, result.method, result.batch_size, *speeds, f"{gain:.2f}", f"{gain / result.tokens_per_step:.2f}"

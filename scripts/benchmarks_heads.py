@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks_common import Cells, by_batch, picture, plain_speed, results_of, tokens_per_step
 
-from echelon.bench.plot import Line, line_chart
+from echelon.bench.plot import Curve, line_chart
 from echelon.bench.report import table
 from echelon.config import HEADS
 
@@ -28,7 +28,7 @@ def by_batch_part(cells: Cells, plots: Path) -> list[str]:
     panels = {}
     for shape, ending in shapes.items():
         names = [m for m in methods if m.endswith(ending)]
-        panels[f"{shape}s"] = [Line(m.removesuffix(ending), gains[m], f"C{place}") for place, m in enumerate(names)]
+        panels[f"{shape}s"] = [Curve(m.removesuffix(ending), gains[m], f"C{place}") for place, m in enumerate(names)]
     rows = [
         (m, *(f"{gain:.2f}" for _, gain in gains[m]), tokens_per_step(by_batch(found, m)), f"{by_batch(found, m)[-1].acceptance_rate:.2f}")
         for m in methods

@@ -11,7 +11,7 @@ from typing import Any
 
 from echelon.bench.peers import as_markdown
 from echelon.bench.report import described
-from echelon.bench.throughput import Result
+from echelon.bench.throughput import ThroughputResult
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,15 @@ class Run:
     command: str
     environment: dict[str, Any]
     versions: dict[str, str]
-    ours: list[Result]
-    theirs: list[Result]
+    ours: list[ThroughputResult]
+    theirs: list[ThroughputResult]
 
 
 def read_runs(folder: Path) -> list[Run]:
     runs = []
     for path in sorted(folder.glob("*.json")):
         value = json.loads(path.read_text("utf-8"))
-        ours, theirs = [Result(**r) for r in value["ours"]], [Result(**p["result"]) for p in value["peers"]]
+        ours, theirs = [ThroughputResult(**r) for r in value["ours"]], [ThroughputResult(**p["result"]) for p in value["peers"]]
         runs.append(Run(value["command"], value["environment"], value["versions"], ours, theirs))
     return runs
 
@@ -61,6 +61,6 @@ def _comparisons(run: Run) -> Iterator[str]:
             yield _compared(f"batch {batch}, best drafter (tokens_per_step {best.tokens_per_step:.2f})", best, theirs)
 
 
-def _compared(what: str, ours: Result, theirs: SequenceOf[Result]) -> str:
+def _compared(what: str, ours: ThroughputResult, theirs: SequenceOf[ThroughputResult]) -> str:
     best = max(theirs, key=lambda r: r.decode_median)
     return f"  - {what}: {ours.method} {ours.decode_median / best.decode_median:.2f} × {best.method}"

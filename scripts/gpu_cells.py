@@ -29,8 +29,8 @@ from echelon.bench.replayed import rescaled
 from echelon.bench.report import write_json
 from echelon.bench.shapes import opt, plain_with_random_weights, with_random_weights
 from echelon.bench.step import packed_weights
-from echelon.bench.throughput import Method, Result, measure
-from echelon.bench.verify import Request, verify_dtype
+from echelon.bench.throughput import DecodingMethod, ThroughputResult, measure
+from echelon.bench.verify import VerificationJob, verify_dtype
 from echelon.bench.workloads import code_prompts
 from echelon.cli.verify import as_json as verified_as_json
 from echelon.demo import DRAFT, TARGET, held_out_files
@@ -184,7 +184,7 @@ class Cells:
         prompts = code_prompts(tokenizer, held_out_files(), size.equality_prompts, size.equality_prompt_tokens)
         lengths = np.random.default_rng(2).integers(size.equality_prompt_tokens // 2, size.equality_prompt_tokens + 1, len(prompts))
         ragged = [p[-n:] for p, n in zip(prompts, lengths, strict=True)]
-        request = Request(str(TARGET), ragged, EQUALITY, size.equality_tokens, device=self.device.type, numerics=numerics)
+        request = VerificationJob(str(TARGET), ragged, EQUALITY, size.equality_tokens, device=self.device.type, numerics=numerics)
         results = list(verify_dtype(request, dtype, ["unpadded"], batches, str(DRAFT), has_control=False))
         num_rows, num_exact = sum(r.num_rows for r in results), sum(r.num_exact for r in results)
         num_faults = sum(r.num_faults for r in results)
@@ -210,17 +210,17 @@ class Cells:
             method="replay", num_speculative_tokens=DRAFTED, replay_histogram=self._law("draft model", measured["draft model"])
         )
         small = {"method": "draft_model", "num_speculative_tokens": DRAFTED}
-        methods = [(Method("plain", None), None)]
-        methods += [(Method("replay LLMA", copied, strategy), None) for strategy in PADDINGS]
+        methods = [(DecodingMethod("plain", None), None)]
+        methods += [(DecodingMethod("replay LLMA", copied, strategy), None) for strategy in PADDINGS]
         ablated = PADDINGS if name == self.size.models[0][0] else ("padded", "unpadded")
-        methods += [(Method("replay draft model", small, strategy), drafted) for strategy in ablated]
+        methods += [(DecodingMethod("replay draft model", small, strategy), drafted) for strategy in ablated]
         runs = [self._run(method, target, prefixes, law) for method, law in methods]
-        runs.insert(1, self._run(Method(LAUNCHED, copied, "unpadded"), target, prefixes, None, enforce_eager=True))
+        runs.insert(1, self._run(DecodingMethod(LAUNCHED, copied, "unpadded"), target, prefixes, None, enforce_eager=True))
         results = measure(target, self.models.draft, [], prompts, self.params(self.size.new_tokens), batch, 1, [], said, runs)
         return {"lines": table_lines(name, batch, results), "results": [asdict(r) for r in results]}
 
     def _run(
-        self, method: Method, target: LoadedModel, prefixes: list[Prefix], law: SpeculativeConfig | None, **settings: Any
+        self, method: DecodingMethod, target: LoadedModel, prefixes: list[Prefix], law: SpeculativeConfig | None, **settings: Any
     ) -> PrefilledRun:
         a_step = COPIED + 1 if method.strategy in ("padded", "padded-kv") else 1  # as EMS-SD reserves, for the dead slots of every step
         longest = self.size.prompt_tokens[1] + self.size.new_tokens * a_step
@@ -296,7 +296,7 @@ class Cells:
         return {"lines": [line], "tokens_per_second": theirs, "ours": batch / ours}
 
 
-def table_lines(name: str, batch: int, results: list[Result]) -> list[Line]:
+def table_lines(name: str, batch: int, results: list[ThroughputResult]) -> list[Line]:
     """Speeds of all strategies; LLMA's unpadded ones beside the published."""
     speed = {(r.method, r.strategy): r.decode_median for r in results}
     plain, lines = speed["plain", "unpadded"], list[Line]()

@@ -20,7 +20,7 @@ import transformers
 from echelon import LLM, ConfigError, EchelonError, SamplingParams
 from echelon.bench.plot import throughput_charts
 from echelon.bench.report import throughput_as_markdown, write_json
-from echelon.bench.throughput import Method, Result, as_json, environment, measure
+from echelon.bench.throughput import DecodingMethod, ThroughputResult, as_json, environment, measure
 from echelon.bench.workloads import ems_prompt
 from echelon.model.load.loading import LoadedModel, load_model
 
@@ -68,12 +68,12 @@ def prompts_of(target: LoadedModel, path: Path | None, count: int, max_tokens: i
     return [target.tokenizer.encode(ems_prompt(text))[-longest:] for text in islice(articles(path), count)]
 
 
-def run(model: str, asked: argparse.Namespace, draft: LoadedModel) -> list[Result]:
-    target = load_model(model, asked.dtype)
+def run(model: str, asked: argparse.Namespace, draft: LoadedModel) -> list[ThroughputResult]:
+    target = load_model(model, dtype=asked.dtype)
     prompts = prompts_of(target, asked.articles, asked.num_articles, asked.max_tokens)
     params = SamplingParams(temperature=0.0, max_tokens=asked.max_tokens)
     sizes = [int(b) for b in asked.batch_sizes.split(",")]
-    methods = [Method("plain", None), *(Method(name, config, s) for name, config in DRAFTERS.items() for s in STRATEGIES)]
+    methods = [DecodingMethod("plain", None), *(DecodingMethod(name, config, s) for name, config in DRAFTERS.items() for s in STRATEGIES)]
     truth = [o.outputs[0].token_ids for o in LLM(target, max_num_seqs=max(sizes)).generate(prompts, params)]
     results = []
     for size in sizes:
@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        draft = load_model(asked.draft_model, asked.dtype)
+        draft = load_model(asked.draft_model, dtype=asked.dtype)
         for model in asked.model or [f"facebook/opt-{size}" for size in asked.sizes.split(",")]:
             results = run(model, asked, draft)
             folder = asked.output / Path(model).name

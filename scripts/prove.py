@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -65,9 +66,9 @@ CELLS = [
     pytest("decoders", "tests/promises/test_decoders.py"),
     pytest("invariance", "tests/promises/test_invariance.py"),
     pytest("parameters", "tests/promises/test_parameters.py"),
-    pytest("transformers", *(f"tests/test_hf{part}.py" for part in ("", "_arguments", "_model", "_outputs"))),
+    pytest("transformers", *(f"tests/hf/test_hf{part}.py" for part in ("", "_arguments", "_model", "_outputs"))),
     *(pytest(f"census: {dtype}", "tests/promises/test_census.py", "-k", dtype) for dtype in ("float32", "bfloat16")),
-    pytest("recognised modules and rotary embeddings", *(f"tests/test_{part}.py" for part in ("recognised", "rope", "vectors"))),
+    pytest("recognised modules and rotary embeddings", *(f"tests/model/test_{part}.py" for part in ("recognised", "rope", "vectors"))),
     pytest("checkpoints", "tests/model/test_loading.py", "tests/checkpoint/test_checkpoints.py"),
     pytest("texts", "tests/core/test_text.py", "tests/promises/test_one_text.py", "tests/core/test_chat.py"),
     pytest("inputs", "tests/core/test_inputs.py", "tests/cli/test_mistakes.py", "tests/cli/test_generate_files.py"),
@@ -75,7 +76,7 @@ CELLS = [
     pytest("strategies", "tests/baselines/test_strategies.py"),
     pytest("echelon verify", "tests/cli/test_verify_command.py"),
     pytest("end to end", "tests/promises/test_end_to_end.py"),
-    pytest("server", *(f"tests/test_server{part}.py" for part in ("", "_walls", "_secrets", "_bodies", "_endings", "_readers"))),
+    pytest("server", *(f"tests/server/test_server{part}.py" for part in ("", "_walls", "_secrets", "_bodies", "_endings", "_readers"))),
     pytest("server exceptions", "tests/server/test_server_faults.py", "-k", "exception or dies"),
     pytest("server disconnects", "tests/server/test_server_faults.py", "-k", "leave"),
     pytest("server overload", "tests/server/test_server_faults.py", "-k", "overload"),
@@ -192,4 +193,5 @@ def report(cells: list[Cell], records: dict[str, dict[str, object]]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--status | head` ends without a traceback
     sys.exit(main(sys.argv[1:]))

@@ -3,6 +3,7 @@
 from echelon.api import LLM
 from echelon.config import EngineConfig, SpeculativeConfig
 from echelon.errors import ConfigError, EchelonError, ModelLoadError, RequestError, UnsupportedModelError
+from echelon.model.load.loading import load_model
 from echelon.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from echelon.sampling import SamplingParams
 
@@ -20,4 +21,5 @@ __all__ = [
     "SamplingParams",
     "SpeculativeConfig",
     "UnsupportedModelError",
+    "load_model",
 ]

@@ -14,10 +14,11 @@ from itertools import count
 from typing import Any
 
 from echelon.assembly import build_engine
+from echelon.baselines.strategies import STRATEGIES
 from echelon.chat import encode_text, render_chat
 from echelon.config import EngineConfig, SpeculativeConfig, check_together, speculative
 from echelon.drafters.head_selftest import warn_of_chance
-from echelon.drafters.heads import head_for, tapped_head
+from echelon.drafters.heads import attach_head, head_for
 from echelon.engine import Engine
 from echelon.errors import ConfigError, RequestError
 from echelon.heads.base import Head
@@ -41,7 +42,6 @@ from echelon.outputs import RequestOutput, request_output
 from echelon.sampling import Sampler, SamplingParams, one_each
 from echelon.sequence import Sequence, check_requests
 from echelon.stats import Stats
-from echelon.strategies import build_storage
 from echelon.text import Detokenizer
 
 MOST_CHARACTERS_PER_TOKEN = 64  # on average over a prompt
@@ -85,10 +85,10 @@ class LLM:
         self.head = head_for(self.speculative_config, self.target, draft_head)
         self.max_len = self._context()
         models = [m for m in (self.target, self.draft) if m is not None]
-        head = None if self.head is None else tapped_head(self.head, self.target)
+        head = None if self.head is None else attach_head(self.head, self.target)
         if head is not None:
-            warn_of_chance(self.target, head.head, head.taps, head.shapes)
-        self.storage = build_storage(self.config, models, self.max_len, self._num_speculative_tokens, head)
+            warn_of_chance(self.target, head.head, head.reader, head.shapes)
+        self.storage = STRATEGIES[self.config.strategy](self.config, models, self.max_len, self._num_speculative_tokens, head)
         logger.info("%s", self.memory_plan)
         self.engine = build_engine(self.config, self.speculative_config, self.storage, head)
         self._ids = count()
@@ -98,7 +98,7 @@ class LLM:
     def _loaded(self, model: str | os.PathLike[str] | LoadedModel, device: str, field: str = "model") -> LoadedModel:
         """On this device; one that is loaded already stays where it is, and must be there."""
         if not isinstance(model, LoadedModel):
-            return load_model(name_of(model, field), self.config.dtype, device, self.config.numerics)
+            return load_model(name_of(model, field), dtype=self.config.dtype, device=device, numerics=self.config.numerics)
         if model.is_fast and self.config.numerics == "invariant":
             raise ConfigError(f"{model.name!r} was loaded with numerics = 'fast', and 'invariant' is wanted; load it so, or ask for 'fast'")
         if device not in ("auto", model.device.type):
@@ -211,6 +211,8 @@ class LLM:
             "num_accepted_by_position": stats.num_accepted_by_position,
             "tokens_per_step": stats.tokens_per_step,
             "acceptance_rate": stats.acceptance_rate,
+            "num_group_choices": stats.num_group_choices,
+            "num_group_hits": stats.num_group_hits,
             "acceptance": self.acceptance_name,
             "num_running": len(self.engine.scheduler.running),
             "num_waiting": len(self.engine.scheduler.waiting),

@@ -10,12 +10,12 @@ from echelon.config import EngineConfig, SpeculativeConfig
 from echelon.drafters.base import Drafter, NoDrafter
 from echelon.drafters.draft_model import DraftModelDrafter
 from echelon.drafters.guard import GuardedDrafter
-from echelon.drafters.heads import HeadDrafter, TappedHead
+from echelon.drafters.heads import AttachedHead, HeadDrafter
 from echelon.drafters.ngram import NgramDrafter
 from echelon.drafters.replay import ReplayDrafter
 from echelon.engine import Engine
 from echelon.scheduler import Scheduler
-from echelon.strategies import Storage, selector
+from echelon.storage import Storage
 from echelon.trees import growth_of
 from echelon.verify import Acceptance, Typical
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("echelon")
 
 
-def build_engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Storage, head: TappedHead | None) -> Engine:
+def build_engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Storage, head: AttachedHead | None) -> Engine:
     """The first runner of `storage` is the target's, the second a draft model's; a drafter stands behind its guard."""
     target = storage.runners[0]
     if head is not None:
-        target.taps = head.taps
+        target.hidden_state_reader = head.reader
     scheduler = _scheduler(config, spec, storage)
     ahead = _ahead(spec, storage)
     if spec is None:
@@ -67,13 +67,13 @@ def _scheduler(config: EngineConfig, spec: SpeculativeConfig | None, storage: St
         spec.num_speculative_tokens if spec else 0,
         models[1].max_len if len(models) > 1 else None,
         [m.original_context.length for m in models if m.original_context is not None and m.original_context.is_read_anew],
-        selector(config),
+        storage.selector,
         config.refill,
         spec is not None and spec.grows_trees,
     )
 
 
-def _drafter(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, head: TappedHead | None) -> Drafter:
+def _drafter(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, head: AttachedHead | None) -> Drafter:
     vocab_size = storage.runners[0].loaded.vocab_size
     if head is not None:
         return HeadDrafter(head, growth_of(spec, head.depth), storage.head_cache, spec.min_score)

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from echelon.batch import Span
 from echelon.draft import Draft
 from echelon.drafters.base import Drafter
-from echelon.model.runner import ModelRunner
+from echelon.model.runner import Runner
 from echelon.scheduler import Plan, Scheduler
 from echelon.sequence import AheadRow, PlannedRow, Sequence
 from echelon.stats import Stats
@@ -59,7 +59,7 @@ class Engine:
 
     def __init__(
         self,
-        target: ModelRunner,
+        target: Runner[Any],
         drafter: Drafter,
         scheduler: Scheduler,
         acceptance: Acceptance = "exact",
@@ -149,13 +149,13 @@ class Engine:
         clock.append(self.clock())
         batch = self.target.pack(spans_of(plan.rows, draft))
         clock.append(self.clock())
-        logits, taps = self.target.run(batch)
+        logits, hidden_states = self.target.run(batch)
         clock.append(self.clock())
         verdict = verify(draft, logits, plan.rows, self.acceptance)
         clock.append(self.clock())
         self._commit(plan.rows, verdict)
         start = self.clock()
-        self.drafter.observe(plan.rows, verdict, taps)
+        self.drafter.observe(plan.rows, verdict, hidden_states)
         observing = self.clock() - start
         grown = self._settle(plan, verdict, batch.num_tokens)
         clock.append(self.clock())
@@ -178,8 +178,6 @@ class Engine:
         stats.num_steps += 1
         stats.num_input_tokens += num_input_tokens
         stats.num_preemptions += len(plan.preempted)
-        stats.num_group_choices += plan.is_group is not None
-        stats.num_group_hits += bool(plan.is_group)
         grown = []
         for row, before, drafted, path in zip(plan.rows, lengths, verdict.num_draft_tokens, verdict.paths, strict=True):
             if emitted := len(row.sequence) - before:

@@ -6,15 +6,13 @@ A row with n new tokens is the only shape: a prompt, a piece of one, and a decod
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from echelon.baselines.lines import LineTables
-from echelon.baselines.selection import Selector
 from echelon.errors import EchelonError, RequestError
-from echelon.kv.blocks import BlockTables
+from echelon.kv.tables import KVTables
 from echelon.sampling import Logprobs
 from echelon.sequence import AheadRow, PlannedRow, Sequence
 
@@ -42,7 +40,12 @@ class Outcome(Protocol):
 class Plan:
     rows: list[PlannedRow]
     preempted: list[Sequence] = field(default_factory=list)
-    is_group: bool | None = None  # were the rows found by equal length? None where nothing was looked for
+
+
+class Selector(Protocol):
+    """Chooses which of the running rows take part in a step."""
+
+    def choose(self, running: SequenceOf[Sequence], num_cached: Callable[[Sequence], int]) -> list[Sequence]: ...
 
 
 class Scheduler:
@@ -59,7 +62,7 @@ class Scheduler:
 
     def __init__(
         self,
-        tables: SequenceOf[BlockTables | LineTables],
+        tables: SequenceOf[KVTables],
         max_num_seqs: int,
         max_num_batched_tokens: int,
         num_speculative_tokens: int,
@@ -174,7 +177,7 @@ class Scheduler:
         is_in_draft = not row.num_drafted or self._longest_drafted is None or end <= self._longest_drafted
         return is_read and is_in_draft and end <= row.sequence.max_len
 
-    def _has_blocks(self, tables: BlockTables | LineTables, rows: SequenceOf[AheadRow]) -> bool:
+    def _has_blocks(self, tables: KVTables, rows: SequenceOf[AheadRow]) -> bool:
         return sum(tables.num_missing(r.sequence.id, r.longest + r.num_drafted) for r in rows) <= tables.pool.num_free
 
     def _selected_step(self, selector: Selector) -> Plan:
@@ -186,8 +189,8 @@ class Scheduler:
                 tables.reserve(sequence.id, 1)
         self._is_open = self._refill
         chosen = selector.choose(self.running, self._num_cached)
-        limit = max(1, self._max_num_batched_tokens // len(chosen.rows))
-        plan = Plan([self._plan_row(sequence, limit) for sequence in chosen.rows], is_group=chosen.is_group)
+        limit = max(1, self._max_num_batched_tokens // len(chosen))
+        plan = Plan([self._plan_row(sequence, limit) for sequence in chosen])
         for row in plan.rows:
             has_line = self._reserve(row)
             assert has_line, f"row {row.sequence.id} runs without a line"
@@ -228,7 +231,6 @@ class Scheduler:
         if self._num_cached(parent) < shared:
             return False
         for tables in self._tables:
-            assert isinstance(tables, BlockTables), "rows of a rectangle share nothing"
             if parent.id in tables:
                 tables.fork(parent.id, sequence.id)
                 tables.commit(sequence.id, min(shared, tables.num_cached(sequence.id)))

@@ -9,7 +9,7 @@ PARTS = ("schedule", "draft", "layout", "forward", "verify", "settle")  # of a s
 
 
 @dataclass(frozen=True)
-class Load:
+class Occupancy:
     """What one forward pass holds and loads, in rows of input and slots of KV; a slot is one token's keys and values in every layer."""
 
     num_inputs: int
@@ -33,6 +33,8 @@ class Usage:
     kv_bytes_touched    bytes that attention loads
     index_bytes         tables, slots and masks that say what lies where
     layout_seconds      shifting and copying keys and values so that they form a rectangle; part of the time of the pass or just before
+    num_group_choices   passes whose rows were looked for in a window of equal lengths
+    num_group_hits      those of them for which enough were found
     """
 
     num_passes: int = 0
@@ -47,6 +49,8 @@ class Usage:
     kv_bytes_touched: int = 0
     index_bytes: int = 0
     layout_seconds: float = 0.0
+    num_group_choices: int = 0
+    num_group_hits: int = 0
 
     @property
     def padded_input_share(self) -> float:
@@ -56,17 +60,17 @@ class Usage:
     def padded_kv_share(self) -> float:
         return 1.0 - self.num_live / self.num_touched if self.num_touched else 0.0
 
-    def count(self, num_tokens: int, load: Load, bytes_per_slot: int) -> None:
+    def count(self, num_tokens: int, occupancy: Occupancy, bytes_per_slot: int) -> None:
         self.num_passes += 1
         self.num_tokens += num_tokens
-        self.num_inputs += load.num_inputs
-        self.num_touched += load.num_touched
-        self.num_live += load.num_live
-        reserved = load.num_reserved * bytes_per_slot
+        self.num_inputs += occupancy.num_inputs
+        self.num_touched += occupancy.num_touched
+        self.num_live += occupancy.num_live
+        reserved = occupancy.num_reserved * bytes_per_slot
         self.kv_bytes_reserved += reserved
         self.largest_kv_bytes_reserved = max(self.largest_kv_bytes_reserved, reserved)
-        self.kv_bytes_touched += load.num_touched * bytes_per_slot
-        self.index_bytes += load.index_bytes
+        self.kv_bytes_touched += occupancy.num_touched * bytes_per_slot
+        self.index_bytes += occupancy.index_bytes
 
 
 @dataclass
@@ -82,8 +86,6 @@ class Stats:
     num_emitted_tokens: int = 0
     num_input_tokens: int = 0
     num_preemptions: int = 0
-    num_group_choices: int = 0  # steps whose rows were looked for in a window of equal lengths
-    num_group_hits: int = 0
     acceptance: Counter[tuple[int, int]] = field(default_factory=Counter)  # (num_draft_tokens, num_accepted) → rows' steps
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     target: Usage = field(default_factory=Usage)
@@ -98,6 +100,14 @@ class Stats:
     @property
     def acceptance_rate(self) -> float:
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def num_group_choices(self) -> int:
+        return self.target.num_group_choices
+
+    @property
+    def num_group_hits(self) -> int:
+        return self.target.num_group_hits
 
     @property
     def group_rate(self) -> float:

@@ -82,7 +82,7 @@ def test_what_holds_is_said(script: dict[str, Any]) -> None:
 
 def test_table_2_is_held_against_the_published_figures(script: dict[str, Any]) -> None:
     cells = script["Cells"].__init__.__globals__
-    result, lines_of = cells["Result"], cells["table_lines"]
+    result, lines_of = cells["ThroughputResult"], cells["table_lines"]
 
     def result_of(method: str, strategy: str, speed: float) -> Any:
         return result(method, 8, [speed], 4.2, 0.5, 0, 0, strategy=strategy, decode_tokens_per_second=[speed])

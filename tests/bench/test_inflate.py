@@ -23,10 +23,10 @@ from transformers import (
 )
 
 from echelon import LLM, SamplingParams
-from echelon.bench.inflate import Growth, inflate, inflate_head, plan_growth, untied
+from echelon.bench.inflate import Inflation, inflate, inflate_head, plan_growth, untied
 from echelon.draft import Draft
 from echelon.errors import ConfigError, UnsupportedModelError
-from echelon.heads.loading import build_head, load_head, save_head
+from echelon.heads.checkpoints import build_head, load_head, save_head
 from echelon.model.load.loading import adopt_model
 from echelon.sequence import PlannedRow
 
@@ -60,9 +60,9 @@ def test_logits_are_equal(name: str, width: int, num_layers: int) -> None:
     model = build(name)
     if name == "opt-350m" and num_layers > 2:
         with pytest.raises(UnsupportedModelError, match="identity layer"):
-            inflate(model, Growth(width, num_layers))
+            inflate(model, Inflation(width, num_layers))
         return
-    grown = inflate(model, Growth(width, num_layers))
+    grown = inflate(model, Inflation(width, num_layers))
     assert grown.config.hidden_size == 32 * width
     assert len(grown.get_decoder().layers) == num_layers
     ids = torch.arange(20)[None] * 5 % 64
@@ -86,9 +86,9 @@ def test_planned_growth_reaches_the_size() -> None:
 def test_refusals_name_the_remedy() -> None:
     model = build("llama-tied")
     with pytest.raises(ConfigError, match="power of two"):
-        inflate(model, Growth(3, 2))
+        inflate(model, Inflation(3, 2))
     with pytest.raises(ConfigError, match="only adds"):
-        inflate(model, Growth(2, 1))
+        inflate(model, Inflation(2, 1))
 
 
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -138,7 +138,7 @@ def drafts(target: Any, own: Any) -> list[tuple[list[int], list[int]]]:
 def test_a_grown_head_drafts_the_same_also_once_saved(name: str, width: int, tmp_path: Path) -> None:
     model = untied(build("llama-tied"))
     own = a_head(name, model)
-    grown = inflate(model, Growth(width, 3))
+    grown = inflate(model, Inflation(width, 3))
     save_head(inflate_head(own, grown, width), tmp_path, grown)
     wide = load_head(str(tmp_path), grown)
     expected = drafts(copy.deepcopy(model), own)
@@ -149,7 +149,7 @@ def test_a_grown_head_drafts_the_same_also_once_saved(name: str, width: int, tmp
 def test_a_head_does_not_grow_beside_a_tied_target() -> None:
     model = build("llama-tied")
     with pytest.raises(ConfigError, match="untie it"):
-        inflate_head(a_head("eagle", model), inflate(model, Growth(2, 2)), 2)
+        inflate_head(a_head("eagle", model), inflate(model, Inflation(2, 2)), 2)
 
 
 def test_an_untied_copy_says_the_same() -> None:

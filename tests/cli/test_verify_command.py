@@ -128,6 +128,6 @@ def test_a_tie_is_two_top_tokens_within_twice_the_error(
     mismatch = bench.Judge("exact", "rounded").compare(0, [8, 9], *texts, 1)  # type: ignore[arg-type]
     assert mismatch.is_tie == is_tie
     assert all(prefix == [8, 9, 7] for prefix in seen)
-    result = bench.Result(bench.Case("bfloat16", "padded", "none", 2), 1, 0, 0.5, mismatches=[mismatch])
+    result = bench.EqualityResult(bench.Case("bfloat16", "padded", "none", 2), 1, 0, 0.5, mismatches=[mismatch])
     assert result.num_faults == (0 if is_tie else 1)
     assert json.loads(json.dumps(as_json(result), allow_nan=False))["num_faults"] == result.num_faults

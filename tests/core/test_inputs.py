@@ -16,7 +16,7 @@ import toys
 import echelon
 from echelon import LLM, ConfigError, EchelonError, EngineConfig, RequestError, SamplingParams, SpeculativeConfig
 from echelon.demo import DRAFT
-from echelon.heads.loading import load_head
+from echelon.heads.checkpoints import load_head
 from echelon.model.load.loading import adopt_model, load_model, load_plain
 from echelon.train.data import Data, prepare
 from echelon.train.draft import train_draft_model
@@ -291,6 +291,6 @@ def test_no_public_signature_ends_in_an_error_of_pythons_own(llm: LLM, tmp_path:
 
 def test_everything_exported_is_tried() -> None:
     """What `echelon` exports beside these is an error, or comes out of the engine."""
-    settings = {"LLM", "SamplingParams", "EngineConfig", "SpeculativeConfig"}
+    settings = {"LLM", "SamplingParams", "EngineConfig", "SpeculativeConfig", "load_model"}
     results = {"CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"}
     assert {n for n in echelon.__all__ if not n.endswith("Error")} == settings | results

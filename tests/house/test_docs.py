@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.bench.throughput import Result, from_json
+from echelon.bench.throughput import ThroughputResult, from_json
 from echelon.cli import app
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ def evidence(name: str) -> dict[str, object]:
 def test_the_table_of_the_readme_is_the_measured_one(batch: int) -> None:
     value = evidence(f"benchmarks/gain-{batch:02d}.json")
     readme = (ROOT / "README.md").read_text("utf-8")
-    plain, *drafted = (Result(**r) for r in value["results"])  # type: ignore[attr-defined]
+    plain, *drafted = (ThroughputResult(**r) for r in value["results"])  # type: ignore[attr-defined]
     cells = [f"{r.decode_median:.1f} | {r.decode_median / plain.decode_median:.2f} ({r.tokens_per_step:.2f})" for r in drafted]
     assert f"| {batch} | {plain.decode_median:.1f} | {' | '.join(cells)} |" in readme
     assert str(value["environment"]["cpu"]).split(",")[0] in readme  # type: ignore[index]

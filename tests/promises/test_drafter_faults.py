@@ -28,7 +28,7 @@ from echelon.drafters.draft_model import DraftModelDrafter
 from echelon.drafters.guard import MOST_FAILURES, GuardedDrafter
 from echelon.drafters.heads import HeadDrafter
 from echelon.drafters.ngram import NgramDrafter
-from echelon.heads.loading import build_head
+from echelon.heads.checkpoints import build_head
 from echelon.sequence import PlannedRow
 
 LENGTHS = (5, 1, 17, 9, 33, 2, 16, 7)
@@ -245,19 +245,19 @@ def poisoned(llm: LLM, victim: int, position: int, value: float, everywhere: boo
         return pack(given)
 
     def ran(batch: Any) -> Any:
-        logits, taps = run(batch)
-        logits, taps = logits.clone(), None if taps is None else taps.clone()
+        logits, hidden_states = run(batch)
+        logits, hidden_states = logits.clone(), None if hidden_states is None else hidden_states.clone()
         first_logit = first_token = 0
         for span in spans:
             for back in range(span.num_logits if span.row == victim else 0):
                 place = len(span.tokens) - 1 - back
                 if next_position(span, place) == position:
                     logits[first_logit + span.num_logits - 1 - back, slice(None) if everywhere else 50] = value
-                    if taps is not None:
-                        taps[first_token + place] = value
+                    if hidden_states is not None:
+                        hidden_states[first_token + place] = value
             first_logit += span.num_logits
             first_token += len(span.tokens)
-        return logits, taps
+        return logits, hidden_states
 
     target.run, target.pack = ran, packed
 

@@ -20,11 +20,11 @@ import heads
 from echelon import LLM, ConfigError, SamplingParams
 from echelon.batch import Span
 from echelon.drafters.heads import HeadDrafter, _HeadFrontier
-from echelon.heads.loading import build_head, save_head
+from echelon.heads.checkpoints import build_head, save_head
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache, LayerShape
 from echelon.model import pack as unpadded
-from echelon.model.attention import STEP_KEYWORD, CachedStep
+from echelon.model.attention import CONTEXT_KEYWORD, CachedAttention
 from echelon.model.patches.rope import coded_positions
 from echelon.ops.compiled import is_built
 
@@ -98,27 +98,27 @@ def checked(llm: LLM) -> LLM:
 def from_scratch(llm: LLM, tokens: list[int], path: SequenceOf[int] = ()) -> torch.Tensor:
     """The head's last state when target and head read `tokens` at once and then `path` as a chain, with caches of their own."""
     target, drafter = llm.engine.target, drafter_of(llm)
-    taps, head = target.taps, drafter.head
-    assert taps is not None
+    reader, head = target.hidden_state_reader, drafter.head
+    assert reader is not None
     length = len(tokens) - 1
-    with torch.inference_mode(), taps.reading() as found:
+    with torch.inference_mode(), reader.reading() as found:
         batch, step = read(target.cache, tokens[:-1])
         positions = coded_positions(batch, target.loaded.original_context)
         inputs = {"input_ids": batch.tokens[None], "position_ids": positions[None]}
-        target.loaded.model(**inputs, use_cache=False, **{STEP_KEYWORD: step})
-    features = taps.joined(found, length)
+        target.loaded.model(**inputs, use_cache=False, **{CONTEXT_KEYWORD: step})
+    features = reader.joined(found, length)
     with torch.inference_mode():
         step = None if drafter.cache is None else read(drafter.cache, tokens[1:])[1]
-        state = head.encode(features, torch.tensor(tokens[1:]), torch.arange(length), **({STEP_KEYWORD: step} if step else {}))[-1:]
+        state = head.encode(features, torch.tensor(tokens[1:]), torch.arange(length), **({CONTEXT_KEYWORD: step} if step else {}))[-1:]
         for place, token in enumerate(path, length):
             assert step is not None
             batch = unpadded.pack([Span(0, place, [token], 0, length, 1)], step.cache.tables)
-            keywords = {STEP_KEYWORD: CachedStep(batch, step.cache)}
+            keywords = {CONTEXT_KEYWORD: CachedAttention(batch, step.cache)}
             state = head.extend(state, torch.tensor([token]), torch.tensor([place]), 1 + place - length, **keywords)
         return state[0]
 
 
-def read(cache: Any, tokens: list[int]) -> tuple[Any, CachedStep]:
+def read(cache: Any, tokens: list[int]) -> tuple[Any, CachedAttention]:
     """A batch of these tokens, and a step that answers with a cache laid out like `cache`, with some room left."""
     shapes = [LayerShape(k.shape[1], k.shape[3], v.shape[3]) for k, v in zip(cache.keys, cache.values, strict=True)]
     count = (len(tokens) + 8) // 8 + 1
@@ -126,7 +126,7 @@ def read(cache: Any, tokens: list[int]) -> tuple[Any, CachedStep]:
     own = KVCache(shapes, tables, cache.keys[0].dtype, torch.device("cpu"))
     assert tables.reserve(0, len(tokens) + 8)
     batch = unpadded.pack([Span(0, 0, tokens, 1, len(tokens))], tables)
-    return batch, CachedStep(batch, own)
+    return batch, CachedAttention(batch, own)
 
 
 def generated(llm: LLM, given: list[list[int]], asked: list[SamplingParams]) -> list[list[int]]:
@@ -304,7 +304,7 @@ def _plain(mode: str) -> list[list[int]]:
 def test_without_a_drafter_that_asks_nothing_is_tapped() -> None:
     llm = LLM(toys.adopted(target()), {"method": "ngram"})
     llm.generate(toys.prompts((5,)), SamplingParams(max_tokens=4, temperature=0.0))
-    assert llm.engine.target.taps is None
+    assert llm.engine.target.hidden_state_reader is None
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in llm.target.model.modules())
 
 

@@ -27,11 +27,11 @@ import heads
 from echelon import LLM, ConfigError, SamplingParams, SpeculativeConfig, api, memory, ops
 from echelon.bench.framework import FrameworkRun
 from echelon.bench.prefill import PrefilledRun, read_prefixes
-from echelon.bench.throughput import Method
+from echelon.bench.throughput import DecodingMethod
 from echelon.bench.verify import STRATEGIES
 from echelon.config import EngineConfig
 from echelon.drafters.guard import GuardedDrafter
-from echelon.heads.loading import build_head
+from echelon.heads.checkpoints import build_head
 from echelon.memory import plan_kv
 from echelon.model.load import loading
 from echelon.model.load.loading import LoadedModel, adopt_model, serve_head
@@ -357,9 +357,9 @@ def test_benchmarks_mix_neither(there: card.Card) -> None:
     law = SpeculativeConfig(method="replay", num_speculative_tokens=3, replay_tokens_per_step=2.0)
     prefixes = read_prefixes(target, prompts)
     assert all(there.holds(t) for p in prefixes for t in (*p.keys, *p.values))
-    drafted = Method("draft model", {"method": "draft_model", "num_speculative_tokens": 3}, "padded")
-    replayed = Method("replay", law.model_dump(exclude_defaults=True), "realign")
-    runs = [PrefilledRun(m, target, draft, prefixes, 40, num_rehearsals=1) for m in (Method("plain", None), drafted, replayed)]
+    drafted = DecodingMethod("draft model", {"method": "draft_model", "num_speculative_tokens": 3}, "padded")
+    replayed = DecodingMethod("replay", law.model_dump(exclude_defaults=True), "realign")
+    runs = [PrefilledRun(m, target, draft, prefixes, 40, num_rehearsals=1) for m in (DecodingMethod("plain", None), drafted, replayed)]
     runs.append(PrefilledRun(drafted, target, draft, prefixes, 40, law))
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     outputs = [run.run(prompts, params).outputs for run in runs]

@@ -64,7 +64,7 @@ def poison(llm: LLM, victim: int, position: int, value: float, everywhere: bool)
         return pack(given)
 
     def poisoned(batch: Any) -> Any:
-        logits, taps = run(batch)
+        logits, hidden_states = run(batch)
         logits = logits.clone()
         start = 0
         for span in spans:
@@ -72,7 +72,7 @@ def poison(llm: LLM, victim: int, position: int, value: float, everywhere: bool)
             if span.row == victim and 0 <= place < span.num_logits:
                 logits[start + place, slice(None) if everywhere else 50] = value
             start += span.num_logits
-        return logits, taps
+        return logits, hidden_states
 
     llm.engine.target.run, llm.engine.target.pack = poisoned, packed  # type: ignore[method-assign]
 
@@ -228,7 +228,7 @@ def test_an_error_says_where_it_arose_and_holds_no_frame(models: tuple[LoadedMod
 class FaultyDrafter:
     """Fails in one way at every `period`-th proposal; otherwise proposes noise."""
 
-    taps: tuple[str, ...] = ()
+    hidden_state_names: tuple[str, ...] = ()
 
     def __init__(self, fault: str, period: int = 1) -> None:
         self.fault, self._period, self.num_calls, self.clock = fault, period, 0, 0.0
@@ -267,7 +267,7 @@ class FaultyDrafter:
             return Draft.chains([[7] * (r.max_draft_tokens + 1) for r in rows])
         return replace(one, **changes[self.fault])
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:
         if self.fault == "observe":
             raise ValueError("did not listen")
 

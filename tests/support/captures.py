@@ -25,7 +25,7 @@ from recorded import Recorder
 import heads
 from echelon import LLM, SamplingParams, api
 from echelon.drafters.guard import GuardedDrafter
-from echelon.heads.loading import build_head
+from echelon.heads.checkpoints import build_head
 from echelon.model.graphs import ahead, buckets, graphs
 from echelon.model.graphs import buffers as frames
 from echelon.model.graphs import programs as captured

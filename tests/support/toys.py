@@ -86,7 +86,7 @@ def prompts(lengths: SequenceOf[int] = PROMPT_LENGTHS, vocabulary: int = VOCABUL
 class ScriptedDrafter:
     """Knows the true continuations; proposes them (`shift=0`), something else (`shift=1`), or noise (`shift=None`)."""
 
-    taps: tuple[str, ...] = ()
+    hidden_state_names: tuple[str, ...] = ()
 
     def __init__(self, truth: dict[tuple[int, ...], list[int]], shift: int | None) -> None:
         self._truth, self._shift = truth, shift
@@ -106,7 +106,7 @@ class ScriptedDrafter:
         sequence = row.sequence
         return self._truth[tuple(sequence.tokens[: sequence.num_prompt_tokens])][sequence.num_output_tokens :]
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:
         self.observed += [(n, len(p)) for n, p, r in zip(verdict.num_draft_tokens, verdict.paths, rows, strict=True) if r.is_sampled]
 
     def forget(self, row: int) -> None: ...

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 
 from echelon.api import LLM
-from echelon.baselines.rectangle import RectangleCache
 
 Clock = Callable[[], float]
 HEAD_START = 1_000_000  # cycles, about half a millisecond: the device waits, so that launches are queued when it begins
@@ -35,8 +34,7 @@ def time_parts(llm: LLM) -> None:
     """
     llm.engine.clock = clock_of(llm.target.device)
     for runner in llm.storage.runners:
-        if isinstance(runner.cache, RectangleCache):
-            runner.cache.clock = llm.engine.clock
+        runner.cache.clock = llm.engine.clock
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from echelon import SamplingParams
 from echelon.bench.clock import clock_of
-from echelon.bench.throughput import Contender, Prompts, Result, Run
+from echelon.bench.throughput import Contender, Prompts, Run, ThroughputResult
 from echelon.bench.verify import cut
 
 PAD = 0  # masked, and never looked for
 
 
-class Clock(StoppingCriteria):  # type: ignore[misc]
+class StepTimes(StoppingCriteria):  # type: ignore[misc]
     """Never stops anything; notes when each step ended and how long the rows were. The first call comes after prefill."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class FrameworkRun:
         self._num_tokens, self._num_steps = 0, 0
 
     def warm_up(self, prompts: Prompts, params: SamplingParams) -> None:
-        self._generate(prompts[: self._batch_size], params, Clock())
+        self._generate(prompts[: self._batch_size], params, StepTimes())
 
     def run(self, prompts: Prompts, params: SamplingParams) -> Run:
         outputs: list[list[int]] = []
@@ -51,7 +51,7 @@ class FrameworkRun:
         now = clock_of(self._model.device)
         start = now()
         for first in range(0, len(prompts), self._batch_size):
-            rows, clock = prompts[first : first + self._batch_size], Clock()
+            rows, clock = prompts[first : first + self._batch_size], StepTimes()
             outputs += self._generate(rows, params, clock)
             new, elapsed = clock.decode
             tokens, seconds = tokens + new * len(rows), seconds + elapsed
@@ -59,7 +59,7 @@ class FrameworkRun:
         self._num_tokens += sum(map(len, outputs))
         return Run(outputs, now() - start, (tokens, seconds))
 
-    def _generate(self, rows: Prompts, params: SamplingParams, clock: Clock) -> list[list[int]]:
+    def _generate(self, rows: Prompts, params: SamplingParams, clock: StepTimes) -> list[list[int]]:
         width = max(map(len, rows))
         ends = self._model.generation_config.eos_token_id
         done = self._model.generate(
@@ -75,12 +75,14 @@ class FrameworkRun:
         stops = frozenset() if params.ignore_eos or ends is None else frozenset([ends] if isinstance(ends, int) else ends)
         return [cut(row[width:].tolist(), stops) for row in done]
 
-    def result(self, batch_size: int, runs: SequenceOf[Run]) -> Result:
+    def result(self, batch_size: int, runs: SequenceOf[Run]) -> ThroughputResult:
         """tokens_per_step is emitted tokens over steps of one row; acceptance is not reported by the framework."""
         per_step = self._num_tokens / self._num_steps if self._batch_size == 1 and self._num_steps else 1.0
         speeds = [sum(map(len, r.outputs)) / r.seconds for r in runs]
         decode = [tokens / seconds if seconds else 0.0 for tokens, seconds in (r.decode for r in runs)]
-        return Result(self.name, batch_size, speeds, per_step, 0.0, 0, 0, strategy="transformers", decode_tokens_per_second=decode)
+        return ThroughputResult(
+            self.name, batch_size, speeds, per_step, 0.0, 0, 0, strategy="transformers", decode_tokens_per_second=decode
+        )
 
 
 def framework_runs(

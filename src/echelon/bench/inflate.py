@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from echelon.errors import ConfigError, UnsupportedModelError
 from echelon.heads.base import Head
+from echelon.heads.checkpoints import load_head, save_head, shared_parts
 from echelon.heads.clover import CloverHead
-from echelon.heads.loading import load_head, save_head, shared_parts
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
 LARGEST_HIDDEN = 2048  # `plan_growth` widens up to here, then deepens
@@ -32,14 +32,14 @@ RESIDUAL_OUTPUTS = ("o_proj", "down_proj", "out_proj", "fc2")
 
 
 @dataclass(frozen=True)
-class Growth:
+class Inflation:
     """Repeat activations `width` times (a power of two, so that division is exact) and have `num_layers` layers."""
 
     width: int
     num_layers: int
 
 
-def plan_growth(model: PreTrainedModel, num_parameters: int) -> Growth:
+def plan_growth(model: PreTrainedModel, num_parameters: int) -> Inflation:
     """The growth that reaches `num_parameters`: width first, up to a hidden size of 2,048, then layers."""
     config = model.config
     width = 1
@@ -48,10 +48,10 @@ def plan_growth(model: PreTrainedModel, num_parameters: int) -> Growth:
     layer = sum(p.numel() for n, p in model.named_parameters() if _layer_of(n) == 0 and p.ndim == 2) * width**2
     outside = sum(p.numel() for n, p in model.named_parameters() if _layer_of(n) is None) * width
     missing = max(0, num_parameters - outside)
-    return Growth(width, max(config.num_hidden_layers, -(-missing // layer)))
+    return Inflation(width, max(config.num_hidden_layers, -(-missing // layer)))
 
 
-def inflate(model: PreTrainedModel, growth: Growth) -> PreTrainedModel:
+def inflate(model: PreTrainedModel, growth: Inflation) -> PreTrainedModel:
     """A new model with the function of `model`, in its dtype.
 
     Raises
@@ -76,7 +76,7 @@ def inflate(model: PreTrainedModel, growth: Growth) -> PreTrainedModel:
     return grown.eval()
 
 
-def _check(model: PreTrainedModel, growth: Growth) -> None:
+def _check(model: PreTrainedModel, growth: Inflation) -> None:
     kind, num_layers = model.config.model_type, model.config.num_hidden_layers
     if kind not in FAMILIES:
         raise UnsupportedModelError(f"inflate knows the families {', '.join(FAMILIES)}, not {kind!r}")
@@ -97,7 +97,7 @@ def _layer_of(name: str) -> int | None:
     return int(parts[parts.index("layers") + 1]) if "layers" in parts else None
 
 
-def _grown_state(model: PreTrainedModel, growth: Growth) -> dict[str, Tensor]:
+def _grown_state(model: PreTrainedModel, growth: Inflation) -> dict[str, Tensor]:
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     state: dict[str, Tensor] = {}
     appended: dict[int, list[tuple[str, Tensor]]] = {}
@@ -174,7 +174,7 @@ def inflate_with_heads(
     `heads`: the folder of each, trained for `model`.
     """
     own = untied(model)
-    growth = plan_growth(own, num_parameters) if num_parameters else Growth(1, own.config.num_hidden_layers)
+    growth = plan_growth(own, num_parameters) if num_parameters else Inflation(1, own.config.num_hidden_layers)
     grown = inflate(own, growth)
     folders = {name: folder / name for name in heads}
     for name, trained in heads.items():

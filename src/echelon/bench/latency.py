@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -20,7 +20,7 @@ import numpy as np
 from echelon import LLM, SamplingParams
 from echelon.bench.prefill import sequence_of
 from echelon.bench.report import table
-from echelon.bench.throughput import Method, Prompts, display_name, environment
+from echelon.bench.throughput import DecodingMethod, Prompts, display_name, environment
 from echelon.bench.verify import STRATEGIES
 from echelon.model.load.loading import LoadedModel
 
@@ -54,7 +54,7 @@ def arrivals(count: int, rate: float, seed: int) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Served:
+class RequestLatencies:
     """Seconds from arrival to first and last token of every request, and all in all."""
 
     first: list[float]
@@ -65,7 +65,7 @@ class Served:
 
 def serve(
     llm: LLM, prompts: Prompts, params: SamplingParams, times: SequenceOf[float], clock: Callable[[], float] = time.perf_counter
-) -> Served:
+) -> RequestLatencies:
     """Run requests as they arrive."""
     engine = llm.engine
     sequences = [sequence_of(llm, row, prompt, params) for row, prompt in enumerate(prompts)]
@@ -85,13 +85,13 @@ def serve(
             if sequence.is_finished:
                 last[sequence.id] = now
     waits = [[moments[i] - times[i] for i in range(len(sequences))] for moments in (first, last)]
-    return Served(waits[0], waits[1], now - times[0], sum(s.num_output_tokens for s in sequences))
+    return RequestLatencies(waits[0], waits[1], now - times[0], sum(s.num_output_tokens for s in sequences))
 
 
 def measure_latency(
     target: LoadedModel,
     draft: LoadedModel | None,
-    methods: SequenceOf[Method],
+    methods: SequenceOf[DecodingMethod],
     prompts: Prompts,
     params: SamplingParams,
     batch_size: int,
@@ -118,7 +118,9 @@ def measure_latency(
     return results
 
 
-def _result(method: Method, batch_size: int, load: float, arriving: float, served: Served, group_rate: float | None) -> Latency:
+def _result(
+    method: DecodingMethod, batch_size: int, load: float, arriving: float, served: RequestLatencies, group_rate: float | None
+) -> Latency:
     p50, p90, p99 = (float(q) for q in np.quantile(served.last, (0.5, 0.9, 0.99)))
     first_p50, first_p99 = (float(q) for q in np.quantile(served.first, (0.5, 0.99)))
     speed = served.num_tokens / served.seconds
@@ -127,10 +129,6 @@ def _result(method: Method, batch_size: int, load: float, arriving: float, serve
 
 def as_json(results: SequenceOf[Latency]) -> dict[str, Any]:
     return {"environment": environment(), "results": [asdict(r) for r in results]}
-
-
-def from_json(value: Mapping[str, Any]) -> list[Latency]:
-    return [Latency(**entry) for entry in value["results"]]
 
 
 def as_markdown(results: SequenceOf[Latency]) -> str:

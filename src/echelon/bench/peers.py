@@ -25,7 +25,7 @@ from typing import Any
 
 from echelon import ConfigError
 from echelon.bench.report import table
-from echelon.bench.throughput import HEAD_TOKENS, Prompts, Result
+from echelon.bench.throughput import HEAD_TOKENS, Prompts, ThroughputResult
 
 WORKERS = Path(__file__).parent / "workers"
 RESULT = ("versions", "outputs", "seconds", "head_seconds")  # what a worker writes of a job
@@ -50,7 +50,7 @@ class Peer:
 class PeerResult:
     """One mode of a peer at one batch size; `versions` of the packages that served it."""
 
-    result: Result
+    result: ThroughputResult
     versions: dict[str, str]
 
 
@@ -115,7 +115,7 @@ def peer_result(peer: Peer, task: Mapping[str, Any], value: Mapping[str, Any], t
     outputs = value["outputs"]
     count, later = sum(map(len, outputs)), sum(max(0, len(o) - task["head_tokens"]) for o in outputs)
     spans = [s - h for s, h in zip(value["seconds"], value["head_seconds"], strict=True)]
-    result = Result(
+    result = ThroughputResult(
         f"{peer.name}, {MODES[task['mode']]}",
         task["batch_size"],
         [count / s for s in value["seconds"]],
@@ -145,7 +145,7 @@ def measure_peers(
     return results
 
 
-def as_markdown(results: SequenceOf[Result], versions: Mapping[str, str]) -> str:
+def as_markdown(results: SequenceOf[ThroughputResult], versions: Mapping[str, str]) -> str:
     """Decoding speed with the whole call's in brackets, one column a batch size."""
     sizes = sorted({r.batch_size for r in results})
     rows = []

@@ -10,7 +10,7 @@ from typing import Any
 
 from echelon.bench.latency import Latency
 from echelon.bench.steps import SPLIT
-from echelon.bench.throughput import Result
+from echelon.bench.throughput import ThroughputResult
 from echelon.errors import MissingExtraError
 
 STRATEGY_COLOURS = {
@@ -37,13 +37,12 @@ def pyplot_or_refusal() -> Any:
     except ImportError as error:
         raise MissingExtraError("plots need matplotlib: pip install 'echelon[plot]'") from error
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "echelon"  # the same picture is the same file
     from matplotlib import pyplot
 
     return pyplot
 
 
-def bar_chart(path: Path, groups: Mapping[str, SequenceOf[Result]]) -> None:
+def bar_chart(path: Path, groups: Mapping[str, SequenceOf[ThroughputResult]]) -> None:
     """One panel a group: median tokens per second of each method, the range as an error bar, τ written on the bar.
 
     Raises
@@ -68,7 +67,7 @@ def bar_chart(path: Path, groups: Mapping[str, SequenceOf[Result]]) -> None:
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     """One curve: values by batch size, with the range of the rounds where there were several."""
 
     name: str
@@ -78,8 +77,8 @@ class Line:
     ranges: SequenceOf[tuple[float, float]] = ()
 
 
-def line_chart(paths: SequenceOf[Path], panels: Mapping[str, SequenceOf[Line]], ylabel: str, level: float | None = None) -> None:
-    """One panel a key, batch size to the right; `level` draws a horizontal line there. The same picture goes to every path."""
+def line_chart(path: Path, panels: Mapping[str, SequenceOf[Curve]], ylabel: str, level: float | None = None) -> None:
+    """Draw one panel a key as PNG, batch size to the right; `level` draws a horizontal line there."""
     pyplot = pyplot_or_refusal()
     figure, axes = pyplot.subplots(1, len(panels), figsize=(4.8 * len(panels), 4.2), constrained_layout=True, squeeze=False)
     for axis, (title, lines) in zip(axes[0], panels.items(), strict=True):
@@ -100,10 +99,10 @@ def line_chart(paths: SequenceOf[Path], panels: Mapping[str, SequenceOf[Line]], 
         axis.set_title(title, fontsize=10.5)
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(fontsize=8, frameon=False)
-    _save(pyplot, figure, paths)
+    _save(pyplot, figure, path)
 
 
-def split_chart(paths: SequenceOf[Path], bars: Mapping[str, Mapping[str, float]]) -> None:
+def split_chart(path: Path, bars: Mapping[str, Mapping[str, float]]) -> None:
     """Where a step's milliseconds go: one horizontal bar a key, cut into the parts of a step."""
     pyplot = pyplot_or_refusal()
     figure, axis = pyplot.subplots(figsize=(8.5, 1.2 + 0.32 * len(bars)), constrained_layout=True)
@@ -117,18 +116,16 @@ def split_chart(paths: SequenceOf[Path], bars: Mapping[str, Mapping[str, float]]
     axis.tick_params(axis="y", labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8, frameon=False, ncols=len(SPLIT), loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    _save(pyplot, figure, paths)
+    _save(pyplot, figure, path)
 
 
-def _save(pyplot: Any, figure: Any, paths: SequenceOf[Path]) -> None:
-    for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        metadata = {"Date": None} if path.suffix == ".svg" else {}
-        figure.savefig(path, dpi=130, metadata=metadata)
+def _save(pyplot: Any, figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
 
-def strategy_lines(results: SequenceOf[Result], drafter: str) -> list[Line]:
+def strategy_lines(results: SequenceOf[ThroughputResult], drafter: str) -> list[Curve]:
     """Decoding speed of every strategy with one drafter, and of plain decoding, by batch size."""
     lines = []
     for strategy, colour in STRATEGY_COLOURS.items():
@@ -139,34 +136,32 @@ def strategy_lines(results: SequenceOf[Result], drafter: str) -> list[Line]:
     return [*lines, _line("plain decoding", plain, "#555555", "--")] if plain else lines
 
 
-def _line(name: str, found: SequenceOf[Result], colour: str, style: str = "-") -> Line:
+def _line(name: str, found: SequenceOf[ThroughputResult], colour: str, style: str = "-") -> Curve:
     speeds = [r.decode_tokens_per_second or [0.0] for r in found]
-    return Line(name, [(r.batch_size, r.decode_median) for r in found], colour, style, [(min(s), max(s)) for s in speeds])
+    return Curve(name, [(r.batch_size, r.decode_median) for r in found], colour, style, [(min(s), max(s)) for s in speeds])
 
 
-def throughput_charts(folder: Path, results: SequenceOf[Result]) -> list[Path]:
-    """Speed by batch size, one panel a drafter, and the parts of a step at the largest batch; PNG and SVG."""
+def throughput_charts(folder: Path, results: SequenceOf[ThroughputResult]) -> list[Path]:
+    """Speed by batch size, one panel a drafter, and the parts of a step at the largest batch."""
     drafters = list(dict.fromkeys(r.method for r in results if r.strategy != "transformers" and r.method != "plain")) or ["plain"]
-    speed = [folder / f"throughput.{kind}" for kind in ("png", "svg")]
+    speed, split = folder / "throughput.png", folder / "steps.png"
     line_chart(speed, {d: strategy_lines(results, d) for d in drafters}, "new tokens per second, decoding")
     largest = max(r.batch_size for r in results)
     bars = {f"{r.name}, batch {largest}": r.step_ms for r in results if r.step_ms and r.batch_size == largest}
-    split = [folder / f"steps.{kind}" for kind in ("png", "svg")]
     split_chart(split, bars)
-    return [*speed, *split]
+    return [speed, split]
 
 
 def latency_charts(folder: Path, results: SequenceOf[Latency]) -> list[Path]:
-    """P50 and P99 of every strategy by batch size, one panel a load; PNG and SVG."""
+    """P50 and P99 of every strategy by batch size, one panel a load."""
     panels = {}
     for load in dict.fromkeys(r.load for r in results):
         lines = []
         for strategy, colour in STRATEGY_COLOURS.items():
             found = [r for r in results if r.load == load and r.strategy == strategy]
             if found:
-                lines.append(Line(f"{strategy}, P50", [(r.batch_size, 1e3 * r.p50) for r in found], colour))
-                lines.append(Line(f"{strategy}, P99", [(r.batch_size, 1e3 * r.p99) for r in found], colour, ":"))
+                lines.append(Curve(f"{strategy}, P50", [(r.batch_size, 1e3 * r.p50) for r in found], colour))
+                lines.append(Curve(f"{strategy}, P99", [(r.batch_size, 1e3 * r.p99) for r in found], colour, ":"))
         panels[f"arrivals at {load:.0%} of capacity"] = lines
-    paths = [folder / f"latency.{kind}" for kind in ("png", "svg")]
-    line_chart(paths, panels, "milliseconds from arrival to last token")
-    return paths
+    line_chart(folder / "latency.png", panels, "milliseconds from arrival to last token")
+    return [folder / "latency.png"]

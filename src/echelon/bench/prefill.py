@@ -19,12 +19,12 @@ from echelon.batch import Span
 from echelon.bench.clock import time_parts
 from echelon.bench.replayed import ReplayedDraftModel
 from echelon.bench.steps import Recorder, Sums
-from echelon.bench.throughput import Method, Prompts, Result, Run, display_name, engine_result
+from echelon.bench.throughput import DecodingMethod, Prompts, Run, ThroughputResult, display_name, engine_result
 from echelon.bench.verify import STRATEGIES
 from echelon.errors import ConfigError
 from echelon.memory import available_memory, mebibytes
 from echelon.model.load.loading import LoadedModel
-from echelon.model.runner import ModelRunner
+from echelon.model.runner import Runner
 from echelon.ops.slots import gather_slots
 from echelon.sampling import Sampler
 from echelon.sequence import Sequence
@@ -73,7 +73,7 @@ def read_prefixes(loaded: LoadedModel, prompts: SequenceOf[SequenceOf[int]], **s
     return [_read(llm.engine.target, row, list(prompt[:-1])) for row, prompt in enumerate(prompts)]
 
 
-def _read(runner: ModelRunner, row: int, tokens: list[int]) -> Prefix:
+def _read(runner: Runner[Any], row: int, tokens: list[int]) -> Prefix:
     tables, cache = runner.cache.tables, runner.cache
     tables.reserve(row, len(tokens))
     slots = []
@@ -90,7 +90,7 @@ def _read(runner: ModelRunner, row: int, tokens: list[int]) -> Prefix:
     return prefix
 
 
-def write_prefixes(runner: ModelRunner, rows: SequenceOf[int], prefixes: SequenceOf[Prefix]) -> None:
+def write_prefixes(runner: Runner[Any], rows: SequenceOf[int], prefixes: SequenceOf[Prefix]) -> None:
     """Give `rows` their prompts' keys and values, in the slots where this runner's strategy reads prompts to.
 
     The cache is empty, so that rows take its lines in order.
@@ -146,7 +146,7 @@ class PrefilledRun:
 
     def __init__(
         self,
-        method: Method,
+        method: DecodingMethod,
         target: LoadedModel,
         draft: LoadedModel | None,
         prefixes: SequenceOf[Prefix],
@@ -175,7 +175,7 @@ class PrefilledRun:
         self._stats = llm.stats
         return Run(outputs, recorder.whole["seconds"], (recorder.decode["tokens"], recorder.decode["seconds"]))
 
-    def result(self, batch_size: int, runs: SequenceOf[Run]) -> Result:
+    def result(self, batch_size: int, runs: SequenceOf[Run]) -> ThroughputResult:
         """Acceptance is the last run's; all of them draft and accept the same."""
         return engine_result(self._method, batch_size, runs, self._stats, self._decode)
 

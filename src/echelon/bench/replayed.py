@@ -56,7 +56,7 @@ class ReplayedDraftModel:
     """
 
     def __init__(self, draft_model: Drafter, law: SpeculativeConfig, vocab_size: int) -> None:
-        self.taps = draft_model.taps
+        self.hidden_state_names = draft_model.hidden_state_names
         self._draft_model, self._law = draft_model, ReplayDrafter(law, vocab_size)
 
     def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
@@ -64,8 +64,8 @@ class ReplayedDraftModel:
         assert drawn.replayed is not None
         return replace(draft, replayed=np.minimum(drawn.replayed, draft.num_draft_tokens).astype(np.int32))
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:
-        self._draft_model.observe(rows, verdict, taps)
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:
+        self._draft_model.observe(rows, verdict, hidden_states)
 
     def forget(self, row: int) -> None:
         self._draft_model.forget(row)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.bench.steps import SPLIT
-from echelon.bench.throughput import Result
+from echelon.bench.throughput import ThroughputResult
 from echelon.inputs import write_text
 from echelon.memory import mebibytes
 
@@ -26,7 +26,7 @@ def table(head: SequenceOf[str], rows: SequenceOf[SequenceOf[object]]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def speeds_as_markdown(results: SequenceOf[Result]) -> str:
+def speeds_as_markdown(results: SequenceOf[ThroughputResult]) -> str:
     """Speeds with and without prefill, speed-up over our plain decoding at the same batch, acceptance, equality."""
     plain = {r.batch_size: r.decode_median for r in results if r.name == "plain"}
     head = [
@@ -49,7 +49,7 @@ def speeds_as_markdown(results: SequenceOf[Result]) -> str:
     return table(head, rows)
 
 
-def steps_as_markdown(results: SequenceOf[Result]) -> str:
+def steps_as_markdown(results: SequenceOf[ThroughputResult]) -> str:
     """Where a decoding step's time goes, and what is padded, held and loaded."""
     head = ["batch", "method", "ms a step", *SPLIT, "padded inputs", "padded KV", "KV reserved", "KV loaded a step", "index", "group rate"]
     rows = []
@@ -62,7 +62,7 @@ def steps_as_markdown(results: SequenceOf[Result]) -> str:
     return table(head, rows)
 
 
-def positions_as_markdown(results: SequenceOf[Result]) -> str:
+def positions_as_markdown(results: SequenceOf[ThroughputResult]) -> str:
     """Share of drafted tokens kept, by position in the draft."""
     drafting = [r for r in results if r.accepted_by_position]
     longest = max((len(r.accepted_by_position) for r in drafting), default=0)
@@ -70,7 +70,7 @@ def positions_as_markdown(results: SequenceOf[Result]) -> str:
     return table(["batch", "method", *map(str, range(1, longest + 1))], rows) if rows else ""
 
 
-def throughput_as_markdown(results: SequenceOf[Result], environment: dict[str, str], command: str) -> str:
+def throughput_as_markdown(results: SequenceOf[ThroughputResult], environment: dict[str, str], command: str) -> str:
     """The whole report."""
     parts = [
         "# Throughput",

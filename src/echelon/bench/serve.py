@@ -28,7 +28,7 @@ COUNTERS = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_deco
 
 
 @dataclass(frozen=True)
-class Load:
+class Traffic:
     """What is asked for, and how fast: `request_rate` a second (Poisson; 0: all at once), at most `concurrency` of them open (0: any)."""
 
     prompts: SequenceOf[str]
@@ -48,7 +48,7 @@ class Load:
 
 
 @dataclass
-class Answer:
+class RequestTiming:
     """One request: seconds, tokens, or why it failed."""
 
     ttft: float = 0.0
@@ -70,7 +70,7 @@ class Goal:
     ttft_ms: float | None = None
     tpot_ms: float | None = None
 
-    def is_met(self, answer: Answer) -> bool:
+    def is_met(self, answer: RequestTiming) -> bool:
         is_prompt = self.ttft_ms is None or answer.ttft * 1e3 <= self.ttft_ms
         return is_prompt and (self.tpot_ms is None or (answer.tpot or 0.0) * 1e3 <= self.tpot_ms)
 
@@ -87,8 +87,8 @@ def code_texts(files: SequenceOf[str], count: int, num_characters: int) -> list[
     return [pieces[i * len(pieces) // count] for i in range(count)]
 
 
-async def measure(url: str, key: str | None, model: str | None, load: Load, goal: Goal) -> dict[str, Any]:
-    """Run the load on the server at `url` (with or without `/v1`).
+async def measure(url: str, key: str | None, model: str | None, traffic: Traffic, goal: Goal) -> dict[str, Any]:
+    """Send the requests to the server at `url` (with or without `/v1`).
 
     Raises
     ------
@@ -106,7 +106,7 @@ async def measure(url: str, key: str | None, model: str | None, load: Load, goal
         model = model or await _first_model(client)
         before = await counters(client)
         start = time.perf_counter()
-        answers = await _run(client, model, load)
+        answers = await _run(client, model, traffic)
         seconds = time.perf_counter() - start
         after = await counters(client)
     if all(a.problem for a in answers):
@@ -127,24 +127,24 @@ async def _first_model(client: httpx.AsyncClient) -> str:
         ) from None
 
 
-async def _run(client: httpx.AsyncClient, model: str, load: Load) -> list[Answer]:
-    gate = asyncio.Semaphore(load.concurrency or len(load.prompts))
+async def _run(client: httpx.AsyncClient, model: str, traffic: Traffic) -> list[RequestTiming]:
+    gate = asyncio.Semaphore(traffic.concurrency or len(traffic.prompts))
     start = time.perf_counter()
 
-    async def one(prompt: str, at: float) -> Answer:
+    async def one(prompt: str, at: float) -> RequestTiming:
         await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
         async with gate:
-            body = {"model": model, "prompt": prompt, "max_tokens": load.max_tokens, "stream": True}
-            return await ask(client, body | {"stream_options": {"include_usage": True}} | load.params)
+            body = {"model": model, "prompt": prompt, "max_tokens": traffic.max_tokens, "stream": True}
+            return await ask(client, body | {"stream_options": {"include_usage": True}} | traffic.params)
 
-    return await asyncio.gather(*(one(p, at) for p, at in zip(load.prompts, load.arrivals(), strict=True)))
+    return await asyncio.gather(*(one(p, at) for p, at in zip(traffic.prompts, traffic.arrivals(), strict=True)))
 
 
-async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
+async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> RequestTiming:
     """One streamed completion."""
     import httpx
 
-    answer, start = Answer(), time.perf_counter()
+    answer, start = RequestTiming(), time.perf_counter()
     last = 0.0
     try:
         async with client.stream("POST", "/v1/completions", json=body) as response:
@@ -187,7 +187,7 @@ async def counters(client: httpx.AsyncClient) -> dict[str, float]:
     return found
 
 
-def report(answers: SequenceOf[Answer], seconds: float, goal: Goal, counted: dict[str, float]) -> dict[str, Any]:
+def report(answers: SequenceOf[RequestTiming], seconds: float, goal: Goal, counted: dict[str, float]) -> dict[str, Any]:
     """Figures of a run; latencies in milliseconds."""
     good = [a for a in answers if a.problem is None]
     drafts, drafted, accepted = (counted.get(name, 0.0) for name in COUNTERS)

@@ -92,11 +92,6 @@ class Sums:
         """Milliseconds of a step, by part."""
         return {part: 1e3 * self.per(part, "steps") for part in SPLIT}
 
-    @property
-    def overhead_share(self) -> float:
-        """Share of the time that goes into neither model nor verification (the papers' alignment overhead)."""
-        return (self["layout"] + self["host"]) / self["seconds"] if self["seconds"] else 0.0
-
 
 class Recorder:
     """Call it after every step: `whole` sums all of them, `decode` those that read no prompt. What a step settles the device has done."""

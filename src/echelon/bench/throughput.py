@@ -30,7 +30,7 @@ DRAFTERS = {"none": "plain", "ngram": "LLMA", "draft_model": "draft model", "con
 
 
 @dataclass(frozen=True)
-class Method:
+class DecodingMethod:
     """A name for the table, what drafts, and how rows become a batch."""
 
     name: str
@@ -39,21 +39,21 @@ class Method:
 
 
 # drafts end where the draft model is no longer sure, of unequal length as LLMA's
-CONFIDENT = Method(DRAFTERS["confident"], {"method": "draft_model", "num_speculative_tokens": 7, "confidence_threshold": 0.3})
+CONFIDENT = DecodingMethod(DRAFTERS["confident"], {"method": "draft_model", "num_speculative_tokens": 7, "confidence_threshold": 0.3})
 
 
-def default_methods(num_ngram_tokens: int = 7, num_draft_tokens: int = 4) -> list[Method]:
+def default_methods(num_ngram_tokens: int = 7, num_draft_tokens: int = 4) -> list[DecodingMethod]:
     """Plain decoding, LLMA with the paper's match length, and a draft model."""
     return [
-        Method("plain", None),
-        Method("LLMA", {"method": "ngram", "num_speculative_tokens": num_ngram_tokens, "prompt_lookup_max": 2}),
-        Method("draft model", {"method": "draft_model", "num_speculative_tokens": num_draft_tokens}),
+        DecodingMethod("plain", None),
+        DecodingMethod("LLMA", {"method": "ngram", "num_speculative_tokens": num_ngram_tokens, "prompt_lookup_max": 2}),
+        DecodingMethod("draft model", {"method": "draft_model", "num_speculative_tokens": num_draft_tokens}),
     ]
 
 
 def methods_of(
     strategies: SequenceOf[str], drafters: SequenceOf[str], num_ngram_tokens: int = 7, num_draft_tokens: int = 4, **replay: Any
-) -> list[Method]:
+) -> list[DecodingMethod]:
     """Every strategy with every drafter, after plain decoding unpadded, which all are compared with; `replay` are that drafter's keys."""
     for kind, names, known in (("strategy", strategies, STRATEGIES), ("drafter", drafters, DRAFTERS)):
         if unknown := [n for n in names if n not in known]:
@@ -61,13 +61,13 @@ def methods_of(
     configs = {m.name: m.config for m in default_methods(num_ngram_tokens, num_draft_tokens)}
     configs[CONFIDENT.name] = CONFIDENT.config
     configs["replay"] = {"method": "replay", "num_speculative_tokens": num_ngram_tokens, **replay}
-    found = [Method("plain", None)]
-    found += [Method(DRAFTERS[d], configs[DRAFTERS[d]], s) for d in drafters for s in strategies]
+    found = [DecodingMethod("plain", None)]
+    found += [DecodingMethod(DRAFTERS[d], configs[DRAFTERS[d]], s) for d in drafters for s in strategies]
     return list({(m.name, m.strategy): m for m in found}.values())
 
 
 @dataclass(frozen=True)
-class Result:
+class ThroughputResult:
     """One method at one batch size.
 
     tokens_per_second         new tokens over the whole call, prefill included; one a round
@@ -118,7 +118,7 @@ class Result:
 
 
 def display_name(method: str, strategy: str) -> str:
-    """Method and strategy in one; the engine's own strategy goes without saying."""
+    """DecodingMethod and strategy in one; the engine's own strategy goes without saying."""
     return method if strategy not in STRATEGIES or strategy == "unpadded" else f"{method}, {strategy}"
 
 
@@ -140,7 +140,7 @@ class Contender(Protocol):
 
     def run(self, prompts: Prompts, params: SamplingParams) -> Run: ...
 
-    def result(self, batch_size: int, runs: SequenceOf[Run]) -> Result: ...
+    def result(self, batch_size: int, runs: SequenceOf[Run]) -> ThroughputResult: ...
 
 
 class EngineRun:
@@ -152,7 +152,7 @@ class EngineRun:
     """
 
     def __init__(
-        self, method: Method, target: LoadedModel, draft: LoadedModel | None, batch_size: int, settings: Mapping[str, Any]
+        self, method: DecodingMethod, target: LoadedModel, draft: LoadedModel | None, batch_size: int, settings: Mapping[str, Any]
     ) -> None:
         self._method = method
         self.name = display_name(method.name, method.strategy)
@@ -185,14 +185,14 @@ class EngineRun:
         engine.stats = counted
         return sum(map(len, outputs)), seconds
 
-    def result(self, batch_size: int, runs: SequenceOf[Run]) -> Result:
+    def result(self, batch_size: int, runs: SequenceOf[Run]) -> ThroughputResult:
         return engine_result(self._method, batch_size, runs, self._llm.stats, self._decode)
 
 
-def engine_result(method: Method, batch_size: int, runs: SequenceOf[Run], stats: Stats, decode: Sums) -> Result:
+def engine_result(method: DecodingMethod, batch_size: int, runs: SequenceOf[Run], stats: Stats, decode: Sums) -> ThroughputResult:
     """The engine's counters as a result; rows are compared with plain decoding later."""
     drafted, accepted = stats.num_drafts_by_position, stats.num_accepted_by_position
-    return Result(
+    return ThroughputResult(
         method.name,
         batch_size,
         [sum(map(len, r.outputs)) / r.seconds for r in runs],
@@ -223,7 +223,7 @@ def plain_outputs(target: LoadedModel, prompts: Prompts, params: SamplingParams)
 def measure(
     target: LoadedModel,
     draft: LoadedModel | None,
-    methods: SequenceOf[Method],
+    methods: SequenceOf[DecodingMethod],
     prompts: Prompts,
     params: SamplingParams,
     batch_size: int,
@@ -232,7 +232,7 @@ def measure(
     on_run: Callable[[str], None] = lambda _: None,
     others: SequenceOf[Contender] = (),
     **settings: Any,
-) -> list[Result]:
+) -> list[ThroughputResult]:
     """Run every method, and `others`, `rounds` times in turn, after one warm-up each; `settings` are the engine's.
 
     `truth` is found by plain decoding, row by row, if it is not given; an empty one compares nothing.
@@ -251,7 +251,7 @@ def measure(
     return [compared(c.result(batch_size, own), own[-1].outputs, truth) for c, own in zip(contenders, runs, strict=True)]
 
 
-def compared(result: Result, outputs: SequenceOf[SequenceOf[int]], truth: SequenceOf[SequenceOf[int]]) -> Result:
+def compared(result: ThroughputResult, outputs: SequenceOf[SequenceOf[int]], truth: SequenceOf[SequenceOf[int]]) -> ThroughputResult:
     """With the number of rows that equal plain decoding; a replayed text means nothing, and without a truth nothing is compared."""
     if result.method.startswith("replay") or not truth:
         return result
@@ -297,10 +297,10 @@ def commit() -> str:
         return "unknown"
 
 
-def as_json(results: SequenceOf[Result]) -> dict[str, Any]:
+def as_json(results: SequenceOf[ThroughputResult]) -> dict[str, Any]:
     return {"environment": environment(), "results": [asdict(r) | {"median": r.median} for r in results]}
 
 
-def from_json(value: dict[str, Any]) -> list[Result]:
+def from_json(value: dict[str, Any]) -> list[ThroughputResult]:
     """The results that `as_json` wrote."""
-    return [Result(**{k: v for k, v in entry.items() if k != "median"}) for entry in value["results"]]
+    return [ThroughputResult(**{k: v for k, v in entry.items() if k != "median"}) for entry in value["results"]]

@@ -60,7 +60,7 @@ class Mismatch:
 
 
 @dataclass(frozen=True)
-class Result:
+class EqualityResult:
     """How many of the rows are equal, cut at EOS; `partial_match`: mean share of the reference's tokens before the first difference."""
 
     case: Case
@@ -80,7 +80,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Request:
+class VerificationJob:
     """What is verified: a model by name, token ids of prompts, and the settings of the runs (`EngineConfig`)."""
 
     model: str
@@ -136,7 +136,9 @@ class Judge:
         return Mismatch(row, place, token, wanted, gap, error, is_tie=are_top_two and gap <= 2 * error)
 
 
-def compare(case: Case, outputs: SequenceOf[Tokens], truth: SequenceOf[Tokens], request: Request, judge: Judge | None) -> Result:
+def compare(
+    case: Case, outputs: SequenceOf[Tokens], truth: SequenceOf[Tokens], request: VerificationJob, judge: Judge | None
+) -> EqualityResult:
     """Row by row; without a judge the differences are counted and not explained."""
     places = [first_difference(a, b) for a, b in zip(outputs, truth, strict=True)]
     shares = [1.0 if place is None else place / max(1, len(expected)) for place, expected in zip(places, truth, strict=True)]
@@ -145,19 +147,25 @@ def compare(case: Case, outputs: SequenceOf[Tokens], truth: SequenceOf[Tokens], 
         for row, place in enumerate(places)
         if judge is not None and place is not None
     ]
-    return Result(case, len(truth), places.count(None), sum(shares) / len(shares), judge is not None, mismatches)
+    return EqualityResult(case, len(truth), places.count(None), sum(shares) / len(shares), judge is not None, mismatches)
 
 
 def verify_dtype(
-    request: Request, dtype: str, strategies: SequenceOf[str], batch_sizes: SequenceOf[int], draft_model: str | None, has_control: bool
-) -> Iterator[Result]:
+    request: VerificationJob,
+    dtype: str,
+    strategies: SequenceOf[str],
+    batch_sizes: SequenceOf[int],
+    draft_model: str | None,
+    has_control: bool,
+) -> Iterator[EqualityResult]:
     """Every strategy × drafter × batch size in one dtype, then `transformers` against itself."""
-    target = load_model(request.model, dtype, request.device, request.numerics)
-    draft = load_model(draft_model, dtype, request.device, request.numerics) if draft_model else None
+    target = load_model(request.model, dtype=dtype, device=request.device, numerics=request.numerics)
+    draft = load_model(draft_model, dtype=dtype, device=request.device, numerics=request.numerics) if draft_model else None
     alone = LLM(target, max_num_seqs=1, numerics=request.numerics)
     params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens)
     truth = [alone.generate([p], params)[0].outputs[0].token_ids for p in request.prompts]
-    judge = Judge(alone if dtype == "float32" else LLM(load_model(request.model, "float32", request.device), max_num_seqs=1), alone)
+    precise = alone if dtype == "float32" else LLM(request.model, dtype="float32", device=request.device, max_num_seqs=1)
+    judge = Judge(precise, alone)
     for strategy in strategies:
         for drafter, config in request.drafters.items():
             for size in batch_sizes:
@@ -173,14 +181,14 @@ def _generate(
     config: Mapping[str, Any] | None,
     strategy: Mapping[str, Any],
     batch_size: int,
-    request: Request,
+    request: VerificationJob,
     params: SamplingParams,
 ) -> list[Tokens]:
     llm = LLM(target, config, draft, max_num_seqs=batch_size, refill=request.refill, numerics=request.numerics, **strategy)
     return [o.outputs[0].token_ids for o in llm.generate(list(request.prompts), params)]
 
 
-def _control(request: Request, dtype: str, batch_sizes: SequenceOf[int], end_tokens: frozenset[int]) -> Iterator[Result]:
+def _control(request: VerificationJob, dtype: str, batch_sizes: SequenceOf[int], end_tokens: frozenset[int]) -> Iterator[EqualityResult]:
     """What batching costs in equality elsewhere: reported, not judged."""
     model = load_plain(request.model)[0].to(chosen_device(request.device), DTYPES[dtype])
     truth = _framework_generate(model, request, 1, end_tokens)
@@ -190,7 +198,7 @@ def _control(request: Request, dtype: str, batch_sizes: SequenceOf[int], end_tok
             yield compare(Case(dtype, FRAMEWORK, "none", size), outputs, truth, request, None)
 
 
-def _framework_generate(model: PreTrainedModel, request: Request, batch_size: int, end_tokens: frozenset[int]) -> list[Tokens]:
+def _framework_generate(model: PreTrainedModel, request: VerificationJob, batch_size: int, end_tokens: frozenset[int]) -> list[Tokens]:
     """Left-padded static batches through `generate`."""
     outputs: list[Tokens] = []
     for start in range(0, len(request.prompts), batch_size):
@@ -204,14 +212,14 @@ def _framework_generate(model: PreTrainedModel, request: Request, batch_size: in
 
 
 def verify_model(
-    request: Request,
+    request: VerificationJob,
     dtypes: SequenceOf[str],
     strategies: SequenceOf[str],
     batch_sizes: SequenceOf[int],
     draft_model: str | None = None,
     has_control: bool = True,
-    on_result: Callable[[Result], None] = lambda _: None,
-) -> list[Result]:
+    on_result: Callable[[EqualityResult], None] = lambda _: None,
+) -> list[EqualityResult]:
     """All cells of the table, in order of dtype, strategy, drafter, batch size."""
     for kind, names, known in (("strategy", strategies, STRATEGIES), ("dtype", dtypes, DTYPES)):
         if unknown := [n for n in names if n not in known]:

@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 
 from echelon.bench.report import write_json
-from echelon.bench.serve import Goal, Load, as_markdown, code_texts, measure
+from echelon.bench.serve import Goal, Traffic, as_markdown, code_texts, measure
 from echelon.cli.measured import JsonOption
 from echelon.cli.shared import errors
 from echelon.demo import held_out_files
@@ -42,9 +42,9 @@ def serve(
     else:
         prompts = code_texts(held_out_files(), num_prompts, prompt_characters)
     params: dict[str, Any] = {"temperature": temperature, "seed": seed} | ({"ignore_eos": True} if ignore_eos else {})
-    load = Load(prompts, max_tokens, concurrency, request_rate, params, seed)
+    traffic = Traffic(prompts, max_tokens, concurrency, request_rate, params, seed)
     with errors.status(f"{len(prompts)} requests to {url}"):
-        value = asyncio.run(measure(url, os.environ.get("OPENAI_API_KEY"), model, load, Goal(ttft_goal, tpot_goal)))
+        value = asyncio.run(measure(url, os.environ.get("OPENAI_API_KEY"), model, traffic, Goal(ttft_goal, tpot_goal)))
     typer.echo(json.dumps(value) if json_output else as_markdown(value))
     for problem in value["problems"]:
         errors.print(f"[red]failed:[/] {escape(problem)}", highlight=False)

@@ -18,7 +18,7 @@ from echelon import LLM, ConfigError, ops
 from echelon.cli.generate import speculative_mapping
 from echelon.cli.shared import SPECULATIVE
 from echelon.drafters.head_selftest import familiarity
-from echelon.drafters.heads import tapped_head
+from echelon.drafters.heads import attach_head
 from echelon.heads.base import Head
 from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.linear import framework_layers
@@ -67,8 +67,8 @@ def doctor(
 
 def _known(head: Head, target: LoadedModel) -> str:
     """What the self-test of heads found."""
-    tapped = tapped_head(head, target)
-    found = familiarity(target, head, tapped.taps, tapped.shapes)
+    attached = attach_head(head, target)
+    found = familiarity(target, head, attached.reader, attached.shapes)
     if found is None:
         return f"{head.method}: the context is too short to ask it"
     verdict = "NO BETTER THAN CHANCE" if found.is_chance else "knows this model"

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from echelon import ConfigError
-from echelon.bench.inflate import Growth, describe, plan_growth
+from echelon.bench.inflate import Inflation, describe, plan_growth
 from echelon.bench.inflate import inflate as grow
 from echelon.cli.shared import errors
 from echelon.inputs import made_folder
@@ -32,7 +32,7 @@ def inflate(
     made_folder(destination, "DST")
     growth = plan_growth(model, count)
     if width is not None or num_layers is not None:
-        growth = Growth(width or 1, num_layers or model.config.num_hidden_layers)
+        growth = Inflation(width or 1, num_layers or model.config.num_hidden_layers)
     grown = grow(model, growth)
     grown.save_pretrained(destination, max_shard_size="2GB")
     if tokenizer is not None:

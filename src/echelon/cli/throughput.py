@@ -12,7 +12,7 @@ from echelon import SamplingParams
 from echelon.bench.framework import framework_runs
 from echelon.bench.plot import throughput_charts
 from echelon.bench.report import described, positions_as_markdown, speeds_as_markdown, steps_as_markdown, throughput_as_markdown
-from echelon.bench.throughput import Result, as_json, default_methods, environment, measure, methods_of, plain_outputs
+from echelon.bench.throughput import ThroughputResult, as_json, default_methods, environment, measure, methods_of, plain_outputs
 from echelon.bench.verify import STRATEGIES
 from echelon.cli.measured import (
     BatchSizesOption,
@@ -91,7 +91,7 @@ def throughput(
 
         truth = plain_outputs(target, prompts, params)
         done("plain decoding, row by row")
-        results: list[Result] = []
+        results: list[ThroughputResult] = []
         for size in sizes:
             results += measure(target, draft, methods, prompts, params, size, rounds, truth, done, others[size], refill=refill)
     report(results, output)
@@ -100,7 +100,7 @@ def throughput(
         raise typer.Exit(1)
 
 
-def report(results: SequenceOf[Result], output: Path | None) -> None:
+def report(results: SequenceOf[ThroughputResult], output: Path | None) -> None:
     """Tables on stdout; files where asked."""
     where = environment()
     tables = [described(where), speeds_as_markdown(results), steps_as_markdown(results), positions_as_markdown(results)]

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench.throughput import environment
-from echelon.bench.verify import STRATEGIES, Request, Result, verify_model
+from echelon.bench.verify import STRATEGIES, EqualityResult, VerificationJob, verify_model
 from echelon.bench.workloads import code_prompts
 from echelon.cli.shared import Device, DeviceOption, ModelArgument, Numerics, NumericsOption, RefillOption, errors
 from echelon.demo import held_out_files
@@ -48,7 +48,7 @@ def verify(
     the dtype.
     """
     sizes = [_size(part) for part in batch_sizes.split(",")]
-    request = Request(
+    request = VerificationJob(
         model,
         _prompts(model, input, num_prompts, prompt_tokens, max_tokens),
         _drafters(drafters.split(","), draft_model, num_speculative_tokens),
@@ -62,7 +62,7 @@ def verify(
     with Progress(console=errors, transient=True) as progress:
         task = progress.add_task("plain decoding at batch 1", total=total)
 
-        def done(result: Result) -> None:
+        def done(result: EqualityResult) -> None:
             case = result.case
             progress.update(task, advance=1, description=f"{case.dtype}, {case.strategy}, {case.drafter}, batch {case.batch_size}")
 
@@ -79,7 +79,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def as_json(result: Result) -> dict[str, Any]:
+def as_json(result: EqualityResult) -> dict[str, Any]:
     value: dict[str, Any] = asdict(result)
     case: dict[str, Any] = value.pop("case")
     # JSON knows no infinity: a text that ended where the other went on has no gap
@@ -87,7 +87,7 @@ def as_json(result: Result) -> dict[str, Any]:
     return case | value | {"exact_match": result.exact_match, "num_faults": result.num_faults, "mismatches": mismatches}
 
 
-def as_table(title: str, results: SequenceOf[Result]) -> Table:
+def as_table(title: str, results: SequenceOf[EqualityResult]) -> Table:
     table = Table("strategy", "drafter", "batch", "exact", "partial", "ties", "faults", title=title)
     for r in results:
         case = r.case
@@ -98,7 +98,7 @@ def as_table(title: str, results: SequenceOf[Result]) -> Table:
     return table
 
 
-def _explain(results: SequenceOf[Result]) -> None:
+def _explain(results: SequenceOf[EqualityResult]) -> None:
     """Every fault; ties are in the JSON."""
     for r in results:
         for m in (m for m in r.mismatches if not m.is_tie):

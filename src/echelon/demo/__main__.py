@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from echelon import LLM, SamplingParams
 from echelon.bench.inflate import describe, inflate_with_heads
 from echelon.bench.plot import bar_chart
-from echelon.bench.throughput import Method, Result, default_methods, environment, measure, plain_outputs
+from echelon.bench.throughput import DecodingMethod, ThroughputResult, default_methods, environment, measure, plain_outputs
 from echelon.bench.workloads import code_prompts
 from echelon.demo import DRAFT, EAGLE, TARGET, held_out_files
 from echelon.errors import MissingExtraError
@@ -42,7 +42,9 @@ def padded_batch(prompts: list[list[int]], pad: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def transformers_plain(model: PreTrainedModel, prompts: list[list[int]], num_tokens: int, truth: list[list[int]], rounds: int) -> Result:
+def transformers_plain(
+    model: PreTrainedModel, prompts: list[list[int]], num_tokens: int, truth: list[list[int]], rounds: int
+) -> ThroughputResult:
     """`model.generate` of transformers on the padded batch."""
     inputs = padded_batch(prompts, 0)
     speeds, rows = [], []
@@ -53,7 +55,7 @@ def transformers_plain(model: PreTrainedModel, prompts: list[list[int]], num_tok
         speeds.append(new.numel() / (time.perf_counter() - start))
         rows = new.tolist()
     num_identical = sum(a == b for a, b in zip(rows, truth, strict=True))
-    return Result("transformers", len(prompts), speeds, 1.0, 0.0, num_identical, len(truth))
+    return ThroughputResult("transformers", len(prompts), speeds, 1.0, 0.0, num_identical, len(truth))
 
 
 def transformers_refusal(model: PreTrainedModel, draft: PreTrainedModel, prompts: list[list[int]]) -> str:
@@ -65,7 +67,7 @@ def transformers_refusal(model: PreTrainedModel, draft: PreTrainedModel, prompts
     return "accepted (this version of transformers batches assisted generation)"
 
 
-def table_of(title: str, results: list[Result]) -> Table:
+def table_of(title: str, results: list[ThroughputResult]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAVY)
     for name in ("method", "tokens/s", "tokens_per_step", "acceptance_rate", "identical"):
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
@@ -89,9 +91,9 @@ def coloured_sample(llm: LLM, prompt: list[int], params: SamplingParams) -> Text
 
 def run_all(
     target: LoadedModel, draft: LoadedModel, head: str, prompts: list[list[int]], params: SamplingParams, rounds: int, title: str
-) -> tuple[list[Result], list[list[int]]]:
+) -> tuple[list[ThroughputResult], list[list[int]]]:
     """Every method, with a progress bar; `head`: the folder of the target's EAGLE head."""
-    methods = [*default_methods(), Method("EAGLE", {"method": "eagle", "model": head, "num_speculative_tokens": 4})]
+    methods = [*default_methods(), DecodingMethod("EAGLE", {"method": "eagle", "model": head, "num_speculative_tokens": 4})]
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task(title, total=len(methods) * rounds + 1)
         truth = plain_outputs(target, prompts, params)

@@ -116,7 +116,7 @@ class GuardedDrafter:
         may_replay: bool = False,
     ) -> None:
         self.drafter = drafter
-        self.taps = drafter.taps
+        self.hidden_state_names = drafter.hidden_state_names
         self.faults: Counter[str] = Counter()
         self._vocab_size, self._grows_trees, self._may_replay = vocab_size, grows_trees, may_replay
         self._retry_after, self._clock, self._timer = retry_after, clock, CallTimer(time_limit)
@@ -142,14 +142,14 @@ class GuardedDrafter:
             self._num_failures = self._num_cuts = 0
         return Draft.chains([()] * len(rows)) if draft is None else draft
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:
         self._judge_proposal(rows)
         if self._is_deaf:
             self._unheard.update(dict.fromkeys(row.sequence.id for row in rows))
             return
 
         def hear() -> bool:
-            self.drafter.observe(rows, verdict, taps)
+            self.drafter.observe(rows, verdict, hidden_states)
             return True
 
         has_heard = self._call(hear, rows, is_hearing=True)

@@ -92,7 +92,7 @@ def histogram_of(config: SpeculativeConfig) -> AcceptanceHistogram:
 class ReplayDrafter:
     """Draws are keyed by (`replay_seed`, the row's number, position): a run can be repeated, and no row depends on its neighbours."""
 
-    taps: tuple[str, ...] = ()
+    hidden_state_names: tuple[str, ...] = ()
 
     def __init__(self, config: SpeculativeConfig, vocab_size: int) -> None:
         self._histogram, self._seed, self._vocab_size = histogram_of(config), config.replay_seed, vocab_size
@@ -112,7 +112,7 @@ class ReplayDrafter:
         tokens: list[int] = (uniform * self._vocab_size).astype(np.int64).tolist()
         return tokens
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:
         """Nothing to learn."""
 
     def forget(self, row: int) -> None:

@@ -23,7 +23,7 @@ from echelon.model.graphs.buckets import Bucket, bucket_of, common, filled_up
 from echelon.model.graphs.buffers import Inputs, Layout, PlanFields, Words
 from echelon.model.graphs.graphs import Outputs
 from echelon.model.graphs.programs import DRAWN, MOST_TOKENS, Launch
-from echelon.model.runner import ModelRunner
+from echelon.model.runner import Runner
 from echelon.ops.triton.plan import SPLIT, PlanKey, Tables, plan_tables
 from echelon.ops.triton.sample import draw_columns, draw_rows, noise_keys
 from echelon.sampling import row_key
@@ -69,7 +69,7 @@ class Landing:
     _found: Tensor  # int64[B, K + 2], in pinned memory of the host
     _event: Any
     _longest: Int64
-    _passes: list[tuple[ModelRunner, _Pass]]
+    _passes: list[tuple[Runner[Any], _Pass]]
 
     def verdict(self) -> list[tuple[list[int], int]]:
         """Of every row the target's own tokens after the last known token and every drafted one (−1 where none could be chosen), and how
@@ -92,7 +92,7 @@ class Landing:
 class Ahead:
     """Launches steps of a target, and of the draft model that drafts chains for it. Both capture their passes."""
 
-    def __init__(self, target: ModelRunner, draft: ModelRunner | None) -> None:
+    def __init__(self, target: Runner[Any], draft: Runner[Any] | None) -> None:
         assert target.captured is not None
         self._target, self._draft = target, draft
         self._graphs = target.captured.graphs
@@ -162,7 +162,7 @@ class Ahead:
         return found
 
 
-def _laid_out(runner: ModelRunner, rows: Sequence[AheadRow], spans: Sequence[Span]) -> _Pass:
+def _laid_out(runner: Runner[Any], rows: Sequence[AheadRow], spans: Sequence[Span]) -> _Pass:
     """A pass over the step's first rows, as if their texts were as long as they may be."""
     assert runner.captured is not None
     batch = runner.pack(spans)
@@ -184,7 +184,7 @@ class _Model:
     launch: Launch
 
     @classmethod
-    def of(cls, runner: ModelRunner) -> _Model:
+    def of(cls, runner: Runner[Any]) -> _Model:
         assert runner.captured is not None
         cache = runner.captured.cache
         return cls(runner.captured.keys, cache.block_size, cache.null_slots, runner.loaded.vocab_size, runner.captured.launch())
