@@ -6,18 +6,17 @@ import logging
 import math
 from typing import TYPE_CHECKING
 
+from echelon.acceptance import Exact, Rejection, Rule, Typical
 from echelon.config import EngineConfig, SpeculativeConfig
 from echelon.drafters.base import Drafter, NoDrafter
 from echelon.drafters.draft_model import DraftModelDrafter
 from echelon.drafters.guard import GuardedDrafter
 from echelon.drafters.heads import HeadDrafter, TappedHead
 from echelon.drafters.ngram import NgramDrafter
-from echelon.drafters.replay import ReplayDrafter
 from echelon.engine import Engine
 from echelon.scheduler import Scheduler
 from echelon.strategies import Storage, selector
 from echelon.trees import growth_of
-from echelon.verify import Acceptance, Typical
 
 if TYPE_CHECKING:
     from echelon.model.graphs.ahead import Ahead
@@ -35,9 +34,8 @@ def build_engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: 
     if spec is None:
         return Engine(target, NoDrafter(), scheduler, ahead=ahead)
     drafter = _drafter(config, spec, storage, head)
-    acceptance = _acceptance(spec)
-    guard = GuardedDrafter(drafter, target.loaded.vocab_size, spec.grows_trees, may_replay=acceptance == "replayed")
-    engine = Engine(target, guard, scheduler, acceptance, ahead)
+    guard = GuardedDrafter(drafter, target.loaded.vocab_size, spec.grows_trees)
+    engine = Engine(target, guard, scheduler, _rule(spec), ahead)
     engine.stats.drafter_faults = guard.faults
     if len(storage.runners) > 1:
         engine.stats.draft = storage.runners[1].usage
@@ -79,18 +77,13 @@ def _drafter(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, he
         return HeadDrafter(head, growth_of(spec, head.depth), storage.head_cache, spec.min_score)
     if spec.method == "ngram":
         return NgramDrafter(spec)
-    if spec.method == "replay":
-        logger.warning("method 'replay' accepts what it is told: the speed is that of a real run, the text is meaningless")
-        return ReplayDrafter(spec, vocab_size)
     keeps_probs = spec.acceptance == "rejection"
     growth = growth_of(spec, None) if spec.grows_trees else None
     return DraftModelDrafter(storage.runners[1], config.max_num_batched_tokens, vocab_size, keeps_probs, spec.min_score, growth)
 
 
-def _acceptance(spec: SpeculativeConfig) -> Acceptance:
-    if spec.method == "replay":
-        return "replayed"
+def _rule(spec: SpeculativeConfig) -> Rule:
     if spec.acceptance != "typical":
-        return spec.acceptance
+        return Rejection() if spec.acceptance == "rejection" else Exact()
     logger.warning("acceptance 'typical' is LOSSY: above temperature 0 the text is not distributed as the target's own")
     return Typical(spec.posterior_threshold, spec.posterior_alpha)

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from echelon.acceptance import Exact, Rule, verify
 from echelon.batch import Span
-from echelon.draft import Draft
+from echelon.draft import Draft, RowVerdict, Verdict
 from echelon.drafters.base import Drafter
 from echelon.model.runner import ModelRunner
 from echelon.scheduler import Plan, Scheduler
 from echelon.sequence import AheadRow, PlannedRow, Sequence
 from echelon.stats import Stats
-from echelon.verify import Acceptance, Verdict, verify
 
 if TYPE_CHECKING:
     from echelon.model.graphs.ahead import Ahead, Landing  # imports Triton
@@ -62,10 +62,10 @@ class Engine:
         target: ModelRunner,
         drafter: Drafter,
         scheduler: Scheduler,
-        acceptance: Acceptance = "exact",
+        rule: Rule | None = None,
         ahead: Ahead | None = None,
     ) -> None:
-        self.target, self.drafter, self.scheduler, self.acceptance, self.ahead = target, drafter, scheduler, acceptance, ahead
+        self.target, self.drafter, self.scheduler, self.rule, self.ahead = target, drafter, scheduler, rule or Exact(), ahead
         self.flight: Flight | None = None
         self._is_watched = False  # the next step is not launched ahead: the host must see some row's logits
         self.stats = Stats(target=target.usage)
@@ -122,14 +122,7 @@ class Engine:
             assert self.ahead is not None
             self.ahead.keep(row, len(row.sequence) + accepted - is_stuck, is_followed=row.sequence.id in following and not is_stuck)
         rows = [PlannedRow(row.sequence, len(row.sequence) - 1, 1, row.num_drafted, row.num_drafted) for row, _, _ in expected]
-        verdict = Verdict(
-            num_draft_tokens=[row.num_drafted for row, _, _ in expected],
-            paths=[list(range(accepted)) for _, _, accepted in expected],
-            accepted=[own[:accepted] for _, own, accepted in expected],
-            next_tokens=[own[accepted] for _, own, accepted in expected],
-            logprobs=[[] for _ in expected],
-            prompt_logprobs=[[] for _ in expected],
-        )
+        verdict = [RowVerdict(row.num_drafted, list(range(n)), own[:n], own[n]) for row, own, n in expected]
         grown = self._settle(Plan(rows), verdict, sum(row.num_new + row.max_draft_tokens for row in rows))
         if self.flight is not None and all(row.sequence.is_finished for _, row in self.flight.expected.values()):
             self.flight.landing.count([None] * len(self.flight.rows))  # nobody waits for it
@@ -151,7 +144,7 @@ class Engine:
         clock.append(self.clock())
         logits, taps = self.target.run(batch)
         clock.append(self.clock())
-        verdict = verify(draft, logits, plan.rows, self.acceptance)
+        verdict = verify(draft, logits, batch.logit_indptr, plan.rows, self.rule)
         clock.append(self.clock())
         self._commit(plan.rows, verdict)
         start = self.clock()
@@ -166,8 +159,8 @@ class Engine:
 
     def _commit(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:
         """Keep the keys and values of fed tokens and accepted drafts, give the rest back."""
-        for row, path in zip(rows, verdict.paths, strict=True):
-            self.target.commit(row.sequence.id, row.start + row.num_new, path)
+        for row, kept in zip(rows, verdict, strict=True):
+            self.target.commit(row.sequence.id, row.start + row.num_new, kept.path)
 
     def _settle(self, plan: Plan, verdict: Verdict, num_input_tokens: int) -> list[Sequence]:
         """Append what survived, and count it; the sequences that grew or finished."""
@@ -181,9 +174,9 @@ class Engine:
         stats.num_group_choices += plan.is_group is not None
         stats.num_group_hits += bool(plan.is_group)
         grown = []
-        for row, before, drafted, path in zip(plan.rows, lengths, verdict.num_draft_tokens, verdict.paths, strict=True):
+        for row, before, kept in zip(plan.rows, lengths, verdict, strict=True):
             if emitted := len(row.sequence) - before:
-                stats.count_row(drafted, len(path), emitted)
+                stats.count_row(kept.num_draft_tokens, len(kept.path), emitted)
             if emitted or row.sequence.is_finished:
                 grown.append(row.sequence)
         return grown

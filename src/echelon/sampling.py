@@ -27,7 +27,7 @@ Float32 = NDArray[np.float32]
 Int64 = NDArray[np.int64]
 LogitsProcessor = Callable[[list[int], Any], Any]  # (output tokens so far, float32 [V]) → float32 [V], like vLLM's
 
-ACCEPT, RESIDUAL, REPLAY = 1, 2, 3  # purposes of noise besides choosing a token
+ACCEPT, RESIDUAL = 1, 2  # purposes of noise besides choosing a token
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 

@@ -9,33 +9,15 @@ from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from echelon.baselines.lines import LineTables
 from echelon.baselines.selection import Selector
-from echelon.errors import EchelonError, RequestError
+from echelon.draft import RowVerdict, Verdict
+from echelon.errors import RequestError
 from echelon.kv.blocks import BlockTables
-from echelon.sampling import Logprobs
 from echelon.sequence import AheadRow, PlannedRow, Sequence
 
 PROMPT_LOGITS = 128  # prompt tokens a step of a row whose prompt logprobs are wanted: bounds the logits held at once
-
-
-class Outcome(Protocol):
-    """The part of a verdict that settling needs; see `verify.Verdict`."""
-
-    @property
-    def num_draft_tokens(self) -> list[int]: ...
-    @property
-    def accepted(self) -> list[list[int]]: ...
-    @property
-    def next_tokens(self) -> list[int]: ...
-    @property
-    def logprobs(self) -> list[list[Logprobs]]: ...
-    @property
-    def prompt_logprobs(self) -> list[list[Logprobs]]: ...
-    @property
-    def errors(self) -> dict[int, EchelonError]: ...
 
 
 @dataclass
@@ -277,23 +259,23 @@ class Scheduler:
         for tables in self._tables:
             tables.release(sequence.id)
 
-    def settle(self, plan: Plan, outcome: Outcome) -> list[Sequence]:
+    def settle(self, plan: Plan, verdict: Verdict) -> list[Sequence]:
         """Append what survived, one token at a time, until a row stops or fails; finished rows leave at once and are returned."""
         finished = []
-        for i, row in enumerate(plan.rows):
+        for row, kept in zip(plan.rows, verdict, strict=True):
             sequence = row.sequence
-            sequence.prompt_logprobs += outcome.prompt_logprobs[i]
+            sequence.prompt_logprobs += kept.prompt_logprobs
             if row.is_sampled:
                 sequence.num_steps += 1
-                sequence.num_draft_tokens += outcome.num_draft_tokens[i]
-                sequence.acceptance[outcome.num_draft_tokens[i], len(outcome.accepted[i])] += 1
+                sequence.num_draft_tokens += kept.num_draft_tokens
+                sequence.acceptance[kept.num_draft_tokens, len(kept.accepted)] += 1
                 before = len(sequence)
-                self._append(sequence, outcome.accepted[i], outcome.next_tokens[i], outcome.logprobs[i])
+                self._append(sequence, kept)
                 if self._has_passed(before, len(sequence)):
                     for tables in self._tables:
                         tables.commit(sequence.id, 0)
-            if i in outcome.errors and not sequence.is_finished:
-                sequence.fail(outcome.errors[i])
+            if kept.error is not None and not sequence.is_finished:
+                sequence.fail(kept.error)
             if sequence.is_finished:
                 self.running.remove(sequence)
                 self._release(sequence)
@@ -302,11 +284,12 @@ class Scheduler:
             self._is_open = self._refill
         return finished
 
-    def _append(self, sequence: Sequence, accepted: list[int], extra: int, logprobs: list[Logprobs]) -> None:
+    def _append(self, sequence: Sequence, kept: RowVerdict) -> None:
         """One token at a time, as in plain decoding; what follows the last is dropped, and what its watcher raises ends it."""
-        for place, token in enumerate((*accepted, extra) if extra >= 0 else accepted):
+        extra = [kept.next_token] if kept.next_token >= 0 else []
+        for i, token in enumerate((*kept.accepted, *extra)):
             try:
-                sequence.append(token, place < len(accepted), logprobs[place] if logprobs else None)
+                sequence.append(token, i < len(kept.accepted), kept.logprobs[i] if kept.logprobs else None)
             except Exception as error:
                 sequence.fail(error)
             if sequence.is_finished:

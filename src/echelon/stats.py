@@ -127,5 +127,5 @@ class Stats:
         return [sum(n for pair, n in self.acceptance.items() if pair[which] > place) for place in range(longest)]
 
     def histogram(self) -> list[list[int]]:
-        """[num_draft_tokens, num_accepted, count], in order: what the `replay` drafter reads."""
+        """[num_draft_tokens, num_accepted, count], in order: of all rows' steps."""
         return [[*pair, count] for pair, count in sorted(self.acceptance.items())]

@@ -18,7 +18,7 @@ LEVELS = [
     {"heads"},
     {"kv.cache", "baselines.rectangle"},
     {"model", "baselines"},
-    {"verify"},
+    {"acceptance"},
     {"drafters"},
     {"scheduler"},
     {"engine", "strategies"},

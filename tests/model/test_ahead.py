@@ -98,8 +98,8 @@ def test_drafts_are_those_of_a_draft_model_that_is_asked(there: Recorder, mode: 
         settle = llm.engine._settle
 
         def noted(plan: Any, verdict: Any, count: int, settle: Any = settle, found: Any = found) -> Any:
-            for row, drafted, accepted in zip(plan.rows, verdict.num_draft_tokens, verdict.num_accepted, strict=True):
-                found[row.sequence.id, len(row.sequence)] = drafted, accepted
+            for row, kept in zip(plan.rows, verdict, strict=True):
+                found[row.sequence.id, len(row.sequence)] = kept.num_draft_tokens, len(kept.path)
             return settle(plan, verdict, count)
 
         llm.engine._settle = noted  # type: ignore[method-assign]

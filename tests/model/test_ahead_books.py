@@ -104,14 +104,14 @@ class AheadMachine(test_scheduler.SchedulerMachine):
         plan = self.scheduler.next_step()
         for memory in self.memories:
             memory.copy()
-        outcome = verdict_for(plan, self.rng, self.fails)
-        for row, accepted in zip(plan.rows, outcome.accepted, strict=True):
-            sequence, end = row.sequence, row.start + row.num_new
+        verdict = verdict_for(plan, self.rng, self.fails)
+        for row, kept in zip(plan.rows, verdict, strict=True):
+            sequence, accepted, end = row.sequence, kept.accepted, row.start + row.num_new
             self.memories[0].feed(sequence.id, self._drafted(sequence.tokens[:end], accepted, row.max_draft_tokens), row.start)
             self.tables[0].commit(sequence.id, end + len(accepted))
             if row.max_draft_tokens and not self.fails:
                 self._draft(sequence, self._drafted(sequence.tokens, accepted, row.max_draft_tokens)[:-1], len(accepted))
-        self.scheduler.settle(plan, outcome)
+        self.scheduler.settle(plan, verdict)
         return [row.sequence for row in plan.rows]
 
     def _draft(self, sequence: Sequence, text: list[int], num_accepted: int) -> None:

@@ -201,8 +201,8 @@ def test_samples_of_one_prompt_share_what_the_head_read(kind: str, tree: str) ->
     settle = llm.engine.scheduler.settle
 
     def noted(plan: Any, verdict: Any) -> Any:
-        for row, count in zip(plan.rows, verdict.num_draft_tokens, strict=True):
-            drafted[row.sequence.id] = drafted.get(row.sequence.id, 0) + count
+        for row, kept in zip(plan.rows, verdict, strict=True):
+            drafted[row.sequence.id] = drafted.get(row.sequence.id, 0) + kept.num_draft_tokens
         return settle(plan, verdict)
 
     llm.engine.scheduler.settle = noted  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -25,7 +25,8 @@ import toys
 
 import heads
 from benchmarks.prefill import PrefilledRun, read_prefixes
-from echelon import LLM, ConfigError, SamplingParams, SpeculativeConfig, api, memory, ops
+from benchmarks.replayed import AcceptanceHistogram, replay
+from echelon import LLM, ConfigError, SamplingParams, api, memory, ops
 from echelon.bench.framework import FrameworkRun
 from echelon.bench.throughput import DecodingMethod
 from echelon.bench.verify import STRATEGIES
@@ -354,13 +355,13 @@ def test_nothing_mixes_host_and_card(mode: str, there: card.Card) -> None:
 def test_benchmarks_mix_neither(there: card.Card) -> None:
     """Prompts read once, replayed acceptance, other strategies and the framework beside them."""
     target, draft, prompts = served("llama", torch.float32), served("llama", torch.float32, 0.02), toys.prompts((9, 4))
-    law = SpeculativeConfig(method="replay", num_speculative_tokens=3, replay_tokens_per_step=2.0)
+    law = AcceptanceHistogram.from_tokens_per_step(2.0, 3)
     prefixes = read_prefixes(target, prompts)
     assert all(there.holds(t) for p in prefixes for t in (*p.keys, *p.values))
     drafted = DecodingMethod("draft model", {"method": "draft_model", "num_speculative_tokens": 3}, "padded")
-    replayed = DecodingMethod("replay", law.model_dump(exclude_defaults=True), "realign")
+    replayed = DecodingMethod("replay", {"method": "ngram", "num_speculative_tokens": 3}, "realign", partial(replay, law=law))
     runs = [PrefilledRun(m, target, draft, prefixes, 40, num_rehearsals=1) for m in (DecodingMethod("plain", None), drafted, replayed)]
-    runs.append(PrefilledRun(drafted, target, draft, prefixes, 40, law))
+    runs.append(PrefilledRun(replace(drafted, prepare=partial(replay, law=law)), target, draft, prefixes, 40))
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     outputs = [run.run(prompts, params).outputs for run in runs]
     assert outputs[0] == outputs[1]

@@ -14,13 +14,12 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from echelon import LLM
-from echelon.draft import Draft
+from echelon.draft import Draft, Verdict
 from echelon.drafters.guard import GuardedDrafter
 from echelon.kv.cache import KVCache
 from echelon.model.load.loading import LoadedModel, adopt_model
 from echelon.ops.slots import by_slot
 from echelon.sequence import PlannedRow
-from echelon.verify import Verdict
 
 PROVE = bool(os.environ.get("PROVE"))  # the full sizes of what is proven
 VOCABULARY = 96
@@ -107,7 +106,7 @@ class ScriptedDrafter:
         return self._truth[tuple(sequence.tokens[: sequence.num_prompt_tokens])][sequence.num_output_tokens :]
 
     def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:
-        self.observed += [(n, len(p)) for n, p, r in zip(verdict.num_draft_tokens, verdict.paths, rows, strict=True) if r.is_sampled]
+        self.observed += [(kept.num_draft_tokens, len(kept.path)) for kept, r in zip(verdict, rows, strict=True) if r.is_sampled]
 
     def forget(self, row: int) -> None: ...
 
