@@ -29,7 +29,7 @@ from echelon.bench.report import write_json
 from echelon.bench.throughput import environment
 from echelon.demo import TARGET
 from echelon.heads.base import Head
-from echelon.heads.loading import build_head
+from echelon.heads.checkpoints import build_head
 from echelon.model.load.loading import LoadedModel, load_model, load_plain
 from echelon.train.data import Data, prepare
 from echelon.train.heads import ROWS_PER_BATCH, Plan, learn, train_head

@@ -24,7 +24,7 @@ from echelon.bench.verify import STRATEGIES
 from echelon.errors import ConfigError
 from echelon.memory import available_memory, mebibytes
 from echelon.model.load.loading import LoadedModel
-from echelon.model.runner import ModelRunner
+from echelon.model.runner import Runner
 from echelon.ops.slots import gather_slots
 from echelon.stats import Stats
 
@@ -71,7 +71,7 @@ def read_prefixes(loaded: LoadedModel, prompts: SequenceOf[SequenceOf[int]], **s
     return [_read(llm.engine.target, row, list(prompt[:-1])) for row, prompt in enumerate(prompts)]
 
 
-def _read(runner: ModelRunner, row: int, tokens: list[int]) -> Prefix:
+def _read(runner: Runner[Any], row: int, tokens: list[int]) -> Prefix:
     tables, cache = runner.cache.tables, runner.cache
     tables.reserve(row, len(tokens))
     slots = []
@@ -88,7 +88,7 @@ def _read(runner: ModelRunner, row: int, tokens: list[int]) -> Prefix:
     return prefix
 
 
-def write_prefixes(runner: ModelRunner, rows: SequenceOf[int], prefixes: SequenceOf[Prefix]) -> None:
+def write_prefixes(runner: Runner[Any], rows: SequenceOf[int], prefixes: SequenceOf[Prefix]) -> None:
     """Give `rows` their prompts' keys and values, in the slots where this runner's strategy reads prompts to.
 
     The cache is empty, so that rows take its lines in order.

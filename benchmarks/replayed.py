@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.acceptance import DraftedRow, Exact
-from echelon.api import LLM
 from echelon.draft import Draft, Verdict
 from echelon.drafters.base import Drafter
 from echelon.errors import ConfigError
+from echelon.llm import LLM
 from echelon.sampling import uniform_noise
 from echelon.sequence import PlannedRow, Sequence
 
@@ -112,7 +112,7 @@ def _noise(sequence: Sequence, ids: NDArray[np.int64]) -> NDArray[np.float64]:
 class ReplayDrafter:
     """Proposes arbitrary tokens, as many as the law says; with a `drafter`, that one's, so that its time is spent."""
 
-    taps: tuple[str, ...] = ()
+    hidden_state_names: tuple[str, ...] = ()
 
     def __init__(self, law: AcceptanceHistogram, vocab_size: int, drafter: Drafter | None = None) -> None:
         self._law, self._vocab_size, self._drafter = law, vocab_size, drafter
@@ -126,9 +126,9 @@ class ReplayDrafter:
         tokens: list[int] = (_noise(sequence, np.arange(1, count + 1)) * self._vocab_size).astype(np.int64).tolist()
         return tokens
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:
         if self._drafter is not None:
-            self._drafter.observe(rows, verdict, taps)
+            self._drafter.observe(rows, verdict, hidden_states)
 
     def forget(self, row: int) -> None:
         if self._drafter is not None:

@@ -17,7 +17,7 @@ from echelon.bench.shapes import opt, with_random_weights
 from echelon.bench.workloads import code_prompts
 from echelon.config import HEADS
 from echelon.demo import DRAFT, TARGET, held_out_files
-from echelon.heads.loading import build_head, save_head
+from echelon.heads.checkpoints import build_head, save_head
 from echelon.model.load.loading import LoadedModel, adopt_model, load_model, load_plain
 
 ROOT = Path(__file__).parents[1]

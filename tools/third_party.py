@@ -149,7 +149,7 @@ def _score(llm: LLM, head: str, tail: str) -> list[Any]:
     """Log-likelihood of `tail` after `head`, and whether it is the greedy text; that of `transformers` must agree."""
     if not _REFERENCE:
         _REFERENCE.append(AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval())
-    tokens, start = llm.encode(head + tail), len(llm.encode(head))
+    tokens, start = llm.inputs.encode(head + tail), len(llm.inputs.encode(head))
     places = llm.generate([tokens], SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1))[0].prompt_logprobs
     assert places is not None
     asked = [

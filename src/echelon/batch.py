@@ -7,7 +7,7 @@ key/value head, D head size, L layers. Row offsets are `indptr`: B + 1 entries, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -107,61 +107,3 @@ class RaggedBatch:
             expected[ends[row] - num_new : ends[row]] = self.text_lens[row] + torch.tensor(depths[len(nodes) - num_new :])
         assert torch.equal(self.positions.long(), expected)
         assert len(set(self.slots.tolist())) == self.num_tokens, "two tokens share a slot"
-
-
-@dataclass(frozen=True)
-class PaddedBatch:
-    """New tokens of B rows whose keys and values lie in a rectangle, for masked attention of the framework. n: most new tokens of a row.
-
-    tokens          int32[T']    rows padded to n tokens each (T' = B · n, pads are 0), or concatenated (T' = T)
-    positions       int32[T']    absolute, from the start of each row's own text; a pad repeats its row's last
-    text_len_of     int32[T']    known tokens of the text that each input belongs to
-    logit_rows      int64[R]     places among T' whose logits are wanted, in order
-    logit_indptr    int32[B+1]   which rows of logits are each row's, as in `RaggedBatch`
-    written         int64[T]     places among T' of the real tokens
-    slots           int64[T]     line · num_slots + slot that each of them is written to
-    lines           [first, end) of the lines that the rows are, and
-    columns         [first, end) of their slots that attention loads
-    gathered        int64[B, W]  instead of lines and columns: the slots to copy together before attention; or None
-    key_positions   int32[B, W]  position of the token in each loaded slot; −1: dead
-    query_positions int32[B, n]  position of each query; a pad repeats its row's last, so that it sees something
-    queries         int64[B, n]  places among T' of the queries; None where T' is the rectangle itself
-    outputs         int64[T']    where concatenated tokens find their output in the rectangle, with `queries`
-    num_tokens      T, real tokens
-    num_live        slots that hold a token of their row
-    num_reserved    slots that no other row can use while these run
-    masks           what attention has worked out about this batch, shared by all layers
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    text_len_of: Tensor
-    logit_rows: Tensor
-    logit_indptr: Tensor
-    written: Tensor
-    slots: Tensor
-    lines: tuple[int, int]
-    columns: tuple[int, int]
-    gathered: Tensor | None
-    key_positions: Tensor
-    query_positions: Tensor
-    queries: Tensor | None
-    outputs: Tensor | None
-    num_tokens: int
-    num_live: int
-    num_reserved: int
-    masks: dict[Any, Tensor] = field(default_factory=dict)
-
-    def for_attention(self, device: torch.device) -> PaddedBatch:
-        """With what attention reads on this device, and the same `masks`; what the model is fed stays where it is."""
-        if self.slots.device == device:
-            return self
-        names = ("written", "slots", "gathered", "key_positions", "query_positions", "queries", "outputs")
-        moved: dict[str, Any] = {name: None if (t := getattr(self, name)) is None else t.to(device) for name in names}
-        return replace(self, **moved)
-
-    def check(self) -> None:
-        """Every query sees a key, and every new token its own slot once."""
-        visible = (self.key_positions[:, None] >= 0) & (self.key_positions[:, None] <= self.query_positions[..., None])
-        assert bool(visible.any(-1).all()), "a query sees nothing"
-        assert len(set(self.slots.tolist())) == len(self.slots) == len(self.written) == self.num_tokens

@@ -17,6 +17,10 @@ class ConfigError(EchelonError, ValueError):
     """A configuration value is unknown, out of range or contradicts another."""
 
 
+class ClosedError(EchelonError, RuntimeError):
+    """An `LLM` is used after it was closed."""
+
+
 class RequestError(EchelonError, ValueError):
     """One request (prompt or sampling parameters) cannot be served; others can."""
 
@@ -37,7 +41,7 @@ def row_error(error: Exception) -> EchelonError:
     return wrapped
 
 
-def place_of(error: BaseException) -> str:
+def location_of(error: BaseException) -> str:
     """An exception for the log: its kind and where it arose. What it says may hold pieces of a request, so that stays out."""
     place = error.place if isinstance(error, EchelonError) else ""
     return f"{type(error).__name__} in {place or _frames(error)}"

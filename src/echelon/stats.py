@@ -2,14 +2,86 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
+
+from echelon.draft import Verdict
+from echelon.sequence import PlannedRow
 
 PARTS = ("schedule", "draft", "layout", "forward", "verify", "settle")  # of a step, in order
 
 
+class Timer(Protocol):
+    """Measures the parts of steps: `with timer("draft"): ...`."""
+
+    def __call__(self, part: str) -> AbstractContextManager[Any]:
+        """Count the seconds spent inside to this part, one of PARTS."""
+        ...
+
+    def take(self) -> dict[str, float]:
+        """Return seconds by part since the last call."""
+        ...
+
+
+class NoTimer:
+    """Measures nothing."""
+
+    def __call__(self, part: str) -> AbstractContextManager[Any]:  # noqa: ARG002
+        return nullcontext()
+
+    def take(self) -> dict[str, float]:
+        return {}
+
+
+class StepTimer:
+    """Reads `clock` when a part begins and when it ends; one part at a time."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock, self._part, self._start = clock, PARTS[0], 0.0
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+
+    def __call__(self, part: str) -> Self:
+        self._part = part
+        return self
+
+    def __enter__(self) -> None:
+        self._start = self.clock()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds[self._part] += self.clock() - self._start
+
+    def take(self) -> dict[str, float]:
+        seconds, self._seconds = self._seconds, dict.fromkeys(PARTS, 0.0)
+        return seconds
+
+
 @dataclass(frozen=True)
-class Load:
+class StepRecord:
+    """One step, once it is settled.
+
+    rows, verdict     what was planned, and what survived, row by row
+    num_emitted       tokens that every row emitted: accepted + 1, fewer only where the row stopped
+    num_input_tokens  tokens fed to the target
+    seconds           by part of the step; of steps in flight, what was spent since the last record
+    """
+
+    rows: list[PlannedRow]
+    verdict: Verdict
+    num_emitted: list[int]
+    num_input_tokens: int
+    num_preempted: int
+    seconds: dict[str, float]
+
+
+StepObserver = Callable[[StepRecord], None]
+
+
+@dataclass(frozen=True)
+class Occupancy:
     """What one forward pass holds and loads, in rows of input and slots of KV; a slot is one token's keys and values in every layer."""
 
     num_inputs: int
@@ -33,6 +105,8 @@ class Usage:
     kv_bytes_touched    bytes that attention loads
     index_bytes         tables, slots and masks that say what lies where
     layout_seconds      shifting and copying keys and values so that they form a rectangle; part of the time of the pass or just before
+    num_group_choices   passes whose rows were looked for in a window of equal lengths
+    num_group_hits      those of them for which enough were found
     """
 
     num_passes: int = 0
@@ -47,6 +121,8 @@ class Usage:
     kv_bytes_touched: int = 0
     index_bytes: int = 0
     layout_seconds: float = 0.0
+    num_group_choices: int = 0
+    num_group_hits: int = 0
 
     @property
     def padded_input_share(self) -> float:
@@ -56,17 +132,17 @@ class Usage:
     def padded_kv_share(self) -> float:
         return 1.0 - self.num_live / self.num_touched if self.num_touched else 0.0
 
-    def count(self, num_tokens: int, load: Load, bytes_per_slot: int) -> None:
+    def count(self, num_tokens: int, occupancy: Occupancy, bytes_per_slot: int) -> None:
         self.num_passes += 1
         self.num_tokens += num_tokens
-        self.num_inputs += load.num_inputs
-        self.num_touched += load.num_touched
-        self.num_live += load.num_live
-        reserved = load.num_reserved * bytes_per_slot
+        self.num_inputs += occupancy.num_inputs
+        self.num_touched += occupancy.num_touched
+        self.num_live += occupancy.num_live
+        reserved = occupancy.num_reserved * bytes_per_slot
         self.kv_bytes_reserved += reserved
         self.largest_kv_bytes_reserved = max(self.largest_kv_bytes_reserved, reserved)
-        self.kv_bytes_touched += load.num_touched * bytes_per_slot
-        self.index_bytes += load.index_bytes
+        self.kv_bytes_touched += occupancy.num_touched * bytes_per_slot
+        self.index_bytes += occupancy.index_bytes
 
 
 @dataclass
@@ -82,8 +158,6 @@ class Stats:
     num_emitted_tokens: int = 0
     num_input_tokens: int = 0
     num_preemptions: int = 0
-    num_group_choices: int = 0  # steps whose rows were looked for in a window of equal lengths
-    num_group_hits: int = 0
     acceptance: Counter[tuple[int, int]] = field(default_factory=Counter)  # (num_draft_tokens, num_accepted) → rows' steps
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     target: Usage = field(default_factory=Usage)
@@ -100,17 +174,32 @@ class Stats:
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
+    def num_group_choices(self) -> int:
+        return self.target.num_group_choices
+
+    @property
+    def num_group_hits(self) -> int:
+        return self.target.num_group_hits
+
+    @property
     def group_rate(self) -> float:
         """Share of steps in which enough rows of equal length were found (EXSPEC)."""
         return self.num_group_hits / self.num_group_choices if self.num_group_choices else 0.0
 
-    def count_row(self, num_draft_tokens: int, num_accepted: int, num_emitted: int) -> None:
-        """One row's step: drafted, accepted, and emitted (less than accepted + 1 only where the row stopped)."""
-        self.num_row_steps += 1
-        self.num_draft_tokens += num_draft_tokens
-        self.num_accepted_tokens += num_accepted
-        self.num_emitted_tokens += num_emitted
-        self.acceptance[num_draft_tokens, num_accepted] += 1
+    def count(self, step: StepRecord) -> None:
+        """Add one step, and of its rows those that emitted something."""
+        self.num_steps += 1
+        self.num_input_tokens += step.num_input_tokens
+        self.num_preemptions += step.num_preempted
+        for part, seconds in step.seconds.items():
+            self.seconds[part] += seconds
+        for kept, emitted in zip(step.verdict, step.num_emitted, strict=True):
+            if emitted:
+                self.num_row_steps += 1
+                self.num_draft_tokens += kept.num_draft_tokens
+                self.num_accepted_tokens += len(kept.path)
+                self.num_emitted_tokens += emitted
+                self.acceptance[kept.num_draft_tokens, len(kept.path)] += 1
 
     @property
     def num_drafts_by_position(self) -> list[int]:
@@ -123,8 +212,9 @@ class Stats:
         return self._by_position(1)
 
     def _by_position(self, which: int) -> list[int]:
-        longest = max((drafted for drafted, _ in self.acceptance), default=0)
-        return [sum(n for pair, n in self.acceptance.items() if pair[which] > place) for place in range(longest)]
+        steps = dict(self.acceptance)  # a copy in one step, which no other thread can interrupt
+        longest = max((drafted for drafted, _ in steps), default=0)
+        return [sum(n for pair, n in steps.items() if pair[which] > position) for position in range(longest)]
 
     def histogram(self) -> list[list[int]]:
         """[num_draft_tokens, num_accepted, count], in order: of all rows' steps."""

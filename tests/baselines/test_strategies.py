@@ -14,11 +14,13 @@ from test_decoders import DECODERS, GREEDY, PROMPTS, by_transformers, model
 
 from echelon import LLM, ConfigError, EngineConfig, SamplingParams, UnsupportedModelError
 from echelon.baselines import padded, realign
+from echelon.baselines.batch import PaddedBatch
 from echelon.baselines.lines import LineTables
 from echelon.baselines.rectangle import RectangleCache
 from echelon.baselines.selection import PromptsApart, SameLength
-from echelon.batch import PaddedBatch, Span
+from echelon.batch import Span
 from echelon.kv.cache import LayerShape
+from echelon.stats import Usage
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "unpadded": {},
@@ -166,12 +168,14 @@ def test_groups_have_equal_lengths(drafter: str) -> None:
     llm = build("grouped", drafter, 2, group_window=8)
     pack, kinds = llm.engine.target.pack, set()
     plan = llm.engine.scheduler.next_step
-    is_group: list[bool | None] = []
+    is_group: list[bool] = []
 
     def planned() -> Any:
+        before = llm.stats.num_group_choices, llm.stats.num_group_hits
         step = plan()
-        is_group.append(step.is_group)
-        if step.is_group:
+        assert llm.stats.num_group_choices == before[0] + 1
+        is_group.append(llm.stats.num_group_hits > before[1])
+        if is_group[-1]:
             assert len({len(r.sequence) for r in step.rows}) == len({r.start for r in step.rows}) == 1
             assert len(step.rows) == min(2, len(llm.engine.scheduler.running))
         return step
@@ -179,7 +183,6 @@ def test_groups_have_equal_lengths(drafter: str) -> None:
     def packed(spans: list[Span]) -> PaddedBatch:
         batch: Any = pack(spans)
         pads = batch.key_positions[:, 0] < 0
-        assert is_group[-1] is not None
         assert not (is_group[-1] and pads.any()), "a group of equal lengths is padded on the left"
         kinds.add((is_group[-1], bool(pads.any())))
         return batch
@@ -208,14 +211,16 @@ def test_selection() -> None:
         return int(row.cached)
 
     rows: Any = [a, b, c, d, e]
-    assert PromptsApart().choose(rows, cached).rows == [c]
-    assert PromptsApart().choose([a, b], cached).rows == [a, b]  # type: ignore[list-item]
-    hit = SameLength(2).choose(rows, cached)
-    assert (hit.rows, hit.is_group) == ([b, d], True), "the KV state is part of the key"
-    miss = SameLength(3).choose(rows, cached)
-    assert (miss.rows, miss.is_group) == ([c], False)
-    assert SameLength(3).choose([b, d], cached).is_group  # type: ignore[list-item]
-    assert SameLength(2).choose([a, b, e], cached).rows == [a, b]  # type: ignore[list-item]
+    usage = Usage()
+    assert PromptsApart().choose(rows, cached) == [c]
+    assert PromptsApart().choose([a, b], cached) == [a, b]  # type: ignore[list-item]
+    assert SameLength(2, usage).choose(rows, cached) == [b, d], "the KV state is part of the key"
+    assert (usage.num_group_choices, usage.num_group_hits) == (1, 1)
+    assert SameLength(3, usage).choose(rows, cached) == [c]
+    assert (usage.num_group_choices, usage.num_group_hits) == (2, 1)
+    assert SameLength(3, usage).choose([b, d], cached) == [b, d]  # type: ignore[list-item]
+    assert (usage.num_group_choices, usage.num_group_hits) == (3, 2)
+    assert SameLength(2, usage).choose([a, b, e], cached) == [a, b]  # type: ignore[list-item]
 
 
 # Where tokens lie

@@ -238,7 +238,7 @@ def test_workloads_from_files(tmp_path: Path) -> None:
         {"question_id": i, "category": "summarization" if i % 2 else "qa", "turns": [f"Summarize: text {i} do n't end"]} for i in range(6)
     ]
     questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    encode = served().encode
+    encode = served().inputs.encode
     assert workload("questions", served(), 3, 99, path=questions) == [encode(f"Summarize: text {i} do n't end") for i in (0, 2, 4)]
     assert workload("summaries", served(), 3, 99, path=questions) == [encode(f"text {i} don't end TL;DR:") for i in (1, 3, 5)]
     assert workload("summaries", served(), 1, 4, path=questions) == [encode("text 1 don't end TL;DR:")[-4:]]

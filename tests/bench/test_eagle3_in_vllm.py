@@ -17,7 +17,7 @@ from benchmarks import eagle3_in_vllm
 from echelon import ConfigError
 from echelon.bench.peers import WORKERS
 from echelon.demo import TARGET
-from echelon.heads.loading import build_head, save_head
+from echelon.heads.checkpoints import build_head, save_head
 from echelon.model.load.loading import load_plain
 
 FEW = {"NUM_PROMPTS": 2, "PROMPT_TOKENS": 12, "MAX_TOKENS": 6}

@@ -26,7 +26,7 @@ from echelon import LLM, SamplingParams
 from echelon.bench.inflate import Inflation, inflate, inflate_head, plan_growth, untied
 from echelon.draft import Draft
 from echelon.errors import ConfigError, UnsupportedModelError
-from echelon.heads.loading import build_head, load_head, save_head
+from echelon.heads.checkpoints import build_head, load_head, save_head
 from echelon.model.load.loading import adopt_model
 from echelon.sequence import PlannedRow
 

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from echelon import ConfigError, EchelonError, ModelLoadError, UnsupportedModelError
 from echelon.checkpoint import tensors as reading
 from echelon.checkpoint.folder import Folder
-from echelon.heads.loading import build_head, load_head, save_head
+from echelon.heads.checkpoints import build_head, load_head, save_head
 from echelon.model.load.loading import load_model, load_plain
 from echelon.ops import compiled
 from echelon.ops.linear import PackedWeight
@@ -344,7 +344,7 @@ def test_values_beyond_the_wanted_dtype_are_named(folder: Path) -> None:
         change_tensors(shard, lambda k, t: t.index_fill(0, torch.tensor([0]), 1e6) if k == "lm_head.weight" else t)
     assert load_model(str(folder)).model.dtype == torch.bfloat16
     with pytest.raises(ModelLoadError, match=r"'lm_head.weight' .* has values beyond .* of float16; load it in bfloat16"):
-        load_model(str(folder), "float16")
+        load_model(str(folder), dtype="float16")
 
 
 def test_weights_of_a_head_that_are_no_numbers_are_named(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from echelon.bench import kernels
 from echelon.cli import join_dotted, main
 from echelon.demo import DRAFT, TARGET
-from echelon.heads.loading import build_head, save_head
+from echelon.heads.checkpoints import build_head, save_head
 from echelon.model.load.loading import load_plain
 from echelon.ops import compiled
 

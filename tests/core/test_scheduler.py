@@ -14,8 +14,8 @@ from echelon import LLM, RequestError, SamplingParams
 from echelon.draft import RowVerdict, Verdict
 from echelon.kv.blocks import BlockTables
 from echelon.sampling import Sampler
-from echelon.scheduler import Plan, Scheduler
-from echelon.sequence import Sequence
+from echelon.scheduler import Scheduler
+from echelon.sequence import Plan, Sequence
 
 MAX_LEN = 60
 
@@ -104,7 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.tables[0].commit(row.sequence.id, row.start + row.num_new + len(kept.accepted))
             if row.max_draft_tokens and not drafter_fails:  # the draft model has read what is known
                 self.tables[1].commit(row.sequence.id, len(row.sequence))
-        for sequence in self.scheduler.settle(plan, verdict):
+        for sequence in self.scheduler.settle(plan.rows, verdict):
             self.finished.append(self.alive.pop(sequence.id))
 
     @rule()
@@ -203,7 +203,7 @@ def test_a_request_that_fills_the_pool_leaves_no_room_for_a_tree() -> None:
             assert plan.rows[0].max_draft_tokens in (0, 4), "a tree does not shrink with the room left"
             verdict = verdict_for(plan, random.Random(0), drafter_fails=False)
             scheduler._tables[0].commit(1, plan.rows[0].start + plan.rows[0].num_new + len(verdict[0].accepted))
-            scheduler.settle(plan, verdict)
+            scheduler.settle(plan.rows, verdict)
         assert sequence.num_output_tokens == max_tokens
 
 
@@ -232,7 +232,7 @@ def test_room_at_the_context_limit_and_at_max_tokens(num_speculative_tokens: int
                 true = continuation(sequence.tokens, row.max_draft_tokens + 1)
                 tables.commit(1, row.start + row.num_new + row.max_draft_tokens)
                 verdict = [RowVerdict(row.max_draft_tokens, list(range(row.max_draft_tokens)), true[:-1], true[-1])]
-                scheduler.settle(plan, verdict)
+                scheduler.settle(plan.rows, verdict)
             assert sequence.output_tokens == continuation(list(range(10)), room)
             assert sequence.finish_reason == "length"
             assert tables.pool.num_free == tables.pool.num_blocks

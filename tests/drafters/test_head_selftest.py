@@ -13,8 +13,8 @@ from torch import Tensor
 import heads
 from echelon import LLM, SamplingParams
 from echelon.drafters.head_selftest import LENGTH, NUM_TEXTS, Familiarity, _own_text, familiarity
-from echelon.drafters.heads import tapped_head
-from echelon.model.hidden_states import Taps
+from echelon.drafters.heads import attach_head
+from echelon.model.hidden_states import HiddenStateReader
 from echelon.model.load.loading import LoadedModel
 
 
@@ -25,7 +25,7 @@ def target() -> LoadedModel:
 def knowing(loaded: LoadedModel, kind: str) -> heads.Knowing:
     """A head that has read what the self-test asks, except after one token in five."""
     with torch.inference_mode():
-        text, _ = _own_text(loaded, Taps(loaded.model, ("last",)), LENGTH)
+        text, _ = _own_text(loaded, HiddenStateReader(loaded.model, ("last",)), LENGTH)
     return heads.Knowing(heads.KINDS[kind](toys.llama()), text.tolist(), toys.VOCABULARY).eval()
 
 
@@ -57,7 +57,7 @@ def test_only_a_head_of_another_target_is_warned_of(kind: str, caplog: pytest.Lo
     own.__class__ = Scrambled
     built = llm(loaded, own)
     warning = next(r.getMessage() for r in caplog.records if "chance" in r.getMessage())
-    assert own.method in warning and "'toy'" in warning and "%" in warning and own.taps[0] in warning
+    assert own.method in warning and "'toy'" in warning and "%" in warning and own.hidden_state_names[0] in warning
     assert built.stats.num_steps == built.stats.target.num_passes == 0, "the self-test leaves no trace"
     toys.assert_all_blocks_free(built)
 
@@ -69,13 +69,13 @@ def test_the_share_is_that_of_the_targets_own_tokens() -> None:
     own.knows[:] = True
     own.inner.output.data.zero_()  # type: ignore[union-attr]
     with torch.inference_mode():
-        text, features = _own_text(loaded, Taps(loaded.model, ("last",)), LENGTH)
+        text, features = _own_text(loaded, HiddenStateReader(loaded.model, ("last",)), LENGTH)
     assert features.shape == (NUM_TEXTS * (LENGTH - 1), 64)
     plain = LLM(loaded, kv_cache_memory_bytes=1 << 20)
     for row in text.tolist():
         assert plain.generate([row[:1]], [SamplingParams(temperature=0.0, max_tokens=LENGTH - 1)])[0].outputs[0].token_ids == row[1:]
-    tapped = tapped_head(own, loaded)
-    found = familiarity(loaded, own, tapped.taps, tapped.shapes)
+    attached = attach_head(own, loaded)
+    found = familiarity(loaded, own, attached.reader, attached.shapes)
     follows = own.follows[0]
     best = sum(float(follows[a].argmax() == b) for row in text.tolist() for a, b in pairwise(row[1:]))
     assert found is not None

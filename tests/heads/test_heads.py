@@ -21,16 +21,16 @@ from echelon import ConfigError, ModelLoadError, UnsupportedModelError
 from echelon.batch import Span
 from echelon.cli.convert import convert
 from echelon.heads.base import Head
+from echelon.heads.checkpoints import build_head, load_head, save_head
 from echelon.heads.clover import CloverHead
 from echelon.heads.eagle3 import default_depths
 from echelon.heads.layouts import HEADS
-from echelon.heads.loading import build_head, load_head, save_head
 from echelon.heads.parts import Norm, Rotary, head_config, prepare
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache, LayerShape
 from echelon.model import pack as unpadded
-from echelon.model.attention import STEP_KEYWORD, CachedStep
-from echelon.train.lessons import Lesson, TrainingStep, lesson, unroll
+from echelon.model.attention import CONTEXT_KEYWORD, CachedAttention
+from echelon.train.lessons import Lesson, TrainingAttention, lesson, unroll
 
 VOCABULARY, HIDDEN, DEPTH = toys.VOCABULARY, 64, 3
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -78,17 +78,17 @@ class Drafting:
         self.tables = BlockTables(64, 4, 16)
         self.cache = KVCache([LayerShape(2, 16, 16)] * num_layers, self.tables, torch.float32, torch.device("cpu"))
 
-    def _step(self, spans: list[Span]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def _context(self, spans: list[Span]) -> tuple[Tensor, Tensor, dict[str, Any]]:
         for span in spans:
             assert self.tables.reserve(span.row, span.start + len(span.tokens))
         batch = unpadded.pack(spans, self.tables)
-        return batch.tokens.long(), batch.positions.long(), {STEP_KEYWORD: CachedStep(batch, self.cache)}
+        return batch.tokens.long(), batch.positions.long(), {CONTEXT_KEYWORD: CachedAttention(batch, self.cache)}
 
     def read(self, pieces: dict[int, tuple[int, Tensor, list[int]]]) -> dict[int, Tensor]:
         """Row → (start, features [n, F], following tokens): the state of each row's last place."""
         spans = [Span(row, start, tokens, 0, start + len(tokens)) for row, (start, _, tokens) in pieces.items()]
-        tokens, positions, step = self._step(spans)
-        states = self.head.encode(torch.cat([features for _, features, _ in pieces.values()]), tokens, positions, **step)
+        tokens, positions, context = self._context(spans)
+        states = self.head.encode(torch.cat([features for _, features, _ in pieces.values()]), tokens, positions, **context)
         ends = torch.tensor([len(s.tokens) for s in spans]).cumsum(0) - 1
         for span in spans:
             self.tables.advance(span.row, span.start + len(span.tokens))
@@ -100,8 +100,8 @@ class Drafting:
         found = {row: [state] for row, state in states.items()}
         for depth in range(1, DEPTH):
             spans = [Span(row, known[row] + depth - 1, [paths[row][depth - 1]], 0, known[row], 1) for row in states]
-            tokens, positions, step = self._step(spans)
-            new = self.head.extend(torch.stack([f[-1] for f in found.values()]), tokens, positions, depth, **step)
+            tokens, positions, context = self._context(spans)
+            new = self.head.extend(torch.stack([f[-1] for f in found.values()]), tokens, positions, depth, **context)
             for row, state in zip(found, new, strict=True):
                 found[row].append(state)
         for row, count in known.items():
@@ -139,7 +139,7 @@ def test_a_head_has_the_shapes_it_promises(kind: str, target: PreTrainedModel) -
     ids = torch.randint(0, VOCABULARY, (1, 12))
     with torch.no_grad():
         given = lesson(target, head, ids, DEPTH, True)
-        assert given.features.shape == (8, len(head.taps) * HIDDEN)
+        assert given.features.shape == (8, len(head.hidden_state_names) * HIDDEN)
         for depth, states in enumerate(unroll(head, given, given.features, DEPTH)):
             assert head.logits(states, depth).shape == (8, VOCABULARY)
     assert head.method == KINDS[kind][0]
@@ -189,7 +189,7 @@ def test_a_lesson_lines_up_with_the_text(target: PreTrainedModel) -> None:
     """Depth k is judged by the token at t + 2 + k, and by what the target says before it."""
     ids = torch.randint(0, VOCABULARY, (2, 12))
     with torch.no_grad():
-        head: Any = SimpleNamespace(taps=("last", "last_unnormed", "layer:0"), draft_ids=None)
+        head: Any = SimpleNamespace(hidden_state_names=("last", "last_unnormed", "layer:0"), draft_ids=None)
         given: Lesson = lesson(target, head, ids, DEPTH, True)
         out = target(input_ids=ids, output_hidden_states=True)
     assert given.num_places == 12 - 1 - DEPTH
@@ -227,7 +227,7 @@ def test_clover_without_its_blocks_is_medusa(target: PreTrainedModel) -> None:
             ours.linear.weight.normal_()
             theirs[0].load_state_dict(ours.state_dict())
     assert sum(p.numel() for p in clover.parameters()) == sum(p.numel() for p in medusa.parameters())
-    assert clover.taps == medusa.taps
+    assert clover.hidden_state_names == medusa.hidden_state_names
     hidden, tokens = torch.randn(4, HIDDEN), torch.arange(4)
     for depth in range(3):
         ours, theirs = (h.extend(h.encode(hidden, tokens, tokens), tokens, tokens, depth) for h in (clover, medusa))
@@ -284,7 +284,8 @@ def test_the_equations_of_the_papers(kind: str, target: PreTrainedModel) -> None
     """A text of one token, by hand: the state, and without attention the one after it."""
     head = shaken(kind, target)
     generator = torch.Generator().manual_seed(2)
-    features, (first, second) = torch.randn(len(head.taps) * HIDDEN, generator=generator), (torch.tensor([11]), torch.tensor([42]))
+    features = torch.randn(len(head.hidden_state_names) * HIDDEN, generator=generator)
+    first, second = torch.tensor([11]), torch.tensor([42])
     e, e2 = (target.get_input_embeddings()(t)[0] for t in (first, second))
     if kind == "clover":
         state = silu_gated(head.cell, head.norm(one_layer(head.layers[0], features)), e / e.norm())
@@ -306,11 +307,11 @@ def test_the_equations_of_the_papers(kind: str, target: PreTrainedModel) -> None
         normed = layer.hidden_norm(g)
         x = (normed if "normed" in kind else g) + attended(layer.self_attn, torch.cat([layer.input_layernorm(e), normed]))
         state, after = x + layer.mlp(layer.post_attention_layernorm(x)), None
-    step, place = {STEP_KEYWORD: TrainingStep(1)}, torch.tensor([7])
-    found = head.encode(features[None], first, place, **step)
+    context, place = {CONTEXT_KEYWORD: TrainingAttention(1)}, torch.tensor([7])
+    found = head.encode(features[None], first, place, **context)
     torch.testing.assert_close(found[0], state, rtol=1e-5, atol=1e-5)
     if after is not None:
-        torch.testing.assert_close(head.extend(found, second, place + 1, 1, **step)[0], after, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(head.extend(found, second, place + 1, 1, **context)[0], after, rtol=1e-5, atol=1e-5)
     if kind == "eagle3":
         torch.testing.assert_close(head.logits(found, 0)[0, head.draft_ids], head.lm_head(head.norm(state)), rtol=1e-4, atol=1e-4)
 
@@ -340,7 +341,7 @@ def test_saved_heads_come_back(kind: str, target: PreTrainedModel, tmp_path: Pat
     head = shaken(kind, target)
     save_head(head, tmp_path, target)
     again: Any = load_head(str(tmp_path), target)
-    assert (again.method, again.options, again.taps) == (head.method, head.options, head.taps)
+    assert (again.method, again.options, again.hidden_state_names) == (head.method, head.options, head.hidden_state_names)
     assert again.state_dict().keys() == head.state_dict().keys()
     assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), head.state_dict().values(), strict=True))
     assert load_head(str(tmp_path), target, torch.bfloat16).fc.weight.dtype == torch.bfloat16 if "eagle" in kind else True
@@ -414,7 +415,7 @@ def test_eagle3_as_published(layout: str, target: PreTrainedModel, tmp_path: Pat
         config["norm_before_residual"] = True
     again: Any = load_head(published(tmp_path, tensors, config), target)
     depths = {"specforge": (2, 3, 3), "specforge, inputs": (2, 3, 3), "speculators": (0, 2, 3)}.get(layout, (1, 2, 3))
-    assert again.options.depths == depths and again.taps == tuple(f"layer:{i}" for i in depths)
+    assert again.options.depths == depths and again.hidden_state_names == tuple(f"layer:{i}" for i in depths)
     assert again.options.norm_before_residual == (layout in ("speculators", "whole vocabulary"))
     assert torch.equal(again.lm_head.weight, head.lm_head.weight)
     assert torch.equal(again.draft_ids, head.draft_ids)

@@ -114,7 +114,7 @@ def test_a_call_inside_a_call_on_the_same_model() -> None:
 
 
 def test_a_model_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = {"self_test": 0, "replace_layers": 0}
+    counts = {"self_test": 0, "patch_model": 0}
     for name in counts:
         whole = getattr(loading, name)
 
@@ -127,7 +127,7 @@ def test_a_model_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         echelon.hf.generate(model, IDS, assistant_model=draft, **OPTIONS)
         model.generate(IDS, **OPTIONS)
-    assert counts == {"self_test": 2, "replace_layers": 2}
+    assert counts == {"self_test": 2, "patch_model": 2}
 
 
 def _layer(model: Any) -> Any:

@@ -10,20 +10,21 @@ LEVELS = [
     {"errors"},
     {"inputs"},
     {"config", "checkpoint"},
-    {"sampling", "token_counts", "draft", "stats", "text", "chat", "text_process", "text_worker", "memory", "kv.blocks", "baselines.lines"},
+    {"sampling", "token_counts", "draft", "text", "chat", "text_process", "text_worker", "memory", "kv.blocks", "kv.tables"},
     {"sequence", "trees"},
-    {"outputs"},
-    {"batch", "baselines.selection"},
+    {"outputs", "stats"},
+    {"batch"},
     {"ops"},
     {"heads"},
-    {"kv.cache", "baselines.rectangle"},
-    {"model", "baselines"},
+    {"kv.cache"},
+    {"model"},
     {"acceptance"},
     {"drafters"},
     {"scheduler"},
-    {"engine", "strategies"},
-    {"assembly"},
-    {"api"},
+    {"engine", "storage"},
+    {"baselines"},
+    {"build", "input_processor"},
+    {"llm"},
     {"requests"},
     {"server"},
     {"bench"},
@@ -34,7 +35,7 @@ LEVELS = [
 RANK = {room: rank for rank, rooms in enumerate(LEVELS) for room in rooms}
 APART = {"drafters", "heads"}  # siblings in these rooms do not import each other
 ALLOWED_SIBLINGS = {"base", "frontier", "parts"}
-GATHERS = {"heads.layouts", "heads.loading"}  # they know all of their siblings
+GATHERS = {"heads.layouts", "heads.checkpoints"}  # they know all of their siblings
 TRAINING_READS = {"errors", "inputs", "config", "heads", "model"}
 BEHIND_TRITON = ("ops.triton", "model.graphs")  # loaded where a CUDA device serves
 
@@ -94,8 +95,15 @@ def test_training_never_imports_the_engine() -> None:
             assert {i.split(".")[1] for i in imports(path)} <= {"train", *TRAINING_READS}, module
 
 
+def test_only_the_builder_knows_the_baselines() -> None:
+    for module, path in modules().items():
+        if not module.startswith("baselines"):
+            known = {i for i in imports(path) if i.startswith("echelon.baselines")}
+            assert known <= ({"echelon.baselines.strategies.STRATEGIES"} if module == "build" else set()), module
+
+
 def test_the_scheduler_sees_no_tensors() -> None:
-    for module in ("scheduler", "baselines.selection", "sequence", "kv.blocks", "baselines.lines", "sampling"):
+    for module in ("scheduler", "baselines.selection", "sequence", "kv.blocks", "kv.tables", "baselines.lines", "sampling"):
         assert "torch" not in modules()[module].read_text("utf-8").replace("tokenizers", ""), module
 
 

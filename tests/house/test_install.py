@@ -45,7 +45,7 @@ def test_a_build_in_isolation_installs_why_there_are_no_kernels(tmp_path: Path) 
     done = built("import sys; sys.modules['torch'] = None", "build_py", "--build-lib", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "PyTorch was not there" in (tmp_path / "echelon" / compiled.NOTE.name).read_text("utf-8")
-    assert (tmp_path / "echelon/api.py").is_file(), "the package is installed all the same"
+    assert (tmp_path / "echelon/llm.py").is_file(), "the package is installed all the same"
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="there is no compiler")

@@ -50,7 +50,7 @@ def test_imports_inside_functions_and_commands_in_lists_are_followed(tmp_path: P
     script = tmp_path / "script.py"
     script.write_text("def late():\n    from echelon import LLM\n    return ['python', '-m', 'echelon.demo'], LLM\n", "utf-8")
     found = names(dependencies.closure({script}) - {script})
-    assert found >= {"src/echelon/api.py", "src/echelon/demo/__main__.py"}
+    assert found >= {"src/echelon/llm.py", "src/echelon/demo/__main__.py"}
 
 
 def test_only_a_change_of_its_own_files_makes_a_proof_stale(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ def test_public_names() -> None:
         "SamplingParams",
         "SpeculativeConfig",
         "UnsupportedModelError",
+        "load_model",
     ]
     for name in echelon.__all__:
         assert inspect.getdoc(getattr(echelon, name)), name

@@ -14,7 +14,7 @@ from torch import nn
 from echelon import LLM, SamplingParams
 from echelon.batch import Span
 from echelon.model.load.loading import LoadedModel, adopt_model, served_copy
-from echelon.model.patches.decoder_layer import FlatLayer, flatten
+from echelon.model.patches.decoder_layer import DecoderLayerForward, patch_decoder_layers
 from echelon.ops.compiled import is_built
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="the compiled kernels are not built")
@@ -33,7 +33,7 @@ def loaded(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
 
 
 def flat_layers(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if isinstance(vars(m).get("forward"), FlatLayer)]
+    return [m for m in model.modules() if isinstance(vars(m).get("forward"), DecoderLayerForward)]
 
 
 def logits(target: LoadedModel) -> torch.Tensor:
@@ -57,7 +57,7 @@ def test_logits_have_the_same_bits(name: str, dtype: torch.dtype) -> None:
     target = loaded(name, dtype)
     assert len(flat_layers(target.model)) == (2 if name in FLAT else 0)
     flat = logits(target)
-    toys.unpatch(target.model, FlatLayer)
+    toys.unpatch(target.model, DecoderLayerForward)
     assert not flat_layers(target.model)
     assert torch.equal(flat, logits(target))
 
@@ -117,12 +117,12 @@ def test_a_served_copy_leaves_the_model_as_it_is() -> None:
 
 def test_nothing_is_replaced_twice() -> None:
     target = loaded("qwen3")
-    assert flatten(target.model) == {}
+    assert patch_decoder_layers(target.model) == {}
 
 
 def test_texts_are_those_of_whole_layers() -> None:
     asked = SamplingParams(temperature=0.8, seed=3, max_tokens=24)
     flat, whole = loaded("qwen2"), loaded("qwen2")
-    toys.unpatch(whole.model, FlatLayer)
+    toys.unpatch(whole.model, DecoderLayerForward)
     texts = [[o.outputs[0].token_ids for o in LLM(t, max_num_seqs=3).generate([[4, 5], [6], [7, 8, 9]], asked)] for t in (flat, whole)]
     assert texts[0] == texts[1]

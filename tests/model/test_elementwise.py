@@ -14,7 +14,8 @@ from decoders import decoders
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from echelon.model.patches.elementwise import Fused, fuse
+from echelon.model.patches import PatchedForward
+from echelon.model.patches.elementwise import patch_elementwise
 from echelon.ops import elementwise
 from echelon.ops.compiled import is_built
 from echelon.ops.elementwise import Activation, RmsWeight
@@ -150,14 +151,14 @@ def test_a_patched_model_is_the_same_to_rounding_and_can_be_restored(name: str, 
     ids = torch.arange(3, 43)[None]
     with torch.inference_mode():
         expected = model(ids).logits
-        replaced = fuse(model)
+        replaced = patch_elementwise(model)
         got = model(ids).logits
     assert sum(replaced.values()) == len(parts(model)) > 0
     scale = float(expected.float().abs().max())
     limit = {torch.float32: 2e-5, torch.bfloat16: 0.15, torch.float16: 0.02}[dtype]
     if "moe" not in name and name not in ("mixtral", "gpt-oss"):  # a router may choose another expert after a rounding
         assert float((expected.float() - got.float()).abs().max()) < limit * scale
-    toys.unpatch(model, Fused)
+    toys.unpatch(model, PatchedForward)
     assert parts(model) == {}
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     with torch.inference_mode():
@@ -179,7 +180,7 @@ EXPECTED = {
 def test_what_is_served(name: str) -> None:
     cls, config = DECODERS[name]
     with torch.inference_mode():
-        replaced = fuse(toys.randomised(cls, config, seed=2, spread=0.15))
+        replaced = patch_elementwise(toys.randomised(cls, config, seed=2, spread=0.15))
     assert {k: v for k, v in replaced.items() if k in EXPECTED[name]} == EXPECTED[name]
 
 
@@ -196,5 +197,5 @@ class OddNorm(nn.Module):
 
 def test_what_computes_something_else_stays_with_the_framework() -> None:
     with torch.inference_mode():
-        assert fuse(nn.Sequential(OddNorm(), nn.Tanh(), nn.Softmax(-1))) == {}
-        assert fuse(nn.Sequential(nn.LayerNorm(8), ACT2FN["quick_gelu"])) == {"LayerNorm": 1}
+        assert patch_elementwise(nn.Sequential(OddNorm(), nn.Tanh(), nn.Softmax(-1))) == {}
+        assert patch_elementwise(nn.Sequential(nn.LayerNorm(8), ACT2FN["quick_gelu"])) == {"LayerNorm": 1}

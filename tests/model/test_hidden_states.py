@@ -1,4 +1,4 @@
-"""Hidden states of every architecture, tapped in ragged batches, are those that the framework reports for each row alone."""
+"""Hidden states of every architecture, attached in ragged batches, are those that the framework reports for each row alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from test_decoders import DECODERS, model
 
 from echelon import LLM, UnsupportedModelError
 from echelon.batch import Span
-from echelon.model.hidden_states import Taps
+from echelon.model.hidden_states import HiddenStateReader
 
 LENGTHS = (9, 1, 20)
 WITHOUT_NORM = {"opt-350m"}
@@ -34,11 +34,11 @@ def expected(name: str, tokens: list[int]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_taps_are_the_frameworks_hidden_states(name: str) -> None:
+def test_they_are_the_frameworks_hidden_states(name: str) -> None:
     names = ["layer:1", "last", "layer:0", *(["last_unnormed"] if name not in WITHOUT_NORM else [])]
     llm = LLM(toys.adopted(model(name)), kv_cache_memory_bytes=1 << 22)
     runner = llm.engine.target
-    runner.taps = taps = Taps(llm.target.model, names)
+    runner.hidden_state_reader = reader = HiddenStateReader(llm.target.model, names)
     rows = [[t % 70 + 5 for t in p] for p in toys.prompts(LENGTHS)]
     pieces: list[list[torch.Tensor]] = [[] for _ in rows]
     for half in (0, 1):  # prompts in two pieces, the second beside another row's first
@@ -55,9 +55,9 @@ def test_taps_are_the_frameworks_hidden_states(name: str) -> None:
         by_name = expected(name, row)
         got = torch.cat(pieces[i])
         start = 0
-        for tap in taps.names:
-            width = by_name[tap].shape[1]
-            assert torch.allclose(got[:, start : start + width], by_name[tap], rtol=1e-3, atol=1e-3), tap
+        for wanted in reader.names:
+            width = by_name[wanted].shape[1]
+            assert torch.allclose(got[:, start : start + width], by_name[wanted], rtol=1e-3, atol=1e-3), wanted
             start += width
         assert start == got.shape[1]
 
@@ -69,14 +69,14 @@ def piece(i: int, row: list[int], half: int) -> Span | None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tap", "reason"),
+    ("name", "wanted", "reason"),
     [
         ("llama", "layer:2", "has layers 0 to 1"),
         ("llama", "layer:x", "has layers 0 to 1"),
-        ("llama", "middle", "there is no tap"),
+        ("llama", "middle", "there is no hidden state"),
         ("opt-350m", "last_unnormed", "no norm at its end"),
     ],
 )
-def test_what_cannot_be_tapped_is_refused_by_name(name: str, tap: str, reason: str) -> None:
+def test_what_cannot_be_read_is_refused_by_name(name: str, wanted: str, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
-        Taps(toys.adopted(model(name)).model, [tap])
+        HiddenStateReader(toys.adopted(model(name)).model, [wanted])

@@ -42,7 +42,7 @@ def test_a_saved_toy_loads_and_generates(folder: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtype_is_honoured(folder: Path, dtype: str) -> None:
-    assert load_model(str(folder), dtype).model.dtype == getattr(torch, dtype)
+    assert load_model(str(folder), dtype=dtype).model.dtype == getattr(torch, dtype)
 
 
 def test_own_code_is_refused(folder: Path) -> None:

@@ -31,12 +31,13 @@ from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.memory import plan_kv
 from echelon.model.attention import record_layers
+from echelon.model.forward import Draws
 from echelon.model.graphs import buckets, graphs
 from echelon.model.graphs import programs as captured
 from echelon.model.graphs.buckets import filled_up, power_up
 from echelon.model.graphs.programs import MOST_TOKENS
-from echelon.model.hidden_states import Taps
-from echelon.model.runner import Draws, ModelRunner
+from echelon.model.hidden_states import HiddenStateReader
+from echelon.model.runner import ModelRunner
 from echelon.ops.slots import scatter_slots
 from echelon.ops.triton import sample as triton_sample
 from echelon.sampling import noise_key
@@ -180,7 +181,7 @@ def spans() -> Iterator[list[Span]]:
 def test_a_replay_gives_the_bits_of_an_eager_pass(kernels: Recorder) -> None:
     """Logits, hidden states, keys and values, with merged and resumed splits, windows and trees."""
     eager, replayed = runner(False), runner(True)
-    eager.taps = replayed.taps = Taps(eager.loaded.model, ("layer:1", "last"))
+    eager.hidden_state_reader = replayed.hidden_state_reader = HiddenStateReader(eager.loaded.model, ("layer:1", "last"))
     for batch_spans in spans():
         expected, got = (one.run(one.pack(batch_spans)) for one in (eager, replayed))
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True) if a is not None and b is not None)

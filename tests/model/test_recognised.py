@@ -22,7 +22,7 @@ from echelon.model.load import selftest, servedtest
 from echelon.model.load.selftest import shrunken
 from echelon.model.patches import linear as layers
 from echelon.model.patches import trials
-from echelon.model.patches.elementwise import _Finder, fuse
+from echelon.model.patches.elementwise import _Finder, patch_elementwise
 from echelon.ops import elementwise
 from echelon.ops.compiled import is_built
 from echelon.ops.elementwise import Activation
@@ -71,7 +71,7 @@ def test_a_clamped_mlp_is_not_taken_for_a_plain_one(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("act", ["silu", "gelu_10", "quick_gelu"])
 def test_an_mlp_is_served_as_near_to_the_truth_as_the_framework(act: str, dtype: torch.dtype) -> None:
     plain, served = (toys.llama(spread=0.4, hidden_act=act).to(dtype) for _ in range(2))
-    fuse(served)
+    patch_elementwise(served)
     x = torch.randn(1, 64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     with torch.inference_mode():
         found = [m.model.layers[0].mlp(x).double() for m in (plain, served)]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.model.patches.vectors import PIECE, SENSITIVE, WholeVectors, fill_vectors
+from echelon.model.patches.vectors import PIECE, SENSITIVE, WholeVectors, patch_sensitive
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -47,5 +47,5 @@ class Plain(nn.Module):
 
 def test_modules_that_name_such_a_function_are_filled() -> None:
     model = nn.Sequential(Scores(), Plain(), nn.SiLU())
-    fill_vectors(model)
+    patch_sensitive(model)
     assert ["forward" in vars(m) for m in model] == [True, False, True]

@@ -28,8 +28,9 @@ from echelon.drafters.draft_model import DraftModelDrafter
 from echelon.drafters.guard import MOST_FAILURES, GuardedDrafter
 from echelon.drafters.heads import HeadDrafter
 from echelon.drafters.ngram import NgramDrafter
-from echelon.heads.loading import build_head
+from echelon.heads.checkpoints import build_head
 from echelon.sequence import PlannedRow
+from echelon.stats import StepRecord
 
 LENGTHS = (5, 1, 17, 9, 33, 2, 16, 7)
 NUM_NEW = 30
@@ -193,13 +194,12 @@ def build(method: str, temperature: float) -> LLM:
 def test_a_faulty_drafter_costs_no_token(method: str, fault: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three proposals fail; it is left out for 30 s, kept current, and then drafts again for the rows that were there."""
     llm = build(method, temperature)
-    failing, step = Failing(llm, fault, monkeypatch), llm.engine.step
+    failing = Failing(llm, fault, monkeypatch)
 
-    def timed() -> Any:
+    def tick(_: StepRecord) -> None:
         failing.clock += STEP_SECONDS
-        return step()
 
-    llm.engine.step = timed  # type: ignore[method-assign]
+    llm.engine.observers.append(tick)
     outputs = llm.generate(toys.prompts(LENGTHS), params(temperature))
     assert [o.outputs[0].token_ids for o in outputs] == truth(temperature)
     assert llm.get_metrics()["drafter_faults"] == {FAULTS[fault][1]: MOST_FAILURES, "cut off": 2}
@@ -245,19 +245,19 @@ def poisoned(llm: LLM, victim: int, position: int, value: float, everywhere: boo
         return pack(given)
 
     def ran(batch: Any) -> Any:
-        logits, taps = run(batch)
-        logits, taps = logits.clone(), None if taps is None else taps.clone()
+        logits, hidden_states = run(batch)
+        logits, hidden_states = logits.clone(), None if hidden_states is None else hidden_states.clone()
         first_logit = first_token = 0
         for span in spans:
             for back in range(span.num_logits if span.row == victim else 0):
                 place = len(span.tokens) - 1 - back
                 if next_position(span, place) == position:
                     logits[first_logit + span.num_logits - 1 - back, slice(None) if everywhere else 50] = value
-                    if taps is not None:
-                        taps[first_token + place] = value
+                    if hidden_states is not None:
+                        hidden_states[first_token + place] = value
             first_logit += span.num_logits
             first_token += len(span.tokens)
-        return logits, taps
+        return logits, hidden_states
 
     target.run, target.pack = ran, packed
 

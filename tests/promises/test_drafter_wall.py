@@ -131,7 +131,7 @@ ERRORS: dict[str, Callable[[], None]] = {
 class Scripted:
     """Proposes noise; `instead` is done in place of one of the calls, or made of a proposal."""
 
-    taps: tuple[str, ...] = ()
+    hidden_state_names: tuple[str, ...] = ()
 
     def __init__(self, call: str, instead: Callable[..., Any]) -> None:
         self._call, self._instead = call, instead
@@ -142,7 +142,7 @@ class Scripted:
         good = Draft.chains([[7] * row.max_draft_tokens for row in rows])
         return self._instead(good) if self._call == "draft" else good
 
-    def observe(self, rows: Rows, verdict: Verdict, taps: Tensor | None) -> None:
+    def observe(self, rows: Rows, verdict: Verdict, hidden_states: Tensor | None) -> None:
         if self._call == "observe":
             self._instead()
 
@@ -290,7 +290,7 @@ def test_whatever_a_drafter_proposes_costs_no_token(acceptance: str, name: str) 
 class Slow:
     """Takes `seconds` for one kind of call, by a clock that only it and the steps of the target move."""
 
-    taps: tuple[str, ...] = ()
+    hidden_state_names: tuple[str, ...] = ()
 
     def __init__(self, call: str, seconds: float) -> None:
         self.call, self.seconds, self.now = call, seconds, 0.0
@@ -305,7 +305,7 @@ class Slow:
         self._take("propose")
         return Draft.chains([[7] for _ in rows])
 
-    def observe(self, rows: Rows, verdict: Verdict, taps: Tensor | None) -> None:
+    def observe(self, rows: Rows, verdict: Verdict, hidden_states: Tensor | None) -> None:
         self._take("observe")
 
     def forget(self, row: int) -> None:

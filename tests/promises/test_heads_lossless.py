@@ -20,13 +20,14 @@ import heads
 from echelon import LLM, ConfigError, SamplingParams
 from echelon.batch import Span
 from echelon.drafters.heads import HeadDrafter, _HeadFrontier
-from echelon.heads.loading import build_head, save_head
+from echelon.heads.checkpoints import build_head, save_head
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache, LayerShape
 from echelon.model import pack as unpadded
-from echelon.model.attention import STEP_KEYWORD, CachedStep
+from echelon.model.attention import CONTEXT_KEYWORD, CachedAttention
 from echelon.model.patches.rope import coded_positions
 from echelon.ops.compiled import is_built
+from echelon.stats import StepRecord
 
 NUM_TOKENS, ASKED_AT = 28, 1 if toys.PROVE else 3
 MODES: dict[str, dict[str, Any]] = {
@@ -78,10 +79,9 @@ def drafter_of(llm: LLM) -> HeadDrafter:
 
 def checked(llm: LLM) -> LLM:
     """After a step, the state of every row is that of its whole text, read at once."""
-    step, drafter = llm.engine.step, drafter_of(llm)
+    drafter = drafter_of(llm)
 
-    def compared() -> Any:
-        grown = step()
+    def compared(_: StepRecord) -> None:
         for sequence in llm.engine.scheduler.running:
             known, state = drafter._states.get(sequence.id, (-1, None))
             if len(sequence) % ASKED_AT:
@@ -89,36 +89,35 @@ def checked(llm: LLM) -> LLM:
             if state is not None and known == len(sequence) == llm.engine.target.num_cached(sequence.id) + 1:
                 expected = from_scratch(llm, sequence.tokens)
                 assert torch.allclose(state.float(), expected.float(), rtol=1e-3, atol=1e-3), "a stale state"
-        return grown
 
-    llm.engine.step = compared  # type: ignore[method-assign]
+    llm.engine.observers.append(compared)
     return llm
 
 
 def from_scratch(llm: LLM, tokens: list[int], path: SequenceOf[int] = ()) -> torch.Tensor:
     """The head's last state when target and head read `tokens` at once and then `path` as a chain, with caches of their own."""
     target, drafter = llm.engine.target, drafter_of(llm)
-    taps, head = target.taps, drafter.head
-    assert taps is not None
+    reader, head = target.hidden_state_reader, drafter.head
+    assert reader is not None
     length = len(tokens) - 1
-    with torch.inference_mode(), taps.reading() as found:
+    with torch.inference_mode(), reader.reading() as found:
         batch, step = read(target.cache, tokens[:-1])
         positions = coded_positions(batch, target.loaded.original_context)
         inputs = {"input_ids": batch.tokens[None], "position_ids": positions[None]}
-        target.loaded.model(**inputs, use_cache=False, **{STEP_KEYWORD: step})
-    features = taps.joined(found, length)
+        target.loaded.model(**inputs, use_cache=False, **{CONTEXT_KEYWORD: step})
+    features = reader.joined(found, length)
     with torch.inference_mode():
         step = None if drafter.cache is None else read(drafter.cache, tokens[1:])[1]
-        state = head.encode(features, torch.tensor(tokens[1:]), torch.arange(length), **({STEP_KEYWORD: step} if step else {}))[-1:]
+        state = head.encode(features, torch.tensor(tokens[1:]), torch.arange(length), **({CONTEXT_KEYWORD: step} if step else {}))[-1:]
         for place, token in enumerate(path, length):
             assert step is not None
             batch = unpadded.pack([Span(0, place, [token], 0, length, 1)], step.cache.tables)
-            keywords = {STEP_KEYWORD: CachedStep(batch, step.cache)}
+            keywords = {CONTEXT_KEYWORD: CachedAttention(batch, step.cache)}
             state = head.extend(state, torch.tensor([token]), torch.tensor([place]), 1 + place - length, **keywords)
         return state[0]
 
 
-def read(cache: Any, tokens: list[int]) -> tuple[Any, CachedStep]:
+def read(cache: Any, tokens: list[int]) -> tuple[Any, CachedAttention]:
     """A batch of these tokens, and a step that answers with a cache laid out like `cache`, with some room left."""
     shapes = [LayerShape(k.shape[1], k.shape[3], v.shape[3]) for k, v in zip(cache.keys, cache.values, strict=True)]
     count = (len(tokens) + 8) // 8 + 1
@@ -126,7 +125,7 @@ def read(cache: Any, tokens: list[int]) -> tuple[Any, CachedStep]:
     own = KVCache(shapes, tables, cache.keys[0].dtype, torch.device("cpu"))
     assert tables.reserve(0, len(tokens) + 8)
     batch = unpadded.pack([Span(0, 0, tokens, 1, len(tokens))], tables)
-    return batch, CachedStep(batch, own)
+    return batch, CachedAttention(batch, own)
 
 
 def generated(llm: LLM, given: list[list[int]], asked: list[SamplingParams]) -> list[list[int]]:
@@ -149,15 +148,13 @@ def test_heads_change_no_token(kind: str, tree: str, mode: str, batch_size: int)
 @pytest.mark.parametrize(("kind", "tree", "mode"), CELLS)
 def test_preemption_at_every_step_changes_no_token(kind: str, tree: str, mode: str) -> None:
     llm = head_llm(kind, tree, mode, max_num_seqs=3)
-    step, scheduler = llm.engine.step, llm.engine.scheduler
+    scheduler = llm.engine.scheduler
 
-    def step_and_preempt() -> Any:
-        grown = step()
+    def preempt(_: StepRecord) -> None:
         if len(scheduler.running) > 1:
             llm.engine.drafter.forget(scheduler._preempt().id)
-        return grown
 
-    llm.engine.step = step_and_preempt  # type: ignore[method-assign]
+    llm.engine.observers.append(preempt)
     asked = [p.model_copy(update={"max_tokens": 10}) for p in params(mode)][:12]
     assert generated(llm, toys.prompts()[:12], asked) == [t[:10] for t in truth(mode)[:12]]
 
@@ -198,14 +195,12 @@ def test_samples_of_one_prompt_share_what_the_head_read(kind: str, tree: str) ->
     expected = [o.token_ids for r in LLM(toys.adopted(target())).generate(given, asked) for o in r.outputs]
     llm = head_llm(kind, tree, "sampled", max_num_seqs=8)
     drafted: dict[int, int] = {}
-    settle = llm.engine.scheduler.settle
 
-    def noted(plan: Any, verdict: Any) -> Any:
-        for row, kept in zip(plan.rows, verdict, strict=True):
+    def noted(step: StepRecord) -> None:
+        for row, kept in zip(step.rows, step.verdict, strict=True):
             drafted[row.sequence.id] = drafted.get(row.sequence.id, 0) + kept.num_draft_tokens
-        return settle(plan, verdict)
 
-    llm.engine.scheduler.settle = noted  # type: ignore[method-assign]
+    llm.engine.observers.append(noted)
     assert generated(llm, given, asked) == expected
     assert len(drafted) == 8
     assert min(drafted.values()) > 0, "a sample was never drafted for"
@@ -304,7 +299,7 @@ def _plain(mode: str) -> list[list[int]]:
 def test_without_a_drafter_that_asks_nothing_is_tapped() -> None:
     llm = LLM(toys.adopted(target()), {"method": "ngram"})
     llm.generate(toys.prompts((5,)), SamplingParams(max_tokens=4, temperature=0.0))
-    assert llm.engine.target.taps is None
+    assert llm.engine.target.hidden_state_reader is None
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in llm.target.model.modules())
 
 

@@ -26,13 +26,13 @@ import toys
 import heads
 from benchmarks.prefill import PrefilledRun, read_prefixes
 from benchmarks.replayed import AcceptanceHistogram, replay
-from echelon import LLM, ConfigError, SamplingParams, api, memory, ops
+from echelon import LLM, ConfigError, SamplingParams, build, memory, ops
 from echelon.bench.framework import FrameworkRun
 from echelon.bench.throughput import DecodingMethod
 from echelon.bench.verify import STRATEGIES
 from echelon.config import EngineConfig
 from echelon.drafters.guard import GuardedDrafter
-from echelon.heads.loading import build_head
+from echelon.heads.checkpoints import build_head
 from echelon.memory import plan_kv
 from echelon.model.load import loading
 from echelon.model.load.loading import LoadedModel, adopt_model, serve_head
@@ -84,7 +84,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> torch.device:
         monkeypatch.setattr(loading, "self_test", lambda *_: None)  # interpreted, it takes long
         for module in (attention, elementwise, linear, rank):
             monkeypatch.setattr(module, "kernels", None)
-        monkeypatch.setattr(api, "warn_of_chance", lambda *_: None)
+        monkeypatch.setattr(build, "warn_of_chance", lambda *_: None)
         monkeypatch.setattr(triton_linear, "ROWS", 16)  # blocks for the interpreter, and lanes likewise
         monkeypatch.setattr(triton_attention, "lanes_of", lambda _dtype, _group: 16)
     return torch.device("cuda" if HAS_DEVICE else "cpu")

@@ -715,7 +715,7 @@ def test_a_long_prompt_does_not_stall_others() -> None:
         long, _ = in_background(lambda: client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 2}))
         assert gate.reached.wait(60.0)
         short, _ = in_background(lambda: client.post(COMPLETIONS, json={"prompt": PROMPTS[0], "max_tokens": 2}))
-        while running.service.bridge.num_in_flight < 2 or running.service.bridge._commands.empty():
+        while running.service.engine_thread.num_in_flight < 2 or running.service.engine_thread._commands.empty():
             client.get("/livez")
         gate.open()
         long.join()

@@ -24,11 +24,11 @@ import toys
 from servers import PROMPTS, Running
 
 import echelon.engine
-from echelon.api import LLM
 from echelon.errors import RequestError
+from echelon.llm import LLM
 from echelon.sampling import Sampler
-from echelon.server.answers import Answers, Stream
-from echelon.server.metrics import Metrics
+from echelon.server.metrics import ServerMetrics
+from echelon.server.serializers import Serializer, StreamSerializer
 from echelon.text import Detokenizer
 
 NUM_INJECTIONS = 25 if toys.PROVE else 3  # a site
@@ -132,7 +132,7 @@ SITES: dict[str, tuple[Fault, bool]] = {
         True,
     ),
     "verify": (
-        lambda p, llm: failing(p, echelon.engine, "verify", lambda _d, _l, r, _a: rows_hold_victim(r, llm), ValueError("shape")),
+        lambda p, llm: failing(p, echelon.engine, "verify", lambda _d, _l, _p, r, _a: rows_hold_victim(r, llm), ValueError("shape")),
         False,
     ),
     "nan": (nan_logits, False),
@@ -145,13 +145,13 @@ SITES: dict[str, tuple[Fault, bool]] = {
     "detokenize": (torn_detokenizer, False),
     "stop match": (lambda p, _: failing(p, Detokenizer, "_extend", lambda self, _: VICTIM_STOP in self._stop, RecursionError()), False),
     "metrics": (
-        lambda p, _: failing(p, Metrics, "grew", lambda _s, row, *_: row.sequence.sampler.seed == VICTIM_SEED, KeyError("label")),
+        lambda p, _: failing(p, ServerMetrics, "grew", lambda _s, row, *_: row.sequence.sampler.seed == VICTIM_SEED, KeyError("label")),
         True,
     ),
     "write": (
         lambda p, _: (
-            failing(p, Stream, "next", lambda self, _: self._plan.sequences[0].sampler.seed == VICTIM_SEED, OSError("pipe")),
-            failing(p, Answers, "whole", lambda _s, plan, _: plan.sequences[0].sampler.seed == VICTIM_SEED, TypeError("json")),
+            failing(p, StreamSerializer, "chunks", lambda self, _: self._job.sequences[0].sampler.seed == VICTIM_SEED, OSError("pipe")),
+            failing(p, Serializer, "response", lambda _s, job, _: job.sequences[0].sampler.seed == VICTIM_SEED, TypeError("json")),
         )[0],
         False,
     ),

@@ -18,7 +18,7 @@ from echelon.acceptance import largest_rows
 from echelon.bench.verify import STRATEGIES
 from echelon.draft import Draft, RowVerdict, Verdict
 from echelon.drafters.guard import MOST_FAILURES, NUM_GOOD, GuardedDrafter, problem_of
-from echelon.errors import RowError, place_of
+from echelon.errors import RowError, location_of
 from echelon.model.load.loading import LoadedModel
 from echelon.sampling import Sampler
 from echelon.sequence import PlannedRow, Sequence
@@ -64,7 +64,7 @@ def poison(llm: LLM, victim: int, position: int, value: float, everywhere: bool)
         return pack(given)
 
     def poisoned(batch: Any) -> Any:
-        logits, taps = run(batch)
+        logits, hidden_states = run(batch)
         logits = logits.clone()
         start = 0
         for span in spans:
@@ -72,7 +72,7 @@ def poison(llm: LLM, victim: int, position: int, value: float, everywhere: bool)
             if span.row == victim and 0 <= place < span.num_logits:
                 logits[start + place, slice(None) if everywhere else 50] = value
             start += span.num_logits
-        return logits, taps
+        return logits, hidden_states
 
     llm.engine.target.run, llm.engine.target.pack = poisoned, packed  # type: ignore[method-assign]
 
@@ -195,7 +195,7 @@ def test_an_exception_in_one_requests_work_ends_it_alone(
     }
     asked[VICTIM] = asked[VICTIM].model_copy(update=changes.get(site, {}))
     if site == "logprobs":
-        monkeypatch.setattr("echelon.verify.logprobs_of", lambda *_: 1 / 0)
+        monkeypatch.setattr("echelon.acceptance.logprobs_of", lambda *_: 1 / 0)
     if site == "detokenizer":
         monkeypatch.setattr(llm, "_detokenizer", lambda tokens, _: BrokenDecoder() if tokens == given[VICTIM] else None)
         outputs = [out for _, out in llm.stream(given, asked) if out.finished]
@@ -216,19 +216,19 @@ def test_an_error_says_where_it_arose_and_holds_no_frame(models: tuple[LoadedMod
     """It lives as long as its request, and frames would hold the logits of a whole step as long."""
     llm = build(models, method)
     asked = SamplingParams(temperature=temperature, seed=1, max_tokens=NUM_NEW, logits_processors=(raises,))
-    (row,) = llm.samples([5, 6, 7], asked, watch_text=False)
+    (row,) = llm.inputs.samples([5, 6, 7], asked, watch_text=False)
     for _ in llm.run([[row]]):
         pass
     assert isinstance(row.error, RowError) and isinstance(row.error.__cause__, KeyError)
     for error in (row.error, row.error.__cause__):
         assert error.__traceback__ is None and error.__context__ is None
-    assert re.fullmatch(r"RowError in test_server_walls\.py:\d+ raises < .*", place_of(row.error))
+    assert re.fullmatch(r"RowError in test_server_walls\.py:\d+ raises < .*", location_of(row.error))
 
 
 class FaultyDrafter:
     """Fails in one way at every `period`-th proposal; otherwise proposes noise."""
 
-    taps: tuple[str, ...] = ()
+    hidden_state_names: tuple[str, ...] = ()
 
     def __init__(self, fault: str, period: int = 1) -> None:
         self.fault, self._period, self.num_calls, self.clock = fault, period, 0, 0.0
@@ -266,7 +266,7 @@ class FaultyDrafter:
             return Draft.chains([[7] * (r.max_draft_tokens + 1) for r in rows])
         return replace(one, **changes[self.fault])
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:
         if self.fault == "observe":
             raise ValueError("did not listen")
 

@@ -23,9 +23,9 @@ import toys
 from recorded import Recorder
 
 import heads
-from echelon import LLM, SamplingParams, api
+from echelon import LLM, SamplingParams, build
 from echelon.drafters.guard import GuardedDrafter
-from echelon.heads.loading import build_head
+from echelon.heads.checkpoints import build_head
 from echelon.model.graphs import ahead, buckets, graphs
 from echelon.model.graphs import buffers as frames
 from echelon.model.graphs import programs as captured
@@ -89,7 +89,7 @@ def _card(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(triton_linear, "linear_invariant", card.kernel(linear_of_the_cpu))
     for name in ("rms_norm", "layer_norm", "activate", "rotate", "write_slots"):
         monkeypatch.setattr(triton_elementwise, name, card.kernel(getattr(elementwise, name)))
-    monkeypatch.setattr(api, "warn_of_chance", lambda *_: None)
+    monkeypatch.setattr(build, "warn_of_chance", lambda *_: None)
     monkeypatch.setattr(loading, "self_test", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 << 30, 1 << 31))
     card.cuda(monkeypatch)

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 import echelon.engine
+from echelon.baselines.batch import PaddedBatch
 from echelon.baselines.lines import LineTables, Move
 from echelon.baselines.masked import MaskedRunner
 from echelon.baselines.rectangle import RectangleCache
-from echelon.batch import PaddedBatch, Span
+from echelon.batch import Span
 from echelon.draft import Draft, Verdict
 
 Patch = pytest.MonkeyPatch

@@ -22,7 +22,7 @@ def tied(target: Any) -> tuple[Tensor, Tensor]:
 class Independent(Head):
     """Medusa-like: every depth reads the target's last hidden state alone, through a matrix of its own."""
 
-    method, taps, max_depth = "medusa", ("last",), 4
+    method, hidden_state_names, max_depth = "medusa", ("last",), 4
 
     def __init__(self, target: Any, seed: int = 0) -> None:
         super().__init__()
@@ -34,10 +34,10 @@ class Independent(Head):
         ).to(output.dtype)
         self.output = nn.Parameter(output)
 
-    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **step: Any) -> Tensor:
+    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **context: Any) -> Tensor:
         return features
 
-    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **step: Any) -> Tensor:
+    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **context: Any) -> Tensor:
         return states
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
@@ -47,7 +47,7 @@ class Independent(Head):
 class Recurrent(Head):
     """Clover-like: an attention layer over the text, and a recurrence without attention over what is drafted."""
 
-    method, taps, max_depth = "clover", ("last_unnormed",), None
+    method, hidden_state_names, max_depth = "clover", ("last_unnormed",), None
 
     def __init__(self, target: Any, seed: int = 0) -> None:
         super().__init__()
@@ -55,10 +55,10 @@ class Recurrent(Head):
         self.layer = Layer(target, seed)
         self.embeddings, self.output = nn.Parameter(embeddings), nn.Parameter(output)
 
-    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **step: Any) -> Tensor:
-        return self.layer(features + self.embeddings[tokens], positions, step)
+    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **context: Any) -> Tensor:
+        return self.layer(features + self.embeddings[tokens], positions, context)
 
-    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **step: Any) -> Tensor:
+    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **context: Any) -> Tensor:
         return 0.5 * states + self.embeddings[tokens]
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
@@ -70,17 +70,17 @@ class Autoregressive(Recurrent):
 
     method = "eagle"
 
-    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **step: Any) -> Tensor:
-        return self.layer(states + self.embeddings[tokens], positions, step)
+    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **context: Any) -> Tensor:
+        return self.layer(states + self.embeddings[tokens], positions, context)
 
 
 class Deep(Autoregressive):
     """EAGLE-3-like: fuses the inputs of two layers and the last state."""
 
-    method, taps = "eagle3", ("layer:0", "layer:1", "last")
+    method, hidden_state_names = "eagle3", ("layer:0", "layer:1", "last")
 
-    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **step: Any) -> Tensor:
-        return super().encode(sum(features.chunk(3, -1)), tokens, positions, **step)  # type: ignore[arg-type]
+    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **context: Any) -> Tensor:
+        return super().encode(sum(features.chunk(3, -1)), tokens, positions, **context)  # type: ignore[arg-type]
 
 
 class Layer(nn.Module):
@@ -106,8 +106,8 @@ class Layer(nn.Module):
                 parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
         self.to(target.dtype)
 
-    def forward(self, x: Tensor, positions: Tensor, step: dict[str, Any]) -> Tensor:
-        out = self.block(x[None], position_embeddings=self.rotary(x[None], positions[None]), **step)
+    def forward(self, x: Tensor, positions: Tensor, context: dict[str, Any]) -> Tensor:
+        out = self.block(x[None], position_embeddings=self.rotary(x[None], positions[None]), **context)
         return (out[0] if isinstance(out, tuple) else out)[0]
 
 
@@ -118,7 +118,7 @@ class Knowing(Head):
 
     def __init__(self, inner: Head, texts: list[list[int]], vocabulary: int, share: float = 0.8) -> None:
         super().__init__()
-        self.inner, self.taps, self.max_depth = inner, inner.taps, inner.max_depth
+        self.inner, self.hidden_state_names, self.max_depth = inner, inner.hidden_state_names, inner.max_depth
         self.method = inner.method  # type: ignore[misc]
         self.follows = torch.zeros(5, vocabulary, vocabulary)  # after how many more tokens
         for text in texts:
@@ -127,14 +127,14 @@ class Knowing(Head):
                     self.follows[ahead, a, b] += 1
         self.knows = torch.rand(vocabulary, generator=torch.Generator().manual_seed(7)) < share
 
-    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **step: Any) -> Tensor:
-        states = self.inner.encode(features, tokens, positions, **step)
+    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **context: Any) -> Tensor:
+        states = self.inner.encode(features, tokens, positions, **context)
         return torch.cat([states, tokens[:, None].to(states.dtype)], 1)
 
-    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **step: Any) -> Tensor:
+    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **context: Any) -> Tensor:
         if isinstance(self.inner, Independent):
             return states
-        inner = self.inner.extend(states[:, :-1].contiguous(), tokens, positions, depth, **step)
+        inner = self.inner.extend(states[:, :-1].contiguous(), tokens, positions, depth, **context)
         return torch.cat([inner, tokens[:, None].to(inner.dtype)], 1)
 
     def logits(self, states: Tensor, depth: int) -> Tensor:

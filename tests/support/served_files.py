@@ -17,7 +17,7 @@ from pathlib import Path
 import toys
 
 from echelon import LLM, SamplingParams
-from echelon.heads.loading import build_head, save_head
+from echelon.heads.checkpoints import build_head, save_head
 
 WEIGHTS = "model.safetensors"
 

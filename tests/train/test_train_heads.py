@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from echelon import ConfigError, UnsupportedModelError
 from echelon.cli import main
 from echelon.demo import TARGET as EMBEDDED
-from echelon.heads.loading import build_head, load_head
+from echelon.heads.checkpoints import build_head, load_head
 from echelon.model.load.loading import load_plain
 from echelon.train import corpus
 from echelon.train import heads as training

@@ -9,8 +9,9 @@ from itertools import chain
 import numpy as np
 import torch
 
+from echelon.baselines.batch import PaddedBatch
 from echelon.baselines.lines import Int32, Int64, LineTables
-from echelon.batch import PaddedBatch, Span
+from echelon.batch import Span
 from echelon.draft import indptr_of
 
 
@@ -98,7 +99,6 @@ def padded_batch(rows: Rows, tables: LineTables, slots: Int64, keys: Keys, pads_
     row_of, places, counts = rows.row_of, rows.places, rows.counts
     num_rows, widest = len(counts), int(counts.max())
     tokens = np.fromiter(chain.from_iterable(s.tokens for s in rows.spans), np.int32, len(places))
-    text_lens = np.fromiter((s.text_len for s in rows.spans), np.int32, num_rows)
     in_row = np.minimum(np.arange(widest), counts[:, None] - 1)  # [B, n], pads repeat the last
     query_positions = (rows.starts[:, None] + in_row).astype(np.int32)
     rectangle = row_of * widest + places
@@ -110,7 +110,6 @@ def padded_batch(rows: Rows, tables: LineTables, slots: Int64, keys: Keys, pads_
     return PaddedBatch(
         tokens=torch.from_numpy(inputs),
         positions=torch.from_numpy(query_positions.ravel() if pads_inputs else query_positions.ravel()[rectangle]),
-        text_len_of=torch.from_numpy(np.repeat(text_lens, widest if pads_inputs else counts)),
         logit_rows=torch.from_numpy(logit_rows),
         logit_indptr=torch.from_numpy(logit_indptr),
         written=torch.from_numpy(written),

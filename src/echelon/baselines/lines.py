@@ -17,8 +17,8 @@ Int64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Pool:
-    """Lines in the terms of `blocks.BlockPool`: a line is one block that holds a whole row."""
+class LinePool:
+    """Lines as blocks that hold a whole row each."""
 
     num_blocks: int
     num_free: int
@@ -56,8 +56,8 @@ class LineTables:
         return row in self._lines
 
     @property
-    def pool(self) -> Pool:
-        return Pool(len(self.positions), len(self.positions) - len(self._lines))
+    def pool(self) -> LinePool:
+        return LinePool(len(self.positions), len(self.positions) - len(self._lines))
 
     @property
     def max_tokens_per_row(self) -> int:
@@ -109,6 +109,9 @@ class LineTables:
         places[places >= num_cached] = -1
         held = np.flatnonzero(places >= 0)
         self.ends[line] = held[-1] + 1 if len(held) else 0
+
+    def fork(self, row: int, child: int) -> None:
+        raise NotImplementedError(f"row {child} cannot start with the keys and values of row {row}: lines share nothing")
 
     def release(self, row: int) -> None:
         """Forget a row; a row never seen is fine."""

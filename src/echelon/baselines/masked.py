@@ -8,20 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from echelon.baselines.batch import PaddedBatch
 from echelon.baselines.lines import LineTables
 from echelon.baselines.rectangle import RectangleCache
-from echelon.batch import PaddedBatch, Span
+from echelon.batch import Span
 from echelon.errors import UnsupportedModelError
 from echelon.kv.cache import LayerShape
-from echelon.model.attention import LayerCall, RecordingStep, record_layers
+from echelon.model.attention import LayerCall, RecordingAttention, record_layers
 from echelon.model.load.loading import LoadedModel
-from echelon.model.runner import ModelRunner
-from echelon.stats import Load
+from echelon.model.runner import Runner
+from echelon.stats import Occupancy
 
 Pack = Callable[[Sequence[Span], LineTables], PaddedBatch]
 
 
-class MaskedStep:
+class MaskedAttention:
     """Write the batch's keys and values into the rectangle, then attend with a mask made from positions."""
 
     def __init__(self, batch: PaddedBatch, cache: RectangleCache) -> None:
@@ -78,7 +79,7 @@ def refuse_what_masks_cannot_say(call: LayerCall) -> None:
             raise UnsupportedModelError(f"layer {call.layer} {name}, which the framework's attention cannot do; use strategy='unpadded'")
 
 
-class _RefusingStep(RecordingStep):
+class _RefusingAttention(RecordingAttention):
     def attend(self, call: LayerCall) -> Tensor:
         refuse_what_masks_cannot_say(call)
         return super().attend(call)
@@ -86,10 +87,10 @@ class _RefusingStep(RecordingStep):
 
 def record_maskable_layers(model: nn.Module) -> list[LayerShape]:
     """`record_layers`, refusing by name a model whose attention a mask cannot express."""
-    return record_layers(model, _RefusingStep())
+    return record_layers(model, _RefusingAttention())
 
 
-class MaskedRunner(ModelRunner):
+class MaskedRunner(Runner[PaddedBatch]):
     """Runs batches over a rectangular cache; `pack` is the strategy's layout."""
 
     cache: RectangleCache
@@ -98,15 +99,15 @@ class MaskedRunner(ModelRunner):
         super().__init__(loaded, cache)
         self._pack = pack
 
-    def pack(self, spans: Sequence[Span]) -> PaddedBatch:  # type: ignore[override]
+    def pack(self, spans: Sequence[Span]) -> PaddedBatch:
         return self._pack(spans, self.cache.tables)
 
-    def step(self, batch: PaddedBatch) -> MaskedStep:  # type: ignore[override]
+    def attention(self, batch: PaddedBatch) -> MaskedAttention:
         if not self.cache.is_finite:
             self.cache.scrub()
-        return MaskedStep(batch, self.cache)
+        return MaskedAttention(batch, self.cache)
 
-    def load(self, batch: PaddedBatch) -> Load:  # type: ignore[override]
+    def occupancy(self, batch: PaddedBatch) -> Occupancy:
         tensors = (batch.slots, batch.key_positions, batch.gathered, batch.queries, batch.outputs, *batch.masks.values())
         index_bytes = sum(t.nbytes for t in tensors if t is not None)
-        return Load(len(batch.tokens), batch.num_reserved, batch.key_positions.numel(), batch.num_live, index_bytes)
+        return Occupancy(len(batch.tokens), batch.num_reserved, batch.key_positions.numel(), batch.num_live, index_bytes)

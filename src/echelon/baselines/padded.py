@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from echelon.baselines.batch import PaddedBatch
 from echelon.baselines.layout import anchored_slots, loaded_keys, own_slots, padded_batch, rows_by_line
 from echelon.baselines.lines import LineTables
-from echelon.batch import PaddedBatch, Span
+from echelon.batch import Span
 
 
 def pack(spans: Sequence[Span], tables: LineTables) -> PaddedBatch:

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from echelon.baselines.batch import PaddedBatch
 from echelon.baselines.layout import Keys, Rows, anchored_slots, loaded_keys, own_slots, padded_batch, rows_by_line
 from echelon.baselines.lines import LineTables
-from echelon.batch import PaddedBatch, Span
+from echelon.batch import Span
 
 
 def pack(spans: Sequence[Span], tables: LineTables) -> PaddedBatch:

@@ -23,7 +23,7 @@ class RectangleCache:
 
     def __init__(self, shapes: list[LayerShape], tables: LineTables, dtype: torch.dtype, device: torch.device) -> None:
         self.tables, self.device = tables, device
-        self.seconds = 0.0  # spent moving keys and values about
+        self.seconds = 0.0
         self.clock: Callable[[], float] = time.perf_counter
         self._are_finite = torch.ones((), dtype=torch.bool, device=device)
 
@@ -67,6 +67,8 @@ class RectangleCache:
 
     def apply_copies(self) -> None:
         """Carry out the moves that the tables ask for, each with one gather a tensor."""
+        if not self.tables.moves:
+            return
         start = self.clock()
         while self.tables.moves:
             self._apply(self.tables.moves.pop(0))

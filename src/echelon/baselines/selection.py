@@ -8,24 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import Protocol
 
 from echelon.sequence import Sequence
+from echelon.stats import Usage
 
 NumCached = Callable[[Sequence], int]
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The rows of a step; `is_group`: were they found by equal length? `None` where nothing was looked for."""
-
-    rows: list[Sequence]
-    is_group: bool | None = None
-
-
-class Selector(Protocol):
-    def choose(self, running: SequenceOf[Sequence], num_cached: NumCached) -> Selection: ...
 
 
 def _reading_or_all(rows: SequenceOf[Sequence], num_cached: NumCached) -> list[Sequence]:
@@ -36,26 +23,28 @@ def _reading_or_all(rows: SequenceOf[Sequence], num_cached: NumCached) -> list[S
 class PromptsApart:
     """Every running row; while prompts are being read, those alone."""
 
-    def choose(self, running: SequenceOf[Sequence], num_cached: NumCached) -> Selection:
-        return Selection(_reading_or_all(running, num_cached))
+    def choose(self, running: SequenceOf[Sequence], num_cached: NumCached) -> list[Sequence]:
+        return _reading_or_all(running, num_cached)
 
 
 class SameLength:
     """`size` rows of equal length and equal KV state from all that are running, the first that are found in order of arrival (EXSPEC).
 
     Where there are none, the first `size` rows run, of whatever lengths. Near the end, when fewer are left, all of them are a group if
-    they are equal.
+    they are equal. `usage` counts both.
     """
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, size: int, usage: Usage) -> None:
+        self._size, self._usage = size, usage
 
-    def choose(self, running: SequenceOf[Sequence], num_cached: NumCached) -> Selection:
+    def choose(self, running: SequenceOf[Sequence], num_cached: NumCached) -> list[Sequence]:
         size = min(self._size, len(running))
+        self._usage.num_group_choices += 1
         groups: dict[tuple[int, int], list[Sequence]] = {}
         for sequence in running:
             group = groups.setdefault((len(sequence), num_cached(sequence)), [])
             group.append(sequence)
             if len(group) == size:
-                return Selection(group, is_group=True)
-        return Selection(_reading_or_all(running[:size], num_cached), is_group=False)
+                self._usage.num_group_hits += 1
+                return group
+        return _reading_or_all(running[:size], num_cached)

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from echelon.errors import ConfigError, UnsupportedModelError
 from echelon.heads.base import Head
+from echelon.heads.checkpoints import load_head, save_head, shared_parts
 from echelon.heads.clover import CloverHead
-from echelon.heads.loading import load_head, save_head, shared_parts
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
 LARGEST_HIDDEN = 2048  # `plan_growth` widens up to here, then deepens

@@ -20,9 +20,9 @@ from torch import Tensor
 from echelon.batch import RaggedBatch
 from echelon.draft import Draft, Verdict
 from echelon.drafters.base import Drafter
-from echelon.drafters.heads import HeadDrafter, TappedHead
+from echelon.drafters.heads import AttachedHead, HeadDrafter
 from echelon.engine import Engine
-from echelon.heads.base import Head, Tap
+from echelon.heads.base import Head, HiddenStateName
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.model.runner import ModelRunner
@@ -65,7 +65,7 @@ class PreparedRunner(ModelRunner):
 class PreparedDrafter:
     """Proposes what the prepared logits will say, up to a random place in each row."""
 
-    taps: tuple[str, ...] = ()
+    hidden_state_names: tuple[str, ...] = ()
 
     def __init__(self, own: list[int], rng: np.random.Generator) -> None:
         self._own, self._rng = own, rng
@@ -79,7 +79,7 @@ class PreparedDrafter:
             start += 1 + row.max_draft_tokens
         return Draft.chains(proposals)
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None: ...
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None: ...
 
     def forget(self, row: int) -> None: ...
 
@@ -88,7 +88,7 @@ class PreparedHead(Head):
     """Returns the first rows of fixed logits."""
 
     method: ClassVar[str] = "eagle"
-    taps: tuple[Tap, ...] = ("last",)
+    hidden_state_names: tuple[HiddenStateName, ...] = ("last",)
 
     def __init__(self, prepared: Tensor) -> None:
         super().__init__()
@@ -106,8 +106,8 @@ class PreparedHead(Head):
 
 def tree_drafter(rng: np.random.Generator, batch_size: int, vocab_size: int) -> HeadDrafter:
     prepared = torch.from_numpy(rng.standard_normal((batch_size * TREE_TOP_K, vocab_size), np.float32))
-    taps: Any = SimpleNamespace(names=PreparedHead.taps)
-    return HeadDrafter(TappedHead(PreparedHead(prepared), taps, [], False), BestFirst(TREE_TOP_K, TREE_DEPTH), None)
+    reader: Any = SimpleNamespace(names=PreparedHead.hidden_state_names)
+    return HeadDrafter(AttachedHead(PreparedHead(prepared), reader, [], False), BestFirst(TREE_TOP_K, TREE_DEPTH), None)
 
 
 def measure_overhead(

@@ -160,13 +160,14 @@ class EngineRun:
         time_parts(self._llm)
         if method.prepare is not None:
             method.prepare(self._llm)
-        self._decode = Sums()
+        self._decode, self._stats = Sums(), Stats()
 
     def warm_up(self, prompts: Prompts, params: SamplingParams) -> None:
         self._uncounted(prompts, params)
 
     def run(self, prompts: Prompts, params: SamplingParams) -> Run:
-        outputs, seconds, decode = self._timed(prompts, params)
+        with self._llm.engine.observed(self._stats.count):
+            outputs, seconds, decode = self._timed(prompts, params)
         self._decode += decode
         if not self._llm.config.refill:
             return Run(outputs, seconds, (decode["tokens"], decode["seconds"]))
@@ -181,14 +182,11 @@ class EngineRun:
 
     def _uncounted(self, prompts: Prompts, params: SamplingParams) -> tuple[int, float]:
         """Tokens and seconds of a run that must not enter the counts of acceptance."""
-        engine = self._llm.engine
-        counted, engine.stats = engine.stats, Stats()
         outputs, seconds, _ = self._timed(prompts, params)
-        engine.stats = counted
         return sum(map(len, outputs)), seconds
 
     def result(self, batch_size: int, runs: SequenceOf[Run]) -> ThroughputResult:
-        return engine_result(self._method, batch_size, runs, self._llm.stats, self._decode)
+        return engine_result(self._method, batch_size, runs, self._stats, self._decode)
 
 
 def engine_result(method: DecodingMethod, batch_size: int, runs: SequenceOf[Run], stats: Stats, decode: Sums) -> ThroughputResult:

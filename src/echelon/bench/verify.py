@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from echelon.api import LLM
 from echelon.batch import Span
 from echelon.errors import ConfigError
+from echelon.llm import LLM
 from echelon.model.load.loading import DTYPES, LoadedModel, load_model, load_plain
 from echelon.ops.devices import chosen_device
 from echelon.sampling import SamplingParams
@@ -44,6 +44,9 @@ class Case:
     strategy: str
     drafter: str
     batch_size: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype}, {self.strategy}, {self.drafter}, batch {self.batch_size}"
 
 
 @dataclass(frozen=True)
@@ -159,12 +162,13 @@ def verify_dtype(
     has_control: bool,
 ) -> Iterator[EqualityResult]:
     """Every strategy × drafter × batch size in one dtype, then `transformers` against itself."""
-    target = load_model(request.model, dtype, request.device, request.numerics)
-    draft = load_model(draft_model, dtype, request.device, request.numerics) if draft_model else None
+    target = load_model(request.model, dtype=dtype, device=request.device, numerics=request.numerics)
+    draft = load_model(draft_model, dtype=dtype, device=request.device, numerics=request.numerics) if draft_model else None
     alone = LLM(target, max_num_seqs=1, numerics=request.numerics)
     params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens)
     truth = [alone.generate([p], params)[0].outputs[0].token_ids for p in request.prompts]
-    judge = Judge(alone if dtype == "float32" else LLM(load_model(request.model, "float32", request.device), max_num_seqs=1), alone)
+    precise = alone if dtype == "float32" else LLM(request.model, dtype="float32", device=request.device, max_num_seqs=1)
+    judge = Judge(precise, alone)
     for strategy in strategies:
         for drafter, config in request.drafters.items():
             for size in batch_sizes:

@@ -12,8 +12,8 @@ import typer
 from rich.markup import escape
 
 from echelon import ConfigError, ModelLoadError
+from echelon.cli import unpickle
 from echelon.cli.shared import errors
-from echelon.heads import unpickle
 from echelon.inputs import made_folder
 
 PICKLED = ("medusa_lm_head.pt", "pytorch_model.bin")

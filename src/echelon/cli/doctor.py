@@ -18,8 +18,7 @@ from echelon import LLM, ConfigError, ops
 from echelon.cli.generate import speculative_mapping
 from echelon.cli.shared import SPECULATIVE
 from echelon.drafters.head_selftest import familiarity
-from echelon.drafters.heads import tapped_head
-from echelon.heads.base import Head
+from echelon.drafters.heads import AttachedHead
 from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.linear import framework_layers
 from echelon.ops import compiled
@@ -65,10 +64,10 @@ def doctor(
     Console().print(table)
 
 
-def _known(head: Head, target: LoadedModel) -> str:
+def _known(attached: AttachedHead, target: LoadedModel) -> str:
     """What the self-test of heads found."""
-    tapped = tapped_head(head, target)
-    found = familiarity(target, head, tapped.taps, tapped.shapes)
+    head = attached.head
+    found = familiarity(target, head, attached.reader, attached.shapes)
     if found is None:
         return f"{head.method}: the context is too short to ask it"
     verdict = "NO BETTER THAN CHANCE" if found.is_chance else "knows this model"

@@ -8,42 +8,39 @@ from typing import Protocol
 from torch import Tensor
 
 from echelon.draft import Draft, Verdict
-from echelon.heads.base import Tap
+from echelon.heads.base import HiddenStateName
 from echelon.sequence import PlannedRow
 
 
 class Drafter(Protocol):
     """Keeps state per row (by `sequence.id`); a row may be forgotten and come back longer at any time.
 
-    taps  hidden states of the target that `observe` wants, [T, len(taps) · d] for the rows' new tokens, drafted ones included; with none
-          it gets None
+    hidden_state_names  those of the target that `observe` wants, [T, len(hidden_state_names) · d] for the rows' new tokens, drafted ones
+                        included; with none it gets None
     """
 
-    taps: tuple[Tap, ...]
+    hidden_state_names: tuple[HiddenStateName, ...]
 
     def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
         """At most `max_draft_tokens` tokens for every row, 0 for some or all."""
-        ...
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:
         """What became of the last proposal; called once a step, before the tokens are appended. Where `propose` failed, or was not called,
         nothing was drafted, and what it has left behind must go.
         """
-        ...
 
     def forget(self, row: int) -> None:
         """The row finished, was preempted or aborted; a row never seen is fine."""
-        ...
 
 
 class NoDrafter:
     """Plain decoding: every row emits one token a step."""
 
-    taps: tuple[str, ...] = ()
+    hidden_state_names: tuple[str, ...] = ()
 
     def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
         return Draft.chains([()] * len(rows))
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None: ...
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None: ...
 
     def forget(self, row: int) -> None: ...

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,8 @@ from echelon.acceptance import argmax_rows
 from echelon.batch import Span
 from echelon.draft import Draft, Verdict
 from echelon.drafters.frontier import Frontier, grow
-from echelon.model.runner import Draws, ModelRunner
+from echelon.model.forward import Draws
+from echelon.model.runner import Runner
 from echelon.ops.devices import on_host
 from echelon.ops.rank import likeliest, processed
 from echelon.ops.sample import Place, choose, raw_rows
@@ -55,11 +57,11 @@ class _Chain:
 class DraftModelDrafter:
     """`runner` is the draft model's own; the scheduler reserves slots in its cache."""
 
-    taps: tuple[str, ...] = ()
+    hidden_state_names: tuple[str, ...] = ()
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: Runner[Any],
         max_num_batched_tokens: int,
         vocab_size: int,
         keeps_probs: bool = False,
@@ -182,7 +184,7 @@ class DraftModelDrafter:
         """[…, V] of the target: ids that only one of the two has are never drafted."""
         return F.pad(logits, (0, self._vocab_size - logits.shape[-1]), value=-torch.inf)  # a negative width cuts
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:  # noqa: ARG002
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:  # noqa: ARG002
         """Shorten every row to its known tokens and the accepted part of a chain."""
         for row, kept in zip(rows, verdict, strict=True):
             cached, num_kept = self._runner.num_cached(row.sequence.id), len(kept.path) if self._growth is None else 0

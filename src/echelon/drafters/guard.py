@@ -24,7 +24,7 @@ from torch import Tensor
 
 from echelon.draft import Draft, Int32, Verdict, node_depths
 from echelon.drafters.base import Drafter
-from echelon.errors import EchelonError, place_of
+from echelon.errors import EchelonError, location_of
 from echelon.sequence import PlannedRow
 
 logger = logging.getLogger("echelon")
@@ -113,7 +113,7 @@ class GuardedDrafter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.drafter = drafter
-        self.taps = drafter.taps
+        self.hidden_state_names = drafter.hidden_state_names
         self.faults: Counter[str] = Counter()
         self._vocab_size, self._grows_trees = vocab_size, grows_trees
         self._retry_after, self._clock, self._timer = retry_after, clock, CallTimer(time_limit)
@@ -139,14 +139,14 @@ class GuardedDrafter:
             self._num_failures = self._num_cuts = 0
         return Draft.chains([()] * len(rows)) if draft is None else draft
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:
         self._judge_proposal(rows)
         if self._is_deaf:
             self._unheard.update(dict.fromkeys(row.sequence.id for row in rows))
             return
 
         def hear() -> bool:
-            self.drafter.observe(rows, verdict, taps)
+            self.drafter.observe(rows, verdict, hidden_states)
             return True
 
         has_heard = self._call(hear, rows, is_hearing=True)
@@ -230,7 +230,7 @@ class GuardedDrafter:
 def _named(error: BaseException) -> str:
     """Kind and place of an exception. None of its own code is asked for what it says: that may fail, or hold pieces of a request."""
     try:
-        return place_of(error)
+        return location_of(error)
     except KeyboardInterrupt:
         raise
     except BaseException:

@@ -1,7 +1,7 @@
 """Before a head drafts: does it know this target? Asked on a short text that the target writes itself.
 
-A head for another target, with the wrong taps or the wrong draft vocabulary costs speed only, and would go unnoticed. The target continues
-a few single tokens greedily; at every place the head says what it would draft first, with the target's hidden states given.
+A head for another target, with the wrong hidden states or the wrong draft vocabulary costs speed only, and would go unnoticed. The target
+continues a few single tokens greedily; at every place the head says what it would draft first, with the target's hidden states given.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from echelon.heads.base import Head
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache, LayerShape
 from echelon.model import pack as unpadded
-from echelon.model.attention import STEP_KEYWORD, CachedStep, record_layers
-from echelon.model.hidden_states import Taps
+from echelon.model.attention import CONTEXT_KEYWORD, CachedAttention, record_layers
+from echelon.model.hidden_states import HiddenStateReader
 from echelon.model.load.loading import LoadedModel
 from echelon.model.runner import ModelRunner
 
@@ -43,10 +43,10 @@ class Familiarity:
         return self.share < SURELY_USEFUL and self.share - self.by_chance < LEAST_GAIN
 
 
-def warn_of_chance(target: LoadedModel, head: Head, taps: Taps, shapes: list[LayerShape]) -> None:
+def warn_of_chance(target: LoadedModel, head: Head, reader: HiddenStateReader, shapes: list[LayerShape]) -> None:
     """Log a warning where the head drafts no better than chance, or cannot be asked. `shapes`: what its attention layers store."""
     try:
-        found = familiarity(target, head, taps, shapes)
+        found = familiarity(target, head, reader, shapes)
     except Exception as error:  # whatever a head does wrong costs speed only
         logger.warning("the self-test of the %s head failed: %s: %s", head.method, type(error).__name__, error)
         return
@@ -59,37 +59,37 @@ def warn_of_chance(target: LoadedModel, head: Head, taps: Taps, shapes: list[Lay
             target.name,
             100 * found.share,
             100 * found.by_chance,
-            ", ".join(taps.names),
+            ", ".join(reader.names),
         )
 
 
 @torch.inference_mode()
-def familiarity(target: LoadedModel, head: Head, taps: Taps, shapes: list[LayerShape]) -> Familiarity | None:
+def familiarity(target: LoadedModel, head: Head, reader: HiddenStateReader, shapes: list[LayerShape]) -> Familiarity | None:
     """How well the head knows what the target says; None where the target's context is too short to ask."""
     length = min(LENGTH, target.max_len)
     if length < 3:
         return None
-    text, features = _own_text(target, taps, length)
+    text, features = _own_text(target, reader, length)
     dtype = next(head.parameters(), torch.empty(0)).dtype
-    step: dict[str, Any] = {}
+    context: dict[str, Any] = {}
     if shapes:
         spans = [Span(row, 0, tokens[1:], 0, length - 1) for row, tokens in enumerate(text.tolist())]
         cache = _cache(shapes, dtype, target.device)
-        step[STEP_KEYWORD] = CachedStep(unpadded.pack(spans, cache.tables), cache)
+        context[CONTEXT_KEYWORD] = CachedAttention(unpadded.pack(spans, cache.tables), cache)
     tokens, positions = (x.to(target.device) for x in (text[:, 1:].flatten(), torch.arange(length - 1).repeat(NUM_TEXTS)))
-    states = head.encode(features.to(dtype), tokens, positions, **step)
+    states = head.encode(features.to(dtype), tokens, positions, **context)
     guesses = head.logits(states, 0).argmax(-1).cpu().view(NUM_TEXTS, -1)[:, :-1].flatten()
     answers, size = text[:, 2:].flatten(), target.vocab_size
     together = guesses.bincount(minlength=size).double() @ answers.bincount(minlength=size).double()
     return Familiarity(float((guesses == answers).double().mean()), float(together) / len(answers) ** 2)
 
 
-def _own_text(target: LoadedModel, taps: Taps, length: int) -> tuple[Tensor, Tensor]:
+def _own_text(target: LoadedModel, reader: HiddenStateReader, length: int) -> tuple[Tensor, Tensor]:
     """What the target says greedily after one token, int64[NUM_TEXTS, length], never an end of text; and its hidden states at all places
     but the last, [NUM_TEXTS · (length − 1), F].
     """
     runner = ModelRunner(target, _cache(record_layers(target.model), target.model.dtype, target.device))
-    runner.taps = taps
+    runner.hidden_state_reader = reader
     ends = sorted(t for t in target.eos_token_ids if 0 <= t < target.vocab_size)
     text = [(2 * torch.arange(NUM_TEXTS) + 1) * target.vocab_size // (2 * NUM_TEXTS)]
     features = []

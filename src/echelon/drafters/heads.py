@@ -22,19 +22,19 @@ from echelon.draft import Draft, RowVerdict, Verdict, indptr_of
 from echelon.drafters.frontier import Frontier, grow
 from echelon.errors import ConfigError
 from echelon.heads.base import Head
-from echelon.heads.loading import load_head
+from echelon.heads.checkpoints import load_head
 from echelon.kv.cache import KVCache, LayerShape
 from echelon.model import pack as unpadded
-from echelon.model.attention import STEP_KEYWORD, CachedStep, RecordingStep
-from echelon.model.hidden_states import Taps
+from echelon.model.attention import CONTEXT_KEYWORD, CachedAttention, RecordingAttention
+from echelon.model.hidden_states import HiddenStateReader
 from echelon.model.load.loading import LoadedModel, serve_head
 from echelon.sequence import PlannedRow
-from echelon.stats import Load, Usage
+from echelon.stats import Occupancy, Usage
 from echelon.trees import Forest, Growth, Int64
 
 
 @dataclass(frozen=True)
-class TappedHead:
+class AttachedHead:
     """A head on its target.
 
     shapes   what its attention layers store per token; with none it needs no cache
@@ -42,7 +42,7 @@ class TappedHead:
     """
 
     head: Head
-    taps: Taps
+    reader: HiddenStateReader
     shapes: list[LayerShape]
     extends: bool
 
@@ -85,19 +85,19 @@ def head_for(config: SpeculativeConfig | None, target: LoadedModel, given: Head 
 
 
 @torch.inference_mode()
-def tapped_head(head: Head, target: LoadedModel) -> TappedHead:
-    """Find the taps in the target, and what the head's attention layers store, from a call with one token each.
+def attach_head(head: Head, target: LoadedModel) -> AttachedHead:
+    """Find its hidden states in the target, and what the head's attention layers store, from a call with one token each.
 
     Raises
     ------
-    UnsupportedModelError  the target lacks a tap
+    UnsupportedModelError  the target lacks a hidden state that the head reads
     ConfigError            the head does not fit the target
     """
-    taps, zero = Taps(target.model, head.taps), torch.zeros(1, dtype=torch.int64, device=target.device)
-    encoding, extending = RecordingStep(), RecordingStep()
+    reader, zero = HiddenStateReader(target.model, head.hidden_state_names), torch.zeros(1, dtype=torch.int64, device=target.device)
+    encoding, extending = RecordingAttention(), RecordingAttention()
     try:
-        states = head.encode(taps.example().to(dtype_of(head)), zero, zero, **{STEP_KEYWORD: encoding})
-        states = head.extend(states, zero, zero + 1, 1, **{STEP_KEYWORD: extending})
+        states = head.encode(reader.example().to(dtype_of(head)), zero, zero, **{CONTEXT_KEYWORD: encoding})
+        states = head.extend(states, zero, zero + 1, 1, **{CONTEXT_KEYWORD: extending})
         width = head.logits(states, 0).shape[-1]
     except RuntimeError as error:
         raise ConfigError(f"the head of method {head.method!r} does not fit {target.name!r}: {error}") from error
@@ -106,7 +106,7 @@ def tapped_head(head: Head, target: LoadedModel) -> TappedHead:
             f"the head of method {head.method!r} has {width:,} logits, the target {target.vocab_size:,}; it was made for another"
         )
     shapes = encoding.shapes | extending.shapes
-    return TappedHead(head, taps, [shapes[i] for i in sorted(shapes)], bool(extending.shapes))
+    return AttachedHead(head, reader, [shapes[i] for i in sorted(shapes)], bool(extending.shapes))
 
 
 class HeadDrafter:
@@ -115,10 +115,11 @@ class HeadDrafter:
     first level of the tree comes, and one for every deeper level. No path has a joint log-probability below `min_score`.
     """
 
-    def __init__(self, tapped: TappedHead, growth: Growth, cache: KVCache | None, min_score: float = -np.inf) -> None:
-        assert bool(tapped.shapes) == (cache is not None)
-        self.taps, self.cache, self.head, self.growth, self.extends = tapped.taps.names, cache, tapped.head, growth, tapped.extends
-        self._dtype, self._min_score, self.usage = tapped.dtype, min_score, Usage()
+    def __init__(self, attached: AttachedHead, growth: Growth, cache: KVCache | None, min_score: float = -np.inf) -> None:
+        assert bool(attached.shapes) == (cache is not None)
+        self.hidden_state_names, self.cache, self.growth = attached.reader.names, cache, growth
+        self.head, self.extends = attached.head, attached.extends
+        self._dtype, self._min_score, self.usage = attached.dtype, min_score, Usage()
         self._states: dict[int, tuple[int, Tensor]] = {}  # row → tokens that its last state knows, and the state [s]
 
     @torch.inference_mode()
@@ -137,9 +138,9 @@ class HeadDrafter:
         return known == len(row.sequence) == row.start + 1 and min(row.max_draft_tokens, row.max_draft_depth) > 0
 
     @torch.inference_mode()
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:
-        """Read what was kept; `taps` [T, F] of all tokens of the step."""
-        assert taps is not None, "the target was not asked for hidden states"
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:
+        """Read what was kept; `hidden_states` [T, F] of all tokens of the step."""
+        assert hidden_states is not None, "the target was not asked for hidden states"
         spans: list[Span] = []
         read: list[Int64] = []  # of every span, which of the step's tokens
         indptr = indptr_of([row.num_new + kept.num_draft_tokens for row, kept in zip(rows, verdict, strict=True)])
@@ -153,7 +154,7 @@ class HeadDrafter:
             spans.append(span)
             read.append(places[len(places) - len(span.tokens) :])
         if spans:
-            features = taps[torch.from_numpy(np.concatenate(read))].to(self._dtype)
+            features = hidden_states[torch.from_numpy(np.concatenate(read))].to(self._dtype)
             for span, state in zip(spans, self._encode(spans, features), strict=True):
                 self._states[span.row] = (span.text_len + 1, state)
 
@@ -179,26 +180,26 @@ class HeadDrafter:
             positions = torch.tensor([s.start for s in spans]).to(device)
             self.count(len(spans))
             return self.head.encode(features, tokens, positions)
-        batch, step = self.step(spans)
-        states = self.head.encode(features, tokens, batch.positions.long().to(device), **step)
+        batch, context = self.context(spans)
+        states = self.head.encode(features, tokens, batch.positions.long().to(device), **context)
         for span in spans:
             self.cache.tables.commit(span.row, span.text_len)
         return states[lengths.cumsum(0) - 1]
 
-    def step(self, spans: SequenceOf[Span]) -> tuple[RaggedBatch, dict[str, Any]]:
+    def context(self, spans: SequenceOf[Span]) -> tuple[RaggedBatch, dict[str, Any]]:
         """The batch of `spans`, and the keywords that the head's attention layers are called with."""
         assert self.cache is not None
         self.cache.apply_copies()
         batch = unpadded.pack(spans, self.cache.tables)
         self.count(batch.num_tokens, batch)
-        return batch, {STEP_KEYWORD: CachedStep(batch, self.cache)}
+        return batch, {CONTEXT_KEYWORD: CachedAttention(batch, self.cache)}
 
     def count(self, num_tokens: int, batch: RaggedBatch | None = None) -> None:
         """One pass over so many tokens; without a `batch` it reads no cache."""
         if self.cache is None or batch is None:
-            self.usage.count(num_tokens, Load(num_tokens, 0, 0, 0, 0), 0)
+            self.usage.count(num_tokens, Occupancy(num_tokens, 0, 0, 0, 0), 0)
         else:
-            self.usage.count(num_tokens, unpadded.load(batch, self.cache), self.cache.bytes_per_slot)
+            self.usage.count(num_tokens, unpadded.occupancy(batch, self.cache), self.cache.bytes_per_slot)
 
     def forget(self, row: int) -> None:
         """The scheduler has released the row's blocks already, or the row is read anew."""
@@ -222,8 +223,8 @@ class _HeadFrontier(Frontier):
         tokens = torch.from_numpy(self.forest.tokens[nodes]).to(states.device)
         known = np.array([len(row.sequence) for row in self.rows]) - 1  # the head's places: each knows the token that follows it
         positions = torch.from_numpy(known[self.forest.rows[nodes]] - 1 + self.forest.depths[nodes]).to(states.device)
-        step = self._drafter.step(self.spans(nodes, known))[1] if self._drafter.extends else {}
-        extended = self._drafter.head.extend(states, tokens, positions, depth, **step)
+        context = self._drafter.context(self.spans(nodes, known))[1] if self._drafter.extends else {}
+        extended = self._drafter.head.extend(states, tokens, positions, depth, **context)
         places: Int64 = np.arange(len(nodes))
         if extended is states:
             used, places = np.unique(at, return_inverse=True)

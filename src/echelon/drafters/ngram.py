@@ -43,7 +43,7 @@ class NgramIndex:
 class NgramDrafter:
     """Looks up the last tokens of each row in the row's own prompt, or in prompt and output."""
 
-    taps: tuple[str, ...] = ()
+    hidden_state_names: tuple[str, ...] = ()
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
@@ -62,7 +62,7 @@ class NgramDrafter:
         place = index.find(sequence.tokens)
         return [] if place is None else copied(sequence.tokens, place, min(row.max_draft_tokens, config.num_speculative_tokens), end)
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, taps: Tensor | None) -> None:
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:
         """Nothing to do: the index reads the sequence's own tokens."""
 
     def forget(self, row: int) -> None:

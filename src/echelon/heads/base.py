@@ -2,7 +2,7 @@
 
 A head reads the target's hidden states of known tokens (`encode`) and then goes on alone, one drafted token at a time (`extend`). Position
 t's state says what comes after token t + 1: the target has emitted that one itself, so a draft begins with the token after it. The head's
-attention layers, where it has any, are called with the keywords of the step, as those of a target are; `positions` count from the start of
+attention layers, where it has any, are called with the keywords of `context`, as those of a target are; `positions` count from the start of
 each row's own text.
 """
 
@@ -14,19 +14,19 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 # hidden states of the target, [T, d] each: `last` after the final norm, `last_unnormed` before it, `layer:i` the input of decoder layer i
-Tap = str
+HiddenStateName = str
 
 
 class Head(nn.Module):
     """Legend: T packed tokens, M drafted nodes, d the target's hidden size, s the size of the head's state, V the target's vocabulary.
 
-    method      name in a speculative configuration
-    taps        what it reads; the features are these, concatenated
-    max_depth   longest path it can draft; None: any
+    method              name in a speculative configuration
+    hidden_state_names  what it reads; the features are these, concatenated
+    max_depth           longest path it can draft; None: any
     """
 
     method: ClassVar[str]
-    taps: tuple[Tap, ...]
+    hidden_state_names: tuple[HiddenStateName, ...]
     max_depth: int | None = None
 
     @property
@@ -35,11 +35,11 @@ class Head(nn.Module):
         return None
 
     @abstractmethod
-    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **step: Any) -> Tensor:
-        """States [T, s] from features [T, len(taps) · d] at `positions` int64[T] and the tokens int64[T] that follow them."""
+    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **context: Any) -> Tensor:
+        """States [T, s] from features [T, len(hidden_state_names) · d] at `positions` int64[T] and the tokens int64[T] that follow them."""
 
     @abstractmethod
-    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **step: Any) -> Tensor:
+    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **context: Any) -> Tensor:
         """States [M, s] of drafted nodes from those of their parents [M, s] and the nodes' own tokens int64[M]; `depth` ≥ 1 is that of
         the tokens drafted next: 1 after the first drafted token.
         """
@@ -47,3 +47,16 @@ class Head(nn.Module):
     @abstractmethod
     def logits(self, states: Tensor, depth: int) -> Tensor:
         """[M, V] of the token at `depth` of the draft, 0 first; −inf for tokens that the head never drafts."""
+
+    def draft_logits(self, states: Tensor, depth: int) -> Tensor:
+        """[M, W] of the tokens `draft_ids` alone."""
+        return self.logits(states, depth)
+
+    def choose_vocabulary(self, counts: Tensor) -> None:
+        """Before training, choose the tokens to draft by how often the target says each, counts int[V]; nothing, where it drafts all."""
+
+    def start_from(self, target: nn.Module) -> None:
+        """Before training, take initial weights from the target, where the paper does; after `choose_vocabulary`."""
+
+    def check(self, name: str) -> None:
+        """Raise `ModelLoadError` where tensors read from the checkpoint `name` contradict each other."""

@@ -73,7 +73,7 @@ class CloverHead(Head):
     def __init__(self, config: LlamaConfig, shared: Shared, options: CloverOptions) -> None:
         super().__init__()
         self.config, self.shared, self.options, self.max_depth = prepare(config), shared, options, options.num_heads
-        self.taps = ("last_unnormed",) if options.augmenting else ("last",)
+        self.hidden_state_names = ("last_unnormed",) if options.augmenting else ("last",)
         self.heads = nn.ModuleList(ResBlock(config.hidden_size) for _ in range(options.num_heads))
         self.layers = llama_layers(config, 1 if options.augmenting else 0)
         if options.augmenting:
@@ -83,12 +83,12 @@ class CloverHead(Head):
         if options.own_rows and options.regressive:
             self.register_buffer("rows", torch.zeros(config.vocab_size, config.hidden_size))
 
-    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **step: Any) -> Tensor:
+    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **context: Any) -> Tensor:
         for layer in self.layers:
-            features = self.norm(run_layer(layer, self.rotary, features, positions, step))
+            features = self.norm(run_layer(layer, self.rotary, features, positions, context))
         return self._take_in(features, tokens)
 
-    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **step: Any) -> Tensor:  # noqa: ARG002
+    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **context: Any) -> Tensor:  # noqa: ARG002
         return self._take_in(states, tokens)
 
     def _take_in(self, states: Tensor, tokens: Tensor) -> Tensor:

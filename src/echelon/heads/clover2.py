@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from echelon.heads.base import Head, Tap
+from echelon.heads.base import Head, HiddenStateName
 from echelon.heads.parts import (
     AttentionDecoder,
     Rotary,
@@ -40,7 +40,7 @@ class Clover2Options:
 class Clover2Head(Head):
     method: ClassVar[str] = "clover2"
     options_class: ClassVar[type] = Clover2Options
-    taps: tuple[Tap, ...] = ("last_unnormed",)
+    hidden_state_names: tuple[HiddenStateName, ...] = ("last_unnormed",)
 
     def __init__(self, config: LlamaConfig, shared: Shared, options: Clover2Options) -> None:
         super().__init__()
@@ -58,14 +58,14 @@ class Clover2Head(Head):
         embed = self.clover_embed_tokens if self.options.own_rows else self.shared.embed
         return embed(tokens).to(like.dtype)
 
-    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **step: Any) -> Tensor:
+    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **context: Any) -> Tensor:
         x = self.clover_head_mlp_rnn(features, self._rows(tokens, features))
         for layer in self.layers:
-            x = run_layer(layer, self.rotary, x, positions, step)
+            x = run_layer(layer, self.rotary, x, positions, context)
         x = self.clover_norm(x)
         return torch.cat([x, self.clover_head_norm(self.clover_head_mlp(x))], -1)
 
-    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **step: Any) -> Tensor:  # noqa: ARG002
+    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **context: Any) -> Tensor:  # noqa: ARG002
         before = states[:, : self.config.hidden_size]
         rows = self._rows(tokens, before)
         x = self.clover_head_mlp_rnn2(before, rows)

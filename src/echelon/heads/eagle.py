@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from echelon.heads.base import Head, Tap
+from echelon.heads.base import Head, HiddenStateName
 from echelon.heads.parts import Rotary, Shared, llama_layers, prepare, run_layer
 
 
@@ -27,7 +27,7 @@ class EagleOptions:
 class EagleHead(Head):
     method: ClassVar[str] = "eagle"
     options_class: ClassVar[type] = EagleOptions
-    taps: tuple[Tap, ...] = ("last",)
+    hidden_state_names: tuple[HiddenStateName, ...] = ("last",)
 
     def __init__(self, config: LlamaConfig, shared: Shared, options: EagleOptions) -> None:
         super().__init__()
@@ -36,12 +36,12 @@ class EagleHead(Head):
         self.layers, self.rotary = llama_layers(config, 1), Rotary(config)
         self.layers[0].input_layernorm = nn.Identity()
 
-    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **step: Any) -> Tensor:
+    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **context: Any) -> Tensor:
         x = self.fc(torch.cat([self.shared.embed(tokens).to(features.dtype), features], -1))
-        return run_layer(self.layers[0], self.rotary, x, positions, step)
+        return run_layer(self.layers[0], self.rotary, x, positions, context)
 
-    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **step: Any) -> Tensor:  # noqa: ARG002
-        return self.encode(states, tokens, positions, **step)
+    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **context: Any) -> Tensor:  # noqa: ARG002
+        return self.encode(states, tokens, positions, **context)
 
     def features(self, states: Tensor) -> Tensor:
         """[M, d]: the predicted hidden states themselves."""

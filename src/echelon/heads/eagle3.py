@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
+from echelon.errors import ModelLoadError
 from echelon.heads.base import Head
 from echelon.heads.parts import Norm, Rotary, Shared, copy_norm, prepare, run_layer
 
@@ -54,11 +55,11 @@ class WideLayer(nn.Module):
         self.mlp = LlamaMLP(config)
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (Norm(hidden, eps) for _ in range(3))
 
-    def forward(self, x: Tensor, **step: Any) -> Tensor:
+    def forward(self, x: Tensor, **context: Any) -> Tensor:
         embeddings, hidden = x.chunk(2, -1)
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
-        x = residual + self.self_attn(torch.cat([self.input_layernorm(embeddings), normed], -1), **step)[0]
+        x = residual + self.self_attn(torch.cat([self.input_layernorm(embeddings), normed], -1), **context)[0]
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -72,7 +73,7 @@ class Eagle3Head(Head):
     def __init__(self, config: LlamaConfig, shared: Shared, options: Eagle3Options) -> None:
         super().__init__()
         self.config, self.shared, self.options, hidden = prepare(config), shared, options, config.hidden_size
-        self.taps = tuple(f"layer:{i}" for i in options.depths)
+        self.hidden_state_names = tuple(f"layer:{i}" for i in options.depths)
         self.fc = nn.Linear(3 * hidden, hidden, bias=False)
         self.layers, self.rotary = nn.ModuleList([WideLayer(config, options.norm_before_residual)]), Rotary(config)
         self.norm = Norm(hidden, config.rms_norm_eps)
@@ -80,38 +81,45 @@ class Eagle3Head(Head):
         self.register_buffer("d2t", torch.zeros(options.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.arange(config.vocab_size) < options.draft_vocab_size)
 
-    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **step: Any) -> Tensor:
-        return self._layer(self.fc(features), tokens, positions, step)
+    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **context: Any) -> Tensor:
+        return self._layer(self.fc(features), tokens, positions, context)
 
-    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **step: Any) -> Tensor:  # noqa: ARG002
-        return self._layer(states, tokens, positions, step)
+    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **context: Any) -> Tensor:  # noqa: ARG002
+        return self._layer(states, tokens, positions, context)
 
-    def _layer(self, hidden: Tensor, tokens: Tensor, positions: Tensor, step: dict[str, Any]) -> Tensor:
+    def _layer(self, hidden: Tensor, tokens: Tensor, positions: Tensor, context: dict[str, Any]) -> Tensor:
         x = torch.cat([self.shared.embed(tokens).to(hidden.dtype), hidden], -1)
-        return run_layer(self.layers[0], self.rotary, x, positions, step)
+        return run_layer(self.layers[0], self.rotary, x, positions, context)
 
     @property
     def draft_ids(self) -> Tensor:
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
-    def draft_logits(self, states: Tensor) -> Tensor:
-        """[M, draft_vocab_size]"""
+    def draft_logits(self, states: Tensor, depth: int) -> Tensor:  # noqa: ARG002
         out: Tensor = self.lm_head(self.norm(states))
         return out
 
-    def logits(self, states: Tensor, depth: int) -> Tensor:  # noqa: ARG002
-        drafted = self.draft_logits(states)
+    def logits(self, states: Tensor, depth: int) -> Tensor:
+        drafted = self.draft_logits(states, depth)
         return drafted.new_full((len(states), self.config.vocab_size), -torch.inf).index_copy(1, self.draft_ids, drafted)
 
     @torch.no_grad()
     def choose_vocabulary(self, counts: Tensor) -> None:
-        """Draft the most frequent tokens; counts int[V]."""
+        """Draft the most frequent tokens."""
         chosen = counts.argsort(descending=True, stable=True)[: len(self.d2t)].sort().values
         self.d2t.copy_(chosen - torch.arange(len(chosen)))
         self.t2d.zero_()[chosen] = True
 
     @torch.no_grad()
     def start_from(self, target: nn.Module) -> None:
-        """Initial weights: output layer and norm are the target's, the rest is random. Call after `choose_vocabulary`."""
+        """Output layer and norm are the target's, the rest is random."""
         self.lm_head.weight.copy_(target.get_output_embeddings().weight[self.draft_ids])  # type: ignore[operator]
         copy_norm(self.norm, target)
+
+    def check(self, name: str) -> None:
+        ids = self.draft_ids
+        is_sound = bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < self.config.vocab_size
+        if not is_sound or int(self.t2d.sum()) != len(ids) or not bool(self.t2d[ids].all()):
+            raise ModelLoadError(
+                f"d2t and t2d of the head {name!r} contradict each other: i + d2t[i] must rise, and t2d must mark the same tokens"
+            )

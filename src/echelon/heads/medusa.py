@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from echelon.heads.base import Head, Tap
+from echelon.heads.base import Head, HiddenStateName
 from echelon.heads.parts import ResBlock, Shared
 
 
@@ -29,7 +29,7 @@ class MedusaOptions:
 class MedusaHead(Head):
     method: ClassVar[str] = "medusa"
     options_class: ClassVar[type] = MedusaOptions
-    taps: tuple[Tap, ...] = ("last",)
+    hidden_state_names: tuple[HiddenStateName, ...] = ("last",)
 
     def __init__(self, config: LlamaConfig, shared: Shared, options: MedusaOptions) -> None:
         super().__init__()
@@ -39,10 +39,10 @@ class MedusaHead(Head):
         outputs = options.num_heads if options.own_output else 0
         self.outputs = nn.ModuleList(nn.Linear(hidden, config.vocab_size, bias=False) for _ in range(outputs))
 
-    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **step: Any) -> Tensor:  # noqa: ARG002
+    def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **context: Any) -> Tensor:  # noqa: ARG002
         return features
 
-    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **step: Any) -> Tensor:  # noqa: ARG002
+    def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **context: Any) -> Tensor:  # noqa: ARG002
         return states
 
     def logits(self, states: Tensor, depth: int) -> Tensor:

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from echelon.errors import UnsupportedModelError
 
-# A tapped hidden state must not depend on the other rows of a call: these rotary embeddings read the largest position of all.
+# A hidden state that a head reads must not depend on the other rows of a call: these rotary embeddings read the largest position of all.
 ROPE_OF_THE_WHOLE_CALL = {"dynamic", "longrope"}
 
 
@@ -52,7 +52,7 @@ def _theta(text: Any) -> float:
 
 
 def prepare(config: LlamaConfig) -> LlamaConfig:
-    """The configuration of layers that ask the step for their attention."""
+    """The configuration of layers whose attention a context answers."""
     kind = config.rope_parameters["rope_type"]
     if kind in ROPE_OF_THE_WHOLE_CALL:
         raise UnsupportedModelError(
@@ -76,9 +76,9 @@ class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc]
         return self
 
 
-def run_layer(layer: nn.Module, rotary: nn.Module, x: Tensor, positions: Tensor, step: dict[str, Any]) -> Tensor:
+def run_layer(layer: nn.Module, rotary: nn.Module, x: Tensor, positions: Tensor, context: dict[str, Any]) -> Tensor:
     """One decoder layer over packed tokens: [T, d'] at positions int[T] → [T, d]."""
-    out: Tensor = layer(x[None], position_embeddings=rotary(x[None], positions[None]), **step)[0]
+    out: Tensor = layer(x[None], position_embeddings=rotary(x[None], positions[None]), **context)[0]
     return out
 
 

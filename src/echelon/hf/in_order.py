@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from echelon.api import LLM
 from echelon.batch import Span
 from echelon.errors import RequestError
 from echelon.hf.batch import Batch, Decoded
 from echelon.hf.processors import processed
-from echelon.model.runner import ModelRunner
+from echelon.llm import LLM
+from echelon.model.runner import Runner
 from echelon.ops.devices import on_host
 from echelon.ops.sample import Place, choose
 
@@ -23,7 +24,7 @@ PIECE = 2048  # prompt tokens of a pass
 class Texts:
     """The rows' texts without padding, and their keys and values."""
 
-    def __init__(self, runner: ModelRunner, prompts: list[list[int]]) -> None:
+    def __init__(self, runner: Runner[Any], prompts: list[list[int]]) -> None:
         self.tokens, self._prompt_lens = [list(prompt) for prompt in prompts], [len(prompt) for prompt in prompts]
         self._runner, self._tables = runner, runner.cache.tables
 
@@ -88,7 +89,7 @@ def decode_in_order(llm: LLM, batch: Batch) -> Decoded:
     Exception      what a processor or a criterion raised
     """
     for prompt in batch.prompts:
-        llm.check_prompt(prompt, batch.sampler(0).params)
+        llm.inputs.check_prompt(prompt, batch.sampler(0).params)
     with llm.exclusive() as engine:
         texts = Texts(engine.target, batch.prompts)
         try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from echelon.errors import UnsupportedModelError
 from echelon.kv.blocks import BlockTables
+from echelon.kv.tables import KVTables
 from echelon.ops import devices, elementwise
 from echelon.ops.slots import gather_slots, scatter_slots
 
@@ -41,6 +44,33 @@ class LayerShape:
         return self.num_kv_heads * (self.key_size + self.value_size)
 
 
+class KVStorage(Protocol):
+    """Keys and values of every layer, and the tables that say whose they are.
+
+    seconds  spent moving keys and values about, by `clock`
+    """
+
+    device: torch.device
+    keys: list[Tensor]
+    values: list[Tensor]
+    seconds: float
+    clock: Callable[[], float]
+
+    @property
+    def tables(self) -> KVTables: ...
+    @property
+    def bytes_per_slot(self) -> int: ...
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Store keys and values [T, num_kv_heads, size] in `slots` int64 [T]."""
+
+    def apply_copies(self) -> None:
+        """Move what the tables ask to be moved."""
+
+    def check(self) -> None:
+        """Assert every invariant."""
+
+
 class KVCache:
     """Keys and values of every layer in blocks of `block_size` slots; slot = block · block_size + offset.
 
@@ -54,7 +84,8 @@ class KVCache:
     ) -> None:
         self.tables, self.device = tables, device
         self.num_blocks = tables.pool.num_blocks + has_null_block
-        self.seconds = 0.0  # spent moving keys and values about
+        self.seconds = 0.0
+        self.clock: Callable[[], float] = time.perf_counter
 
         def storage(heads: int, size: int) -> Tensor:
             return torch.empty(self.num_blocks, heads, tables.block_size, size, dtype=dtype, device=device)
@@ -94,8 +125,10 @@ class KVCache:
 
         One after the other would do; several are read together and then written while they do not touch what an earlier one writes.
         """
-        start = time.perf_counter()
         copies = self.tables.copies
+        if not copies:
+            return
+        start = self.clock()
         while copies:
             written: set[int] = set()
             count = 0
@@ -106,7 +139,7 @@ class KVCache:
             for storage in (*self.keys, *self.values):
                 scatter_slots(storage, targets, gather_slots(storage, sources))
             del copies[:count]
-        self.seconds += time.perf_counter() - start
+        self.seconds += self.clock() - start
 
     def held_slots(self) -> Tensor:
         """bool [num_blocks, block_size]: slots that hold a cached token of some row; all others may contain anything."""

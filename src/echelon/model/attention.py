@@ -1,7 +1,7 @@
-"""The attention function that `transformers` models call, and what it needs to know about a step.
+"""The attention function that `transformers` models call, and what it needs to know about a pass.
 
 The model is told `attn_implementation="echelon"`. No mask function is registered under that name, so the model builds no mask; the
-step travels from `model(...)` to here as the keyword `STEP_KEYWORD`.
+context of a pass travels from `model(...)` to here as the keyword `CONTEXT_KEYWORD`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from echelon.errors import Refusal, UnsupportedModelError
 from echelon.kv.cache import KVCache, LayerShape
 
 IMPLEMENTATION = "echelon"
-STEP_KEYWORD = "echelon_step"
+CONTEXT_KEYWORD = "echelon_context"
 # keywords that models hand through and that change nothing in inference without a mask
 IGNORED = {
     "dropout",
@@ -49,13 +49,13 @@ class LayerCall:
     sinks: Tensor | None
 
 
-class Step(Protocol):
+class AttentionContext(Protocol):
     """Answers the attention layers of one forward pass: [T', H, Dv]."""
 
     def attend(self, call: LayerCall) -> Tensor: ...
 
 
-class CachedStep:
+class CachedAttention:
     """Write the batch's keys and values into the cache, then attend."""
 
     def __init__(self, batch: RaggedBatch, cache: KVCache) -> None:
@@ -70,7 +70,7 @@ class CachedStep:
         return F.pad(out, (0, 0, 0, 0, 0, num_inputs - num_tokens)) if num_inputs > num_tokens else out
 
 
-class RecordingStep:
+class RecordingAttention:
     """Attend to nothing and note what every layer stores: the cache is laid out from this."""
 
     def __init__(self) -> None:
@@ -97,8 +97,8 @@ def attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """query [1, H, T, D], key and value [1, Hkv, T, D] → [1, T, H, Dv], in the form that `transformers` expects."""
-    step: Step | None = others.pop(STEP_KEYWORD, None)
-    if step is None:
+    context: AttentionContext | None = others.pop(CONTEXT_KEYWORD, None)
+    if context is None:
         raise UnsupportedModelError.because(type(module).__name__, Refusal.ATTENTION, "the keywords do not arrive")
     changes = {k for k, v in others.items() if v is not None and k not in IGNORED}
     if attention_mask is not None or changes:
@@ -107,18 +107,18 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     call = LayerCall(int(module.layer_idx), query, key, value, scale, sliding_window, softcap, s_aux)  # type: ignore[arg-type]
-    return step.attend(call)[None], None
+    return context.attend(call)[None], None
 
 
 AttentionInterface.register(IMPLEMENTATION, attention)
 
 
-def record_layers(model: nn.Module, step: RecordingStep | None = None) -> list[LayerShape]:
+def record_layers(model: nn.Module, context: RecordingAttention | None = None) -> list[LayerShape]:
     """What each attention layer stores per token, from one forward pass over one token."""
-    step = step or RecordingStep()
+    context = context or RecordingAttention()
     zero = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
     with torch.inference_mode():
-        model(input_ids=zero, position_ids=zero, use_cache=False, **{STEP_KEYWORD: step})
-    if sorted(step.shapes) != list(range(len(step.shapes))) or not step.shapes:
-        raise UnsupportedModelError.because(type(model).__name__, Refusal.ATTENTION, f"layers that call it: {sorted(step.shapes)}")
-    return [step.shapes[i] for i in range(len(step.shapes))]
+        model(input_ids=zero, position_ids=zero, use_cache=False, **{CONTEXT_KEYWORD: context})
+    if sorted(context.shapes) != list(range(len(context.shapes))) or not context.shapes:
+        raise UnsupportedModelError.because(type(model).__name__, Refusal.ATTENTION, f"layers that call it: {sorted(context.shapes)}")
+    return [context.shapes[i] for i in range(len(context.shapes))]

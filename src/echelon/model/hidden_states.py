@@ -1,7 +1,7 @@
 """Hidden states of the target that a drafter asks for, taken by hooks that exist during a pass alone.
 
-Where a tap lies is found by trying: a pass over one token shows which modules produce what the output layer reads, and which are the
-decoder layers. `heads.base.Tap` says what the names mean.
+Where each lies is found by trying: a pass over one token shows which modules produce what the output layer reads, and which are the
+decoder layers. `heads.base.HiddenStateName` says what the names mean.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from echelon.errors import UnsupportedModelError
-from echelon.heads.base import Tap
-from echelon.model.attention import STEP_KEYWORD, RecordingStep
+from echelon.heads.base import HiddenStateName
+from echelon.model.attention import CONTEXT_KEYWORD, RecordingAttention
 
 LAYER = "layer:"
 
 
-class Taps:
-    """The taps `names` of a served causal language model.
+class HiddenStateReader:
+    """Reads the hidden states `names` of a served causal language model.
 
     Raises
     ------
-    UnsupportedModelError  a tap cannot be found in this model
+    UnsupportedModelError  one cannot be found in this model
     """
 
-    def __init__(self, model: Any, names: Sequence[Tap]) -> None:
+    def __init__(self, model: Any, names: Sequence[HiddenStateName]) -> None:
         self.names = tuple(names)
         self._model, self._name = model, type(model).__name__
         seen = _Trial(model)
@@ -37,18 +37,20 @@ class Taps:
         for name in self.names:
             self._check(name)
 
-    def _check(self, name: Tap) -> None:
+    def _check(self, name: HiddenStateName) -> None:
         if name == "last" and self._last is None:
-            raise UnsupportedModelError(f"what the output layer of {self._name} reads is no module's output, so it has no tap 'last'")
+            raise UnsupportedModelError(
+                f"what the output layer of {self._name} reads is no module's output, so it has no hidden state 'last'"
+            )
         if name == "last_unnormed" and self._norm is None:
-            raise UnsupportedModelError(f"{self._name} has no norm at its end, so it has no tap 'last_unnormed'")
+            raise UnsupportedModelError(f"{self._name} has no norm at its end, so it has no hidden state 'last_unnormed'")
         if name.startswith(LAYER):
             if not self._layers:
-                raise UnsupportedModelError(f"the decoder layers of {self._name} cannot be found, so it has no tap {name!r}")
+                raise UnsupportedModelError(f"the decoder layers of {self._name} cannot be found, so it has no hidden state {name!r}")
             if not (number := name.removeprefix(LAYER)).isdecimal() or int(number) >= len(self._layers):
-                raise UnsupportedModelError(f"{self._name} has layers 0 to {len(self._layers) - 1}, so it has no tap {name!r}")
+                raise UnsupportedModelError(f"{self._name} has layers 0 to {len(self._layers) - 1}, so it has no hidden state {name!r}")
         elif name not in ("last", "last_unnormed"):
-            raise UnsupportedModelError(f"there is no tap {name!r}; taps are 'last', 'last_unnormed' and 'layer:i'")
+            raise UnsupportedModelError(f"there is no hidden state {name!r}; there are 'last', 'last_unnormed' and 'layer:i'")
 
     def example(self) -> Tensor:
         """[1, len(names) · d] of a text of one token."""
@@ -57,9 +59,9 @@ class Taps:
         return self.joined(found, 1)
 
     @contextmanager
-    def reading(self) -> Iterator[dict[Tap, Tensor]]:
+    def reading(self) -> Iterator[dict[HiddenStateName, Tensor]]:
         """During a pass of the model, its hidden states [T', d] by name."""
-        found: dict[Tap, Tensor] = {}
+        found: dict[HiddenStateName, Tensor] = {}
         handles = [self._hook(name, found) for name in dict.fromkeys(self.names)]
         try:
             yield found
@@ -67,7 +69,7 @@ class Taps:
             for handle in handles:
                 handle.remove()
 
-    def _hook(self, name: Tap, found: dict[Tap, Tensor]) -> Any:
+    def _hook(self, name: HiddenStateName, found: dict[HiddenStateName, Tensor]) -> Any:
         def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
             found[name] = _first(output)[0]
 
@@ -81,7 +83,7 @@ class Taps:
         assert module is not None
         return module.register_forward_pre_hook(before, with_kwargs=True)
 
-    def joined(self, found: dict[Tap, Tensor], num_tokens: int) -> Tensor:
+    def joined(self, found: dict[HiddenStateName, Tensor], num_tokens: int) -> Tensor:
         """[T, len(names) · d] in the order of `names`."""
         return torch.cat([found[name][:num_tokens] for name in self.names], -1)
 
@@ -116,7 +118,7 @@ class _Trial:
 def run_one_token(model: Any) -> None:
     zero = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.inference_mode():
-        model(input_ids=zero, position_ids=zero, use_cache=False, **{STEP_KEYWORD: RecordingStep()})
+        model(input_ids=zero, position_ids=zero, use_cache=False, **{CONTEXT_KEYWORD: RecordingAttention()})
 
 
 def _first(output: Any) -> Any:

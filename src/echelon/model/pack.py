@@ -14,7 +14,7 @@ from echelon.batch import RaggedBatch, Span
 from echelon.draft import indptr_of, node_depths
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
-from echelon.stats import Load
+from echelon.stats import Occupancy
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -51,11 +51,11 @@ def pack(spans: Sequence[Span], tables: BlockTables) -> RaggedBatch:
     )
 
 
-def load(batch: RaggedBatch, cache: KVCache) -> Load:
-    """What a pass over `batch` holds and loads."""
+def occupancy(batch: RaggedBatch, cache: KVCache) -> Occupancy:
+    """Count what a pass over `batch` holds and loads."""
     pool, num_live = cache.tables.pool, int(batch.kv_lens.sum())
     index_bytes = sum(t.nbytes for t in (batch.indptr, batch.slots, batch.kv_lens, batch.block_table))
-    return Load(batch.num_tokens, (pool.num_blocks - pool.num_free) * cache.block_size, num_live, num_live, index_bytes)
+    return Occupancy(batch.num_tokens, (pool.num_blocks - pool.num_free) * cache.block_size, num_live, num_live, index_bytes)
 
 
 def grow_trees(spans: Sequence[Span], indptr: Int32, places: Int64) -> tuple[Int64, Tensor | None, Tensor | None]:

@@ -53,6 +53,7 @@ class ServerConfig(Settings):
 
     @property
     def is_loopback(self) -> bool:
+        """Whether `host` can be reached from this machine alone."""
         if self.host == "localhost":
             return True
         try:

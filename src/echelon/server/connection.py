@@ -14,7 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from echelon.server.config import ServerConfig
-from echelon.server.metrics import Metrics
+from echelon.server.metrics import ServerMetrics
 from echelon.server.protocol import ApiError
 
 SEND_BYTES = 2**17  # that the system holds for a client that does not read; as much again waits in this process
@@ -51,7 +51,7 @@ class CountingConnection(h11.Connection):
 class UnreadBuffers:
     """Connections whose clients read less than they are sent, the one that has been waiting longest first."""
 
-    def __init__(self, max_bytes: int, metrics: Metrics) -> None:
+    def __init__(self, max_bytes: int, metrics: ServerMetrics) -> None:
         self._max_bytes, self._metrics = max_bytes, metrics
         self._waiting: dict[BoundedProtocol, None] = {}
 
@@ -62,6 +62,7 @@ class UnreadBuffers:
         self._waiting[connection] = None
 
     def remove(self, connection: BoundedProtocol) -> None:
+        """Forget a connection that is read again, or closed."""
         self._waiting.pop(connection, None)
 
     def cut(self, connection: BoundedProtocol, limit: str) -> None:
@@ -165,6 +166,6 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
         timer.cancel()
 
 
-def protocol_class(config: ServerConfig, metrics: Metrics) -> type[BoundedProtocol]:
+def protocol_class(config: ServerConfig, metrics: ServerMetrics) -> type[BoundedProtocol]:
     """Connections of one server, with the bounds of `config`."""
     return type("Protocol", (BoundedProtocol,), {"bounds": config, "unread": UnreadBuffers(config.max_buffer_bytes, metrics)})

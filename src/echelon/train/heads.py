@@ -21,8 +21,7 @@ from transformers import PreTrainedModel
 
 from echelon.errors import ConfigError
 from echelon.heads.base import Head
-from echelon.heads.eagle3 import Eagle3Head
-from echelon.heads.loading import build_head, save_head
+from echelon.heads.checkpoints import build_head, save_head
 from echelon.inputs import check_callable, check_fields, check_kind, name_of, shown
 from echelon.train.curves import draw
 from echelon.train.data import Data, fingerprint
@@ -165,12 +164,10 @@ def evaluate(head: Head, target: PreTrainedModel, texts: np.ndarray) -> Accuracy
 def _new_head(target: PreTrainedModel, data: Data, plan: Plan) -> Head:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(plan.seed)
-        head: Any = build_head(plan.method, target, **dict(plan.options))
-    if isinstance(head, Eagle3Head):
-        head.choose_vocabulary(torch.from_numpy(np.bincount(data.said.ravel(), minlength=head.config.vocab_size)))
+        head = build_head(plan.method, target, **dict(plan.options))
+    head.choose_vocabulary(torch.from_numpy(np.bincount(data.said.ravel(), minlength=target.config.get_text_config().vocab_size)))
     head.start_from(target)
-    trained: Head = head
-    return trained
+    return head
 
 
 def _check_same_run(file: Path, settings: dict[str, Any]) -> None:

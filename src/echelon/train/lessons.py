@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from echelon.heads.base import Head
 from echelon.heads.parts import decoder_layers
-from echelon.model.attention import STEP_KEYWORD, LayerCall
+from echelon.model.attention import CONTEXT_KEYWORD, LayerCall
 
 
 @dataclass(frozen=True)
 class Lesson:
     """What the target makes of `ids` int64[B, N].
 
-    features    [B·M, F]           the head's taps
+    features    [B·M, F]           hidden states that the head reads
     last        [B, N, d]          hidden states after the final norm
     probs       float32[B, N, W]   the target's distributions over the tokens that the head drafts, if they were wanted
     is_drafted  bool[B, N]         whether the target's likeliest token is one of those
@@ -73,7 +73,7 @@ def lesson(target: nn.Module, head: Head, ids: Tensor, depth: int, is_soft: bool
         for hook in hooks:
             hook.remove()
     num_places = ids.shape[1] - 1 - depth
-    features = torch.cat([seen[tap][:, :num_places] for tap in head.taps], -1).flatten(0, 1)
+    features = torch.cat([seen[name][:, :num_places] for name in head.hidden_state_names], -1).flatten(0, 1)
     return Lesson(ids, features, seen["last"], num_places, *(soft_targets(logits, head.draft_ids) if is_soft else ()))
 
 
@@ -88,7 +88,7 @@ def soft_targets(logits: Tensor, draft_ids: Tensor | None) -> tuple[Tensor, Tens
     return probs, torch.isin(logits.max(-1).indices, draft_ids)
 
 
-class TrainingStep:
+class TrainingAttention:
     """Answers a head's attention for `num_rows` texts laid end to end: the first pass is causal, later ones are as when drafting.
 
     In pass i a place sees the keys of the first pass up to itself and its own of passes 1 to i: EAGLE-3's training-time test.
@@ -127,10 +127,10 @@ def _simulated(query: Tensor, passes: list[tuple[Tensor, Tensor]], scale: float)
 def unroll(head: Head, given: Lesson, features: Tensor, depth: int) -> Iterator[Tensor]:
     """States [B·M, s] at depths 0 to `depth` − 1, drafting along the text itself from `features` in the place of the lesson's own."""
     num_rows = len(given.ids)
-    step = {STEP_KEYWORD: TrainingStep(num_rows)}
+    context = {CONTEXT_KEYWORD: TrainingAttention(num_rows)}
     positions = torch.arange(given.num_places, device=given.ids.device).repeat(num_rows)
-    states = head.encode(features, given.token(1), positions, **step)
+    states = head.encode(features, given.token(1), positions, **context)
     yield states
     for k in range(1, depth):
-        states = head.extend(states, given.token(1 + k), positions + k, k, **step)
+        states = head.extend(states, given.token(1 + k), positions + k, k, **context)
         yield states

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echelon.heads.base import Head
-from echelon.heads.eagle3 import Eagle3Head
 from echelon.train.lessons import Lesson
 
 
@@ -61,7 +60,7 @@ def depth_loss(head: Head, states: Tensor, given: Lesson, depth: int, recipe: Re
     Places whose right token the head cannot draft count as zero: the mean is over all places, as in EAGLE-3's code.
     """
     weight = recipe.decay**depth
-    logits = head.draft_logits(states) if isinstance(head, Eagle3Head) else head.logits(states, depth)
+    logits = head.draft_logits(states, depth)
     if recipe.is_soft:
         probs, is_drafted = given.wanted(depth)
         loss = soft(logits.view(*is_drafted.shape, -1), probs, is_drafted * (weight * recipe.tokens / len(logits)))
@@ -75,10 +74,10 @@ def depth_loss(head: Head, states: Tensor, given: Lesson, depth: int, recipe: Re
 
 
 def _hard(head: Head, logits: Tensor, tokens: Tensor) -> Tensor:
-    if not isinstance(head, Eagle3Head):
+    if (ids := head.draft_ids) is None:
         return F.cross_entropy(logits, tokens)
-    place = torch.searchsorted(head.draft_ids, tokens).clamp_max(len(head.draft_ids) - 1)
-    return (F.cross_entropy(logits, place, reduction="none") * head.t2d[tokens]).mean()
+    index = torch.searchsorted(ids, tokens).clamp_max(len(ids) - 1)
+    return (F.cross_entropy(logits, index, reduction="none") * (ids[index] == tokens)).mean()
 
 
 def soft(logits: Tensor, probs: Tensor, weights: Tensor) -> Tensor:

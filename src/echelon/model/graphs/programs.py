@@ -20,15 +20,15 @@ from torch import Tensor
 
 from echelon.batch import RaggedBatch
 from echelon.kv.cache import KVCache
-from echelon.model.attention import LayerCall, RecordingStep, record_layers
+from echelon.model.attention import LayerCall, RecordingAttention, record_layers
+from echelon.model.forward import Draws, forward
 from echelon.model.graphs.buckets import Bucket, bucket_of, common
 from echelon.model.graphs.buffers import Frames, Inputs, Pass
 from echelon.model.graphs.graphs import Graphs, Outputs
-from echelon.model.hidden_states import Taps
+from echelon.model.hidden_states import HiddenStateReader
 from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.experts import is_experts
 from echelon.model.patches.rope import coded_positions
-from echelon.model.runner import Draws, launch
 from echelon.ops.triton.attention import plan_key, planned_attention
 from echelon.ops.triton.plan import PlanKey, plan_tables
 from echelon.ops.triton.sample import draw_columns, draw_rows
@@ -41,15 +41,15 @@ Launch = Callable[[Inputs, Tensor], tuple[Tensor, Tensor | None]]  # one pass ov
 
 @dataclass(frozen=True)
 class Replayed:
-    """Logits [R, V] and taps [T, F] of one pass, and how many rows it fed, padding included."""
+    """Logits [R, V] and hidden states [T, F] of one pass, and how many rows it fed, padding included."""
 
     logits: Tensor
-    taps: Tensor | None
+    hidden_states: Tensor | None
     num_inputs: int
 
 
-class PlannedStep:
-    """`CachedStep` by plans that lie on the device already."""
+class PlannedAttention:
+    """`CachedAttention` by plans that lie on the device already."""
 
     def __init__(self, inputs: Inputs, cache: KVCache) -> None:
         self._inputs, self._cache = inputs, cache
@@ -76,18 +76,18 @@ class Captured:
     def num_captures(self) -> int:
         return self.graphs.num_captures
 
-    def launch(self, taps: Taps | None = None) -> Launch:
-        return partial(_launch, self._loaded, self.cache, taps)
+    def launch(self, reader: HiddenStateReader | None = None) -> Launch:
+        return partial(_launch, self._loaded, self.cache, reader)
 
-    def run(self, batch: RaggedBatch, taps: Taps | None) -> Replayed | None:
-        """One pass, always with the same taps; None where it is to be run eagerly."""
+    def run(self, batch: RaggedBatch, reader: HiddenStateReader | None) -> Replayed | None:
+        """One pass, always with the same reader; None where it is to be run eagerly."""
         if not 0 < len(batch.logit_rows) <= batch.num_tokens <= MOST_TOKENS:
             return None
         own = self._pass(batch)
         bucket = bucket_of(batch, own.tables)
         outputs = self.graphs.run(
             bucket,
-            lambda: _OnePass(self._frames([bucket]), self.launch(taps)),
+            lambda: _OnePass(self._frames([bucket]), self.launch(reader)),
             lambda program: program.frames.fill([own], self.cache.null_slots),
         )
         if outputs is None:
@@ -123,8 +123,10 @@ class Captured:
         return Frames(buckets, self.keys, self.cache.block_size, self.cache.device, columns)
 
 
-def _launch(loaded: LoadedModel, cache: KVCache, taps: Taps | None, inputs: Inputs, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-    return launch(loaded, taps, tokens, inputs.positions, inputs.logit_rows, PlannedStep(inputs, cache))
+def _launch(
+    loaded: LoadedModel, cache: KVCache, reader: HiddenStateReader | None, inputs: Inputs, tokens: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    return forward(loaded, reader, tokens, inputs.positions, inputs.logit_rows, PlannedAttention(inputs, cache))
 
 
 @dataclass(frozen=True)
@@ -134,8 +136,8 @@ class _OnePass:
 
     def forward(self) -> Outputs:
         (inputs,) = self.frames.passes
-        logits, taps = self.launch(inputs, inputs.tokens)
-        return (logits,) if taps is None else (logits, taps)
+        logits, hidden_states = self.launch(inputs, inputs.tokens)
+        return (logits,) if hidden_states is None else (logits, hidden_states)
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ class _Chain:
         return draw_rows(logits.float(), temperature, top_k, top_p, log_min_p, noise_keys[place])
 
 
-class _KeySeeker(RecordingStep):
+class _KeySeeker(RecordingAttention):
     """Notes what plans the layers of a model need."""
 
     def __init__(self) -> None:

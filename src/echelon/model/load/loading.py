@@ -33,12 +33,11 @@ from echelon.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from echelon.inputs import check_kind, name_of
 from echelon.model.attention import IMPLEMENTATION
 from echelon.model.load.selftest import self_test
-from echelon.model.patches.decoder_layer import flatten
-from echelon.model.patches.elementwise import fuse
-from echelon.model.patches.linear import LINEAR, replace_layers
-from echelon.model.patches.rope import OriginalContext, replace_rope
-from echelon.model.patches.vectors import fill_vectors
-from echelon.model.patches.weights import Served
+from echelon.model.patches import PatchedForward
+from echelon.model.patches.apply import patch_model
+from echelon.model.patches.elementwise import patch_elementwise
+from echelon.model.patches.linear import LINEAR, patch_linear
+from echelon.model.patches.rope import OriginalContext
 from echelon.ops import devices
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -84,8 +83,16 @@ class LoadedModel:
         return frozenset([ids] if isinstance(ids, int) else ids or [])
 
 
-def load_model(name: str | os.PathLike[str], dtype: str = "auto", device: str = "cpu", numerics: str = "invariant") -> LoadedModel:
-    """Load `name`, a folder or a hub name, to a device, with numerics, as in `EngineConfig`.
+def load_model(name: str | os.PathLike[str], *, dtype: str = "auto", device: str = "auto", numerics: str = "invariant") -> LoadedModel:
+    """Load a causal language model once, for any number of engines: `LLM` takes the result in place of a name, as target or draft model,
+    and all that are given it share one copy of the weights.
+
+    Parameters
+    ----------
+    name      folder (also as a path) or hub name of a checkpoint in safetensors; no code from it runs
+    dtype     "bfloat16", "float16" or "float32"; "auto": as stored
+    device    "cpu" or "cuda"; "auto": CUDA where PyTorch sees a device
+    numerics  "invariant": a row has the same bits in any batch; "fast": the vendor's linear layers on CUDA, for engines that are "fast" too
 
     Raises
     ------
@@ -162,15 +169,15 @@ def _call_hook(hook: Callable[..., Any], module: nn.Module, _copied: nn.Module, 
 
 
 def _check_unpatched(model: PreTrainedModel) -> None:
-    if any("forward" in vars(m) and not isinstance(m.forward, Served) for m in model.modules() if isinstance(m, LINEAR)):
+    if any("forward" in vars(m) and not isinstance(m.forward, PatchedForward) for m in model.modules() if isinstance(m, LINEAR)):
         raise UnsupportedModelError(f"a linear layer of {type(model).__name__} has a forward of its own already; pass the model unpatched")
 
 
 def serve_head(head: nn.Module, is_fast: bool = False) -> None:
     """Our operations in the place of a head's own; weights stay beside the packed ones, since heads read some of them."""
     with torch.inference_mode():
-        fuse(head)
-    replace_layers(head, True, is_fast)
+        patch_elementwise(head)
+    patch_linear(head, True, is_fast)
 
 
 def _served(
@@ -183,12 +190,7 @@ def _served(
 ) -> LoadedModel:
     """Our operations in the place of the model's own; `in_place`: nobody else has its weights, so packed ones may take their memory."""
     is_fast = numerics == "fast" and devices.by_triton(next(model.parameters()))
-    with torch.inference_mode():
-        original_context = replace_rope(model)
-        replaced = fuse(model)
-    replaced |= replace_layers(model, keep_weights, is_fast, in_place)
-    replaced |= flatten(model)
-    fill_vectors(model)
+    replaced, original_context = patch_model(model, keep_weights, is_fast, in_place)
     return LoadedModel(model, tokenizer, name, replaced, original_context, is_fast)
 
 

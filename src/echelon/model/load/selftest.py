@@ -22,10 +22,10 @@ from echelon.errors import Refusal, UnsupportedModelError
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.model import pack as unpadded
-from echelon.model.attention import IMPLEMENTATION, STEP_KEYWORD, CachedStep, record_layers
+from echelon.model.attention import CONTEXT_KEYWORD, IMPLEMENTATION, CachedAttention, record_layers
 from echelon.model.load.servedtest import check_rounding, check_served
 from echelon.model.load.shrink import VOCABULARY, part_for, shrunken
-from echelon.model.patches.rope import coded_positions, replace_rope
+from echelon.model.patches.rope import coded_positions, patch_rope
 from echelon.ops import compiled
 
 LENGTHS = (24, 3)  # one long row, one short
@@ -161,7 +161,7 @@ def _ragged(twin: PreTrainedModel, rows: list[Tensor], split: int) -> list[Tenso
 def _run(twin: PreTrainedModel, rows: list[Tensor], split: int) -> list[Tensor]:
     twin.set_attn_implementation(IMPLEMENTATION)
     shapes = record_layers(twin)
-    original = replace_rope(twin)
+    original = patch_rope(twin)
     cache = KVCache(shapes, BlockTables(8, 8, 4), torch.float32, torch.device("cpu"))
     for storage in (*cache.keys, *cache.values):
         storage.fill_(torch.nan)
@@ -174,7 +174,7 @@ def _run(twin: PreTrainedModel, rows: list[Tensor], split: int) -> list[Tensor]:
             cache.tables.reserve(span.row, span.start + len(span.tokens))
         batch = unpadded.pack(spans, cache.tables)
         inputs = {"input_ids": batch.tokens[None].long(), "position_ids": coded_positions(batch, original)[None].long()}
-        logits = twin(**inputs, use_cache=False, **{STEP_KEYWORD: CachedStep(batch, cache)}).logits[0]
+        logits = twin(**inputs, use_cache=False, **{CONTEXT_KEYWORD: CachedAttention(batch, cache)}).logits[0]
         for span, piece in zip(spans, logits.split([len(s.tokens) for s in spans]), strict=True):
             parts[span.row].append(piece)
             cache.tables.commit(span.row, span.start + len(span.tokens))

@@ -27,12 +27,10 @@ from echelon.errors import Refusal, UnsupportedModelError
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.model import pack as unpadded
-from echelon.model.attention import IMPLEMENTATION, STEP_KEYWORD, CachedStep, record_layers
-from echelon.model.patches.decoder_layer import flatten
-from echelon.model.patches.elementwise import fuse
-from echelon.model.patches.linear import replace_layers
-from echelon.model.patches.rope import coded_positions, replace_rope
-from echelon.model.patches.vectors import fill_vectors, in_whole_vectors, is_whole
+from echelon.model.attention import CONTEXT_KEYWORD, IMPLEMENTATION, CachedAttention, record_layers
+from echelon.model.patches.apply import patch_model
+from echelon.model.patches.rope import coded_positions
+from echelon.model.patches.vectors import in_whole_vectors, is_whole
 from echelon.ops import devices
 
 TOLERANCE = 5e-5  # float32, relative to the largest logit
@@ -51,17 +49,13 @@ MATMULS = {
 }
 
 
-class Served:
+class ServedTwin:
     """A twin with our operations in it, a cache, and rows in it."""
 
     def __init__(self, twin: PreTrainedModel) -> None:
         twin.set_attn_implementation(IMPLEMENTATION)
         shapes = record_layers(twin)
-        self.original = replace_rope(twin)
-        fuse(twin)
-        replace_layers(twin, keep_weights=False)
-        flatten(twin)
-        fill_vectors(twin)
+        _, self.original = patch_model(twin, keep_weights=False)
         self.twin, self.num_fed = twin, 0
         self.cache = KVCache(shapes, BlockTables(LONGEST * 8, BLOCK, LONGEST // BLOCK), twin.dtype, torch.device("cpu"))
 
@@ -75,8 +69,8 @@ class Served:
             spans.append(Span(row, start, tokens, len(tokens), text_lens[row], prompt_len=prompt_lens[row]))
         batch = unpadded.pack(spans, tables)
         positions = coded_positions(batch, self.original)[None].long()
-        step = {STEP_KEYWORD: CachedStep(batch, self.cache)}
-        logits = self.twin(input_ids=batch.tokens[None].long(), position_ids=positions, use_cache=False, **step).logits[0].float()
+        context = {CONTEXT_KEYWORD: CachedAttention(batch, self.cache)}
+        logits = self.twin(input_ids=batch.tokens[None].long(), position_ids=positions, use_cache=False, **context).logits[0].float()
         for span in spans:
             tables.commit(span.row, span.start + len(span.tokens))
         return dict(zip(pieces, logits.split([len(t) for t in pieces.values()]), strict=True))
@@ -124,10 +118,10 @@ def check_served(make_twin: Callable[[], PreTrainedModel], tokens: list[int]) ->
     """Raise `UnsupportedModelError`, with what differed, unless a twin passes everything said above. `make_twin`: equal float32 twins with
     eager attention; `tokens`: a text.
     """
-    twin, served = make_twin(), Served(make_twin())
+    twin, served = make_twin(), ServedTwin(make_twin())
     name = type(twin).__name__
     _check_near(name, "once our operations have taken their places", _eager(twin, tokens), served.alone(tokens))
-    wide = _eager(_widened(make_twin()), tokens), Served(_widened(make_twin())).alone(tokens)
+    wide = _eager(_widened(make_twin()), tokens), ServedTwin(_widened(make_twin())).alone(tokens)
     _check_near(name, "where large values meet its activations", *wide)
     text, logits = _generated(twin, tokens[:NUM_GIVEN])
     is_anew = served.original is None or served.original.is_read_anew
@@ -141,7 +135,7 @@ def check_served(make_twin: Callable[[], PreTrainedModel], tokens: list[int]) ->
 @torch.inference_mode()
 def check_rounding(make_twin: Callable[[], PreTrainedModel], tokens: list[int], dtype: torch.dtype) -> None:
     """Raise `UnsupportedModelError` unless a served twin of a 16-bit dtype is as near to float32 as `transformers` is."""
-    exact, theirs, ours = make_twin().to(dtype).float(), make_twin().to(dtype), Served(make_twin().to(dtype))
+    exact, theirs, ours = make_twin().to(dtype).float(), make_twin().to(dtype), ServedTwin(make_twin().to(dtype))
     texts = [tokens, tokens[::-1], tokens[7:] + tokens[:7]]  # of a deep mixture most tokens of one text may go to other experts
     expected = [_eager(exact, text) for text in texts]
     limits = [_distance(x, _eager(theirs, text)) for x, text in zip(expected, texts, strict=True)]
@@ -186,7 +180,7 @@ def _check_near(name: str, where: str, expected: Tensor, got: Tensor, refusal: R
         raise UnsupportedModelError.because(name, refusal, detail)
 
 
-def _check_bits(name: str, served: Served, tokens: list[int]) -> None:
+def _check_bits(name: str, served: ServedTwin, tokens: list[int]) -> None:
     alone = served.alone(tokens)
     ways = {f"beside {count} others": served.beside(tokens, count) for count in BESIDE}
     ways |= {"in pieces": served.alone(tokens, [len(tokens) - 8, 1, 4, 2, 1])}
@@ -196,7 +190,7 @@ def _check_bits(name: str, served: Served, tokens: list[int]) -> None:
             raise UnsupportedModelError.because(name, Refusal.ROUNDING, detail)
 
 
-def _check_operations(name: str, served: Served, tokens: list[int]) -> None:
+def _check_operations(name: str, served: ServedTwin, tokens: list[int]) -> None:
     before = {key: (id(buffer), buffer.clone()) for key, buffer in served.twin.named_buffers()}
     with _multiplied() as found:
         served.alone(tokens)

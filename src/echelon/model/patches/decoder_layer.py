@@ -22,8 +22,9 @@ from transformers.models.mistral.modeling_mistral import MistralAttention, Mistr
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
-from echelon.model.attention import STEP_KEYWORD, LayerCall, Step
-from echelon.model.patches.elementwise import Fused, gate_of
+from echelon.model.attention import CONTEXT_KEYWORD, AttentionContext, LayerCall
+from echelon.model.patches import PatchedForward
+from echelon.model.patches.elementwise import gate_of
 from echelon.ops import devices, elementwise
 from echelon.ops.elementwise import Activation
 
@@ -39,7 +40,7 @@ Forward = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class FlatLayer:
+class DecoderLayerForward:
     """Norm and attention, norm and gated MLP, each added to the residual.
 
     Its parts are the forwards of the layer's modules; `query_norm` and `key_norm` normalise each head. `call` is how the layer calls its
@@ -63,14 +64,14 @@ class FlatLayer:
     hooks: tuple[dict[int, Any], ...]
 
     def __call__(self, hidden_states: Tensor, **keywords: Any) -> Any:
-        embeddings, step = keywords.get("position_embeddings"), keywords.get(STEP_KEYWORD)
+        embeddings, context = keywords.get("position_embeddings"), keywords.get(CONTEXT_KEYWORD)
         others = keywords.get("attention_mask"), keywords.get("past_key_values")
-        if step is None or embeddings is None or others != (None, None) or any(self.hooks) or any(GLOBAL_HOOKS):
+        if context is None or embeddings is None or others != (None, None) or any(self.hooks) or any(GLOBAL_HOOKS):
             return self.whole(hidden_states, **keywords)
         cos, sin = embeddings
-        return self.run(hidden_states, cos, sin, step)
+        return self.run(hidden_states, cos, sin, context)
 
-    def run(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, step: Step) -> Tensor:
+    def run(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
         """hidden_states [1, T, d], cos and sin [1, T, R] → [1, T, d]."""
         count, call = hidden_states.shape[1], self.call
         x = self.input_norm(hidden_states)
@@ -81,7 +82,7 @@ class FlatLayer:
             query, key = self.query_norm(query), self.key_norm(key)
         query = elementwise.rotate(query.transpose(1, 2), cos, sin)[0].transpose(0, 1)
         key = elementwise.rotate(key.transpose(1, 2), cos, sin)[0].transpose(0, 1)
-        attended = step.attend(LayerCall(call.layer, query, key, value, call.scale, call.window, call.softcap, call.sinks))
+        attended = context.attend(LayerCall(call.layer, query, key, value, call.scale, call.window, call.softcap, call.sinks))
         hidden_states = hidden_states + self.output(attended.reshape(1, count, -1))
         x = self.mlp_norm(hidden_states)
         return hidden_states + self.down(elementwise.activate(self.gate(x), self.activation, self.up(x)))
@@ -99,7 +100,7 @@ class _Echo:
 
 
 @torch.inference_mode()
-def flatten(model: PreTrainedModel) -> dict[str, int]:
+def patch_decoder_layers(model: PreTrainedModel) -> dict[str, int]:
     """Replace the layers that can be, once everything inside them is served; returns how many of each class."""
     replaced: Counter[str] = Counter()
     is_served = devices.has_kernels(next(model.parameters()))
@@ -115,7 +116,7 @@ def _may_fit(module: Any) -> bool:
     """One of ours, with nothing inside that a caller has changed."""
     if type(module) not in LAYERS or type(module.self_attn) is not LAYERS[type(module)] or gate_of(module.mlp) is None:
         return False
-    return isinstance(vars(module.self_attn).get("forward"), Fused) and not any(_hooks(module))
+    return isinstance(vars(module.self_attn).get("forward"), PatchedForward) and not any(_hooks(module))
 
 
 def _seen(model: PreTrainedModel, layers: list[nn.Module]) -> list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]]:
@@ -130,17 +131,17 @@ def _seen(model: PreTrainedModel, layers: list[nn.Module]) -> list[tuple[nn.Modu
         if layers and limit:
             positions = torch.linspace(0, limit - 1, TOKENS, dtype=torch.float64).long()[None].to(model.device)
             tokens = torch.arange(TOKENS, device=model.device)[None]
-            model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1, **{STEP_KEYWORD: _Echo()})
+            model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1, **{CONTEXT_KEYWORD: _Echo()})
     finally:
         for handle in handles:
             handle.remove()
     return found
 
 
-def _same(layer: Any, args: tuple[Any, ...], keywords: dict[str, Any], expected: Any) -> FlatLayer | None:
+def _same(layer: Any, args: tuple[Any, ...], keywords: dict[str, Any], expected: Any) -> DecoderLayerForward | None:
     """The layer as one function, if that answers with the same bits and asks for the same attention."""
     theirs, ours = _Echo(), _Echo()
-    layer.forward(*args, **keywords | {STEP_KEYWORD: theirs})
+    layer.forward(*args, **keywords | {CONTEXT_KEYWORD: theirs})
     own = _flat(layer, theirs.calls[0])
     cos, sin = keywords["position_embeddings"]
     got = own.run(args[0], cos, sin, ours)
@@ -153,10 +154,10 @@ def _hooks(layer: nn.Module) -> tuple[dict[int, Any], ...]:
     return tuple(h for m in layer.modules() if m is not layer for h in (m._forward_hooks, m._forward_pre_hooks))
 
 
-def _flat(layer: Any, call: LayerCall) -> FlatLayer:
+def _flat(layer: Any, call: LayerCall) -> DecoderLayerForward:
     attention, mlp, activation = layer.self_attn, layer.mlp, gate_of(layer.mlp)
     assert activation is not None
-    return FlatLayer(
+    return DecoderLayerForward(
         whole=layer.forward,
         input_norm=layer.input_layernorm.forward,
         query=attention.q_proj.forward,

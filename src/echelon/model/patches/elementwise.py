@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.model.patches import trials
+from echelon.model.patches import PatchedForward, trials
 from echelon.ops import devices, elementwise
 from echelon.ops.elementwise import Activation, RmsWeight
 
@@ -29,12 +29,8 @@ ROWS = 6
 Forward = Callable[..., Any]
 
 
-class Fused(functools.partial[Any]):
-    """A forward of ours, which others are told from."""
-
-
 @torch.no_grad()
-def fuse(model: nn.Module) -> dict[str, int]:
+def patch_elementwise(model: nn.Module) -> dict[str, int]:
     """Patch what can be served; returns how many modules of each class now run our operations."""
     first = next(model.parameters(), torch.empty(0))
     if not devices.has_kernels(first):
@@ -43,16 +39,16 @@ def fuse(model: nn.Module) -> dict[str, int]:
     find = _Finder(first.dtype, first.device)
     for module in model.modules():
         if "forward" not in vars(module) and (forward := find(module)) is not None:
-            module.forward = Fused(forward)
+            module.forward = PatchedForward(forward)
             name = type(module).__name__
             replaced[name] = replaced.get(name, 0) + 1
     return replaced
 
 
 def gate_of(mlp: nn.Module) -> Activation | None:
-    """The activation of a gated MLP with separate projections that `fuse` serves."""
+    """The activation of a gated MLP with separate projections that `patch_elementwise` serves."""
     forward = vars(mlp).get("forward")
-    return forward.args[1] if isinstance(forward, Fused) and forward.func is _split_mlp else None
+    return forward.args[1] if isinstance(forward, PatchedForward) and forward.func is _split_mlp else None
 
 
 class _Finder:

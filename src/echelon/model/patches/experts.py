@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.model.patches import trials
-from echelon.model.patches.weights import Served
+from echelon.model.patches import PatchedForward, trials
 from echelon.ops import ROWS_PER_CALL
 from echelon.ops.linear import PackedWeight, packed_linear
 
@@ -59,7 +58,7 @@ def is_experts(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("is_transposed", "has_gate", "has_bias", "down_proj", "num_experts", "_apply_gate"))
 
 
-def serve_experts(module: Any, absent: Callable[[tuple[int, ...], Tensor], Tensor] | None, is_fast: bool = False) -> None:
+def patch_experts(module: Any, absent: Callable[[tuple[int, ...], Tensor], Tensor] | None, is_fast: bool = False) -> None:
     """Patch `forward`. Where `absent` is given, the stacked weights are replaced by what it returns; `is_fast` as in `PackedWeight`."""
     default = getattr(type(module)._apply_gate, "__name__", "") == "_default_apply_gate"
     activation = _activation(module)
@@ -71,7 +70,7 @@ def serve_experts(module: Any, absent: Callable[[tuple[int, ...], Tensor], Tenso
     else:
         up = _projection(module, "gate_up_proj" if module.has_gate else "up_proj", slice(None), is_fast)
     experts = Experts(module, gate, up, _projection(module, "down_proj", slice(None), is_fast), activation or "none")
-    module.forward = Served(_forward, experts)
+    module.forward = PatchedForward(_forward, experts)
     for name in STACKED:
         if absent is not None and name in module._parameters:
             stacked = module._parameters[name]

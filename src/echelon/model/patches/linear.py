@@ -20,8 +20,9 @@ from transformers.pytorch_utils import Conv1D
 
 from echelon import ops
 from echelon.errors import Refusal, UnsupportedModelError
-from echelon.model.patches.experts import is_experts, serve_experts
-from echelon.model.patches.weights import SERVED_DTYPES, PackedParameter, Served, absent
+from echelon.model.patches import PatchedForward
+from echelon.model.patches.experts import is_experts, patch_experts
+from echelon.model.patches.weights import SERVED_DTYPES, PackedParameter, absent
 from echelon.ops import devices
 from echelon.ops.linear import PackedWeight, packed_linear
 
@@ -47,7 +48,7 @@ def _weight(module: nn.Module) -> Tensor:
     return weight.t() if isinstance(module, Conv1D) else weight
 
 
-def replace_layers(model: nn.Module, keep_weights: bool, is_fast: bool = False, in_place: bool = False) -> dict[str, int]:
+def patch_linear(model: nn.Module, keep_weights: bool, is_fast: bool = False, in_place: bool = False) -> dict[str, int]:
     """Patch every linear layer, router and stack of experts; returns how many modules of each class now run our operations.
 
     The output layer gives float32. `keep_weights`: the model belongs to a caller. `is_fast` as in `PackedWeight`. `in_place`: a weight that
@@ -71,7 +72,7 @@ def _serve_fixed(model: nn.Module) -> list[nn.Module]:
             _check_rows(module)
     for module in served:
         shape = (type(module), *_weight(module).shape, module.bias is not None)
-        module.forward = Served(_fixed, module, by_shape.setdefault(shape, ops.RowCounts()))
+        module.forward = PatchedForward(_fixed, module, by_shape.setdefault(shape, ops.RowCounts()))
     return served
 
 
@@ -86,7 +87,7 @@ def _serve_packed(model: nn.Module, keep_weights: bool, is_fast: bool, in_place:
     served: list[nn.Module] = []
     for module in model.modules():
         if is_experts(module):
-            serve_experts(module, None if keep_weights else absent, is_fast)
+            patch_experts(module, None if keep_weights else absent, is_fast)
         elif is_plain_linear(module):
             if not isinstance(module.weight, PackedParameter) and id(module.weight) not in packed:
                 may_overwrite = id(module.weight) in alone and all(isinstance(m, GIVEN_UP) for m in holders[id(module.weight)])
@@ -121,7 +122,7 @@ def _serve_weight(
     weight = parameter.packed if isinstance(parameter, PackedParameter) else packed[id(parameter)]  # given up by a module before this one
     bias: Tensor | None = module.bias  # type: ignore[assignment]
     own = None if bias is None else bias.detach() if weight.is_fast else bias.detach().float()
-    module.forward = Served(_linear, weight, own, is_output)
+    module.forward = PatchedForward(_linear, weight, own, is_output)
     if not keep_weights and not isinstance(parameter, PackedParameter):
         _give_up(module, parameter, PackedParameter.of(weight, None), holders[id(parameter)])
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from echelon.batch import PaddedBatch, RaggedBatch
+from echelon.batch import RaggedBatch
 from echelon.errors import Refusal, UnsupportedModelError
 
 LONG_TEXT = 1 << 30  # added to the positions of tokens that have the long set
@@ -37,7 +37,7 @@ class OriginalContext:
     is_read_anew: bool
 
 
-class RowRope:
+class RowwiseRope:
     """The forward of a rotary embedding whose positions say which set of frequencies they want. A pass writes nothing to any module."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -68,7 +68,7 @@ def _original_length(module: nn.Module) -> int:
     return int(config.rope_parameters["original_max_position_embeddings"])
 
 
-def replace_rope(model: nn.Module) -> OriginalContext | None:
+def patch_rope(model: nn.Module) -> OriginalContext | None:
     """Patch rotary embeddings of this kind; returns the original context, or None where the model has none.
 
     Raises
@@ -85,7 +85,7 @@ def replace_rope(model: nn.Module) -> OriginalContext | None:
             detail = f"{type(module).__name__} takes its rotary frequencies from the longest text of a call: rope_type {kind!r}"
             raise UnsupportedModelError.because(type(model).__name__, Refusal.BATCH, detail)
     for module in found:
-        module.forward = RowRope(module)
+        module.forward = RowwiseRope(module)
     return OriginalContext(_original_length(found[0]), _is_read_anew(model, _original_length(found[0]))) if found else None
 
 
@@ -99,11 +99,10 @@ def _is_read_anew(model: Any, length: int) -> bool:
     return inputs.get("past_key_values") is None
 
 
-def coded_positions(batch: RaggedBatch | PaddedBatch, original: OriginalContext | None) -> Tensor:
+def coded_positions(batch: RaggedBatch, original: OriginalContext | None) -> Tensor:
     """int32[T]: what a patched model is given as positions."""
     if original is None:
         return batch.positions
-    assert isinstance(batch, RaggedBatch), "rectangles serve no such model"
     if original.is_read_anew:
         is_long = batch.text_len_of > original.length
     else:

@@ -45,7 +45,7 @@ def in_whole_vectors(function: Callable[..., Tensor], x: Tensor, *others: Any) -
     return out[: x.numel()].view(x.shape)
 
 
-class Filled:
+class WholeVectorForward:
     """A forward with `WholeVectors` on."""
 
     def __init__(self, forward: Forward) -> None:
@@ -56,15 +56,15 @@ class Filled:
             return self.forward(*args, **keywords)
 
 
-def fill_vectors(model: nn.Module) -> None:
+def patch_sensitive(model: nn.Module) -> None:
     """Patch the modules whose classes name such a function, but those without modules inside that our operations serve."""
     if any(p.device.type != "cpu" for p in model.parameters()):
         return
     for module in model.modules():
         own, kind = vars(module).get("forward"), cast("Any", type(module))
         is_served = own is not None and next(module.children(), None) is None
-        if not is_served and not isinstance(own, Filled) and _names(kind) & SENSITIVE_NAMES:
-            module.forward = Filled(module.forward)
+        if not is_served and not isinstance(own, WholeVectorForward) and _names(kind) & SENSITIVE_NAMES:
+            module.forward = WholeVectorForward(module.forward)
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -19,10 +18,6 @@ CONVERSIONS = {
     Tensor.to: None,
     Tensor.type: None,
 }  # with the dtype that they give, where the call does not say
-
-
-class Served(functools.partial[Any]):
-    """A forward of ours, so that it is known when a model is given back."""
 
 
 class PackedParameter(torch.Tensor):

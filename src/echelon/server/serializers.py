@@ -1,4 +1,4 @@
-"""From rows of the engine to what a client gets: whole answers and chunks, for completions and chat."""
+"""Responses from rows of the engine: whole ones and the chunks of a stream, for completions and chat."""
 
 from __future__ import annotations
 
@@ -10,39 +10,37 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
-from echelon.api import LLM
 from echelon.errors import RequestError
+from echelon.llm import LLM
 from echelon.sampling import Logprobs
 from echelon.sequence import Sequence
-from echelon.server.protocol import (
-    ApiError,
-)
-from echelon.server.request_state import OvertimeError, RefusedError, SlowReaderError, State
+from echelon.server.protocol import ApiError
+from echelon.server.request_handle import RefusedError, RequestTimeoutError, RowState, SlowReaderError
 from echelon.server.responses import (
-    Answer,
-    Chat,
+    AssistantMessage,
     ChatChoice,
     ChatLogprobs,
-    Completion,
+    ChatResponse,
     CompletionChoice,
     CompletionLogprobs,
-    Metrics,
+    CompletionResponse,
+    ResponseMetrics,
     SpeculativeDecoding,
     TokenLogprob,
+    TokenUsage,
     TopLogprob,
-    Usage,
 )
 from echelon.text import Detokenizer, num_held_back, text_offsets
 
 RETRY = {"Retry-After": "1"}
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
-SENT = Logprobs(-1, 0.0, 0, {})  # in the place of what a stream has sent
+SENT = Logprobs(-1, 0.0, 0, {})  # stands for what a stream has sent
 DONE = b"data: [DONE]\n\n"
 
 
 @dataclass
-class Plan:
-    """A validated request: its sequences (all samples of a prompt together), and what its answer shows of them."""
+class GenerationJob:
+    """A validated request: its sequences (all samples of a prompt together), and what its response shows of them."""
 
     model: str
     prompts: list[list[Sequence]]
@@ -59,6 +57,7 @@ class Plan:
 
     @property
     def sequences(self) -> list[Sequence]:
+        """The samples of all prompts, in order."""
         return [s for samples in self.prompts for s in samples]
 
     def echo_of(self, i: int) -> str | None:
@@ -67,154 +66,158 @@ class Plan:
 
     @property
     def name(self) -> str:
+        """The response's `id`."""
         return f"chatcmpl-{self.id}" if self.is_chat else f"cmpl-{self.id}"
 
 
 def api_error(error: Exception) -> ApiError:
-    """An answer for what went wrong while a request ran; nothing of the inside is told."""
+    """The error response for an exception while a request ran; nothing of the inside is told."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
         return ApiError(400, str(error))
     if isinstance(error, RefusedError):
         return ApiError(429 if error.is_full else 503, str(error), "overloaded" if error.is_full else "unavailable", headers=RETRY)
-    if isinstance(error, OvertimeError):
+    if isinstance(error, RequestTimeoutError):
         return ApiError(503, str(error), "timeout", headers=RETRY)
     if isinstance(error, SlowReaderError):
         return ApiError(408, f"{error}; read faster, or ask for fewer logprobs", "slow_reader")
     return ApiError(500, "this request failed inside the server; others are not affected", "internal_error")
 
 
-class Answers:
-    """Builds answers for one model."""
+class Serializer:
+    """Builds the responses of one model."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
 
     def piece(self, token: int) -> str:
+        """Text of one token id."""
         tokenizer = self._llm.target.tokenizer
         return tokenizer.decode([token], skip_special_tokens=False) if tokenizer is not None else ""
 
-    def whole(self, plan: Plan, states: SequenceOf[State]) -> Completion | Chat:
-        """The answer once every row is done."""
-        chosen = self._chosen(plan, states)
-        metrics = self.metrics(plan)
-        usage = self.usage(plan, states)
-        if plan.is_chat:
+    def response(self, job: GenerationJob, states: SequenceOf[RowState]) -> CompletionResponse | ChatResponse:
+        """The whole response, once every row is done."""
+        chosen = self._chosen(job, states)
+        metrics = self.metrics(job)
+        usage = self.usage(job, states)
+        if job.is_chat:
             choices = [
                 ChatChoice(
                     index=i,
-                    message=Answer(content=state.text),
-                    logprobs=self.chat_logprobs(plan, sequence, 0, state.num_tokens),
+                    message=AssistantMessage(content=state.text),
+                    logprobs=self.chat_logprobs(job, sequence, 0, state.num_tokens),
                     finish_reason=state.reason,
                 )
                 for i, (sequence, state) in enumerate(chosen)
             ]
-            return Chat(id=plan.name, created=plan.created, model=plan.model, choices=choices, usage=usage, metrics=metrics)
-        texts = [self._completion_choice(plan, i, sequence, state) for i, (sequence, state) in enumerate(chosen)]
-        return Completion(id=plan.name, created=plan.created, model=plan.model, choices=texts, usage=usage, metrics=metrics)
+            return ChatResponse(id=job.name, created=job.created, model=job.model, choices=choices, usage=usage, metrics=metrics)
+        texts = [self._completion_choice(job, i, sequence, state) for i, (sequence, state) in enumerate(chosen)]
+        return CompletionResponse(id=job.name, created=job.created, model=job.model, choices=texts, usage=usage, metrics=metrics)
 
-    def _chosen(self, plan: Plan, states: SequenceOf[State]) -> list[tuple[Sequence, State]]:
+    def _chosen(self, job: GenerationJob, states: SequenceOf[RowState]) -> list[tuple[Sequence, RowState]]:
         """The samples to show of every prompt: all, or the likeliest by mean logprob (`best_of`)."""
-        by_id = {s.id: state for s, state in zip(plan.sequences, states, strict=True)}
+        by_id = {s.id: state for s, state in zip(job.sequences, states, strict=True)}
         shown = []
-        for samples in plan.prompts:
-            ranked = samples if len(samples) == plan.num_shown else sorted(samples, key=_mean_logprob, reverse=True)
-            shown += [(s, by_id[s.id]) for s in ranked[: plan.num_shown]]
+        for samples in job.prompts:
+            ranked = samples if len(samples) == job.num_shown else sorted(samples, key=_mean_logprob, reverse=True)
+            shown += [(s, by_id[s.id]) for s in ranked[: job.num_shown]]
         return shown
 
-    def _completion_choice(self, plan: Plan, i: int, sequence: Sequence, state: State) -> CompletionChoice:
-        echo = plan.echo_of(i)
-        text, count = ("", 0) if plan.only_echo else (state.text, state.num_tokens)
-        logprobs = self.completion_logprobs(plan, sequence, 0, count, len(echo or ""), echo)
-        reason = "length" if plan.only_echo else state.reason
+    def _completion_choice(self, job: GenerationJob, i: int, sequence: Sequence, state: RowState) -> CompletionChoice:
+        echo = job.echo_of(i)
+        text, count = ("", 0) if job.only_echo else (state.text, state.num_tokens)
+        logprobs = self.completion_logprobs(job, sequence, 0, count, len(echo or ""), echo)
+        reason = "length" if job.only_echo else state.reason
         return CompletionChoice(index=i, text=(echo or "") + text, logprobs=logprobs, finish_reason=reason)
 
-    def usage(self, plan: Plan, states: SequenceOf[State]) -> Usage:
-        prompt = sum(samples[0].num_prompt_tokens for samples in plan.prompts)
-        completion = 0 if plan.only_echo else sum(s.num_tokens for s in states)
-        return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+    def usage(self, job: GenerationJob, states: SequenceOf[RowState]) -> TokenUsage:
+        """Count tokens: a prompt once, whatever the number of its samples."""
+        prompt = sum(samples[0].num_prompt_tokens for samples in job.prompts)
+        completion = 0 if job.only_echo else sum(s.num_tokens for s in states)
+        return TokenUsage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
 
-    def metrics(self, plan: Plan) -> Metrics | None:
+    def metrics(self, job: GenerationJob) -> ResponseMetrics | None:
         """How speculation went; of one sequence, so nothing where there are several."""
         config = self._llm.speculative_config
         if config is None:
             return None
-        if len(plan.sequences) > 1:
-            return Metrics(acceptance=config.acceptance_name, speculative_decoding=None)
-        spoken = speculation_of(plan.sequences[0], config.num_speculative_tokens)
-        return Metrics(acceptance=config.acceptance_name, speculative_decoding=spoken)
+        if len(job.sequences) > 1:
+            return ResponseMetrics(acceptance=config.acceptance_name, speculative_decoding=None)
+        speculation = speculation_of(job.sequences[0], config.num_speculative_tokens)
+        return ResponseMetrics(acceptance=config.acceptance_name, speculative_decoding=speculation)
 
     def completion_logprobs(
-        self, plan: Plan, sequence: Sequence, start: int, end: int, offset: int, echo: str | None = None
+        self, job: GenerationJob, sequence: Sequence, start: int, end: int, offset: int, echo: str | None = None
     ) -> CompletionLogprobs | None:
         """Of output tokens `start … end − 1`, where the output begins at character `offset`; those of the prompt, whose text is `echo`,
         before them.
         """
-        if not plan.has_logprobs:
+        if not job.has_logprobs:
             return None
-        places: list[Logprobs | None] = [*sequence.logprobs[start:end]]
+        entries: list[Logprobs | None] = [*sequence.logprobs[start:end]]
         tokens = sequence.output_tokens[start:end]
-        offsets = [offset + place for place in _offsets(sequence, start, start + len(tokens))]
+        offsets = [offset + character for character in _offsets(sequence, start, start + len(tokens))]
         if echo is not None:
             prompt = sequence.tokens[: sequence.num_prompt_tokens]
-            places = [None, *_prompt_logprobs(plan, sequence), *places]
+            entries = [None, *_prompt_logprobs(job, sequence), *entries]
             offsets = self._prompt_offsets(prompt, echo) + offsets
             tokens = prompt + tokens
         out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=offsets)
-        for token, place in zip(tokens, places, strict=True):
+        for token, entry in zip(tokens, entries, strict=True):
             out.tokens.append(self.piece(token))
-            out.token_logprobs.append(None if place is None else _finite(place.logprob))
-            out.top_logprobs.append(None if place is None else self._top(place))
+            out.token_logprobs.append(None if entry is None else _finite(entry.logprob))
+            out.top_logprobs.append(None if entry is None else self._top(entry))
         return out
 
     def _prompt_offsets(self, tokens: list[int], text: str) -> list[int]:
         tokenizer = self._llm.target.tokenizer
         return text_offsets(tokenizer, tokens, text) if tokenizer is not None else [0] * len(tokens)
 
-    def _top(self, place: Logprobs) -> dict[str, float]:
+    def _top(self, entry: Logprobs) -> dict[str, float]:
         """By text; of tokens with the same text the likeliest."""
         top: dict[str, float] = {}
-        for token, logprob in place.top.items():
+        for token, logprob in entry.top.items():
             top.setdefault(self.piece(token), _finite(logprob))
-        top.setdefault(self.piece(place.token), _finite(place.logprob))
+        top.setdefault(self.piece(entry.token), _finite(entry.logprob))
         return top
 
-    def chat_logprobs(self, plan: Plan, sequence: Sequence, start: int, end: int) -> ChatLogprobs | None:
-        if not plan.has_logprobs:
+    def chat_logprobs(self, job: GenerationJob, sequence: Sequence, start: int, end: int) -> ChatLogprobs | None:
+        """Log-probabilities of output tokens `start … end − 1`, where asked for."""
+        if not job.has_logprobs:
             return None
         content = []
-        for place in sequence.logprobs[start:end]:
-            top = [self._entry(token, logprob) for token, logprob in place.top.items()]
-            content.append(TokenLogprob(**self._entry(place.token, place.logprob).model_dump(), top_logprobs=top))
+        for entry in sequence.logprobs[start:end]:
+            top = [self._top_logprob(token, logprob) for token, logprob in entry.top.items()]
+            content.append(TokenLogprob(**self._top_logprob(entry.token, entry.logprob).model_dump(), top_logprobs=top))
         return ChatLogprobs(content=content)
 
-    def _entry(self, token: int, logprob: float) -> TopLogprob:
+    def _top_logprob(self, token: int, logprob: float) -> TopLogprob:
         piece = self.piece(token)
         return TopLogprob(token=piece, logprob=_finite(logprob), bytes=list(piece.encode("utf-8", "replace")))
 
 
-class Stream:
-    """The chunks of one answer. What may be the beginning of a stop string is held back until it is known."""
+class StreamSerializer:
+    """The chunks of one streamed response. What may be the beginning of a stop string is held back until it is known."""
 
-    def __init__(self, answers: Answers, plan: Plan) -> None:
-        self._answers, self._plan = answers, plan
-        count = len(plan.sequences)
+    def __init__(self, serializer: Serializer, job: GenerationJob) -> None:
+        self._serializer, self._job = serializer, job
+        count = len(job.sequences)
         self._num_characters, self._num_tokens, self._is_over = [0] * count, [0] * count, [False] * count
         self._has_begun = [False] * count
 
     def _head(self, i: int, sequence: Sequence) -> Iterator[bytes]:
         """What the chunks of a sample begin with: a role, or the echoed prompt, whose logprobs are known once it has been read."""
         self._has_begun[i] = True
-        if self._plan.is_chat:
+        if self._job.is_chat:
             yield self._event(i, {"delta": {"role": "assistant", "content": ""}}, None, None)
-        elif (text := self._plan.echo_of(i)) is not None:
-            logprobs = self._answers.completion_logprobs(self._plan, sequence, 0, 0, len(text), text)
+        elif (text := self._job.echo_of(i)) is not None:
+            logprobs = self._serializer.completion_logprobs(self._job, sequence, 0, 0, len(text), text)
             yield self._event(i, {"text": text}, logprobs, None)
 
-    def next(self, states: SequenceOf[State]) -> Iterator[bytes]:
+    def chunks(self, states: SequenceOf[RowState]) -> Iterator[bytes]:
         """What is new since the last call."""
-        for i, (sequence, state) in enumerate(zip(self._plan.sequences, states, strict=True)):
+        for i, (sequence, state) in enumerate(zip(self._job.sequences, states, strict=True)):
             if self._is_over[i] or state.error is not None:
                 continue
             is_last = state.reason is not None
@@ -226,30 +229,30 @@ class Stream:
                 continue
             self._num_characters[i] = max(end, self._num_characters[i])
             self._is_over[i] = is_last
-            yield self._growth(i, sequence, text, state)
-            self._let_go(sequence, self._num_tokens[i], state.num_tokens)
+            yield self._chunk(i, sequence, text, state)
+            self._forget_sent(sequence, self._num_tokens[i], state.num_tokens)
             self._num_tokens[i] = state.num_tokens
 
-    def _let_go(self, sequence: Sequence, start: int, end: int) -> None:
+    def _forget_sent(self, sequence: Sequence, start: int, end: int) -> None:
         """Free the log-probabilities that have been sent; the engine goes on appending to their list."""
-        if self._plan.has_logprobs:
+        if self._job.has_logprobs:
             sequence.logprobs[start:end] = [SENT] * (end - start)
 
-    def _growth(self, i: int, sequence: Sequence, text: str, state: State) -> bytes:
-        plan, start, end = self._plan, self._num_tokens[i], state.num_tokens
-        if plan.is_chat:
-            return self._event(i, {"delta": {"content": text}}, self._answers.chat_logprobs(plan, sequence, start, end), state.reason)
-        if plan.only_echo:
+    def _chunk(self, i: int, sequence: Sequence, text: str, state: RowState) -> bytes:
+        job, start, end = self._job, self._num_tokens[i], state.num_tokens
+        if job.is_chat:
+            return self._event(i, {"delta": {"content": text}}, self._serializer.chat_logprobs(job, sequence, start, end), state.reason)
+        if job.only_echo:
             return self._event(i, {"text": ""}, None, "length")
-        logprobs = self._answers.completion_logprobs(plan, sequence, start, end, len(plan.echo_of(i) or ""))
+        logprobs = self._serializer.completion_logprobs(job, sequence, start, end, len(job.echo_of(i) or ""))
         return self._event(i, {"text": text}, logprobs, state.reason)
 
-    def last(self, states: SequenceOf[State]) -> Iterator[bytes]:
+    def end(self, states: SequenceOf[RowState]) -> Iterator[bytes]:
         """Usage, where asked for, and the end."""
-        if self._plan.include_usage:
-            metrics = self._answers.metrics(self._plan)
+        if self._job.include_usage:
+            metrics = self._serializer.metrics(self._job)
             more = {} if metrics is None else {"metrics": metrics.model_dump()}
-            yield self._wrap([], usage=self._answers.usage(self._plan, states).model_dump(), **more)
+            yield self._wrap([], usage=self._serializer.usage(self._job, states).model_dump(), **more)
         yield DONE
 
     def _event(self, i: int, content: dict[str, Any], logprobs: CompletionLogprobs | ChatLogprobs | None, reason: str | None) -> bytes:
@@ -257,15 +260,16 @@ class Stream:
         return self._wrap([{"index": i, **content, "logprobs": dumped, "finish_reason": reason}])
 
     def _wrap(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        plan = self._plan
-        kind = "chat.completion.chunk" if plan.is_chat else "text_completion"
-        chunk = {"id": plan.name, "object": kind, "created": plan.created, "model": plan.model, "choices": choices, **more}
-        if plan.continuous_usage:
-            chunk.setdefault("usage", self._answers.usage(plan, [State(n) for n in self._num_tokens]).model_dump())
+        job = self._job
+        kind = "chat.completion.chunk" if job.is_chat else "text_completion"
+        chunk = {"id": job.name, "object": kind, "created": job.created, "model": job.model, "choices": choices, **more}
+        if job.continuous_usage:
+            chunk.setdefault("usage", self._serializer.usage(job, [RowState(n) for n in self._num_tokens]).model_dump())
         return event(chunk)
 
 
 def event(value: dict[str, Any]) -> bytes:
+    """One server-sent event."""
     return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
@@ -305,14 +309,14 @@ def _offsets(sequence: Sequence, start: int, end: int) -> list[int]:
     return offsets + [len(sequence.watcher.text)] * (end - start - len(offsets))
 
 
-def _prompt_logprobs(plan: Plan, sequence: Sequence) -> list[Logprobs]:
+def _prompt_logprobs(job: GenerationJob, sequence: Sequence) -> list[Logprobs]:
     """Samples share their prompt's keys and values: only the one that read the prompt has its logprobs."""
-    samples = next(samples for samples in plan.prompts if any(s is sequence for s in samples))
+    samples = next(samples for samples in job.prompts if any(s is sequence for s in samples))
     return max((s.prompt_logprobs for s in samples), key=len)
 
 
 def _mean_logprob(sequence: Sequence) -> float:
-    return sum(place.logprob for place in sequence.logprobs) / max(1, len(sequence.logprobs))
+    return sum(entry.logprob for entry in sequence.logprobs) / max(1, len(sequence.logprobs))
 
 
 def _finite(logprob: float) -> float:

@@ -1,4 +1,4 @@
-"""What stands before every route: who may come in, and how much they may bring.
+"""Authentication and admission before every route: who may send a request, and how large it may be.
 
 Decided on the raw request, before any routing: a path that a router would read differently cannot slip through.
 """
@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
-from echelon.errors import place_of
-from echelon.server.answers import error_event
+from echelon.errors import location_of
 from echelon.server.config import ServerConfig
 from echelon.server.protocol import ApiError
+from echelon.server.serializers import error_event
 
 logger = logging.getLogger("echelon.server")
 Scope = MutableMapping[str, Any]
@@ -37,18 +37,19 @@ SHUTTING_DOWN = ApiError(
 )
 
 
-class LeftError(Exception):
+class ClientDisconnectError(Exception):
     """The client went away while it sent its request."""
 
 
-class Answer:
-    """The sending side of one request, and how much of its answer has been sent."""
+class ResponseSender:
+    """Sends the response to one request, and knows how much of it has been sent."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.has_begun = self.is_complete = self.is_stream = False
 
     async def send(self, message: Message) -> None:
+        """Pass an ASGI message on."""
         await self._send(message)
         if message["type"] == "http.response.start":
             self.has_begun = True
@@ -57,15 +58,15 @@ class Answer:
             self.is_complete = not message.get("more_body", False)
 
     async def end(self, error: ApiError) -> None:
-        """Say why the answer ends early: as a status if nothing has been sent, as an event in a stream."""
+        """End the response early with an error: as a status if nothing has been sent, as an event in a stream."""
         if not self.has_begun:
             await send_error(error, self.send, close=True)
         elif self.is_stream:
             await self.send({"type": "http.response.body", "body": error_event(error), "more_body": False})
 
 
-class Wall:
-    """ASGI middleware: keys, host names, and bodies that are read whole, within a size and a time.
+class AdmissionMiddleware:
+    """Checks keys and host names, and reads bodies whole, within a size and a time.
 
     `num_cut` counts the requests that `cut` has ended: they were being worked on, and are not answered to the end.
     """
@@ -90,29 +91,29 @@ class Wall:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
-        answer = Answer(_with_request_id(scope, send))
+        response = ResponseSender(_with_request_id(scope, send))
         try:
             with _listed(self._being_read):
                 self._admit(scope)
                 body = await self._read(scope, receive)
             with _listed(self._being_answered):
-                await self._answer(scope, _replayed(body, receive), answer)
+                await self._answer(scope, _replayed(body, receive), response)
         except ApiError as error:
-            await answer.end(error)
-        except LeftError:
+            await response.end(error)
+        except ClientDisconnectError:
             pass
         except asyncio.CancelledError:
             if not self._is_cutting:
                 raise
-            await answer.end(SHUTTING_DOWN)
+            await response.end(SHUTTING_DOWN)
 
-    async def _answer(self, scope: Scope, receive: Receive, answer: Answer) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, response: ResponseSender) -> None:
         try:
-            await self._app(scope, receive, answer.send)
+            await self._app(scope, receive, response.send)
         except Exception as error:  # answered by the application, which passes it on
-            logger.error("a request failed: %s", place_of(error))
+            logger.error("a request failed: %s", location_of(error))
         except asyncio.CancelledError:
-            self.num_cut += not answer.is_complete
+            self.num_cut += not response.is_complete
             raise
 
     def _admit(self, scope: Scope) -> None:
@@ -161,7 +162,7 @@ class Wall:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise LeftError
+                        raise ClientDisconnectError
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
                     if size > limit:
@@ -218,6 +219,7 @@ def _with_request_id(scope: Scope, send: Send) -> Send:
 
 
 async def send_error(error: ApiError, send: Send, close: bool = False) -> None:
+    """Send an error as a whole response; `close`: and end the connection after it."""
     body = json.dumps(error.body).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]

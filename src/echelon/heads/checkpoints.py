@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -113,8 +114,7 @@ def load_head(name: str | os.PathLike[str], target: PreTrainedModel, dtype: torc
         with without_memory(len(tensors), numel):
             head: Head = HEADS[method](config, shared_parts(target), chosen)
         _fill(name, head, {k: t for k, t in tensors.items() if k not in NOT_OF_THE_HEAD})
-        if isinstance(head, Eagle3Head):
-            _check_vocabulary(name, head)
+        head.check(name)
     return head.to(target.device, dtype).eval().requires_grad_(False)
 
 
@@ -122,23 +122,17 @@ def save_head(head: Any, folder: Path, target: PreTrainedModel, num_speculative_
     """Write `head`, made for `target`, to `folder` in the target's dtype: EAGLE-3 as `speculators`, EAGLE as its authors have it, others in
     our layout.
     """
-    layer = _layer_dict(head.config)
-    if isinstance(head, Eagle3Head):
-        config = _speculators(head, layer, target, num_speculative_tokens)
-    elif isinstance(head, EagleHead):
-        config = layer | {"architectures": ["LlamaForCausalLM"], "bias": head.options.bias}
-    else:
-        config = {"echelon_head": head.method, "options": asdict(head.options), "transformer_layer_config": layer}
+    config = WRITERS.get(head.method, _own_layout)(head, _layer_dict(head.config), target, num_speculative_tokens)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_tensors(head, target.dtype), folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 
-def _tensors(head: Head, dtype: torch.dtype) -> Tensors:
+def _tensors(head: Any, dtype: torch.dtype) -> Tensors:
     """Of an EAGLE-3 head that drafts every token `d2t` and `t2d` say nothing, and vLLM refuses them."""
-    says_nothing = {"d2t", "t2d"} if isinstance(head, Eagle3Head) and bool(head.t2d.all()) else set[str]()
-    said = {k: t.detach() for k, t in head.state_dict().items() if k not in says_nothing}
-    return {k: (t.to(dtype) if t.is_floating_point() else t).contiguous() for k, t in said.items()}
+    drafts_all = head.draft_ids is not None and len(head.draft_ids) == head.config.vocab_size
+    tensors = {k: t.detach() for k, t in head.state_dict().items() if not (drafts_all and k in ("d2t", "t2d"))}
+    return {k: (t.to(dtype) if t.is_floating_point() else t).contiguous() for k, t in tensors.items()}
 
 
 def _layer_dict(config: LlamaConfig) -> dict[str, Any]:
@@ -147,7 +141,15 @@ def _layer_dict(config: LlamaConfig) -> dict[str, Any]:
     return {**values, "model_type": "llama", "rope_theta": config.rope_parameters["rope_theta"]}
 
 
-def _speculators(head: Eagle3Head, layer: dict[str, Any], target: PreTrainedModel, num_tokens: int) -> dict[str, Any]:
+def _own_layout(head: Any, layer: dict[str, Any], _: PreTrainedModel, __: int) -> dict[str, Any]:
+    return {"echelon_head": head.method, "options": asdict(head.options), "transformer_layer_config": layer}
+
+
+def _eagle_layout(head: EagleHead, layer: dict[str, Any], _: PreTrainedModel, __: int) -> dict[str, Any]:
+    return layer | {"architectures": ["LlamaForCausalLM"], "bias": head.options.bias}
+
+
+def _speculators_layout(head: Eagle3Head, layer: dict[str, Any], target: PreTrainedModel, num_tokens: int) -> dict[str, Any]:
     proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     verifier = {"name_or_path": target.config._name_or_path, "architectures": [type(target).__name__]}
     return {
@@ -167,6 +169,13 @@ def _speculators(head: Eagle3Head, layer: dict[str, Any], target: PreTrainedMode
         "eagle_aux_hidden_state_layer_ids": list(head.options.depths),
         "embed_requires_grad": False,
     }
+
+
+# method → config.json of a head, from its layer's configuration, the target and num_speculative_tokens; others have our own layout
+WRITERS: dict[str, Callable[[Any, dict[str, Any], PreTrainedModel, int], dict[str, Any]]] = {
+    "eagle": _eagle_layout,
+    "eagle3": _speculators_layout,
+}
 
 
 def _read_tensors(folder: Folder, dtype: torch.dtype) -> Tensors:
@@ -233,12 +242,3 @@ def _fill(name: str, head: Head, tensors: Tensors) -> None:
             )
     whole = {k: t if t.is_floating_point() else t.to(own[k].dtype) for k, t in tensors.items()}
     head.load_state_dict(whole, assign=True)
-
-
-def _check_vocabulary(name: str, head: Eagle3Head) -> None:
-    ids = head.draft_ids
-    is_sound = bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < head.config.vocab_size
-    if not is_sound or int(head.t2d.sum()) != len(ids) or not bool(head.t2d[ids].all()):
-        raise ModelLoadError(
-            f"d2t and t2d of the head {name!r} contradict each other: i + d2t[i] must rise, and t2d must mark the same tokens"
-        )

@@ -13,12 +13,12 @@ from types import FrameType
 
 import uvicorn
 
-from echelon.api import LLM
+from echelon.llm import LLM
 from echelon.server.app import create_app
-from echelon.server.bridge import POLL_SECONDS, Bridge
 from echelon.server.config import ServerConfig
 from echelon.server.connection import protocol_class
-from echelon.server.wall import Wall
+from echelon.server.engine_thread import POLL_SECONDS
+from echelon.server.middleware import AdmissionMiddleware
 
 THREAD_SECONDS = 60.0  # that a server in a thread may take to start, and to end
 LAST_SECONDS = 1.0  # that clients have to be told why their answers end, and an engine to end its step, once nothing is waited for
@@ -30,18 +30,18 @@ class Server(uvicorn.Server):
     """On the first SIGTERM or SIGINT, requests are refused while running ones finish, for the drain timeout; on the second, or then, they
     are cut: each is told so."""
 
-    def __init__(self, config: uvicorn.Config, wall: Wall, bridge: Bridge) -> None:
+    def __init__(self, config: uvicorn.Config, app: AdmissionMiddleware) -> None:
         super().__init__(config)
-        self._wall, self._bridge = wall, bridge
+        self._middleware, self._engine_thread = app, app.service.engine_thread
         self._gives_up_at = 0.0
         self.has_started, self.has_ended = threading.Event(), threading.Event()
 
     @property
     def exit_status(self) -> int:
         """0 where every request was answered to its end and the engine has ended as it was told."""
-        if self._bridge.has_failed:
+        if self._engine_thread.has_failed:
             return ENGINE_FAILED
-        return REQUESTS_CUT if self._wall.num_cut else 0
+        return REQUESTS_CUT if self._middleware.num_cut else 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -49,17 +49,17 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, _sig: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._bridge.is_draining:
+        if self._engine_thread.is_draining:
             logger.info("a second signal: running requests are cut")
-            self.should_exit, self._gives_up_at, self._bridge.leaves_at = True, now, now + LAST_SECONDS
+            self.should_exit, self._gives_up_at, self._engine_thread.leaves_at = True, now, now + LAST_SECONDS
             return
-        self._bridge.is_draining = True  # first of all: the next signal may come in the middle of this
-        self._gives_up_at = now + self._bridge.config.drain_timeout
-        logger.info("shutting down: %d sequences are finished first", self._bridge.num_in_flight)
+        self._engine_thread.is_draining = True  # first of all: the next signal may come in the middle of this
+        self._gives_up_at = now + self._engine_thread.config.drain_timeout
+        logger.info("shutting down: %d sequences are finished first", self._engine_thread.num_in_flight)
 
     async def on_tick(self, counter: int) -> bool:
-        if self._bridge.is_draining and not self.should_exit:
-            self.should_exit = self._bridge.num_in_flight == 0 or time.monotonic() > self._gives_up_at
+        if self._engine_thread.is_draining and not self.should_exit:
+            self.should_exit = self._engine_thread.num_in_flight == 0 or time.monotonic() > self._gives_up_at
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -68,18 +68,18 @@ class Server(uvicorn.Server):
             server.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()
-        self._wall.cut(unread_alone=True)
+        self._middleware.cut(unread_alone=True)
         if not await self._is_idle_by(lambda: self._gives_up_at):
-            self._wall.cut()
+            self._middleware.cut()
             until = time.monotonic() + LAST_SECONDS
-            if not await self._is_idle_by(lambda: min(until, self._bridge.leaves_at)):
+            if not await self._is_idle_by(lambda: min(until, self._engine_thread.leaves_at)):
                 for connection in list(self.server_state.connections):
                     connection.transport.abort()
                 await self._is_idle_by(lambda: until + LAST_SECONDS)
-        if self._wall.num_cut:
-            logger.warning("%d requests were cut", self._wall.num_cut)
+        if self._middleware.num_cut:
+            logger.warning("%d requests were cut", self._middleware.num_cut)
         await super().shutdown(sockets)
-        if self._bridge.has_failed:
+        if self._engine_thread.has_failed:
             logger.error("the engine had died, or hung: its requests were not answered")
         self.has_ended.set()
 
@@ -92,13 +92,13 @@ class Server(uvicorn.Server):
         return True
 
 
-def build_server(wall: Wall, bridge: Bridge, config: ServerConfig) -> Server:
+def build_server(app: AdmissionMiddleware, config: ServerConfig) -> Server:
     """A server of an application with the bounds of `config`; it does not install a log configuration."""
     settings = uvicorn.Config(
-        wall,
+        app,
         host=config.host,
         port=config.port,
-        http=protocol_class(config, bridge.metrics),
+        http=protocol_class(config, app.service.metrics),
         ws="none",
         loop="asyncio",
         lifespan="on",
@@ -111,21 +111,21 @@ def build_server(wall: Wall, bridge: Bridge, config: ServerConfig) -> Server:
         timeout_graceful_shutdown=2,
         backlog=2048,
     )
-    return Server(settings, wall, bridge)
+    return Server(settings, app)
 
 
-def serve_until_told(llm: LLM, config: ServerConfig) -> int:
+def serve_until_signal(llm: LLM, config: ServerConfig) -> int:
     """Serve until SIGTERM or SIGINT, and until the requests of that moment are answered; the exit status of the process."""
     app = create_app(llm, config)
-    server = build_server(app, app.service.bridge, config)
+    server = build_server(app, config)
     server.run()
     return server.exit_status
 
 
 @contextmanager
-def serving_in_thread(app: Wall, bridge: Bridge, config: ServerConfig) -> Iterator[tuple[str, Server]]:
+def serving_in_thread(app: AdmissionMiddleware, config: ServerConfig) -> Iterator[tuple[str, Server]]:
     """URL and server of `app`, in a thread of this process until the end of the block."""
-    server = build_server(app, bridge, config)
+    server = build_server(app, config)
     thread = threading.Thread(target=server.run, name="server")
     thread.start()
     try:

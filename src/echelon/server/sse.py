@@ -1,4 +1,4 @@
-"""Sending what is still being made, and stopping when nobody reads it any more."""
+"""Server-sent events, and the end of a request's work when its client leaves."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 
 from fastapi import Response
 
-from echelon.errors import place_of
-from echelon.server.answers import api_error, error_event
+from echelon.errors import location_of
+from echelon.server.middleware import Receive, Scope, Send, send_error
 from echelon.server.protocol import ApiError
-from echelon.server.wall import Receive, Scope, Send, send_error
+from echelon.server.serializers import api_error, error_event
 
 logger = logging.getLogger("echelon.server")
 
 
 class EventStream(Response):
-    """Server-sent events, made as they are sent. Until the first is there an error is still an error status; afterwards it is an event.
+    """A response of server-sent events, made as they are sent. An error before the first is an error status, a later one is an event.
 
-    A client that leaves ends the making of events. `places` are given back at the end.
+    A client that leaves ends the making of events. `slots` are released at the end.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], places: ExitStack) -> None:
+    def __init__(self, events: AsyncIterator[bytes], slots: ExitStack) -> None:
         super().__init__()
-        self._events, self._places = events, places
+        self._events, self._slots = events, slots
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        with self._places:
-            await until_gone(self._send_all(send), receive)
+        with self._slots:
+            await until_disconnect(self._send_all(send), receive)
 
     async def _send_all(self, send: Send) -> None:
         has_begun = False
@@ -43,7 +43,7 @@ class EventStream(Response):
                         has_begun = True
                     await send({"type": "http.response.body", "body": event, "more_body": True})
             except Exception as error:
-                problem = known_error(error)
+                problem = logged_api_error(error)
                 if not has_begun:
                     await send_error(problem, send)
                     return
@@ -51,15 +51,15 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def known_error(error: Exception) -> ApiError:
-    """The answer for an exception; one that nobody expected is logged."""
-    answer = api_error(error)
-    if answer.status == 500:
-        logger.error("a request failed: %s", place_of(error))
-    return answer
+def logged_api_error(error: Exception) -> ApiError:
+    """The error response for an exception; one that nobody expected is logged."""
+    response = api_error(error)
+    if response.status == 500:
+        logger.error("a request failed: %s", location_of(error))
+    return response
 
 
-async def until_gone(work: Any, receive: Receive) -> Any:
+async def until_disconnect(work: Any, receive: Receive) -> Any:
     """The result of `work`, which is cancelled if the client leaves first; then `None`."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(receive))

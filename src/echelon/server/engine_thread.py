@@ -1,4 +1,4 @@
-"""Between the event loop and the engine: one thread steps, requests enter and leave between steps.
+"""The thread that runs the engine: it steps, and requests enter and leave between steps.
 
 The loop's side puts commands into a queue; the engine's side publishes, after each step, how far every changed row has come. A slow
 reader finds the latest state and never a backlog of them; log-probabilities that wait for it are counted, and end its request at a limit.
@@ -17,13 +17,13 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from functools import partial
 
-from echelon.api import LLM
 from echelon.engine import Engine
-from echelon.errors import RowError, place_of
+from echelon.errors import RowError, location_of
+from echelon.llm import LLM
 from echelon.sequence import FinishReason, Sequence
 from echelon.server.config import ServerConfig
-from echelon.server.metrics import Metrics
-from echelon.server.request_state import OvertimeError, RefusedError, Row, SlowReaderError, State, Ticket, state_of
+from echelon.server.metrics import ServerMetrics
+from echelon.server.request_handle import RefusedError, RequestHandle, RequestRow, RequestTimeoutError, RowState, SlowReaderError, state_of
 
 logger = logging.getLogger("echelon.server")
 GATHER_SECONDS = 0.005  # that a step waits for who comes in the place of a request that has just ended, and
@@ -34,17 +34,17 @@ IDLE_SECONDS = 1.0  # between the ticks of an engine that has nothing to do
 POLL_SECONDS = 0.02  # between looks at a thread that is about to end
 
 
-class Bridge:
-    """The engine's thread and the way to it. `start` and `stop` once; everything else from the event loop."""
+class EngineThread:
+    """The engine's thread and its interface for the event loop, from which every public method but `start` and `stop` is called."""
 
-    def __init__(self, llm: LLM, config: ServerConfig, metrics: Metrics) -> None:
+    def __init__(self, llm: LLM, config: ServerConfig, metrics: ServerMetrics) -> None:
         self.llm, self.config, self.metrics = llm, config, metrics
         self.capacity = llm.config.max_num_seqs + config.max_queue
         self.num_in_flight = 0  # sequences of requests that have not been answered to the end
         self.is_draining = False
         self._commands: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
-        self._rows: dict[int, tuple[Row, Ticket]] = {}  # by sequence id; the engine's side alone
-        self._unstarted: dict[int, Row] = {}
+        self._rows: dict[int, tuple[RequestRow, RequestHandle]] = {}  # by sequence id; the engine's side alone
+        self._unstarted: dict[int, RequestRow] = {}
         self.leaves_at = math.inf  # `time.monotonic` from which nothing is waited for any more
         self._is_stopping = self._has_died = False
         self._gathers_until = 0.0
@@ -54,6 +54,7 @@ class Bridge:
     # The loop's side
 
     def start(self) -> None:
+        """Start the thread; once."""
         self._thread.start()
 
     async def stop(self) -> None:
@@ -76,8 +77,8 @@ class Bridge:
     def _is_stalled(self) -> bool:
         return time.monotonic() - self._progress_at >= self.config.stall_timeout
 
-    def take(self, count: int) -> None:
-        """Places for `count` sequences, from before their prompts are read until they are answered.
+    def reserve(self, count: int) -> None:
+        """Reserve slots for `count` sequences, from before their prompts are read until they are answered.
 
         Raises
         ------
@@ -93,61 +94,61 @@ class Bridge:
             )
         self.num_in_flight += count
 
-    def give(self, count: int) -> None:
-        """Places back."""
+    def release(self, count: int) -> None:
+        """Give slots back."""
         self.num_in_flight -= count
 
-    async def updates(self, sequences: SequenceOf[Sequence], arrived_at: float) -> AsyncIterator[Ticket]:
-        """Run sequences; yields whenever some have come further, until all are done. Closing it takes them out of the engine.
+    async def updates(self, sequences: SequenceOf[Sequence], arrived_at: float) -> AsyncIterator[RequestHandle]:
+        """Run sequences; yields whenever some have grown, until all are done. Closing it takes them out of the engine.
 
         Raises
         ------
-        OvertimeError    they waited or ran too long
-        RefusedError     the engine has died, or has made no step for too long
-        SlowReaderError  the client does not read what it asked for
+        RequestTimeoutError  they waited or ran too long
+        RefusedError         the engine has died, or has made no step for too long
+        SlowReaderError      the client does not read what it asked for
         """
-        ticket = Ticket([Row(s, arrived_at) for s in sequences], asyncio.get_running_loop())
-        self._commands.put(partial(self._add, ticket))
+        handle = RequestHandle([RequestRow(s, arrived_at) for s in sequences], asyncio.get_running_loop())
+        self._commands.put(partial(self._add, handle))
         is_last = False
         try:
             while not is_last:
-                await self._change(ticket, arrived_at)
-                is_last = ticket.is_finished  # of the states that are yielded: later ones may come while they are sent
-                ticket.num_sent = ticket.num_tokens
-                yield ticket
-                ticket.num_sent = None
-                if ticket.is_dropped:
+                await self._wait_for_change(handle, arrived_at)
+                is_last = handle.is_finished  # of the states that are yielded: later ones may come while they are sent
+                handle.num_sent = handle.num_tokens
+                yield handle
+                handle.num_sent = None
+                if handle.is_dropped:
                     raise SlowReaderError(f"more than {self.config.max_unread_bytes} bytes waited for a client that did not read")
         finally:
-            if not ticket.is_finished:
-                self._commands.put(partial(self._abort, ticket))
+            if not handle.is_finished:
+                self._commands.put(partial(self._abort, handle))
 
-    async def _change(self, ticket: Ticket, arrived_at: float) -> None:
+    async def _wait_for_change(self, handle: RequestHandle, arrived_at: float) -> None:
         """Wait for the next state, no longer than the request may wait or run."""
         config = self.config
-        while not ticket.changed.is_set():
-            has_started = ticket.has_started
+        while not handle.changed.is_set():
+            has_started = handle.has_started
             limit = config.total_timeout if has_started else min(config.queue_timeout, config.total_timeout)
             remaining = arrived_at + limit - time.monotonic()
             if remaining <= 0.0:
                 what = "ran" if has_started else "waited"
-                raise OvertimeError(f"the request {what} longer than {limit:.0f} s and was given up; ask for fewer tokens, or later")
+                raise RequestTimeoutError(f"the request {what} longer than {limit:.0f} s and was given up; ask for fewer tokens, or later")
             if not self.is_healthy:
                 raise RefusedError(STOPPED if self._is_stopping else STALLED, is_full=False)
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(remaining, IDLE_SECONDS)):
-                    await ticket.changed.wait()
-        ticket.changed.clear()
+                    await handle.changed.wait()
+        handle.changed.clear()
 
-    def _deliver(self, news: list[tuple[Ticket, list[State]]]) -> None:
-        for ticket, states in news:
-            ticket.states = states
-            ticket.changed.set()
-            if ticket.num_unread_bytes > self.config.max_unread_bytes and not ticket.is_dropped:
-                ticket.is_dropped = True
-                logger.warning("a stream ends: its client does not read, and %d bytes wait for it", ticket.num_unread_bytes)
+    def _store_states(self, changes: list[tuple[RequestHandle, list[RowState]]]) -> None:
+        for handle, states in changes:
+            handle.states = states
+            handle.changed.set()
+            if handle.num_unread_bytes > self.config.max_unread_bytes and not handle.is_dropped:
+                handle.is_dropped = True
+                logger.warning("a stream ends: its client does not read, and %d bytes wait for it", handle.num_unread_bytes)
                 self.metrics.unread_cut["stream"].inc()
-                self._commands.put(partial(self._drop, ticket))
+                self._commands.put(partial(self._drop, handle))
 
     # The engine's side
 
@@ -158,22 +159,22 @@ class Bridge:
                     self._tick(engine)
         except BaseException as error:
             self._has_died = True
-            logger.critical("the engine's thread ends: %s", place_of(error))
+            logger.critical("the engine's thread ends: %s", location_of(error))
         finally:
             self._is_stopping = True
             self._fail_all()
 
     def _tick(self, engine: Engine) -> None:
-        """Everything that was asked for meanwhile, then a step."""
+        """Execute the commands that have come meanwhile, then make a step."""
         if not engine.has_work:
             self._progress_at = time.monotonic()
             with suppress(queue.Empty):
-                self._obey(self._commands.get(timeout=IDLE_SECONDS), engine)
+                self._execute(self._commands.get(timeout=IDLE_SECONDS), engine)
         with suppress(queue.Empty):
             while (wait := self._gathers_until - time.monotonic()) > 0.0:
-                self._obey(self._commands.get(timeout=wait), engine)
+                self._execute(self._commands.get(timeout=wait), engine)
             while True:
-                self._obey(self._commands.get_nowait(), engine)
+                self._execute(self._commands.get_nowait(), engine)
         if engine.has_work and not self._is_stopping:
             before, started_at = engine.stats.num_input_tokens, time.monotonic()
             changed = self._step(engine)
@@ -184,51 +185,51 @@ class Bridge:
                 ended_at = time.monotonic()
                 self._gathers_until = ended_at + min(GATHER_SECONDS, GATHER_SHARE * (ended_at - started_at))
 
-    def _obey(self, command: Callable[[Engine], None], engine: Engine) -> None:
+    def _execute(self, command: Callable[[Engine], None], engine: Engine) -> None:
         try:
             command(engine)
         except Exception as error:
-            logger.error("a command failed: %s", place_of(error))
+            logger.error("a command failed: %s", location_of(error))
 
-    def _add(self, ticket: Ticket, engine: Engine) -> None:
-        for row in ticket.rows:
+    def _add(self, handle: RequestHandle, engine: Engine) -> None:
+        for row in handle.rows:
             sequence = row.sequence
-            self._rows[sequence.id] = (row, ticket)
+            self._rows[sequence.id] = (row, handle)
             self._unstarted[sequence.id] = row
             try:
                 engine.add(sequence)
             except Exception as error:
                 sequence.fail(error)
-        self._publish([row.sequence for row in ticket.rows if row.sequence.is_finished], engine)
+        self._publish([row.sequence for row in handle.rows if row.sequence.is_finished], engine)
 
-    def _abort(self, ticket: Ticket, engine: Engine) -> None:
-        for row in ticket.rows:
+    def _abort(self, handle: RequestHandle, engine: Engine) -> None:
+        for row in handle.rows:
             if self._rows.pop(row.sequence.id, None) is not None:
                 self._unstarted.pop(row.sequence.id, None)
                 engine.abort(row.sequence)
                 with suppress(Exception):
                     self.metrics.finished(row, time.monotonic(), "abort")
 
-    def _drop(self, ticket: Ticket, engine: Engine) -> None:
-        """Abort a request whose client will not be told how it went on, and let go of what waits for it."""
-        self._abort(ticket, engine)
-        for row in ticket.rows:
+    def _drop(self, handle: RequestHandle, engine: Engine) -> None:
+        """Abort a request whose client does not read, and free the log-probabilities that wait for it."""
+        self._abort(handle, engine)
+        for row in handle.rows:
             row.sequence.logprobs.clear()
 
     def _stop(self, _engine: Engine) -> None:
         self._is_stopping = True
 
     def _step(self, engine: Engine) -> list[Sequence]:
-        """The sequences that changed."""
+        """Make a step; the sequences that changed."""
         running = list(engine.scheduler.running)
         try:
             return engine.step()
         except Exception as error:
-            logger.error("a step failed, its rows are tried one by one: %s", place_of(error))
+            logger.error("a step failed, its rows are tried one by one: %s", location_of(error))
             return self._try_alone(engine, running, error)
 
     def _try_alone(self, engine: Engine, running: list[Sequence], error: Exception) -> list[Sequence]:
-        """After a step that failed: every row that was in it runs alone until its next token, so that only those at fault end.
+        """Run every row of a step that failed alone until its next token, so that only those at fault end.
 
         A row keeps its tokens and loses its keys and values, as in preemption: its text stays the same.
         """
@@ -260,7 +261,7 @@ class Bridge:
             engine.abort(sequence)
 
     def _publish(self, changed: SequenceOf[Sequence], engine: Engine) -> None:
-        """Tell the loop what has changed, in one call."""
+        """Notify the event loop of all that has changed, in one call."""
         now = time.monotonic()
         if self._unstarted:
             for sequence in (*engine.scheduler.running, *changed):
@@ -268,15 +269,15 @@ class Bridge:
                     row.started_at = now
                     with suppress(Exception):
                         self.metrics.started(row)
-        tickets: dict[Ticket, None] = {}
+        handles: dict[RequestHandle, None] = {}
         for sequence in changed:
-            row, ticket = self._rows.get(sequence.id, (None, None))
-            if row is not None and ticket is not None:
+            row, handle = self._rows.get(sequence.id, (None, None))
+            if row is not None and handle is not None:
                 self._record(row, now)
-                tickets[ticket] = None
-        self._tell([(ticket, [row.state for row in ticket.rows]) for ticket in tickets])
+                handles[handle] = None
+        self._notify([(handle, [row.state for row in handle.rows]) for handle in handles])
 
-    def _record(self, row: Row, now: float) -> None:
+    def _record(self, row: RequestRow, now: float) -> None:
         sequence = row.sequence
         before, row.last_at = row.last_at, now
         row.first_at = row.first_at or now
@@ -289,18 +290,18 @@ class Bridge:
             with suppress(Exception):
                 self.metrics.finished(row, now, row.state.reason)
 
-    def _tell(self, news: list[tuple[Ticket, list[State]]]) -> None:
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, list[State]]]] = {}
-        for ticket, states in news:
-            by_loop.setdefault(ticket.loop, []).append((ticket, states))
+    def _notify(self, changes: list[tuple[RequestHandle, list[RowState]]]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestHandle, list[RowState]]]] = {}
+        for handle, states in changes:
+            by_loop.setdefault(handle.loop, []).append((handle, states))
         for loop, part in by_loop.items():
             with suppress(RuntimeError):  # the loop is closed, and nobody listens any more
-                loop.call_soon_threadsafe(self._deliver, part)
+                loop.call_soon_threadsafe(self._store_states, part)
 
     def _fail_all(self) -> None:
-        """The thread ends: whoever waits is told so, and whoever comes is refused."""
-        news = []
-        for row, ticket in self._rows.values():
+        """Fail all requests at the thread's end: whoever waits is told so, and whoever comes is refused."""
+        changes = []
+        for row, handle in self._rows.values():
             row.state = row.state._replace(reason=FinishReason.ERROR, error=RefusedError(STOPPED, is_full=False))
-            news.append((ticket, [r.state for r in ticket.rows]))
-        self._tell(news)
+            changes.append((handle, [r.state for r in handle.rows]))
+        self._notify(changes)

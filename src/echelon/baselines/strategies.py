@@ -1,0 +1,60 @@
+"""The table of batching strategies: the engine's own, and those of the field on the framework's attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from echelon.baselines import padded, realign
+from echelon.baselines.lines import LineTables
+from echelon.baselines.masked import MaskedRunner, Pack, record_maskable_layers
+from echelon.baselines.rectangle import RectangleCache
+from echelon.baselines.selection import PromptsApart, SameLength
+from echelon.config import EngineConfig
+from echelon.drafters.heads import AttachedHead
+from echelon.errors import UnsupportedModelError
+from echelon.memory import plan_kv
+from echelon.model.load.loading import LoadedModel
+from echelon.storage import BuildStorage, Storage, build_unpadded, bytes_per_token
+
+# (strategy, pad, grouping) → how spans become a batch
+PACKS: dict[tuple[str, str, str], Pack] = {
+    ("padded", "both", "none"): padded.pack,
+    ("padded", "kv", "none"): padded.pack_kv,
+    ("padded", "inputs", "none"): padded.pack_inputs,
+    ("realign", "both", "none"): realign.pack,
+    ("realign", "both", "same_length"): realign.pack_group,
+}
+
+
+def build_rectangles(
+    config: EngineConfig,
+    models: SequenceOf[LoadedModel],
+    max_len: int,
+    num_speculative_tokens: int,
+    head: AttachedHead | None,
+) -> Storage:
+    """A rectangle of lines and slots a model, each line a whole row; a draft may reach beyond the longest row.
+
+    Raises
+    ------
+    UnsupportedModelError  a model has LongRoPE, or attention that a mask cannot express
+    """
+    assert head is None, "a head needs blocks"
+    for loaded in models:
+        if loaded.original_context is not None:
+            raise UnsupportedModelError(
+                f"{loaded.name!r} has LongRoPE, whose frequencies change when a row outgrows {loaded.original_context.length} tokens; "
+                "under rectangular strategies the text was seen to change there: use strategy='unpadded'"
+            )
+    layers, device, num_slots = [record_maskable_layers(m.model) for m in models], models[0].device, max_len + num_speculative_tokens
+    plan = plan_kv(bytes_per_token(models, layers), num_slots, config.num_rows_held, num_slots, config.kv_cache_memory_bytes, device)
+    runners: list[MaskedRunner] = []
+    for loaded, shapes in zip(models, layers, strict=True):
+        tables = LineTables(min(plan.num_blocks, config.num_rows_held), num_slots, num_speculative_tokens)
+        cache = RectangleCache(shapes, tables, loaded.model.dtype, device)
+        runners.append(MaskedRunner(loaded, cache, PACKS[config.strategy, config.pad, config.grouping]))
+    selector = PromptsApart() if config.grouping == "none" else SameLength(config.max_num_seqs, runners[0].usage)
+    return Storage(plan, runners, selector=selector)
+
+
+STRATEGIES: dict[str, BuildStorage] = {"unpadded": build_unpadded, "padded": build_rectangles, "realign": build_rectangles}

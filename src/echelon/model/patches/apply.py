@@ -1,0 +1,29 @@
+"""All patches of a model, in the one order in which they fit together."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from echelon.model.patches.decoder_layer import patch_decoder_layers
+from echelon.model.patches.elementwise import patch_elementwise
+from echelon.model.patches.linear import patch_linear
+from echelon.model.patches.rope import OriginalContext, patch_rope
+from echelon.model.patches.vectors import patch_sensitive
+
+
+def patch_model(
+    model: PreTrainedModel, keep_weights: bool, is_fast: bool = False, in_place: bool = False
+) -> tuple[dict[str, int], OriginalContext | None]:
+    """Return how many modules of each class now run our operations, and where longer texts have rotary frequencies of their own.
+
+    Element-wise patches compare a module with its own forward, so they come before those of the layers within; a decoder layer takes the
+    forwards that its modules have by then. Packed weights are no inference tensors: heads are trained on patched targets.
+    """
+    with torch.inference_mode():
+        original_context = patch_rope(model)
+        replaced = patch_elementwise(model)
+    replaced |= patch_linear(model, keep_weights, is_fast, in_place)
+    replaced |= patch_decoder_layers(model)
+    patch_sensitive(model)
+    return replaced, original_context

@@ -1,0 +1,85 @@
+"""KV storage and runners of an engine's models, as a batching strategy builds them; the engine's own strategy, `unpadded`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from echelon.config import EngineConfig
+from echelon.drafters.heads import AttachedHead
+from echelon.kv.blocks import BlockTables
+from echelon.kv.cache import KVCache, LayerShape
+from echelon.kv.tables import KVTables
+from echelon.memory import MemoryPlan, plan_kv
+from echelon.model.attention import record_layers
+from echelon.model.load.loading import LoadedModel
+from echelon.model.runner import ModelRunner, Runner
+from echelon.scheduler import Selector
+
+
+@dataclass(frozen=True)
+class Storage:
+    """One runner a model, on pools of equally many blocks; a head's cache; which rows take part in a step (None: all)."""
+
+    plan: MemoryPlan
+    runners: SequenceOf[Runner[Any]]
+    head_cache: KVCache | None = None
+    selector: Selector | None = None
+
+    def free(self) -> None:
+        """Let go of all keys and values, and of what was captured on them; nothing can run any more."""
+        for runner in self.runners:
+            runner.captured = None
+        for cache in (*(r.cache for r in self.runners), *([self.head_cache] if self.head_cache else [])):
+            cache.keys.clear()
+            cache.values.clear()
+
+    @property
+    def tables(self) -> list[KVTables]:
+        heads: list[KVTables] = [] if self.head_cache is None else [self.head_cache.tables]
+        return [*(r.cache.tables for r in self.runners), *heads]
+
+
+# (settings, target and draft model, longest text, num_speculative_tokens, head) → storage
+BuildStorage = Callable[[EngineConfig, SequenceOf[LoadedModel], int, int, AttachedHead | None], Storage]
+
+
+def build_unpadded(
+    config: EngineConfig,
+    models: SequenceOf[LoadedModel],
+    max_len: int,
+    num_speculative_tokens: int,
+    head: AttachedHead | None,
+) -> Storage:
+    """Blocks for every row, and batches without padding (EMS-SD)."""
+    layers, device = [record_layers(m.model) for m in models], models[0].device
+    captures = captures_steps(config, device)
+    per_token = bytes_per_token(models, layers) + (head.bytes_per_token if head else 0)
+    longest = max_len + num_speculative_tokens  # a tree may take more places than the text has left
+    plan = plan_kv(per_token, config.block_size, config.max_num_seqs, longest, config.kv_cache_memory_bytes, device, captures)
+
+    def cache(shapes: list[LayerShape], dtype: torch.dtype) -> KVCache:
+        tables = BlockTables(plan.num_blocks, plan.block_size, -(-longest // plan.block_size))
+        return KVCache(shapes, tables, dtype, device, captures)
+
+    runners = [ModelRunner(loaded, cache(shapes, loaded.model.dtype)) for loaded, shapes in zip(models, layers, strict=True)]
+    if head is not None:
+        runners[0].hidden_state_reader = head.reader
+    if captures:
+        for runner in runners:
+            runner.capture()
+    return Storage(plan, runners, cache(head.shapes, head.dtype) if head and head.shapes else None)
+
+
+def captures_steps(config: EngineConfig, device: torch.device) -> bool:
+    """Steps become CUDA graphs."""
+    return not config.enforce_eager and device.type == "cuda" and torch.cuda.is_available()
+
+
+def bytes_per_token(models: SequenceOf[LoadedModel], layers: SequenceOf[SequenceOf[LayerShape]]) -> int:
+    """Keys and values of one token in all layers of all models."""
+    return sum(s.num_entries * m.model.dtype.itemsize for m, shapes in zip(models, layers, strict=True) for s in shapes)
