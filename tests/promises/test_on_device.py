@@ -25,9 +25,9 @@ import toys
 
 import heads
 from benchmarks.prefill import PrefilledRun, read_prefixes
+from benchmarks.replayed import AcceptanceHistogram, replay
 from echelon import LLM, ConfigError, SamplingParams, build, memory, ops
 from echelon.bench.framework import FrameworkRun
-from echelon.bench.replayed import AcceptanceHistogram
 from echelon.bench.throughput import DecodingMethod
 from echelon.bench.verify import STRATEGIES
 from echelon.config import EngineConfig
@@ -354,9 +354,9 @@ def test_benchmarks_mix_neither(there: card.Card) -> None:
     prefixes = read_prefixes(target, prompts)
     assert all(there.holds(t) for p in prefixes for t in (*p.keys, *p.values))
     drafted = DecodingMethod("draft model", {"method": "draft_model", "num_speculative_tokens": 3}, "padded")
-    replayed = DecodingMethod("replay", {"method": "ngram", "num_speculative_tokens": 3}, "realign", law)
+    replayed = DecodingMethod("replay", {"method": "ngram", "num_speculative_tokens": 3}, "realign", partial(replay, law=law))
     runs = [PrefilledRun(m, target, draft, prefixes, 40, num_rehearsals=1) for m in (DecodingMethod("plain", None), drafted, replayed)]
-    runs.append(PrefilledRun(replace(drafted, law=law), target, draft, prefixes, 40))
+    runs.append(PrefilledRun(replace(drafted, prepare=partial(replay, law=law)), target, draft, prefixes, 40))
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     outputs = [run.run(prompts, params).outputs for run in runs]
     assert outputs[0] == outputs[1]
