@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "echelon"
 FOLDERS = (*sorted(p for p in (ROOT / "tests").iterdir() if p.is_dir()), ROOT / "scripts")  # whose modules import each other by bare name
 EXTRA = {  # module → what it needs besides its imports
-    "ops/compiled.py": [*sorted(PACKAGE.glob("csrc/*.*")), ROOT / "setup.py"],
+    "ops/compiled.py": [*sorted(p for p in PACKAGE.glob("csrc/**/*.*") if p.parent.name != "harness"), ROOT / "setup.py"],
     "demo/__init__.py": sorted(p for p in PACKAGE.glob("demo/pair/**/*") if p.is_file()),
 }
 ALWAYS = (ROOT / "constraints.txt", ROOT / "pyproject.toml")
