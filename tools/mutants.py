@@ -99,12 +99,12 @@ MUTANTS = [
     Mutant("blocks stay counted", "ops/triton/linear.py", "            tl.store(arrived + block, 0)\n", "", f"{BLOCKS}[torch.float32]"),
     Mutant("what has gone lands all the same", "engine.py", "            self.in_flight.plan.gone.add(sequence.id)\n", "", f"{AHEAD}::test_a_row_may_go_and_come_back_in_flight"),
     Mutant("a place without a token is kept", "model/graphs/ahead.py", "len(kept.path) - (kept.next_token < 0)", "len(kept.path)", f"{AHEAD}::test_a_place_without_a_token_ends_the_row_as_in_plain_decoding"),
-    Mutant("the draft model lacks a token", "model/graphs/ahead.py", "new = 1 if place else KNOWN", "new = 1", f"{AHEAD}::test_drafts_are_those_of_a_draft_model_that_is_asked"),
+    Mutant("the draft model lacks a token", "model/graphs/ahead.py", "new = 1 if depth else KNOWN", "new = 1", f"{AHEAD}::test_drafts_are_those_of_a_draft_model_that_is_asked"),
     Mutant("a short draft is read to the length of others", "model/graphs/ahead.py", " & (at[:-1] < counts[:, None])", "", f"{AHEAD}::test_rows_draft_as_much_as_they_ask_for"),
     Mutant("no token equals no token", "model/graphs/ahead.py", " & (drafted >= 0)", "", f"{AHEAD}::test_a_place_without_a_token_ends_the_row_as_in_plain_decoding"),
     Mutant("the host does not wait", "model/graphs/ahead.py", "        self.event.synchronize()\n", "", f"{AHEAD}::test_a_step_starts_where_the_one_in_flight_will_end"),
     Mutant("texts outgrow the context in flight", "scheduler.py", "is_in_draft and end <= row.sequence.max_len", "is_in_draft", "tests/model/test_ahead_books.py::test_no_text_outgrows_the_context_in_flight"),
-    Mutant("blocks for two steps are not counted", "scheduler.py", "is_ahead and self._fits(row.sequence.id, row.longest + row.max_draft_tokens)", "is_ahead", f"{AHEAD}::test_where_blocks_are_lacking_rows_wait"),
+    Mutant("blocks for two steps are not counted", "scheduler.py", "plan.runs_ahead and self._fits(row.sequence.id, row.longest + row.max_draft_tokens)", "plan.runs_ahead", f"{AHEAD}::test_where_blocks_are_lacking_rows_wait"),
 ]  # fmt: skip
 
 
