@@ -27,6 +27,7 @@ from transformers import OPTConfig
 
 from benchmarks.gpu_report import gpu_table
 from benchmarks.prefill import PrefilledRun, Prefix, bytes_per_token, decode, write_prefixes
+from benchmarks.replayed import AcceptanceHistogram, replay, rescaled
 from benchmarks.results import PUBLISHED
 from benchmarks.workloads import EVIDENCE, NUM_TEXTS, ROOT, Beginnings, source
 from echelon import LLM, ConfigError, SamplingParams
@@ -35,7 +36,6 @@ from echelon.bench.clock import clock_of, kernel_seconds
 from echelon.bench.framework import FrameworkRun
 from echelon.bench.kernels import measure_attention, measure_machine
 from echelon.bench.latency import sequence_of
-from echelon.bench.replayed import AcceptanceHistogram, rescaled
 from echelon.bench.report import described, write_json
 from echelon.bench.shapes import opt, plain_with_random_weights, with_random_weights
 from echelon.bench.step import packed_weights
@@ -207,7 +207,7 @@ class DeviceCells:
         prompts, prefixes = random.prompts(lengths), random.of(lengths)
         measured = json.loads(HISTOGRAMS.read_text("utf-8"))["histograms"]
         laws = [rescaled(measured["LLMA"], TOKENS_PER_STEP), measured["draft model"]]
-        copied, drafted = (AcceptanceHistogram.from_counts(entries, str(HISTOGRAMS)) for entries in laws)
+        copied, drafted = (partial(replay, law=AcceptanceHistogram.from_counts(entries, str(HISTOGRAMS))) for entries in laws)
         copies = {"method": "ngram", "num_speculative_tokens": COPIED}
         small = {"method": "draft_model", "num_speculative_tokens": DRAFTED}
         methods = [DecodingMethod("plain", None)]

@@ -18,7 +18,6 @@ from echelon import LLM, SamplingParams
 from echelon.batch import Span
 from echelon.bench.clock import time_parts
 from echelon.bench.latency import sequence_of
-from echelon.bench.replayed import replay
 from echelon.bench.steps import Recorder, Sums
 from echelon.bench.throughput import DecodingMethod, Prompts, Run, ThroughputResult, display_name, engine_result
 from echelon.bench.verify import STRATEGIES
@@ -193,6 +192,6 @@ class PrefilledRun:
         for storage in (*llm.engine.target.cache.keys, *llm.engine.target.cache.values):
             storage.zero_()  # the operating system hands out memory at the first touch, which is no part of decoding
         time_parts(llm)
-        if self._method.law is not None:
-            replay(llm, self._method.law)
+        if self._method.prepare is not None:
+            self._method.prepare(llm)
         return llm

@@ -23,16 +23,16 @@ import transformers
 
 from benchmarks.document import write_document
 from benchmarks.prefill import PrefilledRun
+from benchmarks.replayed import AcceptanceHistogram, replay, rescaled
 from benchmarks.workloads import PADDINGS, ROOT, SMALL, Models, Size, source
 from echelon import LLM, SamplingParams
 from echelon.bench.cells import Cell, Record, Records, chosen, run_cells
 from echelon.bench.latency import measure_latency
-from echelon.bench.replayed import AcceptanceHistogram, rescaled
 from echelon.bench.throughput import CONFIDENT, DecodingMethod, default_methods, environment, measure
 from echelon.bench.verify import VerificationJob, verify_model
 from echelon.cli.verify import as_json as verified_as_json
-from echelon.config import HEADS
 from echelon.demo import DRAFT, TARGET
+from echelon.methods import method_names
 from echelon.model.load.loading import LoadedModel
 from echelon.trees import EAGLE_25
 
@@ -49,6 +49,7 @@ EQUAL_TREES: dict[str, dict[str, Any]] = {  # EAGLE-1's list, and EAGLE-2's tree
     "static": {"tree": "static", "num_speculative_tokens": len(EAGLE_25)},
     "dynamic": {"tree": "dynamic", "num_speculative_tokens": len(EAGLE_25), "tree_top_k": 10, "tree_depth": 5},
 }
+HEADS = method_names(needs="head")
 VERIFIED_CELLS = {f"verified-{method}": method for method in ("draft_model", *HEADS)}
 TWICE_UP_TO = 8  # larger batches have long steps that vary little: one round
 
@@ -134,7 +135,7 @@ class Tables:
         law = AcceptanceHistogram.from_counts(measured["draft model"], "the measured histogram")
         runs = self._replays({"replay LLMA": measured["LLMA"]})
         for strategy in PADDINGS:
-            method = DecodingMethod("replay, draft model", default_methods()[2].config, strategy, law)
+            method = DecodingMethod("replay, draft model", default_methods()[2].config, strategy, partial(replay, law=law))
             runs.append(PrefilledRun(method, target, draft, prefixes, self.longest(strategy)))
         return self._table(target, prompts[:batch], runs, num_rounds("table-opt", batch))
 
@@ -149,8 +150,8 @@ class Tables:
         target, _, _, prefixes = self.models.opt
         methods = [DecodingMethod("plain", None)]
         for name, entries in laws.items():
-            law = AcceptanceHistogram.from_counts(entries, name)
-            methods += [DecodingMethod(name, default_methods()[1].config, strategy, law) for strategy in PADDINGS]
+            prepare = partial(replay, law=AcceptanceHistogram.from_counts(entries, name))
+            methods += [DecodingMethod(name, default_methods()[1].config, strategy, prepare) for strategy in PADDINGS]
         return [PrefilledRun(m, target, None, prefixes, self.longest(m.strategy)) for m in methods]
 
     def pair_table(self, name: str, drafting: list[DecodingMethod], batch: int) -> dict[str, Any]:

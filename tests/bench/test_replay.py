@@ -9,8 +9,8 @@ import pytest
 import torch
 import toys
 
+from benchmarks.replayed import AcceptanceHistogram, replay
 from echelon import LLM, ConfigError, SamplingParams
-from echelon.bench.replayed import AcceptanceHistogram, replay
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 MIXED = [[0, 0, 3], [2, 0, 1], [2, 2, 2], [5, 1, 1], [5, 5, 3]]  # misses, short drafts, full acceptance

@@ -18,7 +18,6 @@ import transformers
 
 from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench.clock import time_parts
-from echelon.bench.replayed import AcceptanceHistogram, replay
 from echelon.bench.steps import Recorder, Sums
 from echelon.bench.verify import STRATEGIES
 from echelon.memory import mebibytes
@@ -27,17 +26,17 @@ from echelon.stats import Stats
 
 Prompts = SequenceOf[SequenceOf[int]]
 HEAD_TOKENS = 2  # with the second token a draft model has read the prompt as well
-DRAFTERS = {"none": "plain", "ngram": "LLMA", "draft_model": "draft model", "confident": "confident draft model", "replay": "replay"}
+DRAFTERS = {"none": "plain", "ngram": "LLMA", "draft_model": "draft model", "confident": "confident draft model"}
 
 
 @dataclass(frozen=True)
 class DecodingMethod:
-    """A name for the table, what drafts, how rows become a batch, and what is kept where that is not for the target to say."""
+    """A name for the table, what drafts, how rows become a batch, and what is done to an engine before it runs."""
 
     name: str
     config: Mapping[str, Any] | None
     strategy: str = "unpadded"
-    law: AcceptanceHistogram | None = None
+    prepare: Callable[[LLM], None] | None = None
 
 
 # drafts end where the draft model is no longer sure, of unequal length as LLMA's
@@ -54,24 +53,16 @@ def default_methods(num_ngram_tokens: int = 7, num_draft_tokens: int = 4) -> lis
 
 
 def methods_of(
-    strategies: SequenceOf[str],
-    drafters: SequenceOf[str],
-    replayed: float = 3.0,
-    num_ngram_tokens: int = 7,
-    num_draft_tokens: int = 4,
+    strategies: SequenceOf[str], drafters: SequenceOf[str], num_ngram_tokens: int = 7, num_draft_tokens: int = 4
 ) -> list[DecodingMethod]:
-    """Every strategy with every drafter, after plain decoding unpadded, which all are compared with; `replay` emits `replayed` tokens a
-    step.
-    """
+    """Every strategy with every drafter, after plain decoding unpadded, which all are compared with."""
     for kind, names, known in (("strategy", strategies, STRATEGIES), ("drafter", drafters, DRAFTERS)):
         if unknown := [n for n in names if n not in known]:
             raise ConfigError(f"there is no {kind} {unknown[0]!r} here; known: {', '.join(known)}")
     configs = {m.name: m.config for m in default_methods(num_ngram_tokens, num_draft_tokens)}
     configs[CONFIDENT.name] = CONFIDENT.config
-    configs["replay"] = configs["LLMA"]
-    laws = {"replay": AcceptanceHistogram.from_tokens_per_step(replayed, num_ngram_tokens)} if "replay" in drafters else {}
     found = [DecodingMethod("plain", None)]
-    found += [DecodingMethod(DRAFTERS[d], configs[DRAFTERS[d]], s, laws.get(d)) for d in drafters for s in strategies]
+    found += [DecodingMethod(DRAFTERS[d], configs[DRAFTERS[d]], s) for d in drafters for s in strategies]
     return list({(m.name, m.strategy): m for m in found}.values())
 
 
@@ -83,7 +74,7 @@ class ThroughputResult:
     decode_tokens_per_second  without prefill (see `steps` and `EngineRun`); one a round, 0 where nothing was decoded after it
     tokens_per_step           emitted per row and step
     num_identical             rows whose token ids equal plain decoding alone
-    acceptance                a histogram as `AcceptanceHistogram` takes it
+    acceptance                [num_draft_tokens, num_accepted, count] of every pair that occurred
     accepted_by_position      share of drafted tokens kept, by position in the draft
 
     The rest is of decoding steps, all rounds together: milliseconds by part of a step, share of padding in the rows fed to the layers
@@ -167,8 +158,8 @@ class EngineRun:
         self.name = display_name(method.name, method.strategy)
         self._llm = LLM(target, method.config, draft, max_num_seqs=batch_size, **STRATEGIES[method.strategy], **settings)
         time_parts(self._llm)
-        if method.law is not None:
-            replay(self._llm, method.law)
+        if method.prepare is not None:
+            method.prepare(self._llm)
         self._decode, self._stats = Sums(), Stats()
 
     def warm_up(self, prompts: Prompts, params: SamplingParams) -> None:
