@@ -46,7 +46,9 @@ class LaunchedStep(Protocol):
     """A step that runs, or has run, and is not settled."""
 
     @property
-    def plan(self) -> Plan: ...
+    def plan(self) -> Plan:
+        """What was launched."""
+        ...
 
     def verdict(self) -> Verdict:
         """Wait for the verdict on every row, awaited or not."""
@@ -111,12 +113,15 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
+        """Is any request waiting or running?"""
         return self.scheduler.has_work
 
     def add(self, sequence: Sequence) -> None:
+        """Queue a request; see `Scheduler.add`."""
         self.scheduler.add(sequence)
 
     def abort(self, sequence: Sequence) -> None:
+        """Take a request out, wherever it is; a verdict on it that is still awaited is dropped."""
         self.scheduler.abort(sequence)
         self.drafter.forget(sequence.id)
         if self.in_flight is not None:

@@ -21,7 +21,9 @@ PROMPT_LOGITS = 128  # prompt tokens a step of a row whose prompt logprobs are w
 class Selector(Protocol):
     """Chooses which of the running rows take part in a step."""
 
-    def choose(self, running: SequenceOf[Sequence], num_cached: Callable[[Sequence], int]) -> list[Sequence]: ...
+    def choose(self, running: SequenceOf[Sequence], num_cached: Callable[[Sequence], int]) -> list[Sequence]:
+        """Return some of the running rows, at least one."""
+        ...
 
 
 class Scheduler:
@@ -64,6 +66,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
+        """Is any request waiting or running?"""
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
@@ -300,6 +303,7 @@ class Scheduler:
                 return
 
     def check(self) -> None:
+        """Assert that the books of rows and blocks agree."""
         for tables in self._tables:
             tables.check()
             assert set(tables.row_ids) <= {s.id for s in self.running}, "a row that does not run holds blocks"

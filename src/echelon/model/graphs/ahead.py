@@ -97,6 +97,7 @@ class DeviceStep:
         """Nothing to tell: the device drafted."""
 
     def discard(self) -> None:
+        """Count all that was fed as padding."""
         self._count([None] * len(self.plan.rows))
 
     def _count(self, lengths: Sequence[int | None]) -> None:

@@ -47,9 +47,11 @@ class Field:
 
     @property
     def num_words(self) -> int:
+        """Words that it takes."""
         return prod(self.shape) * self.dtype.itemsize // 4
 
     def view(self, memory: Tensor) -> Tensor:
+        """The tensor in a memory of int32 words."""
         return memory[self.start : self.start + self.num_words].view(self.dtype).view(self.shape)
 
     def put(self, words: Words, value: NDArray[Any]) -> None:
