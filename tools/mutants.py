@@ -89,7 +89,7 @@ MUTANTS = [
     Mutant("a tree of Medusa's heads is sharpened", "methods.py", "eagle2(1.0)", "eagle2(SHARPNESS)", "tests/drafters/test_frontier.py"),
     Mutant("unlikely paths are drafted", "trees.py", "joint[joint < forest.min_score]", "joint[joint < -np.inf]", "tests/drafters/test_confidence.py"),
     Mutant("confidence in the last token alone", "drafters/draft_model.py", "chain.score += score", "chain.score = score", "tests/drafters/test_confidence.py::test_a_chain_ends_where_the_definition_says"),
-    Mutant("blocks of a step in flight given back", "engine.py", "self._is_followed(row, kept))", "False)", f"{AHEAD}::test_a_step_starts_where_the_one_in_flight_will_end"),
+    Mutant("blocks of a step in flight given back", "engine.py", "row.sequence.id in pending and kept.next_token >= 0)", "False)", f"{AHEAD}::test_a_step_starts_where_the_one_in_flight_will_end"),
     Mutant("a row in flight is longer than it may be", "scheduler.py", "(1, row.max_draft_tokens + 1)", "(1, row.max_draft_tokens)", f"{AHEAD}::test_a_step_starts_where_the_one_in_flight_will_end"),
     Mutant("a plan for the longest text alone", "model/graphs/ahead.py", "slack.astype(np.int32)) for", "0 * slack.astype(np.int32)) for", f"{AHEAD}::test_a_plan_holds_all_that_any_length_sees"),
     Mutant("attention reads beyond the text", "ops/triton/attention.py", "    end_key = tl.minimum(end_key, tl.max(position) + 1)", "    end_key = end_key", f"{AHEAD}::test_a_plan_for_longer_texts_gives_the_same_bits"),

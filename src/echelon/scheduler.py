@@ -23,7 +23,6 @@ class Selector(Protocol):
 
     def choose(self, running: SequenceOf[Sequence], num_cached: Callable[[Sequence], int]) -> list[Sequence]:
         """Return some of the running rows, at least one."""
-        ...
 
 
 class Scheduler:

@@ -27,11 +27,9 @@ class Watcher(Protocol):
 
     def push(self, token: int) -> bool:
         """Take the next token; is the text complete?"""
-        ...
 
     def finish(self) -> str:
         """Return the whole text."""
-        ...
 
 
 @dataclass(eq=False)

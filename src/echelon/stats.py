@@ -43,16 +43,19 @@ class StepRecord:
 
     rows, verdict     what was planned, and what survived, row by row
     num_emitted       tokens that every row emitted: accepted + 1, fewer only where the row stopped
-    num_input_tokens  tokens fed to the target
     seconds           by part of the step; of steps in flight, what was spent since the last record
     """
 
     rows: list[PlannedRow]
     verdict: Verdict
     num_emitted: list[int]
-    num_input_tokens: int
     num_preempted: int
     seconds: dict[str, float]
+
+    @property
+    def num_input_tokens(self) -> int:
+        """Tokens fed to the target."""
+        return sum(row.num_new + kept.num_draft_tokens for row, kept in zip(self.rows, self.verdict, strict=True))
 
 
 StepObserver = Callable[[StepRecord], None]
