@@ -13,19 +13,21 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from echelon import LLM, ConfigError, SamplingParams
+from echelon import LLM, ConfigError, EngineConfig, SamplingParams
 from echelon.bench.throughput import environment
 from echelon.bench.verify import STRATEGIES, EqualityResult, VerificationJob, verify_model
 from echelon.bench.workloads import code_prompts
-from echelon.cli.shared import Device, DeviceOption, ModelArgument, Numerics, NumericsOption, RefillOption, errors
+from echelon.cli.shared import Flags, ModelArgument, errors, with_flags
 from echelon.demo import held_out_files
 from echelon.requests import read_requests
 
 DRAFTERS = ("none", "ngram", "draft_model")
 
 
+@with_flags(engine=Flags(EngineConfig, "refill", "device", "numerics"))
 def verify(
     model: ModelArgument,
+    *,
     draft_model: Annotated[str | None, typer.Option(help="Folder or hub name; without it the drafter `draft_model` is left out.")] = None,
     strategies: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(STRATEGIES),
     drafters: Annotated[str, typer.Option(help="Comma-separated; `none` is plain decoding.")] = ",".join(DRAFTERS),
@@ -36,9 +38,7 @@ def verify(
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the longest prompt of source; the others are shorter.", min=4)] = 96,
     max_tokens: Annotated[int, typer.Option(help="New tokens a prompt.", min=1)] = 48,
     num_speculative_tokens: Annotated[int, typer.Option(help="Most drafted tokens a row.", min=1)] = 5,
-    refill: RefillOption = True,
-    device: DeviceOption = Device.auto,
-    numerics: NumericsOption = Numerics.invariant,
+    engine: dict[str, Any],
     control: Annotated[bool, typer.Option("--control/--no-control", help="Also compare `transformers` with itself at batch 1.")] = True,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
@@ -53,9 +53,7 @@ def verify(
         _prompts(model, input, num_prompts, prompt_tokens, max_tokens),
         _drafters(drafters.split(","), draft_model, num_speculative_tokens),
         max_tokens,
-        refill,
-        device.value,
-        numerics.value,
+        **engine,
     )
     chosen, kinds = strategies.split(","), dtypes.split(",")
     total = len(kinds) * (len(chosen) * len(request.drafters) * len(sizes) + control * sum(s > 1 for s in sizes))
@@ -67,6 +65,13 @@ def verify(
             progress.update(task, advance=1, description=f"{case.dtype}, {case.strategy}, {case.drafter}, batch {case.batch_size}")
 
         results = verify_model(request, kinds, chosen, sizes, draft_model, control, done)
+    if num_faults := _report(results, kinds, json_output):
+        errors.print(f"[red]{num_faults} rows differ from plain decoding by more than a tie[/]")
+        raise typer.Exit(1)
+
+
+def _report(results: SequenceOf[EqualityResult], kinds: SequenceOf[str], json_output: bool) -> int:
+    """Print all results; the number of faults."""
     num_faults = sum(r.num_faults for r in results)
     if json_output:
         typer.echo(json.dumps({"environment": environment(), "num_faults": num_faults, "results": [as_json(r) for r in results]}))
@@ -74,9 +79,7 @@ def verify(
         for kind in kinds:
             Console().print(as_table(kind, [r for r in results if r.case.dtype == kind]))
     _explain(results)
-    if num_faults:
-        errors.print(f"[red]{num_faults} rows differ from plain decoding by more than a tie[/]")
-        raise typer.Exit(1)
+    return num_faults
 
 
 def as_json(result: EqualityResult) -> dict[str, Any]:
