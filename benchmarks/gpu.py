@@ -14,7 +14,6 @@ import json
 import logging
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -28,10 +27,10 @@ from transformers import OPTConfig
 
 from benchmarks.gpu_report import gpu_table
 from benchmarks.prefill import PrefilledRun, Prefix, bytes_per_token, decode, write_prefixes
-from benchmarks.replayed import rescaled
+from benchmarks.replayed import AcceptanceHistogram, replay, rescaled
 from benchmarks.results import PUBLISHED
-from benchmarks.workloads import EVIDENCE, NUM_TEXTS, ROOT, Beginnings, law_file, source
-from echelon import LLM, ConfigError, SamplingParams, SpeculativeConfig
+from benchmarks.workloads import EVIDENCE, NUM_TEXTS, ROOT, Beginnings, source
+from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench.cells import Cell, Record, Records, chosen, run_cells
 from echelon.bench.clock import clock_of, kernel_seconds
 from echelon.bench.framework import FrameworkRun
@@ -165,7 +164,6 @@ class DeviceCells:
     def __init__(self, size: DeviceSize, device: torch.device, numerics: str) -> None:
         self.size, self.device, self.numerics = size, device, numerics
         self.models = DeviceModels(size, device)
-        self._scratch = tempfile.TemporaryDirectory(prefix="echelon-gpu-")
 
     @cached_property
     def all(self) -> list[Cell]:
@@ -208,26 +206,23 @@ class DeviceCells:
         lengths = self.models.lengths(max(self.size.table_batches))[:batch]
         prompts, prefixes = random.prompts(lengths), random.of(lengths)
         measured = json.loads(HISTOGRAMS.read_text("utf-8"))["histograms"]
-        law = law_file(self._scratch.name, "LLMA", rescaled(measured["LLMA"], TOKENS_PER_STEP))
-        copied = {"method": "replay", "num_speculative_tokens": COPIED, "replay_histogram": law}
-        law = law_file(self._scratch.name, "draft model", measured["draft model"])
-        drafted = SpeculativeConfig(method="replay", num_speculative_tokens=DRAFTED, replay_histogram=law)
+        laws = [rescaled(measured["LLMA"], TOKENS_PER_STEP), measured["draft model"]]
+        copied, drafted = (partial(replay, law=AcceptanceHistogram.from_counts(entries, str(HISTOGRAMS))) for entries in laws)
+        copies = {"method": "ngram", "num_speculative_tokens": COPIED}
         small = {"method": "draft_model", "num_speculative_tokens": DRAFTED}
-        methods: list[tuple[DecodingMethod, SpeculativeConfig | None]] = [(DecodingMethod("plain", None), None)]
-        methods += [(DecodingMethod("replay LLMA", copied, strategy), None) for strategy in PADDINGS]
+        methods = [DecodingMethod("plain", None)]
+        methods += [DecodingMethod("replay LLMA", copies, strategy, copied) for strategy in PADDINGS]
         ablated = PADDINGS if name == self.size.models[0][0] else ("padded", "unpadded")
-        methods += [(DecodingMethod("replay draft model", small, strategy), drafted) for strategy in ablated]
-        runs = [self._run(method, target, prefixes, law) for method, law in methods]
-        runs.insert(1, self._run(DecodingMethod(LAUNCHED, copied, "unpadded"), target, prefixes, None, enforce_eager=True))
+        methods += [DecodingMethod("replay draft model", small, strategy, drafted) for strategy in ablated]
+        runs = [self._run(method, target, prefixes) for method in methods]
+        runs.insert(1, self._run(DecodingMethod(LAUNCHED, copies, "unpadded", copied), target, prefixes, enforce_eager=True))
         results = measure(target, self.models.draft, [], prompts, self.params(self.size.new_tokens), batch, 1, [], said, runs)
         return {"lines": table_lines(name, batch, results), "results": [asdict(r) for r in results]}
 
-    def _run(
-        self, method: DecodingMethod, target: LoadedModel, prefixes: list[Prefix], law: SpeculativeConfig | None, **settings: Any
-    ) -> PrefilledRun:
+    def _run(self, method: DecodingMethod, target: LoadedModel, prefixes: list[Prefix], **settings: Any) -> PrefilledRun:
         a_step = COPIED + 1 if method.strategy in ("padded", "padded-kv") else 1  # as EMS-SD reserves, for the dead slots of every step
         longest = self.size.prompt_tokens[1] + self.size.new_tokens * a_step
-        return PrefilledRun(method, target, self.models.draft, prefixes, longest, law, num_rehearsals=2, numerics=self.numerics, **settings)
+        return PrefilledRun(method, target, self.models.draft, prefixes, longest, num_rehearsals=2, numerics=self.numerics, **settings)
 
     def plain(self, numerics: str, batch: int) -> Record:
         """What share of the memory's speed plain decoding reaches, and how long the device waits for the host."""

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.replayed import ReplayedDraftModel
-from echelon import LLM, SamplingParams, SpeculativeConfig
+from echelon import LLM, SamplingParams
 from echelon.batch import Span
 from echelon.bench.clock import time_parts
 from echelon.bench.latency import sequence_of
@@ -131,9 +130,9 @@ def decode(
 class PrefilledRun:
     """A method on one static batch whose prompts are read already: a contender of `throughput.measure`.
 
-    The engine is built for each run and given up after it, so that of many methods only one holds a cache. `law` makes a draft model's
-    acceptance a replayed one; `settings` are the engine's. Each engine runs `num_rehearsals` times before it is measured: on a device
-    kernels are compiled when they are first met, and steps captured when they are met again.
+    The engine is built for each run and given up after it, so that of many methods only one holds a cache. `settings` are the engine's.
+    Each engine runs `num_rehearsals` times before it is measured: on a device kernels are compiled when they are first met, and steps
+    captured when they are met again.
     """
 
     def __init__(
@@ -143,13 +142,12 @@ class PrefilledRun:
         draft: LoadedModel | None,
         prefixes: SequenceOf[Prefix],
         max_model_len: int,
-        law: SpeculativeConfig | None = None,
         num_rehearsals: int = 0,
         **settings: Any,
     ) -> None:
         self.name = display_name(method.name, method.strategy)
         self._num_rehearsals, self._settings = num_rehearsals, settings
-        self._method, self._target, self._draft, self._prefixes, self._law = method, target, draft, prefixes, law
+        self._method, self._target, self._draft, self._prefixes = method, target, draft, prefixes
         self._max_model_len = max_model_len
         self._decode, self._stats = Sums(), Stats()
 
@@ -194,8 +192,6 @@ class PrefilledRun:
         for storage in (*llm.engine.target.cache.keys, *llm.engine.target.cache.values):
             storage.zero_()  # the operating system hands out memory at the first touch, which is no part of decoding
         time_parts(llm)
-        if self._law is not None:
-            llm.engine.drafter = ReplayedDraftModel(llm.engine.drafter, self._law, self._target.vocab_size)
-            llm.engine.acceptance = "replayed"
-            llm.engine.ahead = None  # which would keep what the target does
+        if self._method.prepare is not None:
+            self._method.prepare(llm)
         return llm

@@ -35,6 +35,7 @@ from echelon.model.load.loading import load_model
 from echelon.server.app import create_app
 from echelon.server.config import ServerConfig
 from echelon.server.http import serving_in_thread
+from echelon.stats import StepRecord
 
 NUM_PROMPTS, NUM_CHARACTERS, CONCURRENCY = 64, 300, 32
 LONG_PROMPT = 1500  # tokens
@@ -102,23 +103,16 @@ def measure_short_waits(llm: LLM, url: str, rounds: int) -> list[ShortWait]:
     """A short request is asked for once the first piece of a long prompt has been read."""
     source = "".join(code_texts(held_out_files(), 40, 400))
     steps: list[tuple[float, float, int]] = []  # start, end, tokens fed
-    engine, step = llm.engine, llm.engine.step
     has_read = threading.Event()
 
-    def timed() -> Any:
-        start, before = time.perf_counter(), engine.stats.num_input_tokens
-        grown = step()
-        steps.append((start, time.perf_counter(), engine.stats.num_input_tokens - before))
+    def note(step: StepRecord) -> None:
+        end = time.perf_counter()
+        steps.append((end - sum(step.seconds.values()), end, step.num_input_tokens))
         has_read.set()
-        return grown
 
-    engine.step = timed  # type: ignore[method-assign]
-    try:
-        return [
-            asyncio.run(_short_wait(llm.inputs.encode(f"# {i}\n{source}")[:LONG_PROMPT], url, steps, has_read)) for i in range(1 + rounds)
-        ][1:]
-    finally:
-        engine.step = step  # type: ignore[method-assign]
+    with llm.engine.observed(note):
+        prompts = [llm.inputs.encode(f"# {i}\n{source}")[:LONG_PROMPT] for i in range(1 + rounds)]
+        return [asyncio.run(_short_wait(prompt, url, steps, has_read)) for prompt in prompts][1:]
 
 
 async def _short_wait(long: list[int], url: str, steps: list[tuple[float, float, int]], has_read: threading.Event) -> ShortWait:

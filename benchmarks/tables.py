@@ -23,9 +23,9 @@ import transformers
 
 from benchmarks.document import write_document
 from benchmarks.prefill import PrefilledRun
-from benchmarks.replayed import rescaled
-from benchmarks.workloads import PADDINGS, ROOT, SMALL, Models, Size, law_file, source
-from echelon import LLM, SamplingParams, SpeculativeConfig
+from benchmarks.replayed import AcceptanceHistogram, replay, rescaled
+from benchmarks.workloads import PADDINGS, ROOT, SMALL, Models, Size, source
+from echelon import LLM, SamplingParams
 from echelon.bench.cells import Cell, Record, Records, chosen, run_cells
 from echelon.bench.latency import measure_latency
 from echelon.bench.throughput import CONFIDENT, DecodingMethod, default_methods, environment, measure
@@ -132,12 +132,11 @@ class Tables:
         """EMS-SD's Table 2 on random weights: acceptance replayed as it was measured."""
         measured = self.measured()
         target, draft, prompts, prefixes = self.models.opt
-        path = law_file(self.models.scratch, "draft", measured["draft model"])
-        law = SpeculativeConfig(method="replay", num_speculative_tokens=4, replay_histogram=path)
+        law = AcceptanceHistogram.from_counts(measured["draft model"], "the measured histogram")
         runs = self._replays({"replay LLMA": measured["LLMA"]})
         for strategy in PADDINGS:
-            method = DecodingMethod("replay, draft model", default_methods()[2].config, strategy)
-            runs.append(PrefilledRun(method, target, draft, prefixes, self.longest(strategy), law))
+            method = DecodingMethod("replay, draft model", default_methods()[2].config, strategy, partial(replay, law=law))
+            runs.append(PrefilledRun(method, target, draft, prefixes, self.longest(strategy)))
         return self._table(target, prompts[:batch], runs, num_rounds("table-opt", batch))
 
     def rescaled_table(self, batch: int) -> dict[str, Any]:
@@ -151,8 +150,8 @@ class Tables:
         target, _, _, prefixes = self.models.opt
         methods = [DecodingMethod("plain", None)]
         for name, entries in laws.items():
-            config = {"method": "replay", "num_speculative_tokens": 7, "replay_histogram": law_file(self.models.scratch, name, entries)}
-            methods += [DecodingMethod(name, config, strategy) for strategy in PADDINGS]
+            prepare = partial(replay, law=AcceptanceHistogram.from_counts(entries, name))
+            methods += [DecodingMethod(name, default_methods()[1].config, strategy, prepare) for strategy in PADDINGS]
         return [PrefilledRun(m, target, None, prefixes, self.longest(m.strategy)) for m in methods]
 
     def pair_table(self, name: str, drafting: list[DecodingMethod], batch: int) -> dict[str, Any]:

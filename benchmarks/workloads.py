@@ -13,7 +13,6 @@ import numpy as np
 from benchmarks.prefill import Prefix, read_prefixes
 from echelon import ConfigError
 from echelon.bench.inflate import inflate, inflate_with_heads, plan_growth
-from echelon.bench.report import write_json
 from echelon.bench.shapes import opt, with_random_weights
 from echelon.bench.workloads import code_prompts
 from echelon.demo import DRAFT, TARGET, held_out_files
@@ -54,11 +53,6 @@ def source(target: LoadedModel, count: int, longest: int, is_ragged: bool = True
     prompts = code_prompts(target.tokenizer, held_out_files(), count, longest)
     lengths = np.random.default_rng(1).integers(longest // 2, longest + 1, count)
     return [p[-n:] for p, n in zip(prompts, lengths, strict=True)] if is_ragged else prompts
-
-
-def law_file(folder: str | Path, name: str, entries: list[list[float]]) -> str:
-    """The path of a histogram file, as replayed acceptance takes it."""
-    return str(write_json(Path(folder) / f"law-{name.replace(' ', '-')}.json", entries))
 
 
 @dataclass(frozen=True)

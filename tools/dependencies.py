@@ -96,8 +96,8 @@ def module_files(module: str, folder: Path = ROOT) -> set[Path]:
     if first not in ROOMS:
         return {path for beside in (folder, *FOLDERS) if (path := beside / f"{first}.py").is_file()}
     files = {ROOMS[first] / "__init__.py"}
-    if first == "echelon" and len(rest) == 1 and rest[0] in _public():
-        return files | module_files(_public()[rest[0]])
+    if first == "echelon" and len(rest) == 1 and rest[0] in public_names():
+        return files | module_files(public_names()[rest[0]])
     for depth in range(1, len(rest) + 1):
         at = ROOMS[first].joinpath(*rest[:depth])
         files |= {path for path in (at.with_suffix(".py"), at / "__init__.py") if path.is_file()}
@@ -105,7 +105,7 @@ def module_files(module: str, folder: Path = ROOT) -> set[Path]:
 
 
 @cache
-def _public() -> dict[str, str]:
+def public_names() -> dict[str, str]:
     """Public name of the package → the module that it comes from."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text("utf-8"))
     imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module)

@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from echelon.acceptance import Exact, Rejection, Rule, Typical
 from echelon.baselines.strategies import STRATEGIES
 from echelon.config import EngineConfig, SpeculativeConfig, check_together
 from echelon.drafters.base import Drafter, NoDrafter
@@ -16,7 +17,6 @@ from echelon.drafters.guard import GuardedDrafter
 from echelon.drafters.head_selftest import warn_of_chance
 from echelon.drafters.heads import AttachedHead, HeadDrafter, attach_head, head_for
 from echelon.drafters.ngram import NgramDrafter
-from echelon.drafters.replay import ReplayDrafter
 from echelon.engine import Engine
 from echelon.errors import ConfigError
 from echelon.heads.base import Head
@@ -28,7 +28,6 @@ from echelon.scheduler import Scheduler
 from echelon.stats import Stats, Usage
 from echelon.storage import Storage
 from echelon.trees import Growth, StaticTree, chain
-from echelon.verify import Acceptance, Typical
 
 if TYPE_CHECKING:
     from echelon.model.graphs.ahead import Ahead
@@ -121,11 +120,10 @@ def _engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Stora
     if spec is None:
         return Engine(target, NoDrafter(), scheduler, ahead=ahead)
     drafter: Drafter = METHODS[spec.method].build(config, spec, storage)
-    acceptance = _acceptance(spec)
-    guard = GuardedDrafter(drafter, target.loaded.vocab_size, spec.grows_trees, may_replay=acceptance == "replayed")
+    guard = GuardedDrafter(drafter, target.loaded.vocab_size, spec.grows_trees)
     passes = storage.runners[1].usage if len(storage.runners) > 1 else getattr(drafter, "usage", Usage())
     stats = Stats(target=target.usage, draft=passes, drafter_faults=guard.faults)
-    return Engine(target, guard, scheduler, acceptance, ahead, stats)
+    return Engine(target, guard, scheduler, _rule(spec), ahead, stats)
 
 
 def _ahead(spec: SpeculativeConfig | None, storage: Storage) -> Ahead | None:
@@ -171,11 +169,6 @@ def head_drafter(_config: EngineConfig, spec: SpeculativeConfig, storage: Storag
     return HeadDrafter(storage.head, growth_of(spec, storage.head.depth), storage.head_cache, spec.min_score)
 
 
-def replay_drafter(_config: EngineConfig, spec: SpeculativeConfig, storage: Storage) -> Drafter:
-    logger.warning("method 'replay' accepts what it is told: the speed is that of a real run, the text is meaningless")
-    return ReplayDrafter(spec, storage.runners[0].loaded.vocab_size)
-
-
 def growth_of(spec: SpeculativeConfig, max_depth: int | None) -> Growth:
     """How the configured chains or trees grow, no path longer than `max_depth`.
 
@@ -196,10 +189,8 @@ def growth_of(spec: SpeculativeConfig, max_depth: int | None) -> Growth:
         raise ConfigError(f"speculative_token_tree: {error}") from error
 
 
-def _acceptance(spec: SpeculativeConfig) -> Acceptance:
-    if spec.method == "replay":
-        return "replayed"
+def _rule(spec: SpeculativeConfig) -> Rule:
     if spec.acceptance != "typical":
-        return spec.acceptance
+        return Rejection() if spec.acceptance == "rejection" else Exact()
     logger.warning("acceptance 'typical' is LOSSY: above temperature 0 the text is not distributed as the target's own")
     return Typical(spec.posterior_threshold, spec.posterior_alpha)

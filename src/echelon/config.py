@@ -80,9 +80,6 @@ class SpeculativeConfig(Settings):
     `num_speculative_tokens` nodes in all, no path longer than `tree_depth`: EAGLE-2's, `tree_top_k` children a node and nodes a level, for
     greedy requests by sharpened probabilities (`echelon.trees.SHARPNESS`; not with `medusa`); for `clover` and `clover2` Clover's, of a
     node's `tree_top_k` likeliest children those that make up `tree_top_p`.
-    `replay` measures speed on untrained weights: it accepts as many tokens as a histogram says (a JSON list of
-    [num_draft_tokens, num_accepted, count] in the file `replay_histogram`, or the law with the mean `replay_tokens_per_step`), and its
-    text is meaningless.
     """
 
     method: Annotated[StrictStr, AfterValidator(_known_method)]
@@ -100,9 +97,6 @@ class SpeculativeConfig(Settings):
     tree_top_k: StrictInt = Field(default=4, ge=1, le=64)
     tree_top_p: StrictFloat = Field(default=0.8, gt=0.0, le=1.0)
     tree_depth: StrictInt = Field(default=5, ge=1, le=64)
-    replay_histogram: Text | None = None
-    replay_tokens_per_step: StrictFloat | None = None
-    replay_seed: StrictInt = Field(default=0, ge=0, lt=1 << 64)
 
     @model_validator(mode="before")
     @classmethod
@@ -148,15 +142,6 @@ class SpeculativeConfig(Settings):
                 "confidence_threshold would choose among drawn tokens, and acceptance = 'rejection' keeps the distribution only if nothing "
                 "does; leave one of them out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _replay_is_consistent(self) -> Self:
-        has_source = [self.replay_histogram is not None, self.replay_tokens_per_step is not None]
-        if sum(has_source) != (self.method == "replay"):
-            raise ValueError("replay_histogram or replay_tokens_per_step: method 'replay' needs exactly one of them, others take neither")
-        if self.method == "replay" and self.acceptance != "exact":
-            raise ValueError(f"method 'replay' accepts what it is told, so acceptance = {self.acceptance!r} has no meaning; leave it out")
         return self
 
     @property

@@ -74,7 +74,6 @@ def of_head(head: str, **options: Any) -> DraftingMethod:
 METHODS = {
     "ngram": DraftingMethod("echelon.build:ngram_drafter", Can.REJECTION),
     "draft_model": DraftingMethod("echelon.build:draft_model_drafter", ~Can.CHAINS, "model"),
-    "replay": DraftingMethod("echelon.build:replay_drafter"),
     "medusa": of_head("echelon.heads.medusa:MedusaHead", paths=MEDUSA_63, dynamic=eagle2(1.0)),
     "clover": of_head("echelon.heads.clover:CloverHead", dynamic=clover),
     "clover2": of_head("echelon.heads.clover2:Clover2Head", dynamic=clover),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from benchmarks import tables
 from benchmarks.document import findings, write_document
 from benchmarks.prefill import PrefilledRun, check_memory, decode, read_prefixes
-from benchmarks.replayed import ReplayedDraftModel, mean_tokens_per_step, rescaled
-from echelon import LLM, ConfigError, SamplingParams, SpeculativeConfig
+from benchmarks.replayed import AcceptanceHistogram, mean_tokens_per_step, replay, rescaled
+from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench import peers
 from echelon.bench.cells import Cell
 from echelon.bench.framework import FrameworkRun, framework_runs
@@ -118,11 +118,11 @@ def test_a_beginning_of_a_prefix_is_the_prefix_of_a_beginning() -> None:
     assert all(torch.equal(a, b) for a, b in zip(begun.keys + begun.values, short.keys + short.values, strict=True))
 
 
-def test_prefilled_runs_and_framework_beside_ours(tmp_path: Path) -> None:
+def test_prefilled_runs_and_framework_beside_ours() -> None:
     """All of them in one table; with prompts read already the same steps are run and counted, but for the first."""
-    (tmp_path / "law.json").write_text(json.dumps(HISTOGRAM))
-    law = {"method": "replay", "num_speculative_tokens": 7, "replay_histogram": str(tmp_path / "law.json")}
-    methods = [DecodingMethod("plain", None), *(DecodingMethod("replay", law, s) for s in ("padded", "unpadded"))]
+    copies, law = {"method": "ngram", "num_speculative_tokens": 7}, AcceptanceHistogram.from_counts(HISTOGRAM, "here")
+    methods = [DecodingMethod("plain", None)]
+    methods += [DecodingMethod("replay", copies, s, partial(replay, law=law)) for s in ("padded", "unpadded")]
     prefixes = read_prefixes(target(), PROMPTS)
     others = [PrefilledRun(m, target(), None, prefixes, 64) for m in methods]
     others.append(FrameworkRun("transformers", toys.llama(), 5))  # type: ignore[arg-type]
@@ -186,12 +186,9 @@ def test_no_histogram_has_a_mean_beyond_its_entries() -> None:
             rescaled(HISTOGRAM, mean)
 
 
-def test_a_draft_model_works_and_acceptance_is_replayed(tmp_path: Path) -> None:
-    (tmp_path / "law.json").write_text("[[4, 1, 1], [4, 4, 1]]")
-    law = SpeculativeConfig(method="replay", num_speculative_tokens=4, replay_histogram=str(tmp_path / "law.json"))
+def test_a_draft_model_works_and_acceptance_is_replayed() -> None:
     llm = LLM(target(), default_methods()[2].config, draft(), max_num_seqs=5)
-    llm.engine.drafter = ReplayedDraftModel(llm.engine.drafter, law, target().vocab_size)
-    llm.engine.acceptance = "replayed"
+    replay(llm, AcceptanceHistogram.from_counts([[4, 1, 1], [4, 4, 1]], "here"))
     llm.generate(PROMPTS, GREEDY)
     full = {tuple(entry[:2]) for entry in llm.stats.histogram() if entry[0] == 4}
     assert full == {(4, 1), (4, 4)}
@@ -241,7 +238,7 @@ def test_workloads_from_files(tmp_path: Path) -> None:
         {"question_id": i, "category": "summarization" if i % 2 else "qa", "turns": [f"Summarize: text {i} do n't end"]} for i in range(6)
     ]
     questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    encode = served().encode
+    encode = served().inputs.encode
     assert workload("questions", served(), 3, 99, path=questions) == [encode(f"Summarize: text {i} do n't end") for i in (0, 2, 4)]
     assert workload("summaries", served(), 3, 99, path=questions) == [encode(f"text {i} don't end TL;DR:") for i in (1, 3, 5)]
     assert workload("summaries", served(), 1, 4, path=questions) == [encode("text 1 don't end TL;DR:")[-4:]]
@@ -281,15 +278,15 @@ def test_workloads_that_do_not_fit(name: str, content: str | None, words: str, t
 
 def test_throughput_writes_a_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     few = ["--batch-sizes", "2", "--num-prompts", 3, "--prompt-tokens", 16, "--max-tokens", 6, "--rounds", 1]
-    chosen = ["--strategies", ",".join(STRATEGIES), "--drafters", "ngram,replay", "--workload", "edit"]
+    chosen = ["--strategies", ",".join(STRATEGIES), "--drafters", "ngram", "--workload", "edit"]
     code, out, err = run(capsys, monkeypatch, "throughput", *few, *chosen, "--output", tmp_path / "report")
     assert code == 0, err
     results = from_json(json.loads((tmp_path / "report" / "throughput.json").read_text()))
     names = {r.name for r in results}
-    assert names >= {"plain", "LLMA", "transformers", "replay", *(f"LLMA, {s}" for s in STRATEGIES if s != "unpadded")}
+    assert names >= {"plain", "LLMA", "transformers", *(f"LLMA, {s}" for s in STRATEGIES if s != "unpadded")}
     assert {r.group_rate is None for r in results if r.strategy == "same-length"} == {False}
     assert (tmp_path / "report" / "throughput.md").read_text().count(speeds_as_markdown(results)) == 1
-    assert "| 2 | replay |" in out
+    assert "| 2 | LLMA |" in out
     for picture in ("throughput", "steps"):
         assert (tmp_path / "report" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
     code, _, err = run(capsys, monkeypatch, "throughput", "--strategies", "paddled")

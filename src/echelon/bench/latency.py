@@ -65,7 +65,7 @@ class RequestLatencies:
 
 
 def sequence_of(llm: LLM, row: int, prompt: SequenceOf[int], params: SamplingParams) -> Sequence:
-    """A request by number: `row` keys the draws of the `replay` drafter, so that every method replays the same."""
+    """A request by number: `row` keys the draws of replayed acceptance, so that every method replays the same."""
     eos = llm.target.eos_token_ids
     sampler = Sampler(params, params.seed or 0, 0, len(prompt), eos | set(params.stop_token_ids))
     return Sequence(row, list(prompt), len(prompt), sampler, eos, llm.max_len)

@@ -45,6 +45,9 @@ class Case:
     drafter: str
     batch_size: int
 
+    def __str__(self) -> str:
+        return f"{self.dtype}, {self.strategy}, {self.drafter}, batch {self.batch_size}"
+
 
 @dataclass(frozen=True)
 class Mismatch:

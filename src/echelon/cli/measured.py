@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -113,7 +113,8 @@ def verb(options: type[Options], run: Callable[[Options], None]) -> Callable[...
     hints, parameters = get_type_hints(options, include_extras=True), []
     for field in fields(options):  # type: ignore[arg-type]
         annotation = hints[field.name]
-        parameters.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation))
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        parameters.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     called.__annotations__ = {p.name: p.annotation for p in parameters}
     called.__name__, called.__doc__ = run.__name__, run.__doc__
@@ -126,7 +127,7 @@ def sizes_of(text: str, option: str = "--batch-sizes") -> list[int]:
     except ValueError:
         raise ConfigError(f"{option} {text!r} are no numbers; write 1,4,8") from None
     if min(sizes) < 1:
-        raise ConfigError(f"{option} {text!r}: the smallest is 1")
+        raise ConfigError(f"{option} {text!r}: the smallest is 1; write 1,4,8")
     return sizes
 
 

@@ -25,14 +25,11 @@ class ThroughputOptions(BenchOptions):
     strategies: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(STRATEGIES)}.")] = "unpadded,padded,realign"
     drafters: Annotated[
         str,
-        typer.Option(
-            help="Comma-separated, of ngram, draft_model, confident (a draft model that stops where it is not sure), replay, none."
-        ),
+        typer.Option(help="Comma-separated, of ngram, draft_model, confident (a draft model that stops where it is not sure), none."),
     ] = "ngram,draft_model"
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,4,8,16"
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0
     rounds: RoundsOption = 3
-    replay_tokens_per_step: Annotated[float, typer.Option(help="What the drafter `replay` pretends to.", min=1.0)] = 3.0
     refill: RefillOption = True
     baselines: Annotated[bool, typer.Option("--transformers/--no-transformers", help="Also run `transformers` itself.")] = True
 
@@ -55,7 +52,6 @@ def throughput(options: ThroughputOptions) -> None:
         options.strategies.split(","),
         options.drafters.split(","),
         num_draft_tokens=options.num_speculative_tokens,
-        replay_tokens_per_step=options.replay_tokens_per_step,
     )
     target = load_target(options.model, options.parameters)
     draft, others = load_model(options.draft_model, device=target.device.type), options.framework(target)

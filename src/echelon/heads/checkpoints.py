@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, PreTrainedModel
 
 from echelon.checkpoint.build import without_memory
-from echelon.checkpoint.folder import PICKLED, Folder, refusing, shown
+from echelon.checkpoint.folder import PICKLED, Folder, refusing
 from echelon.checkpoint.schemas import check_counts, refuse_quantised
 from echelon.checkpoint.tensors import open_weights
 from echelon.errors import ConfigError, ModelLoadError, UnsupportedModelError
@@ -25,7 +25,7 @@ from echelon.heads.eagle import EagleHead
 from echelon.heads.eagle3 import Eagle3Head
 from echelon.heads.layouts import Tensors, parse
 from echelon.heads.parts import Shared, head_config
-from echelon.inputs import check_kind, name_of
+from echelon.inputs import check_kind, name_of, shown
 from echelon.methods import head_class, method_names
 
 PREFIXES = ("model.", "medusa_heads.")

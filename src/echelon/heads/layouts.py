@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
-from echelon.checkpoint.folder import first_line, shown
 from echelon.errors import ModelLoadError
 from echelon.heads.eagle3 import default_depths
 from echelon.heads.parts import head_config
+from echelon.inputs import first_line, shown
 from echelon.methods import head_class, method_names
 
 ONCE_LLAMA = ("rope_theta", "rope_scaling")

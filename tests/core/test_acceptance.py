@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from echelon import SamplingParams
-from echelon.draft import Draft
+from echelon.acceptance import Exact, Rule, Typical, accepted_path, verify
+from echelon.draft import Draft, Verdict, indptr_of
 from echelon.sampling import Sampler
 from echelon.sequence import PlannedRow, Sequence
-from echelon.verify import Typical, accepted_path, verify
 
 
 def planned(num_rows: int, sampled: tuple[bool, ...] = ()) -> list[PlannedRow]:
@@ -25,20 +25,25 @@ def logits_for(own: list[int], width: int = 20) -> torch.Tensor:
     return torch.nn.functional.one_hot(torch.tensor(own), width).float()
 
 
+def verdict_of(draft: Draft, logits: torch.Tensor, rows: list[PlannedRow], rule: Rule | None = None) -> Verdict:
+    counts = [len(draft.row(i)) + 1 if row.is_sampled else 0 for i, row in enumerate(rows)]
+    return verify(draft, logits, torch.from_numpy(indptr_of(counts)), rows, rule or Exact())
+
+
 def test_chain_stops_at_the_first_difference() -> None:
     draft = Draft.chains([[5, 6, 7], [], [8, 9], [4]])
     own = [5, 6, 1, 9, 3, 8, 9, 2, 7, 11]
-    verdict = verify(draft, logits_for(own), planned(4))
-    assert verdict.accepted == [[5, 6], [], [8, 9], []]
-    assert verdict.next_tokens == [1, 3, 2, 7]  # recovered, plain, bonus, recovered
-    assert verdict.num_draft_tokens == [3, 0, 2, 1]
+    verdict = verdict_of(draft, logits_for(own), planned(4))
+    assert [kept.accepted for kept in verdict] == [[5, 6], [], [8, 9], []]
+    assert [kept.next_token for kept in verdict] == [1, 3, 2, 7]  # recovered, plain, bonus, recovered
+    assert [kept.num_draft_tokens for kept in verdict] == [3, 0, 2, 1]
 
 
 def test_rows_that_are_not_sampled_take_no_logits() -> None:
     draft = Draft.chains([[], [5]])
-    verdict = verify(draft, logits_for([5, 6]), planned(2, (False, True)))
-    assert verdict.accepted == [[], [5]]
-    assert verdict.next_tokens == [-1, 6]
+    verdict = verdict_of(draft, logits_for([5, 6]), planned(2, (False, True)))
+    assert [kept.accepted for kept in verdict] == [[], [5]]
+    assert [kept.next_token for kept in verdict] == [-1, 6]
 
 
 def test_a_later_match_after_a_difference_does_not_count() -> None:
@@ -48,11 +53,11 @@ def test_a_later_match_after_a_difference_does_not_count() -> None:
 def test_tree_follows_the_target() -> None:
     # two roots 5 and 6; 6 has children 7 and 8; 8 has the child 9
     tokens, parents = [5, 6, 7, 8, 9], [-1, -1, 1, 1, 3]
-    assert accepted_path(tokens, parents, own=[6, 0, 8, 0, 9, 1]) == [1, 3, 4]
-    assert accepted_path(tokens, parents, own=[5, 0, 8, 0, 9, 1]) == [0]
-    assert accepted_path(tokens, parents, own=[1, 0, 8, 0, 9, 1]) == []
+    assert accepted_path(tokens, parents, target=[6, 0, 8, 0, 9, 1]) == [1, 3, 4]
+    assert accepted_path(tokens, parents, target=[5, 0, 8, 0, 9, 1]) == [0]
+    assert accepted_path(tokens, parents, target=[1, 0, 8, 0, 9, 1]) == []
     # 7 below 5 is what the target says after 6, but it is another branch
-    assert accepted_path([5, 6, 7], [-1, -1, 0], own=[6, 0, 7, 9]) == [1]
+    assert accepted_path([5, 6, 7], [-1, -1, 0], target=[6, 0, 7, 9]) == [1]
 
 
 def test_a_chain_is_a_tree_whose_parents_precede() -> None:
@@ -68,7 +73,7 @@ def typical(shares: list[list[float]], tokens: list[int], parents: list[int], ru
     sequence = Sequence(0, [1, 2, 3], 3, Sampler(SamplingParams(temperature=1.0), 5), frozenset(), 50)
     draft = Draft.trees([(tokens, parents)])
     logits = torch.tensor(shares).clamp_min(1e-12).log()
-    return verify(draft, logits, [PlannedRow(sequence, 0, 3, 9, 9)], rule).paths[0]
+    return verdict_of(draft, logits, [PlannedRow(sequence, 0, 3, 9, 9)], rule)[0].path
 
 
 def test_typical_acceptance_is_medusas() -> None:
