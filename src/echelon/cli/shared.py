@@ -12,9 +12,10 @@ import typer
 from pydantic_core import from_json
 from rich.console import Console
 
-from echelon.config import EngineConfig, Settings
+from echelon.config import EngineConfig
 from echelon.errors import ConfigError
 from echelon.inputs import shown
+from echelon.settings import Settings
 
 SPECULATIVE = "--speculative-config"
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name of a causal language model (safetensors).")]
