@@ -9,8 +9,8 @@ from types import FrameType
 from typing import Any
 
 import pytest
-
 import toys
+
 from echelon import LLM, SamplingParams
 from echelon.ops import compiled
 
