@@ -17,6 +17,10 @@ class ConfigError(EchelonError, ValueError):
     """A configuration value is unknown, out of range or contradicts another."""
 
 
+class ClosedError(EchelonError, RuntimeError):
+    """An `LLM` is used after it was closed."""
+
+
 class RequestError(EchelonError, ValueError):
     """One request (prompt or sampling parameters) cannot be served; others can."""
 

@@ -19,14 +19,10 @@ FRAMEWORK = {"forward", "backward"}  # methods that PyTorch documents
 # What is left of the rebuilding, to be emptied. A name that is no longer found here may go at once.
 KNOWN_TWICE = {"Plan", "Parts", "_Chain"}
 KNOWN_LONG = {
-    "config.py _consistent",
     "drafters/draft_model.py propose",
-    "engine.py _land",
     "model/graphs/ahead.py fill",
-    "ops/sample.py choose",
     "scheduler.py next_step",
     "trees.py __init__",
-    "verify.py verify",
 }
 KNOWN_UNEXPLAINED, KNOWN_WITHOUT_SHAPES = 150, 25  # names of the core, at most
 

@@ -776,8 +776,8 @@ def test_a_server_is_measured(running: Running, monkeypatch: pytest.MonkeyPatch,
 def test_what_http_costs_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "serving.json"
     sizes = ["--parameters", "0", "--rounds", "1", "--max-tokens", "4"]
-    command = [sys.executable, "-m", "echelon", "bench", "serving", *sizes, "--output", str(path)]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "benchmarks.serving", *sizes, "--output", str(path)]
+    answer = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
     assert "http over generate" in answer.stdout
     results = json.loads(path.read_text("utf-8"))["results"]

@@ -31,7 +31,6 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from echelon.api import LLM
 from echelon.errors import RequestError
 from echelon.hf.arguments import check_arguments, check_fields, check_model, checked_mask
 from echelon.hf.batch import Batch, output_of
@@ -41,6 +40,7 @@ from echelon.hf.prepared import in_use, named_assistant, release
 from echelon.hf.processors import stateful
 from echelon.hf.speculation import decode_ahead
 from echelon.hf.streaming import BatchStreamer
+from echelon.llm import LLM
 from echelon.model.load.loading import LoadedModel
 
 __all__ = ["generate", "release", "speculate"]

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.api import LLM
 from echelon.batch import Span
 from echelon.errors import RequestError
 from echelon.hf.batch import Batch, Decoded
 from echelon.hf.processors import processed
+from echelon.llm import LLM
 from echelon.model.runner import Runner
 from echelon.ops.devices import on_host
 from echelon.ops.sample import Place, choose
@@ -91,7 +91,7 @@ def decode_in_order(llm: LLM, batch: Batch) -> Decoded:
     Exception      what a processor or a criterion raised
     """
     for prompt in batch.prompts:
-        llm.check_prompt(prompt, batch.sampler(0).params)
+        llm.inputs.check_prompt(prompt, batch.sampler(0).params)
     with llm.exclusive() as engine:
         texts = Texts(engine.target, batch.prompts)
         try:

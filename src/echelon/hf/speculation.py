@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from echelon.api import LLM
 from echelon.hf.batch import Batch, Decoded
 from echelon.hf.processors import for_row, processed
+from echelon.llm import LLM
 from echelon.sequence import Sequence
 
 
@@ -100,7 +100,7 @@ def decode_ahead(llm: LLM, batch: Batch) -> Decoded:
     rows = [RowWatcher(i, batch, ending) for i in range(batch.num_rows)]
     sequences = [_sequence(i, row, batch) for i, row in enumerate(rows)]
     for prompt, sequence in zip(batch.prompts, sequences, strict=True):
-        llm.check_prompt(prompt, sequence.params)
+        llm.inputs.check_prompt(prompt, sequence.params)
     for _ in llm.run([[sequence] for sequence in sequences]):
         _raise_error(sequences)
         if batch.stream is not None:

@@ -17,8 +17,8 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from echelon.api import LLM
 from echelon.errors import EchelonError, RequestError
+from echelon.llm import LLM
 from echelon.server.config import ServerConfig
 from echelon.server.engine_thread import EngineThread
 from echelon.server.metrics import ServerMetrics
@@ -81,9 +81,9 @@ class Service:
 
     def completion_job(self, body: CompletionRequest) -> GenerationJob:
         """Tokenize and check the prompts of a completion."""
-        encoded = [self.llm.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
-        all_params = [body.sampling_params(self.llm.room_after(len(tokens))) for tokens in encoded]
-        prompts = [self.llm.samples(tokens, params, watch_text=True) for tokens, params in zip(encoded, all_params, strict=True)]
+        encoded = [self.llm.inputs.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
+        all_params = [body.sampling_params(self.llm.inputs.room_after(len(tokens))) for tokens in encoded]
+        prompts = [self.llm.inputs.samples(tokens, params, watch_text=True) for tokens, params in zip(encoded, all_params, strict=True)]
         return GenerationJob(
             self.model,
             prompts,
@@ -102,11 +102,11 @@ class Service:
 
     def chat_job(self, body: ChatRequest) -> GenerationJob:
         """Render, tokenize and check a conversation."""
-        tokens = self.llm.encode_chat([m.for_template() for m in body.messages])
-        params = body.sampling_params(self.llm.room_after(len(tokens)))
+        tokens = self.llm.inputs.encode_chat([m.for_template() for m in body.messages])
+        params = body.sampling_params(self.llm.inputs.room_after(len(tokens)))
         return GenerationJob(
             self.model,
-            [self.llm.samples(tokens, params, watch_text=True)],
+            [self.llm.inputs.samples(tokens, params, watch_text=True)],
             body.n or 1,
             is_chat=True,
             stream=bool(body.stream),
@@ -130,9 +130,9 @@ class Service:
         """Token ids of a text or of a conversation."""
         special = body.add_special_tokens is not False
         if body.messages is not None:
-            tokens = self.llm.encode_chat([m.for_template() for m in body.messages])
+            tokens = self.llm.inputs.encode_chat([m.for_template() for m in body.messages])
         else:
-            tokens = self.llm.encode(body.prompt or "", add_special_tokens=special)
+            tokens = self.llm.inputs.encode(body.prompt or "", add_special_tokens=special)
         pieces = [self.serializer.piece(t) for t in tokens] if body.return_token_strs else None
         return TokenizeResponse(count=len(tokens), max_model_len=self.llm.max_len, tokens=tokens, token_strs=pieces)
 

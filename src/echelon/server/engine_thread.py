@@ -17,9 +17,9 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from functools import partial
 
-from echelon.api import LLM
 from echelon.engine import Engine
 from echelon.errors import RowError, location_of
+from echelon.llm import LLM
 from echelon.sequence import FinishReason, Sequence
 from echelon.server.config import ServerConfig
 from echelon.server.metrics import ServerMetrics

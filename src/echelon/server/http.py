@@ -13,7 +13,7 @@ from types import FrameType
 
 import uvicorn
 
-from echelon.api import LLM
+from echelon.llm import LLM
 from echelon.server.app import create_app
 from echelon.server.config import ServerConfig
 from echelon.server.connection import protocol_class

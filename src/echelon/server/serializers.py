@@ -10,8 +10,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
-from echelon.api import LLM
 from echelon.errors import RequestError
+from echelon.llm import LLM
 from echelon.sampling import Logprobs
 from echelon.sequence import Sequence
 from echelon.server.protocol import ApiError

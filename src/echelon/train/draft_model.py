@@ -15,8 +15,8 @@ from pydantic import Field, StrictFloat, StrictInt
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from echelon.config import Settings
 from echelon.inputs import check_kind, name_of
+from echelon.settings import Settings
 from echelon.train.files import only_trainer, writing
 from echelon.train.text import HELD_OUT, SAMPLING_TEMPERATURE, Tokens, batch, target_continuations
 from echelon.train.trainer import Log, Trainer
