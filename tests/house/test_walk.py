@@ -67,9 +67,9 @@ def test_a_row_has_few_forms() -> None:
     made: set[str] = set()
 
     def watch(frame: FrameType, event: str, _argument: Any) -> None:
-        if event == "call" and frame.f_code.co_name == "__init__" and (self := frame.f_locals.get("self")) is not None:
-            if type(self).__module__.startswith("echelon."):
-                made.add(type(self).__name__)
+        new = frame.f_locals.get("self") if event == "call" and frame.f_code.co_name == "__init__" else None
+        if type(new).__module__.startswith("echelon."):
+            made.add(type(new).__name__)
 
     requests = [llm.inputs.samples([1, 2, 3], SamplingParams(max_tokens=8), watch_text=False)]
     with profiled(watch):

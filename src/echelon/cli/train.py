@@ -14,9 +14,9 @@ from echelon.cli.shared import ModelArgument, errors
 from echelon.inputs import made_folder, shown
 from echelon.methods import METHODS, Can, head_class, method_names
 from echelon.model.load.loading import load_plain
-from echelon.train.data import prepare
-from echelon.train.draft import RATE, train_draft_model
-from echelon.train.heads import Plan, train_head
+from echelon.train.draft_model import RATE, train_draft_model
+from echelon.train.heads import TrainingConfig, train_head
+from echelon.train.text import prepare
 
 BLOCKS = ("augmenting", "regressive", "attention-decoder")  # of Clover
 
@@ -52,11 +52,11 @@ def train(
         train_draft_model(target, tokenizer, texts.text, out, data or out / "data", steps, RATE if rate is None else rate, every)
         return
     is_soft = None if targets is None else targets == "soft"
-    plan = Plan(method, steps, rate, every, seed, is_soft, options)
+    config = TrainingConfig(method, steps, rate, every, seed, is_soft, options)
     columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.fields[loss]}"), console=errors, transient=True) as progress:
         task = progress.add_task(f"training {method}", total=steps, loss="")
-        train_head(target, texts, out, plan, lambda done, _, loss: progress.update(task, completed=done, loss=f"loss {loss:.3f}"))
+        train_head(target, texts, out, config, lambda done, _, loss: progress.update(task, completed=done, loss=f"loss {loss:.3f}"))
     errors.print(f"{escape(str(out))} holds the {method} head, log.jsonl and curves.png", highlight=False)
 
 

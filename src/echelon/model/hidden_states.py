@@ -60,7 +60,7 @@ class HiddenStateReader:
 
     @contextmanager
     def reading(self) -> Iterator[dict[HiddenStateName, Tensor]]:
-        """During a pass of the model, its hidden states [T', d] by name."""
+        """During a pass of the model, its hidden states [B, T', d] by name."""
         found: dict[HiddenStateName, Tensor] = {}
         handles = [self._hook(name, found) for name in dict.fromkeys(self.names)]
         try:
@@ -71,10 +71,10 @@ class HiddenStateReader:
 
     def _hook(self, name: HiddenStateName, found: dict[HiddenStateName, Tensor]) -> Any:
         def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            found[name] = _first(output)[0]
+            found[name] = _first(output)
 
         def before(_module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            found[name] = (inputs[0] if inputs else keywords["hidden_states"])[0]
+            found[name] = inputs[0] if inputs else keywords["hidden_states"]
 
         if name == "last":
             assert self._last is not None
@@ -85,7 +85,7 @@ class HiddenStateReader:
 
     def joined(self, found: dict[HiddenStateName, Tensor], num_tokens: int) -> Tensor:
         """[T, len(names) · d] in the order of `names`."""
-        return torch.cat([found[name][:num_tokens] for name in self.names], -1)
+        return torch.cat([found[name][0, :num_tokens] for name in self.names], -1)
 
 
 class _Trial:
