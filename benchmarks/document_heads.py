@@ -7,7 +7,9 @@ from pathlib import Path
 from benchmarks.results import Cells, by_batch, picture, plain_speed, results_of, tokens_per_step
 from echelon.bench.plot import Curve, line_chart
 from echelon.bench.report import table
-from echelon.config import HEADS
+from echelon.methods import method_names
+
+HEADS = method_names(needs="head")
 
 
 def heads_part(cells: Cells, plots: Path, evidence: Path) -> list[str]:

@@ -27,12 +27,13 @@ import transformers
 from benchmarks.workloads import EVIDENCE, ROOT
 from echelon.bench.report import described, table, write_json
 from echelon.bench.throughput import environment
-from echelon.config import HEADS
 from echelon.demo import TARGET
+from echelon.methods import method_names
 from echelon.model.load.loading import load_plain
 from echelon.train.data import prepare
 from echelon.train.heads import Plan, train_head
 
+HEADS = method_names(needs="head")
 TOLERANCE, SMOOTHED = 0.02, 0.05  # of the loss; of a run's batches
 MINUTES, BYTES = 20.0, 2e9  # what is promised
 BATCHES = 16  # enough for the allocator to reach its peak

@@ -31,8 +31,8 @@ from echelon.bench.latency import measure_latency
 from echelon.bench.throughput import CONFIDENT, DecodingMethod, default_methods, environment, measure
 from echelon.bench.verify import VerificationJob, verify_model
 from echelon.cli.verify import as_json as verified_as_json
-from echelon.config import HEADS
 from echelon.demo import DRAFT, TARGET
+from echelon.methods import method_names
 from echelon.model.load.loading import LoadedModel
 from echelon.trees import EAGLE_25
 
@@ -49,6 +49,7 @@ EQUAL_TREES: dict[str, dict[str, Any]] = {  # EAGLE-1's list, and EAGLE-2's tree
     "static": {"tree": "static", "num_speculative_tokens": len(EAGLE_25)},
     "dynamic": {"tree": "dynamic", "num_speculative_tokens": len(EAGLE_25), "tree_top_k": 10, "tree_depth": 5},
 }
+HEADS = method_names(needs="head")
 VERIFIED_CELLS = {f"verified-{method}": method for method in ("draft_model", *HEADS)}
 TWICE_UP_TO = 8  # larger batches have long steps that vary little: one round
 

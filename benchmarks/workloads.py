@@ -15,9 +15,9 @@ from echelon import ConfigError
 from echelon.bench.inflate import inflate, inflate_with_heads, plan_growth
 from echelon.bench.shapes import opt, with_random_weights
 from echelon.bench.workloads import code_prompts
-from echelon.config import HEADS
 from echelon.demo import DRAFT, TARGET, held_out_files
 from echelon.heads.checkpoints import build_head, save_head
+from echelon.methods import method_names
 from echelon.model.load.loading import LoadedModel, adopt_model, load_model, load_plain
 
 ROOT = Path(__file__).parents[1]
@@ -151,7 +151,7 @@ class Models:
         ConfigError  a head has not been trained yet
         """
         plain, tokenizer = load_plain(str(TARGET))
-        trained = {method: self.trained(method) for method in HEADS}
+        trained = {method: self.trained(method) for method in method_names(needs="head")}
         grown, folders = inflate_with_heads(plain, self.size.pair_parameters, trained, self.scratch / "heads")
         return adopt_model(grown, tokenizer, "embedded target, untied and grown", keep_weights=False), folders
 

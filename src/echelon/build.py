@@ -21,12 +21,13 @@ from echelon.engine import Engine
 from echelon.errors import ConfigError
 from echelon.heads.base import Head
 from echelon.inputs import check_kind, name_of
+from echelon.methods import METHODS, Can
 from echelon.model.load.loading import LoadedModel, check_vocabularies, load_model
 from echelon.ops import compiled
 from echelon.scheduler import Scheduler
-from echelon.stats import Stats
+from echelon.stats import Stats, Usage
 from echelon.storage import Storage
-from echelon.trees import growth_of
+from echelon.trees import Growth, StaticTree, chain
 
 if TYPE_CHECKING:
     from echelon.model.graphs.ahead import Ahead
@@ -40,7 +41,6 @@ class Parts:
 
     engine: Engine
     target: LoadedModel
-    head: AttachedHead | None
     storage: Storage
     max_len: int
 
@@ -70,7 +70,7 @@ def build(
     models = [target] if draft is None else [target, draft]
     storage = STRATEGIES[config.strategy](config, models, max_len, spec.num_speculative_tokens if spec else 0, head)
     logger.info("%s", storage.plan)
-    return Parts(_engine(config, spec, storage, head), target, head, storage, max_len)
+    return Parts(_engine(config, spec, storage), target, storage, max_len)
 
 
 def _loaded(config: EngineConfig, model: str | os.PathLike[str] | LoadedModel, device: str, field: str) -> LoadedModel:
@@ -87,11 +87,11 @@ def _loaded(config: EngineConfig, model: str | os.PathLike[str] | LoadedModel, d
 def _draft_model(
     config: EngineConfig, spec: SpeculativeConfig | None, target: LoadedModel, loaded: LoadedModel | None
 ) -> LoadedModel | None:
-    if spec is None or spec.method != "draft_model":
+    if spec is None or METHODS[spec.method].needs != "model":
         return None
     source = spec.model if loaded is None else loaded
     if source is None:
-        raise ConfigError("method 'draft_model' needs the key 'model': a folder or hub name of a small model")
+        raise ConfigError(f"method {spec.method!r} needs the key 'model': a folder or hub name of a small model")
     draft = _loaded(config, source, target.device.type, "draft_model")
     check_vocabularies(target, draft)
     return draft
@@ -114,24 +114,21 @@ def _context(config: EngineConfig, target: LoadedModel) -> int:
     return longest
 
 
-def _engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Storage, head: AttachedHead | None) -> Engine:
+def _engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Storage) -> Engine:
     """The first runner of `storage` is the target's, the second a draft model's; a drafter stands behind its guard."""
     target, scheduler, ahead = storage.runners[0], _scheduler(config, spec, storage), _ahead(spec, storage)
     if spec is None:
         return Engine(target, NoDrafter(), scheduler, ahead=ahead)
-    drafter = _drafter(config, spec, storage, head)
+    drafter: Drafter = METHODS[spec.method].build(config, spec, storage)
     guard = GuardedDrafter(drafter, target.loaded.vocab_size, spec.grows_trees)
-    stats = Stats(target=target.usage, drafter_faults=guard.faults)
-    if len(storage.runners) > 1:
-        stats.draft = storage.runners[1].usage
-    if isinstance(drafter, HeadDrafter):
-        stats.draft = drafter.usage
+    passes = storage.runners[1].usage if len(storage.runners) > 1 else getattr(drafter, "usage", Usage())
+    stats = Stats(target=target.usage, draft=passes, drafter_faults=guard.faults)
     return Engine(target, guard, scheduler, _rule(spec), ahead, stats)
 
 
 def _ahead(spec: SpeculativeConfig | None, storage: Storage) -> Ahead | None:
     """Steps are launched early where the device decides alone what is drafted and kept, and no text changes its keys as it grows."""
-    is_drafted_there = spec is None or (spec.method == "draft_model" and not spec.grows_trees and spec.min_score == -math.inf)
+    is_drafted_there = spec is None or (Can.RUN_AHEAD in METHODS[spec.method].can and not spec.grows_trees and spec.min_score == -math.inf)
     is_exact = spec is None or spec.acceptance == "exact"
     runners = storage.runners
     if any(r.captured is None or r.loaded.original_context is not None for r in runners) or not (is_drafted_there and is_exact):
@@ -156,15 +153,40 @@ def _scheduler(config: EngineConfig, spec: SpeculativeConfig | None, storage: St
     )
 
 
-def _drafter(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, head: AttachedHead | None) -> Drafter:
-    vocab_size = storage.runners[0].loaded.vocab_size
-    if head is not None:
-        return HeadDrafter(head, growth_of(spec, head.depth), storage.head_cache, spec.min_score)
-    if spec.method == "ngram":
-        return NgramDrafter(spec)
+def ngram_drafter(_config: EngineConfig, spec: SpeculativeConfig, _storage: Storage) -> Drafter:
+    return NgramDrafter(spec)
+
+
+def draft_model_drafter(config: EngineConfig, spec: SpeculativeConfig, storage: Storage) -> Drafter:
+    target, draft = storage.runners
     keeps_probs = spec.acceptance == "rejection"
     growth = growth_of(spec, None) if spec.grows_trees else None
-    return DraftModelDrafter(storage.runners[1], config.max_num_batched_tokens, vocab_size, keeps_probs, spec.min_score, growth)
+    return DraftModelDrafter(draft, config.max_num_batched_tokens, target.loaded.vocab_size, keeps_probs, spec.min_score, growth)
+
+
+def head_drafter(_config: EngineConfig, spec: SpeculativeConfig, storage: Storage) -> Drafter:
+    assert storage.head is not None
+    return HeadDrafter(storage.head, growth_of(spec, storage.head.depth), storage.head_cache, spec.min_score)
+
+
+def growth_of(spec: SpeculativeConfig, max_depth: int | None) -> Growth:
+    """How the configured chains or trees grow, no path longer than `max_depth`.
+
+    Raises
+    ------
+    ConfigError  the configured paths are no tree
+    """
+    count, method = spec.num_speculative_tokens, METHODS[spec.method]
+    longest, only_ranks = 64 if max_depth is None else max_depth, not spec.confidence_threshold
+    if spec.tree == "chain":
+        return chain(min(count, longest), only_ranks)
+    if spec.tree == "dynamic":
+        return method.dynamic(spec.tree_top_k, spec.tree_top_p, min(spec.tree_depth, longest))
+    paths = spec.speculative_token_tree or method.paths
+    try:
+        return StaticTree([p for p in paths[:count] if len(p) <= longest], only_ranks)
+    except ValueError as error:
+        raise ConfigError(f"speculative_token_tree: {error}") from error
 
 
 def _rule(spec: SpeculativeConfig) -> Rule:

@@ -179,8 +179,7 @@ class Engine:
             self._drop_unawaited()
         emitted = [len(row.sequence) - before for row, before in zip(rows, lengths, strict=True)]
         num_inputs = sum(row.num_new + kept.num_draft_tokens for row, kept in zip(rows, verdict, strict=True))
-        plan = step.plan
-        record = StepRecord(rows, verdict, emitted, num_inputs, len(plan.preempted), self.timer.take())
+        record = StepRecord(rows, verdict, emitted, num_inputs, len(step.plan.preempted), self.timer.take())
         for observer in list(self.observers):
             observer(record)
         return [row.sequence for row, count in zip(rows, emitted, strict=True) if count or row.sequence.is_finished]

@@ -60,7 +60,7 @@ class LLM:
         self.config = EngineConfig(**settings)
         self.speculative_config = speculative(speculative_config)
         parts = build(self.config, self.speculative_config, model, draft_model, draft_head)
-        self.engine, self.target, self.head, self.storage = parts.engine, parts.target, parts.head, parts.storage
+        self.engine, self.target, self.storage = parts.engine, parts.target, parts.storage
         self.max_len, self.memory_plan = parts.max_len, parts.storage.plan
         self.inputs = InputProcessor(self.target, self.max_len, self.engine.scheduler)
         self._lock = threading.Lock()
@@ -77,7 +77,7 @@ class LLM:
             for sequence in (*self.engine.scheduler.running, *self.engine.scheduler.waiting):
                 self.engine.abort(sequence)
             self.storage.free()
-            self.engine = self.target = self.head = self.storage = self.inputs = cast(Any, _Closed())
+            self.engine = self.target = self.storage = self.inputs = cast(Any, _Closed())
 
     def __enter__(self) -> Self:
         return self

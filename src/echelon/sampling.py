@@ -225,7 +225,7 @@ class Sampler:
         if p.logits_processors:
             output = [*tokens, *path][self.num_prompt_tokens :]
             for processor in p.logits_processors:
-                out = np.asarray(processor(output, out), np.float32)
+                out = np.array(processor(output, out), np.float32, order="C")
         return out
 
     def _penalise(self, out: Float32, tokens: SequenceOf[int], path: SequenceOf[int]) -> None:

@@ -23,10 +23,11 @@ from echelon.scheduler import Selector
 
 @dataclass(frozen=True)
 class Storage:
-    """One runner a model, on pools of equally many blocks; a head's cache; which rows take part in a step (None: all)."""
+    """One runner a model, on pools of equally many blocks; the head that drafts, its cache; which rows take part in a step (None: all)."""
 
     plan: MemoryPlan
     runners: SequenceOf[Runner[Any]]
+    head: AttachedHead | None = None
     head_cache: KVCache | None = None
     selector: Selector | None = None
 
@@ -72,7 +73,7 @@ def build_unpadded(
     if captures:
         for runner in runners:
             runner.capture()
-    return Storage(plan, runners, cache(head.shapes, head.dtype) if head and head.shapes else None)
+    return Storage(plan, runners, head, cache(head.shapes, head.dtype) if head and head.shapes else None)
 
 
 def captures_steps(config: EngineConfig, device: torch.device) -> bool:

@@ -27,7 +27,7 @@ BUILD = "import sys, runpy; sys.argv[0] = 'setup.py'; runpy.run_path('setup.py',
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As where the installation could build none."""
-    monkeypatch.setattr(compiled, "kernels", None)
+    monkeypatch.setattr(compiled, "kernels", compiled.MISSING)
     monkeypatch.setattr(compiled, "REASON", "compilation failed: no such file: Python.h")
     monkeypatch.setattr(compiled.platform, "machine", lambda: "x86_64")
     compiled.warn_once_if_missing.cache_clear()

@@ -121,8 +121,11 @@ def torn_detokenizer(patch: Patch, llm: LLM) -> None:
 
 # site → (how it fails, whether the victim is answered all the same)
 SITES: dict[str, tuple[Fault, bool]] = {
-    "tokenize": (lambda p, llm: failing(p, llm, "encode", lambda text, *_: text == VICTIM, KeyError("piece")), False),
-    "validate": (lambda p, llm: failing(p, llm, "check_prompt", lambda tokens, *_: is_victim(tokens, llm), ZeroDivisionError()), False),
+    "tokenize": (lambda p, llm: failing(p, llm.inputs, "encode", lambda text, *_: text == VICTIM, KeyError("piece")), False),
+    "validate": (
+        lambda p, llm: failing(p, llm.inputs, "check_prompt", lambda tokens, *_: is_victim(tokens, llm), ZeroDivisionError()),
+        False,
+    ),
     "admit": (lambda p, llm: failing(p, llm.engine.scheduler, "add", lambda s: is_victim(s.tokens, llm), RequestError("no")), False),
     "plan": (lambda p, llm: failing(p, llm.engine.scheduler, "_plan_row", lambda s, _: is_victim(s.tokens, llm), IndexError("row")), False),
     "prefill": (at_run(lambda span: span.start == 0), False),

@@ -197,7 +197,7 @@ def test_an_exception_in_one_requests_work_ends_it_alone(
     if site == "logprobs":
         monkeypatch.setattr("echelon.acceptance.logprobs_of", lambda *_: 1 / 0)
     if site == "detokenizer":
-        monkeypatch.setattr(llm, "_detokenizer", lambda tokens, _: BrokenDecoder() if tokens == given[VICTIM] else None)
+        monkeypatch.setattr(llm.inputs, "_detokenizer", lambda tokens, _: BrokenDecoder() if tokens == given[VICTIM] else None)
         outputs = [out for _, out in llm.stream(given, asked) if out.finished]
         outputs.sort(key=lambda out: given.index(out.prompt_token_ids))
     else:

@@ -53,8 +53,8 @@ def doctor(
             "acceptance": llm.acceptance_name,
             "same text": _promise(llm.acceptance_name, framework_layers(llm.target.model)),
         }
-        if llm.head is not None:
-            report["head"] = _known(llm.head, llm.target)
+        if llm.storage.head is not None:
+            report["head"] = _known(llm.storage.head, llm.target)
     if json_output:
         typer.echo(json.dumps(report))
         return

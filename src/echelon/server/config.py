@@ -1,4 +1,4 @@
-"""How the server listens, and the bounds of everything that a client may send, hold or wait for."""
+"""Configuration of the server: where it listens, and the bounds of everything that a client may send, hold or wait for."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class BoundedProtocol(H11Protocol):
 
     @property
     def num_unread_bytes(self) -> int:
-        """What waits in this process, beside SEND_BYTES in the system."""
+        """Bytes that wait in this process, beside SEND_BYTES in the system."""
         return self.transport.get_write_buffer_size()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -109,7 +109,7 @@ class BoundedProtocol(H11Protocol):
         self._watch_head()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP gets an error like all others, unless an answer is on its way already."""
+        """Answer what is no HTTP with an error like all others, unless a response is on its way already."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             error = _answer_to(sys.exception(), msg)
             body = json.dumps(error.body).encode()
@@ -153,7 +153,7 @@ class BoundedProtocol(H11Protocol):
 
 
 def _answer_to(error: BaseException | None, msg: str) -> ApiError:
-    """What a client is told whose bytes the parser has refused."""
+    """The error response to bytes that the parser has refused."""
     if isinstance(error, TooManyPiecesError):
         return ApiError(413, str(error), "too_many_pieces")
     if getattr(error, "error_status_hint", 400) == 431:

@@ -58,7 +58,7 @@ class EngineCollector:
 
 
 class ServerMetrics:
-    """What a server shows at /metrics. Labels come from fixed sets, so that no client can add a series."""
+    """All metrics of a server. Labels come from fixed sets, so that no client can add a series."""
 
     def __init__(self, llm: LLM, prefix: str, model: str) -> None:
         self._registry = CollectorRegistry()

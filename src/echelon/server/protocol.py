@@ -1,4 +1,4 @@
-"""What clients send and get, after OpenAI's API: one description for every route, which validates, and documents itself as OpenAPI.
+"""Requests of clients, after OpenAI's API: one description for every route, which validates, and documents itself as OpenAPI.
 
 Fields that OpenAI documents are accepted. Those that ask for what this server cannot do are refused by name unless they ask for nothing;
 unknown fields are refused. Fields beyond OpenAI's have vLLM's names.
@@ -87,7 +87,7 @@ class StreamOptions(Strict):
 
 
 class GenerationRequest(Strict):
-    """What completions and chat share."""
+    """Fields that completions and chat share."""
 
     model: Text | None = None
     frequency_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
@@ -294,7 +294,7 @@ class ApiError(Exception):
 
 
 def validation_error(problems: SequenceOf[Mapping[str, Any]], body: Any = None) -> ApiError:
-    """What is wrong with a body's first bad field, naming it; never its value, which may be long or private."""
+    """The error response for a body's first bad field, named; never with its value, which may be long or private."""
     problem = _most_telling(problems, body)
     missing = problem["loc"][-1:] if problem["type"] == "missing" else ()
     path = [str(part) for part in (*real_path(problem["loc"][1:], body), *missing)]
@@ -317,7 +317,7 @@ def validation_error(problems: SequenceOf[Mapping[str, Any]], body: Any = None) 
 
 
 def _most_telling(problems: SequenceOf[Mapping[str, Any]], body: Any) -> Mapping[str, Any]:
-    """Of the problems that every form of the first field has, the one of the form that fits furthest: its type does, or more entries do."""
+    """The problem to report of a field with alternative types: that of the one that fits furthest by its type, or by more entries."""
     field = _field_of_forms(problems[0], body)
     if field is None:
         return problems[0]

@@ -1,4 +1,4 @@
-"""What clients get, after OpenAI's API; `protocol` says what they send."""
+"""Response bodies, after OpenAI's API."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TokenUsage(BaseModel):
 
 
 class SpeculativeDecoding(BaseModel):
-    """Of one sequence; `mean_acceptance_length` counts the extra token of every step that drafted, as in vLLM."""
+    """Speculation statistics of one sequence; `mean_acceptance_length` counts the extra token of every step that drafted, as in vLLM."""
 
     mean_acceptance_length: float | None
     draft_acceptance_rate: float | None

@@ -138,7 +138,7 @@ class Serializer:
         return TokenUsage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
 
     def metrics(self, job: GenerationJob) -> ResponseMetrics | None:
-        """How speculation went; of one sequence, so nothing where there are several."""
+        """Speculation statistics of a request of one sequence, and the rule of acceptance; `None` where nothing drafts."""
         config = self._llm.speculative_config
         if config is None:
             return None
@@ -150,8 +150,8 @@ class Serializer:
     def completion_logprobs(
         self, job: GenerationJob, sequence: Sequence, start: int, end: int, offset: int, echo: str | None = None
     ) -> CompletionLogprobs | None:
-        """Of output tokens `start … end − 1`, where the output begins at character `offset`; those of the prompt, whose text is `echo`,
-        before them.
+        """Log-probabilities of output tokens `start … end − 1`, where the output begins at character `offset`; before them those of
+        the prompt, whose text is `echo`.
         """
         if not job.has_logprobs:
             return None
@@ -207,7 +207,7 @@ class StreamSerializer:
         self._has_begun = [False] * count
 
     def _head(self, i: int, sequence: Sequence) -> Iterator[bytes]:
-        """What the chunks of a sample begin with: a role, or the echoed prompt, whose logprobs are known once it has been read."""
+        """The first chunk of a sample: a role, or the echoed prompt, whose logprobs are known once it has been read."""
         self._has_begun[i] = True
         if self._job.is_chat:
             yield self._event(i, {"delta": {"role": "assistant", "content": ""}}, None, None)
@@ -216,7 +216,7 @@ class StreamSerializer:
             yield self._event(i, {"text": text}, logprobs, None)
 
     def chunks(self, states: SequenceOf[RowState]) -> Iterator[bytes]:
-        """What is new since the last call."""
+        """Chunks of what is new since the last call."""
         for i, (sequence, state) in enumerate(zip(self._job.sequences, states, strict=True)):
             if self._is_over[i] or state.error is not None:
                 continue

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.ops.linear import PackedWeight, packed_linear
+from echelon.ops import devices
+from echelon.ops.contract import PackedWeight
 
 SERVED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CONVERSIONS = {
@@ -50,7 +51,7 @@ class PackedParameter(torch.Tensor):
         data = stacked.data if keep_weights else absent(tuple(stacked.shape), stacked)
         parameter = cls._made(data, None, stacked if keep_weights else None, is_fast)
         for i, weight in enumerate(stacked.detach()):
-            parameter._derived[i] = cls.of(PackedWeight.pack(weight, is_fast), None)  # type: ignore[attr-defined]
+            parameter._derived[i] = cls.of(devices.backend_of(weight).pack(weight, is_fast), None)  # type: ignore[attr-defined]
         return parameter
 
     @classmethod
@@ -65,7 +66,7 @@ class PackedParameter(torch.Tensor):
         """Made where it is first asked for."""
         if self._packed is None:
             assert self.original is not None
-            self._packed = PackedWeight.pack(self.original.detach(), self.is_fast)
+            self._packed = devices.backend_of(self.original).pack(self.original.detach(), self.is_fast)
         return self._packed
 
     @property
@@ -76,18 +77,22 @@ class PackedParameter(torch.Tensor):
     def _converted(self, dtype: torch.dtype) -> Tensor:
         """This weight in another dtype, packed once."""
         if dtype not in self._derived:
-            values = self.packed.rows(torch.arange(self.packed.columns, device=self.packed.data.device))
-            self._derived[dtype] = PackedParameter.of(PackedWeight.pack(values.to(dtype), self.is_fast), None)
+            data = self.packed.data
+            backend = devices.backend_of(data)
+            values = backend.packed_rows(self.packed, torch.arange(self.packed.columns, device=data.device))
+            self._derived[dtype] = PackedParameter.of(backend.pack(values.to(dtype), self.is_fast), None)
         return self._derived[dtype]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first, keywords = args[0] if args else None, kwargs or {}
         if func in (F.linear, F.embedding) and len(args) > 1 and isinstance(args[1], cls) and not args[1].is_stack:
+            packed = args[1].packed
+            backend = devices.backend_of(packed.data)
             if func is F.embedding:
-                return args[1].packed.rows(args[0])
+                return backend.packed_rows(packed, args[0])
             bias = args[2] if len(args) > 2 else keywords.get("bias")
-            return packed_linear(args[0], args[1].packed, None if bias is None else bias.float())
+            return backend.packed_linear(args[0], packed, None if bias is None else bias.float())
         if func in CONVERSIONS and isinstance(first, cls) and not first.is_stack:
             dtype = _dtype_of(func, args[1:], keywords)
             if dtype in SERVED_DTYPES:
