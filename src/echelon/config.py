@@ -4,54 +4,23 @@ from __future__ import annotations
 
 import ast
 import math
-import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     StrictBool,
     StrictFloat,
     StrictInt,
     StrictStr,
-    ValidationError,
     model_validator,
 )
 
-from echelon.errors import ConfigError, EchelonError
-from echelon.inputs import LARGEST, Text, described, kind_of, plain, problems_of, shown
+from echelon.errors import ConfigError
+from echelon.inputs import LARGEST, Text, kind_of, shown
 from echelon.methods import ALIASES, METHODS, Can, method_names
-
-
-class Settings(BaseModel):
-    """Base of every object a user fills in: immutable, unknown keys refused, one-line errors that name the remedy. No type stands in for
-    another, but numbers of NumPy and PyTorch for Python's own, and paths for text.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
-    error: ClassVar[type[EchelonError]] = ConfigError
-
-    def __init__(self, /, **values: Any) -> None:
-        given = {key: plain(value) for key, value in values.items()}
-        try:
-            super().__init__(**given)
-        except ValidationError as failure:
-            raise self.error(self._explain(failure, given)) from None
-
-    @classmethod
-    def _explain(cls, failure: ValidationError, given: dict[str, Any]) -> str:
-        """Every problem, in one line; the value of a field with `repr=False` is secret."""
-        lines = []
-        for place, problems in problems_of(failure, given).items():
-            if problems[0]["type"] == "extra_forbidden":
-                lines.append(f"{cls.__name__} has no key {shown(place)}; known keys: {', '.join(cls.model_fields)}")
-            else:
-                field = cls.model_fields.get(re.split(r"[.[]", place)[0])
-                lines.append(described(place, problems, cls.__name__, is_secret=field is not None and not field.repr))
-        return "; ".join(lines)
+from echelon.settings import Settings
 
 
 def _known_method(name: str) -> str:

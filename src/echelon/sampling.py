@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, model_validator
 
-from echelon.config import Settings
 from echelon.errors import EchelonError, RequestError, RowError
 from echelon.inputs import LARGEST, IdKey, Text, kind_of
+from echelon.settings import Settings
 from echelon.token_counts import TokenCounts
 
 Float32 = NDArray[np.float32]

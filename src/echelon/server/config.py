@@ -8,8 +8,8 @@ from typing import Self
 
 from pydantic import ConfigDict, Field, SecretStr, model_validator
 
-from echelon.config import Settings
 from echelon.errors import ConfigError
+from echelon.settings import Settings
 
 SHORTEST_KEY = 16  # characters
 
