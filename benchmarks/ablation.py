@@ -22,9 +22,9 @@ import transformers
 from transformers import PreTrainedModel
 
 from benchmarks.ablation_document import write_document
+from benchmarks.cells import Cell, Record, Records, chosen, run_cells
 from benchmarks.workloads import EVIDENCE, ROOT, source
 from echelon import LLM, SamplingParams
-from echelon.bench.cells import Cell, Record, Records, chosen, run_cells
 from echelon.bench.report import write_json
 from echelon.bench.throughput import environment
 from echelon.demo import TARGET

@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
 
-from echelon.bench.cells import Records
+from benchmarks.cells import Records
 from echelon.bench.report import described, table, write_json
 
 LADDER = {

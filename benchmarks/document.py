@@ -7,17 +7,17 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cells import Records
 from benchmarks.document_heads import heads_findings, heads_part
 from benchmarks.document_peers import peers_findings, peers_part, read_runs
 from benchmarks.gpu_report import gpu_part
 from benchmarks.replayed import mean_tokens_per_step
 from benchmarks.results import PUBLISHED, Cells, picture, plain_speed, results_of, tokens_per_step
-from echelon.bench.cells import Records
 from echelon.bench.latency import Latency
 from echelon.bench.latency import as_markdown as latency_as_markdown
+from echelon.bench.phases import SPLIT
 from echelon.bench.plot import STRATEGY_COLOURS, Curve, line_chart, split_chart, strategy_lines
 from echelon.bench.report import described, steps_as_markdown, table
-from echelon.bench.steps import SPLIT
 from echelon.bench.throughput import CONFIDENT, ThroughputResult
 
 GAINS = {8: 0.70, 16: 0.55}  # of tokens_per_step, set for processors whose matrix units leave 40 to 80 tokens a step nearly free

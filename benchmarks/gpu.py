@@ -25,13 +25,13 @@ import torch
 import transformers
 from transformers import OPTConfig
 
+from benchmarks.cells import Cell, Record, Records, chosen, run_cells
 from benchmarks.gpu_report import gpu_table
 from benchmarks.prefill import PrefilledRun, Prefix, bytes_per_token, decode, write_prefixes
 from benchmarks.replayed import AcceptanceHistogram, replay, rescaled
 from benchmarks.results import PUBLISHED
 from benchmarks.workloads import EVIDENCE, NUM_TEXTS, ROOT, Beginnings, source
 from echelon import LLM, ConfigError, SamplingParams
-from echelon.bench.cells import Cell, Record, Records, chosen, run_cells
 from echelon.bench.clock import clock_of, kernel_seconds
 from echelon.bench.framework import FrameworkRun
 from echelon.bench.kernels import measure_attention, measure_machine

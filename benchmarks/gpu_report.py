@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from echelon.bench.cells import Record, Records
+from benchmarks.cells import Record, Records
 from echelon.bench.report import described, table
 
 VERDICTS = {True: "holds", False: "**misses**", None: "–"}

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import sysconfig
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from echelon import LLM, SamplingParams
 from echelon.bench.report import write_json
 from echelon.bench.throughput import default_methods, environment
-from echelon.bench.workloads import code_prompts
+from echelon.bench.workloads import code_prompts, source_texts
 from echelon.demo import DRAFT, TARGET, held_out_files
 from echelon.model.load.loading import load_model, load_plain
 
@@ -36,8 +35,7 @@ def held_out_loss(folder: Path, num_windows: int = 48) -> float:
     """Mean cross-entropy, nats a token, on evenly spaced windows of the held-out files; every position counts."""
     model, tokenizer = load_plain(str(folder))
     assert tokenizer is not None
-    root = Path(sysconfig.get_paths()["stdlib"])
-    text = [t for name in held_out_files() if (root / name).is_file() for t in [0, *tokenizer.encode((root / name).read_text("utf-8"))]]
+    text = [token for source in source_texts(held_out_files()) for token in [0, *tokenizer.encode(source)]]
     starts = torch.linspace(0, len(text) - WINDOW - 1, num_windows).long().tolist()
     losses = []
     for start in starts:

@@ -18,7 +18,7 @@ from echelon import LLM, SamplingParams
 from echelon.batch import Span
 from echelon.bench.clock import time_parts
 from echelon.bench.latency import sequence_of
-from echelon.bench.steps import Recorder, Sums
+from echelon.bench.phases import Recorder, Sums
 from echelon.bench.throughput import DecodingMethod, Prompts, Run, ThroughputResult, display_name, engine_result
 from echelon.bench.verify import STRATEGIES
 from echelon.errors import ConfigError

@@ -27,8 +27,9 @@ import httpx
 
 from echelon import LLM, SamplingParams
 from echelon.bench.report import table, write_json
-from echelon.bench.serve import ask, code_texts
+from echelon.bench.serve import ask
 from echelon.bench.throughput import environment
+from echelon.bench.workloads import code_texts
 from echelon.cli.measured import load_target
 from echelon.demo import DRAFT, TARGET, held_out_files
 from echelon.model.load.loading import load_model

@@ -21,12 +21,12 @@ from typing import Any
 
 import transformers
 
+from benchmarks.cells import Cell, Record, Records, chosen, run_cells
 from benchmarks.document import write_document
 from benchmarks.prefill import PrefilledRun
 from benchmarks.replayed import AcceptanceHistogram, replay, rescaled
 from benchmarks.workloads import PADDINGS, ROOT, SMALL, Models, Size, source
 from echelon import LLM, SamplingParams
-from echelon.bench.cells import Cell, Record, Records, chosen, run_cells
 from echelon.bench.latency import measure_latency
 from echelon.bench.throughput import CONFIDENT, DecodingMethod, default_methods, environment, measure
 from echelon.bench.verify import VerificationJob, verify_model

@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass, field
 from functools import partial
 from pathlib import Path
 
-from echelon.bench.cells import Cell, Record, Records, run_cells
+from benchmarks.cells import Cell, Record, Records, run_cells
 from echelon.bench.throughput import environment
 from tools import dependencies
 from tools.mutants import MUTANTS, Mutant

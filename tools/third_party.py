@@ -26,7 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from echelon import LLM, SamplingParams
-from echelon.bench.serve import code_texts
+from echelon.bench.workloads import code_texts
 from echelon.demo import TARGET, held_out_files
 
 ROOT = Path(__file__).parents[1]

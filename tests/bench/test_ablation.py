@@ -12,7 +12,7 @@ from test_train_heads import counting, tiny_target
 
 from benchmarks import ablation
 from benchmarks.ablation_document import write_document
-from echelon.bench.cells import Records
+from benchmarks.cells import Records
 from echelon.bench.throughput import environment
 
 

@@ -15,16 +15,16 @@ import toys
 from matplotlib.figure import Figure
 
 from benchmarks import tables
+from benchmarks.cells import Cell
 from benchmarks.document import findings, write_document
 from benchmarks.prefill import PrefilledRun, check_memory, decode, read_prefixes
 from benchmarks.replayed import AcceptanceHistogram, mean_tokens_per_step, replay, rescaled
 from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench import peers
-from echelon.bench.cells import Cell
 from echelon.bench.framework import FrameworkRun, framework_runs
 from echelon.bench.latency import arrivals, serve
+from echelon.bench.phases import SPLIT, Recorder
 from echelon.bench.report import speeds_as_markdown
-from echelon.bench.steps import SPLIT, Recorder
 from echelon.bench.throughput import HEAD_TOKENS, DecodingMethod, ThroughputResult, default_methods, from_json, measure, methods_of
 from echelon.bench.verify import STRATEGIES
 from echelon.bench.workloads import code_prompts, edit_prompts, ems_prompt, renamed, workload

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from echelon.batch import RaggedBatch, Span
 from echelon.bench.clock import seconds_of
+from echelon.bench.report import table
 from echelon.errors import ConfigError
 from echelon.kv.blocks import BlockTables
 from echelon.model import pack as unpadded
@@ -199,30 +200,20 @@ def _attend(query: Tensor, copies: list[tuple[Tensor, Tensor]], batch: RaggedBat
 
 
 def attention_as_markdown(results: SequenceOf[AttentionSpeed]) -> str:
-    lines = [
-        f"attention of {ATTENTION_ROWS} rows × {ATTENTION_CONTEXT:,} tokens of context",
-        "",
-        "| heads / key-value heads × size | new tokens a row | ms | GB/s of keys and values | of reading | GFLOP/s |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {r.heads} / {r.kv_heads} × {r.size} | {r.new_tokens} | {r.milliseconds:.3f} | {r.gb:.1f} | {r.read:.2f} | {r.gflop:.0f} |"
+    head = ["heads / key-value heads × size", "new tokens a row", "ms", "GB/s of keys and values", "of reading", "GFLOP/s"]
+    rows = [
+        (f"{r.heads} / {r.kv_heads} × {r.size}", r.new_tokens, f"{r.milliseconds:.3f}", f"{r.gb:.1f}", f"{r.read:.2f}", f"{r.gflop:.0f}")
         for r in results
     ]
-    return "\n".join(lines)
+    return f"attention of {ATTENTION_ROWS} rows × {ATTENTION_CONTEXT:,} tokens of context\n\n{table(head, rows)}"
 
 
 def as_markdown(machine: Machine, results: SequenceOf[LinearSpeed]) -> str:
-    lines = [
-        f"read {machine.read_gb:.1f} GB/s, copy {machine.copy_gb:.1f} GB/s, matmul {machine.matmul_gflop:.0f} GFLOP/s",
-        "",
-        "| [N, K] | rows | ms | GB/s | of reading | GFLOP/s | of the matmul | oneDNN packed / ours | F.linear / ours |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    head = ["[N, K]", "rows", "ms", "GB/s", "of reading", "GFLOP/s", "of the matmul", "oneDNN packed / ours", "F.linear / ours"]
+    rows = []
     for r in results:
+        speeds = f"{r.milliseconds:.3f}", f"{r.gb:.1f}", f"{r.read:.2f}", f"{r.gflop:.0f}", f"{r.gflop / machine.matmul_gflop:.2f}"
         onednn = "–" if r.onednn is None else f"{r.onednn:.2f}"
-        lines.append(
-            f"| {r.columns} × {r.depth} | {r.rows} | {r.milliseconds:.3f} | {r.gb:.1f} | {r.read:.2f} "
-            f"| {r.gflop:.0f} | {r.gflop / machine.matmul_gflop:.2f} | {onednn} | {r.plain:.2f} |"
-        )
-    return "\n".join(lines)
+        rows.append((f"{r.columns} × {r.depth}", r.rows, *speeds, onednn, f"{r.plain:.2f}"))
+    limits = f"read {machine.read_gb:.1f} GB/s, copy {machine.copy_gb:.1f} GB/s, matmul {machine.matmul_gflop:.0f} GFLOP/s"
+    return f"{limits}\n\n{table(head, rows)}"

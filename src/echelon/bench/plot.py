@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.bench.latency import Latency
-from echelon.bench.steps import SPLIT
+from echelon.bench.phases import SPLIT
 from echelon.bench.throughput import ThroughputResult
 from echelon.errors import MissingExtraError
 

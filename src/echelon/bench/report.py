@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
 
-from echelon.bench.steps import SPLIT
+from echelon.bench.phases import SPLIT
 from echelon.bench.throughput import ThroughputResult
 from echelon.inputs import write_text
 from echelon.memory import mebibytes

@@ -10,11 +10,9 @@ import asyncio
 import json
 import random
 import re
-import sysconfig
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.errors import ConfigError, MissingExtraError, RequestError
@@ -73,18 +71,6 @@ class Goal:
     def is_met(self, answer: RequestTiming) -> bool:
         is_prompt = self.ttft_ms is None or answer.ttft * 1e3 <= self.ttft_ms
         return is_prompt and (self.tpot_ms is None or (answer.tpot or 0.0) * 1e3 <= self.tpot_ms)
-
-
-def code_texts(files: SequenceOf[str], count: int, num_characters: int) -> list[str]:
-    """Pieces of standard-library `files`, spread evenly; no tokenizer is needed, for the server's is unknown."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    texts = [(root / name).read_text("utf-8") for name in files if (root / name).is_file()]
-    pieces = [t[i : i + num_characters] for t in texts for i in range(0, len(t) - 2 * num_characters, 2 * num_characters)]
-    if len(pieces) < count:
-        raise ConfigError(
-            f"the held-out files give {len(pieces)} prompts of {num_characters} characters, {count} were asked for; ask for fewer"
-        )
-    return [pieces[i * len(pieces) // count] for i in range(count)]
 
 
 async def measure(url: str, key: str | None, model: str | None, traffic: Traffic, goal: Goal) -> dict[str, Any]:

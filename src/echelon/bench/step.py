@@ -20,6 +20,7 @@ import torch
 
 from echelon.batch import RaggedBatch, Span
 from echelon.bench.clock import clock_of, kernel_seconds, seconds_of
+from echelon.bench.report import table
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.model.attention import record_layers
@@ -144,13 +145,9 @@ def _result(width: int, tokens_per_row: int, context: int, taken: list[tuple[flo
 
 def as_markdown(results: SequenceOf[StepSpeed]) -> str:
     one = results[0].milliseconds
-    lines = [
-        f"| tokens | ms | × the pass over {results[0].tokens} | linear | attention | other | reading the weights | pass / reading |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {r.tokens} | {r.milliseconds:.1f} | {r.milliseconds / one:.2f} | {r.linear:.1f} | {r.attention:.1f} | {r.other:.1f} "
-        f"| {r.reading:.1f} | {r.milliseconds / r.reading:.2f} |"
-        for r in results
-    ]
-    return "\n".join(lines)
+    head = ["tokens", "ms", f"× the pass over {results[0].tokens}", "linear", "attention", "other", "reading the weights", "pass / reading"]
+    rows = []
+    for r in results:
+        parts = (f"{value:.1f}" for value in (r.linear, r.attention, r.other, r.reading))
+        rows.append((r.tokens, f"{r.milliseconds:.1f}", f"{r.milliseconds / one:.2f}", *parts, f"{r.milliseconds / r.reading:.2f}"))
+    return table(head, rows)

@@ -18,7 +18,7 @@ import transformers
 
 from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench.clock import time_parts
-from echelon.bench.steps import Recorder, Sums
+from echelon.bench.phases import Recorder, Sums
 from echelon.bench.verify import STRATEGIES
 from echelon.memory import mebibytes
 from echelon.model.load.loading import LoadedModel
@@ -71,7 +71,7 @@ class ThroughputResult:
     """One method at one batch size.
 
     tokens_per_second         new tokens over the whole call, prefill included; one a round
-    decode_tokens_per_second  without prefill (see `steps` and `EngineRun`); one a round, 0 where nothing was decoded after it
+    decode_tokens_per_second  without prefill (see `phases` and `EngineRun`); one a round, 0 where nothing was decoded after it
     tokens_per_step           emitted per row and step
     num_identical             rows whose token ids equal plain decoding alone
     acceptance                [num_draft_tokens, num_accepted, count] of every pair that occurred

@@ -7,6 +7,7 @@ import re
 import sysconfig
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,6 +15,7 @@ from echelon import LLM
 from echelon.errors import ConfigError
 from echelon.requests import read_lines, read_requests
 
+Text = TypeVar("Text", str, list[int])
 WORKLOADS = {
     "continue": "go on with held-out Python source",
     "edit": "write held-out source again, one name changed: most of the text is there to copy",
@@ -59,15 +61,26 @@ def code_prompts(tokenizer: PreTrainedTokenizerBase, files: SequenceOf[str], cou
 
     `files` are paths below the standard library's folder; those that are missing or short are passed over.
     """
+    return pieces([tokenizer.encode(text) for text in source_texts(files)], count, num_tokens, "tokens")
+
+
+def code_texts(files: SequenceOf[str], count: int, num_characters: int) -> list[str]:
+    """The same in characters, where the tokenizer is unknown."""
+    return pieces(source_texts(files), count, num_characters, "characters")
+
+
+def source_texts(files: SequenceOf[str]) -> list[str]:
+    """Those of `files`, paths below the standard library's folder, that are there."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    pieces: list[list[int]] = []
-    for name in files:
-        if (root / name).is_file():
-            tokens: list[int] = tokenizer.encode((root / name).read_text("utf-8"))
-            pieces += [tokens[i : i + num_tokens] for i in range(0, len(tokens) - 2 * num_tokens, 2 * num_tokens)]
-    if len(pieces) < count:
-        raise ConfigError(f"the held-out files give {len(pieces)} prompts of {num_tokens} tokens, {count} were asked for; ask for fewer")
-    return [pieces[i * len(pieces) // count] for i in range(count)]
+    return [(root / name).read_text("utf-8") for name in files if (root / name).is_file()]
+
+
+def pieces(texts: SequenceOf[Text], count: int, length: int, unit: str) -> list[Text]:
+    """`count` pieces of this length, spread evenly over all texts; as much as a piece is left out between two of a text."""
+    found = [text[i : i + length] for text in texts for i in range(0, len(text) - 2 * length, 2 * length)]
+    if len(found) < count:
+        raise ConfigError(f"the held-out files give {len(found)} prompts of {length} {unit}, {count} were asked for; ask for fewer")
+    return [found[i * len(found) // count] for i in range(count)]
 
 
 def edit_prompts(tokenizer: PreTrainedTokenizerBase, files: SequenceOf[str], count: int, num_tokens: int) -> list[list[int]]:

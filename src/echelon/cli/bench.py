@@ -21,6 +21,7 @@ from echelon.bench.kernels import (
 )
 from echelon.bench.kernels import as_markdown as kernels_as_markdown
 from echelon.bench.overhead import measure_all
+from echelon.bench.report import table
 from echelon.bench.throughput import environment
 from echelon.cli.bench_serve import serve
 from echelon.cli.latency import LatencyOptions, latency
@@ -47,9 +48,8 @@ def overhead(
 ) -> None:
     """Milliseconds of a step outside the model: scheduling, packing, verifying, sampling; vocabulary 32,000."""
     rows = measure_all(trees)
-    typer.echo("| batch | drafted a row | temperature | median ms | largest ms |\n|---|---|---|---|---|")
-    for r in rows:
-        typer.echo(f"| {r.batch_size} | {r.num_draft_tokens} | {r.temperature} | {r.median_ms:.2f} | {r.largest_ms:.2f} |")
+    head = ["batch", "drafted a row", "temperature", "median ms", "largest ms"]
+    typer.echo(table(head, [(r.batch_size, r.num_draft_tokens, r.temperature, f"{r.median_ms:.2f}", f"{r.largest_ms:.2f}") for r in rows]))
     write_report(output, "overhead", {"environment": environment(), "results": [asdict(r) for r in rows]})
 
 

@@ -12,7 +12,8 @@ import typer
 from rich.markup import escape
 
 from echelon.bench.report import write_json
-from echelon.bench.serve import Goal, Traffic, as_markdown, code_texts, measure
+from echelon.bench.serve import Goal, Traffic, as_markdown, measure
+from echelon.bench.workloads import code_texts
 from echelon.cli.measured import JsonOption
 from echelon.cli.shared import errors
 from echelon.demo import held_out_files

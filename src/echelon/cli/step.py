@@ -15,7 +15,7 @@ from echelon.bench.report import write_json
 from echelon.bench.shapes import SHAPES, random_model
 from echelon.bench.step import as_markdown, measure_steps
 from echelon.bench.throughput import environment
-from echelon.cli.measured import JsonOption
+from echelon.cli.measured import JsonOption, sizes_of
 from echelon.cli.shared import errors
 from echelon.model.load.loading import load_model
 from echelon.ops import compiled, devices
@@ -33,9 +33,7 @@ def step(
     """One forward pass by its number of tokens, beside merely reading the weights; in milliseconds, linear layers and attention apart."""
     if not devices.has_kernels(torch.empty(0, device=devices.chosen_device("auto"))):
         raise ConfigError(f"there are no compiled kernels to measure ({compiled.REASON}); install with a C++ compiler at hand")
-    widths = sorted(int(part) for part in tokens.split(",") if part.strip().isdigit())
-    if not widths or widths[0] < 1:
-        raise ConfigError(f"--tokens {tokens!r} are no numbers; write 1,8,32")
+    widths = sorted(sizes_of(tokens, "--tokens"))
     with errors.status(f"making {model}"):
         loaded = random_model(model) if model in SHAPES else load_model(model, device="auto")
     with Progress(console=errors, transient=True) as progress:
