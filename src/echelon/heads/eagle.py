@@ -25,6 +25,8 @@ class EagleOptions:
 
 
 class EagleHead(Head):
+    """One decoder layer; a state [s = d] is the predicted feature."""
+
     method: ClassVar[str] = "eagle"
     options_class: ClassVar[type] = EagleOptions
     hidden_state_names: tuple[HiddenStateName, ...] = ("last",)

@@ -65,6 +65,8 @@ class WideLayer(nn.Module):
 
 
 class Eagle3Head(Head):
+    """One wide decoder layer and an output layer of its own; a state [s = d] is the layer's output."""
+
     method: ClassVar[str] = "eagle3"
     options_class: ClassVar[type] = Eagle3Options
     d2t: Tensor  # int64[draft_vocab_size]
