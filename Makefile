@@ -13,8 +13,8 @@ test: lint
 	$(BIN)/python -m pytest --numprocesses=logical --dist=worksteal --durations=20
 
 lint: $(READY)
-	$(BIN)/ruff check src tests scripts
-	$(BIN)/ruff format --check src tests scripts
+	$(BIN)/ruff check src benchmarks tools tests scripts
+	$(BIN)/ruff format --check src benchmarks tools tests scripts
 	$(BIN)/mypy
 
 # Train the embedded pair again (about two hours on two cores; resumable).
@@ -33,20 +33,20 @@ heads: $(READY)
 
 # The table of the README, the overhead of a step, the kernels beside the machine's own rates.
 bench: $(READY)
-	$(BIN)/python scripts/prove.py bench
+	$(BIN)/python -m tools.prove bench
 
 # Every full-size proof, cell by cell; goes on where it was cut off. Results: docs/evidence/prove.json
 prove: $(READY)
-	$(BIN)/python scripts/prove.py
+	$(BIN)/python -m tools.prove
 
 # Which of them belong to the sources as they are.
 prove-status: $(READY)
-	$(BIN)/python scripts/prove.py --status
+	$(BIN)/python -m tools.prove --status
 
 # A server under good, bad and abandoned requests for MINUTES; then it must be as it was.
 MINUTES ?= 10
 soak: $(READY)
-	$(BIN)/python scripts/soak.py $(MINUTES)
+	$(BIN)/python -m tools.soak $(MINUTES)
 
 # The C++ kernels alone, on random shapes, under the address and undefined-behaviour sanitisers.
 CASES ?= 300

@@ -5,4 +5,4 @@ set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 [ -x "$python" ] || python=python3
-PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" exec "$python" scripts/gpu_check.py "$@"
+PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m benchmarks.gpu "$@"

@@ -14,7 +14,7 @@ from hypothesis import settings
 if not torch.cuda.is_available():  # Triton decides when it is first imported, by whomever
     os.environ["TRITON_INTERPRET"] = "1"
 
-from families import FAMILIES, offered
+from families import FAMILIES
 
 from echelon.ops import compiled
 
@@ -35,7 +35,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 def family(request: pytest.FixtureRequest) -> Iterator[str]:
     """The test runs with the kernels of every instruction family that this machine has."""
     best = compiled.isa()
-    if request.param not in offered():
+    if request.param not in compiled.offered_isas():
         pytest.skip(f"this machine has no {request.param}")
     compiled.set_isa(request.param)
     yield request.param

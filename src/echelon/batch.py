@@ -48,6 +48,7 @@ class RaggedBatch:
     prompt_lens int32[B]    those of them that were given, not generated
     block_table int32[B, M] the row's KV blocks in order; entries past its own are arbitrary
     logit_rows  int64[R]    packed tokens whose logits are wanted, in order
+    logit_indptr int32[B+1] row i owns the rows of logits `logit_indptr[i]:logit_indptr[i + 1]`
     parents     int32[P]    in trees, the parent of every drafted node of a row, cached before or new, among them; −1: the last known
                             token. Node j of a row has place text_len + j in it. None: in every row the next follows the last
     node_indptr int32[B+1]  which of them are each row's, with `parents`; a chain may have none
@@ -63,6 +64,7 @@ class RaggedBatch:
     prompt_lens: Tensor
     block_table: Tensor
     logit_rows: Tensor
+    logit_indptr: Tensor
     block_size: int
     parents: Tensor | None = None
     node_indptr: Tensor | None = None

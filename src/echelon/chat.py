@@ -30,9 +30,11 @@ class ChatTokenizer(Protocol):
     """The part of a tokenizer that conversations need."""
 
     @property
-    def special_tokens_map(self) -> Mapping[str, str]: ...
+    def special_tokens_map(self) -> Mapping[str, str]:
+        """Special tokens by name."""
 
-    def get_chat_template(self) -> str: ...
+    def get_chat_template(self) -> str:
+        """The template, a Jinja text."""
 
 
 def render_chat(tokenizer: ChatTokenizer, messages: SequenceOf[Mapping[str, Any]], most_characters: int) -> str:

@@ -8,14 +8,22 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    model_validator,
+)
 
 from echelon.errors import ConfigError, EchelonError
 from echelon.inputs import LARGEST, Text, described, kind_of, plain, problems_of, shown
-
-METHOD_ALIASES = {"llma": "ngram"}
-HEADS = ("medusa", "clover", "clover2", "eagle", "eagle3")  # methods whose drafter reads the target's hidden states
-GROWING = ("draft_model", *HEADS)  # methods whose drafter scores tokens, and so can grow trees
+from echelon.methods import ALIASES, METHODS, Can, method_names
 
 
 class Settings(BaseModel):
@@ -46,6 +54,12 @@ class Settings(BaseModel):
         return "; ".join(lines)
 
 
+def _known_method(name: str) -> str:
+    if name not in METHODS:
+        raise ValueError(f"there is no such method; known: {', '.join(METHODS)}")
+    return name
+
+
 class SpeculativeConfig(Settings):
     """What proposes tokens. Keys are vLLM's; `prompt_lookup_source`, `acceptance` and `confidence_threshold` are ours.
 
@@ -66,12 +80,9 @@ class SpeculativeConfig(Settings):
     `num_speculative_tokens` nodes in all, no path longer than `tree_depth`: EAGLE-2's, `tree_top_k` children a node and nodes a level, for
     greedy requests by sharpened probabilities (`echelon.trees.SHARPNESS`; not with `medusa`); for `clover` and `clover2` Clover's, of a
     node's `tree_top_k` likeliest children those that make up `tree_top_p`.
-    `replay` measures speed on untrained weights: it accepts as many tokens as a histogram says (a JSON list of
-    [num_draft_tokens, num_accepted, count] in the file `replay_histogram`, or the law with the mean `replay_tokens_per_step`), and its
-    text is meaningless.
     """
 
-    method: Literal["ngram", "draft_model", "replay", "medusa", "clover", "clover2", "eagle", "eagle3"]
+    method: Annotated[StrictStr, AfterValidator(_known_method)]
     model: Text | None = None
     num_speculative_tokens: StrictInt = Field(default=5, ge=1, le=64)
     prompt_lookup_max: StrictInt = Field(default=2, ge=1, le=16)
@@ -86,9 +97,6 @@ class SpeculativeConfig(Settings):
     tree_top_k: StrictInt = Field(default=4, ge=1, le=64)
     tree_top_p: StrictFloat = Field(default=0.8, gt=0.0, le=1.0)
     tree_depth: StrictInt = Field(default=5, ge=1, le=64)
-    replay_histogram: Text | None = None
-    replay_tokens_per_step: StrictFloat | None = None
-    replay_seed: StrictInt = Field(default=0, ge=0, lt=1 << 64)
 
     @model_validator(mode="before")
     @classmethod
@@ -96,7 +104,7 @@ class SpeculativeConfig(Settings):
         """Aliases of `method`, and a lone `prompt_lookup_max` means that length only, as in vLLM."""
         values = dict(values)
         if isinstance(method := values.get("method"), str):
-            values["method"] = METHOD_ALIASES.get(method, method)
+            values["method"] = ALIASES.get(method, method)
         if isinstance(paths := values.get("speculative_token_tree"), str):
             values["speculative_token_tree"] = _parsed_tree(paths)
         if "prompt_lookup_max" in values:
@@ -104,36 +112,36 @@ class SpeculativeConfig(Settings):
         return values
 
     @model_validator(mode="after")
+    def _method_can_do_it(self) -> Self:
+        can, name = METHODS[self.method].can, self.method
+        is_rejection, ranked = self.acceptance == "rejection", f"tree = {self.tree!r}" if self.grows_trees else None
+        if is_rejection and Can.REJECTION not in can:
+            ranked = repr(name)
+        elif self.grows_trees and Can.TREES not in can:
+            growing = ", ".join(method_names(Can.TREES))
+            raise ValueError(f"tree = {self.tree!r} belongs to {growing}; method {name!r} drafts chains: leave it out")
+        if is_rejection and ranked:
+            raise ValueError(f"acceptance = 'rejection' is defined on chains of drawn tokens, and {ranked} ranks them; leave it out")
+        if self.confidence_threshold and Can.CONFIDENCE not in can:
+            raise ValueError(
+                f"confidence_threshold = {self.confidence_threshold} needs a drafter with probabilities, and {name!r} has none: "
+                "leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min = {self.prompt_lookup_min} exceeds prompt_lookup_max = {self.prompt_lookup_max}; lower the first"
             )
-        has_source = [self.replay_histogram is not None, self.replay_tokens_per_step is not None]
-        if sum(has_source) != (self.method == "replay"):
-            raise ValueError("replay_histogram or replay_tokens_per_step: method 'replay' needs exactly one of them, others take neither")
-        if self.is_head and self.acceptance == "rejection":
-            raise ValueError(f"acceptance = 'rejection' is defined on chains of drawn tokens, and {self.method!r} ranks them; leave it out")
-        if self.grows_trees and self.method not in GROWING:
-            raise ValueError(f"tree = {self.tree!r} belongs to {', '.join(GROWING)}; method {self.method!r} drafts chains: leave it out")
-        if self.grows_trees and self.acceptance == "rejection":
-            raise ValueError(
-                f"acceptance = 'rejection' is defined on chains of drawn tokens, and tree = {self.tree!r} ranks them; leave it out"
-            )
         if self.speculative_token_tree is not None and self.tree != "static":
             raise ValueError("speculative_token_tree needs tree = 'static'; set it, or leave the paths out")
-        if self.confidence_threshold and self.method in ("ngram", "replay"):
-            raise ValueError(
-                f"confidence_threshold = {self.confidence_threshold} needs a drafter with probabilities, and {self.method!r} has none: "
-                "leave it out"
-            )
         if self.confidence_threshold and self.acceptance == "rejection":
             raise ValueError(
                 "confidence_threshold would choose among drawn tokens, and acceptance = 'rejection' keeps the distribution only if nothing "
                 "does; leave one of them out"
             )
-        if self.method == "replay" and self.acceptance != "exact":
-            raise ValueError(f"method 'replay' accepts what it is told, so acceptance = {self.acceptance!r} has no meaning; leave it out")
         return self
 
     @property
@@ -148,7 +156,7 @@ class SpeculativeConfig(Settings):
 
     @property
     def is_head(self) -> bool:
-        return self.method in HEADS
+        return METHODS[self.method].needs == "head"
 
     @property
     def grows_trees(self) -> bool:

@@ -1,15 +1,25 @@
-"""What a drafter proposes: a ragged forest of tokens."""
+"""What a drafter proposes, a ragged forest of tokens, and what of it survives."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from echelon.errors import EchelonError
+from echelon.sampling import Logprobs
+
 Int32 = NDArray[np.int32]
+
+
+def indptr_of(counts: Sequence[int] | NDArray[np.int64]) -> Int32:
+    """int32[B+1]: where each row's items begin, and the end of the last, from how many every row has."""
+    indptr = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=indptr[1:])
+    return indptr
 
 
 @dataclass(frozen=True)
@@ -20,25 +30,21 @@ class Draft:
     parents int32[N]    index of the parent among the row's own nodes; −1: child of the row's last known token
     indptr  int32[B+1]  starts at 0
     probs   float64[N, V] or None  the distribution each token was drawn from, where rejection asks; None: proposed with certainty
-    replayed int32[B] or None  how many tokens to keep, whatever the target says: set by the `replay` drafter alone, whose text is no text,
-                                 and heeded only where the configuration names it
     """
 
     tokens: Int32
     parents: Int32
     indptr: Int32
     probs: NDArray[np.float64] | None = None
-    replayed: Int32 | None = None
 
     @classmethod
-    def chains(cls, proposals: Sequence[Sequence[int]], probs: NDArray[np.float64] | None = None, replayed: Int32 | None = None) -> Draft:
+    def chains(cls, proposals: Sequence[Sequence[int]], probs: NDArray[np.float64] | None = None) -> Draft:
         """One chain per row; an empty proposal is a row that is not drafted for."""
         lengths = [len(p) for p in proposals]
-        indptr = np.zeros(len(lengths) + 1, np.int32)
-        np.cumsum(lengths, out=indptr[1:])
+        indptr = indptr_of(lengths)
         tokens = np.fromiter((t for p in proposals for t in p), np.int32, int(indptr[-1]))
         parents = np.arange(len(tokens), dtype=np.int32) - np.repeat(indptr[:-1], lengths) - 1
-        return cls(tokens, parents.astype(np.int32), indptr, probs, replayed)
+        return cls(tokens, parents.astype(np.int32), indptr, probs)
 
     @classmethod
     def trees(cls, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Draft:
@@ -71,6 +77,30 @@ class Draft:
         """Parents of row i's nodes."""
         parents: list[int] = self.parents[self.indptr[i] : self.indptr[i + 1]].tolist()
         return parents
+
+
+@dataclass(frozen=True)
+class RowVerdict:
+    """What survived of one row of a step.
+
+    path             accepted nodes, root first, as indices among the row's own nodes
+    accepted         their tokens
+    next_token       the extra token: recovered after a rejection, bonus after full acceptance; −1 where nothing was sampled or could be
+    logprobs         of accepted and extra token, where requested
+    prompt_logprobs  of the prompt tokens that this step passed, where requested
+    error            why the row cannot go on after what it accepted; its neighbours know nothing of it
+    """
+
+    num_draft_tokens: int
+    path: list[int]
+    accepted: list[int]
+    next_token: int
+    logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
+    error: EchelonError | None = None
+
+
+Verdict = list[RowVerdict]  # one a row
 
 
 def node_depths(parents: Sequence[int]) -> list[int]:

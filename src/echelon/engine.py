@@ -1,29 +1,31 @@
-"""The step: plan, draft, one forward pass over every row, verify, keep, settle.
+"""The step: plan, launch, settle.
 
-Where the device can do all that by itself (`model.graphs.ahead`), a step is launched before the last one is settled, so that it never
-waits for the host. A row that turns out to have ended costs one step, whose verdict on it is dropped.
+On the host a step is drafted, run and verified at once. Where the device can do all that by itself (`model.graphs.ahead`), a step is
+launched before the last one is settled, so that the device never waits for the host. A row that turns out to have ended costs one step,
+whose verdict on it is dropped.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
+from torch import Tensor
+
+from echelon.acceptance import Exact, Rule, verify
 from echelon.batch import Span
-from echelon.draft import Draft
+from echelon.draft import Draft, RowVerdict, Verdict
 from echelon.drafters.base import Drafter
 from echelon.model.runner import Runner
-from echelon.scheduler import Plan, Scheduler
-from echelon.sequence import AheadRow, PlannedRow, Sequence
-from echelon.stats import Stats
-from echelon.verify import Acceptance, Verdict, verify
+from echelon.scheduler import Scheduler
+from echelon.sequence import Plan, PlannedRow, Sequence
+from echelon.stats import Stats, StepObserver, StepRecord, StepTimer
 
 if TYPE_CHECKING:
-    from echelon.model.graphs.ahead import Ahead, Landing  # imports Triton
+    from echelon.model.graphs.ahead import Ahead  # imports Triton
 
 
 def spans_of(rows: SequenceOf[PlannedRow], draft: Draft) -> list[Span]:
@@ -40,36 +42,72 @@ def spans_of(rows: SequenceOf[PlannedRow], draft: Draft) -> list[Span]:
     return spans
 
 
-@dataclass
-class Flight:
-    """A step that was launched and is not settled. `lost` rows, by their sequences' ids, have gone meanwhile."""
-
-    rows: list[AheadRow]
-    landing: Landing
-    lost: set[int] = field(default_factory=set)
+class LaunchedStep(Protocol):
+    """A step that runs, or has run, and is not settled."""
 
     @property
-    def expected(self) -> dict[int, tuple[int, AheadRow]]:
-        """By sequence: the row with its place."""
-        return {row.sequence.id: (place, row) for place, row in enumerate(self.rows) if row.sequence.id not in self.lost}
+    def plan(self) -> Plan: ...
+
+    def verdict(self) -> Verdict:
+        """Wait for the verdict on every row, awaited or not."""
+        ...
+
+    def commit(self, row: PlannedRow, kept: RowVerdict, is_followed: bool) -> None:
+        """Keep keys and values of fed tokens and accepted drafts; give the rest back, unless the row `is_followed` by one in flight."""
+        ...
+
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:
+        """Tell the drafter, if it drafted on the host."""
+        ...
+
+    def discard(self) -> None:
+        """Count what was fed as padding: nobody waits for the verdict."""
+        ...
+
+
+@dataclass(frozen=True)
+class HostStep:
+    """A step that the host has drafted, run and verified. `hidden_states` [T, F] of all tokens fed, where the drafter wants them."""
+
+    plan: Plan
+    target: Runner[Any]
+    drafter: Drafter
+    found: Verdict
+    hidden_states: Tensor | None
+
+    def verdict(self) -> Verdict:
+        return self.found
+
+    def commit(self, row: PlannedRow, kept: RowVerdict, is_followed: bool) -> None:  # noqa: ARG002
+        self.target.commit(row.sequence.id, row.start + row.num_new, kept.path)
+
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:
+        self.drafter.observe(rows, verdict, self.hidden_states)
+
+    def discard(self) -> None: ...
 
 
 class Engine:
-    """One target, one drafter, one scheduler. `step` until nothing `has_work`. With `ahead`, steps are launched early where they can be."""
+    """One target, one drafter, one scheduler. `step` until nothing `has_work`. With `ahead`, steps are launched early where they can be.
+
+    timer      measures the parts of steps
+    observers  called with a record of every step once it is settled; `stats` is the first
+    """
 
     def __init__(
         self,
         target: Runner[Any],
         drafter: Drafter,
         scheduler: Scheduler,
-        acceptance: Acceptance = "exact",
+        rule: Rule | None = None,
         ahead: Ahead | None = None,
+        stats: Stats | None = None,
     ) -> None:
-        self.target, self.drafter, self.scheduler, self.acceptance, self.ahead = target, drafter, scheduler, acceptance, ahead
-        self.flight: Flight | None = None
-        self._is_watched = False  # the next step is not launched ahead: the host must see some row's logits
-        self.stats = Stats(target=target.usage)
-        self.clock: Callable[[], float] = time.perf_counter  # what the parts of a step are timed by
+        self.target, self.drafter, self.scheduler = target, drafter, scheduler
+        self.rule, self.ahead = rule or Exact(), ahead
+        self.in_flight: LaunchedStep | None = None
+        self.stats, self.timer = stats or Stats(target=target.usage), StepTimer()
+        self.observers: list[StepObserver] = [self.stats.count]
 
     @property
     def has_work(self) -> bool:
@@ -81,114 +119,84 @@ class Engine:
     def abort(self, sequence: Sequence) -> None:
         self.scheduler.abort(sequence)
         self.drafter.forget(sequence.id)
-        if self.flight is not None:
-            self.flight.lost.add(sequence.id)
+        if self.in_flight is not None:
+            self.in_flight.plan.gone.add(sequence.id)
+            self._drop_unawaited()
+
+    @contextmanager
+    def observed(self, observer: StepObserver) -> Iterator[None]:
+        """Inside, `observer` is called with a record of every step."""
+        self.observers.append(observer)
+        try:
+            yield
+        finally:
+            self.observers.remove(observer)
 
     def step(self) -> list[Sequence]:
         """One step of every running row; returns the sequences that grew in it or finished. Where it is launched and not settled yet, these
         are those of the step before: at first none.
         """
-        launched = self._launched()
-        if launched is None and self.flight is None:
-            return self._step()
-        flight, self.flight = self.flight, launched
-        return [] if flight is None else self._land(flight)
-
-    def _launched(self) -> Flight | None:
-        """The next step, in flight; None where it has to be planned once all is known."""
-        if self.ahead is None or self._is_watched:
-            return None
-        start = time.perf_counter()
-        rows = self.scheduler.next_ahead(self.flight.expected if self.flight else {})
-        planned = time.perf_counter()
-        landing = self.ahead.launch(rows) if rows else None
-        self._spend(schedule=planned - start, layout=time.perf_counter() - planned)
-        return None if landing is None else Flight(rows, landing)
-
-    def _land(self, flight: Flight) -> list[Sequence]:
-        """Settle what was in flight. A row for which no token could be chosen is in the next step, where the host sees why."""
-        start = time.perf_counter()
-        found = flight.landing.verdict()
-        landed = time.perf_counter()
-        flight.lost |= {row.sequence.id for row in flight.rows if row.sequence.is_finished}
-        flight.landing.count([None if row.sequence.id in flight.lost else len(row.sequence) for row in flight.rows])
-        expected = [(row, *found[place]) for place, row in flight.expected.values()]
-        following = self.flight.expected if self.flight else {}
-        for row, own, accepted in expected:
-            is_stuck = own[accepted] < 0
-            if is_stuck and self.flight is not None:
-                self.flight.lost.add(row.sequence.id)
-            self._is_watched |= is_stuck
-            assert self.ahead is not None
-            self.ahead.keep(row, len(row.sequence) + accepted - is_stuck, is_followed=row.sequence.id in following and not is_stuck)
-        rows = [PlannedRow(row.sequence, len(row.sequence) - 1, 1, row.num_drafted, row.num_drafted) for row, _, _ in expected]
-        verdict = Verdict(
-            num_draft_tokens=[row.num_drafted for row, _, _ in expected],
-            paths=[list(range(accepted)) for _, _, accepted in expected],
-            accepted=[own[:accepted] for _, own, accepted in expected],
-            next_tokens=[own[accepted] for _, own, accepted in expected],
-            logprobs=[[] for _ in expected],
-            prompt_logprobs=[[] for _ in expected],
-        )
-        grown = self._settle(Plan(rows), verdict, sum(row.num_new + row.max_draft_tokens for row in rows))
-        if self.flight is not None and all(row.sequence.is_finished for _, row in self.flight.expected.values()):
-            self.flight.landing.count([None] * len(self.flight.rows))  # nobody waits for it
-            self.flight = None
-        self._spend(forward=landed - start, settle=time.perf_counter() - landed)
-        return grown
-
-    def _step(self) -> list[Sequence]:
-        """All of a step at once."""
-        self._is_watched = False
-        clock = [self.clock()]
-        plan = self.scheduler.next_step()
+        before, launched = self.in_flight, None
+        with self.timer("schedule"):
+            plan = self.scheduler.next_step(before.plan if before else None, self.ahead is not None)
         for sequence in plan.preempted:
             self.drafter.forget(sequence.id)
-        clock.append(self.clock())
-        draft = self.drafter.propose(plan.rows)
-        clock.append(self.clock())
-        batch = self.target.pack(spans_of(plan.rows, draft))
-        clock.append(self.clock())
-        logits, hidden_states = self.target.run(batch)
-        clock.append(self.clock())
-        verdict = verify(draft, logits, plan.rows, self.acceptance)
-        clock.append(self.clock())
-        self._commit(plan.rows, verdict)
-        start = self.clock()
-        self.drafter.observe(plan.rows, verdict, hidden_states)
-        observing = self.clock() - start
-        grown = self._settle(plan, verdict, batch.num_tokens)
-        clock.append(self.clock())
-        parts = dict(zip(self.stats.seconds, (end - start for start, end in pairwise(clock)), strict=True))
-        self._spend(**parts)
-        self._spend(draft=observing, settle=-observing)
-        return grown
+        if plan.runs_ahead and self.ahead is not None:
+            with self.timer("layout"):
+                launched = self.ahead.launch(plan)
+        if before is None and launched is None:
+            before = self._run(plan)
+        self.in_flight = launched
+        return self._settle(before) if before is not None else []
 
-    def _commit(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:
-        """Keep the keys and values of fed tokens and accepted drafts, give the rest back."""
-        for row, path in zip(rows, verdict.paths, strict=True):
-            self.target.commit(row.sequence.id, row.start + row.num_new, path)
+    def _run(self, plan: Plan) -> LaunchedStep:
+        """Carry out a step on the host."""
+        with self.timer("draft"):
+            draft = self.drafter.propose(plan.rows)
+        with self.timer("layout"):
+            batch = self.target.pack(spans_of(plan.rows, draft))
+        with self.timer("forward"):
+            logits, hidden_states = self.target.run(batch)
+        with self.timer("verify"):
+            verdict = verify(draft, logits, batch.logit_indptr, plan.rows, self.rule)
+        return HostStep(plan, self.target, self.drafter, verdict, hidden_states)
 
-    def _settle(self, plan: Plan, verdict: Verdict, num_input_tokens: int) -> list[Sequence]:
-        """Append what survived, and count it; the sequences that grew or finished."""
-        lengths = [len(row.sequence) for row in plan.rows]
-        for sequence in self.scheduler.settle(plan, verdict):
-            self.drafter.forget(sequence.id)
-        stats = self.stats
-        stats.num_steps += 1
-        stats.num_input_tokens += num_input_tokens
-        stats.num_preemptions += len(plan.preempted)
-        grown = []
-        for row, before, drafted, path in zip(plan.rows, lengths, verdict.num_draft_tokens, verdict.paths, strict=True):
-            if emitted := len(row.sequence) - before:
-                stats.count_row(drafted, len(path), emitted)
-            if emitted or row.sequence.is_finished:
-                grown.append(row.sequence)
-        return grown
+    def _settle(self, step: LaunchedStep) -> list[Sequence]:
+        """Keep, observe and append what survived of the rows that are still awaited."""
+        with self.timer("forward"):
+            found = step.verdict()
+        rows = [row for row in step.plan.rows if step.plan.awaits(row)]
+        verdict = [kept for row, kept in zip(step.plan.rows, found, strict=True) if step.plan.awaits(row)]
+        with self.timer("settle"):
+            for row, kept in zip(rows, verdict, strict=True):
+                step.commit(row, kept, self._is_followed(row, kept))
+        with self.timer("draft"):
+            step.observe(rows, verdict)
+        with self.timer("settle"):
+            lengths = [len(row.sequence) for row in rows]
+            for sequence in self.scheduler.settle(rows, verdict):
+                self.drafter.forget(sequence.id)
+            self._drop_unawaited()
+        emitted = [len(row.sequence) - before for row, before in zip(rows, lengths, strict=True)]
+        num_inputs = sum(row.num_new + kept.num_draft_tokens for row, kept in zip(rows, verdict, strict=True))
+        record = StepRecord(rows, verdict, emitted, num_inputs, len(step.plan.preempted), self.timer.take())
+        for observer in list(self.observers):
+            observer(record)
+        return [row.sequence for row, count in zip(rows, emitted, strict=True) if count or row.sequence.is_finished]
 
-    def _spend(self, **seconds: float) -> None:
-        for part, more in seconds.items():
-            self.stats.seconds[part] += more
+    def _is_followed(self, row: PlannedRow, kept: RowVerdict) -> bool:
+        """Is the row in the step in flight? Not if no token could be chosen: then what is in flight of it began with none."""
+        if self.in_flight is None or row.sequence.id not in self.in_flight.plan.pending:
+            return False
+        if kept.next_token < 0:
+            self.in_flight.plan.gone.add(row.sequence.id)
+        return kept.next_token >= 0
+
+    def _drop_unawaited(self) -> None:
+        """Forget the step in flight once none of its rows is awaited."""
+        if self.in_flight is not None and not self.in_flight.plan.pending:
+            self.in_flight.discard()
+            self.in_flight = None
 
     def check(self) -> None:
         """Every invariant of the state; run after each step in tests."""

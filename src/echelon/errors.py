@@ -1,4 +1,4 @@
-"""Everything echelon raises on purpose. A message says what was asked, which limit it met, and what mends it."""
+"""Exceptions that echelon raises on purpose. A message says what was asked, which limit it met, and what mends it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from pathlib import Path
 
 
 class EchelonError(Exception):
-    """Base of all errors of this package. `place`: where in the code it arose, once its frames have been let go."""
+    """Base of all errors of this package. `location`: where in the code it arose, once its frames have been let go."""
 
-    place: str = ""
+    location: str = ""
 
 
 class ConfigError(EchelonError, ValueError):
     """A configuration value is unknown, out of range or contradicts another."""
+
+
+class ClosedError(EchelonError, RuntimeError):
+    """An `LLM` is used after it was closed."""
 
 
 class RequestError(EchelonError, ValueError):
@@ -26,34 +30,35 @@ class RowError(EchelonError):
 
 
 def row_error(error: Exception) -> EchelonError:
-    """What a request's output says about an exception in its work. It outlives the step, whose tensors the exception's frames hold: so
-    these are let go, and only their names stay.
+    """The error that a request's output carries for an exception in its work.
+
+    It outlives the step, whose tensors the exception's frames hold: so these are dropped, and only their names stay.
     """
     wrapped = error if isinstance(error, EchelonError) else RowError(f"{type(error).__name__} in the work of one request: {error}")
     if wrapped is not error:
         wrapped.__cause__ = error
-    wrapped.place = wrapped.place or _frames(error)
-    _let_go(wrapped)
+    wrapped.location = wrapped.location or _frames(error)
+    _drop_frames(wrapped)
     return wrapped
 
 
-def place_of(error: BaseException) -> str:
-    """An exception for the log: its kind and where it arose. What it says may hold pieces of a request, so that stays out."""
-    place = error.place if isinstance(error, EchelonError) else ""
-    return f"{type(error).__name__} in {place or _frames(error)}"
+def location_of(error: BaseException) -> str:
+    """Describe an exception for the log: its kind and where it arose. Its message may hold pieces of a request, so that stays out."""
+    location = error.location if isinstance(error, EchelonError) else ""
+    return f"{type(error).__name__} in {location or _frames(error)}"
 
 
 def _frames(error: BaseException) -> str:
-    """The last three frames that it came through, the innermost first."""
+    """The last three frames of its traceback, the innermost first."""
     frames = traceback.extract_tb((error.__cause__ or error).__traceback__)[-3:]
     return " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames))
 
 
-def _let_go(error: BaseException) -> None:
-    """What it came through, and what was being handled when it arose; likewise of its cause."""
+def _drop_frames(error: BaseException) -> None:
+    """Free its traceback and context, and those of its cause."""
     error.__traceback__ = error.__context__ = None
     if error.__cause__ is not None:
-        _let_go(error.__cause__)
+        _drop_frames(error.__cause__)
 
 
 class ModelLoadError(EchelonError):
@@ -106,7 +111,7 @@ class OutOfBlocksError(EchelonError):
 
 
 class OutputError(EchelonError):
-    """Results cannot be written: no space, no permission, no such place."""
+    """Results cannot be written: no space, no permission, no such folder."""
 
 
 class MissingExtraError(EchelonError):

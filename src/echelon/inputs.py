@@ -1,4 +1,4 @@
-"""What comes from outside, checked and made plain: numbers, text, token ids in any container, folders; and what messages say of them."""
+"""Checks of all that comes from outside (numbers, text, token ids in any container, folders), and how messages show it."""
 
 from __future__ import annotations
 
@@ -74,13 +74,22 @@ Conversation = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 _CONVERSATION: TypeAdapter[list[Message]] = TypeAdapter(Conversation)
 
 
-def shown(value: object) -> str:
-    """A value as a message shows it, however long or deep it is."""
+def shown(value: object, quote: bool = True) -> str:
+    """A value as a message shows it, in one line, however long or deep it is; `quote`: text stands in quotes."""
+    if isinstance(value, str):
+        cut = value if len(value) <= 120 else f"{value[:100]}… ({len(value):,} characters)"
+        return repr(cut) if quote else repr(cut)[1:-1]
     try:
         text = _REPR.repr(value)
     except ValueError:  # a whole number of thousands of digits
         text = f"<{kind_of(value)}>"
     return text if len(text) <= _REPR.maxother else text[: _REPR.maxother - 3] + "..."
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, cut; else its kind."""
+    text = str(error).strip()
+    return shown(text.splitlines()[0], quote=False).replace("\\'", "'") if text else type(error).__name__
 
 
 _REPR = reprlib.Repr()
@@ -94,13 +103,13 @@ def kind_of(value: object) -> str:
     return name if value is None else f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
 
 
-def real_path(place: SequenceOf[int | str], given: Any) -> list[int | str]:
-    """The keys and indices of `place` that lead into `given`: without the labels of a type's alternatives, which pydantic puts between."""
+def real_path(location: SequenceOf[int | str], value: Any) -> list[int | str]:
+    """The keys and indices of pydantic's `location` that lead into `value`: without the labels of a type's alternatives in between."""
     path: list[int | str] = []
-    for part in place:
-        is_index = isinstance(part, int) and isinstance(given, list | tuple) and 0 <= part < len(given)
-        if is_index or (isinstance(given, Mapping) and part in given):
-            path, given = [*path, part], given[part]
+    for part in location:
+        is_index = isinstance(part, int) and isinstance(value, list | tuple) and 0 <= part < len(value)
+        if is_index or (isinstance(value, Mapping) and part in value):
+            path, value = [*path, part], value[part]
     return path
 
 
@@ -110,32 +119,32 @@ def field_path(path: SequenceOf[int | str]) -> str:
 
 
 def problems_of(failure: ValidationError, given: Any) -> dict[str, list[ErrorDetails]]:
-    """What pydantic found wrong with `given`, by place; alternatives of one type stand together."""
-    found: dict[str, list[ErrorDetails]] = {}
+    """Group the problems that pydantic reports on `given` by path; alternatives of one type stand together."""
+    problems: dict[str, list[ErrorDetails]] = {}
     for problem in failure.errors(include_url=False):
         missing = [problem["loc"][-1]] if problem["type"] == "missing" else []
-        found.setdefault(field_path([*real_path(problem["loc"], given), *missing]), []).append(problem)
-    return found
+        problems.setdefault(field_path([*real_path(problem["loc"], given), *missing]), []).append(problem)
+    return problems
 
 
-def described(place: str, problems: SequenceOf[ErrorDetails], name: str = "", is_secret: bool = False) -> str:
-    """Problems at one place of what messages call `name`: the place, the value there and its limits. What is wrong with several values
+def described(path: str, problems: SequenceOf[ErrorDetails], name: str = "", is_secret: bool = False) -> str:
+    """Describe the problems of one field of `name`: its path, the value there and its limits. What is wrong with several values
     together shows none of them, nor does what is secret.
     """
-    dot = "." if name and place and not place.startswith("[") else ""
+    dot = "." if name and path and not path.startswith("[") else ""
     chosen = [p for p in problems if p["type"] == "value_error"] or problems  # a check of ours says more than "no list either"
-    said = " or ".join(dict.fromkeys(p["msg"].removeprefix("Value error, ") for p in chosen))
-    value = "" if not place or is_secret or problems[0]["type"] == "missing" else f" = {shown(problems[0]['input'])}"
-    where = f"{name}{dot}{place}{value}"
-    return f"{where}: {said}" if where else said
+    reason = " or ".join(dict.fromkeys(p["msg"].removeprefix("Value error, ") for p in chosen))
+    value = "" if not path or is_secret or problems[0]["type"] == "missing" else f" = {shown(problems[0]['input'])}"
+    where = f"{name}{dot}{path}{value}"
+    return f"{where}: {reason}" if where else reason
 
 
 def first_problem(failure: ValidationError, given: Any, name: str = "") -> str:
     """The first thing wrong with `given`; where a type has alternatives, with the one that reaches deepest."""
-    found = problems_of(failure, given)
-    first = next(iter(found))
-    place = max((p for p in found if p.startswith(first)), key=len)
-    return described(place, found[place], name)
+    problems = problems_of(failure, given)
+    first = next(iter(problems))
+    path = max((p for p in problems if p.startswith(first)), key=len)
+    return described(path, problems[path], name)
 
 
 def plain(value: Any) -> Any:
@@ -222,7 +231,7 @@ def conversation(messages: Any, name: str = "messages") -> list[dict[str, Any]]:
 
     Raises
     ------
-    RequestError  it is no list of messages; the message names the place
+    RequestError  it is no list of messages; the error names the field
     """
     if not isinstance(messages, list | tuple):
         raise RequestError(f"{name} is {kind_of(messages)}; give a list of messages such as {{'role': 'user', 'content': 'text'}}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from echelon.inputs import Prompt
 from echelon.sampling import Logprobs
 from echelon.sequence import Sequence
 from echelon.text import Decoder, decode_output, num_held_back
@@ -66,39 +67,60 @@ class RequestOutput:
         return all(o.finish_reason is not None for o in self.outputs)
 
 
-def request_output(samples: SequenceOf[Sequence], prompt: str | None, decoder: Decoder | None, acceptance: str) -> RequestOutput:
-    """The state of a request's samples, finished or not; `acceptance` names the rule by which drafted tokens are kept."""
-    first = samples[0]
-    steps = sum(s.num_steps for s in samples)
-    drafted, accepted = sum(s.num_draft_tokens for s in samples), sum(s.num_accepted_tokens for s in samples)
-    emitted = sum(s.num_output_tokens for s in samples)
-    prompt_logprobs = None
-    if first.params.prompt_logprobs is not None:
-        prompt_logprobs = [None, *(_entry(p, decoder) for p in first.prompt_logprobs)]
-    return RequestOutput(
-        str(first.id),
-        prompt,
-        first.tokens[: first.num_prompt_tokens],
-        [_completion(s, decoder) for s in samples],
-        RequestMetrics(steps, drafted, accepted, emitted / steps if steps else 0.0, accepted / drafted if drafted else 0.0, acceptance),
-        prompt_logprobs,
-    )
+class OutputBuilder:
+    """Build the outputs of one request while it grows; each token of its log-probabilities is decoded once.
 
+    samples     the request's sequences
+    acceptance  name of the rule by which drafted tokens are kept
+    """
 
-def _completion(sequence: Sequence, decoder: Decoder | None) -> CompletionOutput:
-    reason = sequence.finish_reason
-    has_logprobs = sequence.params.logprobs is not None
-    return CompletionOutput(
-        sequence.sampler.index,
-        _text(sequence, decoder),
-        sequence.output_tokens,
-        reason.value if reason else None,
-        sequence.sampler.seed,
-        list(sequence.is_accepted),
-        sum(p.logprob for p in sequence.logprobs) if has_logprobs else None,
-        [_entry(p, decoder) for p in sequence.logprobs] if has_logprobs else None,
-        str(sequence.error) if sequence.error else None,
-    )
+    def __init__(self, samples: list[Sequence], prompt: Prompt, decoder: Decoder | None, acceptance: str) -> None:
+        self.samples, self._prompt = samples, prompt if isinstance(prompt, str) else None
+        self._decoder, self._acceptance = decoder, acceptance
+        self._prompt_logprobs: list[dict[int, Logprob]] = []
+        self._logprobs: list[list[dict[int, Logprob]]] = [[] for _ in samples]
+
+    def output(self) -> RequestOutput:
+        """The request as it is now, finished or not."""
+        samples, first = self.samples, self.samples[0]
+        steps = sum(s.num_steps for s in samples)
+        drafted, accepted = sum(s.num_draft_tokens for s in samples), sum(s.num_accepted_tokens for s in samples)
+        emitted = sum(s.num_output_tokens for s in samples)
+        rates = emitted / steps if steps else 0.0, accepted / drafted if drafted else 0.0
+        self._decode_new(self._prompt_logprobs, first.prompt_logprobs)
+        return RequestOutput(
+            str(first.id),
+            self._prompt,
+            first.tokens[: first.num_prompt_tokens],
+            [self._completion(s, decoded) for s, decoded in zip(samples, self._logprobs, strict=True)],
+            RequestMetrics(steps, drafted, accepted, *rates, self._acceptance),
+            None if first.params.prompt_logprobs is None else [None, *self._prompt_logprobs],
+        )
+
+    def _completion(self, sequence: Sequence, decoded: list[dict[int, Logprob]]) -> CompletionOutput:
+        reason = sequence.finish_reason
+        has_logprobs = sequence.params.logprobs is not None
+        self._decode_new(decoded, sequence.logprobs)
+        return CompletionOutput(
+            sequence.sampler.index,
+            _text(sequence, self._decoder),
+            sequence.output_tokens,
+            reason.value if reason else None,
+            sequence.sampler.seed,
+            list(sequence.is_accepted),
+            sum(p.logprob for p in sequence.logprobs) if has_logprobs else None,
+            list(decoded) if has_logprobs else None,
+            str(sequence.error) if sequence.error else None,
+        )
+
+    def _decode_new(self, decoded: list[dict[int, Logprob]], logprobs: SequenceOf[Logprobs]) -> None:
+        """Extend `decoded` to all of `logprobs`: the token itself first, then the likeliest ones in order of rank."""
+        for new in logprobs[len(decoded) :]:
+            values = {new.token: (new.logprob, new.rank)}
+            for rank, (token, logprob) in enumerate(new.top.items(), 1):
+                values.setdefault(token, (logprob, rank))
+            decode = self._decoder.decode if self._decoder else None
+            decoded.append({t: Logprob(p, rank, decode([t]) if decode else None) for t, (p, rank) in values.items()})
 
 
 def _text(sequence: Sequence, decoder: Decoder | None) -> str:
@@ -114,11 +136,3 @@ def _text(sequence: Sequence, decoder: Decoder | None) -> str:
         return ""
     prompt = sequence.tokens[: sequence.num_prompt_tokens]
     return decode_output(decoder, prompt, sequence.shown_tokens, params.skip_special_tokens)
-
-
-def _entry(place: Logprobs, decoder: Decoder | None) -> dict[int, Logprob]:
-    """The token itself first, then the likeliest ones in order of rank."""
-    values = {place.token: (place.logprob, place.rank)}
-    for rank, (token, logprob) in enumerate(place.top.items(), 1):
-        values.setdefault(token, (logprob, rank))
-    return {t: Logprob(p, rank, decoder.decode([t]) if decoder else None) for t, (p, rank) in values.items()}

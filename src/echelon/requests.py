@@ -14,7 +14,7 @@ from echelon.errors import ConfigError, RequestError
 from echelon.inputs import Conversation, Text, first_problem
 
 if TYPE_CHECKING:
-    from echelon.api import LLM
+    from echelon.llm import LLM
 
 KEYS = ("prompt", "prompt_token_ids", "messages", "turns")
 
@@ -75,8 +75,8 @@ class Request:
         if self.prompt_token_ids is not None:
             return list(self.prompt_token_ids)
         if self.messages is not None:
-            return llm.encode_chat(self.messages)
-        return llm.encode(self.prompt or "")
+            return llm.inputs.encode_chat(self.messages)
+        return llm.inputs.encode(self.prompt or "")
 
 
 def request_from_text(index: int, text: str) -> Request:

@@ -27,7 +27,7 @@ Float32 = NDArray[np.float32]
 Int64 = NDArray[np.int64]
 LogitsProcessor = Callable[[list[int], Any], Any]  # (output tokens so far, float32 [V]) → float32 [V], like vLLM's
 
-ACCEPT, RESIDUAL, REPLAY = 1, 2, 3  # purposes of noise besides choosing a token
+ACCEPT, RESIDUAL = 1, 2  # purposes of noise besides choosing a token
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -225,7 +225,7 @@ class Sampler:
         if p.logits_processors:
             output = [*tokens, *path][self.num_prompt_tokens :]
             for processor in p.logits_processors:
-                out = np.asarray(processor(output, out), np.float32)
+                out = np.array(processor(output, out), np.float32, order="C")
         return out
 
     def _penalise(self, out: Float32, tokens: SequenceOf[int], path: SequenceOf[int]) -> None:

@@ -6,40 +6,16 @@ A row with n new tokens is the only shape: a prompt, a piece of one, and a decod
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
 from typing import Protocol
 
-from echelon.errors import EchelonError, RequestError
+from echelon.draft import RowVerdict, Verdict
+from echelon.errors import RequestError
 from echelon.kv.tables import KVTables
-from echelon.sampling import Logprobs
-from echelon.sequence import AheadRow, PlannedRow, Sequence
+from echelon.sequence import Plan, PlannedRow, Sequence
 
 PROMPT_LOGITS = 128  # prompt tokens a step of a row whose prompt logprobs are wanted: bounds the logits held at once
-
-
-class Outcome(Protocol):
-    """The part of a verdict that settling needs; see `verify.Verdict`."""
-
-    @property
-    def num_draft_tokens(self) -> list[int]: ...
-    @property
-    def accepted(self) -> list[list[int]]: ...
-    @property
-    def next_tokens(self) -> list[int]: ...
-    @property
-    def logprobs(self) -> list[list[Logprobs]]: ...
-    @property
-    def prompt_logprobs(self) -> list[list[Logprobs]]: ...
-    @property
-    def errors(self) -> dict[int, EchelonError]: ...
-
-
-@dataclass
-class Plan:
-    rows: list[PlannedRow]
-    preempted: list[Sequence] = field(default_factory=list)
 
 
 class Selector(Protocol):
@@ -84,6 +60,7 @@ class Scheduler:
         self._selector = selector
         self._refill = refill
         self._is_open = True  # may rows enter?
+        self._is_watched = False  # must the host see the next step's logits?
 
     @property
     def has_work(self) -> bool:
@@ -115,19 +92,31 @@ class Scheduler:
             self.waiting.remove(sequence)
         self._release(sequence)
 
-    def next_step(self) -> Plan:
+    def next_step(self, in_flight: Plan | None = None, may_run_ahead: bool = False) -> Plan:
         """Reserve slots for every row of the next step; where blocks are lacking, the youngest row gives its own back and waits.
 
         Decoding rows come first, so that a long prompt fed in pieces never holds them up; nor does it those that may enter (`_share`).
+
+        `may_run_ahead`: the device may carry out a step alone. It can where no row may enter and every row is known to emit what follows
+        from its logits and noise; while a step is `in_flight`, slots are reserved for the most that it may add. A plan without rows says
+        then that the step in flight has to be settled first.
         """
         self._is_open = self._is_open or not self.running
         if self._selector is not None:
             return self._selected_step(self._selector)
-        plan = Plan([])
-        budget = self._max_num_batched_tokens
+        is_ahead = may_run_ahead and not self._is_watched and not self._may_enter() and not any(map(self._needs_host, self.running))
+        plan, budget = Plan([]), self._max_num_batched_tokens
+        pending = in_flight.pending if in_flight else {}
+        if in_flight and not (is_ahead and pending.keys() >= {s.id for s in self.running}):
+            return plan
         for sequence in sorted(self.running, key=lambda s: len(s) - self._num_cached(s) > 1):
+            if sequence.id in pending and sequence.num_tokens_left == 1:
+                continue  # it ends with the step in flight
             while sequence in self.running and budget > 0:
-                row = self._plan_row(sequence, self._share(budget, len(self.waiting)))
+                row = self._plan_row(sequence, self._share(budget, len(self.waiting)), pending.get(sequence.id))
+                is_ahead = is_ahead and self._is_ready(row)
+                if in_flight and not (is_ahead and self._fits(row.sequence.id, row.longest + row.max_draft_tokens)):
+                    return Plan([])
                 if self._reserve(row):
                     plan.rows.append(row)
                     budget -= row.num_new
@@ -135,50 +124,24 @@ class Scheduler:
                 victim = self._preempt()
                 plan.preempted.append(victim)
                 plan.rows = [r for r in plan.rows if r.sequence is not victim]
+        if is_ahead and plan.rows and not plan.preempted:
+            return Plan(sorted(plan.rows, key=lambda row: -row.max_draft_tokens), runs_ahead=True)
+        self._is_watched = False
         if not plan.preempted:
             self._admit(plan, budget)
         return plan
-
-    def next_ahead(self, flying: Mapping[int, tuple[int, AheadRow]]) -> list[AheadRow]:
-        """Rows of a step that can be launched before the one in flight, if there is one, is settled; longest drafts first. `flying`: the
-        rows that it is awaited for, with their places in it, by their sequences' ids.
-
-        None where a step must be planned with everything known: rows may enter, or some row reads its prompt, has logits that the host must
-        see, or might outgrow what is there for it. A row that ends with the step in flight is left out. Slots are reserved for the most
-        that may be.
-        """
-        if self._may_enter():
-            return []
-        rows = []
-        for sequence in self.running:
-            place, last = flying.get(sequence.id, (-1, None))
-            if (flying and last is None) or self._needs_host(sequence):
-                return []
-            least, most = (1, last.num_drafted + 1) if last else (0, 0)  # tokens in flight
-            if (left := sequence.num_tokens_left - least) > 0:
-                depth = min(self._draft_limits(sequence)[1], left - 1)
-                rows.append(AheadRow(sequence, place, len(sequence) + least, len(sequence) + most, depth))
-        if not all(self._is_ready(row) for row in rows) or not all(self._has_blocks(t, rows) for t in self._tables):
-            return []
-        for row in rows:
-            for tables in self._tables:
-                tables.reserve(row.sequence.id, row.longest + row.num_drafted)
-        return sorted(rows, key=lambda row: -row.num_drafted)
 
     def _needs_host(self, sequence: Sequence) -> bool:
         """Its tokens do not follow from its logits and noise alone."""
         return sequence.sampler.changes_logits or sequence.params.logprobs is not None or sequence.lacks_prompt_logprobs
 
-    def _is_ready(self, row: AheadRow) -> bool:
+    def _is_ready(self, row: PlannedRow) -> bool:
         """Its text is read but for the last token (for two, in a draft model), and contexts hold the longest that it may become."""
-        num_tokens, end = len(row.sequence), row.longest + row.num_drafted
-        lacking = [num_tokens - tables.num_cached(row.sequence.id) for tables in self._tables[: 2 if row.num_drafted else 1]]
-        is_read = row.source >= 0 or all(count <= 1 + place for place, count in enumerate(lacking))
-        is_in_draft = not row.num_drafted or self._longest_drafted is None or end <= self._longest_drafted
+        num_tokens, end = len(row.sequence), row.longest + row.max_draft_tokens
+        lacking = [num_tokens - tables.num_cached(row.sequence.id) for tables in self._tables[: 2 if row.max_draft_tokens else 1]]
+        is_read = row.pending_row >= 0 or all(count <= 1 + i for i, count in enumerate(lacking))
+        is_in_draft = not row.max_draft_tokens or self._longest_drafted is None or end <= self._longest_drafted
         return is_read and is_in_draft and end <= row.sequence.max_len
-
-    def _has_blocks(self, tables: KVTables, rows: SequenceOf[AheadRow]) -> bool:
-        return sum(tables.num_missing(r.sequence.id, r.longest + r.num_drafted) for r in rows) <= tables.pool.num_free
 
     def _selected_step(self, selector: Selector) -> Plan:
         """The rows that the selector chooses; a rectangle of them holds at most `max_num_batched_tokens` tokens before drafts."""
@@ -236,22 +199,30 @@ class Scheduler:
                 tables.commit(sequence.id, min(shared, tables.num_cached(sequence.id)))
         return True
 
-    def _draft_limits(self, sequence: Sequence) -> tuple[int, int]:
-        """Most tokens of a draft, and most on one path of it: the extra token takes one of the tokens left, a path may take the others."""
+    def _draft_limits(self, sequence: Sequence, num_pending: int = 0) -> tuple[int, int]:
+        """Most tokens of a draft, and most on one path of it: the extra token takes one of the tokens left, a path may take the others.
+
+        Of those left a step in flight takes at least `num_pending`.
+        """
         asked = sequence.params.num_speculative_tokens
         limit = self._num_speculative_tokens if asked is None else min(asked, self._num_speculative_tokens)
         rooms = [switch - len(sequence) for switch in self._context_switches if switch >= len(sequence)]
         if self._longest_drafted is not None:
             rooms.append(self._longest_drafted - len(sequence) + 1)  # the last drafted token is not fed to the draft model
-        depth = max(0, min(limit, sequence.num_tokens_left - 1, *rooms))
+        depth = max(0, min(limit, sequence.num_tokens_left - num_pending - 1, *rooms))
         return limit if self._grows_trees and depth else depth, depth
 
     def _num_cached(self, sequence: Sequence) -> int:
         """Tokens that have keys and values in the target's cache."""
         return self._tables[0].num_cached(sequence.id)
 
-    def _plan_row(self, sequence: Sequence, budget: int) -> PlannedRow:
+    def _plan_row(self, sequence: Sequence, budget: int, pending: tuple[int, PlannedRow] | None = None) -> PlannedRow:
+        """The next row of a sequence, which may be `pending`: its index and row in the step in flight."""
         start = self._num_cached(sequence)
+        if pending is not None:
+            index, row = pending
+            limits = self._draft_limits(sequence, num_pending=1)
+            return PlannedRow(sequence, start, len(sequence) - start, *limits, False, (1, row.max_draft_tokens + 1), index)
         wants_logprobs = sequence.lacks_prompt_logprobs
         num_new = min(len(sequence) - start, budget, PROMPT_LOGITS if wants_logprobs else budget)
         reaches_end = start + num_new == len(sequence)
@@ -265,7 +236,7 @@ class Scheduler:
 
     def _reserve(self, row: PlannedRow) -> bool:
         """All tables or none."""
-        end = row.start + row.num_new + row.max_draft_tokens
+        end = row.longest + row.max_draft_tokens
         return self._fits(row.sequence.id, end) and all(t.reserve(row.sequence.id, min(end, t.max_tokens_per_row)) for t in self._tables)
 
     def _preempt(self) -> Sequence:
@@ -279,23 +250,24 @@ class Scheduler:
         for tables in self._tables:
             tables.release(sequence.id)
 
-    def settle(self, plan: Plan, outcome: Outcome) -> list[Sequence]:
+    def settle(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> list[Sequence]:
         """Append what survived, one token at a time, until a row stops or fails; finished rows leave at once and are returned."""
         finished = []
-        for i, row in enumerate(plan.rows):
+        for row, kept in zip(rows, verdict, strict=True):
             sequence = row.sequence
-            sequence.prompt_logprobs += outcome.prompt_logprobs[i]
+            sequence.prompt_logprobs += kept.prompt_logprobs
             if row.is_sampled:
                 sequence.num_steps += 1
-                sequence.num_draft_tokens += outcome.num_draft_tokens[i]
-                sequence.acceptance[outcome.num_draft_tokens[i], len(outcome.accepted[i])] += 1
+                sequence.num_draft_tokens += kept.num_draft_tokens
+                sequence.acceptance[kept.num_draft_tokens, len(kept.accepted)] += 1
                 before = len(sequence)
-                self._append(sequence, outcome.accepted[i], outcome.next_tokens[i], outcome.logprobs[i])
+                self._append(sequence, kept)
                 if self._has_passed(before, len(sequence)):
                     for tables in self._tables:
                         tables.commit(sequence.id, 0)
-            if i in outcome.errors and not sequence.is_finished:
-                sequence.fail(outcome.errors[i])
+                self._is_watched |= kept.next_token < 0 and kept.error is None  # the host shall see why there is none
+            if kept.error is not None and not sequence.is_finished:
+                sequence.fail(kept.error)
             if sequence.is_finished:
                 self.running.remove(sequence)
                 self._release(sequence)
@@ -304,11 +276,12 @@ class Scheduler:
             self._is_open = self._refill
         return finished
 
-    def _append(self, sequence: Sequence, accepted: list[int], extra: int, logprobs: list[Logprobs]) -> None:
+    def _append(self, sequence: Sequence, kept: RowVerdict) -> None:
         """One token at a time, as in plain decoding; what follows the last is dropped, and what its watcher raises ends it."""
-        for place, token in enumerate((*accepted, extra) if extra >= 0 else accepted):
+        extra = [kept.next_token] if kept.next_token >= 0 else []
+        for i, token in enumerate((*kept.accepted, *extra)):
             try:
-                sequence.append(token, place < len(accepted), logprobs[place] if logprobs else None)
+                sequence.append(token, i < len(kept.accepted), kept.logprobs[i] if kept.logprobs else None)
             except Exception as error:
                 sequence.fail(error)
             if sequence.is_finished:

@@ -120,10 +120,10 @@ class Sequence:
 @dataclass(frozen=True)
 class PlannedRow:
     """One row of a step: feed tokens `start … start + num_new − 1` of the sequence, draft at most `max_draft_tokens`, no path of them
-    longer than `max_draft_depth`.
+    longer than `max_draft_depth`. With `wants_prompt_logprobs` the logits after every new token are kept, not only those after the last.
 
-    `is_sampled` is false for a piece of a prompt that does not reach the sequence's end: it emits nothing. With `wants_prompt_logprobs`
-    the logits after every new token are kept, not only those after the last.
+    A row of the step in flight feeds the last token that will be known then, `num_pending` tokens later: at least and at most so many does
+    that step add. `pending_row` is its index there; −1: nothing of it is in flight.
     """
 
     sequence: Sequence
@@ -132,10 +132,13 @@ class PlannedRow:
     max_draft_tokens: int
     max_draft_depth: int
     wants_prompt_logprobs: bool = False
+    num_pending: tuple[int, int] = (0, 0)
+    pending_row: int = -1
 
     @property
     def is_sampled(self) -> bool:
-        return self.start + self.num_new == len(self.sequence)
+        """False for a piece of a prompt that does not reach the sequence's end: it emits nothing."""
+        return self.pending_row >= 0 or self.start + self.num_new == len(self.sequence)
 
     @property
     def num_prompt_logits(self) -> int:
@@ -144,21 +147,38 @@ class PlannedRow:
             return 0
         return self.num_new - 1 if self.is_sampled else self.num_new
 
+    @property
+    def shortest(self) -> int:
+        """Tokens read when the step is done, drafts left out, at least."""
+        return self.start + self.num_new + self.num_pending[0]
 
-@dataclass(frozen=True)
-class AheadRow:
-    """One row of a step that is launched while another may be in flight, whose verdict only the device knows.
+    @property
+    def longest(self) -> int:
+        """Tokens read when the step is done, drafts left out, at most."""
+        return self.start + self.num_new + self.num_pending[1]
 
-    source            its place in the step in flight; −1: none of its tokens is in flight
-    shortest, longest tokens of its text by then
-    num_drafted       tokens to draft
+
+@dataclass
+class Plan:
+    """A step to run.
+
+    runs_ahead  the device can carry the step out without the host; rows with longer drafts come first
+    gone        sequences, by id, that have left or started anew while the step was in flight
     """
 
-    sequence: Sequence
-    source: int
-    shortest: int
-    longest: int
-    num_drafted: int
+    rows: list[PlannedRow]
+    preempted: list[Sequence] = field(default_factory=list)
+    runs_ahead: bool = False
+    gone: set[int] = field(default_factory=set)
+
+    def awaits(self, row: PlannedRow) -> bool:
+        """Is the verdict on this row still of use?"""
+        return not row.sequence.is_finished and row.sequence.id not in self.gone
+
+    @property
+    def pending(self) -> dict[int, tuple[int, PlannedRow]]:
+        """By sequence: index and row of all that are awaited."""
+        return {row.sequence.id: (i, row) for i, row in enumerate(self.rows) if self.awaits(row)}
 
 
 def check_requests(requests: Any) -> None:

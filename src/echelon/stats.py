@@ -2,10 +2,82 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
+
+from echelon.draft import Verdict
+from echelon.sequence import PlannedRow
 
 PARTS = ("schedule", "draft", "layout", "forward", "verify", "settle")  # of a step, in order
+
+
+class Timer(Protocol):
+    """Measures the parts of steps: `with timer("draft"): ...`."""
+
+    def __call__(self, part: str) -> AbstractContextManager[Any]:
+        """Count the seconds spent inside to this part, one of PARTS."""
+        ...
+
+    def take(self) -> dict[str, float]:
+        """Return seconds by part since the last call."""
+        ...
+
+
+class NoTimer:
+    """Measures nothing."""
+
+    def __call__(self, part: str) -> AbstractContextManager[Any]:  # noqa: ARG002
+        return nullcontext()
+
+    def take(self) -> dict[str, float]:
+        return {}
+
+
+class StepTimer:
+    """Reads `clock` when a part begins and when it ends; one part at a time."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock, self._part, self._start = clock, PARTS[0], 0.0
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+
+    def __call__(self, part: str) -> Self:
+        self._part = part
+        return self
+
+    def __enter__(self) -> None:
+        self._start = self.clock()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds[self._part] += self.clock() - self._start
+
+    def take(self) -> dict[str, float]:
+        seconds, self._seconds = self._seconds, dict.fromkeys(PARTS, 0.0)
+        return seconds
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step, once it is settled.
+
+    rows, verdict     what was planned, and what survived, row by row
+    num_emitted       tokens that every row emitted: accepted + 1, fewer only where the row stopped
+    num_input_tokens  tokens fed to the target
+    seconds           by part of the step; of steps in flight, what was spent since the last record
+    """
+
+    rows: list[PlannedRow]
+    verdict: Verdict
+    num_emitted: list[int]
+    num_input_tokens: int
+    num_preempted: int
+    seconds: dict[str, float]
+
+
+StepObserver = Callable[[StepRecord], None]
 
 
 @dataclass(frozen=True)
@@ -114,13 +186,20 @@ class Stats:
         """Share of steps in which enough rows of equal length were found (EXSPEC)."""
         return self.num_group_hits / self.num_group_choices if self.num_group_choices else 0.0
 
-    def count_row(self, num_draft_tokens: int, num_accepted: int, num_emitted: int) -> None:
-        """One row's step: drafted, accepted, and emitted (less than accepted + 1 only where the row stopped)."""
-        self.num_row_steps += 1
-        self.num_draft_tokens += num_draft_tokens
-        self.num_accepted_tokens += num_accepted
-        self.num_emitted_tokens += num_emitted
-        self.acceptance[num_draft_tokens, num_accepted] += 1
+    def count(self, step: StepRecord) -> None:
+        """Add one step, and of its rows those that emitted something."""
+        self.num_steps += 1
+        self.num_input_tokens += step.num_input_tokens
+        self.num_preemptions += step.num_preempted
+        for part, seconds in step.seconds.items():
+            self.seconds[part] += seconds
+        for kept, emitted in zip(step.verdict, step.num_emitted, strict=True):
+            if emitted:
+                self.num_row_steps += 1
+                self.num_draft_tokens += kept.num_draft_tokens
+                self.num_accepted_tokens += len(kept.path)
+                self.num_emitted_tokens += emitted
+                self.acceptance[kept.num_draft_tokens, len(kept.path)] += 1
 
     @property
     def num_drafts_by_position(self) -> list[int]:
@@ -133,9 +212,10 @@ class Stats:
         return self._by_position(1)
 
     def _by_position(self, which: int) -> list[int]:
-        longest = max((drafted for drafted, _ in self.acceptance), default=0)
-        return [sum(n for pair, n in self.acceptance.items() if pair[which] > place) for place in range(longest)]
+        steps = dict(self.acceptance)  # a copy in one step, which no other thread can interrupt
+        longest = max((drafted for drafted, _ in steps), default=0)
+        return [sum(n for pair, n in steps.items() if pair[which] > position) for position in range(longest)]
 
     def histogram(self) -> list[list[int]]:
-        """[num_draft_tokens, num_accepted, count], in order: what the `replay` drafter reads."""
+        """[num_draft_tokens, num_accepted, count], in order: of all rows' steps."""
         return [[*pair, count] for pair, count in sorted(self.acceptance.items())]

@@ -23,12 +23,21 @@ from echelon.scheduler import Selector
 
 @dataclass(frozen=True)
 class Storage:
-    """Runners, one a model, on pools of equally many blocks; a head's cache; which rows take part in a step (None: all)."""
+    """Runners, one a model, on pools of equally many blocks; the head that drafts and its cache; which rows step (None: all)."""
 
     plan: MemoryPlan
     runners: SequenceOf[Runner[Any]]
+    head: AttachedHead | None = None
     head_cache: KVCache | None = None
     selector: Selector | None = None
+
+    def free(self) -> None:
+        """Let go of all keys and values, and of what was captured on them; nothing can run any more."""
+        for runner in self.runners:
+            runner.captured = None
+        for cache in (*(r.cache for r in self.runners), *([self.head_cache] if self.head_cache else [])):
+            cache.keys.clear()
+            cache.values.clear()
 
     @property
     def tables(self) -> list[KVTables]:
@@ -60,10 +69,12 @@ def build_unpadded(
         return KVCache(shapes, tables, dtype, device, captures)
 
     runners = [ModelRunner(loaded, cache(shapes, loaded.model.dtype)) for loaded, shapes in zip(models, layers, strict=True)]
+    if head is not None:
+        runners[0].hidden_state_reader = head.reader
     if captures:
         for runner in runners:
             runner.capture()
-    return Storage(plan, runners, cache(head.shapes, head.dtype) if head and head.shapes else None)
+    return Storage(plan, runners, head, cache(head.shapes, head.dtype) if head and head.shapes else None)
 
 
 def captures_steps(config: EngineConfig, device: torch.device) -> bool:

@@ -17,7 +17,8 @@ MOST_BYTES = 4  # of a character in UTF-8, so also the most tokens that one char
 class Decoder(Protocol):
     """The part of a tokenizer that this room needs."""
 
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = ...) -> str: ...
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = ...) -> str:
+        """Text of token ids."""
 
 
 class Detokenizer:
@@ -95,11 +96,11 @@ class Detokenizer:
         self.text += piece
         if self._num_held_off >= 0:
             return False
-        places = ((self.text.find(s, max(0, start - len(s) + 1)), len(s)) for s in self._stop)
-        hits = sorted((place, length) for place, length in places if place >= 0)
+        starts = ((self.text.find(s, max(0, start - len(s) + 1)), len(s)) for s in self._stop)
+        hits = sorted((at, length) for at, length in starts if at >= 0)
         if hits:
-            place, length = hits[0]
-            self.text = self.text[: place + length if self._include_stop else place]
+            at, length = hits[0]
+            self.text = self.text[: at + length if self._include_stop else at]
             self._known = self._full  # what is held back comes after the stop string
         return bool(hits)
 

@@ -47,7 +47,7 @@ class TextProcess:
         needed: object = None,
         preparation: Callable[[], Mapping[str, Any]] = dict,
     ) -> dict[str, Any]:
-        """What the process answers to `work`, which may take so many `seconds` of processor time; `error` says why there is no answer.
+        """The process's result for `work`, which may take so many `seconds` of processor time; `error` says why there is none.
 
         needed  names what the `preparation` does in that process; it is done first, unless it was the last that was done
 
@@ -78,7 +78,7 @@ class TextProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, if it runs."""
+        """Process id, if it runs."""
         return None if self._process is None or self._process.poll() is not None else self._process.pid
 
     def _exchange(self, connection: socket.socket, work: Mapping[str, Any], seconds: float) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class TextProcess:
         return ours
 
     def _end(self, seconds: float = 0.0) -> str:
-        """How the process ended, which may have had `seconds` of processor time, or that it was ended now."""
+        """Describe how the process ended, which may have had `seconds` of processor time, or that it was ended now."""
         process, connection, self._process, self._socket, self._loaded = self._process, self._socket, None, None, None
         if connection is not None:
             connection.close()

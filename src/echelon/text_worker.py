@@ -47,7 +47,7 @@ class Worker:
     tokenizer: Tokenizer
 
     def answer(self, work: dict[str, Any]) -> dict[str, Any]:
-        """What was asked for, or the `error`."""
+        """The result of `work`, or the `error`."""
         try:
             if "template" in work:
                 return rendered(work)
@@ -82,19 +82,20 @@ def rendered(work: dict[str, Any]) -> dict[str, Any]:
 
 
 def send(stream: Any, value: dict[str, Any]) -> None:
+    """Write a message to a pipe."""
     message = json.dumps(value).encode()
     stream.write(len(message).to_bytes(8, "big") + message)
     stream.flush()
 
 
 def give_memory_back() -> None:
-    """What was freed, to the operating system; glibc would keep it."""
+    """Return freed memory to the operating system; glibc would keep it."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def limit_memory(count: int) -> None:
-    """`MemoryError` for whoever takes so many bytes more than the process has now; on Linux, which keeps to such a limit."""
+    """Limit the process to so many bytes more than it has now (`MemoryError` beyond); on Linux, which keeps to such a limit."""
     if sys.platform != "linux":
         return
     with open("/proc/self/statm", encoding="ascii") as file:
@@ -103,7 +104,7 @@ def limit_memory(count: int) -> None:
 
 
 def limit_processor_time(seconds: float) -> None:
-    """The operating system ends the process when it has worked for so long from now; whole seconds, rounded up."""
+    """Have the operating system end the process when it has worked for so long from now; whole seconds, rounded up."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     limit = math.ceil(usage.ru_utime + usage.ru_stime + seconds)
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))

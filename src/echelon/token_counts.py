@@ -13,7 +13,7 @@ Int64 = NDArray[np.int64]
 
 
 class TokenCounts:
-    """How often each token stands in a text from position `start` on. The text is a list that only grows, so that after each step only
+    """Counts of each token in a text from position `start` on. The text is a list that only grows, so that after each step only
     its new tokens are counted; another list is counted anew.
     """
 

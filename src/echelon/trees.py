@@ -12,9 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.config import SpeculativeConfig
 from echelon.draft import Draft
-from echelon.errors import ConfigError
 
 Bool = NDArray[np.bool_]
 Int64 = NDArray[np.int64]
@@ -261,29 +259,6 @@ class LevelByLevel:
 
     def kept(self, forest: Forest) -> Bool:
         return np.ones(len(forest), np.bool_)
-
-
-def growth_of(config: SpeculativeConfig, max_depth: int | None) -> Growth:
-    """What shapes the trees, no path longer than `max_depth`.
-
-    Raises
-    ------
-    ConfigError  the configured paths are no tree
-    """
-    count, is_clover = config.num_speculative_tokens, config.method in ("clover", "clover2")
-    longest, only_ranks = 64 if max_depth is None else max_depth, not config.confidence_threshold
-    if config.tree == "chain":
-        return chain(min(count, longest), only_ranks)
-    if config.tree == "dynamic":
-        depth = min(config.tree_depth, longest)
-        if is_clover:
-            return LevelByLevel(config.tree_top_p, config.tree_top_k, depth)
-        return BestFirst(config.tree_top_k, depth, 1.0 if config.method == "medusa" else SHARPNESS)
-    paths = config.speculative_token_tree or (MEDUSA_63 if config.method == "medusa" else EAGLE_25)
-    try:
-        return StaticTree([p for p in paths[:count] if len(p) <= longest], only_ranks)
-    except ValueError as error:
-        raise ConfigError(f"speculative_token_tree: {error}") from error
 
 
 def best_paths(accuracies: Sequence[Sequence[float]], count: int) -> list[Path]:

@@ -1,35 +1,30 @@
-"""The ablation script on a toy: every variant is trained and measured, a cut-off run goes on, and the tables say what the cells hold."""
+"""The ablation on a toy: every variant is trained and measured, a cut-off run goes on, and the tables say what the cells hold."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
-import pytest
 import toys
 from test_train_heads import counting, tiny_target
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+from benchmarks import ablation
+from benchmarks.ablation_document import write_document
+from echelon.bench.cells import Records
+from echelon.bench.throughput import environment
 
 
-@pytest.fixture
-def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return runpy.run_path(str(SCRIPTS / "ablation.py"))
-
-
-def study(names: dict[str, Any], folder: Path, **changes: Any) -> Any:
+def study(folder: Path, **changes: Any) -> Any:
     asked = argparse.Namespace(**({"steps": 3, "minutes": 0.001, "max_tokens": 9, "runs": folder} | changes))
     target = tiny_target()
-    return names["Study"](asked, target, toys.adopted(target), counting(), toys.prompts((7, 12)))
+    return ablation.Study(asked, target, toys.adopted(target), counting(), toys.prompts((7, 12)))
 
 
-def test_every_variant_is_trained_and_measured(names: dict[str, Any], tmp_path: Path) -> None:
-    asked = study(names, tmp_path)
-    for name in names["VARIANTS"]:
+def test_every_variant_is_trained_and_measured(tmp_path: Path) -> None:
+    asked = study(tmp_path)
+    for name in ablation.VARIANTS:
         for seed in range(2 if name.startswith("clover") else 1):
             cell = asked.run(name, seed)
             again = asked.run(name, seed)  # trained already: measured again
@@ -38,14 +33,14 @@ def test_every_variant_is_trained_and_measured(names: dict[str, Any], tmp_path: 
             assert all(t["tokens_per_step"] >= 1 and t["drafted_a_step"] > 0 for t in cell["trees"].values())
             file = tmp_path / "cells" / f"{name}-{seed}.json"
             file.parent.mkdir(exist_ok=True)
-            file.write_text(json.dumps(cell))
-    sizes = {n: json.loads((tmp_path / "cells" / f"{n}-0.json").read_text())["parameters"] for n in names["VARIANTS"]}
+            file.write_text(json.dumps({"environment": environment()} | cell))
+    sizes = {n: json.loads((tmp_path / "cells" / f"{n}-0.json").read_text())["parameters"] for n in ablation.VARIANTS}
     ladder = [sizes[f"clover-{n}"] for n in ("medusa", "augmenting", "regressive", "full")]
     assert ladder[0] < ladder[1] < ladder[2] and ladder[3] > ladder[1]
-    names["write_document"](tmp_path / "cells", tmp_path, {"steps": 3})
+    write_document(Records(tmp_path / "cells"), tmp_path, {"steps": 3})
     text = (tmp_path / "ablation.md").read_text()
     for words in (
-        f"{', '.join(sorted(names['VARIANTS']))}: ",
+        f"{', '.join(sorted(ablation.VARIANTS))}: ",
         "+ Attention Decoder (Clover)",
         "| + Regressive Connection | ",
         "4.8, 9.0, 11.5",
@@ -54,19 +49,19 @@ def test_every_variant_is_trained_and_measured(names: dict[str, Any], tmp_path: 
     ):
         assert words in text, words
     cells = json.loads((tmp_path / "ablation.json").read_text())["cells"]
-    assert {n: len(c) for n, c in cells.items()} == {n: 2 if n.startswith("clover") else 1 for n in names["VARIANTS"]}
+    assert {n: len(c) for n, c in cells.items()} == {n: 2 if n.startswith("clover") else 1 for n in ablation.VARIANTS}
 
 
-def test_a_family_gets_equally_many_batches(names: dict[str, Any], tmp_path: Path) -> None:
-    asked = study(names, tmp_path, steps=0, minutes=0.05)
+def test_a_family_gets_equally_many_batches(tmp_path: Path) -> None:
+    asked = study(tmp_path, steps=0, minutes=0.05)
     steps = asked.steps_of("eagle")
     assert steps >= 1
-    assert steps == study(names, tmp_path, steps=0, minutes=0.05).steps_of("eagle"), "counted once for a folder"
-    assert {v.plan(5, 0).depth for n, v in names["VARIANTS"].items() if n == "eagle3-one-step"} == {1}
-    assert names["VARIANTS"]["eagle3-one-step"].plan(5, 0).recipe.depth == 1
-    assert names["VARIANTS"]["eagle3-training-time-test"].plan(5, 0).recipe.depth == 7
+    assert steps == study(tmp_path, steps=0, minutes=0.05).steps_of("eagle"), "counted once for a folder"
+    assert {v.plan(5, 0).depth for n, v in ablation.VARIANTS.items() if n == "eagle3-one-step"} == {1}
+    assert ablation.VARIANTS["eagle3-one-step"].plan(5, 0).recipe.depth == 1
+    assert ablation.VARIANTS["eagle3-training-time-test"].plan(5, 0).recipe.depth == 7
 
 
-def test_acceptance_by_depth_is_of_those_that_got_there(names: dict[str, Any]) -> None:
-    assert names["_conditional"]([10, 10, 8], [5, 4, 1]) == [0.5, 0.8, 0.25]
-    assert names["_conditional"]([], []) == []
+def test_acceptance_by_depth_is_of_those_that_got_there() -> None:
+    assert ablation._conditional([10, 10, 8], [5, 4, 1]) == [0.5, 0.8, 0.25]
+    assert ablation._conditional([], []) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,15 @@ import torch
 import toys
 from matplotlib.figure import Figure
 
-from echelon import LLM, ConfigError, SamplingParams, SpeculativeConfig
+from benchmarks import tables
+from benchmarks.document import findings, write_document
+from benchmarks.prefill import PrefilledRun, check_memory, decode, read_prefixes
+from benchmarks.replayed import AcceptanceHistogram, mean_tokens_per_step, replay, rescaled
+from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench import peers
+from echelon.bench.cells import Cell
 from echelon.bench.framework import FrameworkRun, framework_runs
 from echelon.bench.latency import arrivals, serve
-from echelon.bench.prefill import PrefilledRun, check_memory, decode, read_prefixes
-from echelon.bench.replayed import ReplayedDraftModel, mean_tokens_per_step, rescaled
 from echelon.bench.report import speeds_as_markdown
 from echelon.bench.steps import SPLIT, Recorder
 from echelon.bench.throughput import HEAD_TOKENS, DecodingMethod, ThroughputResult, default_methods, from_json, measure, methods_of
@@ -29,7 +32,7 @@ from echelon.cli import main
 from echelon.demo import DRAFT, TARGET, held_out_files
 from echelon.model.load.loading import LoadedModel, load_model
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = toys.prompts((3, 17, 1, 33, 8))
 HISTOGRAM = [[0, 0, 30], [7, 0, 10], [7, 1, 8], [7, 3, 5], [7, 7, 6]]
@@ -115,11 +118,11 @@ def test_a_beginning_of_a_prefix_is_the_prefix_of_a_beginning() -> None:
     assert all(torch.equal(a, b) for a, b in zip(begun.keys + begun.values, short.keys + short.values, strict=True))
 
 
-def test_prefilled_runs_and_framework_beside_ours(tmp_path: Path) -> None:
+def test_prefilled_runs_and_framework_beside_ours() -> None:
     """All of them in one table; with prompts read already the same steps are run and counted, but for the first."""
-    (tmp_path / "law.json").write_text(json.dumps(HISTOGRAM))
-    law = {"method": "replay", "num_speculative_tokens": 7, "replay_histogram": str(tmp_path / "law.json")}
-    methods = [DecodingMethod("plain", None), *(DecodingMethod("replay", law, s) for s in ("padded", "unpadded"))]
+    copies, law = {"method": "ngram", "num_speculative_tokens": 7}, AcceptanceHistogram.from_counts(HISTOGRAM, "here")
+    methods = [DecodingMethod("plain", None)]
+    methods += [DecodingMethod("replay", copies, s, partial(replay, law=law)) for s in ("padded", "unpadded")]
     prefixes = read_prefixes(target(), PROMPTS)
     others = [PrefilledRun(m, target(), None, prefixes, 64) for m in methods]
     others.append(FrameworkRun("transformers", toys.llama(), 5))  # type: ignore[arg-type]
@@ -183,12 +186,9 @@ def test_no_histogram_has_a_mean_beyond_its_entries() -> None:
             rescaled(HISTOGRAM, mean)
 
 
-def test_a_draft_model_works_and_acceptance_is_replayed(tmp_path: Path) -> None:
-    (tmp_path / "law.json").write_text("[[4, 1, 1], [4, 4, 1]]")
-    law = SpeculativeConfig(method="replay", num_speculative_tokens=4, replay_histogram=str(tmp_path / "law.json"))
+def test_a_draft_model_works_and_acceptance_is_replayed() -> None:
     llm = LLM(target(), default_methods()[2].config, draft(), max_num_seqs=5)
-    llm.engine.drafter = ReplayedDraftModel(llm.engine.drafter, law, target().vocab_size)
-    llm.engine.acceptance = "replayed"
+    replay(llm, AcceptanceHistogram.from_counts([[4, 1, 1], [4, 4, 1]], "here"))
     llm.generate(PROMPTS, GREEDY)
     full = {tuple(entry[:2]) for entry in llm.stats.histogram() if entry[0] == 4}
     assert full == {(4, 1), (4, 4)}
@@ -238,7 +238,7 @@ def test_workloads_from_files(tmp_path: Path) -> None:
         {"question_id": i, "category": "summarization" if i % 2 else "qa", "turns": [f"Summarize: text {i} do n't end"]} for i in range(6)
     ]
     questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    encode = served().encode
+    encode = served().inputs.encode
     assert workload("questions", served(), 3, 99, path=questions) == [encode(f"Summarize: text {i} do n't end") for i in (0, 2, 4)]
     assert workload("summaries", served(), 3, 99, path=questions) == [encode(f"text {i} don't end TL;DR:") for i in (1, 3, 5)]
     assert workload("summaries", served(), 1, 4, path=questions) == [encode("text 1 don't end TL;DR:")[-4:]]
@@ -278,15 +278,15 @@ def test_workloads_that_do_not_fit(name: str, content: str | None, words: str, t
 
 def test_throughput_writes_a_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     few = ["--batch-sizes", "2", "--num-prompts", 3, "--prompt-tokens", 16, "--max-tokens", 6, "--rounds", 1]
-    chosen = ["--strategies", ",".join(STRATEGIES), "--drafters", "ngram,replay", "--workload", "edit"]
+    chosen = ["--strategies", ",".join(STRATEGIES), "--drafters", "ngram", "--workload", "edit"]
     code, out, err = run(capsys, monkeypatch, "throughput", *few, *chosen, "--output", tmp_path / "report")
     assert code == 0, err
     results = from_json(json.loads((tmp_path / "report" / "throughput.json").read_text()))
     names = {r.name for r in results}
-    assert names >= {"plain", "LLMA", "transformers", "replay", *(f"LLMA, {s}" for s in STRATEGIES if s != "unpadded")}
+    assert names >= {"plain", "LLMA", "transformers", *(f"LLMA, {s}" for s in STRATEGIES if s != "unpadded")}
     assert {r.group_rate is None for r in results if r.strategy == "same-length"} == {False}
     assert (tmp_path / "report" / "throughput.md").read_text().count(speeds_as_markdown(results)) == 1
-    assert "| 2 | replay |" in out
+    assert "| 2 | LLMA |" in out
     for picture in ("throughput", "steps"):
         assert (tmp_path / "report" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
     code, _, err = run(capsys, monkeypatch, "throughput", "--strategies", "paddled")
@@ -330,6 +330,9 @@ def test_peers_run_in_an_environment_of_their_own(
     code, _, err = run(capsys, monkeypatch, "peers", "--vllm-python", sys.executable, *few)
     assert code == 2 and "no vllm here" in err
     assert run(capsys, monkeypatch, "peers", "--vllm-python", tmp_path / "python", *few)[0] == 2
+    (tmp_path / "vllm_worker.py").unlink()
+    code, _, err = run(capsys, monkeypatch, "peers", "--vllm-python", sys.executable, *few)
+    assert code == 2 and "benchmarks/workers" in err
     assert run(capsys, monkeypatch, "peers", *few)[0] == 2
 
 
@@ -368,9 +371,7 @@ def test_workers_repeat_a_job_and_write_versions(monkeypatch: pytest.MonkeyPatch
 def test_benchmarks_are_resumable_and_write_the_document(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    names = runpy.run_path(str(SCRIPTS / "benchmarks.py"))
-    assert names["main"](["--small", "--output", str(tmp_path)]) == 0
+    assert tables.main(["--small", "--output", str(tmp_path)]) == 0
     document = (tmp_path / "benchmarks.md").read_text()
     for words in (
         "unpadded / padded",
@@ -401,15 +402,15 @@ def test_benchmarks_are_resumable_and_write_the_document(
     assert "This is a part" not in document
     capsys.readouterr()
     monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)  # they are drawn
-    assert names["main"](["--small", "--output", str(tmp_path)]) == 0
+    assert tables.main(["--small", "--output", str(tmp_path)]) == 0
     assert "20 of 20 cells are measured already" in capsys.readouterr().out
     assert (tmp_path / "benchmarks.md").read_text() == document
     for gone in ("table-opt-01", "table-opt-02", "gain-02", "equality", "verified-clover2", "realign-random-02", "realign-equal-02"):
         (evidence / f"{gone}.json").unlink()
     other = json.loads((evidence / "rescaled-02.json").read_text())
     (evidence / "rescaled-02.json").write_text(json.dumps(other | {"settings": {}}))
-    cells = list(names["Bench"](names["SMALL"], evidence).cells)
-    part = names["write_document"](tmp_path, cells, json.loads((evidence / "latency-02.json").read_text())["settings"]).read_text()
+    cells = [cell.name for cell in tables.Tables(tables.SMALL, evidence).cells]
+    part = write_document(tmp_path, cells, json.loads((evidence / "latency-02.json").read_text())["settings"]).read_text()
     assert "**This is a part**: 8 of 20 cells have not been measured" in part
     for words in (
         "  - `table-opt` at batch 1, 2\n",
@@ -425,8 +426,6 @@ def test_benchmarks_are_resumable_and_write_the_document(
 def test_a_cell_that_fails_takes_no_other_with_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    names = runpy.run_path(str(SCRIPTS / "benchmarks.py"))
     found: dict[str, Any] = {"results": []}
     outcomes: list[Any] = [ZeroDivisionError("no steps"), KeyboardInterrupt()]
 
@@ -435,29 +434,23 @@ def test_a_cell_that_fails_takes_no_other_with_it(
             raise outcomes.pop(0)
         return found
 
-    bench = names["Bench"](names["SMALL"], tmp_path / "evidence" / "benchmarks")
-    monkeypatch.setattr(type(bench), "cells", {"one": names["Cell"](measured, 1.0), "two": names["Cell"](lambda: found, 2.0)})
-    monkeypatch.setitem(names["main"].__globals__, "Bench", lambda *_: bench)
+    monkeypatch.setattr(tables.Tables, "cells", [Cell("one", measured, 1.0), Cell("two", lambda: found, 2.0)])
     asked = ["--small", "--output", str(tmp_path)]
-    assert names["main"](asked) == 1
+    assert tables.main(asked) == 1
     assert "not measured: `one`: ZeroDivisionError: no steps" in (tmp_path / "benchmarks.md").read_text()
-    assert names["main"](asked) == 130  # stopped in the first cell; the second is there
+    assert tables.main(asked) == 130  # stopped in the first cell; the second is there
     assert "0 of 2" in capsys.readouterr().out.split("wrote")[0]
-    assert names["main"](asked) == 0
+    assert tables.main(asked) == 0
     assert "1 of 2 cells are measured already" in capsys.readouterr().out
 
 
-def test_the_document_says_where_speculation_loses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    names = runpy.run_path(str(SCRIPTS / "benchmarks_document.py"))
-
+def test_the_document_says_where_speculation_loses() -> None:
     def result(method: str, strategy: str, speed: float) -> dict[str, Any]:
         return {**vars(ThroughputResult(method, 8, [speed], 1.0, 0.0, 0, 0, strategy=strategy, decode_tokens_per_second=[speed]))}
 
     def said(padded: float, unpadded: float) -> str:
         found = [result("plain", "unpadded", 10.0), result("LLMA", "padded", padded), result("LLMA", "unpadded", unpadded)]
-        text: str = names["findings"]({"table-pair-08": {"results": found}})
-        return text
+        return findings({"table-pair-08": {"results": found}})
 
     assert "fastest strategy in 1 of 1" in said(5, 11) and "in 0 of 1 comparisons `unpadded` speculation" in said(5, 11)
     assert "padded by 20%" in said(6, 5) and "0.50 × plain" in said(6, 5)
@@ -465,7 +458,7 @@ def test_the_document_says_where_speculation_loses(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_script_of_ems_sd_on_a_stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = runpy.run_path(str(SCRIPTS / "opt_cnn_dailymail.py"))
+    names = runpy.run_path(str(ROOT / "scripts" / "opt_cnn_dailymail.py"))
     asked = names["parser"]().parse_args([])
     assert (asked.num_articles, asked.max_tokens, asked.sizes.split(",")[-1]) == (480, 128, "13b")
     lines = [json.dumps({"article": f"def add(a, b): return a + {i}. Is n't it?"}) for i in range(3)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib
 import json
 import runpy
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import eagle3_in_vllm
 from echelon import ConfigError
 from echelon.bench.peers import WORKERS
 from echelon.demo import TARGET
@@ -25,11 +25,9 @@ FEW = {"NUM_PROMPTS": 2, "PROMPT_TOKENS": 12, "MAX_TOKENS": 6}
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
-    module = importlib.import_module("eagle3_in_vllm")
     for name, value in FEW.items():
-        monkeypatch.setattr(module, name, value)
-    return module
+        monkeypatch.setattr(eagle3_in_vllm, name, value)
+    return eagle3_in_vllm
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +99,7 @@ def test_the_worker_notes_text_and_draft(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_is_missing_is_named(script: ModuleType, head: Path, tmp_path: Path) -> None:
     for options, said in (
         (["--head", str(tmp_path)], "echelon train .* --method eagle3"),
-        (["--head", str(head), "--vllm-python", str(tmp_path / "none")], "there is no vLLM at .*peers.py"),
+        (["--head", str(head), "--vllm-python", str(tmp_path / "none")], "there is no vLLM at .*benchmarks/workers"),
     ):
         with pytest.raises(ConfigError, match=said):
             script.main(script.parser().parse_args(options))

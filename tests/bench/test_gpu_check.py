@@ -3,43 +3,36 @@
 from __future__ import annotations
 
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+from benchmarks import gpu
+from benchmarks.gpu_report import gpu_part, gpu_table
+from echelon.bench.throughput import ThroughputResult, environment
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return runpy.run_path(str(SCRIPTS / "gpu_check.py"))
-
-
-def test_without_a_device_nothing_is_measured(
-    script: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_device_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     output = tmp_path / "found.json"
-    assert script["main"](["--output", str(output)]) == 2
+    assert gpu.main(["--output", str(output)]) == 2
     assert capsys.readouterr().out.startswith("nothing was measured: device = 'cuda', and PyTorch sees no CUDA device")
     assert not output.exists()
-    (part,) = script["gpu_table"].__globals__["gpu_part"](output)[1:]
+    (part,) = gpu_part(output)[1:]
     assert part.startswith("**Not measured yet.**")
 
 
 def test_every_cell_runs_and_is_not_measured_twice(
-    script: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    where = script["environment"]() | {"commit": "0123abc"}
-    monkeypatch.setitem(script["main"].__globals__, "environment", lambda: where)
+    where = environment() | {"commit": "0123abc"}
+    monkeypatch.setattr(gpu, "environment", lambda: where)
     output = tmp_path / "found.json"
     asked = ["attention", "equality-float16", "table-tiny-02", "plain-fast", "fast-bfloat16", "transformers"]
     arguments = ["--device", "cpu", "--small", "--output", str(output), *asked]
-    script["main"](arguments)
+    gpu.main(arguments)
     printed = capsys.readouterr().out
     assert "0 of 6 cells are measured already" in printed and "failed" not in printed
     for words in (
@@ -59,40 +52,37 @@ def test_every_cell_runs_and_is_not_measured_twice(
     records["attention"]["settings"] = {}
     records["plain-fast-02"] = records["plain-fast-02"] | {"failed": "for want of a reason"}
     output.write_text(json.dumps(records))
-    assert script["main"]([*arguments, "--minutes", "0"]) == 1
+    assert gpu.main([*arguments, "--minutes", "0"]) == 1
     printed = capsys.readouterr().out
     assert "4 of 6 cells are measured already" in printed and "out of time: 2 cells are left" in printed
     assert "| attention | not measured |  | **misses** |" in printed
 
 
-def test_without_a_known_commit_nothing_counts_as_measured(script: dict[str, Any]) -> None:
+def test_without_a_known_commit_nothing_counts_as_measured() -> None:
     known, unknown = ({"settings": {}, "device": "cpu", "environment": {"commit": c}} for c in ("0123abc", "unknown"))
-    assert script["same"](known, known)
-    assert not script["same"](unknown, unknown) and not script["same"](known, unknown)
+    assert gpu.is_alike(known, known)
+    assert not gpu.is_alike(unknown, unknown) and not gpu.is_alike(known, unknown)
 
 
-def test_what_holds_is_said(script: dict[str, Any]) -> None:
+def test_what_holds_is_said() -> None:
     line = ["what", "1.0", "0.8", True]
-    table, holds = script["gpu_table"](["a"], {"a": {"lines": [line, ["other", "2", "", None]], "seconds": 60.0}})
+    table, holds = gpu_table(["a"], {"a": {"lines": [line, ["other", "2", "", None]], "seconds": 60.0}})
     assert holds and "1 hold, 0 do not" in table and "1.0 min" in table
-    assert not script["gpu_table"](["a"], {"a": {"lines": [[*line[:3], False]], "seconds": 1.0}})[1]
-    names = script["Cells"](script["Size"](), torch.device("cpu"), "invariant").all
-    assert len(names) == 2 + 3 + 2 * 6 + 6 + 3 + 2 + 2 and list(names)[:3] == ["tests", "attention", "equality-float32"]
+    assert not gpu_table(["a"], {"a": {"lines": [[*line[:3], False]], "seconds": 1.0}})[1]
+    names = [cell.name for cell in gpu.DeviceCells(gpu.DeviceSize(), torch.device("cpu"), "invariant").all]
+    assert len(names) == 2 + 3 + 2 * 6 + 6 + 3 + 2 + 2 and names[:3] == ["tests", "attention", "equality-float32"]
 
 
-def test_table_2_is_held_against_the_published_figures(script: dict[str, Any]) -> None:
-    cells = script["Cells"].__init__.__globals__
-    result, lines_of = cells["ThroughputResult"], cells["table_lines"]
-
+def test_table_2_is_held_against_the_published_figures() -> None:
     def result_of(method: str, strategy: str, speed: float) -> Any:
-        return result(method, 8, [speed], 4.2, 0.5, 0, 0, strategy=strategy, decode_tokens_per_second=[speed])
+        return ThroughputResult(method, 8, [speed], 4.2, 0.5, 0, 0, strategy=strategy, decode_tokens_per_second=[speed])
 
     speeds = [result_of("plain", "unpadded", 100.0), result_of("replay LLMA, no graphs", "unpadded", 210.0)]
     for method in ("replay LLMA", "replay draft model"):
         speeds += [
             result_of(method, s, v) for s, v in (("padded", 140.0), ("padded-inputs", 150.0), ("padded-kv", 200.0), ("unpadded", 218.0))
         ]
-    lines = lines_of("OPT-6.7B", 8, speeds)
+    lines = gpu.table_lines("OPT-6.7B", 8, speeds)
     assert lines[0][1] == "vanilla 1.40, unpad KV only 1.50, unpad inputs only 2.00, EMS 2.18"
     assert [line[1:] for line in lines[1:4]] == [["1.50", "", None], ["2.18", "above 2.17", True], ["1.56", "above 1.59", False]]
     assert len(lines) == 5

@@ -1,14 +1,12 @@
-"""What scripts/plateau.py says of a run's losses, and what it keeps of earlier ones."""
+"""What benchmarks.plateau says of a run's losses, and what it keeps of earlier ones."""
 
 from __future__ import annotations
 
 import json
-import runpy
 from dataclasses import asdict
 from pathlib import Path
 
-script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "plateau.py"))
-plateau, others, as_markdown = (script[name] for name in ("plateau", "others", "as_markdown"))
+from benchmarks.plateau import Learnt, as_markdown, others, plateau
 
 
 def test_a_run_is_there_when_its_loss_stays_near_its_end() -> None:
@@ -25,7 +23,7 @@ def test_what_is_not_measured_again_stays(tmp_path: Path) -> None:
     """A row has the commit it was measured at; one that says none is of its file's."""
     file = tmp_path / "training.json"
     assert others(file, ["eagle"]) == []
-    runs = [asdict(script["Learnt"](name, 9, 8, 60.0, 10**9, 1.0, [0.5], 1.5, "old")) for name in ("medusa", "clover", "eagle")]
+    runs = [asdict(Learnt(name, 9, 8, 60.0, 10**9, 1.0, [0.5], 1.5, "old")) for name in ("medusa", "clover", "eagle")]
     del runs[0]["commit"]
     file.write_text(json.dumps({"environment": {"commit": "new"}, "runs": runs}))
     kept = others(file, ["eagle"])

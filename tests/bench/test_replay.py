@@ -1,25 +1,25 @@
-"""The `replay` drafter: the work of a run whose acceptance is stated, on weights that accept nothing."""
+"""Replayed acceptance: the work of a run whose acceptance is stated, on weights that accept nothing."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import toys
 
+from benchmarks.replayed import AcceptanceHistogram, replay
 from echelon import LLM, ConfigError, SamplingParams
-from echelon.drafters.replay import AcceptanceHistogram
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 MIXED = [[0, 0, 3], [2, 0, 1], [2, 2, 2], [5, 1, 1], [5, 5, 3]]  # misses, short drafts, full acceptance
 
 
-def replay(**values: object) -> LLM:
-    settings = {k: values.pop(k) for k in list(values) if k.startswith("max_num")}
-    return LLM(toys.adopted(toys.llama()), {"method": "replay", "num_speculative_tokens": 5, **values}, **settings)
+def replaying(law: AcceptanceHistogram, max_num_seqs: int = 16) -> LLM:
+    llm = LLM(toys.adopted(toys.llama()), {"method": "ngram", "num_speculative_tokens": 5}, max_num_seqs=max_num_seqs)
+    replay(llm, law)
+    return llm
 
 
 @pytest.mark.parametrize("tokens_per_step", [1.0, 1.5, 2.75, 4.9, 5.0])
@@ -36,12 +36,11 @@ def test_draws_follow_the_histogram() -> None:
     assert {pair: drawn.count(pair) for pair in set(drawn)} == {(d, a): n * 100 for d, a, n in MIXED}
 
 
-def test_a_run_does_the_stated_work_whatever_the_batch(tmp_path: Path) -> None:
-    (tmp_path / "h.json").write_text(json.dumps(MIXED))
+def test_a_run_does_the_stated_work_whatever_the_batch() -> None:
     prompts = toys.prompts((3, 9, 17, 30, 5, 2, 40, 8))
     outputs = []
     for rows in (1, 8):
-        llm = toys.watch(replay(replay_histogram=str(tmp_path / "h.json"), max_num_seqs=rows))
+        llm = toys.watch(replaying(AcceptanceHistogram.from_counts(MIXED, "here"), rows))
         outputs.append([o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY)])
         assert {pair[:2] for pair in map(tuple, llm.stats.histogram())} >= {(d, a) for d, a, _ in MIXED}
         toys.assert_all_blocks_free(llm)
@@ -50,7 +49,7 @@ def test_a_run_does_the_stated_work_whatever_the_batch(tmp_path: Path) -> None:
 
 def test_what_is_not_replayed_is_the_models_own_token() -> None:
     """Keys and values of accepted tokens are kept: each extra token is the argmax after the whole text before it."""
-    llm = replay(replay_tokens_per_step=3.0)
+    llm = replaying(AcceptanceHistogram.from_tokens_per_step(3.0, 5))
     prompt = toys.prompts((7,))[0]
     done = llm.generate([prompt], GREEDY)[0].outputs[0]
     with torch.inference_mode():
@@ -62,23 +61,12 @@ def test_what_is_not_replayed_is_the_models_own_token() -> None:
     assert llm.stats.tokens_per_step == pytest.approx(3.0, abs=1.0)
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({}, "exactly one"),
-        ({"replay_tokens_per_step": 7.0}, "between 1 and"),
-        ({"replay_histogram": "nowhere.json"}, "cannot read"),
-        ({"replay_tokens_per_step": 2.0, "replay_histogram": "h.json"}, "exactly one"),
-        ({"replay_tokens_per_step": 2.0, "acceptance": "rejection"}, "no meaning"),
-    ],
-)
-def test_what_cannot_be_replayed_is_refused(values: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        replay(**values)
+def test_a_mean_beyond_the_draft_is_refused() -> None:
+    with pytest.raises(ConfigError, match="between 1 and"):
+        AcceptanceHistogram.from_tokens_per_step(7.0, 5)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "[[1, 2, 1]]", "[[1, 1]]", "[[2, 1, 0]]", "[[2.5, 1, 1]]"])
-def test_histograms_that_mean_nothing_are_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / "h.json").write_text(content)
+@pytest.mark.parametrize("content", ["[]", "[[1, 2, 1]]", "[[1, 1]]", "[[2, 1, 0]]", "[[2.5, 1, 1]]"])
+def test_histograms_that_mean_nothing_are_refused(content: str) -> None:
     with pytest.raises(ConfigError, match=r"h\.json"):
-        replay(replay_histogram=str(tmp_path / "h.json"))
+        AcceptanceHistogram.from_counts(json.loads(content), "h.json")

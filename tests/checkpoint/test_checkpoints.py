@@ -23,8 +23,7 @@ from echelon.checkpoint import tensors as reading
 from echelon.checkpoint.folder import Folder
 from echelon.heads.checkpoints import build_head, load_head, save_head
 from echelon.model.load.loading import load_model, load_plain
-from echelon.ops import compiled
-from echelon.ops.linear import PackedWeight
+from echelon.ops import compiled, cpu
 
 SUPPORT = Path(__file__).parents[1] / "support"
 INDEX = "model.safetensors.index.json"
@@ -108,8 +107,8 @@ def test_a_model_is_loaded_and_packed_in_little_more_memory_than_it_has_weights(
 @pytest.mark.parametrize("shape", [(32, 32), (96, 64), (96, 33), (33, 64), (4096, 96), (64, 4096)])
 def test_packing_in_place_gives_the_same_weight(shape: tuple[int, int], dtype: torch.dtype) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    expected = PackedWeight.pack(weight.clone())
-    got = PackedWeight.pack(own := weight.clone(), in_place=True)
+    expected = cpu.pack(weight.clone())
+    got = cpu.pack(own := weight.clone(), in_place=True)
     assert torch.equal(got.data, expected.data) and (got.columns, got.depth) == (expected.columns, expected.depth)
     fits = shape[0] % 32 == 0 and (dtype != torch.bfloat16 or shape[1] % 32 == 0)
     assert (got.data.data_ptr() == own.data_ptr()) == fits

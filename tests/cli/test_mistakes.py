@@ -49,7 +49,6 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["bench", "throughput", "--output", "file"], "choose another --output"),
     (["bench", "latency", "--output", "file"], "choose another --output"),
     (["bench", "peers", "--output", "file"], "choose another --output"),
-    (["bench", "serving", "--output", "file"], "choose another --output"),
     (["bench", "throughput", "--workload", "questions", "--input", "binary"], "UTF-8"),
     (["bench", "throughput", "--workload", "questions", "--input", "nowhere"], "check the path"),
 ]  # fmt: skip

@@ -153,17 +153,17 @@ def test_most_of_the_templates_render(tokenizer: Any) -> None:
 @pytest.mark.parametrize("name", HOSTILE if toys.PROVE else ["a long list", "a long string", "a big power", "brackets"])
 def test_a_hostile_template_has_limits_of_time_and_memory(llm: LLM, template: Any, short: None, name: str) -> None:
     """This process neither works for it nor grows, and the next conversation is rendered."""
-    llm.encode_chat(MESSAGES)
+    llm.inputs.encode_chat(MESSAGES)
     template(HOSTILE[name])
     start, before = time.process_time(), psutil.Process().memory_info().rss
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(RequestError, match=r"cannot render|characters"):
-        llm.encode_chat(MESSAGES)
+        llm.inputs.encode_chat(MESSAGES)
     assert time.process_time() - start < SHORT
     assert psutil.Process().memory_info().rss < before + 2**25
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < max(peak * 1024, before) + 2**25
     template("{{ messages[0].content }}")
-    assert llm.target.tokenizer.decode(llm.encode_chat(MESSAGES)) == "hi"
+    assert llm.target.tokenizer.decode(llm.inputs.encode_chat(MESSAGES)) == "hi"
     assert TEXT_PROCESS.pid is not None and psutil.Process(TEXT_PROCESS.pid).memory_info().rss < 2**27 + TEMPLATE_BYTES
 
 
@@ -186,7 +186,7 @@ def test_a_hostile_template_has_limits_of_time_and_memory(llm: LLM, template: An
 def test_a_chat_template_that_fails_says_why(llm: LLM, template: Any, short: None, text: str, words: str) -> None:
     template(text)
     with pytest.raises(RequestError, match=words) as caught:
-        llm.encode_chat(MESSAGES)
+        llm.inputs.encode_chat(MESSAGES)
     assert len(str(caught.value)) < 1500
 
 
@@ -194,7 +194,7 @@ def test_a_chat_template_that_fails_says_why(llm: LLM, template: Any, short: Non
 def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
     with pytest.raises(RequestError):
         render_chat(llm.target.tokenizer, messages, 1000)
-    assert llm.encode_chat(MESSAGES)
+    assert llm.inputs.encode_chat(MESSAGES)
 
 
 def test_livez_answers_while_a_template_runs(llm: LLM, template: Any, short: None) -> None:
@@ -216,17 +216,17 @@ def test_livez_answers_while_a_template_runs(llm: LLM, template: Any, short: Non
 
 
 def test_the_renderer_is_small_single_and_started_again(llm: LLM) -> None:
-    llm.encode_chat(MESSAGES)
+    llm.inputs.encode_chat(MESSAGES)
     pid = TEXT_PROCESS.pid
     assert pid is not None
     worker = psutil.Process(pid)
     assert worker.memory_info().rss < 2**27
     assert not any("torch" in mapped.path for mapped in worker.memory_maps())
-    llm.encode_chat(MESSAGES)
+    llm.inputs.encode_chat(MESSAGES)
     assert TEXT_PROCESS.pid == pid
     os.kill(pid, signal.SIGKILL)
     worker.wait()
-    assert llm.encode_chat(MESSAGES)
+    assert llm.inputs.encode_chat(MESSAGES)
     assert TEXT_PROCESS.pid not in (None, pid)
 
 
@@ -273,7 +273,7 @@ def long_texts(count: int = 2 * LONG_TEXT) -> dict[str, str]:
 def test_a_long_text_has_the_ids_that_the_tokenizer_gives_it(llm: LLM, name: str, special: bool) -> None:
     tokenizer: Any = llm.target.tokenizer
     text = tokenizer.bos_token + long_texts()[name] + tokenizer.eos_token if tokenizer.bos_token and special else long_texts()[name]
-    assert llm.encode(text, special) == tokenizer.encode(text, add_special_tokens=special)
+    assert llm.inputs.encode(text, special) == tokenizer.encode(text, add_special_tokens=special)
 
 
 def test_a_tokenizer_with_a_class_or_tokens_of_its_own_is_heeded(tokenizer: Any) -> None:
@@ -299,12 +299,12 @@ def test_long_texts_cost_this_process_neither_time_nor_memory(llm: LLM) -> None:
     own_seconds = time.process_time()
     num_ids = len(llm.target.tokenizer.encode(bomb))  # type: ignore[union-attr]
     own_seconds = time.process_time() - own_seconds
-    llm.encode(bomb)
+    llm.inputs.encode(bomb)
     gc.collect()
     give_memory_back()
     before, start = psutil.Process().memory_info().rss, time.process_time()
     with ThreadPoolExecutor(8) as threads:
-        assert [len(ids) for ids in threads.map(llm.encode, [bomb] * 8)] == [num_ids] * 8
+        assert [len(ids) for ids in threads.map(llm.inputs.encode, [bomb] * 8)] == [num_ids] * 8
     assert time.process_time() - start < own_seconds * 8 / 3
     assert psutil.Process().memory_info().rss < before + 2**25  # the ids themselves, eight times
     assert TEXT_PROCESS.pid is not None
@@ -316,11 +316,11 @@ def test_a_text_that_takes_too_much_to_tokenize_is_refused(llm: LLM, monkeypatch
     monkeypatch.setattr("echelon.chat.ENCODING_BYTES", 2**20)
     monkeypatch.setattr("echelon.chat.BYTES_PER_CHARACTER", 0)
     with pytest.raises(RequestError, match="cannot be tokenized"):
-        llm.encode("ab " * (20 * llm.max_len))
+        llm.inputs.encode("ab " * (20 * llm.max_len))
     monkeypatch.undo()
-    assert llm.encode("ab " * LONG_TEXT)
+    assert llm.inputs.encode("ab " * LONG_TEXT)
     with pytest.raises(RequestError, match="Unicode"):
-        llm.encode("ab \ud800" * LONG_TEXT)
+        llm.inputs.encode("ab \ud800" * LONG_TEXT)
 
 
 # What a server's clients meet
@@ -331,10 +331,12 @@ def test_special_tokens_in_a_text_are_control_tokens_as_in_transformers(llm: LLM
     tokenizer: Any = llm.target.tokenizer
     eos = tokenizer.eos_token
     messages = [{"role": "user", "content": f"a{eos}b"}]
-    ids = llm.encode_chat(messages)
+    ids = llm.inputs.encode_chat(messages)
     assert ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert ids.count(tokenizer.eos_token_id) == llm.encode_chat([{"role": "user", "content": "ab"}]).count(tokenizer.eos_token_id) + 1
-    assert tokenizer.eos_token_id in llm.encode(f"a{eos}b", add_special_tokens=False)
+    assert (
+        ids.count(tokenizer.eos_token_id) == llm.inputs.encode_chat([{"role": "user", "content": "ab"}]).count(tokenizer.eos_token_id) + 1
+    )
+    assert tokenizer.eos_token_id in llm.inputs.encode(f"a{eos}b", add_special_tokens=False)
 
 
 @pytest.mark.parametrize("num_blocks", [2, 5, None])
@@ -343,7 +345,7 @@ def test_the_default_of_max_tokens_is_what_fits_the_pool(num_blocks: int | None)
     size = servers.build().memory_plan.block_bytes
     llm = servers.build(max_num_seqs=2, **({} if num_blocks is None else {"kv_cache_memory_bytes": size * num_blocks}))
     prompt = [5] * (llm.engine.scheduler.capacity - 3 if num_blocks else llm.max_len - 3)
-    assert llm.room_after(len(prompt)) == 3
+    assert llm.inputs.room_after(len(prompt)) == 3
     with servers.serving(llm) as running, running.client() as client:
         if num_blocks is not None:  # else it would be long
             chat = client.post("/v1/chat/completions", json={"messages": MESSAGES, "ignore_eos": True})

@@ -117,7 +117,7 @@ def test_what_is_no_conversation_is_refused_by_its_place(llm: LLM, value: Any, w
 
 def test_text_parts_are_the_text(llm: LLM) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]}]
-    assert llm.encode_chat(parts) == llm.encode_chat([{"role": "user", "content": "hello"}])
+    assert llm.inputs.encode_chat(parts) == llm.inputs.encode_chat([{"role": "user", "content": "hello"}])
 
 
 @pytest.mark.parametrize("field", ["stop_token_ids", "logit_bias", "allowed_token_ids"])
@@ -236,13 +236,14 @@ def right_arguments(folder: Path, llm: LLM) -> dict[str, dict[str, Any]]:
         "LLM.generate": {**many, "on_finish": None, "on_step": None},
         "LLM.stream": many,
         "LLM.chat": {"messages": messages, "sampling_params": GREEDY},
-        "LLM.encode": {"text": "a", "add_special_tokens": True, "name": "prompt"},
-        "LLM.encode_chat": {"messages": messages, "name": "messages"},
-        "LLM.check_prompt": {"tokens": [1], "params": GREEDY, "name": "prompt"},
-        "LLM.room_after": {"num_tokens": 4},
-        "LLM.samples": one,
-        "LLM.run": {"requests": [llm.samples("a", GREEDY, False)]},
+        "InputProcessor.encode": {"text": "a", "add_special_tokens": True, "name": "prompt"},
+        "InputProcessor.encode_chat": {"messages": messages, "name": "messages"},
+        "InputProcessor.check_prompt": {"tokens": [1], "params": GREEDY, "name": "prompt"},
+        "InputProcessor.room_after": {"num_tokens": 4},
+        "InputProcessor.samples": one,
+        "LLM.run": {"requests": [llm.inputs.samples("a", GREEDY, False)]},
         "LLM.get_metrics": {},
+        "LLM.close": {},
         "load_model": {"name": str(DRAFT), "dtype": "auto", "device": "cpu", "numerics": "invariant"},
         "load_plain": {"name": str(DRAFT)},
         "adopt_model": {"model": copy.deepcopy(TRAINED), "tokenizer": None, "name": "toy", "keep_weights": True, "numerics": "invariant"},
@@ -257,7 +258,12 @@ def right_arguments(folder: Path, llm: LLM) -> dict[str, dict[str, Any]]:
 
 def public_functions(llm: LLM) -> dict[str, Callable[..., Any]]:
     """Functions and methods that users call; settings have a test of their own."""
-    methods = {f"LLM.{n}": getattr(llm, n) for n in dir(LLM) if not n.startswith("_") and inspect.isfunction(getattr(LLM, n))}
+    methods = {
+        f"{type(of).__name__}.{n}": getattr(of, n)
+        for of in (llm, llm.inputs)
+        for n in dir(type(of))
+        if not n.startswith("_") and inspect.isfunction(getattr(type(of), n))
+    }
     del methods["LLM.exclusive"]  # takes nothing
     loading = (load_model, load_plain, adopt_model, load_head, prepare, train_head, train_draft_model, Plan)
     return {"LLM": LLM, **methods, **{f.__name__: f for f in loading}}

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from echelon import EchelonError, RequestError, SamplingParams
-from echelon.ops.rank import largest_of, likeliest
+from echelon.acceptance import argmax_rows
+from echelon.ops.rank import likeliest
+from echelon.ops.reference import largest_of
 from echelon.ops.sample import Place, choose
 from echelon.sampling import Sampler, gumbel_noise, kept_tokens, logprobs_of
-from echelon.verify import argmax_rows
 
 
 def row(size: int, seed: int) -> np.ndarray:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
-from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -13,24 +11,13 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from echelon import LLM, RequestError, SamplingParams
+from echelon.draft import RowVerdict, Verdict
 from echelon.kv.blocks import BlockTables
 from echelon.sampling import Sampler
-from echelon.scheduler import Plan, Scheduler
-from echelon.sequence import Sequence
+from echelon.scheduler import Scheduler
+from echelon.sequence import Plan, Sequence
 
 MAX_LEN = 60
-
-
-@dataclass
-class Scripted:
-    """A verdict that says what the test wants."""
-
-    num_draft_tokens: list[int] = field(default_factory=list)
-    accepted: list[list[int]] = field(default_factory=list)
-    next_tokens: list[int] = field(default_factory=list)
-    logprobs: list[list[Any]] = field(default_factory=list)
-    prompt_logprobs: list[list[Any]] = field(default_factory=list)
-    errors: dict[int, Any] = field(default_factory=dict)
 
 
 def token_after(text: list[int]) -> int:
@@ -45,19 +32,16 @@ def continuation(prompt: list[int], count: int) -> list[int]:
     return text[len(prompt) :]
 
 
-def verdict_for(plan: Plan, rng: random.Random, drafter_fails: bool) -> Scripted:
+def verdict_for(plan: Plan, rng: random.Random, drafter_fails: bool) -> Verdict:
     """Each row drafts a random number within its budget, of which a random prefix is right."""
-    outcome = Scripted()
+    verdict = []
     for row in plan.rows:
         size = 0 if drafter_fails else rng.randint(0, row.max_draft_tokens)
         right = rng.randint(0, min(size, row.max_draft_depth))
         true = continuation(row.sequence.tokens, right + 1)
-        outcome.num_draft_tokens.append(size)
-        outcome.accepted.append(true[:right] if row.is_sampled else [])
-        outcome.next_tokens.append(true[right] if row.is_sampled else -1)
-        outcome.logprobs.append([])
-        outcome.prompt_logprobs.append([])
-    return outcome
+        is_sampled = row.is_sampled
+        verdict.append(RowVerdict(size, list(range(right)), true[:right] if is_sampled else [], true[right] if is_sampled else -1))
+    return verdict
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -115,12 +99,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             tables.copies.clear()
             for row in plan.rows:
                 assert len(tables.blocks(row.sequence.id)) * 4 >= row.start + row.num_new + row.max_draft_tokens
-        outcome = verdict_for(plan, self.rng, drafter_fails)
-        for row, accepted in zip(plan.rows, outcome.accepted, strict=True):
-            self.tables[0].commit(row.sequence.id, row.start + row.num_new + len(accepted))
+        verdict = verdict_for(plan, self.rng, drafter_fails)
+        for row, kept in zip(plan.rows, verdict, strict=True):
+            self.tables[0].commit(row.sequence.id, row.start + row.num_new + len(kept.accepted))
             if row.max_draft_tokens and not drafter_fails:  # the draft model has read what is known
                 self.tables[1].commit(row.sequence.id, len(row.sequence))
-        for sequence in self.scheduler.settle(plan, outcome):
+        for sequence in self.scheduler.settle(plan.rows, verdict):
             self.finished.append(self.alive.pop(sequence.id))
 
     @rule()
@@ -217,9 +201,9 @@ def test_a_request_that_fills_the_pool_leaves_no_room_for_a_tree() -> None:
         while scheduler.has_work:
             plan = scheduler.next_step()
             assert plan.rows[0].max_draft_tokens in (0, 4), "a tree does not shrink with the room left"
-            outcome = verdict_for(plan, random.Random(0), drafter_fails=False)
-            scheduler._tables[0].commit(1, plan.rows[0].start + plan.rows[0].num_new + len(outcome.accepted[0]))
-            scheduler.settle(plan, outcome)
+            verdict = verdict_for(plan, random.Random(0), drafter_fails=False)
+            scheduler._tables[0].commit(1, plan.rows[0].start + plan.rows[0].num_new + len(verdict[0].accepted))
+            scheduler.settle(plan.rows, verdict)
         assert sequence.num_output_tokens == max_tokens
 
 
@@ -247,8 +231,8 @@ def test_room_at_the_context_limit_and_at_max_tokens(num_speculative_tokens: int
                 row = plan.rows[0]
                 true = continuation(sequence.tokens, row.max_draft_tokens + 1)
                 tables.commit(1, row.start + row.num_new + row.max_draft_tokens)
-                outcome = Scripted([row.max_draft_tokens], [true[:-1]], [true[-1]], [[]], [[]])
-                scheduler.settle(plan, outcome)
+                verdict = [RowVerdict(row.max_draft_tokens, list(range(row.max_draft_tokens)), true[:-1], true[-1])]
+                scheduler.settle(plan.rows, verdict)
             assert sequence.output_tokens == continuation(list(range(10)), room)
             assert sequence.finish_reason == "length"
             assert tables.pool.num_free == tables.pool.num_blocks

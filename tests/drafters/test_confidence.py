@@ -121,7 +121,6 @@ def test_confident_heads_change_no_token_and_propose_no_unlikely_path(kind: str,
 def test_the_parameter_is_refused_where_it_means_nothing() -> None:
     model = toys.adopted(toys.llama())
     for config, message in (
-        ({"method": "replay", "replay_tokens_per_step": 2.0, "confidence_threshold": 0.3}, "needs a drafter with probabilities"),
         ({"method": "ngram", "confidence_threshold": 0.3}, "needs a drafter with probabilities"),
         ({"method": "draft_model", "confidence_threshold": 0.3, "acceptance": "rejection"}, "leave one of them out"),
         ({"method": "draft_model", "confidence_threshold": 1.0}, "less than 1"),

@@ -24,10 +24,10 @@ from echelon.heads.base import Head
 from echelon.heads.checkpoints import build_head, load_head, save_head
 from echelon.heads.clover import CloverHead
 from echelon.heads.eagle3 import default_depths
-from echelon.heads.layouts import HEADS
 from echelon.heads.parts import Norm, Rotary, head_config, prepare
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache, LayerShape
+from echelon.methods import head_class
 from echelon.model import pack as unpadded
 from echelon.model.attention import CONTEXT_KEYWORD, CachedAttention
 from echelon.train.lessons import Lesson, TrainingAttention, lesson, unroll
@@ -562,4 +562,4 @@ def test_heads_that_cannot_be_built(target: PreTrainedModel) -> None:
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     with pytest.raises(UnsupportedModelError, match="rope_type 'dynamic'"):
         prepare(config)
-    assert issubclass(HEADS["clover"], CloverHead)
+    assert issubclass(head_class("clover"), CloverHead)

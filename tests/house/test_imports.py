@@ -9,32 +9,37 @@ SOURCE = Path(__file__).parents[2] / "src" / "echelon"
 LEVELS = [
     {"errors"},
     {"inputs"},
+    {"draft"},
+    {"trees"},
+    {"methods"},
     {"config", "checkpoint"},
-    {"sampling", "token_counts", "draft", "stats", "text", "chat", "text_process", "text_worker", "memory", "kv.blocks", "kv.tables"},
-    {"sequence", "trees"},
-    {"outputs"},
+    {"sampling", "token_counts", "text", "chat", "text_process", "text_worker", "memory", "kv.blocks", "kv.tables"},
+    {"sequence"},
+    {"outputs", "stats"},
     {"batch"},
     {"ops"},
     {"heads"},
     {"kv.cache"},
     {"model"},
-    {"verify"},
+    {"acceptance"},
     {"drafters"},
     {"scheduler"},
     {"engine", "storage"},
     {"baselines"},
-    {"assembly"},
-    {"api"},
+    {"build", "input_processor"},
+    {"llm"},
     {"requests"},
     {"server"},
-    {"bench", "demo", "cli", "hf"},
+    {"bench"},
+    {"demo"},
+    {"cli", "hf"},
     {"__main__"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(LEVELS) for room in rooms}
 APART = {"drafters", "heads"}  # siblings in these rooms do not import each other
 ALLOWED_SIBLINGS = {"base", "frontier", "parts"}
 GATHERS = {"heads.layouts", "heads.checkpoints"}  # they know all of their siblings
-TRAINING_READS = {"errors", "inputs", "config", "heads", "model"}
+TRAINING_READS = {"errors", "inputs", "config", "methods", "heads", "model"}
 BEHIND_TRITON = ("ops.triton", "model.graphs")  # loaded where a CUDA device serves
 
 
@@ -97,7 +102,7 @@ def test_only_the_builder_knows_the_baselines() -> None:
     for module, path in modules().items():
         if not module.startswith("baselines"):
             known = {i for i in imports(path) if i.startswith("echelon.baselines")}
-            assert known <= ({"echelon.baselines.strategies.STRATEGIES"} if module == "api" else set()), module
+            assert known <= ({"echelon.baselines.strategies.STRATEGIES"} if module == "build" else set()), module
 
 
 def test_the_scheduler_sees_no_tensors() -> None:

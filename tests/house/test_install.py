@@ -27,7 +27,7 @@ BUILD = "import sys, runpy; sys.argv[0] = 'setup.py'; runpy.run_path('setup.py',
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As where the installation could build none."""
-    monkeypatch.setattr(compiled, "kernels", None)
+    monkeypatch.setattr(compiled, "kernels", compiled.MISSING)
     monkeypatch.setattr(compiled, "REASON", "compilation failed: no such file: Python.h")
     monkeypatch.setattr(compiled.platform, "machine", lambda: "x86_64")
     compiled.warn_once_if_missing.cache_clear()
@@ -45,7 +45,7 @@ def test_a_build_in_isolation_installs_why_there_are_no_kernels(tmp_path: Path) 
     done = built("import sys; sys.modules['torch'] = None", "build_py", "--build-lib", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "PyTorch was not there" in (tmp_path / "echelon" / compiled.NOTE.name).read_text("utf-8")
-    assert (tmp_path / "echelon/api.py").is_file(), "the package is installed all the same"
+    assert (tmp_path / "echelon/llm.py").is_file(), "the package is installed all the same"
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="there is no compiler")

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
+from tools import dependencies, mutants, prove
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import dependencies  # noqa: E402
-import mutants  # noqa: E402
-import prove  # noqa: E402
-
-LOSSLESS = next(cell for cell in prove.CELLS if cell.name == "lossless")
+LOSSLESS = next(proof for proof in prove.PROOFS if proof.name == "lossless")
 
 
 def names(files: frozenset[Path]) -> set[str]:
     return {str(path.relative_to(ROOT)) for path in files}
 
 
-@pytest.mark.parametrize("cell", prove.CELLS, ids=lambda cell: cell.name)
-def test_every_proof_depends_on_files_that_exist(cell: prove.Cell) -> None:
+@pytest.mark.parametrize("cell", prove.PROOFS, ids=lambda cell: cell.name)
+def test_every_proof_depends_on_files_that_exist(cell: prove.Proof) -> None:
     files = dependencies.of_command(cell.command)
     assert files
     assert all(path.is_file() for path in files)
@@ -55,7 +50,7 @@ def test_imports_inside_functions_and_commands_in_lists_are_followed(tmp_path: P
     script = tmp_path / "script.py"
     script.write_text("def late():\n    from echelon import LLM\n    return ['python', '-m', 'echelon.demo'], LLM\n", "utf-8")
     found = names(dependencies.closure({script}) - {script})
-    assert found >= {"src/echelon/api.py", "src/echelon/demo/__main__.py"}
+    assert found >= {"src/echelon/llm.py", "src/echelon/demo/__main__.py"}
 
 
 def test_only_a_change_of_its_own_files_makes_a_proof_stale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,21 +68,21 @@ def test_only_a_change_of_its_own_files_makes_a_proof_stale(monkeypatch: pytest.
         changed(name)
         assert prove.state_of(LOSSLESS, {"lossless": record}) == state
     monkeypatch.undo()
-    longer = prove.Cell("lossless", [*LOSSLESS.command, "-x"])
+    longer = prove.Proof("lossless", [*LOSSLESS.command, "-x"])
     assert prove.state_of(longer, {"lossless": record}) == "stale"
 
 
 def test_a_run_that_was_cut_off_goes_on_with_what_is_not_proven(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cells = [prove.Cell("a", ["make", "a"]), prove.Cell("b", ["make", "b"])]
+    cells = [prove.Proof("a", ["make", "a"]), prove.Proof("b", ["make", "b"])]
     ran = []
 
-    def run(cell: prove.Cell) -> dict[str, object]:
+    def run(cell: prove.Proof) -> dict[str, object]:
         ran.append(cell.name)
         return {"passed": cell.name == "a", "sources": prove.sources_of(cell), "commit": "c", "cpu": "m"}
 
     monkeypatch.setattr(prove, "run", run)
     monkeypatch.setattr(prove, "EVIDENCE", tmp_path / "prove.json")
-    monkeypatch.setattr(prove, "CELLS", cells)
+    monkeypatch.setattr(prove, "PROOFS", cells)
     assert prove.main(["--status"]) == 1
     assert ran == []
     assert prove.main([]) == 1

@@ -23,10 +23,11 @@ from echelon import LLM, SamplingParams
 from echelon.batch import Span
 from echelon.kv.blocks import BlockTables
 from echelon.model import pack as unpadded
-from echelon.model.graphs.ahead import Landing
+from echelon.model.graphs.ahead import DeviceStep
 from echelon.ops.slots import scatter_slots
 from echelon.ops.triton.plan import Plan, PlanKey, plan_attention, plan_tables
-from echelon.sequence import AheadRow
+from echelon.sequence import PlannedRow
+from echelon.stats import StepRecord
 
 pytestmark = captures.NEEDED
 AHEAD = ("none", "draft_model")  # drafters that the device does not need the host for
@@ -38,17 +39,17 @@ def there() -> Iterator[Recorder]:
         yield card
 
 
-def launched(llm: LLM) -> list[list[AheadRow]]:
+def launched(llm: LLM) -> list[list[PlannedRow]]:
     """Grows by the rows of every step that is launched ahead."""
-    ahead, steps = llm.engine.ahead, list[list[AheadRow]]()
+    ahead, steps = llm.engine.ahead, list[list[PlannedRow]]()
     assert ahead is not None
     launch = ahead.launch
 
-    def noted(rows: Any) -> Any:
-        landing = launch(rows)
-        if landing is not None:
-            steps.append(list(rows))
-        return landing
+    def noted(plan: Any) -> Any:
+        step = launch(plan)
+        if step is not None:
+            steps.append(list(plan.rows))
+        return step
 
     ahead.launch = noted  # type: ignore[method-assign]
     return steps
@@ -58,7 +59,7 @@ def asked(mode: str, **changes: Any) -> list[SamplingParams]:
     return [SamplingParams(**{"max_tokens": n, "seed": 100 + i} | MODES[mode] | changes) for i, n in enumerate(NUM_TOKENS)]
 
 
-def both(mode: str, drafter: str, params: Any, **settings: Any) -> tuple[list[Any], list[Any], LLM, list[list[AheadRow]]]:
+def both(mode: str, drafter: str, params: Any, **settings: Any) -> tuple[list[Any], list[Any], LLM, list[list[PlannedRow]]]:
     """Outputs of eager steps, one after another, and of steps that run ahead."""
     outputs: list[list[Any]] = []
     for enforce_eager in (True, False):
@@ -81,7 +82,7 @@ def test_a_step_starts_where_the_one_in_flight_will_end(there: Recorder, mode: s
     llm = engine("llama", mode, drafter, max_num_seqs=batch_size)
     steps = launched(llm)
     check(llm, "llama", mode)
-    following = sum(row.source >= 0 for rows in steps for row in rows)
+    following = sum(row.pending_row >= 0 for rows in steps for row in rows)
     assert following > len(steps) / 2, "few steps begin where another ends"
     usage = llm.stats.target
     fed = llm.stats.num_input_tokens
@@ -95,14 +96,12 @@ def test_drafts_are_those_of_a_draft_model_that_is_asked(there: Recorder, mode: 
     kept: list[dict[tuple[int, int], tuple[int, int]]] = []
     for is_ahead in (False, True):
         llm, found = engine("llama", mode, "draft_model", max_num_seqs=6), dict[tuple[int, int], tuple[int, int]]()
-        settle = llm.engine._settle
 
-        def noted(plan: Any, verdict: Any, count: int, settle: Any = settle, found: Any = found) -> Any:
-            for row, drafted, accepted in zip(plan.rows, verdict.num_draft_tokens, verdict.num_accepted, strict=True):
-                found[row.sequence.id, len(row.sequence)] = drafted, accepted
-            return settle(plan, verdict, count)
+        def noted(step: StepRecord, found: Any = found) -> None:
+            for row, kept, count in zip(step.rows, step.verdict, step.num_emitted, strict=True):
+                found[row.sequence.id, len(row.sequence) - count] = kept.num_draft_tokens, len(kept.path)
 
-        llm.engine._settle = noted  # type: ignore[method-assign]
+        llm.engine.observers.append(noted)
         llm.engine.ahead = llm.engine.ahead if is_ahead else None
         llm.generate(toys.prompts(LENGTHS, seed=5), asked(mode, max_tokens=30))
         kept.append(found)
@@ -137,8 +136,8 @@ def test_steps_whose_logits_the_host_must_see_do_not(there: Recorder, changes: d
 def test_rows_that_end_in_flight_cost_a_step_and_no_more(there: Recorder, monkeypatch: pytest.MonkeyPatch, mode: str, drafter: str) -> None:
     """They end at a token that the host learns of when the next step is on its way."""
     ends = sorted({text[len(text) // 2] for text in truth("llama", mode)})[:2]
-    landed, count = list[int | None](), Landing.count
-    monkeypatch.setattr(Landing, "count", lambda self, lengths: (landed.extend(lengths), count(self, lengths)))
+    landed, count = list[int | None](), DeviceStep._count
+    monkeypatch.setattr(DeviceStep, "_count", lambda self, lengths: (landed.extend(lengths), count(self, lengths)))
     eager, ahead, llm, steps = both(mode, drafter, asked(mode, stop_token_ids=tuple(ends)))
     assert tokens(eager) == tokens(ahead)
     assert sum(o.finish_reason == "stop" for o in ahead) >= 2
@@ -172,7 +171,7 @@ def test_rows_draft_as_much_as_they_ask_for(there: Recorder, mode: str) -> None:
     params = [p.model_copy(update={"num_speculative_tokens": i % 4}) for i, p in enumerate(asked(mode, max_tokens=9))]
     eager, ahead, llm, steps = both(mode, "draft_model", params)
     assert tokens(eager) == tokens(ahead)
-    assert {row.num_drafted for rows in steps for row in rows} == {0, 1, 2, 3}
+    assert {row.max_draft_tokens for rows in steps for row in rows} == {0, 1, 2, 3}
     assert llm.stats.num_accepted_tokens > 0
 
 
@@ -200,13 +199,13 @@ def test_a_row_may_go_and_come_back_in_flight(there: Recorder, mode: str, drafte
     """Aborted while its step is under way, and added again as it was: what lands is not its own any more."""
     params = asked(mode, max_tokens=40)
     llm = engine("llama", mode, drafter, max_num_seqs=6)
-    rows = [s for p, q in zip(toys.prompts(LENGTHS, seed=5), params, strict=True) for s in llm.samples(p, q, watch_text=False)]
+    rows = [s for p, q in zip(toys.prompts(LENGTHS, seed=5), params, strict=True) for s in llm.inputs.samples(p, q, watch_text=False)]
     for sequence in rows:
         llm.engine.add(sequence)
     gone = 0
     while llm.engine.has_work:
         llm.engine.step()
-        if llm.engine.flight is not None and gone < len(rows):
+        if llm.engine.in_flight is not None and gone < len(rows):
             sequence, gone = rows[gone], gone + 1
             if not sequence.is_finished:
                 llm.engine.abort(sequence)
@@ -222,8 +221,8 @@ def test_a_plan_holds_all_that_any_length_sees(there: Recorder, monkeypatch: pyt
     llm = LLM(windowed(), block_size=4, kv_cache_memory_bytes=1 << 18)
     rows = []
     for place, length in enumerate((3, 14, 15, 16, 22, 23)):
-        (sequence,) = llm.samples(list(range(length)), SamplingParams(), watch_text=False)
-        rows.append(AheadRow(sequence, place, length + 1, length + 4, num_drafted=3))
+        (sequence,) = llm.inputs.samples(list(range(length)), SamplingParams(), watch_text=False)
+        rows.append(PlannedRow(sequence, length - 1, 1, 3, 3, num_pending=(1, 4), pending_row=place))
         assert llm.engine.target.cache.tables.reserve(sequence.id, length + 7)
     assert llm.engine.ahead is not None
     own = llm.engine.ahead._target_pass(rows)

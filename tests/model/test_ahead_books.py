@@ -22,11 +22,12 @@ import test_scheduler
 import toys
 from test_scheduler import continuation, verdict_for
 
+from echelon.draft import RowVerdict, Verdict
 from echelon.drafters.base import NoDrafter
 from echelon.engine import Engine
 from echelon.kv.blocks import BlockTables
-from echelon.model.graphs.ahead import KNOWN, Ahead
-from echelon.sequence import AheadRow, Sequence
+from echelon.model.graphs.ahead import KNOWN, DeviceStep
+from echelon.sequence import Plan, PlannedRow, Sequence
 from echelon.stats import Usage
 
 WRONG = 50  # no token of any text
@@ -57,14 +58,25 @@ class Memory:
 
 
 @dataclass
-class Landing:
-    found: list[tuple[list[int], int]]
+class LaunchedStep:
+    """Of the host, whose books are kept when it is run, or of the device."""
 
-    def verdict(self) -> list[tuple[list[int], int]]:
+    plan: Plan
+    found: Verdict
+    machine: AheadMachine
+    is_ahead: bool
+
+    def verdict(self) -> Verdict:
         return self.found
 
-    def count(self, lengths: SequenceOf[int | None]) -> None:
-        assert len(lengths) == len(self.found)
+    def commit(self, row: PlannedRow, kept: RowVerdict, is_followed: bool) -> None:
+        if self.is_ahead:
+            target, draft = (SimpleNamespace(cache=SimpleNamespace(tables=tables)) for tables in self.machine.tables)
+            DeviceStep.commit(SimpleNamespace(target=target, draft=draft), row, kept, is_followed)  # type: ignore[arg-type]
+
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None: ...
+
+    def discard(self) -> None: ...
 
 
 class _Engine(Engine):
@@ -76,9 +88,8 @@ class _Engine(Engine):
         super().__init__(target, NoDrafter(), machine.scheduler, ahead=ahead)
         self._machine = machine
 
-    def _step(self) -> list[Sequence]:
-        self._is_watched = False
-        return self._machine.step_at_once()
+    def _run(self, plan: Plan) -> LaunchedStep:
+        return self._machine.run(plan)
 
 
 class AheadMachine(test_scheduler.SchedulerMachine):
@@ -100,19 +111,17 @@ class AheadMachine(test_scheduler.SchedulerMachine):
             if sequence.is_finished:
                 self.finished.append(self.alive.pop(sequence.id))
 
-    def step_at_once(self) -> list[Sequence]:
-        plan = self.scheduler.next_step()
+    def run(self, plan: Plan) -> LaunchedStep:
         for memory in self.memories:
             memory.copy()
-        outcome = verdict_for(plan, self.rng, self.fails)
-        for row, accepted in zip(plan.rows, outcome.accepted, strict=True):
-            sequence, end = row.sequence, row.start + row.num_new
+        verdict = verdict_for(plan, self.rng, self.fails)
+        for row, kept in zip(plan.rows, verdict, strict=True):
+            sequence, accepted, end = row.sequence, kept.accepted, row.start + row.num_new
             self.memories[0].feed(sequence.id, self._drafted(sequence.tokens[:end], accepted, row.max_draft_tokens), row.start)
             self.tables[0].commit(sequence.id, end + len(accepted))
             if row.max_draft_tokens and not self.fails:
                 self._draft(sequence, self._drafted(sequence.tokens, accepted, row.max_draft_tokens)[:-1], len(accepted))
-        self.scheduler.settle(plan, outcome)
-        return [row.sequence for row in plan.rows]
+        return LaunchedStep(plan, verdict, self, is_ahead=False)
 
     def _draft(self, sequence: Sequence, text: list[int], num_accepted: int) -> None:
         tables = self.tables[1]
@@ -122,7 +131,7 @@ class AheadMachine(test_scheduler.SchedulerMachine):
     def _drafted(self, text: list[int], accepted: list[int], count: int) -> list[int]:
         return [*text, *accepted, *[WRONG] * count][: len(text) + count]
 
-    def launch(self, rows: list[AheadRow]) -> Landing | None:
+    def launch(self, plan: Plan) -> LaunchedStep | None:
         """What the device does at once, and the host learns of when the step is settled; sometimes it refuses."""
         if self.rng.random() < 0.1:
             return None
@@ -130,27 +139,24 @@ class AheadMachine(test_scheduler.SchedulerMachine):
         for memory in self.memories:
             memory.copy()
         texts, found = [], []
-        for row in rows:
-            assert row.longest + row.num_drafted <= test_scheduler.MAX_LEN
-            text = list(row.sequence.tokens) if row.source < 0 else list(self.texts[row.source])
+        for row in plan.rows:
+            count = row.max_draft_tokens
+            assert row.longest + count <= test_scheduler.MAX_LEN
+            text = list(row.sequence.tokens) if row.pending_row < 0 else list(self.texts[row.pending_row])
             assert row.shortest <= len(text) <= row.longest
-            self.num_following += row.source >= 0
-            right = self.rng.randint(0, row.num_drafted)
+            self.num_following += row.pending_row >= 0
+            right = self.rng.randint(0, count)
             own = continuation(text, right + 1)
-            fed = self._drafted(text, own[:right], row.num_drafted)
+            fed = self._drafted(text, own[:right], count)
             self.memories[0].feed(row.sequence.id, fed, len(text) - 1)
-            if row.num_drafted:
+            if count:
                 self.memories[1].feed(row.sequence.id, fed[:-1], len(text) - KNOWN)
             if is_stuck := self.rng.random() < 0.03:
                 own[right] = -1
             texts.append([*text, *own] if not is_stuck else [*text, *own[:right], WRONG])
-            found.append(([*own, *[WRONG] * (row.num_drafted - right)], right))
+            found.append(RowVerdict(count, list(range(right)), own[:right], own[right]))
         self.texts = texts
-        return Landing(found)
-
-    def keep(self, row: AheadRow, num_known: int, is_followed: bool) -> None:
-        runners = [SimpleNamespace(cache=SimpleNamespace(tables=tables)) for tables in self.tables]
-        Ahead.keep(SimpleNamespace(_target=runners[0], _draft=runners[1]), row, num_known, is_followed)  # type: ignore[arg-type]
+        return LaunchedStep(plan, found, self, is_ahead=True)
 
     def _abort(self, sequence: Sequence) -> None:
         self.engine.abort(sequence)

@@ -16,9 +16,9 @@ from transformers.activations import ACT2FN
 
 from echelon.model.patches import PatchedForward
 from echelon.model.patches.elementwise import patch_elementwise
-from echelon.ops import elementwise
+from echelon.ops import cpu
 from echelon.ops.compiled import is_built
-from echelon.ops.elementwise import Activation, RmsWeight
+from echelon.ops.contract import Activation, RmsWeight
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="the compiled kernels are not built")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -44,11 +44,11 @@ def by_definition(name: str, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 def by_kernel(name: str, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     if name == "layer_norm":
-        return elementwise.layer_norm(x, w, b, 1e-5)
+        return cpu.layer_norm(x, w, b, 1e-5)
     if name.startswith("rms"):
-        return elementwise.rms_norm(x, w, 1e-5, RmsWeight[name.removeprefix("rms_").upper()])
+        return cpu.rms_norm(x, w, 1e-5, RmsWeight[name.removeprefix("rms_").upper()])
     kind = Activation[name.removesuffix("_gated").upper()]
-    return elementwise.activate(x, kind, x.flip(-1) if name.endswith("_gated") else None)
+    return cpu.activate(x, kind, x.flip(-1) if name.endswith("_gated") else None)
 
 
 OPERATIONS = [
@@ -89,8 +89,8 @@ def test_a_row_depends_on_itself_alone(name: str, dtype: torch.dtype, threads: i
 
 def test_extremes_stay_what_they_are() -> None:
     x = torch.tensor([[0.0, -0.0, 1e30, -1e30, torch.inf, 200.0, -200.0, 1e-40]])
-    for kind in Activation:
-        got = elementwise.activate(x, kind)[0]
+    for kind in set(Activation) - {Activation.NONE}:
+        got = cpu.activate(x, kind)[0]
         assert got[:2].tolist() == [0.0, 0.0]
         assert got[[2, 4, 5]].tolist() == [x[0, 2].item(), torch.inf, 200.0]
         assert bool((got[[3, 6, 7]].abs() < 1e-8).all())
@@ -107,12 +107,12 @@ def test_sixteen_bit_numbers_round_like_the_framework(dtype: torch.dtype) -> Non
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16 if dtype == torch.float32 else dtype)
     cos, sin = torch.ones(1, 2**16, 2), torch.zeros(1, 2**16, 2)
     x = every.to(dtype)[None, None, :, None].expand(1, 1, -1, 2).contiguous()
-    turned = elementwise.rotate(x, cos.to(dtype), sin.to(dtype))[0, 0]
+    turned = cpu.rotate(x, cos.to(dtype), sin.to(dtype))[0, 0]
     expected = (x[0, 0].float() * 1.0 - x[0, 0].float() * 0.0).to(dtype)
     assert torch.equal(turned[:, 0].nan_to_num(7.0), expected[:, 0].nan_to_num(7.0))
     scale = torch.tensor([2.0**-8, 1.0, 1.0 + 2.0**-7, 3.0]).to(dtype)
     for factor in scale:
-        got = elementwise.rotate(x, (cos * factor).to(dtype), sin.to(dtype))[0, 0, :, 0]
+        got = cpu.rotate(x, (cos * factor).to(dtype), sin.to(dtype))[0, 0, :, 0]
         wanted = (x[0, 0, :, 0].float() * factor.float() - x[0, 0, :, 0].float() * 0.0).to(dtype)
         assert torch.equal(got.nan_to_num(7.0), wanted.nan_to_num(7.0))
 
@@ -126,12 +126,12 @@ def test_rotary_embedding_equals_its_definition(dtype: torch.dtype, threads: int
         half = torch.cat([-x[..., rotary // 2 : rotary], x[..., : rotary // 2]], -1).double()
         turned = x[..., :rotary].double() * cos.double()[:, None] + half * sin.double()[:, None]
         expected = torch.cat([turned, x[..., rotary:].double()], -1)
-        got = elementwise.rotate(x, cos, sin)
+        got = cpu.rotate(x, cos, sin)
         assert bool(((got.double() - expected).abs() <= 1.05 * HALF_ULP[dtype] * expected.abs() + 2e-6).all())
-        with_float_angles = elementwise.rotate(x, cos.float(), sin.float())
+        with_float_angles = cpu.rotate(x, cos.float(), sin.float())
         assert torch.equal(with_float_angles, got)
         for token in range(13):
-            alone = elementwise.rotate(x[:, :, token : token + 1], cos[:, token : token + 1], sin[:, token : token + 1])
+            alone = cpu.rotate(x[:, :, token : token + 1], cos[:, token : token + 1], sin[:, token : token + 1])
             assert torch.equal(alone[0, :, 0], got[0, :, token])
 
 

@@ -40,7 +40,7 @@ from echelon.model.hidden_states import HiddenStateReader
 from echelon.model.runner import ModelRunner
 from echelon.ops.slots import scatter_slots
 from echelon.ops.triton import sample as triton_sample
-from echelon.sampling import noise_key
+from echelon.sampling import Sampler, noise_key
 
 DIGITS = buckets.DIGITS
 pytestmark = captures.NEEDED
@@ -210,10 +210,12 @@ def test_a_chain_feeds_what_it_chose(kernels: Recorder) -> None:
         tokens = replayed.chain([replayed.pack(s) for s in (fed, *later)], VOCABULARY, draws)
         assert tokens is not None and tokens.shape == (3, 2)
         for place, following in enumerate([*later, []]):
-            columns = (draws.temperature, draws.top_k, draws.top_p, draws.min_p, [seed] * 2, [0] * 2, [n + place for n in lens])
-            expected = triton_sample.sample_rows(eager.run(eager.pack(fed))[0], *(column[: len(fed)] for column in columns))
-            assert expected.tolist() == tokens[place, : len(fed)].tolist()
-            fed = [replace(s, tokens=expected[s.row : s.row + 1].tolist()) for s in following]
+            samplers = [Sampler(SamplingParams(temperature=t), seed) for t in draws.temperature]
+            positions = [n + place for n in lens]
+            rows = list(eager.run(eager.pack(fed))[0])
+            expected = triton_sample.sample_rows(rows, samplers[: len(fed)], positions[: len(fed)])
+            assert expected == tokens[place, : len(fed)].tolist()
+            fed = [replace(s, tokens=expected[s.row : s.row + 1]) for s in following]
     assert replayed.usage.num_replays == 6 == replayed.usage.num_passes and replayed.captured.num_captures == 1
     assert_same_memory(eager, replayed)
 

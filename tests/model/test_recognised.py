@@ -23,9 +23,9 @@ from echelon.model.load.selftest import shrunken
 from echelon.model.patches import linear as layers
 from echelon.model.patches import trials
 from echelon.model.patches.elementwise import _Finder, patch_elementwise
-from echelon.ops import elementwise
+from echelon.ops import cpu
 from echelon.ops.compiled import is_built
-from echelon.ops.elementwise import Activation
+from echelon.ops.contract import Activation
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="the compiled kernels are not built")
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def test_an_activation_is_taken_for_what_it_is_over_the_whole_range(name: str, d
     assert (kind.name if kind is not None else None) == OURS.get(name)
     if kind is not None:
         x = torch.linspace(-300, 300, 9601).to(dtype)[None]
-        difference = (function(x.float()).double() - elementwise.activate(x, kind).double()).abs()
+        difference = (function(x.float()).double() - cpu.activate(x, kind).double()).abs()
         assert bool((difference <= ROUNDING[dtype] * (x.double().abs() + 1)).all())
 
 

@@ -16,7 +16,7 @@ from echelon.errors import UnsupportedModelError
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import LARGEST_HEAD, LayerShape
 from echelon.model import pack as unpadded
-from echelon.ops import attention, reference
+from echelon.ops import cpu, reference
 from echelon.ops.compiled import is_built
 
 CASES = {
@@ -43,7 +43,7 @@ SIZES = {"plain": 64, "window": 128, "sinks": 64}  # of a head; heads of 64 and 
 needs_kernels = pytest.mark.skipif(not is_built(), reason="the compiled kernels are not built")
 IMPLEMENTATIONS = [
     pytest.param(blocked(reference.ragged_attention), id="reference"),
-    pytest.param(blocked(attention.ragged_attention), id="compiled", marks=needs_kernels),
+    pytest.param(blocked(cpu.ragged_attention), id="compiled", marks=needs_kernels),
 ]
 
 
@@ -218,7 +218,7 @@ def test_every_family_keeps_the_contract(dtype: torch.dtype, family: str) -> Non
         query = torch.randn(sum(1 + len(t) for t in trees), heads, size, generator=torch.Generator().manual_seed(1)).to(dtype)
         spans = [Span(row, texts[row] - 1, [0] * (1 + len(t)), 1, texts[row], len(t), t) for row, t in enumerate(trees)]
         batch = unpadded.pack(spans, tables)
-        whole = blocked(attention.ragged_attention)(query, keys, values, batch, 0.2)
+        whole = blocked(cpu.ragged_attention)(query, keys, values, batch, 0.2)
         expected = blocked(reference.ragged_attention)(query, keys, values, batch, 0.2).double()
         assert float((whole.double() - expected).abs().max()) < limit * float(expected.abs().max())
         for row, tree in enumerate(trees):
@@ -226,7 +226,7 @@ def test_every_family_keeps_the_contract(dtype: torch.dtype, family: str) -> Non
                 token = int(batch.indptr[row]) + 1 + node
                 span = Span(row, texts[row] + node, [0], 1, texts[row], 1 if node >= 0 else 0, tree[: node + 1] if node >= 0 else None)
                 alone = unpadded.pack([span], tables)
-                assert torch.equal(blocked(attention.ragged_attention)(query[token : token + 1], keys, values, alone, 0.2)[0], whole[token])
+                assert torch.equal(blocked(cpu.ragged_attention)(query[token : token + 1], keys, values, alone, 0.2)[0], whole[token])
 
 
 HEAD_SIZES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 255, 256, 257, 288, 511, 512, 513, 1023, 1024)
@@ -245,7 +245,7 @@ def test_heads_of_every_size_up_to_the_largest(dtype: torch.dtype, family: str) 
         query = torch.randn(batch.num_tokens, 4, key_size, generator=torch.Generator().manual_seed(1)).to(dtype)
         scale = key_size**-0.5
         expected = blocked(reference.ragged_attention)(query, keys, values, batch, scale).double()
-        got = blocked(attention.ragged_attention)(query, keys, values, batch, scale).double()
+        got = blocked(cpu.ragged_attention)(query, keys, values, batch, scale).double()
         assert float((got - expected).abs().max()) < limit * float(expected.abs().max()), (key_size, value_size)
 
 
@@ -262,7 +262,7 @@ def test_heads_of_any_other_size_are_refused(key_size: int, value_size: int) -> 
         torch.zeros(1400, 2, 16, value_size),
     )
     with pytest.raises(RuntimeError, match="attention serves 1 to 1024"):
-        attention.ragged_attention(query, keys, values, batch, 1.0)
+        cpu.ragged_attention(query, keys, values, batch, 1.0)
 
 
 @needs_kernels
@@ -278,7 +278,7 @@ def test_the_kernel_agrees_with_the_reference(heads: int, kv_heads: int, sizes: 
         keys, values = filled(tables, 20, kv_heads, sizes, dtype)
         query = torch.randn(batch.num_tokens, heads, sizes[0], generator=torch.Generator().manual_seed(1)).to(dtype)
         expected = blocked(reference.ragged_attention)(query, keys, values, batch, 0.2, **options)
-        got = blocked(attention.ragged_attention)(query, keys, values, batch, 0.2, **options)
+        got = blocked(cpu.ragged_attention)(query, keys, values, batch, 0.2, **options)
         limit = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
         assert got.dtype == dtype
         assert float((got.double() - expected.double()).abs().max()) < limit * float(expected.double().abs().max())
@@ -342,6 +342,6 @@ def test_2000_random_ragged_shapes_agree_with_the_reference() -> None:
         softcap = 3.0 if rng.random() < 0.3 else None
         sinks = torch.linspace(-1, 1, group * kv_heads) if rng.random() < 0.3 else None
         expected = blocked(reference.ragged_attention)(query, keys, values, batch, 0.3, window, softcap, sinks)
-        got = blocked(attention.ragged_attention)(query, keys, values, batch, 0.3, window, softcap, sinks)
+        got = blocked(cpu.ragged_attention)(query, keys, values, batch, 0.3, window, softcap, sinks)
         error = float((got.double() - expected.double()).abs().max())
         assert error < limits[dtype] * float(expected.double().abs().max()), f"shape {shape}: {error}"

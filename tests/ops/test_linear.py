@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 import toys
 import transformers as tr
-from families import offered
 from torch import Tensor
 
 from echelon import LLM, SamplingParams, ops
 from echelon.model.load.loading import adopt_model, load_model, load_plain, served_copy
 from echelon.model.patches.linear import framework_layers
-from echelon.ops import compiled, linear
+from echelon.ops import compiled, cpu
+from echelon.ops.contract import Activation
 
 needs_kernels = pytest.mark.skipif(not compiled.is_built(), reason="the compiled kernels are not built")
 
@@ -50,13 +50,13 @@ def test_a_row_is_its_own_whatever_the_call(family: str, dtype: torch.dtype, sha
     """Seen in float32, before a last rounding that would hide most differences."""
     columns, depth = shape
     x, bias = drawn(512, depth, dtype=dtype), drawn(columns, seed=1)
-    packed = linear.PackedWeight.pack(drawn(columns, depth, dtype=dtype, seed=2))
+    packed = cpu.pack(drawn(columns, depth, dtype=dtype, seed=2))
     torch.set_num_threads(1)
-    expected = torch.cat([linear.packed_linear(row[None], packed, bias, float32=True) for row in x])
+    expected = torch.cat([cpu.packed_linear(row[None], packed, bias, float32=True) for row in x])
     torch.set_num_threads(threads)
     for rows in ROWS:
         for start in {0, (512 - rows) // 3, 512 - rows}:
-            assert torch.equal(linear.packed_linear(x[start : start + rows], packed, bias, float32=True), expected[start : start + rows]), (
+            assert torch.equal(cpu.packed_linear(x[start : start + rows], packed, bias, float32=True), expected[start : start + rows]), (
                 rows,
                 start,
             )
@@ -67,10 +67,10 @@ def test_a_row_is_its_own_whatever_the_call(family: str, dtype: torch.dtype, sha
 def test_large_calls_agree_with_small_ones(family: str, dtype: torch.dtype, threads: int) -> None:
     """Wide enough that threads share the columns and tiles are grouped; more rows than one pass takes."""
     x = drawn(600, 420, dtype=dtype)
-    packed = linear.PackedWeight.pack(drawn(700, 420, dtype=dtype, seed=2))
-    whole = linear.packed_linear(x, packed, float32=True)
+    packed = cpu.pack(drawn(700, 420, dtype=dtype, seed=2))
+    whole = cpu.packed_linear(x, packed, float32=True)
     for rows in (1, 13, 16, 31, 40, 300, 512):
-        parts = torch.cat([linear.packed_linear(part, packed, float32=True) for part in torch.split(x, rows)])
+        parts = torch.cat([cpu.packed_linear(part, packed, float32=True) for part in torch.split(x, rows)])
         assert torch.equal(whole, parts), rows
 
 
@@ -80,7 +80,7 @@ def test_large_calls_agree_with_small_ones(family: str, dtype: torch.dtype, thre
 def test_accuracy(family: str, dtype: torch.dtype, float32: bool) -> None:
     for columns, depth in (*SHAPES, (200, 3000)):
         x, weight, bias = drawn(19, depth, dtype=dtype), drawn(columns, depth, dtype=dtype, seed=1), drawn(columns, seed=2)
-        got = linear.packed_linear(x, linear.PackedWeight.pack(weight), bias, float32=float32)
+        got = cpu.packed_linear(x, cpu.pack(weight), bias, float32=float32)
         assert got.dtype == (torch.float32 if float32 else dtype)
         error = (got.double() - reference(x, weight, bias)).abs()
         allowed = tolerance(x, weight, got.dtype) + bias.double().abs() * ROUNDING[got.dtype]
@@ -91,40 +91,39 @@ def test_accuracy(family: str, dtype: torch.dtype, float32: bool) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_random_ragged_shapes(family: str, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(DTYPES.index(dtype))
-    for case in range(2000 // len(offered())):
+    for case in range(2000 // len(compiled.offered_isas())):
         rows, columns, depth = (int(n) for n in rng.integers(1, (40, 80, 90)))
         x, weight = drawn(rows, depth, dtype=dtype, seed=case), drawn(columns, depth, dtype=dtype, seed=case + 1)
-        got = linear.packed_linear(x, linear.PackedWeight.pack(weight))
+        got = cpu.packed_linear(x, cpu.pack(weight))
         assert got.shape == (rows, columns)
         assert bool(((got.double() - reference(x, weight)).abs() <= tolerance(x, weight, dtype)).all()), (rows, columns, depth)
 
 
 ACTIVATIONS = {
-    "none": lambda v: v,
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"),
+    Activation.NONE: lambda v: v,
+    Activation.RELU: F.relu,
+    Activation.SILU: F.silu,
+    Activation.GELU: F.gelu,
+    Activation.GELU_TANH: lambda v: F.gelu(v, approximate="tanh"),
 }
 
 
 @needs_kernels
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bias_activation_and_residual_are_rounded_once(family: str, dtype: torch.dtype, activation: str) -> None:
+def test_bias_and_activation_are_rounded_once(family: str, dtype: torch.dtype, activation: Activation) -> None:
     x, weight, bias = drawn(21, 70, dtype=dtype), drawn(45, 70, dtype=dtype, seed=1) / 4, drawn(45, seed=2)
-    residual = drawn(21, 60, dtype=dtype, seed=3)[:, :45]
-    expected = ACTIVATIONS[activation](reference(x, weight, bias)) + residual.double()
-    got = linear.packed_linear(x, linear.PackedWeight.pack(weight), bias, residual, activation)
+    expected = ACTIVATIONS[activation](reference(x, weight, bias))
+    got = cpu.packed_linear(x, cpu.pack(weight), bias, activation)
     assert got.dtype == dtype
     assert torch.allclose(got.double(), expected, rtol=ROUNDING[dtype], atol=2e-5)
 
 
 @needs_kernels
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations_far_from_zero(family: str, activation: str) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.name)
+def test_activations_far_from_zero(family: str, activation: Activation) -> None:
     x = torch.tensor([[v] for v in (-1e30, -200.0, -90.0, -20.0, -1.0, -1e-6, 0.0, 1e-6, 1.0, 20.0, 90.0, 1e30, torch.inf, torch.nan)])
-    got = linear.packed_linear(x, linear.PackedWeight.pack(torch.ones(1, 1)), activation=activation)[:, 0]
+    got = cpu.packed_linear(x, cpu.pack(torch.ones(1, 1)), activation=activation)[:, 0]
     expected = ACTIVATIONS[activation](x[:, 0].double())
     assert torch.allclose(got.double(), expected, rtol=1e-5, atol=1e-6, equal_nan=True)
 
@@ -135,13 +134,13 @@ def test_stale_memory_does_not_leak(family: str, dtype: torch.dtype) -> None:
     """x is a slice of a sea of NaN, and an earlier call left NaN in every buffer."""
     sea = torch.full((40, 200), torch.nan, dtype=dtype)
     x, weight = drawn(17, 101, dtype=dtype), drawn(35, 101, dtype=dtype, seed=1)
-    packed = linear.PackedWeight.pack(weight)
-    expected = linear.packed_linear(x, packed)
-    linear.packed_linear(torch.full((40, 101), torch.nan, dtype=dtype), packed)
+    packed = cpu.pack(weight)
+    expected = cpu.packed_linear(x, packed)
+    cpu.packed_linear(torch.full((40, 101), torch.nan, dtype=dtype), packed)
     sea[3:20, 5:106] = x
-    assert torch.equal(linear.packed_linear(sea[3:20, 5:106], packed), expected)
+    assert torch.equal(cpu.packed_linear(sea[3:20, 5:106], packed), expected)
     sea[3] = torch.nan
-    assert torch.equal(linear.packed_linear(sea[3:20, 5:106], packed)[1:], expected[1:])
+    assert torch.equal(cpu.packed_linear(sea[3:20, 5:106], packed)[1:], expected[1:])
 
 
 @needs_kernels
@@ -150,12 +149,12 @@ def test_packed_rows_are_the_rows_of_the_weight(dtype: torch.dtype) -> None:
     for columns, depth in ((50, 33), (32, 64), (97, 1)):
         weight = drawn(columns, depth, dtype=dtype)
         ids = torch.randint(columns, (3, 7), generator=torch.Generator().manual_seed(0))
-        packed = linear.PackedWeight.pack(weight)
-        assert torch.equal(packed.rows(ids), weight[ids])
-        assert torch.equal(packed.rows(torch.arange(columns)), weight)
-        assert torch.equal(linear.PackedWeight.pack(weight.t().contiguous().t()).data, packed.data)
+        packed = cpu.pack(weight)
+        assert torch.equal(cpu.packed_rows(packed, ids), weight[ids])
+        assert torch.equal(cpu.packed_rows(packed, torch.arange(columns)), weight)
+        assert torch.equal(cpu.pack(weight.t().contiguous().t()).data, packed.data)
     with pytest.raises(RuntimeError, match="outside"):
-        packed.rows(torch.tensor([columns]))
+        cpu.packed_rows(packed, torch.tensor([columns]))
 
 
 @needs_kernels
@@ -163,26 +162,25 @@ def test_tile_registers_are_driven_right() -> None:
     """The control flow of AMX on emulated tiles: what it computes does not depend on the number of rows either."""
     for columns, depth in ((67, 131), (1, 1), (100, 2100)):
         x, weight = drawn(200, depth, dtype=torch.bfloat16), drawn(columns, depth, dtype=torch.bfloat16, seed=1)
-        packed = linear.PackedWeight.pack(weight)
-        whole = linear.packed_linear(x, packed, float32=True, emulate_amx=True)
+        packed = cpu.pack(weight)
+        whole = compiled.kernels.emulated_amx_linear(x, packed.data, columns)
         assert bool(((whole.double() - reference(x, weight)).abs() <= tolerance(x, weight, torch.float32)).all())
         for rows in (1, 15, 16, 17, 32, 33, 48, 70):
-            parts = torch.cat([linear.packed_linear(part, packed, float32=True, emulate_amx=True) for part in torch.split(x, rows)])
+            parts = torch.cat([compiled.kernels.emulated_amx_linear(part, packed.data, columns) for part in torch.split(x, rows)])
             assert torch.equal(whole, parts), rows
 
 
 @needs_kernels
 def test_calls_that_do_not_fit_are_refused() -> None:
-    packed = linear.PackedWeight.pack(torch.ones(5, 3))
-    assert linear.packed_linear(torch.ones(0, 3), packed).shape == (0, 5)
+    packed = cpu.pack(torch.ones(5, 3))
+    assert cpu.packed_linear(torch.ones(0, 3), packed).shape == (0, 5)
     for call in (
-        lambda: linear.packed_linear(torch.ones(2, 40), packed),
-        lambda: linear.packed_linear(torch.ones(2, 3).bfloat16(), packed),
-        lambda: linear.packed_linear(torch.ones(2, 3), packed, torch.ones(4)),
-        lambda: linear.packed_linear(torch.ones(2, 3), packed, residual=torch.ones(2, 4)),
-        lambda: linear.packed_linear(torch.ones(2, 3), packed, activation="swish"),
-        lambda: linear.packed_linear(torch.ones(2, 3), packed, emulate_amx=True),
-        lambda: linear.PackedWeight.pack(torch.ones(5, 3, dtype=torch.float64)),
+        lambda: cpu.packed_linear(torch.ones(2, 40), packed),
+        lambda: cpu.packed_linear(torch.ones(2, 3).bfloat16(), packed),
+        lambda: cpu.packed_linear(torch.ones(2, 3), packed, torch.ones(4)),
+        lambda: cpu.packed_linear(torch.ones(2, 3), packed, activation=5),
+        lambda: compiled.kernels.emulated_amx_linear(torch.ones(2, 3), packed.data, 5),
+        lambda: cpu.pack(torch.ones(5, 3, dtype=torch.float64)),
         lambda: compiled.set_isa("mmx"),
     ):
         with pytest.raises((RuntimeError, ValueError)):
@@ -202,7 +200,7 @@ def test_the_fallback_is_invariant_too(threads: int) -> None:
 @needs_kernels
 def test_what_serves_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "compiled" in ops.which()["linear"]
-    monkeypatch.setattr(compiled, "kernels", None)
+    monkeypatch.setattr(compiled, "kernels", compiled.MISSING)
     assert "PyTorch" in ops.which()["linear"]
 
 
@@ -272,7 +270,7 @@ def test_a_served_copy_shares_the_weights_and_leaves_the_model_as_it_is() -> Non
 
 
 def test_without_kernels_the_framework_serves_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "kernels", None)
+    monkeypatch.setattr(compiled, "kernels", compiled.MISSING)
     mixture = tr.MixtralConfig(**TIED, num_local_experts=4, num_experts_per_tok=2)
     loaded = toys.adopted(toys.randomised(tr.MixtralForCausalLM, mixture, seed=2, spread=0.15))
     assert loaded.replaced == {"Linear": 9}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from echelon import SamplingParams
-from echelon.ops import compiled
-from echelon.ops.rank import NUM_CANDIDATES, by_framework, likeliest
+from echelon.ops import compiled, reference
+from echelon.ops.rank import NUM_CANDIDATES, likeliest
 from echelon.sampling import Sampler
 
 pytestmark = pytest.mark.skipif(not compiled.is_built(), reason="the compiled kernels are not built")
@@ -47,7 +47,7 @@ def framework(
 ) -> tuple[np.ndarray, np.ndarray]:
     is_drawn = any(not s.params.is_greedy for s in given)
     count = min(max(width, NUM_CANDIDATES) if is_drawn else width, logits.shape[1])
-    return by_framework(logits, given, positions, min(width, logits.shape[1]), count, only_ranks, sharpness)
+    return reference.likeliest_rows(logits, given, positions, min(width, logits.shape[1]), count, only_ranks, sharpness)
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "masked", "ascending", "equal"])

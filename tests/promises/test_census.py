@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 from pathlib import Path
 
 import census
@@ -19,6 +18,7 @@ from transformers import BertConfig, BertLMHeadModel
 from echelon.errors import Refusal, UnsupportedModelError
 from echelon.model.load.selftest import self_test
 from echelon.model.load.shrink import shrunken
+from tools.models import document
 
 ROOT = Path(__file__).parents[2]
 RECORD = json.loads((ROOT / "docs" / "evidence" / "census.json").read_text("utf-8"))
@@ -46,8 +46,7 @@ def test_models_are_served_exactly_or_refused_for_a_reason(name: str, dtype: str
 
 def test_the_table_of_models_is_the_record_and_names_every_class() -> None:
     models = RECORD["models"]
-    script = runpy.run_path(str(ROOT / "scripts" / "models.py"))
-    assert (ROOT / "docs" / "models.md").read_text("utf-8") == script["document"](models, RECORD["transformers"])
+    assert (ROOT / "docs" / "models.md").read_text("utf-8") == document(models, RECORD["transformers"])
     assert {v for m in models.values() for v in (m["float32"], m["bfloat16"])} <= {"served", *(r.name for r in Refusal)}
     if is_same_release:
         assert list(models) == census.NAMES

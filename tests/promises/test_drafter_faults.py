@@ -30,6 +30,7 @@ from echelon.drafters.heads import HeadDrafter
 from echelon.drafters.ngram import NgramDrafter
 from echelon.heads.checkpoints import build_head
 from echelon.sequence import PlannedRow
+from echelon.stats import StepRecord
 
 LENGTHS = (5, 1, 17, 9, 33, 2, 16, 7)
 NUM_NEW = 30
@@ -193,13 +194,12 @@ def build(method: str, temperature: float) -> LLM:
 def test_a_faulty_drafter_costs_no_token(method: str, fault: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three proposals fail; it is left out for 30 s, kept current, and then drafts again for the rows that were there."""
     llm = build(method, temperature)
-    failing, step = Failing(llm, fault, monkeypatch), llm.engine.step
+    failing = Failing(llm, fault, monkeypatch)
 
-    def timed() -> Any:
+    def tick(_: StepRecord) -> None:
         failing.clock += STEP_SECONDS
-        return step()
 
-    llm.engine.step = timed  # type: ignore[method-assign]
+    llm.engine.observers.append(tick)
     outputs = llm.generate(toys.prompts(LENGTHS), params(temperature))
     assert [o.outputs[0].token_ids for o in outputs] == truth(temperature)
     assert llm.get_metrics()["drafter_faults"] == {FAULTS[fault][1]: MOST_FAILURES, "cut off": 2}

@@ -17,12 +17,11 @@ import toys
 from torch import Tensor
 
 from echelon import LLM, SamplingParams
-from echelon.draft import Draft
+from echelon.draft import Draft, RowVerdict, Verdict
 from echelon.drafters.guard import MOST_FAILURES, GuardedDrafter
 from echelon.errors import EchelonError
 from echelon.sampling import Sampler
 from echelon.sequence import PlannedRow, Sequence
-from echelon.verify import Verdict
 
 Rows = SequenceOf[PlannedRow]
 LENGTHS = (5, 1, 17)
@@ -258,7 +257,6 @@ FIELDS: dict[str, Callable[[Draft], Any]] = {
     "parents": lambda draft: draft.parents,
     "indptr": lambda draft: draft.indptr,
     "probs": lambda draft: np.full((len(draft.tokens), toys.VOCABULARY), 1 / toys.VOCABULARY),
-    "replayed": lambda draft: draft.num_draft_tokens,
 }
 WHOLE: dict[str, Callable[[Draft], Any]] = {
     "none": lambda _: None,
@@ -267,7 +265,6 @@ WHOLE: dict[str, Callable[[Draft], Any]] = {
     "class": lambda _: Draft,
     "liar": lambda draft: Liar(draft.tokens, draft.parents, draft.indptr),
     "fickle": Fickle,
-    "all kept": lambda draft: replace(draft, replayed=draft.num_draft_tokens),
     "twins": lambda draft: Draft.trees([([7] * n, [-1] * n) for n in draft.num_draft_tokens.tolist()]),
 }
 
@@ -276,7 +273,7 @@ DRAFTS: dict[str, Callable[[Draft], Any]] = WHOLE | {
     f"{field}: {name}": lambda draft, f=field, n=name: replace(draft, **{f: CHANGES[n](FIELDS[f](draft))})  # type: ignore[misc]
     for field, name in itertools.product(FIELDS, CHANGES)
 }
-OWN_RULE = [name for name in DRAFTS if toys.PROVE or name.startswith(("probs", "replayed", "all", "liar"))]  # what another rule reads
+OWN_RULE = [name for name in DRAFTS if toys.PROVE or name.startswith(("probs", "liar"))]  # what another rule reads
 
 
 @pytest.mark.parametrize(("acceptance", "name"), [("exact", n) for n in DRAFTS] + [(a, n) for a in list(CONFIGS)[1:] for n in OWN_RULE])
@@ -285,21 +282,6 @@ def test_whatever_a_drafter_proposes_costs_no_token(acceptance: str, name: str) 
     found, guard = behind_a_wall(acceptance, Scripted("draft", DRAFTS[name]))
     is_refused = guard.faults["raised"] + guard.faults["garbage"] >= MOST_FAILURES
     assert found == truth() if acceptance == "exact" or is_refused else len(found) == len(truth())
-    if name.startswith("replayed") and name != "replayed: none":
-        assert is_refused
-
-
-def test_only_the_replay_drafter_of_the_configuration_says_what_is_kept() -> None:
-    """Neither the guard nor the engine heeds another one, where there is no guard either."""
-    llm = engine_of("exact")
-    own, llm.engine.drafter = llm.engine.drafter, Scripted("draft", WHOLE["all kept"])
-    try:
-        assert tokens_of(llm) == truth()
-    finally:
-        llm.engine.drafter = own
-    replaying = LLM(toys.adopted(toys.llama()), {"method": "replay", "num_speculative_tokens": 4, "replay_tokens_per_step": 3.0})
-    assert tokens_of(replaying) != truth()
-    assert not replaying.stats.drafter_faults
 
 
 # What it takes its time for
@@ -340,7 +322,7 @@ def steps(guard: GuardedDrafter, slow: Slow, seconds: float, count: int, num_new
     for _ in range(count):
         guard.propose(rows)
         slow.now += seconds
-        guard.observe(rows, Verdict([1], [[]], [[]], [1], [[]], [[]]), None)
+        guard.observe(rows, [RowVerdict(1, [], [], 1)], None)
         guard.forget(4)
 
 
@@ -427,7 +409,7 @@ def test_a_drafter_left_out_for_hearing_slowly_starts_anew() -> None:
     forgotten: list[int] = []
     slow.forget = forgotten.append  # type: ignore[method-assign]
     guard = guarded(slow)
-    rows, verdict = rows_of(1), Verdict([1], [[]], [[]], [1], [[]], [[]])
+    rows, verdict = rows_of(1), [RowVerdict(1, [], [], 1)]
     for _ in range(20):
         guard.propose(rows)
         slow.now += 0.01

@@ -27,6 +27,7 @@ from echelon.model import pack as unpadded
 from echelon.model.attention import CONTEXT_KEYWORD, CachedAttention
 from echelon.model.patches.rope import coded_positions
 from echelon.ops.compiled import is_built
+from echelon.stats import StepRecord
 
 NUM_TOKENS, ASKED_AT = 28, 1 if toys.PROVE else 3
 MODES: dict[str, dict[str, Any]] = {
@@ -78,10 +79,9 @@ def drafter_of(llm: LLM) -> HeadDrafter:
 
 def checked(llm: LLM) -> LLM:
     """After a step, the state of every row is that of its whole text, read at once."""
-    step, drafter = llm.engine.step, drafter_of(llm)
+    drafter = drafter_of(llm)
 
-    def compared() -> Any:
-        grown = step()
+    def compared(_: StepRecord) -> None:
         for sequence in llm.engine.scheduler.running:
             known, state = drafter._states.get(sequence.id, (-1, None))
             if len(sequence) % ASKED_AT:
@@ -89,9 +89,8 @@ def checked(llm: LLM) -> LLM:
             if state is not None and known == len(sequence) == llm.engine.target.num_cached(sequence.id) + 1:
                 expected = from_scratch(llm, sequence.tokens)
                 assert torch.allclose(state.float(), expected.float(), rtol=1e-3, atol=1e-3), "a stale state"
-        return grown
 
-    llm.engine.step = compared  # type: ignore[method-assign]
+    llm.engine.observers.append(compared)
     return llm
 
 
@@ -149,15 +148,13 @@ def test_heads_change_no_token(kind: str, tree: str, mode: str, batch_size: int)
 @pytest.mark.parametrize(("kind", "tree", "mode"), CELLS)
 def test_preemption_at_every_step_changes_no_token(kind: str, tree: str, mode: str) -> None:
     llm = head_llm(kind, tree, mode, max_num_seqs=3)
-    step, scheduler = llm.engine.step, llm.engine.scheduler
+    scheduler = llm.engine.scheduler
 
-    def step_and_preempt() -> Any:
-        grown = step()
+    def preempt(_: StepRecord) -> None:
         if len(scheduler.running) > 1:
             llm.engine.drafter.forget(scheduler._preempt().id)
-        return grown
 
-    llm.engine.step = step_and_preempt  # type: ignore[method-assign]
+    llm.engine.observers.append(preempt)
     asked = [p.model_copy(update={"max_tokens": 10}) for p in params(mode)][:12]
     assert generated(llm, toys.prompts()[:12], asked) == [t[:10] for t in truth(mode)[:12]]
 
@@ -198,14 +195,12 @@ def test_samples_of_one_prompt_share_what_the_head_read(kind: str, tree: str) ->
     expected = [o.token_ids for r in LLM(toys.adopted(target())).generate(given, asked) for o in r.outputs]
     llm = head_llm(kind, tree, "sampled", max_num_seqs=8)
     drafted: dict[int, int] = {}
-    settle = llm.engine.scheduler.settle
 
-    def noted(plan: Any, verdict: Any) -> Any:
-        for row, count in zip(plan.rows, verdict.num_draft_tokens, strict=True):
-            drafted[row.sequence.id] = drafted.get(row.sequence.id, 0) + count
-        return settle(plan, verdict)
+    def noted(step: StepRecord) -> None:
+        for row, kept in zip(step.rows, step.verdict, strict=True):
+            drafted[row.sequence.id] = drafted.get(row.sequence.id, 0) + kept.num_draft_tokens
 
-    llm.engine.scheduler.settle = noted  # type: ignore[method-assign]
+    llm.engine.observers.append(noted)
     assert generated(llm, given, asked) == expected
     assert len(drafted) == 8
     assert min(drafted.values()) > 0, "a sample was never drafted for"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 import toys
 
 from echelon import LLM, SamplingParams
+from echelon.stats import StepRecord
 
 GREEDY = {"temperature": 0.0}
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "min_p": 0.01}
@@ -125,20 +125,17 @@ def test_prompts_in_pieces_change_no_token(drafter: str, chunk: int, rows: int) 
 def test_preemption_at_every_step_changes_no_token(drafter: str, batch_size: int, mode: str) -> None:
     """60 runs: after every step the youngest row is thrown out, whatever it was doing, and comes back later."""
     llm = speculative_llm(drafter, mode, batch_size)
-    step, scheduler = llm.engine.step, llm.engine.scheduler
-
+    scheduler = llm.engine.scheduler
     num_preempted = 0
 
-    def step_and_preempt() -> Any:
+    def preempt(_: StepRecord) -> None:
         nonlocal num_preempted
-        grown = step()
         if scheduler.running:
             llm.engine.drafter.forget(scheduler._preempt().id)
             num_preempted += 1
             llm.engine.check()
-        return grown
 
-    llm.engine.step = step_and_preempt  # type: ignore[method-assign]
+    llm.engine.observers.append(preempt)
     short = [p.model_copy(update={"max_tokens": 10}) for p in params(mode)]
     outputs = llm.generate(toys.prompts()[:12], short[:12])
     assert [o.outputs[0].token_ids for o in outputs] == [t[:10] for t in truth(mode)[:12]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -24,9 +24,10 @@ import card
 import toys
 
 import heads
-from echelon import LLM, ConfigError, SamplingParams, SpeculativeConfig, api, memory, ops
+from benchmarks.prefill import PrefilledRun, read_prefixes
+from benchmarks.replayed import AcceptanceHistogram, replay
+from echelon import LLM, ConfigError, SamplingParams, build, memory, ops
 from echelon.bench.framework import FrameworkRun
-from echelon.bench.prefill import PrefilledRun, read_prefixes
 from echelon.bench.throughput import DecodingMethod
 from echelon.bench.verify import STRATEGIES
 from echelon.config import EngineConfig
@@ -35,14 +36,13 @@ from echelon.heads.checkpoints import build_head
 from echelon.memory import plan_kv
 from echelon.model.load import loading
 from echelon.model.load.loading import LoadedModel, adopt_model, serve_head
-from echelon.ops import attention, compiled, devices, elementwise, linear, rank
+from echelon.ops import compiled, cpu, devices, rank
+from echelon.ops import triton as on_triton
 from echelon.ops.compiled import is_built
-from echelon.ops.linear import PackedWeight, packed_linear
+from echelon.ops.contract import Activation
 from echelon.ops.sample import Place, choose, raw_rows
 from echelon.ops.triton import attention as triton_attention
-from echelon.ops.triton import elementwise as triton_elementwise
 from echelon.ops.triton import linear as triton_linear
-from echelon.ops.triton import sample as triton_sample
 from echelon.sampling import Sampler
 
 VOCABULARY = 96
@@ -81,9 +81,8 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     if not HAS_DEVICE:
         monkeypatch.setattr(devices, "by_triton", lambda _tensor: True)
         monkeypatch.setattr(loading, "self_test", lambda *_: None)  # interpreted, it takes long
-        for module in (attention, elementwise, linear, rank):
-            monkeypatch.setattr(module, "kernels", None)
-        monkeypatch.setattr(api, "warn_of_chance", lambda *_: None)
+        monkeypatch.setattr(compiled, "kernels", compiled.MISSING)
+        monkeypatch.setattr(build, "warn_of_chance", lambda *_: None)
         monkeypatch.setattr(triton_linear, "ROWS", 16)  # blocks for the interpreter, and lanes likewise
         monkeypatch.setattr(triton_attention, "lanes_of", lambda _dtype, _group: 16)
     return torch.device("cuda" if HAS_DEVICE else "cpu")
@@ -175,32 +174,34 @@ def test_no_draft_and_no_neighbour_changes_a_token(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", ["none", "relu", "silu", "gelu", "gelu_tanh"])
-def test_a_linear_layer_ends_as_the_compiled_one_does(triton: torch.device, activation: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", Activation, ids=lambda a: a.name)
+def test_a_linear_layer_ends_as_the_compiled_one_does(triton: torch.device, activation: Activation, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, weight, bias, residual = (torch.randn(shape, generator=generator) for shape in ((3, 40), (5, 40), (5,), (3, 5)))
-    x, weight, residual = (t.to(triton, dtype) for t in (x, weight, residual))
-    act = {"none": lambda t: t, "relu": F.relu, "silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
-    expected = act[activation](x.double() @ weight.double().T + bias.to(triton).double()) + residual.double()
-    packed = PackedWeight.pack(weight)
-    got = packed_linear(x, packed, bias.to(triton), residual, activation)
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((3, 40), (5, 40), (5,)))
+    x, weight = (t.to(triton, dtype) for t in (x, weight))
+    act = {"NONE": lambda t: t, "RELU": F.relu, "SILU": F.silu, "GELU": F.gelu, "GELU_TANH": partial(F.gelu, approximate="tanh")}
+    expected = act[activation.name](x.double() @ weight.double().T + bias.to(triton).double())
+    packed = on_triton.pack(weight)
+    got = on_triton.packed_linear(x, packed, bias.to(triton), activation)
     assert got.dtype == dtype
     assert torch.allclose(got.double(), expected, rtol=2e-5 if dtype == torch.float32 else 2.0**-8, atol=1e-5)
-    in_float32 = packed_linear(x, packed, bias.to(triton), residual, activation, float32=True)
+    in_float32 = on_triton.packed_linear(x, packed, bias.to(triton), activation, float32=True)
     assert torch.equal(in_float32.to(dtype), got)
-    assert torch.equal(packed.rows(torch.tensor([4, 0], device=triton)), weight[[4, 0]])
+    assert torch.equal(on_triton.packed_rows(packed, torch.tensor([4, 0], device=triton)), weight[[4, 0]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_fast_linear_layer_is_the_frameworks(triton: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, weight, bias, residual = (torch.randn(shape, generator=generator).to(triton, dtype) for shape in ((3, 40), (5, 40), (5,), (3, 5)))
-    packed = PackedWeight.pack(weight, is_fast=True)
-    assert torch.equal(packed_linear(x, packed, bias, float32=True), triton_linear.linear_invariant(x, weight, bias, float32=True))
+    x, weight, bias = (torch.randn(shape, generator=generator).to(triton, dtype) for shape in ((3, 40), (5, 40), (5,)))
+    packed = on_triton.pack(weight, is_fast=True)
+    assert torch.equal(
+        on_triton.packed_linear(x, packed, bias, float32=True), triton_linear.linear_invariant(x, weight, bias, float32=True)
+    )
     monkeypatch.setattr(triton_linear, "linear_invariant", None)
     by_framework = F.linear(x, weight, bias)
-    assert torch.equal(packed_linear(x, packed, bias.float()), by_framework)
-    assert torch.equal(packed_linear(x, packed, bias, residual, "relu"), by_framework.relu() + residual)
+    assert torch.equal(on_triton.packed_linear(x, packed, bias.float()), by_framework)
+    assert torch.equal(on_triton.packed_linear(x, packed, bias, Activation.RELU), by_framework.relu())
 
 
 def test_fast_numerics_are_a_leave_that_models_carry(triton: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,16 +319,11 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[card.Card]:
     there = card.Card()
 
     def linear_of_the_cpu(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, float32: bool = False) -> torch.Tensor:
-        return packed_linear(x, PackedWeight.pack(weight), bias, float32=float32)
+        return cpu.packed_linear(x, cpu.pack(weight), bias, float32=float32)
 
-    def sample_of_the_cpu(logits: torch.Tensor, *columns: Any) -> torch.Tensor:
-        return torch.tensor(compiled.kernels.sample_rows(list(logits), *columns))
-
-    monkeypatch.setattr(triton_attention, "ragged_attention", there.kernel(ops.ragged_attention))
     monkeypatch.setattr(triton_linear, "linear_invariant", there.kernel(linear_of_the_cpu))
-    monkeypatch.setattr(triton_sample, "sample_rows", there.kernel(sample_of_the_cpu))
-    for name in ("rms_norm", "layer_norm", "activate", "rotate", "write_slots"):
-        monkeypatch.setattr(triton_elementwise, name, there.kernel(getattr(elementwise, name)))
+    for name in ("ragged_attention", "sample_rows", "rms_norm", "layer_norm", "activate", "rotate", "write_slots"):
+        monkeypatch.setattr(on_triton, name, there.kernel(getattr(cpu, name)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 << 30, 1 << 31))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
     monkeypatch.setattr(sys.modules[__name__], "HAS_DEVICE", True)
@@ -354,13 +350,13 @@ def test_nothing_mixes_host_and_card(mode: str, there: card.Card) -> None:
 def test_benchmarks_mix_neither(there: card.Card) -> None:
     """Prompts read once, replayed acceptance, other strategies and the framework beside them."""
     target, draft, prompts = served("llama", torch.float32), served("llama", torch.float32, 0.02), toys.prompts((9, 4))
-    law = SpeculativeConfig(method="replay", num_speculative_tokens=3, replay_tokens_per_step=2.0)
+    law = AcceptanceHistogram.from_tokens_per_step(2.0, 3)
     prefixes = read_prefixes(target, prompts)
     assert all(there.holds(t) for p in prefixes for t in (*p.keys, *p.values))
     drafted = DecodingMethod("draft model", {"method": "draft_model", "num_speculative_tokens": 3}, "padded")
-    replayed = DecodingMethod("replay", law.model_dump(exclude_defaults=True), "realign")
+    replayed = DecodingMethod("replay", {"method": "ngram", "num_speculative_tokens": 3}, "realign", partial(replay, law=law))
     runs = [PrefilledRun(m, target, draft, prefixes, 40, num_rehearsals=1) for m in (DecodingMethod("plain", None), drafted, replayed)]
-    runs.append(PrefilledRun(drafted, target, draft, prefixes, 40, law))
+    runs.append(PrefilledRun(replace(drafted, prepare=partial(replay, law=law)), target, draft, prefixes, 40))
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     outputs = [run.run(prompts, params).outputs for run in runs]
     assert outputs[0] == outputs[1]

@@ -139,7 +139,7 @@ def check_chat(client: httpx.Client, server: Running, llm: LLM) -> None:
         expected = llm.chat(messages, params)[0].outputs[0]
         answer = client.post("/v1/chat/completions", json=asked).json()["choices"][0]
         chunks = streamed(client, asked, "/v1/chat/completions")[0]
-        completed = client.post("/v1/completions", json=body(llm.encode_chat(messages), params)).json()["choices"][0]
+        completed = client.post("/v1/completions", json=body(llm.inputs.encode_chat(messages), params)).json()["choices"][0]
         texts = answer["message"]["content"], "".join(c["delta"].get("content", "") for c in chunks), completed["text"]
         assert set(texts) == {expected.text}
 

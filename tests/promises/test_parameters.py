@@ -179,15 +179,8 @@ def test_logprobs_are_the_raw_log_softmax() -> None:
 def test_n_samples_share_the_blocks_of_their_prompt() -> None:
     llm = toys.watch(LLM(loaded("target"), max_num_seqs=8, block_size=8, kv_cache_memory_bytes=1 << 21))
     used = []
-    step = llm.engine.step
-
-    def watched() -> Any:
-        done = step()
-        pool = llm.engine.target.cache.tables.pool
-        used.append(pool.num_blocks - pool.num_free)
-        return done
-
-    llm.engine.step = watched  # type: ignore[method-assign]
+    pool = llm.engine.target.cache.tables.pool
+    llm.engine.observers.append(lambda _: used.append(pool.num_blocks - pool.num_free))
     out = llm.generate([toys.prompts((80,))[0]], SamplingParams(n=4, max_tokens=8, seed=3))
     assert len({tuple(o.token_ids) for o in out[0].outputs}) > 1
     assert [o.index for o in out[0].outputs] == [0, 1, 2, 3]
@@ -200,7 +193,7 @@ def test_chat_stream_and_generate_agree() -> None:
     messages = [{"role": "user", "content": "write a class"}]
     chosen = SamplingParams(temperature=0.7, seed=5, max_tokens=24, logprobs=1)
     answer = llm.chat(messages, chosen)[0]
-    parts = list(llm.stream([llm.encode_chat(messages)], chosen))
+    parts = list(llm.stream([llm.inputs.encode_chat(messages)], chosen))
     assert parts[-1][1].outputs == answer.outputs
     assert parts[-1][1].finished
     texts = [out.outputs[0].text for _, out in parts]

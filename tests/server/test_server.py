@@ -715,7 +715,7 @@ def test_a_long_prompt_does_not_stall_others() -> None:
         long, _ = in_background(lambda: client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 2}))
         assert gate.reached.wait(60.0)
         short, _ = in_background(lambda: client.post(COMPLETIONS, json={"prompt": PROMPTS[0], "max_tokens": 2}))
-        while running.service.bridge.num_in_flight < 2 or running.service.bridge._commands.empty():
+        while running.service.engine_thread.num_in_flight < 2 or running.service.engine_thread._commands.empty():
             client.get("/livez")
         gate.open()
         long.join()
@@ -776,8 +776,8 @@ def test_a_server_is_measured(running: Running, monkeypatch: pytest.MonkeyPatch,
 def test_what_http_costs_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "serving.json"
     sizes = ["--parameters", "0", "--rounds", "1", "--max-tokens", "4"]
-    command = [sys.executable, "-m", "echelon", "bench", "serving", *sizes, "--output", str(path)]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "benchmarks.serving", *sizes, "--output", str(path)]
+    answer = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
     assert "http over generate" in answer.stdout
     results = json.loads(path.read_text("utf-8"))["results"]

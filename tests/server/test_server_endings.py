@@ -84,7 +84,7 @@ def ask_all(running: Running) -> dict[str, Asked]:
     while running.llm.engine.scheduler.waiting or len(running.llm.engine.scheduler.running) < NUM_ROWS:
         time.sleep(0.01)
     asked |= {name: Asked(running.url, *request) for name, request in QUEUED.items()}
-    while running.service.bridge.num_in_flight < NUM_ROWS + len(QUEUED):
+    while running.service.engine_thread.num_in_flight < NUM_ROWS + len(QUEUED):
         time.sleep(0.01)
     return asked
 
@@ -111,14 +111,14 @@ def test_every_request_that_is_cut_is_told_why(no_traceback: pytest.LogCaptureFi
         asked = ask_all(running)
         running.service.tokenize = lambda _asked: may_end.wait(60.0)  # type: ignore[method-assign]
         asked["tokenize"] = Asked(running.url, "/tokenize", {"prompt": "a"})
-        wall = running.server._wall
-        while len(wall._being_answered) < len(asked):
+        middleware = running.server._middleware
+        while len(middleware._being_answered) < len(asked):
             time.sleep(0.01)
         with running.connect() as half, running.connect() as deaf:
             half.sendall(servers.request_bytes(json.dumps(TEXT))[:-10])
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             deaf.sendall(servers.request_bytes(json.dumps(TEXT)))  # waits, and never reads what it is told
-            while not wall._being_read or len(wall._being_answered) <= len(asked):
+            while not middleware._being_read or len(middleware._being_answered) <= len(asked):
                 time.sleep(0.01)
             running.server.handle_exit(signal.SIGTERM, None)
             assert not running.server.should_exit
@@ -156,7 +156,7 @@ def test_an_engine_that_fails_is_told_to_every_request(no_traceback: pytest.LogC
             assert "engine" in each.error()["message"], name
             assert each.status == (200 if "stream" in name and "queued" not in name else 503), name
         end = time.monotonic() + 60.0
-        while running.service.bridge.num_in_flight:  # a place is given back just after its client has read the end
+        while running.service.engine_thread.num_in_flight:  # a place is given back just after its client has read the end
             assert time.monotonic() < end
             time.sleep(0.02)
         with running.client() as client:
@@ -167,7 +167,7 @@ def test_an_engine_that_fails_is_told_to_every_request(no_traceback: pytest.LogC
         assert running.server.exit_status == 1
         if fault == "hangs":
             gate.open()
-            running.service.bridge._thread.join(60.0)
+            running.service.engine_thread._thread.join(60.0)
 
 
 HANGING = """

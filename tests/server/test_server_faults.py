@@ -24,11 +24,11 @@ import toys
 from servers import PROMPTS, Running
 
 import echelon.engine
-from echelon.api import LLM
 from echelon.errors import RequestError
+from echelon.llm import LLM
 from echelon.sampling import Sampler
-from echelon.server.answers import Answers, Stream
-from echelon.server.metrics import Metrics
+from echelon.server.metrics import ServerMetrics
+from echelon.server.serializers import Serializer, StreamSerializer
 from echelon.text import Detokenizer
 
 NUM_INJECTIONS = 25 if toys.PROVE else 3  # a site
@@ -105,14 +105,12 @@ def at_run(is_hit: Callable[[Any], bool]) -> Fault:
 def nan_logits(patch: Patch, llm: LLM) -> None:
     verify = echelon.engine.verify
 
-    def poisoned(draft: Any, logits: Any, rows: Any, acceptance: Any) -> Any:
-        logits, start = logits.clone(), 0
+    def poisoned(draft: Any, logits: Any, logit_indptr: Any, rows: Any, rule: Any) -> Any:
+        logits = logits.clone()
         for i, row in enumerate(rows):
-            count = row.num_prompt_logits + (1 + len(draft.row(i)) if row.is_sampled else 0)
             if is_victim(row.sequence.tokens, llm) and row.sequence.num_output_tokens >= 2:
-                logits[start : start + count, 7] = torch.nan
-            start += count
-        return verify(draft, logits, rows, acceptance)
+                logits[logit_indptr[i] : logit_indptr[i + 1], 7] = torch.nan
+        return verify(draft, logits, logit_indptr, rows, rule)
 
     patch.setattr(echelon.engine, "verify", poisoned)
 
@@ -123,8 +121,11 @@ def torn_detokenizer(patch: Patch, llm: LLM) -> None:
 
 # site → (how it fails, whether the victim is answered all the same)
 SITES: dict[str, tuple[Fault, bool]] = {
-    "tokenize": (lambda p, llm: failing(p, llm, "encode", lambda text, *_: text == VICTIM, KeyError("piece")), False),
-    "validate": (lambda p, llm: failing(p, llm, "check_prompt", lambda tokens, *_: is_victim(tokens, llm), ZeroDivisionError()), False),
+    "tokenize": (lambda p, llm: failing(p, llm.inputs, "encode", lambda text, *_: text == VICTIM, KeyError("piece")), False),
+    "validate": (
+        lambda p, llm: failing(p, llm.inputs, "check_prompt", lambda tokens, *_: is_victim(tokens, llm), ZeroDivisionError()),
+        False,
+    ),
     "admit": (lambda p, llm: failing(p, llm.engine.scheduler, "add", lambda s: is_victim(s.tokens, llm), RequestError("no")), False),
     "plan": (lambda p, llm: failing(p, llm.engine.scheduler, "_plan_row", lambda s, _: is_victim(s.tokens, llm), IndexError("row")), False),
     "prefill": (at_run(lambda span: span.start == 0), False),
@@ -134,7 +135,7 @@ SITES: dict[str, tuple[Fault, bool]] = {
         True,
     ),
     "verify": (
-        lambda p, llm: failing(p, echelon.engine, "verify", lambda _d, _l, r, _a: rows_hold_victim(r, llm), ValueError("shape")),
+        lambda p, llm: failing(p, echelon.engine, "verify", lambda _d, _l, _p, r, _a: rows_hold_victim(r, llm), ValueError("shape")),
         False,
     ),
     "nan": (nan_logits, False),
@@ -147,13 +148,13 @@ SITES: dict[str, tuple[Fault, bool]] = {
     "detokenize": (torn_detokenizer, False),
     "stop match": (lambda p, _: failing(p, Detokenizer, "_extend", lambda self, _: VICTIM_STOP in self._stop, RecursionError()), False),
     "metrics": (
-        lambda p, _: failing(p, Metrics, "grew", lambda _s, row, *_: row.sequence.sampler.seed == VICTIM_SEED, KeyError("label")),
+        lambda p, _: failing(p, ServerMetrics, "grew", lambda _s, row, *_: row.sequence.sampler.seed == VICTIM_SEED, KeyError("label")),
         True,
     ),
     "write": (
         lambda p, _: (
-            failing(p, Stream, "next", lambda self, _: self._plan.sequences[0].sampler.seed == VICTIM_SEED, OSError("pipe")),
-            failing(p, Answers, "whole", lambda _s, plan, _: plan.sequences[0].sampler.seed == VICTIM_SEED, TypeError("json")),
+            failing(p, StreamSerializer, "chunks", lambda self, _: self._job.sequences[0].sampler.seed == VICTIM_SEED, OSError("pipe")),
+            failing(p, Serializer, "response", lambda _s, job, _: job.sequences[0].sampler.seed == VICTIM_SEED, TypeError("json")),
         )[0],
         False,
     ),

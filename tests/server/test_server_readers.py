@@ -18,8 +18,8 @@ from servers import PROMPTS, Running
 
 from echelon.sampling import Logprobs
 from echelon.server import connection as connection_module
-from echelon.server.answers import SENT, Stream
-from echelon.server.request_state import LOGPROB_BYTES
+from echelon.server.request_handle import LOGPROB_BYTES
+from echelon.server.serializers import SENT, StreamSerializer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 NUM_SAMPLES, NUM_TOKENS = 4, 120
@@ -84,7 +84,7 @@ def wait_until_finished(running: Running) -> None:
     """Until the engine has nothing to do, however much waits to be read."""
     while True:
         done = threading.Event()
-        running.service.bridge._commands.put(lambda _engine, done=done: done.set())
+        running.service.engine_thread._commands.put(lambda _engine, done=done: done.set())
         assert done.wait(60.0)
         if not running.llm.engine.has_work:
             return
@@ -139,13 +139,13 @@ def test_what_waits_for_a_reader_that_never_reads_is_bounded(kind: str, caplog: 
 
 def test_a_stream_that_is_read_holds_only_what_it_has_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
-    last = Stream.last
+    last = StreamSerializer.end
 
-    def counted(self: Stream, states: Any) -> Any:
-        held.append(sum(each is not SENT for s in self._plan.sequences for each in s.logprobs))
+    def counted(self: StreamSerializer, states: Any) -> Any:
+        held.append(sum(each is not SENT for s in self._job.sequences for each in s.logprobs))
         return last(self, states)
 
-    monkeypatch.setattr(Stream, "last", counted)
+    monkeypatch.setattr(StreamSerializer, "end", counted)
     with servers.serving(servers.build()) as running, running.client() as client:
         for path, body in REQUESTS.values():
             assert client.post(path, json=body | {"stream": True}).status_code == 200

@@ -14,14 +14,14 @@ import toys
 from torch import Tensor
 
 from echelon import LLM, RequestOutput, SamplingParams
+from echelon.acceptance import largest_rows
 from echelon.bench.verify import STRATEGIES
-from echelon.draft import Draft
+from echelon.draft import Draft, RowVerdict, Verdict
 from echelon.drafters.guard import MOST_FAILURES, NUM_GOOD, GuardedDrafter, problem_of
-from echelon.errors import RowError, place_of
+from echelon.errors import RowError, location_of
 from echelon.model.load.loading import LoadedModel
 from echelon.sampling import Sampler
 from echelon.sequence import PlannedRow, Sequence
-from echelon.verify import Verdict, largest_rows
 
 NUM_NEW = 20
 VICTIM = 3
@@ -195,9 +195,9 @@ def test_an_exception_in_one_requests_work_ends_it_alone(
     }
     asked[VICTIM] = asked[VICTIM].model_copy(update=changes.get(site, {}))
     if site == "logprobs":
-        monkeypatch.setattr("echelon.verify.logprobs_of", lambda *_: 1 / 0)
+        monkeypatch.setattr("echelon.acceptance.logprobs_of", lambda *_: 1 / 0)
     if site == "detokenizer":
-        monkeypatch.setattr(llm, "_detokenizer", lambda tokens, _: BrokenDecoder() if tokens == given[VICTIM] else None)
+        monkeypatch.setattr(llm.inputs, "_detokenizer", lambda tokens, _: BrokenDecoder() if tokens == given[VICTIM] else None)
         outputs = [out for _, out in llm.stream(given, asked) if out.finished]
         outputs.sort(key=lambda out: given.index(out.prompt_token_ids))
     else:
@@ -216,13 +216,13 @@ def test_an_error_says_where_it_arose_and_holds_no_frame(models: tuple[LoadedMod
     """It lives as long as its request, and frames would hold the logits of a whole step as long."""
     llm = build(models, method)
     asked = SamplingParams(temperature=temperature, seed=1, max_tokens=NUM_NEW, logits_processors=(raises,))
-    (row,) = llm.samples([5, 6, 7], asked, watch_text=False)
+    (row,) = llm.inputs.samples([5, 6, 7], asked, watch_text=False)
     for _ in llm.run([[row]]):
         pass
     assert isinstance(row.error, RowError) and isinstance(row.error.__cause__, KeyError)
     for error in (row.error, row.error.__cause__):
         assert error.__traceback__ is None and error.__context__ is None
-    assert re.fullmatch(r"RowError in test_server_walls\.py:\d+ raises < .*", place_of(row.error))
+    assert re.fullmatch(r"RowError in test_server_walls\.py:\d+ raises < .*", location_of(row.error))
 
 
 class FaultyDrafter:
@@ -260,7 +260,6 @@ class FaultyDrafter:
             "parents": {"parents": np.arange(size, dtype=np.int32)},
             "wrong rows": {"indptr": one.indptr[1:]},
             "crossed": {"indptr": one.indptr[::-1].copy()},
-            "kept": {"replayed": np.full(len(rows), 9, np.int32)},
             "probs": {"probs": np.full((size, toys.VOCABULARY), np.nan)},
         }
         if self.fault == "too many":
@@ -371,7 +370,7 @@ def test_a_drafter_starts_anew_only_where_it_missed_a_verdict(fault: str, period
     faulty.forget = forgotten.append  # type: ignore[method-assign]
     guard = GuardedDrafter(faulty, toys.VOCABULARY)
     guard.propose(rows)
-    guard.observe(rows, Verdict([0, 0], [[], []], [[], []], [1, 1], [[], []], [[], []]), None)
+    guard.observe(rows, [RowVerdict(0, [], [], 1)] * 2, None)
     assert guard.faults == {"raised": 1}
     assert forgotten == anew
 

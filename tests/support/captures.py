@@ -23,7 +23,7 @@ import toys
 from recorded import Recorder
 
 import heads
-from echelon import LLM, SamplingParams, api
+from echelon import LLM, SamplingParams, build
 from echelon.drafters.guard import GuardedDrafter
 from echelon.heads.checkpoints import build_head
 from echelon.model.graphs import ahead, buckets, graphs
@@ -31,11 +31,9 @@ from echelon.model.graphs import buffers as frames
 from echelon.model.graphs import programs as captured
 from echelon.model.load import loading
 from echelon.model.load.loading import LoadedModel, adopt_model, serve_head
-from echelon.ops import elementwise
+from echelon.ops import cpu, triton
 from echelon.ops.compiled import is_built
-from echelon.ops.linear import PackedWeight, packed_linear
 from echelon.ops.triton import attention as triton_attention
-from echelon.ops.triton import elementwise as triton_elementwise
 from echelon.ops.triton import linear as triton_linear
 from echelon.ops.triton import plan
 from echelon.ops.triton import sample as triton_sample
@@ -75,7 +73,7 @@ def _card(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     card = Recorder()
 
     def linear_of_the_cpu(x: Tensor, weight: Tensor, bias: Any = None, float32: bool = False) -> Tensor:
-        return packed_linear(x, PackedWeight.pack(weight), bias, float32=float32)
+        return cpu.packed_linear(x, cpu.pack(weight), bias, float32=float32)
 
     monkeypatch.setattr(triton_attention, "lanes_of", lambda _dtype, _group: 16)
     for module, name in ((triton_attention, "_attend"), (triton_attention, "_merge_splits"), (triton_sample, "_sample_rows")):
@@ -88,8 +86,8 @@ def _card(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(buckets, "DIGITS", 2)  # small passes are padded too
     monkeypatch.setattr(triton_linear, "linear_invariant", card.kernel(linear_of_the_cpu))
     for name in ("rms_norm", "layer_norm", "activate", "rotate", "write_slots"):
-        monkeypatch.setattr(triton_elementwise, name, card.kernel(getattr(elementwise, name)))
-    monkeypatch.setattr(api, "warn_of_chance", lambda *_: None)
+        monkeypatch.setattr(triton, name, card.kernel(getattr(cpu, name)))
+    monkeypatch.setattr(build, "warn_of_chance", lambda *_: None)
     monkeypatch.setattr(loading, "self_test", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 << 30, 1 << 31))
     card.cuda(monkeypatch)

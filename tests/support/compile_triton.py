@@ -13,10 +13,11 @@ from triton.runtime.jit import JITFunction
 from echelon.batch import Span
 from echelon.kv.blocks import BlockTables
 from echelon.model import pack as unpadded
-from echelon.ops.elementwise import Activation, RmsWeight
+from echelon.ops.contract import Activation, RmsWeight
 from echelon.ops.triton import attention, elementwise
 from echelon.ops.triton.linear import linear_invariant
 from echelon.ops.triton.sample import sample_rows
+from echelon.sampling import Sampler, SamplingParams
 
 SHARED_MEMORY = 232_448  # bytes that a program may take on a device of compute capability 9.0
 LOOKED_FOR = ("wgmma", "mma.sync", "fma.rn.f32")
@@ -77,4 +78,4 @@ elementwise.layer_norm(x, x[0], x[0], 1e-5)
 elementwise.activate(x, Activation.GELU_TANH, x)
 elementwise.rotate(x[None, None], x[None, :, :32], x[None, :, :32])
 elementwise.write_slots(x.view(4, 2, 32), x.view(4, 2, 32), slots, slots, torch.arange(4))
-sample_rows(torch.zeros(1, 600), [1.0], [3], [0.5], [0.1], [1], [0], [2])
+sample_rows([torch.zeros(600)], [Sampler(SamplingParams(top_k=3, top_p=0.5, min_p=0.1), 1)], [2])

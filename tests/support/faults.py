@@ -20,8 +20,7 @@ from echelon.baselines.lines import LineTables, Move
 from echelon.baselines.masked import MaskedRunner
 from echelon.baselines.rectangle import RectangleCache
 from echelon.batch import Span
-from echelon.draft import Draft
-from echelon.verify import Verdict
+from echelon.draft import Draft, Verdict
 
 Patch = pytest.MonkeyPatch
 
@@ -31,10 +30,10 @@ def bonus_token_from_the_draft(patch: Patch) -> None:
     verify = echelon.engine.verify
 
     def faulty(draft: Draft, *args: Any) -> Verdict:
-        verdict = verify(draft, *args)
-        tokens = [draft.row(i) for i in range(draft.num_rows)]
-        extra = [t[len(p)] if len(p) < len(t) else n for t, p, n in zip(tokens, verdict.paths, verdict.next_tokens, strict=True)]
-        return replace(verdict, next_tokens=extra)
+        return [
+            replace(kept, next_token=tokens[len(kept.path)]) if len(kept.path) < len(tokens := draft.row(i)) else kept
+            for i, kept in enumerate(verify(draft, *args))
+        ]
 
     patch.setattr(echelon.engine, "verify", faulty)
 

@@ -24,7 +24,7 @@ from echelon.demo import DRAFT, TARGET
 from echelon.model.load.loading import LoadedModel, load_model
 from echelon.server.app import Service, create_app
 from echelon.server.config import ServerConfig
-from echelon.server.listen import Server, serving_in_thread
+from echelon.server.http import Server, serving_in_thread
 
 SPECULATIVE: dict[str, dict[str, Any] | None] = {
     "plain": None,
@@ -84,9 +84,9 @@ def serving(llm: LLM, **changes: Any) -> Iterator[Running]:
     """The server's loop and engine run in threads of their own until the end of the block."""
     config = ServerConfig(**({"port": 0, "served_model_name": MODEL, "max_queue": 512} | changes))
     app = create_app(llm, config)
-    with serving_in_thread(app, app.service.bridge, config) as (url, server):
+    with serving_in_thread(app, config) as (url, server):
         yield Running(url, app.service, server)
-    assert not app.service.bridge.is_healthy
+    assert not app.service.engine_thread.is_healthy
 
 
 class Gate:
@@ -139,9 +139,9 @@ def settle(running: Running) -> None:
     """Wait, by asking the engine's own queue, until nothing is in flight and every row has left."""
     for _ in range(2000):
         done = threading.Event()
-        running.service.bridge._commands.put(lambda _engine, done=done: done.set())
+        running.service.engine_thread._commands.put(lambda _engine, done=done: done.set())
         assert done.wait(60.0)
-        if running.service.bridge.num_in_flight == 0 and not running.llm.engine.has_work:
+        if running.service.engine_thread.num_in_flight == 0 and not running.llm.engine.has_work:
             return
     raise AssertionError("requests are still in flight")
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from echelon import LLM
-from echelon.draft import Draft
+from echelon.draft import Draft, Verdict
 from echelon.drafters.guard import GuardedDrafter
 from echelon.kv.cache import KVCache
 from echelon.model.load.loading import LoadedModel, adopt_model
 from echelon.ops.slots import by_slot
 from echelon.sequence import PlannedRow
-from echelon.verify import Verdict
+from echelon.stats import StepRecord
 
 PROVE = bool(os.environ.get("PROVE"))  # the full sizes of what is proven
 VOCABULARY = 96
@@ -107,7 +107,7 @@ class ScriptedDrafter:
         return self._truth[tuple(sequence.tokens[: sequence.num_prompt_tokens])][sequence.num_output_tokens :]
 
     def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:
-        self.observed += [(n, len(p)) for n, p, r in zip(verdict.num_draft_tokens, verdict.paths, rows, strict=True) if r.is_sampled]
+        self.observed += [(kept.num_draft_tokens, len(kept.path)) for kept, r in zip(verdict, rows, strict=True) if r.is_sampled]
 
     def forget(self, row: int) -> None: ...
 
@@ -156,29 +156,26 @@ def watch(llm: LLM, is_faulty: bool = False) -> LLM:
 
     `is_faulty`: the drafter fails on purpose.
     """
-    step = llm.engine.step
 
-    def watched() -> Any:
-        grown = step()
+    def watched(step: StepRecord) -> None:
         llm.engine.check()
         assert is_faulty or not getattr(llm.engine.drafter, "faults", None), "a wall hides what the drafter does wrong"
-        for sequence in grown:
+        for sequence in [row.sequence for row, count in zip(step.rows, step.num_emitted, strict=True) if count]:
             if sequence in llm.engine.scheduler.running:
                 assert llm.engine.target.num_cached(sequence.id) in (0, len(sequence) - 1), "all tokens but the last have keys and values"
         for cache in caches(llm):
             cache.check()
             cache.apply_copies()
-            stale = ~cache.held_slots() if llm.engine.flight is None else free_slots(cache)  # rows in flight have more than is known yet
+            stale = ~cache.held_slots() if llm.engine.in_flight is None else free_slots(cache)  # rows in flight have more than is known yet
             for storage in (*cache.keys, *cache.values):
                 (by_slot(storage) if isinstance(cache, KVCache) else storage)[stale] = poison(cache)
-        return grown
 
     if isinstance(guard := llm.engine.drafter, GuardedDrafter) and not is_faulty:
         guard._timer.fixed = math.inf  # how busy the machine is decides nothing
     for cache in caches(llm):
         for storage in (*cache.keys, *cache.values):
             storage.fill_(poison(cache))
-    llm.engine.step = watched  # type: ignore[method-assign]
+    llm.engine.observers.append(watched)
     return llm
 
 

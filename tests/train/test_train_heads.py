@@ -23,7 +23,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from echelon import ConfigError, UnsupportedModelError
 from echelon.cli import main
 from echelon.demo import TARGET as EMBEDDED
+from echelon.heads.base import Recipe
 from echelon.heads.checkpoints import build_head, load_head
+from echelon.heads.eagle3 import Eagle3Head
+from echelon.methods import head_class, method_names
 from echelon.model.load.loading import load_plain
 from echelon.train import corpus
 from echelon.train import heads as training
@@ -31,7 +34,7 @@ from echelon.train.data import Data, prepare
 from echelon.train.heads import Plan, evaluate, learn, train_head
 from echelon.train.lessons import Lesson, soft_targets
 from echelon.train.loop import rate_factor
-from echelon.train.losses import RECIPES, Recipe, depth_loss, noised, soft
+from echelon.train.losses import depth_loss, noised, soft
 from echelon.train.text import HELD_OUT, batch
 
 WINDOW = 24
@@ -64,7 +67,7 @@ def counting() -> Data:
 
 def test_a_run_keeps_the_recipe_it_began_with(target: PreTrainedModel, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The method's own, but for the rate that is given; neither other code nor another rate may go on with it."""
-    known = RECIPES["eagle3"]
+    known = head_class("eagle3").recipe
     for given, used in ((None, known.rate), (0.02, 0.02)):
         folder = tmp_path / str(given)
         train_head(target, data, folder, Plan("eagle3", steps=1, rate=given, options=OPTIONS["eagle3"]))
@@ -72,7 +75,7 @@ def test_a_run_keeps_the_recipe_it_began_with(target: PreTrainedModel, data: Dat
         assert {k: kept[k] for k in asdict(known)} == {**asdict(known), "rate": used}
     with pytest.raises(ConfigError, match=r"rate = 0\.02 there, 0\.006 here"):
         train_head(target, data, folder, Plan("eagle3", steps=1, options=OPTIONS["eagle3"]))
-    monkeypatch.setitem(RECIPES, "eagle3", replace(known, first_part=0.25))
+    monkeypatch.setattr(Eagle3Head, "recipe", replace(known, first_part=0.25))
     with pytest.raises(ConfigError, match=r"first_part = 0\.5 there, 0\.25 here"):
         train_head(target, data, folder, Plan("eagle3", steps=1, rate=0.02, options=OPTIONS["eagle3"]))
 
@@ -81,7 +84,7 @@ def test_training_time_test_begins_with_two_steps() -> None:
     plan = Plan("eagle3", steps=20)
     assert [plan.depth_at(step) for step in range(20)] == [2] * 10 + [7] * 10
     assert {replace(plan, depth=1).depth_at(step) for step in range(20)} == {1}
-    assert {Plan("clover", steps=20).depth_at(step) for step in range(20)} == {RECIPES["clover"].depth}
+    assert {Plan("clover", steps=20).depth_at(step) for step in range(20)} == {head_class("clover").recipe.depth}
 
 
 def test_the_rate_rises_stays_and_falls() -> None:
@@ -89,7 +92,7 @@ def test_the_rate_rises_stays_and_falls() -> None:
     assert factors == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
 
 
-@pytest.mark.parametrize("method", RECIPES)
+@pytest.mark.parametrize("method", method_names(needs="head"))
 def test_every_head_learns(method: str, target: PreTrainedModel, data: Data, tmp_path: Path) -> None:
     seen: list[float] = []
     is_soft = False if method == "eagle3" else None  # an untrained target's distribution is nothing to learn
@@ -140,15 +143,15 @@ def test_losses_are_the_published_ones(target: PreTrainedModel) -> None:
     states = torch.randn(5, 128)
     medusa, clover2, eagle = (build_head(m, target) for m in ("medusa", "clover2", "eagle"))
     expected = 0.8 * F.cross_entropy(medusa.logits(states[:, :64], 1), given.ids[0, 3:8])
-    torch.testing.assert_close(depth_loss(medusa, states[:, :64], given, 1, RECIPES["medusa"]), expected)
+    torch.testing.assert_close(depth_loss(medusa, states[:, :64], given, 1, head_class("medusa").recipe), expected)
     wanted, feature = target_logits[0, 2:7].softmax(-1), given.last[0, 2:7]
     cross = -(wanted * clover2.logits(states, 1).log_softmax(-1)).sum(-1).mean()
     expected = 0.7 * (10 * F.smooth_l1_loss(states[:, 64:], feature) + cross)
-    torch.testing.assert_close(depth_loss(clover2, states, given, 1, RECIPES["clover2"]), expected)
+    torch.testing.assert_close(depth_loss(clover2, states, given, 1, head_class("clover2").recipe), expected)
     wanted, feature = target_logits[0, 1:6].softmax(-1), given.last[0, 1:6]
     cross = -(wanted * eagle.logits(states[:, :64], 0).log_softmax(-1)).sum(-1).mean()
     expected = F.smooth_l1_loss(states[:, :64], feature) + 0.1 * cross
-    torch.testing.assert_close(depth_loss(eagle, states[:, :64], given, 0, RECIPES["eagle"]), expected)
+    torch.testing.assert_close(depth_loss(eagle, states[:, :64], given, 0, head_class("eagle").recipe), expected)
 
 
 @pytest.mark.parametrize("is_soft", [True, False])
@@ -216,9 +219,9 @@ def test_soft_targets_are_least_at_the_target() -> None:
 
 def test_only_eagle_trains_on_noise() -> None:
     features, generator = torch.zeros(4000), torch.Generator().manual_seed(0)
-    noise = noised(features, RECIPES["eagle"], 512, generator)
+    noise = noised(features, head_class("eagle").recipe, 512, generator)
     assert 0.099 < float(noise.max()) <= 0.1 and -0.1 <= float(noise.min()) < -0.099
-    assert noised(features, RECIPES["eagle3"], 512, generator) is features
+    assert noised(features, head_class("eagle3").recipe, 512, generator) is features
 
 
 def test_depths_one_at_a_time_have_the_gradient_of_their_sum(target: PreTrainedModel, data: Data) -> None:

@@ -16,6 +16,7 @@ class PaddedBatch:
     tokens          int32[T']    rows padded to n tokens each (T' = B · n, pads are 0), or concatenated (T' = T)
     positions       int32[T']    absolute, from the start of each row's own text; a pad repeats its row's last
     logit_rows      int64[R]     indices into T' whose logits are wanted, in order
+    logit_indptr    int32[B+1]   which rows of logits are each row's, as in `RaggedBatch`
     written         int64[T]     indices into T' of the real tokens
     slots           int64[T]     line · num_slots + slot that each of them is written to
     lines           [first, end) of the lines that the rows are, and
@@ -34,6 +35,7 @@ class PaddedBatch:
     tokens: Tensor
     positions: Tensor
     logit_rows: Tensor
+    logit_indptr: Tensor
     written: Tensor
     slots: Tensor
     lines: tuple[int, int]

@@ -12,6 +12,7 @@ import torch
 from echelon.baselines.batch import PaddedBatch
 from echelon.baselines.lines import Int32, Int64, LineTables
 from echelon.batch import Span
+from echelon.draft import indptr_of
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,12 @@ def padded_batch(rows: Rows, tables: LineTables, slots: Int64, keys: Keys, pads_
     inputs = np.zeros(num_rows * widest if pads_inputs else len(offsets), np.int32)
     inputs[written] = tokens
     queries = None if pads_inputs else torch.from_numpy((counts.cumsum() - counts)[:, None] + in_row)
+    logit_rows, logit_indptr = _logit_rows(rows, written)
     return PaddedBatch(
         tokens=torch.from_numpy(inputs),
         positions=torch.from_numpy(query_positions.ravel() if pads_inputs else query_positions.ravel()[rectangle]),
-        logit_rows=torch.from_numpy(_logit_rows(rows, written)),
+        logit_rows=torch.from_numpy(logit_rows),
+        logit_indptr=torch.from_numpy(logit_indptr),
         written=torch.from_numpy(written),
         slots=torch.from_numpy(rows.lines[row_of] * tables.num_slots + slots),
         lines=keys.lines,
@@ -125,9 +128,9 @@ def padded_batch(rows: Rows, tables: LineTables, slots: Int64, keys: Keys, pads_
     )
 
 
-def _logit_rows(rows: Rows, written: Int64) -> Int64:
-    """Indices of the tokens whose logits are wanted, int64 [R], rows in the order of the spans that were packed."""
+def _logit_rows(rows: Rows, written: Int64) -> tuple[Int64, Int32]:
+    """Indices int64[R] of the tokens whose logits are wanted, and int32[B+1] whose they are; rows in the order of the spans."""
     wanted = np.fromiter((s.num_logits for s in rows.spans), np.int64, len(rows.spans))
     chosen = np.flatnonzero(rows.offsets >= np.repeat(rows.counts - wanted, rows.counts))
     by_span = np.argsort(rows.order[rows.row_of[chosen]], kind="stable")
-    return written[chosen[by_span]]
+    return written[chosen[by_span]], indptr_of(wanted[np.argsort(rows.order)])

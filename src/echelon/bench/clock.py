@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from echelon.api import LLM
+from echelon.llm import LLM
+from echelon.stats import StepTimer
 
 Clock = Callable[[], float]
 HEAD_START = 1_000_000  # cycles, about half a millisecond: the device waits, so that launches are queued when it begins
@@ -32,9 +33,10 @@ def time_parts(llm: LLM) -> None:
     """From now on the parts of a step that is launched and settled at once are told apart by this clock. (What EXSPEC gathers counts as
     forward.)
     """
-    llm.engine.clock = clock_of(llm.target.device)
+    clock = clock_of(llm.target.device)
+    llm.engine.timer = StepTimer(clock)
     for runner in llm.storage.runners:
-        runner.cache.clock = llm.engine.clock
+        runner.cache.clock = clock
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:

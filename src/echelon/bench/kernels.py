@@ -22,7 +22,8 @@ from echelon.bench.clock import seconds_of
 from echelon.errors import ConfigError
 from echelon.kv.blocks import BlockTables
 from echelon.model import pack as unpadded
-from echelon.ops import attention, compiled, devices, linear
+from echelon.ops import compiled, devices
+from echelon.ops.contract import PackedWeight
 
 LINEAR_SHAPES = "2048x2048,8192x2048,2048x8192,5632x2048,50272x2048"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -90,7 +91,11 @@ def measure_machine(device: torch.device) -> Machine:
     source = torch.ones(COLD_BYTES // 8, dtype=torch.int64, device=device)
     square = torch.ones(size, size, dtype=_fastest_dtype(device), device=device)
     target = torch.empty_like(source)
-    calls: list[Call] = [lambda _: linear.read_memory(source), lambda _: target.copy_(source), lambda _: square @ square]
+    calls: list[Call] = [
+        lambda _: devices.backend_of(source).read_memory(source),
+        lambda _: target.copy_(source),
+        lambda _: square @ square,
+    ]
     read, copy, matmul = interleaved(calls, device)
     return Machine(COLD_BYTES / read / 1e9, 2 * COLD_BYTES / copy / 1e9, 2 * size**3 / matmul / 1e9)
 
@@ -127,7 +132,7 @@ def measure_linear(shape: tuple[int, int], counts: SequenceOf[int], dtype: str, 
     weight = (torch.randn(columns, depth, generator=generator) / depth**0.5).to(device, DTYPES[dtype])
     num_copies = max(2, COLD_BYTES // weight.nbytes)
     plain = [weight.clone() for _ in range(num_copies)]
-    packed = [linear.PackedWeight.pack(w) for w in plain]
+    packed = [devices.backend_of(w).pack(w) for w in plain]
     for rows in counts:
         x = torch.randn(rows, depth, generator=generator).to(device, weight.dtype)
         calls = _calls(x, plain, packed)
@@ -146,12 +151,12 @@ def measure_linear(shape: tuple[int, int], counts: SequenceOf[int], dtype: str, 
         )
 
 
-def _calls(x: Tensor, plain: list[Tensor], packed: list[linear.PackedWeight]) -> list[Call]:
+def _calls(x: Tensor, plain: list[Tensor], packed: list[PackedWeight]) -> list[Call]:
     """Ours, reading the weight, the framework, and oneDNN on packed weights where it serves the dtype."""
-    count = len(plain)
+    count, backend = len(plain), devices.backend_of(x)
     calls: list[Call] = [
-        lambda i: linear.packed_linear(x, packed[i % count]),
-        lambda i: linear.read_memory(packed[(i + count // 2) % count].data),
+        lambda i: backend.packed_linear(x, packed[i % count]),
+        lambda i: backend.read_memory(packed[(i + count // 2) % count].data),
         lambda i: F.linear(x, plain[i % count]),
     ]
     onednn = torch.ops.mkldnn
@@ -183,14 +188,14 @@ def measure_attention(
         start = context - count
         batch = unpadded.pack([Span(row, start, [0] * count, count, start + 1, count - 1) for row in range(ATTENTION_ROWS)], tables)
         query = torch.randn(batch.num_tokens, heads, size, generator=generator).to(device, DTYPES[dtype])
-        calls: list[Call] = [partial(_attend, query, copies, batch), lambda i: linear.read_memory(reads[i % num_copies])]
+        calls: list[Call] = [partial(_attend, query, copies, batch), lambda i: devices.backend_of(read).read_memory(reads[i % num_copies])]
         ours, reading = interleaved(calls, device)
         flop = 4 * batch.num_tokens * heads * size * context
         yield AttentionSpeed(heads, kv_heads, size, count, dtype, ours * 1e3, kv_bytes / ours / 1e9, flop / ours / 1e9, reading / ours)
 
 
 def _attend(query: Tensor, copies: list[tuple[Tensor, Tensor]], batch: RaggedBatch, i: int) -> object:
-    return attention.ragged_attention(query, *copies[i % len(copies)], batch, query.shape[2] ** -0.5)
+    return devices.backend_of(query).ragged_attention(query, *copies[i % len(copies)], batch, query.shape[2] ** -0.5)
 
 
 def attention_as_markdown(results: SequenceOf[AttentionSpeed]) -> str:

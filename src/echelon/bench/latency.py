@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 
 from echelon import LLM, SamplingParams
-from echelon.bench.prefill import sequence_of
 from echelon.bench.report import table
 from echelon.bench.throughput import DecodingMethod, Prompts, display_name, environment
 from echelon.bench.verify import STRATEGIES
 from echelon.model.load.loading import LoadedModel
+from echelon.sampling import Sampler
+from echelon.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,13 @@ class RequestLatencies:
     last: list[float]
     seconds: float
     num_tokens: int
+
+
+def sequence_of(llm: LLM, row: int, prompt: SequenceOf[int], params: SamplingParams) -> Sequence:
+    """A request by number: `row` keys the draws of replayed acceptance, so that every method replays the same."""
+    eos = llm.target.eos_token_ids
+    sampler = Sampler(params, params.seed or 0, 0, len(prompt), eos | set(params.stop_token_ids))
+    return Sequence(row, list(prompt), len(prompt), sampler, eos, llm.max_len)
 
 
 def serve(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from echelon.batch import RaggedBatch
-from echelon.draft import Draft
+from echelon.draft import Draft, Verdict
 from echelon.drafters.base import Drafter
 from echelon.drafters.heads import AttachedHead, HeadDrafter
 from echelon.engine import Engine
@@ -31,7 +31,6 @@ from echelon.scheduler import Scheduler
 from echelon.sequence import PlannedRow, Sequence
 from echelon.stats import Usage
 from echelon.trees import BestFirst
-from echelon.verify import Verdict
 
 PROMPT_LENGTH = 256
 NUM_STEPS = 120

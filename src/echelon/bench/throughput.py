@@ -26,16 +26,17 @@ from echelon.stats import Stats
 
 Prompts = SequenceOf[SequenceOf[int]]
 HEAD_TOKENS = 2  # with the second token a draft model has read the prompt as well
-DRAFTERS = {"none": "plain", "ngram": "LLMA", "draft_model": "draft model", "confident": "confident draft model", "replay": "replay"}
+DRAFTERS = {"none": "plain", "ngram": "LLMA", "draft_model": "draft model", "confident": "confident draft model"}
 
 
 @dataclass(frozen=True)
 class DecodingMethod:
-    """A name for the table, what drafts, and how rows become a batch."""
+    """A name for the table, what drafts, how rows become a batch, and what is done to an engine before it runs."""
 
     name: str
     config: Mapping[str, Any] | None
     strategy: str = "unpadded"
+    prepare: Callable[[LLM], None] | None = None
 
 
 # drafts end where the draft model is no longer sure, of unequal length as LLMA's
@@ -52,15 +53,14 @@ def default_methods(num_ngram_tokens: int = 7, num_draft_tokens: int = 4) -> lis
 
 
 def methods_of(
-    strategies: SequenceOf[str], drafters: SequenceOf[str], num_ngram_tokens: int = 7, num_draft_tokens: int = 4, **replay: Any
+    strategies: SequenceOf[str], drafters: SequenceOf[str], num_ngram_tokens: int = 7, num_draft_tokens: int = 4
 ) -> list[DecodingMethod]:
-    """Every strategy with every drafter, after plain decoding unpadded, which all are compared with; `replay` are that drafter's keys."""
+    """Every strategy with every drafter, after plain decoding unpadded, which all are compared with."""
     for kind, names, known in (("strategy", strategies, STRATEGIES), ("drafter", drafters, DRAFTERS)):
         if unknown := [n for n in names if n not in known]:
             raise ConfigError(f"there is no {kind} {unknown[0]!r} here; known: {', '.join(known)}")
     configs = {m.name: m.config for m in default_methods(num_ngram_tokens, num_draft_tokens)}
     configs[CONFIDENT.name] = CONFIDENT.config
-    configs["replay"] = {"method": "replay", "num_speculative_tokens": num_ngram_tokens, **replay}
     found = [DecodingMethod("plain", None)]
     found += [DecodingMethod(DRAFTERS[d], configs[DRAFTERS[d]], s) for d in drafters for s in strategies]
     return list({(m.name, m.strategy): m for m in found}.values())
@@ -74,7 +74,7 @@ class ThroughputResult:
     decode_tokens_per_second  without prefill (see `steps` and `EngineRun`); one a round, 0 where nothing was decoded after it
     tokens_per_step           emitted per row and step
     num_identical             rows whose token ids equal plain decoding alone
-    acceptance                a histogram as `replay` takes it
+    acceptance                [num_draft_tokens, num_accepted, count] of every pair that occurred
     accepted_by_position      share of drafted tokens kept, by position in the draft
 
     The rest is of decoding steps, all rounds together: milliseconds by part of a step, share of padding in the rows fed to the layers
@@ -158,13 +158,16 @@ class EngineRun:
         self.name = display_name(method.name, method.strategy)
         self._llm = LLM(target, method.config, draft, max_num_seqs=batch_size, **STRATEGIES[method.strategy], **settings)
         time_parts(self._llm)
-        self._decode = Sums()
+        if method.prepare is not None:
+            method.prepare(self._llm)
+        self._decode, self._stats = Sums(), Stats()
 
     def warm_up(self, prompts: Prompts, params: SamplingParams) -> None:
         self._uncounted(prompts, params)
 
     def run(self, prompts: Prompts, params: SamplingParams) -> Run:
-        outputs, seconds, decode = self._timed(prompts, params)
+        with self._llm.engine.observed(self._stats.count):
+            outputs, seconds, decode = self._timed(prompts, params)
         self._decode += decode
         if not self._llm.config.refill:
             return Run(outputs, seconds, (decode["tokens"], decode["seconds"]))
@@ -179,14 +182,11 @@ class EngineRun:
 
     def _uncounted(self, prompts: Prompts, params: SamplingParams) -> tuple[int, float]:
         """Tokens and seconds of a run that must not enter the counts of acceptance."""
-        engine = self._llm.engine
-        counted, engine.stats = engine.stats, Stats()
         outputs, seconds, _ = self._timed(prompts, params)
-        engine.stats = counted
         return sum(map(len, outputs)), seconds
 
     def result(self, batch_size: int, runs: SequenceOf[Run]) -> ThroughputResult:
-        return engine_result(self._method, batch_size, runs, self._llm.stats, self._decode)
+        return engine_result(self._method, batch_size, runs, self._stats, self._decode)
 
 
 def engine_result(method: DecodingMethod, batch_size: int, runs: SequenceOf[Run], stats: Stats, decode: Sums) -> ThroughputResult:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from echelon.api import LLM
 from echelon.batch import Span
 from echelon.errors import ConfigError
+from echelon.llm import LLM
 from echelon.model.load.loading import DTYPES, LoadedModel, load_model, load_plain
 from echelon.ops.devices import chosen_device
 from echelon.sampling import SamplingParams
@@ -44,6 +44,9 @@ class Case:
     strategy: str
     drafter: str
     batch_size: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype}, {self.strategy}, {self.drafter}, batch {self.batch_size}"
 
 
 @dataclass(frozen=True)

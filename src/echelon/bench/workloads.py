@@ -40,7 +40,7 @@ def workload(
         raise ConfigError(f"there is no workload {name!r}; known: {', '.join(WORKLOADS)}")
     if name in ("continue", "edit"):
         if llm.target.tokenizer is None:
-            raise ConfigError(f"{llm.target.name!r} has no tokenizer to encode source with; give --workload prompts with prompt_token_ids")
+            raise ConfigError(f"{llm.target.name!r} has no tokenizer to encode source with; give --input with prompt_token_ids")
         prompts = (code_prompts if name == "continue" else edit_prompts)(llm.target.tokenizer, files, count, num_tokens)
         return [p[i * 7 % (num_tokens // 2) :] for i, p in enumerate(prompts)] if is_ragged and num_tokens > 1 else prompts
     if path is None:
@@ -48,7 +48,7 @@ def workload(
     if name == "prompts":
         found = [r.token_ids(llm) for r in read_requests(path)]
     else:
-        found = [llm.encode(text) for text in (question_texts(path) if name == "questions" else summary_texts(path))]
+        found = [llm.inputs.encode(text) for text in (question_texts(path) if name == "questions" else summary_texts(path))]
     if len(found) < count:
         raise ConfigError(f"{str(path)!r} gives {len(found)} prompts for the workload {name!r}, {count} were asked for; ask for fewer")
     return [found[i * len(found) // count][-num_tokens:] for i in range(count)]

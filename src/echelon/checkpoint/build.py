@@ -19,7 +19,7 @@ SPARE_TENSORS = 4096
 
 @dataclass
 class _Count:
-    """What has been built so far, and what may be."""
+    """Counts what has been built so far, and what may be."""
 
     what: str
     limit: int

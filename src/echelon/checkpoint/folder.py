@@ -12,6 +12,7 @@ from huggingface_hub import snapshot_download
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from echelon.errors import EchelonError, ModelLoadError
+from echelon.inputs import first_line, shown
 
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")  # what a checkpoint holds besides its weights
@@ -86,13 +87,13 @@ class Folder:
             state = _stamp(path)
             is_plain = stat.S_ISREG(path.stat().st_mode)
         except (OSError, RuntimeError) as error:
-            raise ModelLoadError(f"{self.place(name)} cannot be read ({_reason(error)}); copy the checkpoint again") from error
+            raise ModelLoadError(f"{self.label(name)} cannot be read ({_reason(error)}); copy the checkpoint again") from error
         if not any(real.is_relative_to(root) for root in self._roots):
             raise ModelLoadError(
-                f"{self.place(name)} leads out of the folder, to {shown(str(real))}; a checkpoint's files lie in its folder: copy it there"
+                f"{self.label(name)} leads out of the folder, to {shown(str(real))}; a checkpoint's files lie in its folder: copy it there"
             )
         if not is_plain:
-            raise ModelLoadError(f"{self.place(name)} is no plain file; copy the checkpoint again")
+            raise ModelLoadError(f"{self.label(name)} is no plain file; copy the checkpoint again")
         if self._stamps.setdefault(path, state) != state:
             raise self._changed(path)
         return path
@@ -122,7 +123,7 @@ class Folder:
             if not is_same:
                 raise self._changed(path)
 
-    def place(self, name: str) -> str:
+    def label(self, name: str) -> str:
         """A file of the folder, fit for a message."""
         return shown(f"{self.name}/{name}", quote=False)
 
@@ -134,12 +135,12 @@ class Folder:
     def _bytes(self, name: str) -> bytes:
         path = self.file(name)
         if (size := self._stamps[path][2]) > MAX_JSON:
-            raise ModelLoadError(f"{self.place(name)} has {size:,} bytes; at most {MAX_JSON:,} are read: copy the checkpoint again")
+            raise ModelLoadError(f"{self.label(name)} has {size:,} bytes; at most {MAX_JSON:,} are read: copy the checkpoint again")
         try:
             with path.open("rb") as file:
                 return file.read(MAX_JSON + 1)
         except OSError as error:
-            raise ModelLoadError(f"{self.place(name)} cannot be read ({_reason(error)}); check its permissions") from error
+            raise ModelLoadError(f"{self.label(name)} cannot be read ({_reason(error)}); check its permissions") from error
 
     @contextmanager
     def _refusing_json(self, name: str) -> Iterator[None]:
@@ -149,24 +150,12 @@ class Folder:
             first = error.errors(include_url=False, include_input=False)[0]
             key = shown(".".join(str(part) for part in first["loc"]), quote=False)
             what = "is not JSON" if first["type"] == "json_invalid" else f"has a wrong {key}" if key else "holds no settings"
-            raise ModelLoadError(f"{self.place(name)} {what} ({shown(first['msg'], quote=False)}); copy the checkpoint again") from error
+            raise ModelLoadError(f"{self.label(name)} {what} ({shown(first['msg'], quote=False)}); copy the checkpoint again") from error
 
     def _changed(self, path: Path) -> ModelLoadError:
         return ModelLoadError(
             f"{path} was changed while it was being read, and may be of two versions now; load again once nothing writes to {self.shown}"
         )
-
-
-def shown(text: str, quote: bool = True) -> str:
-    """Text from outside, cut and in one line, for a message."""
-    cut = text if len(text) <= 120 else f"{text[:100]}… ({len(text):,} characters)"
-    return repr(cut) if quote else repr(cut)[1:-1]
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says in its first line, cut; else its kind."""
-    text = str(error).strip()
-    return shown(text.splitlines()[0], quote=False).replace("\\'", "'") if text else type(error).__name__
 
 
 @contextmanager

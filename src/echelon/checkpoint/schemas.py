@@ -1,4 +1,4 @@
-"""What the settings of a checkpoint may say, checked before `transformers` builds anything from them."""
+"""Schemas and limits of the JSON files of a checkpoint, checked before `transformers` builds anything from them."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ TokenId = Annotated[int, Field(ge=-1, lt=2**31)]
 Name = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class Settings(BaseModel):
-    """Strict in what it names; keys that it does not name are left alone."""
+class JsonFile(BaseModel):
+    """A JSON file of a checkpoint: strict in what it names; keys that it does not name are left alone."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
 
-class Index(Settings):
+class Index(JsonFile):
     """model.safetensors.index.json: tensor → file."""
 
     weight_map: dict[Name, Name] = Field(min_length=1)
 
 
-class ModelConfig(Settings):
+class ModelConfig(JsonFile):
     """config.json of a model."""
 
     model_type: Annotated[str, Field(min_length=1, max_length=100)]
 
 
-class GenerationSettings(Settings):
+class GenerationSettings(JsonFile):
     """generation_config.json, as far as the engine reads it."""
 
     eos_token_id: TokenId | list[TokenId] | None = None

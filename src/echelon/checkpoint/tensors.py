@@ -20,9 +20,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from echelon.checkpoint.folder import PICKLED, Folder, first_line, shown
+from echelon.checkpoint.folder import PICKLED, Folder
 from echelon.checkpoint.schemas import Index
 from echelon.errors import ModelLoadError, UnsupportedModelError
+from echelon.inputs import first_line, shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 STORED = {
@@ -62,11 +63,12 @@ class StoredTensor:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it is stored in.
+        """The dtype it is stored in.
 
         Raises
         ------
@@ -137,10 +139,12 @@ class Weights:
 
     @property
     def numel(self) -> int:
+        """Number of elements of all tensors."""
         return sum(t.numel for t in self.tensors.values())
 
     @property
     def largest_dimension(self) -> int:
+        """Largest dimension of any tensor."""
         return max((max(t.shape, default=1) for t in self.tensors.values()), default=1)
 
     def first_float(self) -> torch.dtype | None:
@@ -184,7 +188,7 @@ def weight_files(folder: Folder) -> list[str]:
         raise ModelLoadError(f"{folder.shown} holds {_without_weights(folder)}")
     names = sorted(set(folder.read_as(INDEX, Index).weight_map.values()))
     if odd := [n for n in names if not n.endswith(".safetensors")]:
-        raise ModelLoadError(f"{folder.place(INDEX)} names {shown(odd[0])}; weights are read from files in .safetensors only")
+        raise ModelLoadError(f"{folder.label(INDEX)} names {shown(odd[0])}; weights are read from files in .safetensors only")
     folder.fetch_weights(names)
     return names
 

@@ -21,26 +21,23 @@ from echelon.bench.kernels import (
 )
 from echelon.bench.kernels import as_markdown as kernels_as_markdown
 from echelon.bench.overhead import measure_all
-from echelon.bench.pair import evaluate_pair
 from echelon.bench.throughput import environment
 from echelon.cli.bench_serve import serve
-from echelon.cli.latency import latency
-from echelon.cli.measured import OutputOption, sizes_of, write_report
-from echelon.cli.peers import peers
-from echelon.cli.serving import serving
+from echelon.cli.latency import LatencyOptions, latency
+from echelon.cli.measured import OutputOption, sizes_of, verb, write_report
+from echelon.cli.peers import PeersOptions, peers
 from echelon.cli.shared import errors
 from echelon.cli.step import step
-from echelon.cli.throughput import throughput
+from echelon.cli.throughput import ThroughputOptions, throughput
 from echelon.model.load.loading import DTYPES
 from echelon.ops.devices import chosen_device
 
 app = typer.Typer(help="Measure: whole runs, or a step without its model.", no_args_is_help=True)
-app.command()(throughput)
-app.command()(latency)
-app.command()(peers)
+app.command()(verb(ThroughputOptions, throughput))
+app.command()(verb(LatencyOptions, latency))
+app.command()(verb(PeersOptions, peers))
 app.command()(step)
 app.command()(serve)
-app.command()(serving)
 
 
 @app.command()
@@ -92,20 +89,6 @@ def kernels(
     tables = f"{kernels_as_markdown(machine, results)}\n\n{attention_as_markdown(attention)}"
     typer.echo(json.dumps(report) if json_output else tables)
     write_report(output, "kernels", report)
-
-
-@app.command()
-def pair(
-    num_prompts: Annotated[int, typer.Option(help="Continuations of held-out Python source.", min=1)] = 128,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of each.", min=8)] = 128,
-    output: OutputOption = None,
-) -> None:
-    """What the embedded pair is worth: held-out loss, and acceptance on continuations sampled at temperature 0.8."""
-    with errors.status("measuring the embedded pair"):
-        report = evaluate_pair(num_prompts, max_tokens)
-    for key, value in report.items():
-        typer.echo(f"{key}: {value:.3f}")
-    write_report(output, "pair", {"environment": environment(), "results": report})
 
 
 def _shape(text: str) -> tuple[int, int]:

@@ -18,8 +18,7 @@ from echelon import LLM, ConfigError, ops
 from echelon.cli.generate import speculative_mapping
 from echelon.cli.shared import SPECULATIVE
 from echelon.drafters.head_selftest import familiarity
-from echelon.drafters.heads import attach_head
-from echelon.heads.base import Head
+from echelon.drafters.heads import AttachedHead
 from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.linear import framework_layers
 from echelon.ops import compiled
@@ -54,8 +53,8 @@ def doctor(
             "acceptance": llm.acceptance_name,
             "same text": _promise(llm.acceptance_name, framework_layers(llm.target.model)),
         }
-        if llm.head is not None:
-            report["head"] = _known(llm.head, llm.target)
+        if llm.storage.head is not None:
+            report["head"] = _known(llm.storage.head, llm.target)
     if json_output:
         typer.echo(json.dumps(report))
         return
@@ -65,9 +64,9 @@ def doctor(
     Console().print(table)
 
 
-def _known(head: Head, target: LoadedModel) -> str:
+def _known(attached: AttachedHead, target: LoadedModel) -> str:
     """What the self-test of heads found."""
-    attached = attach_head(head, target)
+    head = attached.head
     found = familiarity(target, head, attached.reader, attached.shapes)
     if found is None:
         return f"{head.method}: the context is too short to ask it"

@@ -41,8 +41,6 @@ def settings_of(llm: LLM, model: str, given: Mapping[str, Any]) -> dict[str, Any
     }
     if spec is not None and spec.acceptance != "exact" and spec.model is not None:
         settings["draft"] = folder_hashes(spec.model)
-    if spec is not None and spec.replay_histogram is not None:
-        settings["replay_histogram"] = file_hash(Path(spec.replay_histogram))
     return flat(settings)
 
 

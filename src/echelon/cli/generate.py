@@ -160,7 +160,7 @@ def _run(llm: LLM, requests: list[Request], defaults: dict[str, Any], file: Outp
         try:
             tokens = request.token_ids(llm)
             params = SamplingParams(**{**defaults, **request.params})
-            llm.check_prompt(tokens, params)
+            llm.inputs.check_prompt(tokens, params)
             accepted.append((request, tokens, params))
         except EchelonError as error:
             done({"index": request.index, "id": request.id, "error": str(error)})

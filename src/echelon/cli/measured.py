@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
+import inspect
 import shlex
 import sys
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
-from echelon import LLM, ConfigError
-from echelon.bench.report import write_json
+from echelon import LLM, ConfigError, SamplingParams
+from echelon.bench.inflate import inflate, plan_growth
+from echelon.bench.report import described, write_json
 from echelon.bench.workloads import WORKLOADS, workload
 from echelon.cli.shared import errors
-from echelon.demo import held_out_files
+from echelon.demo import DRAFT, TARGET, held_out_files
 from echelon.errors import OutputError
 from echelon.inputs import made_folder, write_text
 from echelon.model.load.loading import LoadedModel, adopt_model, load_model, load_plain
 from echelon.ops.devices import chosen_device
 
-TargetArgument = Annotated[str, typer.Argument(metavar="[MODEL]", help="Target; the embedded one by default.")]
-DraftOption = Annotated[str, typer.Option(help="Draft model; the embedded one by default.")]
-ParametersOption = Annotated[int, typer.Option(help="Grow the target in memory to this many parameters first; 0: as it is.")]
-PromptTokensOption = Annotated[int, typer.Option(help="Most tokens of a prompt.", min=1)]
-BatchSizesOption = Annotated[str, typer.Option(help="Comma-separated.")]
-NumPromptsOption = Annotated[int, typer.Option(help="Number of prompts.", min=1)]
-MaxTokensOption = Annotated[int, typer.Option(help="New tokens a prompt.", min=1)]
-DraftLengthOption = Annotated[int, typer.Option(help="Draft length of the draft model (at most 7 for the confident one).", min=1)]
-InputOption = Annotated[Path | None, typer.Option(help="File that the workload reads its prompts from.")]
-WorkloadOption = Annotated[str, typer.Option(help="; ".join(f"`{name}`: {what}" for name, what in WORKLOADS.items()) + ".")]
-
 
 def writable(path: Path | None) -> Path | None:
-    """`--output` before anything is measured: refused where nothing can be written."""
+    """Refuse an `--output` where nothing can be written, before anything is measured."""
     if path is not None:
         made_folder(path.parent if path.suffix == ".json" else path, "--output")
         if path.suffix == ".json" and path.exists() and not path.is_file():
@@ -52,11 +47,78 @@ def writable_file(path: Path | None) -> Path | None:
     return path
 
 
+Options = TypeVar("Options")
 OutputOption = Annotated[
     Path | None,
     typer.Option(callback=writable, help="Also write JSON here; a name without .json is a folder for JSON, Markdown and plots."),
 ]
 JsonOption = Annotated[Path | None, typer.Option(callback=writable_file, help="Also write JSON here.")]
+ParametersOption = Annotated[int, typer.Option(help="Grow the target in memory to this many parameters first; 0: as it is.")]
+RoundsOption = Annotated[int, typer.Option(help="Runs of each method, interleaved.", min=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """The flags of every verb that runs models on prompts; a verb adds its own, and may have other defaults."""
+
+    model: Annotated[str, typer.Argument(metavar="[MODEL]", help="Target; the embedded one by default.")] = str(TARGET)
+    draft_model: Annotated[str, typer.Option(help="Draft model; the embedded one by default.")] = str(DRAFT)
+    batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,4,8"
+    workload: Annotated[str, typer.Option(help="; ".join(f"`{name}`: {what}" for name, what in WORKLOADS.items()) + ".")] = "continue"
+    input: Annotated[Path | None, typer.Option(help="File that the workload reads its prompts from.")] = None
+    num_prompts: Annotated[int, typer.Option(help="Number of prompts.", min=1)] = 16
+    prompt_tokens: Annotated[int, typer.Option(help="Most tokens of a prompt.", min=1)] = 128
+    max_tokens: Annotated[int, typer.Option(help="New tokens a prompt.", min=1)] = 64
+    num_speculative_tokens: Annotated[
+        int, typer.Option(help="Draft length of the draft model (at most 7 for the confident one).", min=1)
+    ] = 4
+    output: OutputOption = None
+
+    @property
+    def sizes(self) -> list[int]:
+        return sizes_of(self.batch_sizes)
+
+    def prompts(self, target: LoadedModel, is_ragged: bool = False) -> list[list[int]]:
+        """Prompts of the workload; a file alone means the workload `prompts`."""
+        chosen = "prompts" if self.input is not None and self.workload == "continue" else self.workload
+        llm = LLM(target, max_num_seqs=1)
+        return workload(chosen, llm, self.num_prompts, self.prompt_tokens, held_out_files(), self.input, is_ragged)
+
+    def params(self, temperature: float = 0.0) -> SamplingParams:
+        return SamplingParams(temperature=temperature, seed=0, max_tokens=self.max_tokens, ignore_eos=True)
+
+    def publish(
+        self,
+        name: str,
+        value: object,
+        where: dict[str, str],
+        tables: str,
+        report: str = "",
+        charts: Callable[[Path], SequenceOf[Path]] = lambda _: [],
+    ) -> None:
+        """Print the tables, and write JSON, Markdown (`report`, or the tables under a heading) and plots where `--output` says."""
+        typer.echo(f"{described(where)}\n\n{tables}")
+        heading = f"# {name.capitalize()}\n\n`{command()}` on {described(where)}.\n\n"
+        folder = write_report(self.output, name, value, report or f"{heading}{tables}\n")
+        for path in charts(folder) if folder is not None else []:
+            said(path)
+
+
+def verb(options: type[Options], run: Callable[[Options], None]) -> Callable[..., None]:
+    """A command whose flags are the fields of a dataclass, with the name and the help of `run`."""
+
+    def called(**values: Any) -> None:
+        run(options(**values))
+
+    hints, parameters = get_type_hints(options, include_extras=True), []
+    for field in fields(options):  # type: ignore[arg-type]
+        annotation = hints[field.name]
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        parameters.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {p.name: p.annotation for p in parameters}
+    called.__name__, called.__doc__ = run.__name__, run.__doc__
+    return called
 
 
 def sizes_of(text: str, option: str = "--batch-sizes") -> list[int]:
@@ -65,7 +127,7 @@ def sizes_of(text: str, option: str = "--batch-sizes") -> list[int]:
     except ValueError:
         raise ConfigError(f"{option} {text!r} are no numbers; write 1,4,8") from None
     if min(sizes) < 1:
-        raise ConfigError(f"{option} {text!r}: the smallest is 1")
+        raise ConfigError(f"{option} {text!r}: the smallest is 1; write 1,4,8")
     return sizes
 
 
@@ -80,22 +142,17 @@ def load_target(model: str, parameters: int) -> LoadedModel:
 
 def load_grown(model: str, parameters: int) -> PreTrainedModel:
     """The same as `transformers` runs it."""
-    from echelon.bench.inflate import inflate, plan_growth
-
     plain = load_plain(model)[0]
     return inflate(plain, plan_growth(plain, parameters)) if parameters else plain
 
 
-def prompts_of(target: LoadedModel, name: str, path: Path | None, count: int, num_tokens: int, is_ragged: bool = False) -> list[list[int]]:
-    """Prompts of a workload; a file alone means the workload `prompts`."""
-    chosen = "prompts" if path is not None and name == "continue" else name
-    return workload(chosen, LLM(target, max_num_seqs=1), count, num_tokens, held_out_files(), path, is_ragged)
-
-
-def progress_bar() -> Progress:
-    """On stderr, with the time that is left."""
+@contextmanager
+def progress(total: int, first: str) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr with the time that is left; call it with the name of what is done."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    return Progress(*columns, console=errors, transient=True)
+    with Progress(*columns, console=errors, transient=True) as bar:
+        task = bar.add_task(first, total=total)
+        yield lambda name: bar.update(task, advance=1, description=name)
 
 
 def command() -> str:

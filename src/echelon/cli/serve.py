@@ -44,7 +44,7 @@ def serve(
     """Serve MODEL to OpenAI clients: /v1/completions, /v1/chat/completions, /v1/models, /metrics and more (docs/serving.md)."""
     try:
         from echelon.server.config import ServerConfig, read_keys
-        from echelon.server.listen import serve_until_told
+        from echelon.server.http import serve_until_signal
     except ImportError as error:
         raise MissingExtraError(f"{error.name} is not installed; run: pip install 'echelon[server]'") from error
     config = ServerConfig(
@@ -72,7 +72,7 @@ def serve(
         kv_cache_memory_bytes=bytes_or_auto(kv_cache_memory_bytes),
     )
     errors.print(f"{llm.target.name} on http://{host}:{port}/v1", highlight=False)
-    if status := serve_until_told(llm, config):
+    if status := serve_until_signal(llm, config):
         _end_process(status)
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench.throughput import environment
 from echelon.bench.verify import STRATEGIES, EqualityResult, VerificationJob, verify_model
-from echelon.bench.workloads import code_prompts
+from echelon.bench.workloads import workload
+from echelon.cli.measured import progress, sizes_of
 from echelon.cli.shared import Device, DeviceOption, ModelArgument, Numerics, NumericsOption, RefillOption, errors
 from echelon.demo import held_out_files
 from echelon.requests import read_requests
@@ -24,55 +24,53 @@ from echelon.requests import read_requests
 DRAFTERS = ("none", "ngram", "draft_model")
 
 
-def verify(
-    model: ModelArgument,
-    draft_model: Annotated[str | None, typer.Option(help="Folder or hub name; without it the drafter `draft_model` is left out.")] = None,
-    strategies: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(STRATEGIES),
-    drafters: Annotated[str, typer.Option(help="Comma-separated; `none` is plain decoding.")] = ",".join(DRAFTERS),
-    batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,4,8",
-    dtypes: Annotated[str, typer.Option(help="Comma-separated.")] = "float32,bfloat16",
-    input: Annotated[Path | None, typer.Option(help="Prompts, .txt or .jsonl; held-out Python source by default.")] = None,
-    num_prompts: Annotated[int, typer.Option(help="Prompts to use.", min=1)] = 8,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the longest prompt of source; the others are shorter.", min=4)] = 96,
-    max_tokens: Annotated[int, typer.Option(help="New tokens a prompt.", min=1)] = 48,
-    num_speculative_tokens: Annotated[int, typer.Option(help="Most drafted tokens a row.", min=1)] = 5,
-    refill: RefillOption = True,
-    device: DeviceOption = Device.auto,
-    numerics: NumericsOption = Numerics.invariant,
-    control: Annotated[bool, typer.Option("--control/--no-control", help="Also compare `transformers` with itself at batch 1.")] = True,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """The flags of `echelon verify`."""
+
+    model: ModelArgument
+    draft_model: Annotated[str | None, typer.Option(help="Folder or hub name; without it the drafter `draft_model` is left out.")] = None
+    strategies: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(STRATEGIES)
+    drafters: Annotated[str, typer.Option(help="Comma-separated; `none` is plain decoding.")] = ",".join(DRAFTERS)
+    batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,4,8"
+    dtypes: Annotated[str, typer.Option(help="Comma-separated.")] = "float32,bfloat16"
+    input: Annotated[Path | None, typer.Option(help="Prompts, .txt or .jsonl; held-out Python source by default.")] = None
+    num_prompts: Annotated[int, typer.Option(help="Prompts to use.", min=1)] = 8
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the longest prompt of source; the others are shorter.", min=4)] = 96
+    max_tokens: Annotated[int, typer.Option(help="New tokens a prompt.", min=1)] = 48
+    num_speculative_tokens: Annotated[int, typer.Option(help="Most drafted tokens a row.", min=1)] = 5
+    refill: RefillOption = True
+    device: DeviceOption = Device.auto
+    numerics: NumericsOption = Numerics.invariant
+    control: Annotated[bool, typer.Option("--control/--no-control", help="Also compare `transformers` with itself at batch 1.")] = True
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False
+
+
+def verify(options: VerifyOptions) -> None:
     """Compare token ids with plain decoding at batch 1: exact and partial match of every strategy, drafter, batch size and dtype.
 
     Exit 1 if any difference is not a tie of rounding: both tokens the float32 model's top two, no further apart than twice the error of
     the dtype.
     """
-    sizes = [_size(part) for part in batch_sizes.split(",")]
-    request = VerificationJob(
-        model,
-        _prompts(model, input, num_prompts, prompt_tokens, max_tokens),
-        _drafters(drafters.split(","), draft_model, num_speculative_tokens),
-        max_tokens,
-        refill,
-        device.value,
-        numerics.value,
+    sizes, strategies, dtypes = sizes_of(options.batch_sizes), options.strategies.split(","), options.dtypes.split(",")
+    job = VerificationJob(
+        options.model,
+        _prompts(options),
+        _drafters(options.drafters.split(","), options.draft_model, options.num_speculative_tokens),
+        options.max_tokens,
+        options.refill,
+        options.device.value,
+        options.numerics.value,
     )
-    chosen, kinds = strategies.split(","), dtypes.split(",")
-    total = len(kinds) * (len(chosen) * len(request.drafters) * len(sizes) + control * sum(s > 1 for s in sizes))
-    with Progress(console=errors, transient=True) as progress:
-        task = progress.add_task("plain decoding at batch 1", total=total)
-
-        def done(result: EqualityResult) -> None:
-            case = result.case
-            progress.update(task, advance=1, description=f"{case.dtype}, {case.strategy}, {case.drafter}, batch {case.batch_size}")
-
-        results = verify_model(request, kinds, chosen, sizes, draft_model, control, done)
+    total = len(dtypes) * (len(strategies) * len(job.drafters) * len(sizes) + options.control * sum(s > 1 for s in sizes))
+    with progress(total, "plain decoding at batch 1") as done:
+        results = verify_model(job, dtypes, strategies, sizes, options.draft_model, options.control, lambda r: done(str(r.case)))
     num_faults = sum(r.num_faults for r in results)
-    if json_output:
+    if options.json_output:
         typer.echo(json.dumps({"environment": environment(), "num_faults": num_faults, "results": [as_json(r) for r in results]}))
     else:
-        for kind in kinds:
-            Console().print(as_table(kind, [r for r in results if r.case.dtype == kind]))
+        for dtype in dtypes:
+            Console().print(as_table(dtype, [r for r in results if r.case.dtype == dtype]))
     _explain(results)
     if num_faults:
         errors.print(f"[red]{num_faults} rows differ from plain decoding by more than a tie[/]")
@@ -102,25 +100,21 @@ def _explain(results: SequenceOf[EqualityResult]) -> None:
     """Every fault; ties are in the JSON."""
     for r in results:
         for m in (m for m in r.mismatches if not m.is_tie):
-            case = r.case
-            where = f"{case.dtype}, {case.strategy}, {case.drafter}, batch {case.batch_size}, row {m.row}, token {m.position}"
+            where = f"{r.case}, row {m.row}, token {m.position}"
             errors.print(
                 f"{where}: {m.token} for {m.expected}, {m.gap:.4f} apart in float32, the dtype errs by {m.error:.4f}", highlight=False
             )
 
 
-def _prompts(model: str, path: Path | None, count: int, num_tokens: int, max_tokens: int) -> list[list[int]]:
+def _prompts(options: VerifyOptions) -> list[list[int]]:
     """Token ids; those made from source have different lengths, or padding would have nothing to do."""
-    llm = LLM(model, max_num_seqs=1)
-    if path is not None:
-        prompts = [r.token_ids(llm) for r in read_requests(path, count)]
-    elif llm.target.tokenizer is None:
-        raise ConfigError(f"{model!r} has no tokenizer to encode source with; give --input with prompt_token_ids")
+    llm, count = LLM(options.model, max_num_seqs=1), options.num_prompts
+    if options.input is not None:
+        prompts = [r.token_ids(llm) for r in read_requests(options.input, count)]
     else:
-        whole = code_prompts(llm.target.tokenizer, held_out_files(), count, num_tokens)
-        prompts = [p[i * 7 % (num_tokens // 2) :] for i, p in enumerate(whole)]
+        prompts = workload("continue", llm, count, options.prompt_tokens, held_out_files(), is_ragged=True)
     for prompt in prompts:
-        llm.check_prompt(prompt, SamplingParams(max_tokens=max_tokens))
+        llm.inputs.check_prompt(prompt, SamplingParams(max_tokens=options.max_tokens))
     return prompts
 
 
@@ -133,9 +127,3 @@ def _drafters(names: SequenceOf[str], draft_model: str | None, num_speculative_t
     if not found:
         raise ConfigError("the drafter 'draft_model' needs --draft-model; give one, or another drafter")
     return found
-
-
-def _size(text: str) -> int:
-    if not text.strip().isdigit() or int(text) < 1:
-        raise ConfigError(f"--batch-sizes: {text!r} is no batch size; write 1,4,8")
-    return int(text)

@@ -7,10 +7,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from echelon.draft import Draft
+from echelon.draft import Draft, Verdict
 from echelon.heads.base import HiddenStateName
 from echelon.sequence import PlannedRow
-from echelon.verify import Verdict
 
 
 class Drafter(Protocol):

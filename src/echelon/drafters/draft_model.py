@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from echelon.acceptance import argmax_rows
 from echelon.batch import Span
-from echelon.draft import Draft
+from echelon.draft import Draft, Verdict
 from echelon.drafters.frontier import Frontier, grow
 from echelon.model.forward import Draws
 from echelon.model.runner import Runner
@@ -33,7 +34,6 @@ from echelon.ops.sample import Place, choose, raw_rows
 from echelon.sampling import Sampler, noise_key
 from echelon.sequence import PlannedRow
 from echelon.trees import Forest, Growth, Int64
-from echelon.verify import Verdict, argmax_rows
 
 
 @dataclass
@@ -186,8 +186,8 @@ class DraftModelDrafter:
 
     def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:  # noqa: ARG002
         """Shorten every row to its known tokens and the accepted part of a chain."""
-        for row, path in zip(rows, verdict.paths, strict=True):
-            cached, num_kept = self._runner.num_cached(row.sequence.id), len(path) if self._growth is None else 0
+        for row, kept in zip(rows, verdict, strict=True):
+            cached, num_kept = self._runner.num_cached(row.sequence.id), len(kept.path) if self._growth is None else 0
             self._runner.commit(row.sequence.id, min(cached, len(row.sequence) + num_kept))
 
     def forget(self, row: int) -> None:

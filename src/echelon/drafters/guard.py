@@ -22,11 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from echelon.draft import Draft, Int32, node_depths
+from echelon.draft import Draft, Int32, Verdict, node_depths
 from echelon.drafters.base import Drafter
-from echelon.errors import EchelonError, place_of
+from echelon.errors import EchelonError, location_of
 from echelon.sequence import PlannedRow
-from echelon.verify import Verdict
 
 logger = logging.getLogger("echelon")
 T = TypeVar("T")
@@ -101,7 +100,6 @@ class GuardedDrafter:
     time_limit   seconds that a call may take; None: as many as `CallTimer` allows. A slower proposal is used, and counts as a failure
     retry_after  seconds without the drafter, once it has failed MOST_FAILURES times or taken LONGEST_WAIT too long; then one failure more
                  cuts it off again, for twice as long each time
-    may_replay   may drafts say how many of their tokens are kept? Only the `replay` drafter's, where the configuration names it
     faults       failures by kind, and `cut off`: steps without it
     """
 
@@ -113,12 +111,11 @@ class GuardedDrafter:
         time_limit: float | None = None,
         retry_after: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
-        may_replay: bool = False,
     ) -> None:
         self.drafter = drafter
         self.hidden_state_names = drafter.hidden_state_names
         self.faults: Counter[str] = Counter()
-        self._vocab_size, self._grows_trees, self._may_replay = vocab_size, grows_trees, may_replay
+        self._vocab_size, self._grows_trees = vocab_size, grows_trees
         self._retry_after, self._clock, self._timer = retry_after, clock, CallTimer(time_limit)
         self._num_failures = self._num_good = self._num_cuts = 0
         self._resumes_at = -np.inf
@@ -173,9 +170,7 @@ class GuardedDrafter:
         BadDraftError  something is wrong with it
         """
         given = self.drafter.propose(rows)
-        draft = Draft(given.tokens, given.parents, given.indptr, given.probs, given.replayed)
-        if draft.replayed is not None and not self._may_replay:
-            raise BadDraftError("a draft says how many of its tokens are kept, and no replay was asked for")
+        draft = Draft(given.tokens, given.parents, given.indptr, given.probs)
         problem = problem_of(draft, rows, self._vocab_size, self._grows_trees)
         if problem is not None:
             raise BadDraftError(problem)
@@ -235,7 +230,7 @@ class GuardedDrafter:
 def _named(error: BaseException) -> str:
     """Kind and place of an exception. None of its own code is asked for what it says: that may fail, or hold pieces of a request."""
     try:
-        return place_of(error)
+        return location_of(error)
     except KeyboardInterrupt:
         raise
     except BaseException:
@@ -253,7 +248,7 @@ def problem_of(draft: Draft, rows: SequenceOf[PlannedRow], vocab_size: int, grow
 
 def _problem_of_sizes(draft: Draft, rows: SequenceOf[PlannedRow]) -> str | None:
     """Types and lengths of all that counts."""
-    tokens, parents, indptr, replayed = draft.tokens, draft.parents, draft.indptr, draft.replayed
+    tokens, parents, indptr = draft.tokens, draft.parents, draft.indptr
     if not all(_is_int_vector(given) for given in (tokens, parents, indptr)):
         return "tokens, parents and indptr must be vectors of integers"
     if len(indptr) != len(rows) + 1 or indptr[0] != 0 or not indptr[-1] == len(tokens) == len(parents):
@@ -262,10 +257,6 @@ def _problem_of_sizes(draft: Draft, rows: SequenceOf[PlannedRow]) -> str | None:
     limits = np.fromiter((row.max_draft_tokens for row in rows), np.int64, len(rows))
     if (counts < 0).any() or (counts > limits).any():
         return "a row has more tokens than it was granted, or fewer than none"
-    if replayed is None:
-        return None
-    if not _is_int_vector(replayed) or len(replayed) != len(rows) or (replayed < 0).any() or (replayed > counts).any():
-        return "more tokens are to be kept than were drafted"
     return None
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from echelon.batch import RaggedBatch, Span
 from echelon.config import SpeculativeConfig
-from echelon.draft import Draft
+from echelon.draft import Draft, RowVerdict, Verdict, indptr_of
 from echelon.drafters.frontier import Frontier, grow
 from echelon.errors import ConfigError
 from echelon.heads.base import Head
@@ -31,7 +31,6 @@ from echelon.model.load.loading import LoadedModel, serve_head
 from echelon.sequence import PlannedRow
 from echelon.stats import Occupancy, Usage
 from echelon.trees import Forest, Growth, Int64
-from echelon.verify import Verdict
 
 
 @dataclass(frozen=True)
@@ -144,12 +143,11 @@ class HeadDrafter:
         assert hidden_states is not None, "the target was not asked for hidden states"
         spans: list[Span] = []
         read: list[Int64] = []  # of every span, which of the step's tokens
-        first = 0
-        for i, row in enumerate(rows):
-            path = np.asarray(verdict.paths[i], np.int64)
+        indptr = indptr_of([row.num_new + kept.num_draft_tokens for row, kept in zip(rows, verdict, strict=True)])
+        for row, kept, first in zip(rows, verdict, indptr.tolist(), strict=False):
+            path = np.asarray(kept.path, np.int64)
             places = first + np.concatenate([np.arange(row.num_new), row.num_new + path])
-            first += row.num_new + verdict.num_draft_tokens[i]
-            span = self._span(row, verdict.accepted[i], verdict.next_tokens[i])
+            span = self._span(row, kept)
             if span is None:
                 self._states.pop(row.sequence.id, None)
                 continue
@@ -160,10 +158,10 @@ class HeadDrafter:
             for span, state in zip(spans, self._encode(spans, features), strict=True):
                 self._states[span.row] = (span.text_len + 1, state)
 
-    def _span(self, row: PlannedRow, accepted: list[int], extra: int) -> Span | None:
+    def _span(self, row: PlannedRow, kept: RowVerdict) -> Span | None:
         """What the head reads of a row: for every new position the token that follows it. None: nothing, or nothing that could be used."""
-        sequence = row.sequence
-        following = [*sequence.tokens, *accepted, extra][row.start + 1 :] if row.is_sampled else sequence.tokens[row.start + 1 :]
+        sequence, accepted = row.sequence, kept.accepted
+        following = [*sequence.tokens, *accepted, kept.next_token][row.start + 1 :] if row.is_sampled else sequence.tokens[row.start + 1 :]
         following = following[: row.num_new + len(accepted)]
         end = row.start + len(following)
         if following[-1] < 0:  # the row fails

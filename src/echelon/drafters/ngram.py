@@ -7,9 +7,8 @@ from collections.abc import Sequence as SequenceOf
 from torch import Tensor
 
 from echelon.config import SpeculativeConfig
-from echelon.draft import Draft
+from echelon.draft import Draft, Verdict
 from echelon.sequence import PlannedRow
-from echelon.verify import Verdict
 
 
 class NgramIndex:

@@ -9,23 +9,54 @@ each row's own text.
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel
 
 # hidden states of the target, [T, d] each: `last` after the final norm, `last_unnormed` before it, `layer:i` the input of decoder layer i
 HiddenStateName = str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a head is trained: the weights of its loss (`train.losses`) and its defaults.
+
+    `depth`: how many tokens ahead training looks; a head of fewer heads looks as far as it can. `first_depth`: no further than that in
+    the first part of a run, `first_part`, whose batches cost less. `rate`: peak learning rate, reached after `warm_up` steps (few: a head
+    starts on hidden states that mean something already) and falling to zero over the last part, `fall`, of a run; for these optimisers the
+    papers give none.
+    """
+
+    depth: int
+    decay: float
+    tokens: float
+    feature: float = 0.0
+    is_soft: bool = False
+    noise: float = 0.0
+    rate: float = 3e-3
+    warm_up: int = 20
+    fall: float = 0.25
+    first_part: float = 0.0
+    first_depth: int = 1
 
 
 class Head(nn.Module):
     """Legend: T packed tokens, M drafted nodes, d the target's hidden size, s the size of the head's state, V the target's vocabulary.
 
     method              name in a speculative configuration
+    options_class       dataclass of its options; a head is made from (config of its layer, what it shares with the target, options)
+    recipe              how it is trained
     hidden_state_names  what it reads; the features are these, concatenated
     max_depth           longest path it can draft; None: any
     """
 
     method: ClassVar[str]
+    options_class: ClassVar[type]
+    recipe: ClassVar[Recipe]
+    config: LlamaConfig
+    options: Any
     hidden_state_names: tuple[HiddenStateName, ...]
     max_depth: int | None = None
 
@@ -33,6 +64,11 @@ class Head(nn.Module):
     def draft_ids(self) -> Tensor | None:
         """int64[W], increasing: the target's ids of the tokens it drafts; None: all V."""
         return None
+
+    @classmethod
+    def default_options(cls, target: PreTrainedModel) -> dict[str, Any]:  # noqa: ARG003
+        """Options that depend on the target, as training sets them where they are not given."""
+        return {}
 
     @abstractmethod
     def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **context: Any) -> Tensor:

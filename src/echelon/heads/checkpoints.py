@@ -16,16 +16,17 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, PreTrainedModel
 
 from echelon.checkpoint.build import without_memory
-from echelon.checkpoint.folder import PICKLED, Folder, refusing, shown
+from echelon.checkpoint.folder import PICKLED, Folder, refusing
 from echelon.checkpoint.schemas import check_counts, refuse_quantised
 from echelon.checkpoint.tensors import open_weights
 from echelon.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from echelon.heads.base import Head
 from echelon.heads.eagle import EagleHead
-from echelon.heads.eagle3 import Eagle3Head, default_depths
-from echelon.heads.layouts import HEADS, Tensors, parse
+from echelon.heads.eagle3 import Eagle3Head
+from echelon.heads.layouts import Tensors, parse
 from echelon.heads.parts import Shared, head_config
-from echelon.inputs import check_kind, name_of
+from echelon.inputs import check_kind, name_of, shown
+from echelon.methods import head_class, method_names
 
 PREFIXES = ("model.", "medusa_heads.")
 # copies of the target's own weights, and what its authors' modules happened to save besides
@@ -72,14 +73,10 @@ def build_head(method: str, target: PreTrainedModel, **options: Any) -> Head:
     ConfigError            no such method, or no such option of it
     UnsupportedModelError  no head fits this target
     """
-    if method not in HEADS:
-        raise ConfigError(f"there is no head {method!r}; known: {', '.join(HEADS)}")
-    cls, config = HEADS[method], head_config(target.config)
-    text = target.config.get_text_config()
-    if method == "eagle3":
-        options = {"depths": default_depths(text.num_hidden_layers), "draft_vocab_size": min(config.vocab_size, 32000)} | options
-    if method in ("clover", "clover2"):
-        options = {"own_rows": not text.tie_word_embeddings} | options
+    if method not in (heads := method_names(needs="head")):
+        raise ConfigError(f"there is no head {method!r}; known: {', '.join(heads)}")
+    cls, config = head_class(method), head_config(target.config)
+    options = cls.default_options(target) | options
     try:
         chosen = cls.options_class(**options)
     except TypeError:
@@ -110,9 +107,9 @@ def load_head(name: str | os.PathLike[str], target: PreTrainedModel, dtype: torc
     with refusing(f"cannot read the head {folder.shown}", "its config.json does not fit its tensors: copy the checkpoint again"):
         method, config, options, tensors = parse(name, raw, tensors, target)
         _check_target(name, config, tensors, target)
-        chosen = TypeAdapter(HEADS[method].options_class).validate_python(options)
+        chosen = TypeAdapter(head_class(method).options_class).validate_python(options)
         with without_memory(len(tensors), numel):
-            head: Head = HEADS[method](config, shared_parts(target), chosen)
+            head: Head = head_class(method)(config, shared_parts(target), chosen)
         _fill(name, head, {k: t for k, t in tensors.items() if k not in NOT_OF_THE_HEAD})
         head.check(name)
     return head.to(target.device, dtype).eval().requires_grad_(False)

@@ -18,11 +18,11 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from echelon.errors import ConfigError
-from echelon.heads.base import Head
+from echelon.heads.base import Head, Recipe
 from echelon.heads.parts import (
     AttentionDecoder,
     ResBlock,
@@ -69,6 +69,7 @@ class CloverHead(Head):
     rows: Tensor  # [V, d] of the output layer, where the head keeps its own
     method: ClassVar[str] = "clover"
     options_class: ClassVar[type] = CloverOptions
+    recipe = Recipe(depth=16, decay=0.8, tokens=1.0)
 
     def __init__(self, config: LlamaConfig, shared: Shared, options: CloverOptions) -> None:
         super().__init__()
@@ -82,6 +83,10 @@ class CloverHead(Head):
             self.cell = AttentionDecoder(config, is_second=False) if options.attention_decoder else Regression(config)
         if options.own_rows and options.regressive:
             self.register_buffer("rows", torch.zeros(config.vocab_size, config.hidden_size))
+
+    @classmethod
+    def default_options(cls, target: PreTrainedModel) -> dict[str, Any]:
+        return {"own_rows": not target.config.get_text_config().tie_word_embeddings}
 
     def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **context: Any) -> Tensor:
         for layer in self.layers:

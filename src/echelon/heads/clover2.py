@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from echelon.heads.base import Head, HiddenStateName
+from echelon.heads.base import Head, HiddenStateName, Recipe
 from echelon.heads.parts import (
     AttentionDecoder,
     Rotary,
@@ -42,6 +42,7 @@ class Clover2Head(Head):
 
     method: ClassVar[str] = "clover2"
     options_class: ClassVar[type] = Clover2Options
+    recipe = Recipe(depth=5, decay=0.7, tokens=1.0, feature=10.0, is_soft=True)
     hidden_state_names: tuple[HiddenStateName, ...] = ("last_unnormed",)
 
     def __init__(self, config: LlamaConfig, shared: Shared, options: Clover2Options) -> None:
@@ -59,6 +60,10 @@ class Clover2Head(Head):
     def _rows(self, tokens: Tensor, like: Tensor) -> Tensor:
         embed = self.clover_embed_tokens if self.options.own_rows else self.shared.embed
         return embed(tokens).to(like.dtype)
+
+    @classmethod
+    def default_options(cls, target: PreTrainedModel) -> dict[str, Any]:
+        return {"own_rows": not target.config.get_text_config().tie_word_embeddings}
 
     def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **context: Any) -> Tensor:
         x = self.clover_head_mlp_rnn(features, self._rows(tokens, features))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from echelon.heads.base import Head, HiddenStateName
+from echelon.heads.base import Head, HiddenStateName, Recipe
 from echelon.heads.parts import Rotary, Shared, llama_layers, prepare, run_layer
 
 
@@ -29,6 +29,7 @@ class EagleHead(Head):
 
     method: ClassVar[str] = "eagle"
     options_class: ClassVar[type] = EagleOptions
+    recipe = Recipe(depth=1, decay=1.0, tokens=0.1, feature=1.0, is_soft=True, noise=0.1)
     hidden_state_names: tuple[HiddenStateName, ...] = ("last",)
 
     def __init__(self, config: LlamaConfig, shared: Shared, options: EagleOptions) -> None:
@@ -51,6 +52,3 @@ class EagleHead(Head):
 
     def logits(self, states: Tensor, depth: int) -> Tensor:  # noqa: ARG002
         return self.shared.output(states)
-
-    def start_from(self, target: nn.Module) -> None:
-        """Initial weights are random, as in the paper."""

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from echelon.errors import ModelLoadError
-from echelon.heads.base import Head
+from echelon.heads.base import Head, Recipe
 from echelon.heads.parts import Norm, Rotary, Shared, copy_norm, prepare, run_layer
 
 
@@ -69,6 +69,7 @@ class Eagle3Head(Head):
 
     method: ClassVar[str] = "eagle3"
     options_class: ClassVar[type] = Eagle3Options
+    recipe = Recipe(depth=7, decay=0.8, tokens=1.0, is_soft=True, rate=6e-3, fall=1.0, first_part=0.5, first_depth=2)
     d2t: Tensor  # int64[draft_vocab_size]
     t2d: Tensor  # bool[V]: the token can be drafted
 
@@ -82,6 +83,11 @@ class Eagle3Head(Head):
         self.lm_head = nn.Linear(hidden, options.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(options.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.arange(config.vocab_size) < options.draft_vocab_size)
+
+    @classmethod
+    def default_options(cls, target: PreTrainedModel) -> dict[str, Any]:
+        text = target.config.get_text_config()
+        return {"depths": default_depths(text.num_hidden_layers), "draft_vocab_size": min(text.vocab_size, 32000)}
 
     def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **context: Any) -> Tensor:
         return self._layer(self.fc(features), tokens, positions, context)

@@ -22,16 +22,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
-from echelon.checkpoint.folder import first_line, shown
 from echelon.errors import ModelLoadError
-from echelon.heads.clover import CloverHead
-from echelon.heads.clover2 import Clover2Head
-from echelon.heads.eagle import EagleHead
-from echelon.heads.eagle3 import Eagle3Head, default_depths
-from echelon.heads.medusa import MedusaHead
+from echelon.heads.eagle3 import default_depths
 from echelon.heads.parts import head_config
+from echelon.inputs import first_line, shown
+from echelon.methods import head_class, method_names
 
-HEADS: dict[str, Any] = {head.method: head for head in (MedusaHead, CloverHead, Clover2Head, EagleHead, Eagle3Head)}
 ONCE_LLAMA = ("rope_theta", "rope_scaling")
 Tensors = dict[str, Tensor]
 Parsed = tuple[str, LlamaConfig, dict[str, Any], Tensors]  # method, its layer, its options, its tensors by our names
@@ -56,9 +52,9 @@ def parse(name: str, raw: dict[str, Any], tensors: Tensors, target: PreTrainedMo
 
 def _own(name: str, raw: dict[str, Any], tensors: Tensors, _: PreTrainedModel) -> Parsed:
     method = raw["echelon_head"]
-    if method not in HEADS:
-        raise ModelLoadError(f"{name!r} holds a head {shown(str(method))}; known: {', '.join(HEADS)}")
-    known = HEADS[method].options_class.__dataclass_fields__
+    if method not in (heads := method_names(needs="head")):
+        raise ModelLoadError(f"{name!r} holds a head {shown(str(method))}; known: {', '.join(heads)}")
+    known = head_class(method).options_class.__dataclass_fields__
     options = raw.get("options") or {}
     if surplus := sorted(set(options) - set(known)):
         raise ModelLoadError(

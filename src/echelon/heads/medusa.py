@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from echelon.heads.base import Head, HiddenStateName
+from echelon.heads.base import Head, HiddenStateName, Recipe
 from echelon.heads.parts import ResBlock, Shared
 
 
@@ -31,6 +31,7 @@ class MedusaHead(Head):
 
     method: ClassVar[str] = "medusa"
     options_class: ClassVar[type] = MedusaOptions
+    recipe = Recipe(depth=16, decay=0.8, tokens=1.0)
     hidden_state_names: tuple[HiddenStateName, ...] = ("last",)
 
     def __init__(self, config: LlamaConfig, shared: Shared, options: MedusaOptions) -> None:

@@ -31,7 +31,6 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from echelon.api import LLM
 from echelon.errors import RequestError
 from echelon.hf.arguments import check_arguments, check_fields, check_model, checked_mask
 from echelon.hf.batch import Batch, output_of
@@ -40,7 +39,8 @@ from echelon.hf.in_order import decode_in_order
 from echelon.hf.prepared import in_use, named_assistant, release
 from echelon.hf.processors import stateful
 from echelon.hf.speculation import decode_ahead
-from echelon.hf.streaming import Stream
+from echelon.hf.streaming import BatchStreamer
+from echelon.llm import LLM
 from echelon.model.load.loading import LoadedModel
 
 __all__ = ["generate", "release", "speculate"]
@@ -67,7 +67,7 @@ def generate(
     drafting = Drafting.of(assistant_model, speculative_config, arguments.get("num_assistant_tokens"))
     check_arguments(model, arguments)
     streamer, tokenizer = arguments.pop("streamer", None), arguments.pop("tokenizer", None)
-    stream = None if streamer is None else Stream(streamer)
+    stream = None if streamer is None else BatchStreamer(streamer)
     shell = copy.copy(model)  # the same modules; `generate` hands no tokenizer on to a custom method by itself
     vars(shell)["_extract_generation_mode_kwargs"] = lambda *_: {"tokenizer": tokenizer}
     return shell.generate(custom_generate=_decoder(model, drafting, stream), streamer=stream, **arguments)
@@ -82,7 +82,7 @@ def speculate(
     return _decoder(None, Drafting.of(assistant_model, speculative_config), None)
 
 
-def _decoder(given: PreTrainedModel | None, drafting: Drafting, stream: Stream | None) -> Callable[..., Any]:
+def _decoder(given: PreTrainedModel | None, drafting: Drafting, stream: BatchStreamer | None) -> Callable[..., Any]:
     """given: the model of `echelon.hf.generate`; without one the method is called by a `generate` that others have called."""
 
     def decode(

@@ -17,10 +17,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from echelon.errors import ConfigError, RequestError, UnsupportedModelError
 
 
-class Refusal(NamedTuple):
-    """allowed: values that ask for nothing; remedy: what to do instead."""
+class Allowed(NamedTuple):
+    """Values that ask for nothing, of an argument that is not served otherwise, and what to do instead."""
 
-    allowed: tuple[Any, ...]
+    values: tuple[Any, ...]
     remedy: str
 
 
@@ -44,10 +44,10 @@ HONOURED_ARGUMENTS = frozenset(
     ]
 )
 REFUSED_ARGUMENTS = {
-    "synced_gpus": Refusal((None, False), "the engine runs on one device: leave it out"),
-    "custom_generate": Refusal((None,), "echelon.hf is the custom method already: leave it out"),
-    "assistant_tokenizer": Refusal((None,), "an assistant must share the model's vocabulary: leave it out"),
-    "trust_remote_code": Refusal((None, False), "no code from a checkpoint is run: leave it out"),
+    "synced_gpus": Allowed((None, False), "the engine runs on one device: leave it out"),
+    "custom_generate": Allowed((None,), "echelon.hf is the custom method already: leave it out"),
+    "assistant_tokenizer": Allowed((None,), "an assistant must share the model's vocabulary: leave it out"),
+    "trust_remote_code": Allowed((None, False), "no code from a checkpoint is run: leave it out"),
 }
 
 HONOURED_INPUTS = frozenset(["input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "past_key_values"])
@@ -97,29 +97,29 @@ HONOURED_FIELDS = frozenset(
     ]
 )
 REFUSED_FIELDS = {
-    "num_beams": Refusal((None, 1), BEAMS),
-    "num_beam_groups": Refusal((None, 1), BEAMS),
-    "constraints": Refusal((None,), BEAMS),
-    "force_words_ids": Refusal((None,), BEAMS),
-    "penalty_alpha": Refusal((None, 0.0), "there is no contrastive search here: leave it out"),
-    "dola_layers": Refusal((None,), "there is no contrast of layers here: leave it out"),
-    "output_attentions": Refusal((None, False), INSIDE),
-    "output_hidden_states": Refusal((None, False), INSIDE),
-    "token_healing": Refusal((None, False), "call model.heal_tokens on the prompts first, and leave it out"),
-    "cache_implementation": Refusal(
+    "num_beams": Allowed((None, 1), BEAMS),
+    "num_beam_groups": Allowed((None, 1), BEAMS),
+    "constraints": Allowed((None,), BEAMS),
+    "force_words_ids": Allowed((None,), BEAMS),
+    "penalty_alpha": Allowed((None, 0.0), "there is no contrastive search here: leave it out"),
+    "dola_layers": Allowed((None,), "there is no contrast of layers here: leave it out"),
+    "output_attentions": Allowed((None, False), INSIDE),
+    "output_hidden_states": Allowed((None, False), INSIDE),
+    "token_healing": Allowed((None, False), "call model.heal_tokens on the prompts first, and leave it out"),
+    "cache_implementation": Allowed(
         (None, "dynamic", "static", "sliding_window", "hybrid", "hybrid_chunked"),
         "keys and values lie in the engine's own blocks, whole and on the model's device: leave it out",
     ),
-    "cache_config": Refusal((None,), "keys and values lie in the engine's own blocks: leave it out"),
-    "use_mtp": Refusal((None, False), DRAFTS),
-    "assistant_early_exit": Refusal((None,), DRAFTS),
-    "speculation_type": Refusal((None,), DRAFTS),
-    "is_assistant": Refusal((None, False), DRAFTS),
-    "assistant_lookbehind": Refusal((None, 10), DRAFTS),
-    "target_lookbehind": Refusal((None, 10), DRAFTS),
-    "assistant_ensemble_weight": Refusal((None,), "it changes the text; speculative_config={'acceptance': 'typical'} is another such rule"),
-    "num_assistant_tokens_schedule": Refusal((None, "constant"), "drafts have num_assistant_tokens tokens: leave it out"),
-    "assistant_confidence_threshold": Refusal(
+    "cache_config": Allowed((None,), "keys and values lie in the engine's own blocks: leave it out"),
+    "use_mtp": Allowed((None, False), DRAFTS),
+    "assistant_early_exit": Allowed((None,), DRAFTS),
+    "speculation_type": Allowed((None,), DRAFTS),
+    "is_assistant": Allowed((None, False), DRAFTS),
+    "assistant_lookbehind": Allowed((None, 10), DRAFTS),
+    "target_lookbehind": Allowed((None, 10), DRAFTS),
+    "assistant_ensemble_weight": Allowed((None,), "it changes the text; speculative_config={'acceptance': 'typical'} is another such rule"),
+    "num_assistant_tokens_schedule": Allowed((None, "constant"), "drafts have num_assistant_tokens tokens: leave it out"),
+    "assistant_confidence_threshold": Allowed(
         (None, 0, 0.4), "confidence_threshold in speculative_config judges the whole draft instead: leave it out"
     ),
 }
@@ -192,10 +192,10 @@ def check_fields(generation: GenerationConfig) -> None:
         raise RequestError(f"{unknown[0]} = {values[unknown[0]]!r} is a field that echelon.hf does not know; leave it out")
 
 
-def _refuse(values: Mapping[str, Any], refusals: Mapping[str, Refusal]) -> None:
+def _refuse(values: Mapping[str, Any], refusals: Mapping[str, Allowed]) -> None:
     for name, refusal in refusals.items():
         value = values.get(name)
-        if not any(value is allowed or (type(value) is not Tensor and value == allowed) for allowed in refusal.allowed):
+        if not any(value is allowed or (type(value) is not Tensor and value == allowed) for allowed in refusal.values):
             raise RequestError(f"{name} = {value!r} is not available with echelon.hf: {refusal.remedy}")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from echelon.hf.streaming import Stream
+from echelon.hf.streaming import BatchStreamer
 from echelon.sampling import LogitsProcessor, Sampler, SamplingParams
 
 
@@ -28,14 +28,16 @@ class Batch:
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     generation: GenerationConfig
-    stream: Stream | None
+    stream: BatchStreamer | None
 
     @cached_property
     def prompts(self) -> list[list[int]]:
+        """Token ids of every row, without padding."""
         return [ids[keep].tolist() for ids, keep in zip(self.input_ids, self.kept, strict=True)]
 
     @property
     def num_rows(self) -> int:
+        """B."""
         return len(self.input_ids)
 
     @property
@@ -55,20 +57,23 @@ class Batch:
 
     @property
     def pad(self) -> int:
+        """Token id that fills up rows that have ended."""
         token = self.generation._pad_token_tensor
         return 0 if token is None else int(token)
 
     @property
     def keeps_scores(self) -> bool:
+        """Whether processed scores are returned."""
         return bool(self.generation.return_dict_in_generate and self.generation.output_scores)
 
     @property
     def keeps_logits(self) -> bool:
+        """Whether raw logits are returned."""
         return bool(self.generation.return_dict_in_generate and self.generation.output_logits)
 
     @cached_property
     def seed(self) -> int:
-        """Of all noise of this batch: drawn from the framework's generator, so that `torch.manual_seed` repeats a call."""
+        """Seed of all noise of this batch: drawn from the framework's generator, so that `torch.manual_seed` repeats a call."""
         return int(torch.randint(0, 2**62, ())) if self.generation.do_sample else 0
 
     def sampler(self, row: int, *processors: LogitsProcessor) -> Sampler:
@@ -90,7 +95,7 @@ class Decoded(NamedTuple):
 
 
 def output_of(batch: Batch, decoded: Decoded) -> Tensor | GenerateDecoderOnlyOutput:
-    """What `generate` returns."""
+    """Assemble what `generate` returns."""
     new = torch.full((batch.num_rows, decoded.width), batch.pad, dtype=batch.input_ids.dtype)
     for line, row in zip(new, decoded.rows, strict=True):
         line[: len(row)] = torch.tensor(row[: decoded.width])

@@ -1,4 +1,4 @@
-"""What drafts in a call of `generate`: said by the arguments of `transformers`, or by a `SpeculativeConfig`."""
+"""The drafter of a call of `generate`: chosen by the arguments of `transformers`, or by a `SpeculativeConfig`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch one token a step, all rows at the same place: processors and criteria are called as `generate` calls them."""
+"""A batch one token a step, all rows at the same position: processors and criteria are called as `generate` calls them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.api import LLM
 from echelon.batch import Span
 from echelon.errors import RequestError
 from echelon.hf.batch import Batch, Decoded
 from echelon.hf.processors import processed
+from echelon.llm import LLM
 from echelon.model.runner import Runner
 from echelon.ops.devices import on_host
 from echelon.ops.sample import Place, choose
@@ -29,19 +29,21 @@ class Texts:
         self._runner, self._tables = runner, runner.cache.tables
 
     def logits(self, rows: list[int]) -> Tensor:
-        """Of the next token, float32 [len(rows), V] on the host; what has not been read of these texts is read."""
+        """Logits of the next token, float32 [len(rows), V] on the host; what has not been read of these texts is read."""
         for spans in _passes([self._unread(row) for row in rows]):
             self._feed(spans)
         last = [self._span(row, len(self.tokens[row]) - 1, self.tokens[row][-1:], 1) for row in rows]
         return torch.from_numpy(on_host(self._feed(last)))
 
     def append(self, row: int, token: int) -> None:
+        """Append a token to a row; where a longer context begins, the row is read anew."""
         self.tokens[row].append(token)
         original = self._runner.loaded.original_context
         if original is not None and original.is_read_anew and len(self.tokens[row]) == original.length + 1:
             self._tables.commit(row, 0)
 
     def release(self) -> None:
+        """Free all keys and values."""
         for row in range(len(self.tokens)):
             self._tables.release(row)
 
@@ -89,7 +91,7 @@ def decode_in_order(llm: LLM, batch: Batch) -> Decoded:
     Exception      what a processor or a criterion raised
     """
     for prompt in batch.prompts:
-        llm.check_prompt(prompt, batch.sampler(0).params)
+        llm.inputs.check_prompt(prompt, batch.sampler(0).params)
     with llm.exclusive() as engine:
         texts = Texts(engine.target, batch.prompts)
         try:

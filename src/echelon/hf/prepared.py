@@ -1,4 +1,4 @@
-"""What was prepared with a caller's model is kept beside it, until the model changes or goes."""
+"""Served copies of a caller's models, kept until the model changes or goes."""
 
 from __future__ import annotations
 

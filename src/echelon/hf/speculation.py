@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from echelon.api import LLM
 from echelon.hf.batch import Batch, Decoded
 from echelon.hf.processors import for_row, processed
+from echelon.llm import LLM
 from echelon.sequence import Sequence
 
 
@@ -39,8 +39,8 @@ class Ending:
         return max(self._stops.values())
 
 
-class Row:
-    """One row as it grows: the `Watcher` of its sequence, and its logits processor.
+class RowWatcher:
+    """Watches one row as it grows, as the `Watcher` of its sequence and as its logits processor.
 
     `kept`: for each new token the raw logits and the processed scores [V] that it was chosen from, where the batch keeps them.
     """
@@ -55,7 +55,7 @@ class Row:
         self._ids = batch.input_ids.new_full((1, self._num_padded + batch.num_new + 1), batch.pad)
         self._ids[0, : self._num_padded] = batch.input_ids[index]
         self._new: list[int] = []
-        self._places: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # what `kept` is filled from, by the tokens since the last step
+        self._candidates: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # what `kept` is filled from, by the tokens since the last step
         self._num_before = 0  # new tokens at that step
         self.changes_logits = bool(self._processors) or self._keeps
 
@@ -63,7 +63,7 @@ class Row:
         """Scores [V] after the new tokens `output`, of which the last may be drafted; logits float32 [V]."""
         known = len(self._new)
         if known != self._num_before:
-            self._places.clear()
+            self._candidates.clear()
             self._num_before = known
         start, end = self._num_padded + known, self._num_padded + len(output)
         drafted = output[known:]
@@ -71,18 +71,20 @@ class Row:
         raw = torch.from_numpy(logits)[None].to(self._ids.device)
         scores = processed(self._processors, self._ids[:, :end], raw)
         if self._keeps:
-            self._places[tuple(drafted)] = (raw[0].clone(), scores[0])
+            self._candidates[tuple(drafted)] = (raw[0].clone(), scores[0])
         return scores[0].cpu().numpy()
 
     def push(self, token: int) -> bool:
+        """Note a token that stays; whether the row is over."""
         if self._keeps:
-            self.kept.append(self._places[tuple(self._new[self._num_before :])])
+            self.kept.append(self._candidates[tuple(self._new[self._num_before :])])
         self._new.append(token)
         end = self._num_padded + len(self._new)
         self._ids[0, end - 1] = token
         return self._ending.is_over(self._index, self._ids[:, :end], len(self._new))
 
     def finish(self) -> str:
+        """The text, of which this watcher makes none."""
         return self.text
 
 
@@ -95,21 +97,22 @@ def decode_ahead(llm: LLM, batch: Batch) -> Decoded:
     Exception      what a processor or a criterion raised
     """
     ending = Ending(batch.criteria, batch.num_rows, batch.has_end_token)
-    rows = [Row(i, batch, ending) for i in range(batch.num_rows)]
+    rows = [RowWatcher(i, batch, ending) for i in range(batch.num_rows)]
     sequences = [_sequence(i, row, batch) for i, row in enumerate(rows)]
     for prompt, sequence in zip(batch.prompts, sequences, strict=True):
-        llm.check_prompt(prompt, sequence.params)
+        llm.inputs.check_prompt(prompt, sequence.params)
     for _ in llm.run([[sequence] for sequence in sequences]):
         _raise_error(sequences)
         if batch.stream is not None:
             _show(batch, sequences)
     width = max(s.num_output_tokens for s in sequences) if batch.has_end_token else ending.width
-    scores = [_column([row.kept for row in rows], place, 1) for place in range(width)] if batch.keeps_scores else []
-    logits = [_column([row.kept for row in rows], place, 0) for place in range(width)] if batch.keeps_logits else []
+    kept = [row.kept for row in rows]
+    scores = _columns(kept, width, 1) if batch.keeps_scores else []
+    logits = _columns(kept, width, 0) if batch.keeps_logits else []
     return Decoded([s.output_tokens for s in sequences], width, scores, logits)
 
 
-def _sequence(index: int, row: Row, batch: Batch) -> Sequence:
+def _sequence(index: int, row: RowWatcher, batch: Batch) -> Sequence:
     prompt = batch.prompts[index]
     sampler = batch.sampler(index, *([row.process] if row.changes_logits else []))
     return Sequence(index, list(prompt), len(prompt), sampler, frozenset(), batch.max_len, row)
@@ -119,7 +122,7 @@ def _raise_error(sequences: list[Sequence]) -> None:
     for sequence in sequences:
         if sequence.error is not None:
             error = sequence.error.__cause__ or sequence.error
-            error.add_note(f"raised in {sequence.error.place}")
+            error.add_note(f"raised in {sequence.error.location}")
             raise error
 
 
@@ -132,7 +135,10 @@ def _show(batch: Batch, sequences: list[Sequence]) -> None:
     batch.stream.show(rows, [s.is_finished and batch.has_end_token for s in sequences], batch.pad)
 
 
-def _column(rows: list[list[tuple[Tensor, Tensor]]], place: int, which: int) -> Tensor:
-    """Scores or logits [B, V] of one place; 0 in rows that have ended before."""
-    like = next(row[place][which] for row in rows if place < len(row))
-    return torch.stack([row[place][which] if place < len(row) else torch.zeros_like(like) for row in rows])
+def _columns(rows: list[list[tuple[Tensor, Tensor]]], width: int, which: int) -> list[Tensor]:
+    """Logits (`which` = 0) or scores (1) [B, V] of each new token up to `width`; 0 in rows that have ended before."""
+    columns = []
+    for i in range(width):
+        like = next(row[i][which] for row in rows if i < len(row))
+        columns.append(torch.stack([row[i][which] if i < len(row) else torch.zeros_like(like) for row in rows]))
+    return columns

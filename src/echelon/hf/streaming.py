@@ -12,7 +12,7 @@ from transformers.generation import BaseStreamer
 from echelon.errors import RequestError
 
 
-class Stream(BaseStreamer):  # type: ignore[misc]
+class BatchStreamer(BaseStreamer):  # type: ignore[misc]
     """One streamer for the batch, which is given what `generate` gives it: the prompts [B, n], then a token of every row at a time [B]. Or
     a list of one a row, each of which is given its own prompt [1, n] and tokens [1] as the row gets them, and ended when that ends.
     """

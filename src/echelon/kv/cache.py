@@ -14,10 +14,10 @@ from torch import Tensor
 from echelon.errors import UnsupportedModelError
 from echelon.kv.blocks import BlockTables
 from echelon.kv.tables import KVTables
-from echelon.ops import devices, elementwise
+from echelon.ops import devices
 from echelon.ops.slots import gather_slots, scatter_slots
 
-LARGEST_HEAD = 1024  # numbers in a key or value; as `largest_head` of csrc/attention.h
+LARGEST_HEAD = 1024  # numbers in a key or value; as `largest_head` of csrc/attention/attention.h
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,7 @@ class KVCache(KVStorage):
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         storages = (self.keys[layer], self.values[layer])
         key, value = (x.to(storage.dtype) for x, storage in zip((keys, values), storages, strict=True))
-        if devices.has_kernels(key):
-            elementwise.write_slots(key, value, *storages, slots)
-            return
-        scatter_slots(storages[0], slots, key)
-        scatter_slots(storages[1], slots, value)
+        devices.backend_of(key).write_slots(key, value, *storages, slots)
 
     def apply_copies(self) -> None:
         """Carry out the copies in `tables.copies`: shared blocks before they are written (copy-on-write), accepted paths of trees.

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from echelon import ops
 from echelon.batch import RaggedBatch
 from echelon.errors import Refusal, UnsupportedModelError
 from echelon.kv.cache import KVCache, LayerShape
+from echelon.ops import devices
 
 IMPLEMENTATION = "echelon"
 CONTEXT_KEYWORD = "echelon_context"
@@ -66,7 +66,8 @@ class CachedAttention:
         query, key, value = (x[:num_tokens] if num_inputs > num_tokens else x for x in (call.query, call.key, call.value))
         self.cache.write(call.layer, key, value, self.slots)
         keys, values = self.cache.keys[call.layer], self.cache.values[call.layer]
-        out = ops.ragged_attention(query, keys, values, self.batch, call.scale, call.window, call.softcap, call.sinks)
+        backend = devices.backend_of(query)
+        out = backend.ragged_attention(query, keys, values, self.batch, call.scale, call.window, call.softcap, call.sinks)
         return F.pad(out, (0, 0, 0, 0, 0, num_inputs - num_tokens)) if num_inputs > num_tokens else out
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.batch import RaggedBatch, Span
-from echelon.draft import node_depths
+from echelon.draft import indptr_of, node_depths
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.stats import Occupancy
@@ -25,8 +25,7 @@ def pack(spans: Sequence[Span], tables: BlockTables) -> RaggedBatch:
     counts = np.fromiter((len(s.tokens) for s in spans), np.int64, len(spans))
     starts = np.fromiter((s.start for s in spans), np.int64, len(spans))
     wanted = np.fromiter((s.num_logits for s in spans), np.int64, len(spans))
-    indptr = np.zeros(len(spans) + 1, np.int32)
-    np.cumsum(counts, out=indptr[1:])
+    indptr = indptr_of(counts)
     num_tokens = int(indptr[-1])
     rows = np.repeat(np.arange(len(spans)), counts)
     in_chain = np.arange(num_tokens) + np.repeat(starts - indptr[:-1], counts)
@@ -45,6 +44,7 @@ def pack(spans: Sequence[Span], tables: BlockTables) -> RaggedBatch:
         prompt_lens=torch.tensor([s.prompt_len for s in spans], dtype=torch.int32),
         block_table=torch.from_numpy(table),
         logit_rows=torch.from_numpy(np.flatnonzero(is_wanted)),
+        logit_indptr=torch.from_numpy(indptr_of(wanted)),
         block_size=size,
         parents=parents,
         node_indptr=node_indptr,

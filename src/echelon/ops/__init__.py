@@ -1,17 +1,11 @@
-"""The operations that the engine owns: their contract, and which implementation serves a call.
-
-The contract, for every implementation: the result of a query depends on its own position and on the keys and values it can see, and
-on nothing else in the call, bit for bit: not on the row's other new tokens, the row's length, chunking, neighbours or threads. Slots
-that are masked or stale are never multiplied.
-"""
+"""The operations that the engine owns: typed in `contract`, defined in `reference`, compiled in `cpu` and `triton`."""
 
 import torch
 
-from echelon.ops import compiled, devices, linear
-from echelon.ops.attention import ragged_attention
+from echelon.ops import compiled, cpu, devices
 from echelon.ops.reference import LARGEST_CALL, ROWS_PER_CALL, RowCounts, fixed_rows_linear
 
-__all__ = ["ROWS_PER_CALL", "RowCounts", "fixed_rows_linear", "ragged_attention", "which"]
+__all__ = ["ROWS_PER_CALL", "RowCounts", "fixed_rows_linear", "which"]
 
 ON_CUDA = {
     "ragged_attention": "Triton: keys and values read once a step for all new tokens of a row; tiles at fixed positions, float32",
@@ -47,7 +41,7 @@ def _attention() -> str:
 def _linear() -> str:
     if compiled.is_built():
         served = ", ".join(
-            f"{str(t).removeprefix('torch.')} by {linear.linear_family(t)}" for t in (torch.bfloat16, torch.float16, torch.float32)
+            f"{str(t).removeprefix('torch.')} by {cpu.linear_family(t)}" for t in (torch.bfloat16, torch.float16, torch.float32)
         )
         return f"compiled: weights packed once, one order over K for any number of rows; {served}"
     return (

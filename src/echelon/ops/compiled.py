@@ -14,22 +14,40 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
+from echelon.errors import ConfigError
+
 logger = logging.getLogger("echelon")
 NOTE = Path(__file__).parents[1] / "_kernels.txt"  # what the installation wrote where it built none
 
-kernels: Any  # the module `echelon._kernels` (csrc/*_torch.cpp), or None
-REASON = ""  # why they are not there
+REASON = ""  # why there are no kernels
+
+
+class MissingKernels:
+    """Stands for the kernels where there are none.
+
+    Raises
+    ------
+    ConfigError  a kernel is called: why there are none, and what mends it
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        advice = remedy()
+        raise ConfigError(f"no compiled kernels ({REASON}), so there is no {name}{advice and '; '}{advice}")
+
+
+MISSING = MissingKernels()
+kernels: Any = MISSING  # the module `echelon._kernels` (csrc/bindings)
 try:
     kernels = importlib.import_module("echelon._kernels")
 except ModuleNotFoundError as error:
-    kernels, REASON = None, NOTE.read_text("utf-8").strip() if NOTE.is_file() else str(error)
+    REASON = NOTE.read_text("utf-8").strip() if NOTE.is_file() else str(error)
 except ImportError as error:
-    kernels, REASON = None, f"they were built against another PyTorch: {str(error).splitlines()[0]}"
+    REASON = f"they were built against another PyTorch: {str(error).splitlines()[0]}"
 
 
 def is_built() -> bool:
     """The extension is there and fits the PyTorch that is running."""
-    return kernels is not None
+    return kernels is not MISSING
 
 
 def remedy() -> str:
@@ -60,10 +78,15 @@ def _origin() -> str:
 
 
 def isa() -> str:
-    """The instruction family that serves: generic, avx2, avx512, avx512_bf16 or amx."""
+    """Name the instructions that kernels use: generic, avx2, avx512, avx512_bf16 or amx."""
     return str(kernels.isa())
 
 
+def offered_isas() -> list[str]:
+    """Name the sets of instructions that this machine offers, the smallest first."""
+    return list(kernels.offered_isas())
+
+
 def set_isa(name: str) -> None:
-    """Use a lesser family than the machine offers; ValueError for one that it lacks."""
+    """Use a lesser set of instructions than the machine offers; ValueError for one that it lacks."""
     kernels.set_isa(name)

@@ -1,4 +1,4 @@
-"""Which device, and whose kernels: on CUDA devices those of `ops.triton`, on the CPU the compiled ones or the framework's."""
+"""Which device, and which backend: on CUDA devices `ops.triton`, on the CPU `ops.cpu`, or `ops.reference` where no kernels were built."""
 
 from __future__ import annotations
 
@@ -8,17 +8,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.errors import ConfigError
-from echelon.ops.compiled import is_built
+from echelon.ops import compiled, cpu, reference
+from echelon.ops.contract import Backend
 
 
 def by_triton(tensor: Tensor) -> bool:
-    """Triton serves calls on this tensor: the one place that decides."""
+    """Triton serves calls on this tensor."""
     return tensor.is_cuda
+
+
+def backend_of(tensor: Tensor) -> Backend:
+    """The module that serves operations on this tensor: the one place that decides."""
+    if by_triton(tensor):
+        from echelon.ops import triton  # imports Triton
+
+        return triton
+    return reference if compiled.kernels is compiled.MISSING else cpu
 
 
 def has_kernels(tensor: Tensor) -> bool:
     """Kernels of ours, of either kind, serve calls on this tensor."""
-    return is_built() or by_triton(tensor)
+    return compiled.is_built() or by_triton(tensor)
 
 
 def chosen_device(name: str) -> torch.device:

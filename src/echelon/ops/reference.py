@@ -1,27 +1,36 @@
-"""The definition of every operation, in plain PyTorch.
+"""The definition of every operation of `contract.Backend`, in plain PyTorch.
 
 A framework matmul may round differently when the number of rows in the call changes, but with a fixed shape its result for one row
-depends neither on the row's place in the call nor on the other rows. So everything here runs in calls of fixed shape; work that does
+depends neither on the row's index in the call nor on the other rows. So matmuls here run in calls of fixed shape; work that does
 not fill a call is filled up with zeros.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from echelon.batch import RaggedBatch
-from echelon.ops.slots import gather_slots
+from echelon.ops.contract import Activation, Float64, Int64, PackedWeight, RmsWeight
+from echelon.ops.reference_attention import ragged_attention as ragged_attention
+from echelon.ops.slots import scatter_slots
+from echelon.sampling import Sampler, noise_at, noise_key
 
 ROWS_PER_CALL = 16  # rows of one linear call: where arithmetic and reading the weights balance on CPUs with bf16 instructions
 LARGEST_CALL = 128  # rows of the largest linear call that is tried
-QUERY_TILE = 16  # (token, head of the group) pairs of one attention item
-KEY_TILE = 128  # keys of one attention tile; tiles lie at multiples of this from position 0
-MAX_ITEMS = 64  # attention items worked on at once, so that what they need stays in the cache
+FOLD = 16
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.NONE: lambda x: x,
+    Activation.RELU: F.relu,
+    Activation.SILU: F.silu,
+    Activation.GELU: F.gelu,
+    Activation.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
+}
+
+# ---- linear layers
 
 
 class RowCounts:
@@ -52,8 +61,10 @@ class RowCounts:
         return [*reversed(agreeing), ROWS_PER_CALL]
 
 
-def fixed_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: RowCounts) -> Tensor:
-    """x [..., K] @ weight [N, K]ᵀ + bias [N] → [..., N], each row's result independent of the number of rows."""
+def fixed_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: RowCounts | None = None) -> Tensor:
+    """x [..., K] @ weight [N, K]ᵀ + bias [N] → [..., N], each row's result independent of the number of rows. `counts`: larger calls are
+    tried.
+    """
     rows = x.reshape(-1, x.shape[-1])
     num_rows = len(rows)
     if num_rows == 0:  # a pass that only fills the cache wants no logits
@@ -64,189 +75,154 @@ def fixed_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Ro
     parts = []
     start = 0
     while start < len(rows):
-        size = next(n for n in counts.agreeing(weight, bias) if n <= len(rows) - start)
+        sizes = [ROWS_PER_CALL] if counts is None else counts.agreeing(weight, bias)
+        size = next(n for n in sizes if n <= len(rows) - start)
         parts.append(F.linear(rows[start : start + size], weight, bias))
         start += size
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out[:num_rows].view(*x.shape[:-1], weight.shape[0])
 
 
-@dataclass(frozen=True)
-class KeyTile:
-    """One tile of keys, the U rows that have them and the P items that see some of them.
-
-    slots   int64[U, K]         KV slots of each row's keys (0 where the row has none)
-    exists  bool[U, 1, K, 1]    the key has been written
-    items   int64[P]            which items
-    row     int64[P] or None    place of each item's row among the U; None where every row has one item
-    visible bool[P, 1, Q, K]    the query may see the key
-    """
-
-    slots: Tensor
-    exists: Tensor
-    items: Tensor
-    row: Tensor | None
-    visible: Tensor
+def pack(weight: Tensor, is_fast: bool = False, in_place: bool = False) -> PackedWeight:  # noqa: ARG001
+    """The weight [N, K] as it is, by rows."""
+    return PackedWeight(weight.contiguous(), len(weight), weight.shape[1], is_fast)
 
 
-@dataclass(frozen=True)
-class AttentionPlan:
-    """The work of one attention call: items of QUERY_TILE (token, head of the group) pairs of one row.
-
-    gather  int64[I, Q]  pair (token · G + head) in place Q of item I; 0 where the item is not full
-    scatter int64[T · G] place (item · Q + q) of each pair
-    """
-
-    num_items: int
-    gather: Tensor
-    scatter: Tensor
-    tiles: list[KeyTile]
-
-
-def without_trees(batch: RaggedBatch) -> RaggedBatch:
-    """The same tokens as chains: every drafted token a row of its own, whose table leads to the slots of its ancestors.
-
-    A key so takes the place in its tile that its position has, whatever slot it lies in.
-    """
-    if batch.parents is None:
-        return batch
-    places = torch.arange(int(batch.kv_lens.max()))
-    table = batch.block_table.long()
-    own = table[:, (places // batch.block_size).clamp_max(table.shape[1] - 1)] * batch.block_size + places % batch.block_size
-    ends, lines = [0], []
-    for row, ((start, end), parents) in enumerate(zip(pairwise(batch.indptr.tolist()), batch.row_parents(), strict=True)):
-        first_drafted, text_len = max(start, end - len(parents)), int(batch.text_lens[row])
-        if first_drafted > start:
-            ends.append(first_drafted)
-            lines.append(own[row])
-        for token in range(first_drafted, end):
-            line, node, position = own[row].clone(), token - end + len(parents), int(batch.positions[token])
-            while node >= 0:
-                line[position] = own[row, text_len + node]
-                node, position = parents[node], position - 1
-            ends.append(token + 1)
-            lines.append(line)
-    indptr = torch.tensor(ends, dtype=torch.int32)
-    return replace(
-        batch,
-        indptr=indptr,
-        kv_lens=batch.positions[indptr[1:].long() - 1] + 1,
-        block_table=torch.stack(lines),
-        block_size=1,
-        parents=None,
-        node_indptr=None,
-    )
-
-
-def plan_attention(batch: RaggedBatch, group: int, window: int | None) -> AttentionPlan:
-    """What all layers with the same group size and sliding window share."""
-    batch = without_trees(batch)
-    counts = batch.indptr.diff().long()
-    pairs = counts * group
-    items_per_row = (pairs + QUERY_TILE - 1) // QUERY_TILE
-    item_row = torch.repeat_interleave(torch.arange(batch.num_rows), items_per_row)
-    first_item = items_per_row.cumsum(0) - items_per_row
-    pair_row = torch.repeat_interleave(torch.arange(batch.num_rows), pairs)
-    pair_in_row = torch.arange(len(pair_row)) - (batch.indptr[:-1].long() * group)[pair_row]
-    scatter = first_item[pair_row] * QUERY_TILE + pair_in_row
-    gather = torch.zeros(len(item_row) * QUERY_TILE, dtype=torch.int64)
-    gather[scatter] = torch.arange(len(pair_row))
-    positions = torch.full((len(item_row) * QUERY_TILE,), -1, dtype=torch.int64)  # −1: sees nothing
-    positions[scatter] = batch.positions.long()[torch.arange(len(pair_row)) // group]
-    positions = positions.view(-1, QUERY_TILE)
-    tiles = _key_tiles(batch, item_row, positions, window)
-    return AttentionPlan(len(item_row), gather.view(-1, QUERY_TILE), scatter, tiles)
-
-
-def _key_tiles(batch: RaggedBatch, item_row: Tensor, positions: Tensor, window: int | None) -> list[KeyTile]:
-    """Tiles in order of position, each cut into pieces of at most MAX_ITEMS items."""
-    last = positions.amax(1)
-    first = torch.zeros_like(last)
-    if window is not None:
-        lowest = positions.masked_fill(positions < 0, torch.iinfo(torch.int64).max).amin(1)
-        first = (lowest - window + 1).clamp_min(0)
-    return [
-        _key_tile(batch, start, items, item_row[items], positions[items], window)
-        for start in range(0, int(batch.kv_lens.max()), KEY_TILE)
-        for items in torch.split(torch.nonzero((last >= start) & (first < start + KEY_TILE)).flatten(), MAX_ITEMS)
-    ]
-
-
-def _key_tile(batch: RaggedBatch, start: int, items: Tensor, item_row: Tensor, positions: Tensor, window: int | None) -> KeyTile:
-    """The tile of positions `start … start + KEY_TILE − 1` for some items; positions int64[P, Q] of their queries."""
-    keys = torch.arange(start, start + KEY_TILE)
-    rows, row = torch.unique(item_row, return_inverse=True)
-    exists = keys < batch.kv_lens.long()[rows, None]
-    table = batch.block_table.long()
-    blocks = (keys // batch.block_size).clamp_max(table.shape[1] - 1)
-    slots = table[rows][:, blocks] * batch.block_size + keys % batch.block_size
-    visible = keys <= positions[..., None]
-    if window is not None:
-        visible &= keys > positions[..., None] - window
-    one_each = None if len(rows) == len(items) else row
-    return KeyTile(slots.masked_fill(~exists, 0), exists[:, None, :, None], items, one_each, visible[:, None])
-
-
-def ragged_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    batch: RaggedBatch,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+def packed_linear(
+    x: Tensor, packed: PackedWeight, bias: Tensor | None = None, activation: Activation = Activation.NONE, float32: bool = False
 ) -> Tensor:
-    """Causal attention of every new token over its row's keys and values, which have been written already.
+    """x [..., K], bias [N] → [..., N]: float32 products and sums in calls of ROWS_PER_CALL rows."""
+    out = ACTIVATIONS[activation](fixed_rows_linear(x.float(), packed.data.float(), None if bias is None else bias.float()))
+    return out if float32 else out.to(x.dtype)
 
-    query [T, H, D], keys [blocks, H / G, block_size, D], values [blocks, H / G, block_size, Dv], sinks [H] or None → [T, H, Dv] in the
-    query's dtype.
-    Scores and sums are float32. Softmax runs online over key tiles in order of position; a tile that a query cannot see leaves its
-    running maximum, sum and output unchanged, bit for bit.
+
+def packed_rows(packed: PackedWeight, ids: Tensor) -> Tensor:
+    """int64 [...] → [..., K]."""
+    return F.embedding(ids, packed.data)
+
+
+# ---- row by row
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, how: RmsWeight) -> Tensor:
+    """x [..., N], weight [N] → [..., N]."""
+    y, w = x.float(), weight.float()
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    if how == RmsWeight.AFTER_ROUNDING:
+        y = y.to(x.dtype).float()
+    return ((1.0 + w if how == RmsWeight.ONE_PLUS else w) * y).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """x [..., N], weight and bias [N] → [..., N]."""
+    w, b = (None if t is None else t.float() for t in (weight, bias))
+    return F.layer_norm(x.float(), x.shape[-1:], w, b, eps).to(x.dtype)
+
+
+def activate(x: Tensor, kind: Activation, other: Tensor | None = None) -> Tensor:
+    """kind(x), or kind(x) · other: [..., N] → [..., N]."""
+    y = ACTIVATIONS[kind](x.float())
+    return (y if other is None else y * other.float()).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [1, H, T, D], cos and sin [1, T, R] → [1, H, T, D]: pairs of values R / 2 apart are turned by their angles."""
+    rotary = cos.shape[-1]
+    turned, rest = x[..., :rotary].float(), x[..., rotary:]
+    low, high = turned.chunk(2, -1)
+    turned = turned * cos.float()[:, None] + torch.cat([-high, low], -1) * sin.float()[:, None]
+    return torch.cat([turned.to(x.dtype), rest], -1)
+
+
+def write_slots(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    """keys [T, Hkv, D] and values [T, Hkv, Dv] to `slots` int64 [T]."""
+    scatter_slots(key_cache, slots, keys)
+    scatter_slots(value_cache, slots, values)
+
+
+def read_memory(tensor: Tensor) -> None:
+    """Read a contiguous tensor once, as the framework's sum does."""
+    tensor.flatten().view(torch.int32).sum()
+
+
+# ---- drawing and ranking tokens
+
+
+def sample_rows(logits: Sequence[Tensor], samplers: Sequence[Sampler], positions: Sequence[int]) -> list[int]:
+    """The token of every row of logits float32 [V], by its sampler."""
+    rows = [(values.numpy(), sampler, position) for values, sampler, position in zip(logits, samplers, positions, strict=True)]
+    return [s.choose_processed(values, position) if np.isfinite(values.max()) else -1 for values, s, position in rows]
+
+
+def likeliest_rows(
+    logits: Tensor,
+    samplers: Sequence[Sampler],
+    positions: Sequence[int],
+    width: int,
+    count: int,
+    only_ranks: bool,
+    sharpness: float = 1.0,
+) -> tuple[Int64, Float64]:
+    """`contract.Backend.likeliest_rows` by PyTorch and NumPy; only the likeliest come to the host."""
+    is_drawn = np.array([not s.params.is_greedy for s in samplers], np.bool_)
+    largest, places = largest_of(logits.float(), count)
+    tokens, values = places.cpu().numpy(), largest.double().cpu().numpy()
+    with np.errstate(invalid="ignore"):  # of logits that no token can come from
+        scores = (values - values[:, :1]) * sharpness
+    if not only_ranks and not is_drawn.all():
+        greedy = torch.from_numpy(np.flatnonzero(~is_drawn))
+        whole = (logits[greedy].float() * sharpness).logsumexp(-1, keepdim=True)
+        scores[greedy] = (largest[greedy] * sharpness - whole).double().cpu().numpy()
+    if is_drawn.any():
+        at = np.flatnonzero(is_drawn)
+        with np.errstate(all="ignore"):
+            scores[at] = _perturbed(values[at], tokens[at], [samplers[i] for i in at.tolist()], [positions[i] for i in at.tolist()])
+        order = np.argsort(-scores[at], 1, kind="stable")
+        scores[at], tokens[at] = np.take_along_axis(scores[at], order, 1), np.take_along_axis(tokens[at], order, 1)
+    scores[~logits.amax(-1).isfinite().cpu().numpy()] = -np.inf
+    return tokens[:, :width], scores[:, :width]
+
+
+def largest_of(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row of float32 [M, V], descending, and their places; of equals the first. Without NaN.
+
+    Columns V/16 apart are taken together: the largest lie in the `count` groups with the largest maxima, which are found at vector speed.
     """
-    num_tokens, num_heads, size = query.shape
-    num_kv_heads, value_size = values.shape[1], values.shape[3]
-    group = num_heads // num_kv_heads
-    key = (group, window)
-    plan: AttentionPlan = batch.plans.get(key) or batch.plans.setdefault(key, plan_attention(batch, group, window))
-
-    # [T, H, D] → [pairs, Hkv, D] → [items, Hkv, Q, D]
-    pairs = query.view(num_tokens, num_kv_heads, group, size).transpose(1, 2).reshape(-1, num_kv_heads, size)
-    tiled = (pairs.float() * scale)[plan.gather].transpose(1, 2).contiguous()
-    shape = (plan.num_items, num_kv_heads, QUERY_TILE)
-    highest = torch.full((*shape, 1), -torch.inf)
-    # column `value_size` of the accumulator is the softmax denominator, summed by the same matmul as the values; full columns of 16
-    # keep framework matmuls away from edge code whose result depends on a row's place
-    width = -(-(value_size + 1) // 16) * 16
-    total = torch.zeros(*shape, width)
-    for tile in plan.tiles:
-        _attend_tile(tile, tiled, keys, values, softcap, highest, total)
-    denominator = total[..., value_size : value_size + 1]
-    if sinks is not None:
-        sink = sinks.float().view(num_kv_heads, group)[:, plan.gather % group].transpose(0, 1)
-        denominator = denominator + torch.exp(sink[..., None] - highest)
-    out = (total[..., :value_size] / denominator).transpose(1, 2).reshape(-1, num_kv_heads, value_size)[plan.scatter]
-    out = out.view(num_tokens, group, num_kv_heads, value_size).transpose(1, 2)
-    return out.reshape(num_tokens, num_heads, value_size).to(query.dtype)
+    num_rows, width = logits.shape
+    stride = width // FOLD
+    keys = _ordered(logits)
+    if count * FOLD * 2 > width:
+        places = keys.topk(count).indices
+    else:
+        folded = keys[:, : stride * FOLD].view(num_rows, FOLD, stride)
+        groups = folded.amax(1).topk(count, sorted=False).indices
+        inside = folded.gather(2, groups[:, None].expand(-1, FOLD, -1)).flatten(1)
+        at = (groups[:, None] + torch.arange(FOLD, device=logits.device)[:, None] * stride).flatten(1)
+        rest = torch.arange(stride * FOLD, width, device=logits.device).expand(num_rows, -1)
+        top = torch.cat([inside, keys[:, stride * FOLD :]], 1).topk(count)
+        places = torch.cat([at, rest], 1).gather(1, top.indices)
+    return logits.gather(1, places), places
 
 
-def _attend_tile(tile: KeyTile, query: Tensor, keys: Tensor, values: Tensor, softcap: float | None, highest: Tensor, total: Tensor) -> None:
-    """Fold one tile of keys into the running maximum and sums of its items (in place)."""
-    num_items, heads, width = len(tile.items), query.shape[1], total.shape[-1]
-    row_keys = gather_slots(keys, tile.slots).transpose(1, 2).contiguous().float()  # [U, Hkv, K, D]
-    row_values = torch.ones(*row_keys.shape[:3], width)
-    row_values[..., : values.shape[-1]] = torch.where(tile.exists, gather_slots(values, tile.slots).transpose(1, 2), 0.0)
-    if tile.row is not None:
-        row_keys, row_values = row_keys[tile.row], row_values[tile.row]
-    scores = torch.bmm(query[tile.items].flatten(0, 1), row_keys.flatten(0, 1).transpose(1, 2))
-    scores = scores.view(num_items, heads, QUERY_TILE, KEY_TILE)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill_(~tile.visible, -torch.inf)
-    old = highest[tile.items]
-    new = torch.maximum(old, scores.amax(-1, keepdim=True))
-    anchor = new.masked_fill(new == -torch.inf, 0.0)  # a query that has seen nothing yet
-    weights = scores.sub_(anchor).exp_()
-    summed = torch.bmm(weights.flatten(0, 1), row_values.flatten(0, 1)).view(num_items, heads, QUERY_TILE, width)
-    total[tile.items] = total[tile.items] * torch.exp(old - anchor) + summed
-    highest[tile.items] = new
+def _ordered(logits: Tensor) -> Tensor:
+    """int64 [M, V], all different, in the order of the logits float32 [M, V] and of equals by falling place."""
+    bits = (logits + 0.0).view(torch.int32)  # the sum turns −0 into 0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return ordered.long() * 2**32 + torch.arange(logits.shape[1], 0, -1, device=logits.device)
+
+
+def _perturbed(values: Float64, tokens: Int64, samplers: Sequence[Sampler], positions: Sequence[int]) -> Float64:
+    """log-softmax of perturbed logits, −∞ where a filter drops a token; values float64 [M, C] descend."""
+    params = [s.params for s in samplers]
+    column = np.array([(p.temperature, p.top_p, p.min_p, p.top_k if p.top_k > 0 else np.inf) for p in params])[:, :, None]
+    temperature, top_p, min_p, top_k = column[:, 0], column[:, 1], column[:, 2], column[:, 3]
+    scaled = (values - values[:, :1]) / temperature
+    is_kept = (np.exp(scaled) >= min_p) & (np.arange(values.shape[1]) < top_k)
+    share = np.exp(scaled) * is_kept
+    mass = np.cumsum(share, 1)
+    is_kept &= (mass - share < top_p * mass[:, -1:]) & (share > 0)
+    keys = np.array([noise_key(s.seed, s.index, position) for s, position in zip(samplers, positions, strict=True)], np.uint64)
+    noise = -np.log(-np.log(noise_at(keys[:, None], tokens)))
+    perturbed = np.where(is_kept, scaled + noise, -np.inf)
+    perturbed -= perturbed.max(1, keepdims=True)
+    return np.asarray(perturbed - np.log(np.exp(perturbed).sum(1, keepdims=True)))

@@ -17,12 +17,12 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from echelon.api import LLM
 from echelon.errors import EchelonError, RequestError
-from echelon.server.answers import RETRY, Answers, Plan, Stream, api_error
-from echelon.server.bridge import Bridge
+from echelon.llm import LLM
 from echelon.server.config import ServerConfig
-from echelon.server.metrics import Metrics
+from echelon.server.engine_thread import EngineThread
+from echelon.server.metrics import ServerMetrics
+from echelon.server.middleware import AdmissionMiddleware
 from echelon.server.protocol import (
     ApiError,
     ChatRequest,
@@ -31,89 +31,92 @@ from echelon.server.protocol import (
     TokenizeRequest,
     validation_error,
 )
-from echelon.server.request_state import State, Ticket
+from echelon.server.request_handle import RequestHandle, RowState
 from echelon.server.responses import (
-    Chat,
-    Completion,
-    Detokenized,
-    ErrorBody,
+    ChatResponse,
+    CompletionResponse,
+    DetokenizeResponse,
+    ErrorResponse,
     ModelCard,
     ModelList,
-    Tokens,
-    Version,
+    TokenizeResponse,
+    VersionResponse,
 )
-from echelon.server.streaming import EventStream, known_error, until_gone
-from echelon.server.wall import Wall
+from echelon.server.serializers import RETRY, GenerationJob, Serializer, StreamSerializer, api_error
+from echelon.server.sse import EventStream, logged_api_error, until_disconnect
 
 logger = logging.getLogger("echelon.server")
 T = TypeVar("T")
 NUM_TEXT_THREADS = 2
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody} for status in (400, 401, 403, 404, 405, 408, 413, 415, 429, 431, 500, 503)
+    status: {"model": ErrorResponse} for status in (400, 401, 403, 404, 405, 408, 413, 415, 429, 431, 500, 503)
 }
 
 
 class Service:
-    """One model behind the routes."""
+    """What the routes call: one model, its engine thread, its serializer and its metrics."""
 
     def __init__(self, llm: LLM, config: ServerConfig) -> None:
         self.llm, self.config = llm, config
         self.model = config.served_model_name or llm.target.name
-        self.metrics = Metrics(llm, config.metrics_prefix, self.model)
-        self.bridge = Bridge(llm, config, self.metrics)
-        self.answers = Answers(llm)
+        self.metrics = ServerMetrics(llm, config.metrics_prefix, self.model)
+        self.engine_thread = EngineThread(llm, config, self.metrics)
+        self.serializer = Serializer(llm)
         self.card = ModelCard(id=self.model, created=int(time.time()), owned_by="echelon", max_model_len=llm.max_len)
         self._threads = ThreadPoolExecutor(NUM_TEXT_THREADS, "echelon-text")
 
     async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
-        """What may take long runs beside the event loop."""
+        """Run work that may take long beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     async def close(self) -> None:
-        await self.bridge.stop()
+        """Stop the engine's thread and those that read texts."""
+        await self.engine_thread.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def check_model(self, asked: str | None) -> None:
-        if asked is not None and asked != self.model:
-            raise ApiError(
-                404, f"the model {asked[:200]!r} does not exist here; this server has {self.model!r}", "model_not_found", "model"
-            )
+    def check_model(self, name: str | None) -> None:
+        """Raise a 404 for the name of another model; `None` names none."""
+        if name is not None and name != self.model:
+            raise ApiError(404, f"the model {name[:200]!r} does not exist here; this server has {self.model!r}", "model_not_found", "model")
 
-    def plan_completion(self, asked: CompletionRequest) -> Plan:
-        encoded = [self.llm.encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
-        all_params = [asked.sampling_params(self.llm.room_after(len(tokens))) for tokens in encoded]
-        prompts = [self.llm.samples(tokens, params, watch_text=True) for tokens, params in zip(encoded, all_params, strict=True)]
-        return Plan(
+    def completion_job(self, body: CompletionRequest) -> GenerationJob:
+        """Tokenize and check the prompts of a completion."""
+        encoded = [self.llm.inputs.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
+        all_params = [body.sampling_params(self.llm.inputs.room_after(len(tokens))) for tokens in encoded]
+        prompts = [self.llm.inputs.samples(tokens, params, watch_text=True) for tokens, params in zip(encoded, all_params, strict=True)]
+        return GenerationJob(
             self.model,
             prompts,
-            asked.n or 1,
+            body.n or 1,
             is_chat=False,
-            stream=bool(asked.stream),
-            include_usage=bool(asked.stream_options and asked.stream_options.include_usage),
-            continuous_usage=bool(asked.stream_options and asked.stream_options.continuous_usage_stats),
-            echo=[self._text_of(p) for p in asked.prompts] if asked.echo else None,
-            only_echo=asked.max_tokens == 0,
-            has_logprobs=asked.logprobs is not None,
+            stream=bool(body.stream),
+            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+            continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
+            echo=[self._text_of(p) for p in body.prompts] if body.echo else None,
+            only_echo=body.max_tokens == 0,
+            has_logprobs=body.logprobs is not None,
         )
 
     def _text_of(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self.decode(prompt)
 
-    def plan_chat(self, asked: ChatRequest) -> Plan:
-        tokens = self.llm.encode_chat([m.for_template() for m in asked.messages])
-        params = asked.sampling_params(self.llm.room_after(len(tokens)))
-        return Plan(
+    def chat_job(self, body: ChatRequest) -> GenerationJob:
+        """Render, tokenize and check a conversation."""
+        tokens = self.llm.inputs.encode_chat([m.for_template() for m in body.messages])
+        params = body.sampling_params(self.llm.inputs.room_after(len(tokens)))
+        return GenerationJob(
             self.model,
-            [self.llm.samples(tokens, params, watch_text=True)],
-            asked.n or 1,
+            [self.llm.inputs.samples(tokens, params, watch_text=True)],
+            body.n or 1,
             is_chat=True,
-            stream=bool(asked.stream),
-            include_usage=bool(asked.stream_options and asked.stream_options.include_usage),
-            continuous_usage=bool(asked.stream_options and asked.stream_options.continuous_usage_stats),
-            has_logprobs=bool(asked.logprobs),
+            stream=bool(body.stream),
+            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+            continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
+            has_logprobs=bool(body.logprobs),
         )
 
     def decode(self, tokens: list[int]) -> str:
+        """Text of token ids; `RequestError` for more than the context holds, and for those outside the vocabulary."""
         if self.llm.target.tokenizer is None:
             raise RequestError(f"{self.model!r} has no tokenizer")
         if len(tokens) > self.llm.max_len:
@@ -123,66 +126,69 @@ class Service:
         text: str = self.llm.target.tokenizer.decode(tokens)
         return text
 
-    def tokenize(self, asked: TokenizeRequest) -> Tokens:
-        special = asked.add_special_tokens is not False
-        if asked.messages is not None:
-            tokens = self.llm.encode_chat([m.for_template() for m in asked.messages])
+    def tokenize(self, body: TokenizeRequest) -> TokenizeResponse:
+        """Token ids of a text or of a conversation."""
+        special = body.add_special_tokens is not False
+        if body.messages is not None:
+            tokens = self.llm.inputs.encode_chat([m.for_template() for m in body.messages])
         else:
-            tokens = self.llm.encode(asked.prompt or "", add_special_tokens=special)
-        pieces = [self.answers.piece(t) for t in tokens] if asked.return_token_strs else None
-        return Tokens(count=len(tokens), max_model_len=self.llm.max_len, tokens=tokens, token_strs=pieces)
+            tokens = self.llm.inputs.encode(body.prompt or "", add_special_tokens=special)
+        pieces = [self.serializer.piece(t) for t in tokens] if body.return_token_strs else None
+        return TokenizeResponse(count=len(tokens), max_model_len=self.llm.max_len, tokens=tokens, token_strs=pieces)
 
-    async def respond(self, request: Request, num_sequences: int, plan_of: Callable[[Any], Plan], asked: Any) -> Response:
-        """The answer to a request for `num_sequences` sequences, whole or as a stream; its places are taken before anything is done."""
+    async def respond(self, request: Request, num_sequences: int, make_job: Callable[[Any], GenerationJob], body: Any) -> Response:
+        """Answer a request for `num_sequences` sequences, whole or as a stream; its slots are taken before anything is done."""
         arrived_at = time.monotonic()
-        self.check_model(asked.model)
-        if num_sequences > self.bridge.capacity:
-            raise ApiError(400, f"prompts × samples = {num_sequences}, this server takes {self.bridge.capacity}; send fewer in one request")
-        with ExitStack() as places:
-            self.bridge.take(num_sequences)
-            places.callback(self.bridge.give, num_sequences)
-            plan = await self.in_thread(plan_of, asked)
-            updates = self.bridge.updates(plan.sequences, arrived_at)
-            if plan.stream:
-                return EventStream(self._events(plan, updates), places.pop_all())
-            states = await until_gone(self._finished(updates), request.receive)
+        self.check_model(body.model)
+        if num_sequences > self.engine_thread.capacity:
+            raise ApiError(
+                400, f"prompts × samples = {num_sequences}, this server takes {self.engine_thread.capacity}; send fewer in one request"
+            )
+        with ExitStack() as slots:
+            self.engine_thread.reserve(num_sequences)
+            slots.callback(self.engine_thread.release, num_sequences)
+            job = await self.in_thread(make_job, body)
+            updates = self.engine_thread.updates(job.sequences, arrived_at)
+            if job.stream:
+                return EventStream(self._events(job, updates), slots.pop_all())
+            states = await until_disconnect(self._finished(updates), request.receive)
             if states is None:
                 return Response(status_code=499)  # nobody reads it
-            return Response(self.answers.whole(plan, states).model_dump_json(), media_type="application/json")
+            return Response(self.serializer.response(job, states).model_dump_json(), media_type="application/json")
 
-    async def _finished(self, updates: AsyncIterator[Ticket]) -> list[State]:
+    async def _finished(self, updates: AsyncIterator[RequestHandle]) -> list[RowState]:
         """The last states of all rows; the first failure of any is raised."""
-        states: list[State] = []
+        states: list[RowState] = []
         async with aclosing(updates):  # type: ignore[type-var]
-            async for ticket in updates:
-                states = _checked(ticket.states)
+            async for handle in updates:
+                states = _checked(handle.states)
         return states
 
-    async def _events(self, plan: Plan, updates: AsyncIterator[Ticket]) -> AsyncIterator[bytes]:
-        stream = Stream(self.answers, plan)
-        states: list[State] = []
+    async def _events(self, job: GenerationJob, updates: AsyncIterator[RequestHandle]) -> AsyncIterator[bytes]:
+        stream = StreamSerializer(self.serializer, job)
+        states: list[RowState] = []
         async with aclosing(updates):  # type: ignore[type-var]
-            async for ticket in updates:
-                states = _checked(ticket.states)
-                if chunks := b"".join(stream.next(states)):
+            async for handle in updates:
+                states = _checked(handle.states)
+                if chunks := b"".join(stream.chunks(states)):
                     yield chunks
-        yield b"".join(stream.last(states))
+        yield b"".join(stream.end(states))
 
 
-def _checked(states: list[State]) -> list[State]:
+def _checked(states: list[RowState]) -> list[RowState]:
     error = next((s.error for s in states if s.error is not None), None)
     if error is not None:
         raise error
     return states
 
 
-def create_app(llm: LLM, config: ServerConfig) -> Wall:
-    """The server's ASGI application; its engine thread runs between the lifespan's start and end. `Wall.service` is what serves."""
+def create_app(llm: LLM, config: ServerConfig) -> AdmissionMiddleware:
+    """The server's ASGI application. Its engine thread runs between the lifespan's start and end; its attribute `service` serves."""
     service = Service(llm, config)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        service.bridge.start()
+        service.engine_thread.start()
         try:
             yield
         finally:
@@ -202,37 +208,37 @@ def create_app(llm: LLM, config: ServerConfig) -> Wall:
     _add_state(app, service)
     _add_errors(app)
     _describe(app)
-    return Wall(app, config, service)
+    return AdmissionMiddleware(app, config, service)
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     stream: dict[str, Any] = {"content": {"text/event-stream": {"schema": event}}}
 
-    @app.post("/v1/completions", response_model=Completion, responses={200: stream})
-    async def completions(asked: CompletionRequest, request: Request) -> Response:
-        num_sequences = len(asked.prompts) * (asked.best_of or asked.n or 1)
-        return await service.respond(request, num_sequences, service.plan_completion, asked)
+    @app.post("/v1/completions", response_model=CompletionResponse, responses={200: stream})
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        num_sequences = len(body.prompts) * (body.best_of or body.n or 1)
+        return await service.respond(request, num_sequences, service.completion_job, body)
 
-    @app.post("/v1/chat/completions", response_model=Chat, responses={200: stream})
-    async def chat_completions(asked: ChatRequest, request: Request) -> Response:
-        return await service.respond(request, asked.n or 1, service.plan_chat, asked)
+    @app.post("/v1/chat/completions", response_model=ChatResponse, responses={200: stream})
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        return await service.respond(request, body.n or 1, service.chat_job, body)
 
 
 def _add_text(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
-    async def tokenize(asked: TokenizeRequest) -> Tokens:
-        service.check_model(asked.model)
-        return await service.in_thread(service.tokenize, asked)
+    async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
+        service.check_model(body.model)
+        return await service.in_thread(service.tokenize, body)
 
     @app.post("/detokenize")
-    async def detokenize(asked: DetokenizeRequest) -> Detokenized:
-        service.check_model(asked.model)
-        return Detokenized(prompt=await service.in_thread(service.decode, asked.tokens))
+    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+        service.check_model(body.model)
+        return DetokenizeResponse(prompt=await service.in_thread(service.decode, body.tokens))
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
-    bridge = service.bridge
+    engine_thread = service.engine_thread
 
     @app.get("/v1/models")
     async def models() -> ModelList:
@@ -246,7 +252,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/health", response_class=Response)
     async def health() -> Response:
         """200 while the engine makes progress, or has none to make."""
-        return _alive(bridge.is_healthy)
+        return _alive(engine_thread.is_healthy)
 
     @app.get("/livez", response_class=Response)
     async def livez() -> Response:
@@ -256,15 +262,15 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/readyz", response_class=Response)
     async def readyz() -> Response:
         """200 while new requests are taken."""
-        return _alive(bridge.is_healthy and not bridge.is_draining)
+        return _alive(engine_thread.is_healthy and not engine_thread.is_draining)
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/version")
-    async def show_version() -> Version:
-        return Version(version=version("echelon"))
+    async def show_version() -> VersionResponse:
+        return VersionResponse(version=version("echelon"))
 
 
 def _alive(is_alive: bool) -> Response:
@@ -293,7 +299,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(EchelonError)
     async def ours(_request: Request, error: EchelonError) -> Response:
-        return answer(known_error(error))
+        return answer(logged_api_error(error))
 
     @app.exception_handler(Exception)
     async def unknown(_request: Request, error: Exception) -> Response:

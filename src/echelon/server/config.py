@@ -1,4 +1,4 @@
-"""How the server listens, and the bounds of everything that a client may send, hold or wait for."""
+"""Configuration of the server: where it listens, and the bounds of everything that a client may send, hold or wait for."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ class ServerConfig(Settings):
 
     @property
     def is_loopback(self) -> bool:
+        """Whether `host` can be reached from this machine alone."""
         if self.host == "localhost":
             return True
         try:

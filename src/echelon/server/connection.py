@@ -14,7 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from echelon.server.config import ServerConfig
-from echelon.server.metrics import Metrics
+from echelon.server.metrics import ServerMetrics
 from echelon.server.protocol import ApiError
 
 SEND_BYTES = 2**17  # that the system holds for a client that does not read; as much again waits in this process
@@ -51,7 +51,7 @@ class CountingConnection(h11.Connection):
 class UnreadBuffers:
     """Connections whose clients read less than they are sent, the one that has been waiting longest first."""
 
-    def __init__(self, max_bytes: int, metrics: Metrics) -> None:
+    def __init__(self, max_bytes: int, metrics: ServerMetrics) -> None:
         self._max_bytes, self._metrics = max_bytes, metrics
         self._waiting: dict[BoundedProtocol, None] = {}
 
@@ -62,6 +62,7 @@ class UnreadBuffers:
         self._waiting[connection] = None
 
     def remove(self, connection: BoundedProtocol) -> None:
+        """Forget a connection that is read again, or closed."""
         self._waiting.pop(connection, None)
 
     def cut(self, connection: BoundedProtocol, limit: str) -> None:
@@ -90,7 +91,7 @@ class BoundedProtocol(H11Protocol):
 
     @property
     def num_unread_bytes(self) -> int:
-        """What waits in this process, beside SEND_BYTES in the system."""
+        """Bytes that wait in this process, beside SEND_BYTES in the system."""
         return self.transport.get_write_buffer_size()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -108,7 +109,7 @@ class BoundedProtocol(H11Protocol):
         self._watch_head()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP gets an error like all others, unless an answer is on its way already."""
+        """Answer what is no HTTP with an error like all others, unless a response is on its way already."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             error = _answer_to(sys.exception(), msg)
             body = json.dumps(error.body).encode()
@@ -152,7 +153,7 @@ class BoundedProtocol(H11Protocol):
 
 
 def _answer_to(error: BaseException | None, msg: str) -> ApiError:
-    """What a client is told whose bytes the parser has refused."""
+    """The error response to bytes that the parser has refused."""
     if isinstance(error, TooManyPiecesError):
         return ApiError(413, str(error), "too_many_pieces")
     if getattr(error, "error_status_hint", 400) == 431:
@@ -165,6 +166,6 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
         timer.cancel()
 
 
-def protocol_class(config: ServerConfig, metrics: Metrics) -> type[BoundedProtocol]:
+def protocol_class(config: ServerConfig, metrics: ServerMetrics) -> type[BoundedProtocol]:
     """Connections of one server, with the bounds of `config`."""
     return type("Protocol", (BoundedProtocol,), {"bounds": config, "unread": UnreadBuffers(config.max_buffer_bytes, metrics)})

@@ -2,73 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from echelon.api import LLM
-
-if TYPE_CHECKING:
-    from echelon.server.request_state import Row
+from echelon.llm import LLM
+from echelon.server.request_handle import RequestRow
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 600.0)
 UNREAD_LIMITS = ("time", "buffers", "stream")  # a connection's write timeout, the memory of all buffers, that of one stream
+ENGINE_METRICS = (  # kind, name, description, name in `LLM.get_metrics`
+    (GaugeMetricFamily, "num_requests_running", "Sequences in the batch.", "num_running"),
+    (GaugeMetricFamily, "num_requests_waiting", "Sequences that wait for a place.", "num_waiting"),
+    (GaugeMetricFamily, "kv_cache_usage_perc", "Share of KV blocks in use.", "kv_usage"),
+    (CounterMetricFamily, "num_preemptions", "Sequences put back for lack of blocks.", "num_preemptions"),
+    (CounterMetricFamily, "generation_tokens", "Tokens emitted.", "num_emitted_tokens"),
+    (CounterMetricFamily, "spec_decode_num_drafts", "Drafts verified.", "num_drafts"),
+    (CounterMetricFamily, "spec_decode_num_draft_tokens", "Tokens drafted.", "num_draft_tokens"),
+    (CounterMetricFamily, "spec_decode_num_accepted_tokens", "Drafted tokens accepted.", "num_accepted_tokens"),
+)
 REASONS = ("stop", "length", "error", "abort")
 
 
 class EngineCollector:
-    """Counters that the engine keeps anyway, read when they are asked for. Reads no structure that the engine's thread may be changing."""
+    """Counters that the engine keeps anyway, read when they are asked for."""
 
     def __init__(self, llm: LLM, prefix: str, model: str) -> None:
         self._llm, self._prefix, self._model = llm, prefix, model
 
-    def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
-        family = CounterMetricFamily(self._prefix + name, text, labels=["model_name"])
-        family.add_metric([self._model], value)
-        return family
-
-    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(self._prefix + name, text, labels=["model_name"])
-        family.add_metric([self._model], value)
-        return family
+    def _family(self, kind: type[Metric], name: str, text: str, values: Mapping[str, float], label: str | None = None) -> Metric:
+        """A metric with a value for every value of `label`; without a label there is one value."""
+        family: Any = kind(self._prefix + name, text, labels=["model_name"] + ([label] if label else []))  # type: ignore[call-arg]
+        for key, value in values.items():
+            family.add_metric([self._model] + ([key] if label else []), value)
+        return cast(Metric, family)
 
     def collect(self) -> Iterator[Metric]:
-        stats, scheduler = self._llm.stats, self._llm.engine.scheduler
-        pool = self._llm.engine.target.cache.tables.pool
-        histogram = dict(stats.acceptance)  # a copy in one step, which no other thread can interrupt
-        num_drafts = sum(count for (drafted, _), count in histogram.items() if drafted)
-        yield self._gauge("num_requests_running", "Sequences in the batch.", len(scheduler.running))
-        yield self._gauge("num_requests_waiting", "Sequences that wait for a place.", len(scheduler.waiting))
-        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use.", 1.0 - pool.num_free / pool.num_blocks)
-        yield self._counter("num_preemptions", "Sequences put back for lack of blocks.", stats.num_preemptions)
-        yield self._counter("generation_tokens", "Tokens emitted.", stats.num_emitted_tokens)
-        yield self._counter("spec_decode_num_drafts", "Drafts verified.", num_drafts)
-        yield self._counter("spec_decode_num_draft_tokens", "Tokens drafted.", stats.num_draft_tokens)
-        yield self._counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted.", stats.num_accepted_tokens)
-        positions = CounterMetricFamily(
-            self._prefix + "spec_decode_num_accepted_tokens_per_pos", "Accepted by position.", labels=["model_name", "position"]
-        )
-        for place in range(max((drafted for drafted, _ in histogram), default=0)):
-            accepted = sum(count for (_, kept), count in histogram.items() if kept > place)
-            positions.add_metric([self._model, str(place)], accepted)
-        yield positions
-        rule = GaugeMetricFamily(
-            self._prefix + "spec_decode_info", "The rule by which drafted tokens are kept.", labels=["model_name", "acceptance"]
-        )
-        rule.add_metric([self._model, self._llm.acceptance_name], 1)
-        yield rule
-        fallbacks = CounterMetricFamily(
-            self._prefix + "spec_decode_drafter_fallbacks", "Steps without the drafter, by reason.", labels=["model_name", "reason"]
-        )
-        for reason, count in dict(stats.drafter_faults).items():
-            fallbacks.add_metric([self._model, reason], count)
-        yield fallbacks
+        """Read the engine's counters as metric families."""
+        metrics = self._llm.get_metrics()
+        accepted = {str(position): count for position, count in enumerate(metrics["num_accepted_by_position"])}
+        values = metrics | {
+            "kv_usage": 1.0 - metrics["num_free_kv_blocks"] / metrics["num_kv_blocks"],
+            "num_drafts": sum(metrics["num_drafts_by_position"][:1]),
+        }
+        for kind, name, text, key in ENGINE_METRICS:
+            yield self._family(kind, name, text, {"": values[key]})
+        by_position = "spec_decode_num_accepted_tokens_per_pos"
+        yield self._family(CounterMetricFamily, by_position, "Accepted by position.", accepted, "position")
+        rule = {metrics["acceptance"]: 1.0}
+        yield self._family(GaugeMetricFamily, "spec_decode_info", "The rule by which drafted tokens are kept.", rule, "acceptance")
+        faults = metrics["drafter_faults"]
+        yield self._family(CounterMetricFamily, "spec_decode_drafter_fallbacks", "Steps without the drafter, by reason.", faults, "reason")
 
 
-class Metrics:
-    """What a server shows at /metrics. Labels come from fixed sets, so that no client can add a series."""
+class ServerMetrics:
+    """All metrics of a server. Labels come from fixed sets, so that no client can add a series."""
 
     def __init__(self, llm: LLM, prefix: str, model: str) -> None:
         self._registry = CollectorRegistry()
@@ -89,22 +79,25 @@ class Metrics:
         unread = Counter(prefix + "unread_cut", "Clients cut because they did not read.", ["model_name", "limit"], registry=self._registry)
         self.unread_cut = {limit: unread.labels(model, limit) for limit in UNREAD_LIMITS}
 
-    def started(self, row: Row) -> None:
+    def started(self, row: RequestRow) -> None:
+        """Count a row that enters its first step."""
         self.queue_time.observe(row.started_at - row.arrived_at)
         self.prompt_tokens.inc(row.sequence.num_prompt_tokens)
 
-    def grew(self, row: Row, before: float, now: float) -> None:
+    def grew(self, row: RequestRow, before: float, now: float) -> None:
         """A row emitted tokens; `before` is when it last did, 0 if this is the first time."""
         if before:
             self.inter_token_latency.observe(now - before)
         else:
             self.time_to_first_token.observe(now - row.arrived_at)
 
-    def finished(self, row: Row, now: float, reason: str) -> None:
+    def finished(self, row: RequestRow, now: float, reason: str) -> None:
+        """Count a row that has ended, for `reason`."""
         self._finished[reason].inc()
         self.end_to_end.observe(now - row.arrived_at)
         if row.sequence.num_output_tokens > 1 and row.first_at:
             self.time_per_output_token.observe((row.last_at - row.first_at) / (row.sequence.num_output_tokens - 1))
 
     def text(self) -> bytes:
+        """All metrics in the Prometheus text format."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""What clients send and get, after OpenAI's API: one description for every route, which validates, and documents itself as OpenAPI.
+"""Requests of clients, after OpenAI's API: one description for every route, which validates, and documents itself as OpenAPI.
 
 Fields that OpenAI documents are accepted. Those that ask for what this server cannot do are refused by name unless they ask for nothing;
 unknown fields are refused. Fields beyond OpenAI's have vLLM's names.
@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from echelon.inputs import real_path
+from echelon.inputs import Message, TextPart, real_path
 from echelon.sampling import SamplingParams
-from echelon.server.responses import ErrorBody, Problem
+from echelon.server.responses import ErrorDetail, ErrorResponse
 
 MOST_SAMPLES = 16
 MOST_PROMPTS = 32
@@ -79,13 +79,15 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
+    """`stream_options` of a request."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = Field(default=None, description="Accepted; nothing is padded.")
 
 
 class GenerationRequest(Strict):
-    """What completions and chat share."""
+    """Fields that completions and chat share."""
 
     model: Text | None = None
     frequency_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
@@ -144,6 +146,8 @@ _SAME_NAME = (
 
 
 class CompletionRequest(GenerationRequest):
+    """Body of /v1/completions."""
+
     prompt: (
         Text
         | Annotated[list[Text], FAST, Field(min_length=1, max_length=MOST_PROMPTS)]
@@ -167,6 +171,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
+        """The prompts of the request, each a text or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -182,12 +187,9 @@ class CompletionRequest(GenerationRequest):
         return self.params(max(most, 1), n=draws, logprobs=count, prompt_logprobs=self.logprobs if self.echo else None)
 
 
-class TextPart(Strict):
-    type: Literal["text"]
-    text: Text
+class ChatMessage(Message, Strict):
+    """One turn of a conversation, with the fields that OpenAI documents."""
 
-
-class Message(Strict):
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
     content: Text | Annotated[list[TextPart], FAST, Field(max_length=1024)] | None = None
     name: Text | None = None
@@ -197,19 +199,22 @@ class Message(Strict):
     function_call: None = None
     audio: None = None
 
-    def for_template(self) -> dict[str, str]:
-        """Templates know `system`, which OpenAI has renamed `developer`."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": content} | ({"name": self.name} if self.name else {})
+    def for_template(self) -> dict[str, Any]:
+        """Role and content as one text; templates know `system`, which OpenAI has renamed `developer`."""
+        role = {"developer": "system"}.get(self.role, self.role)
+        return super().for_template() | {"role": role} | ({"name": self.name} if self.name else {})
 
 
 class ResponseFormat(Strict):
+    """The one response format that is served."""
+
     type: Literal["text"]
 
 
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[Message], FAST] = Field(min_length=1, max_length=1024)
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], FAST] = Field(min_length=1, max_length=1024)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
@@ -254,7 +259,7 @@ class TokenizeRequest(Strict):
 
     model: Text | None = None
     prompt: Text | None = None
-    messages: Annotated[list[Message], FAST] | None = Field(default=None, min_length=1, max_length=1024)
+    messages: Annotated[list[ChatMessage], FAST] | None = Field(default=None, min_length=1, max_length=1024)
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -266,12 +271,14 @@ class TokenizeRequest(Strict):
 
 
 class DetokenizeRequest(Strict):
+    """Body of /detokenize."""
+
     model: Text | None = None
     tokens: Annotated[list[TokenId], FAST] = Field(max_length=2**20)
 
 
 class ApiError(Exception):
-    """An answer that is an error, in OpenAI's terms."""
+    """An error response, in OpenAI's terms."""
 
     def __init__(
         self, status: int, message: str, code: str | None = None, param: str | None = None, headers: Mapping[str, str] | None = None
@@ -281,12 +288,13 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
+        """The JSON object of the error response."""
         kind = "server_error" if self.status >= 500 else "rate_limit_error" if self.status == 429 else "invalid_request_error"
-        return ErrorBody(error=Problem(message=str(self), type=kind, param=self.param, code=self.code)).model_dump()
+        return ErrorResponse(error=ErrorDetail(message=str(self), type=kind, param=self.param, code=self.code)).model_dump()
 
 
 def validation_error(problems: SequenceOf[Mapping[str, Any]], body: Any = None) -> ApiError:
-    """What is wrong with a body's first bad field, naming it; never its value, which may be long or private."""
+    """The error response for a body's first bad field, named; never with its value, which may be long or private."""
     problem = _most_telling(problems, body)
     missing = problem["loc"][-1:] if problem["type"] == "missing" else ()
     path = [str(part) for part in (*real_path(problem["loc"][1:], body), *missing)]
@@ -309,7 +317,7 @@ def validation_error(problems: SequenceOf[Mapping[str, Any]], body: Any = None) 
 
 
 def _most_telling(problems: SequenceOf[Mapping[str, Any]], body: Any) -> Mapping[str, Any]:
-    """Of the problems that every form of the first field has, the one of the form that fits furthest: its type does, or more entries do."""
+    """The problem to report of a field with alternative types: that of the one that fits furthest by its type, or by more entries."""
     field = _field_of_forms(problems[0], body)
     if field is None:
         return problems[0]
@@ -321,6 +329,6 @@ def _most_telling(problems: SequenceOf[Mapping[str, Any]], body: Any) -> Mapping
 
 
 def _field_of_forms(problem: Mapping[str, Any], body: Any) -> tuple[int | str, ...] | None:
-    """Where the field stands whose form a problem's place names: pydantic puts a label between, which leads nowhere in the body."""
-    place = problem["loc"][: -1 if problem["type"] in ("missing", "extra_forbidden") else None]
-    return next((place[:i] for i in range(1, len(place)) if len(real_path(place[1 : i + 1], body)) < i), None)
+    """Path of the field whose form a problem's path names: pydantic puts a label between, which leads nowhere in the body."""
+    path = problem["loc"][: -1 if problem["type"] in ("missing", "extra_forbidden") else None]
+    return next((path[:i] for i in range(1, len(path)) if len(real_path(path[1 : i + 1], body)) < i), None)

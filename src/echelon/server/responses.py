@@ -1,4 +1,4 @@
-"""What clients get, after OpenAI's API; `protocol` says what they send."""
+"""Response bodies, after OpenAI's API."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Literal
 from pydantic import BaseModel
 
 
-class Tokens(BaseModel):
+class TokenizeResponse(BaseModel):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
 
 
-class Detokenized(BaseModel):
+class DetokenizeResponse(BaseModel):
     prompt: str
 
 
@@ -31,18 +31,18 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-class Version(BaseModel):
+class VersionResponse(BaseModel):
     version: str
 
 
-class Usage(BaseModel):
+class TokenUsage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
 
 
 class SpeculativeDecoding(BaseModel):
-    """Of one sequence; `mean_acceptance_length` counts the extra token of every step that drafted, as in vLLM."""
+    """Speculation statistics of one sequence; `mean_acceptance_length` counts the extra token of every step that drafted, as in vLLM."""
 
     mean_acceptance_length: float | None
     draft_acceptance_rate: float | None
@@ -54,7 +54,7 @@ class SpeculativeDecoding(BaseModel):
     num_spec_tokens: int
 
 
-class Metrics(BaseModel):
+class ResponseMetrics(BaseModel):
     """`acceptance`: the rule by which drafted tokens are kept; one that changes the text says so."""
 
     acceptance: str
@@ -75,14 +75,14 @@ class CompletionChoice(BaseModel):
     finish_reason: str | None
 
 
-class Completion(BaseModel):
+class CompletionResponse(BaseModel):
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None
-    metrics: Metrics | None = None
+    usage: TokenUsage | None = None
+    metrics: ResponseMetrics | None = None
 
 
 class TopLogprob(BaseModel):
@@ -100,7 +100,7 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
-class Answer(BaseModel):
+class AssistantMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str
     refusal: None = None
@@ -108,27 +108,27 @@ class Answer(BaseModel):
 
 class ChatChoice(BaseModel):
     index: int
-    message: Answer
+    message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
 
 
-class Chat(BaseModel):
+class ChatResponse(BaseModel):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage | None = None
-    metrics: Metrics | None = None
+    usage: TokenUsage | None = None
+    metrics: ResponseMetrics | None = None
 
 
-class Problem(BaseModel):
+class ErrorDetail(BaseModel):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class ErrorBody(BaseModel):
-    error: Problem
+class ErrorResponse(BaseModel):
+    error: ErrorDetail

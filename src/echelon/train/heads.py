@@ -20,15 +20,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from echelon.errors import ConfigError
-from echelon.heads.base import Head
+from echelon.heads.base import Head, Recipe
 from echelon.heads.checkpoints import build_head, save_head
 from echelon.inputs import check_callable, check_fields, check_kind, name_of, shown
+from echelon.methods import Can, head_class, method_names
 from echelon.train.curves import draw
 from echelon.train.data import Data, fingerprint
 from echelon.train.files import only_trainer, write_text, writing
 from echelon.train.lessons import lesson, unroll
 from echelon.train.loop import Loop
-from echelon.train.losses import RECIPES, Recipe, depth_loss, noised
+from echelon.train.losses import depth_loss, noised
 
 ROWS_PER_BATCH = 8
 MOST_SEEDS = 2**31  # a batch's seed is ten million times this one's, and 64 bits hold it
@@ -55,13 +56,14 @@ class Plan:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.method not in RECIPES:
-            raise ConfigError(f"there is no recipe for {shown(self.method)}; known: {', '.join(RECIPES)}, draft_model")
+        if self.method not in (heads := method_names(Can.TRAIN, needs="head")):
+            raise ConfigError(f"there is no recipe for {shown(self.method)}; known: {', '.join(heads)}, draft_model")
 
     @property
     def recipe(self) -> Recipe:
         changed = {"rate": self.rate, "is_soft": self.is_soft, "depth": self.depth}
-        return replace(RECIPES[self.method], **{k: v for k, v in changed.items() if v is not None})  # type: ignore[arg-type]
+        published: Recipe = head_class(self.method).recipe
+        return replace(published, **{k: v for k, v in changed.items() if v is not None})  # type: ignore[arg-type]
 
     def depth_at(self, step: int) -> int:
         """How many tokens ahead this step looks."""

@@ -13,45 +13,14 @@ eagle3   | Li et al. 2025: 0.8^i over seven simulated steps, no feature loss, so
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from echelon.heads.base import Head
+from echelon.heads.base import Head, Recipe
 from echelon.train.lessons import Lesson
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """`depth`: how many tokens ahead training looks; a head of fewer heads looks as far as it can. `first_depth`: no further than that in
-    the first part of a run, `first_part`, whose batches cost less. `rate`: peak learning rate, reached after `warm_up` steps (few: a head
-    starts on hidden states that mean something already) and falling to zero over the last part, `fall`, of a run; for these optimisers the
-    papers give none.
-    """
-
-    depth: int
-    decay: float
-    tokens: float
-    feature: float = 0.0
-    is_soft: bool = False
-    noise: float = 0.0
-    rate: float = 3e-3
-    warm_up: int = 20
-    fall: float = 0.25
-    first_part: float = 0.0
-    first_depth: int = 1
-
-
-RECIPES = {
-    "medusa": Recipe(depth=16, decay=0.8, tokens=1.0),
-    "clover": Recipe(depth=16, decay=0.8, tokens=1.0),
-    "clover2": Recipe(depth=5, decay=0.7, tokens=1.0, feature=10.0, is_soft=True),
-    "eagle": Recipe(depth=1, decay=1.0, tokens=0.1, feature=1.0, is_soft=True, noise=0.1),
-    "eagle3": Recipe(depth=7, decay=0.8, tokens=1.0, is_soft=True, rate=6e-3, fall=1.0, first_part=0.5, first_depth=2),
-}
 
 
 def depth_loss(head: Head, states: Tensor, given: Lesson, depth: int, recipe: Recipe) -> Tensor:

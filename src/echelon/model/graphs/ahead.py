@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.batch import RaggedBatch, Span
+from echelon.draft import RowVerdict, Verdict
 from echelon.model.graphs.buckets import Bucket, bucket_of, common, filled_up
 from echelon.model.graphs.buffers import Inputs, Layout, PlanFields, Words
 from echelon.model.graphs.graphs import Outputs
@@ -27,7 +28,7 @@ from echelon.model.runner import Runner
 from echelon.ops.triton.plan import SPLIT, PlanKey, Tables, plan_tables
 from echelon.ops.triton.sample import draw_columns, draw_rows, noise_keys
 from echelon.sampling import row_key
-from echelon.sequence import AheadRow
+from echelon.sequence import Plan, PlannedRow
 
 KNOWN = 2  # last tokens of a text that the device keeps
 NUM_COLUMNS = KNOWN + 4  # of a row, int64: place in the step in flight, tokens of its text, the last two, drafts, first token of its own
@@ -63,30 +64,56 @@ class _Pass:
 
 
 @dataclass(frozen=True)
-class Landing:
-    """What a step in flight will have found; `verdict` waits for it."""
+class DeviceStep:
+    """A step in flight. `found` int64[B, K + 2], in pinned memory of the host: see `_Step.forward`. The target's pass is the first."""
 
-    _found: Tensor  # int64[B, K + 2], in pinned memory of the host
-    _event: Any
-    _longest: Int64
-    _passes: list[tuple[Runner[Any], _Pass]]
+    plan: Plan
+    target: Runner[Any]
+    draft: Runner[Any] | None
+    found: Tensor
+    event: Any
+    passes: list[_Pass]
 
-    def verdict(self) -> list[tuple[list[int], int]]:
-        """Of every row the target's own tokens after the last known token and every drafted one (−1 where none could be chosen), and how
-        many of the drafted ones equal them, from the first on.
-        """
-        self._event.synchronize()
-        return [(own, accepted) for *own, accepted in self._found.tolist()]
+    def verdict(self) -> Verdict:
+        """Wait for the device; every row's accepted tokens, and the extra one, −1 where none could be chosen."""
+        self.event.synchronize()
+        self._count([len(row.sequence) if self.plan.awaits(row) else None for row in self.plan.rows])
+        return [
+            RowVerdict(row.max_draft_tokens, list(range(count)), tokens[:count], tokens[count])
+            for row, (*tokens, count) in zip(self.plan.rows, self.found.tolist(), strict=True)
+        ]
 
-    def count(self, lengths: Sequence[int | None]) -> None:
+    def commit(self, row: PlannedRow, kept: RowVerdict, is_followed: bool) -> None:
+        """Of a row without an extra token the last accepted one is fed again, so that the host sees why there is none."""
+        num_known = len(row.sequence) + len(kept.path) - (kept.next_token < 0)
+        tables = self.target.cache.tables
+        (tables.advance if is_followed else tables.commit)(row.sequence.id, num_known)
+        if self.draft is not None:
+            tables = self.draft.cache.tables
+            drafting = len(row.sequence) + row.max_draft_tokens - 1
+            num_read = drafting if row.max_draft_tokens else tables.num_cached(row.sequence.id)
+            (tables.advance if is_followed else tables.commit)(row.sequence.id, min(num_known, num_read))
+
+    def observe(self, rows: Sequence[PlannedRow], verdict: Verdict) -> None:
+        """Nothing to tell: the device drafted."""
+
+    def discard(self) -> None:
+        self._count([None] * len(self.plan.rows))
+
+    def _count(self, lengths: Sequence[int | None]) -> None:
         """Enter the passes in the books of their models, the texts having had these lengths; what was fed of a row without is padding."""
         is_real = np.array([n is not None for n in lengths])
-        surplus = self._longest - np.array([n or 0 for n in lengths])
-        for runner, one in self._passes:
+        surplus = np.array([row.longest for row in self.plan.rows]) - np.array([n or 0 for n in lengths])
+        for runner, one in zip(_runners(self.target, self.draft, self.passes), self.passes, strict=True):
             count = one.batch.num_rows
             kv_lens = np.where(is_real[:count], one.batch.kv_lens.numpy() - surplus[:count], 0)
             batch = replace(one.batch, kv_lens=torch.from_numpy(kv_lens))
             runner.count(batch, int(is_real[one.rows].sum()), one.bucket.num_tokens)
+
+
+def _runners(target: Runner[Any], draft: Runner[Any] | None, passes: Sequence[_Pass]) -> list[Runner[Any]]:
+    """Whose the passes are: the first the target's, all others the draft model's."""
+    return [target, *([draft] * (len(passes) - 1) if draft is not None else [])]
 
 
 class Ahead:
@@ -99,16 +126,17 @@ class Ahead:
         self._state = torch.zeros(1 + KNOWN, MOST_TOKENS, dtype=torch.int64, device=target.cache.device)  # lengths and last tokens of rows
 
     @torch.inference_mode()
-    def launch(self, rows: Sequence[AheadRow]) -> Landing | None:
+    def launch(self, plan: Plan) -> DeviceStep | None:
         """One step; None where it has to run otherwise, and then nothing has. Rows with longer drafts come first. Slots must have been
         reserved for the longest texts and their drafts.
         """
-        if self._graphs.is_refused or sum(1 + row.num_drafted for row in rows) > MOST_TOKENS:
+        rows = plan.rows
+        if self._graphs.is_refused or sum(1 + row.max_draft_tokens for row in rows) > MOST_TOKENS:
             return None
         own = self._target_pass(rows)
         drafting = self._draft_passes(rows)
-        passes = [(self._target, own), *((self._draft, one) for one in drafting if self._draft is not None)]
-        runners = list(dict.fromkeys(runner for runner, _ in passes))
+        passes = [own, *drafting]
+        runners = list(dict.fromkeys(_runners(self._target, self._draft, passes)))
         is_drawn = any(not row.sequence.params.is_greedy for row in rows)
         shape = Shape(filled_up(len(rows)), own.bucket, tuple(one.bucket for one in drafting), is_drawn)
         for runner in runners:
@@ -116,7 +144,7 @@ class Ahead:
         outputs = self._graphs.run(
             shape,
             lambda: _Step(_Frames(shape, [_Model.of(runner) for runner in runners], self._state.device), self._state),
-            lambda step: step.frames.fill(rows, [one for _, one in passes]),
+            lambda step: step.frames.fill(rows, passes),
         )
         if outputs is None:
             return None
@@ -126,31 +154,19 @@ class Ahead:
         host.copy_(found[: len(rows)], non_blocking=True)
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        return Landing(host, event, np.array([row.longest for row in rows]), passes)
+        return DeviceStep(plan, self._target, self._draft, host, event, passes)
 
-    def keep(self, row: AheadRow, num_known: int, is_followed: bool) -> None:
-        """Before its text grows: of the row's keys and values the first `num_known` stay. What is reserved beyond is given back unless the
-        row is in flight again.
-        """
-        for runner in (self._target, self._draft):
-            if runner is not None:
-                tables, cached = runner.cache.tables, num_known
-                if runner is self._draft:
-                    read = len(row.sequence) + row.num_drafted - 1 if row.num_drafted else tables.num_cached(row.sequence.id)
-                    cached = min(num_known, read)
-                (tables.advance if is_followed else tables.commit)(row.sequence.id, cached)
-
-    def _target_pass(self, rows: Sequence[AheadRow]) -> _Pass:
-        spans = [Span(r.sequence.id, r.longest - 1, [0] * (1 + r.num_drafted), 1 + r.num_drafted, r.longest) for r in rows]
+    def _target_pass(self, rows: Sequence[PlannedRow]) -> _Pass:
+        spans = [Span(r.sequence.id, r.longest - 1, [0] * (1 + r.max_draft_tokens), 1 + r.max_draft_tokens, r.longest) for r in rows]
         return _laid_out(self._target, rows, spans)
 
-    def _draft_passes(self, rows: Sequence[AheadRow]) -> list[_Pass]:
+    def _draft_passes(self, rows: Sequence[PlannedRow]) -> list[_Pass]:
         """The first reads what is known, each later one what the one before has chosen; the last drafted token is not read."""
         if self._draft is None:
             return []
         found: list[_Pass] = []
-        for place in range(rows[0].num_drafted):
-            members = [row for row in rows if row.num_drafted > place]
+        for place in range(rows[0].max_draft_tokens):
+            members = [row for row in rows if row.max_draft_tokens > place]
             new = 1 if place else KNOWN
             one = _laid_out(self._draft, members, [Span(r.sequence.id, r.longest + place - new, [0] * new, 1, r.longest) for r in members])
             logit_rows = np.zeros(len(rows), np.int64)
@@ -162,7 +178,7 @@ class Ahead:
         return found
 
 
-def _laid_out(runner: Runner[Any], rows: Sequence[AheadRow], spans: Sequence[Span]) -> _Pass:
+def _laid_out(runner: Runner[Any], rows: Sequence[PlannedRow], spans: Sequence[Span]) -> _Pass:
     """A pass over the step's first rows, as if their texts were as long as they may be."""
     assert runner.captured is not None
     batch = runner.pack(spans)
@@ -229,15 +245,15 @@ class _Frames:
         self._memory = torch.zeros(layout.num_words, dtype=torch.int32, device=device)
         self.columns, self.drawn = self._columns.view(self._memory), [field.view(self._memory) for field in self._drawn]
 
-    def fill(self, rows: Sequence[AheadRow], passes: Sequence[_Pass]) -> None:
+    def fill(self, rows: Sequence[PlannedRow], passes: Sequence[_Pass]) -> None:
         host = torch.zeros(len(self._memory), dtype=torch.int32, pin_memory=True)
         words = host.numpy()
         for place, (frame, given) in enumerate(zip(self._passes, passes, strict=True)):
             frame.fill(words, given, self._model(place).null_slots)
-        counts = [row.num_drafted for row in rows]
+        counts = [row.max_draft_tokens for row in rows]
         firsts = passes[0].batch.indptr[:-1].tolist()
         known = [row.sequence.tokens[-KNOWN:] for row in rows]
-        columns = ([r.source for r in rows], [len(r.sequence) for r in rows], *zip(*known, strict=True), counts, firsts)
+        columns = ([r.pending_row for r in rows], [len(r.sequence) for r in rows], *zip(*known, strict=True), counts, firsts)
         self._columns.put(words, np.array(columns, np.int64))
         if self._drawn:
             samplers = [row.sequence.sampler for row in rows]

@@ -25,12 +25,12 @@ from transformers import (
 )
 
 from echelon.checkpoint.build import without_memory
-from echelon.checkpoint.folder import Folder, first_line, refusing, shown
+from echelon.checkpoint.folder import Folder, refusing
 from echelon.checkpoint.schemas import GenerationSettings, ModelConfig, check_counts, refuse_own_code, refuse_quantised
 from echelon.checkpoint.tensors import Weights, open_weights, weight_files
 from echelon.config import check_settings
 from echelon.errors import ConfigError, ModelLoadError, UnsupportedModelError
-from echelon.inputs import check_kind, name_of
+from echelon.inputs import check_kind, first_line, name_of, shown
 from echelon.model.attention import IMPLEMENTATION
 from echelon.model.load.selftest import self_test
 from echelon.model.patches import PatchedForward

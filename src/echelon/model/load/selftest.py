@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 
 from echelon.batch import Span
 from echelon.errors import Refusal, UnsupportedModelError
+from echelon.inputs import first_line
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.model import pack as unpadded
@@ -66,10 +67,10 @@ def _small(cls: type[PreTrainedModel], config: Any, tokens: Tensor) -> Any:
             _eager(_twin(cls, small), tokens)
             return small
         except ImportError as error:
-            raise UnsupportedModelError.because(cls.__name__, Refusal.PACKAGE, _first_line(error)) from error
+            raise UnsupportedModelError.because(cls.__name__, Refusal.PACKAGE, first_line(error)) from error
         except Exception as error:  # whatever the framework raises
             errors.append(error)
-    raise UnsupportedModelError.because(cls.__name__, Refusal.INPUTS, _first_line(errors[-1])) from errors[-1]
+    raise UnsupportedModelError.because(cls.__name__, Refusal.INPUTS, first_line(errors[-1])) from errors[-1]
 
 
 def _check_size(cls: type[PreTrainedModel], config: Any) -> None:
@@ -129,10 +130,6 @@ def _keeps_state(twin: PreTrainedModel, tokens: Tensor) -> bool:
     return any(isinstance(x, LinearAttentionCacheLayerMixin) or (isinstance(x, DynamicLayer) and type(x) not in plain) for x in layers)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
 def _difference(expected: Tensor, got: Tensor) -> float:
     """Largest difference, relative to the largest logit."""
     return float((expected - got).abs().max() / expected.abs().max())
@@ -155,7 +152,7 @@ def _ragged(twin: PreTrainedModel, rows: list[Tensor], split: int) -> list[Tenso
         name = type(twin).__name__
         raise UnsupportedModelError(f"{error}" if name in str(error) else f"{name}: {error}", error.refusal) from error
     except Exception as error:  # a model that fails inside is refused by name, whatever it raises
-        raise UnsupportedModelError(f"{type(twin).__name__} cannot run as a ragged batch: {_first_line(error)}") from error
+        raise UnsupportedModelError(f"{type(twin).__name__} cannot run as a ragged batch: {first_line(error)}") from error
 
 
 def _run(twin: PreTrainedModel, rows: list[Tensor], split: int) -> list[Tensor]:

@@ -25,8 +25,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 from echelon.model.attention import CONTEXT_KEYWORD, AttentionContext, LayerCall
 from echelon.model.patches import PatchedForward
 from echelon.model.patches.elementwise import gate_of
-from echelon.ops import devices, elementwise
-from echelon.ops.elementwise import Activation
+from echelon.ops import devices
+from echelon.ops.contract import Activation
 
 TOKENS = 6
 LAYERS = {  # with the attention within
@@ -73,19 +73,19 @@ class DecoderLayerForward:
 
     def run(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
         """hidden_states [1, T, d], cos and sin [1, T, R] → [1, T, d]."""
-        count, call = hidden_states.shape[1], self.call
+        count, call, backend = hidden_states.shape[1], self.call, devices.backend_of(hidden_states)
         x = self.input_norm(hidden_states)
         query = self.query(x).view(1, count, *call.query.shape[1:])
         key = self.key(x).view(1, count, *call.key.shape[1:])
         value = self.value(x).view(count, *call.value.shape[1:])
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        query = elementwise.rotate(query.transpose(1, 2), cos, sin)[0].transpose(0, 1)
-        key = elementwise.rotate(key.transpose(1, 2), cos, sin)[0].transpose(0, 1)
+        query = backend.rotate(query.transpose(1, 2), cos, sin)[0].transpose(0, 1)
+        key = backend.rotate(key.transpose(1, 2), cos, sin)[0].transpose(0, 1)
         attended = context.attend(LayerCall(call.layer, query, key, value, call.scale, call.window, call.softcap, call.sinks))
         hidden_states = hidden_states + self.output(attended.reshape(1, count, -1))
         x = self.mlp_norm(hidden_states)
-        return hidden_states + self.down(elementwise.activate(self.gate(x), self.activation, self.up(x)))
+        return hidden_states + self.down(backend.activate(self.gate(x), self.activation, self.up(x)))
 
 
 class _Echo:

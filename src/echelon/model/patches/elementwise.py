@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.model.patches import PatchedForward, trials
-from echelon.ops import devices, elementwise
-from echelon.ops.elementwise import Activation, RmsWeight
+from echelon.ops import devices
+from echelon.ops.contract import Activation, RmsWeight
 
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # relative to the largest value
 ROTARY = "apply_rotary_pos_emb"  # what attention modules of `transformers` call
@@ -92,7 +92,7 @@ class _Finder:
         if not origin.startswith(("transformers.activations", "torch.nn.modules.activation")):
             return None
         kind = trials.activation_of(module, self._device)
-        return None if kind is None else functools.partial(elementwise.activate, kind=kind)
+        return None if kind is None else functools.partial(_activate, kind)
 
     def _gated_mlp(self, module: nn.Module) -> Forward | None:
         act = getattr(module, "act_fn", getattr(module, "activation_fn", None))
@@ -138,7 +138,8 @@ class _Finder:
 
 def rotate_both(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Query [1, H, T, D] and key [1, Hkv, T, D] with their rotary embedding."""
-    return elementwise.rotate(query, cos, sin), elementwise.rotate(key, cos, sin)
+    backend = devices.backend_of(query)
+    return backend.rotate(query, cos, sin), backend.rotate(key, cos, sin)
 
 
 def _norms(is_rms: bool) -> list[Forward]:
@@ -147,21 +148,25 @@ def _norms(is_rms: bool) -> list[Forward]:
 
 
 def _rms_norm(how: RmsWeight, module: Any, eps: float, x: Tensor) -> Tensor:
-    return elementwise.rms_norm(x, module.weight, eps, how)
+    return devices.backend_of(x).rms_norm(x, module.weight, eps, how)
 
 
 def _layer_norm(module: Any, eps: float, x: Tensor) -> Tensor:
-    return elementwise.layer_norm(x, module.weight, getattr(module, "bias", None), eps)
+    return devices.backend_of(x).layer_norm(x, module.weight, getattr(module, "bias", None), eps)
+
+
+def _activate(kind: Activation, x: Tensor) -> Tensor:
+    return devices.backend_of(x).activate(x, kind)
 
 
 def _split_mlp(module: Any, kind: Activation, x: Tensor) -> Tensor:
-    out: Tensor = module.down_proj(elementwise.activate(module.gate_proj(x), kind, module.up_proj(x)))
+    out: Tensor = module.down_proj(devices.backend_of(x).activate(module.gate_proj(x), kind, module.up_proj(x)))
     return out
 
 
 def _joint_mlp(module: Any, kind: Activation, x: Tensor) -> Tensor:
     gate, up = module.gate_up_proj(x).chunk(2, dim=-1)
-    out: Tensor = module.down_proj(elementwise.activate(gate, kind, up))
+    out: Tensor = module.down_proj(devices.backend_of(x).activate(gate, kind, up))
     return out
 
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.model.patches import PatchedForward, trials
-from echelon.ops import ROWS_PER_CALL
-from echelon.ops.linear import PackedWeight, packed_linear
+from echelon.ops import ROWS_PER_CALL, devices
+from echelon.ops.contract import Activation, PackedWeight
 
 STACKED = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -27,8 +27,8 @@ class Projection:
     weights: list[PackedWeight]
     biases: list[Tensor | None]
 
-    def __call__(self, expert: int, x: Tensor, activation: str = "none", float32: bool = False) -> Tensor:
-        return packed_linear(x, self.weights[expert], self.biases[expert], activation=activation, float32=float32)
+    def __call__(self, expert: int, x: Tensor, activation: Activation = Activation.NONE, float32: bool = False) -> Tensor:
+        return devices.backend_of(x).packed_linear(x, self.weights[expert], self.biases[expert], activation, float32)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Experts:
     gate: Projection | None
     up: Projection
     down: Projection
-    activation: str
+    activation: Activation
 
     def hidden(self, expert: int, x: Tensor) -> Tensor:
         """x [n, K] → [n, I]: what goes into the expert's down projection."""
@@ -69,7 +69,7 @@ def patch_experts(module: Any, absent: Callable[[tuple[int, ...], Tensor], Tenso
         up = _projection(module, "gate_up_proj", slice(size, None), is_fast)
     else:
         up = _projection(module, "gate_up_proj" if module.has_gate else "up_proj", slice(None), is_fast)
-    experts = Experts(module, gate, up, _projection(module, "down_proj", slice(None), is_fast), activation or "none")
+    experts = Experts(module, gate, up, _projection(module, "down_proj", slice(None), is_fast), activation or Activation.NONE)
     module.forward = PatchedForward(_forward, experts)
     for name in STACKED:
         if absent is not None and name in module._parameters:
@@ -77,13 +77,12 @@ def patch_experts(module: Any, absent: Callable[[tuple[int, ...], Tensor], Tenso
             module._parameters[name] = nn.Parameter(absent(tuple(stacked.shape), stacked), requires_grad=False)
 
 
-def _activation(module: Any) -> str | None:
-    """Name of the experts' activation for `packed_linear`, or None."""
+def _activation(module: Any) -> Activation | None:
+    """The activation of the experts, if `packed_linear` has it."""
     function = getattr(module, "act_fn", None)
     if isinstance(function, nn.ReLU):
-        return "relu"
-    kind = None if function is None else trials.activation_of(function, module.down_proj.device)
-    return None if kind is None else kind.name.lower()
+        return Activation.RELU
+    return None if function is None else trials.activation_of(function, module.down_proj.device)
 
 
 def _projection(module: Any, name: str, columns: slice, is_fast: bool) -> Projection:
@@ -91,7 +90,7 @@ def _projection(module: Any, name: str, columns: slice, is_fast: bool) -> Projec
     stacked = getattr(module, name).detach()
     stacked = stacked.transpose(1, 2) if module.is_transposed else stacked
     biases = getattr(module, f"{name}_bias").detach().float()[:, columns].contiguous() if module.has_bias else [None] * len(stacked)
-    return Projection([PackedWeight.pack(weight[columns], is_fast) for weight in stacked], list(biases))
+    return Projection([devices.backend_of(weight).pack(weight[columns], is_fast) for weight in stacked], list(biases))
 
 
 def _forward(experts: Experts, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from echelon.model.patches import PatchedForward
 from echelon.model.patches.experts import is_experts, patch_experts
 from echelon.model.patches.weights import SERVED_DTYPES, PackedParameter, absent
 from echelon.ops import devices
-from echelon.ops.linear import PackedWeight, packed_linear
+from echelon.ops.contract import PackedWeight
 
 LINEAR = (nn.Linear, Conv1D)
 GIVEN_UP = (nn.Linear, nn.Embedding)  # they read the packed weight in place of their own
@@ -35,7 +35,7 @@ TRIED = (1, 2, 3, 5, 8, 13, 16, 17, 32, 33, 63, 64)  # rows of calls that must g
 
 def _linear(packed: PackedWeight, bias: Tensor | None, float32: bool, x: Tensor) -> Tensor:
     """x [..., K] → [..., N]."""
-    return packed_linear(x, packed, bias, float32=float32)
+    return devices.backend_of(x).packed_linear(x, packed, bias, float32=float32)
 
 
 def _fixed(module: nn.Module, counts: ops.RowCounts, x: Tensor) -> Tensor:
@@ -91,7 +91,8 @@ def _serve_packed(model: nn.Module, keep_weights: bool, is_fast: bool, in_place:
         elif is_plain_linear(module):
             if not isinstance(module.weight, PackedParameter) and id(module.weight) not in packed:
                 may_overwrite = id(module.weight) in alone and all(isinstance(m, GIVEN_UP) for m in holders[id(module.weight)])
-                packed[id(module.weight)] = PackedWeight.pack(_weight(module).detach(), is_fast, may_overwrite)
+                weight = _weight(module).detach()
+                packed[id(module.weight)] = devices.backend_of(weight).pack(weight, is_fast, may_overwrite)
             _serve_weight(module, packed, holders, keep_weights, module is output)
         elif not _serve_own_forward(module, keep_weights, is_fast):
             continue

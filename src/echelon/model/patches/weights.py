@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.ops.linear import PackedWeight, packed_linear
+from echelon.ops import devices
+from echelon.ops.contract import PackedWeight
 
 SERVED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CONVERSIONS = {
@@ -51,7 +52,7 @@ class PackedParameter(torch.Tensor):
         data = stacked.data if keep_weights else absent(tuple(stacked.shape), stacked)
         parameter = cls._made(data, None, stacked if keep_weights else None, is_fast)
         for i, weight in enumerate(stacked.detach()):
-            parameter.entries[i] = cls.of(PackedWeight.pack(weight, is_fast), None)  # type: ignore[attr-defined]
+            parameter.entries[i] = cls.of(devices.backend_of(weight).pack(weight, is_fast), None)  # type: ignore[attr-defined]
         return parameter
 
     @classmethod
@@ -66,7 +67,7 @@ class PackedParameter(torch.Tensor):
         """The packed weight, made at first use."""
         if self._packed is None:
             assert self.original is not None
-            self._packed = PackedWeight.pack(self.original.detach(), self.is_fast)
+            self._packed = devices.backend_of(self.original).pack(self.original.detach(), self.is_fast)
         return self._packed
 
     @property
@@ -77,8 +78,10 @@ class PackedParameter(torch.Tensor):
     def converted(self, dtype: torch.dtype) -> Tensor:
         """Return this weight in another dtype, packed once."""
         if dtype not in self.entries:
-            values = self.packed.rows(torch.arange(self.packed.columns, device=self.packed.data.device))
-            self.entries[dtype] = PackedParameter.of(PackedWeight.pack(values.to(dtype), self.is_fast), None)
+            data = self.packed.data
+            backend = devices.backend_of(data)
+            values = backend.packed_rows(self.packed, torch.arange(self.packed.columns, device=data.device))
+            self.entries[dtype] = PackedParameter.of(backend.pack(values.to(dtype), self.is_fast), None)
         return self.entries[dtype]
 
     @classmethod
@@ -101,11 +104,15 @@ def _linear(_: Any, args: Any, keywords: dict[str, Any]) -> Tensor | None:
     if len(args) < 2 or not _is_matrix(args[1]):
         return None
     bias = args[2] if len(args) > 2 else keywords.get("bias")
-    return packed_linear(args[0], args[1].packed, None if bias is None else bias.float())
+    packed = args[1].packed
+    return devices.backend_of(packed.data).packed_linear(args[0], packed, None if bias is None else bias.float())
 
 
 def _embedding(_: Any, args: Any, __: dict[str, Any]) -> Tensor | None:
-    return args[1].packed.rows(args[0]) if len(args) > 1 and _is_matrix(args[1]) else None
+    if len(args) < 2 or not _is_matrix(args[1]):
+        return None
+    packed = args[1].packed
+    return devices.backend_of(packed.data).packed_rows(packed, args[0])
 
 
 def _convert(func: Any, args: Any, keywords: dict[str, Any]) -> Tensor | None:

@@ -168,7 +168,7 @@ def ragged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`echelon.ops.attention.ragged_attention` on a device, where query, keys, values and sinks are; the batch may stay on the host."""
+    """`contract.Backend.ragged_attention` on a device, where query, keys, values and sinks are; the batch may stay on the host."""
     key = plan_key(query, keys.shape[1], window)
     plan: Plan = batch.plans.get(key) or batch.plans.setdefault(key, plan_attention(batch, key, keys.device))
     return planned_attention(query, keys, values, plan, batch.block_size, scale, window, softcap, sinks)

@@ -1,4 +1,4 @@
-"""Row-wise operations around the linear layers, and the way of keys and values to their slots: `echelon.ops.elementwise` on a device.
+"""Row-wise operations around the linear layers, and the writing of keys and values to their slots.
 
 All compute in float32 and round once. A program holds a whole row (or a piece of fixed size where places do not meet), so that the order
 of additions depends on the size of a row alone.
@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from echelon.ops.elementwise import Activation, RmsWeight
+from echelon.ops.contract import Activation, RmsWeight
 from echelon.ops.triton.launch import EXACT, narrow, power_of_two
 
 PIECE = 1024  # values of a row that one program activates
+RELU, SILU, GELU, GELU_TANH = (tl.constexpr(int(a)) for a in (Activation.RELU, Activation.SILU, Activation.GELU, Activation.GELU_TANH))
 
 
 @triton.jit
@@ -52,12 +53,16 @@ def _activate(x, other, out, x_row, other_row, size, piece: tl.constexpr, kind: 
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * piece + tl.arange(0, piece)
     v = tl.load(x + row * x_row + i, i < size, other=0.0).to(tl.float32)
-    if kind == 0:
+    if kind == SILU:
         y = v / (1.0 + tl.exp(tl.minimum(-v, 88.0)))
-    elif kind == 1:  # (1 + tanh u) / 2 = 1 / (1 + exp(−2u))
+    elif kind == GELU_TANH:  # (1 + tanh u) / 2 = 1 / (1 + exp(−2u))
         y = v / (1.0 + tl.exp(tl.minimum(-1.59576912 * (v + 0.044715 * v * v * v), 88.0)))
-    else:
+    elif kind == GELU:
         y = v * 0.5 * (1.0 + tl.erf(v * 0.70710678))
+    elif kind == RELU:
+        y = tl.where(v < 0.0, 0.0, v)
+    else:
+        y = v
     if has_other:
         y *= tl.load(other + row * other_row + i, i < size, other=0.0).to(tl.float32)
     tl.store(out + row * size + i, narrow(y, out.dtype.element_ty), i < size)

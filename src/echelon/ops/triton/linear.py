@@ -14,7 +14,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 
+from echelon.ops.contract import Activation, PackedWeight
+from echelon.ops.triton.elementwise import activate
 from echelon.ops.triton.launch import EXACT, dot, narrow
 
 ROWS, COLUMNS = 128, 128  # of a block; other shapes could be other instructions, which add in other orders
@@ -98,3 +101,20 @@ def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None, floa
             is_shared=is_shared, rows=ROWS, columns=COLUMNS, step=step, has_bias=bias is not None, num_warps=8, num_stages=4, **EXACT,
         )  # fmt: skip
     return out.view(*x.shape[:-1], num_columns)
+
+
+def packed_linear(
+    x: Tensor, packed: PackedWeight, bias: Tensor | None = None, activation: Activation = Activation.NONE, float32: bool = False
+) -> Tensor:
+    """x [..., K], bias [N] → [..., N]. What comes after the sum is element by element, and so the same for any number of rows.
+
+    The vendor's library gives x's dtype alone: float32, as the output layer wants it, is always Triton's.
+    """
+    is_rounded = activation == Activation.NONE and not float32
+    if packed.is_fast and not float32:
+        out = F.linear(x, packed.data, None if bias is None else bias.to(x.dtype))
+    else:
+        out = linear_invariant(x, packed.data, bias, float32=not is_rounded)
+    if activation != Activation.NONE:
+        out = activate(out, activation)
+    return out if float32 else out.to(x.dtype)

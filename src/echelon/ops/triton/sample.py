@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.ops.triton.launch import EXACT
-from echelon.sampling import noise_key
+from echelon.sampling import Sampler, noise_key
 
 BLOCK = 512
 GOLDEN, FIRST, SECOND = (
@@ -151,23 +151,15 @@ def _sample_rows(logits, temperatures, top_ks, top_ps, log_min_ps, keys, tokens,
     tl.store(tokens + row, token.to(tl.int64))
 
 
-def sample_rows(
-    logits: Tensor,
-    temperature: Sequence[float],
-    top_k: Sequence[int],
-    top_p: Sequence[float],
-    min_p: Sequence[float],
-    seed: Sequence[int],
-    index: Sequence[int],
-    position: Sequence[int],
-) -> Tensor:
-    """The token of each row of float32 [R, V] logits, after everything that may change their order: int64 [R], on their device.
-
-    By `min_p`, `top_k`, `top_p` and keyed noise, as in `echelon.sampling`; the first largest where the temperature is 0; −1 where a logit
-    is NaN or the largest is not finite.
-    """
-    columns = draw_columns(temperature, top_k, top_p, min_p, [noise_key(*place) for place in zip(seed, index, position, strict=True)])
-    return draw_rows(logits, *(torch.from_numpy(column).to(logits.device, non_blocking=True) for column in columns))
+def sample_rows(logits: Sequence[Tensor], samplers: Sequence[Sampler], positions: Sequence[int]) -> list[int]:
+    """The token of each row of logits float32 [V]; the first largest where the temperature is 0."""
+    params = [s.params for s in samplers]
+    keys = [noise_key(s.seed, s.index, position) for s, position in zip(samplers, positions, strict=True)]
+    filters = ([p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params])
+    columns = draw_columns([p.temperature for p in params], *filters, keys)
+    rows = torch.stack(list(logits))
+    tokens: list[int] = draw_rows(rows, *(torch.from_numpy(column).to(rows.device, non_blocking=True) for column in columns)).tolist()
+    return tokens
 
 
 def draw_columns(
@@ -181,7 +173,10 @@ def draw_columns(
 
 
 def draw_rows(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor, noise_keys: Tensor) -> Tensor:
-    """`sample_rows` with `draw_columns` on the device."""
+    """The token of each row of float32 [R, V] logits, after everything that may change their order: int64 [R].
+
+    Everything is on the device, the rest as `draw_columns` gives it. −1 where a logit is NaN or the largest is not finite.
+    """
     logits = logits.contiguous()
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):

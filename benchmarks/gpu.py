@@ -1,0 +1,375 @@
+"""What must hold on a CUDA device, measured cell by cell, in one table: `scripts/gpu_check.sh [--fresh] [--minutes N] [PREFIX ...]`.
+
+A cell's record goes to docs/evidence/gpu_check.json: `lines` of the table [what, measured, goal, does it hold (None: there is no goal)],
+and what they were made from. One that was measured with the same settings and commit on the same device is not measured again; none is
+begun after `--minutes`. Without a CUDA device nothing is measured (exit 2); `--device cpu --small` runs the same code on tiny models, where
+speeds mean nothing. Exit 1: something does not hold, or has not been measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import OPTConfig
+
+from benchmarks.gpu_report import gpu_table
+from benchmarks.prefill import PrefilledRun, Prefix, bytes_per_token, decode, write_prefixes
+from benchmarks.replayed import AcceptanceHistogram, replay, rescaled
+from benchmarks.results import PUBLISHED
+from benchmarks.workloads import EVIDENCE, NUM_TEXTS, ROOT, Beginnings, source
+from echelon import LLM, ConfigError, SamplingParams
+from echelon.bench.cells import Cell, Record, Records, chosen, run_cells
+from echelon.bench.clock import clock_of, kernel_seconds
+from echelon.bench.framework import FrameworkRun
+from echelon.bench.kernels import measure_attention, measure_machine
+from echelon.bench.latency import sequence_of
+from echelon.bench.report import described, write_json
+from echelon.bench.shapes import opt, plain_with_random_weights, with_random_weights
+from echelon.bench.step import packed_weights
+from echelon.bench.throughput import DecodingMethod, ThroughputResult, environment, measure
+from echelon.bench.verify import VerificationJob, verify_dtype
+from echelon.cli.verify import as_json as verified_as_json
+from echelon.demo import DRAFT, TARGET
+from echelon.model.load.loading import LoadedModel, load_model
+from echelon.ops.devices import chosen_device
+
+OUTPUT = EVIDENCE / "gpu_check.json"
+TEST_SECONDS = 150  # that the tests may take
+HISTOGRAMS = EVIDENCE / "benchmarks" / "histogram.json"
+PADDINGS = {"padded": "vanilla", "padded-inputs": "unpad KV only", "padded-kv": "unpad inputs only", "unpadded": "EMS"}
+SPEED_UPS = {1: 3.94, 2: 3.50, 4: 2.83, 8: 2.17, 16: 1.63, 24: 1.41}  # EMS-SD, Table 2: OPT-6.7B with LLMA, EMS over plain decoding
+TOKENS_PER_STEP = 4.2  # 3.94 times the speed of plain decoding at batch 1 takes about as much
+LAUNCHED = "replay LLMA, no graphs"  # what padded strategies never have
+COPIED, DRAFTED = 7, 4  # tokens that LLMA copies, and that the draft model drafts
+GREATEST_GAP, SHARE_OF_COPY, ATTENTION_SHARE = 0.05, 0.8, 0.75
+EQUALITY = {
+    "none": None,
+    "ngram": {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 2},
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": 4},
+    "tree": {"method": "draft_model", "tree": "dynamic", "num_speculative_tokens": 8, "tree_top_k": 3, "tree_depth": 4},
+}
+Line = list[Any]
+
+
+@dataclass(frozen=True)
+class DeviceSize:
+    """How large everything is. Models are OPT: hidden, layers, heads. Contexts are those of EMS-SD: up to 1,919 tokens of an article."""
+
+    models: tuple[tuple[str, tuple[int, int, int]], ...] = (("OPT-6.7B", (4096, 32, 32)), ("OPT-2.7B", (2560, 32, 32)))
+    draft: tuple[int, int, int] = (768, 12, 12)
+    vocabulary: int = 50272
+    prompt_tokens: tuple[int, int] = (384, 1919)
+    new_tokens: int = 128
+    table_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 24)
+    plain_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    plain_context: int = 512
+    plain_steps: int = 48
+    fast_batches: tuple[int, ...] = (1, 8, 32)  # of plain decoding by the numerics that the table has not
+    framework_batches: tuple[int, ...] = (1, 8)
+    equality_batches: tuple[int, ...] = (1, 8, 32)
+    equality_prompts: int = 32
+    equality_prompt_tokens: int = 64
+    equality_tokens: int = 24
+    attention: tuple[int, int, int] = (32, 32, 128)  # heads, key/value heads, head size
+    attention_context: int = 4096
+
+
+SMALL = DeviceSize(
+    models=(("tiny", (64, 2, 2)),),
+    draft=(32, 1, 2),
+    vocabulary=256,
+    prompt_tokens=(8, 20),
+    new_tokens=8,
+    table_batches=(1, 2),
+    plain_batches=(2,),
+    fast_batches=(2,),
+    plain_context=16,
+    plain_steps=4,
+    framework_batches=(2,),
+    equality_batches=(1, 2),
+    equality_prompts=2,
+    equality_prompt_tokens=12,
+    equality_tokens=4,
+    attention=(2, 2, 32),
+    attention_context=64,
+)
+
+
+class DeviceModels:
+    """What cells share. Of the large models one lives at a time."""
+
+    def __init__(self, size: DeviceSize, device: torch.device) -> None:
+        self.size, self.device = size, device
+        self._held: tuple[tuple[str, str], LoadedModel, Beginnings] | None = None
+
+    @cached_property
+    def copy_gb(self) -> float:
+        """GB/s that the device's memory copies at, bytes read and written."""
+        return measure_machine(self.device).copy_gb
+
+    @cached_property
+    def texts(self) -> list[list[int]]:
+        longest = max(self.size.prompt_tokens[1], self.size.plain_context)
+        texts: list[list[int]] = np.random.default_rng(0).integers(5, self.size.vocabulary, (NUM_TEXTS, longest)).tolist()
+        return texts
+
+    def config(self, shape: tuple[int, int, int]) -> OPTConfig:
+        """With places enough for the dead slots that padding leaves in a row."""
+        config = opt(*shape, self.size.vocabulary)
+        config.max_position_embeddings = self.size.prompt_tokens[1] + (COPIED + 1) * self.size.new_tokens + self.size.plain_context
+        return config
+
+    def lengths(self, count: int) -> list[int]:
+        """Of prompts of random tokens."""
+        drawn: list[int] = np.random.default_rng(1).integers(*self.size.prompt_tokens, count, endpoint=True).tolist()
+        return drawn
+
+    @cached_property
+    def draft(self) -> LoadedModel:
+        return with_random_weights(self.config(self.size.draft), "draft", torch.float16, self.device.type)
+
+    def target(self, name: str, numerics: str) -> tuple[LoadedModel, Beginnings]:
+        """The model with random float16 weights, and prompts that it has read."""
+        if self._held is None or self._held[0] != (name, numerics):
+            self._held = None
+            self.free()
+            config = self.config(dict(self.size.models)[name])
+            loaded = with_random_weights(config, name, torch.float16, self.device.type, numerics)
+            self._held = (name, numerics), loaded, Beginnings.read(loaded, self.texts, numerics=numerics)
+        return self._held[1:]
+
+    def free(self) -> None:
+        """What nothing refers to any more; engines know themselves through their captured steps, and only the collector finds them."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class DeviceCells:
+    """What is measured on a device, the most important first."""
+
+    def __init__(self, size: DeviceSize, device: torch.device, numerics: str) -> None:
+        self.size, self.device, self.numerics = size, device, numerics
+        self.models = DeviceModels(size, device)
+
+    @cached_property
+    def all(self) -> list[Cell]:
+        size, main = self.size, self.size.models[0][0]
+        cells: dict[str, Callable[[], Record]] = {"tests": tests, "attention": self.attention}
+        for dtype in ("float32", "bfloat16", "float16"):
+            cells[f"equality-{dtype}"] = partial(self.equality, dtype, "invariant", size.equality_batches)
+        cells |= {f"table-{main}-{batch:02d}": partial(self.table, main, batch) for batch in size.table_batches}
+        other = "fast" if self.numerics == "invariant" else "invariant"
+        for numerics, batches in ((self.numerics, size.plain_batches), (other, size.fast_batches)):
+            cells |= {f"plain-{numerics}-{batch:02d}": partial(self.plain, numerics, batch) for batch in batches}
+        for name, _ in size.models[1:]:
+            cells |= {f"table-{name}-{batch:02d}": partial(self.table, name, batch) for batch in size.table_batches}
+        for dtype in ("bfloat16", "float16"):
+            cells[f"fast-{dtype}"] = partial(self.equality, dtype, "fast", size.equality_batches[1:])
+        cells |= {f"transformers-{batch:02d}": partial(self.framework, batch) for batch in size.framework_batches}
+        return [Cell(name, measure) for name, measure in cells.items()]
+
+    def params(self, num_tokens: int) -> SamplingParams:
+        return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+
+    def equality(self, dtype: str, numerics: str, batches: tuple[int, ...]) -> Record:
+        """The lossless suite on the embedded pair, through `verify`: drafters × batch sizes, rows entering as others finish."""
+        size = self.size
+        ragged = source(load_model(str(TARGET)), size.equality_prompts, size.equality_prompt_tokens)
+        request = VerificationJob(str(TARGET), ragged, EQUALITY, size.equality_tokens, device=self.device.type, numerics=numerics)
+        results = list(verify_dtype(request, dtype, ["unpadded"], batches, str(DRAFT), has_control=False))
+        num_rows, num_exact = sum(r.num_rows for r in results), sum(r.num_exact for r in results)
+        num_faults = sum(r.num_faults for r in results)
+        measured = f"{num_exact} of {num_rows} rows"
+        if numerics == "fast":
+            measured += f"; of the others {num_rows - num_exact - num_faults} are ties"
+        goal, holds = ("all", num_exact == num_rows) if numerics == "invariant" else ("ties alone", num_faults == 0)
+        line = [f"text of plain decoding alone, {dtype}, {numerics}, batch {', '.join(map(str, batches))}", measured, goal, holds]
+        return {"lines": [line], "results": [verified_as_json(r) for r in results]}
+
+    def table(self, name: str, batch: int) -> Record:
+        """EMS-SD's Table 2: random float16 weights, acceptance replayed with the histograms of the embedded pair, LLMA's moved."""
+        target, random = self.models.target(name, self.numerics)
+        lengths = self.models.lengths(max(self.size.table_batches))[:batch]
+        prompts, prefixes = random.prompts(lengths), random.of(lengths)
+        measured = json.loads(HISTOGRAMS.read_text("utf-8"))["histograms"]
+        laws = [rescaled(measured["LLMA"], TOKENS_PER_STEP), measured["draft model"]]
+        copied, drafted = (partial(replay, law=AcceptanceHistogram.from_counts(entries, str(HISTOGRAMS))) for entries in laws)
+        copies = {"method": "ngram", "num_speculative_tokens": COPIED}
+        small = {"method": "draft_model", "num_speculative_tokens": DRAFTED}
+        methods = [DecodingMethod("plain", None)]
+        methods += [DecodingMethod("replay LLMA", copies, strategy, copied) for strategy in PADDINGS]
+        ablated = PADDINGS if name == self.size.models[0][0] else ("padded", "unpadded")
+        methods += [DecodingMethod("replay draft model", small, strategy, drafted) for strategy in ablated]
+        runs = [self._run(method, target, prefixes) for method in methods]
+        runs.insert(1, self._run(DecodingMethod(LAUNCHED, copies, "unpadded", copied), target, prefixes, enforce_eager=True))
+        results = measure(target, self.models.draft, [], prompts, self.params(self.size.new_tokens), batch, 1, [], said, runs)
+        return {"lines": table_lines(name, batch, results), "results": [asdict(r) for r in results]}
+
+    def _run(self, method: DecodingMethod, target: LoadedModel, prefixes: list[Prefix], **settings: Any) -> PrefilledRun:
+        a_step = COPIED + 1 if method.strategy in ("padded", "padded-kv") else 1  # as EMS-SD reserves, for the dead slots of every step
+        longest = self.size.prompt_tokens[1] + self.size.new_tokens * a_step
+        return PrefilledRun(method, target, self.models.draft, prefixes, longest, num_rehearsals=2, numerics=self.numerics, **settings)
+
+    def plain(self, numerics: str, batch: int) -> Record:
+        """What share of the memory's speed plain decoding reaches, and how long the device waits for the host."""
+        name = self.size.models[0][0]
+        seconds, busy, num_bytes = self._plain_step(name, numerics, batch)
+        share, what = num_bytes / seconds / 1e9 / self.models.copy_gb, f"plain decoding, {name}, {numerics}, batch {batch}"
+        is_ours = numerics == self.numerics
+        lines: list[Line] = [
+            [f"{what}: share of copying", f"{share:.2f} ({1e3 * seconds:.2f} ms)", f"{SHARE_OF_COPY}", share >= SHARE_OF_COPY]
+        ]
+        if busy is not None:
+            gap = max(0.0, 1.0 - busy / seconds)
+            lines.append([f"{what}: the device waits", f"{gap:.1%}", f"{GREATEST_GAP:.0%}", gap <= GREATEST_GAP])
+        if not is_ours:
+            lines = [[*line[:3], None] for line in lines]
+        return {"lines": lines, "seconds_a_step": seconds, "busy": busy, "bytes": num_bytes, "copy_gb": self.models.copy_gb}
+
+    def _plain_step(self, name: str, numerics: str, batch: int) -> tuple[float, float | None, float]:
+        """Seconds of a step, those that the device works in it (None on the CPU), and bytes of weights, keys and values that it reads."""
+        self.models.free()
+        size, (target, random) = self.size, self.models.target(name, numerics)
+        num_steps, now = size.plain_steps, clock_of(self.device)
+        prompts, prefixes = random.prompts([size.plain_context] * batch), random.of([size.plain_context] * batch)
+        longest = size.plain_context + 2 * num_steps + 2
+        llm = LLM(target, max_num_seqs=batch, max_model_len=longest, refill=False, numerics=numerics)
+        decode(llm, prompts, self.params(2 * num_steps + 2), prefixes)  # compiles, and captures every bucket that will be met
+        sequences = [sequence_of(llm, row, p, self.params(2 * num_steps + 2)) for row, p in enumerate(prompts)]
+        write_prefixes(llm.engine.target, range(batch), prefixes)
+        for sequence in sequences:
+            llm.engine.add(sequence)
+        llm.engine.step()
+        start = now()
+        step_often(llm, num_steps)
+        seconds = (now() - start) / num_steps
+        busy = None
+        if self.device.type == "cuda":
+            busy = sum(kernel_seconds(partial(step_often, llm, num_steps), self.device).values()) / num_steps
+        weights = sum(w.nbytes for w in packed_weights(target))
+        return seconds, busy, weights + batch * (size.plain_context + num_steps / 2) * bytes_per_token(target)
+
+    def attention(self) -> Record:
+        """Keys and values read, over what copying moves in the same time."""
+        size, new = self.size, 8
+        (speed,) = measure_attention(*size.attention, [new], "float16", self.device, size.attention_context)
+        share = speed.gb / self.models.copy_gb
+        what = f"attention, 8 rows × {size.attention_context:,} tokens × {new} new ones: share of copying"
+        line = [what, f"{share:.2f} ({speed.milliseconds:.3f} ms)", f"{ATTENTION_SHARE}", share >= ATTENTION_SHARE]
+        return {"lines": [line], "results": asdict(speed), "copy_gb": self.models.copy_gb}
+
+    def framework(self, batch: int) -> Record:
+        """Plain decoding of `transformers` with a static cache, which it compiles on CUDA, beside ours."""
+        name, shape = self.size.models[0]
+        ours, _, _ = self._plain_step(name, self.numerics, batch)
+        self.models.free()  # the engine; there is room for the same weights twice
+        prompts = Beginnings(self.models.texts, []).prompts([self.size.plain_context] * batch)
+        model = plain_with_random_weights(self.models.config(shape), torch.float16, self.device.type).eval()
+        run = FrameworkRun("transformers", model, batch, cache_implementation="static")
+        params = self.params(self.size.plain_steps + 2)
+        run.run(prompts, params)  # compiles
+        tokens, seconds = run.run(prompts, params).decode
+        theirs = tokens / seconds
+        how = "compiled" if self.device.type == "cuda" else "not compiled"
+        figures = f"{theirs:,.0f} tokens/s; ours {batch / ours:,.0f}"
+        line = [f"transformers, static cache, {how}, {name}, batch {batch}", figures, "", None]
+        return {"lines": [line], "tokens_per_second": theirs, "ours": batch / ours}
+
+
+def table_lines(name: str, batch: int, results: list[ThroughputResult]) -> list[Line]:
+    """Speeds of all strategies; LLMA's unpadded ones beside the published."""
+    speed = {(r.method, r.strategy): r.decode_median for r in results}
+    plain, lines = speed["plain", "unpadded"], list[Line]()
+    for method in ("replay LLMA", "replay draft model"):
+        per_step = next(r.tokens_per_step for r in results if r.method == method and r.strategy == "unpadded")
+        all_of_them = ", ".join(f"{PADDINGS[s]} {speed[method, s] / plain:.2f}" for s in PADDINGS if (method, s) in speed)
+        what = f"{name}, batch {batch}, {method.removeprefix('replay ')} at {per_step:.2f} tokens a step"
+        lines.append([f"{what}: × plain decoding ({plain:,.0f} tokens/s)", all_of_them, "", None])
+        if method != "replay LLMA":
+            continue
+        gain, ratio = speed[method, "unpadded"] / plain, speed[method, "unpadded"] / speed[method, "padded"]
+        lines.append(
+            [f"{what}: unpadded / padded, both without graphs", f"{speed[LAUNCHED, 'unpadded'] / speed[method, 'padded']:.2f}", "", None]
+        )
+        for text, value, published in (
+            ("unpadded / plain", gain, SPEED_UPS.get(batch)),
+            ("unpadded / padded", ratio, PUBLISHED.get(batch)),
+        ):
+            if published is not None:
+                lines.append([f"{what}: {text}", f"{value:.2f}", f"above {published}", value > published if batch > 1 else None])
+    return lines
+
+
+def step_often(llm: LLM, count: int) -> None:
+    for _ in range(count):
+        llm.engine.step()
+
+
+def tests() -> Record:
+    """Those that need a device; other files may want packages that a server has."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "--no-header", "tests/ops/test_triton.py", "tests/promises/test_on_device.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=TEST_SECONDS)
+    said = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "")
+    print(done.stdout[-2000:], flush=True)
+    return {"lines": [["pytest -m gpu", said, "all pass", done.returncode == 0]], "output": done.stdout[-4000:]}
+
+
+def said(name: str) -> None:
+    print(f"  {name}", flush=True)
+
+
+def is_alike(record: Record, other: Record) -> bool:
+    """Measured alike: settings, commit and device. Of a tree without history nobody knows."""
+    commit = other["environment"]["commit"]
+    return all(record[k] == other[k] for k in ("settings", "device")) and record["environment"]["commit"] == commit != "unknown"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cells", nargs="*", metavar="PREFIX", help="measure only cells whose names begin so")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--small", action="store_true", help="tiny models and runs: does everything work?")
+    parser.add_argument("--numerics", choices=("invariant", "fast"), default="invariant", help="of linear layers in EMS-SD's table")
+    parser.add_argument("--minutes", type=float, default=8.5, help="begin no cell after these")
+    parser.add_argument("--fresh", action="store_true", help="measure again what was measured")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    options = parser.parse_args(arguments)
+    try:
+        device = chosen_device(options.device)
+    except ConfigError as error:
+        print(f"nothing was measured: {error}")
+        return 2
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    size, where = SMALL if options.small else DeviceSize(), environment()
+    settings = json.loads(json.dumps(asdict(size) | {"numerics": options.numerics}))
+    common = {"settings": settings, "device": where.get("gpu", "") if device.type == "cuda" else "cpu", "environment": where}
+    records = Records(options.output)
+    alike = {} if options.fresh else {name: record for name, record in records.read().items() if is_alike(record, common)}
+    write_json(options.output, alike)  # a table is of one device, commit and size
+    cells = chosen(DeviceCells(size, device, options.numerics).all, options.cells)
+    run_cells(
+        cells, records, common, lambda _, __: True, 60 * options.minutes, lambda name, r: print(gpu_table([name], {name: r})[0], flush=True)
+    )
+    text, holds = gpu_table([cell.name for cell in cells], records.read())
+    print(f"\n{described(where)}\n\n{text}")
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    logging.getLogger("echelon").setLevel(logging.ERROR)  # replayed texts mean nothing, and nobody reads them
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Cells: measurements whose records are kept as soon as they are there, so that a run which was cut off goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from echelon.bench.report import write_json
+from echelon.errors import ConfigError
+
+Record = dict[str, Any]  # what was measured, with settings, commit and machine; "failed": why nothing was
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A measurement by name; `seconds`: about how long it takes, 0 where nobody knows."""
+
+    name: str
+    measure: Callable[[], Record]
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Records:
+    """Records by the names of their cells: in one file, or, where `path` is a folder, in a file each."""
+
+    path: Path
+
+    def read(self) -> dict[str, Record]:
+        if self.path.suffix != ".json":
+            return {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(self.path.glob("*.json"))}
+        known: dict[str, Record] = json.loads(self.path.read_text("utf-8")) if self.path.exists() else {}
+        return known
+
+    def write(self, name: str, record: Record) -> None:
+        """Keep one record, whole or not at all; what another run has written meanwhile stays."""
+        is_one_file = self.path.suffix == ".json"
+        path = self.path if is_one_file else self.path / f"{name}.json"
+        write_json(path.with_suffix(".tmp"), self.read() | {name: record} if is_one_file else record).replace(path)
+
+
+def chosen(cells: Iterable[Cell], prefixes: SequenceOf[str]) -> list[Cell]:
+    """Those whose names begin so; all where no prefix is given."""
+    return [cell for cell in cells if not prefixes or cell.name.startswith(tuple(prefixes))]
+
+
+def run_cells(
+    cells: SequenceOf[Cell],
+    records: Records,
+    common: Record,
+    is_current: Callable[[str, Record], bool],
+    seconds: float = inf,
+    on_record: Callable[[str, Record], None] = lambda _, __: None,
+) -> dict[str, Record]:
+    """Measure every cell that has no current record, and begin none after `seconds`; returns the current records by name.
+
+    A record is `common`, the seconds that the cell took, and what it measured. A cell that fails takes no other with it, and is tried
+    again by the next run.
+    """
+    kept = records.read()
+    known = {c.name: kept[c.name] for c in cells if c.name in kept and "failed" not in kept[c.name] and is_current(c.name, kept[c.name])}
+    waiting = [cell for cell in cells if cell.name not in known]
+    print(f"{len(cells) - len(waiting)} of {len(cells)} cells are measured already", flush=True)
+    if any(cell.seconds for cell in waiting):
+        print("to measure, and about how long each takes on two cores:", *(f"  {c.name:<20} {c.seconds:5.0f} s" for c in waiting), sep="\n")
+    start = time.monotonic()
+    for number, cell in enumerate(waiting):
+        spent = time.monotonic() - start
+        if spent >= seconds:
+            print(f"out of time: {len(waiting) - number} cells are left for another run", flush=True)
+            break
+        print(f"[{number + 1}/{len(waiting)}] {cell.name}{_outlook(waiting, number, spent)}", flush=True)
+        known[cell.name] = common | _measured(cell)
+        records.write(cell.name, known[cell.name])
+        on_record(cell.name, known[cell.name])
+    return known
+
+
+def _measured(cell: Cell) -> Record:
+    start = time.monotonic()
+    try:
+        measured = cell.measure()
+    except Exception as error:
+        print(f"  failed: {error}", flush=True)
+        if not isinstance(error, ConfigError):
+            traceback.print_exc()
+        measured = {"failed": f"{type(error).__name__}: {error}"}
+    return {"seconds": round(time.monotonic() - start, 1)} | measured
+
+
+def _outlook(cells: SequenceOf[Cell], number: int, spent: float) -> str:
+    """How long the rest will take, at the pace of the cells before."""
+    done, left = (sum(cell.seconds for cell in part) for part in (cells[:number], cells[number:]))
+    pace = spent / done if done else 1.0
+    return f", about {cells[number].seconds:.0f} s; {spent / 60:.1f} min so far, about {left * pace / 60:.0f} min to go" if left else ""

@@ -1,0 +1,196 @@
+"""From configuration to engine, in one pass: models, drafter, storage, scheduler."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from echelon.acceptance import Exact, Rejection, Rule, Typical
+from echelon.baselines.strategies import STRATEGIES
+from echelon.config import EngineConfig, SpeculativeConfig, check_together
+from echelon.drafters.base import Drafter, NoDrafter
+from echelon.drafters.draft_model import DraftModelDrafter
+from echelon.drafters.guard import GuardedDrafter
+from echelon.drafters.head_selftest import warn_of_chance
+from echelon.drafters.heads import AttachedHead, HeadDrafter, attach_head, head_for
+from echelon.drafters.ngram import NgramDrafter
+from echelon.engine import Engine
+from echelon.errors import ConfigError
+from echelon.heads.base import Head
+from echelon.inputs import check_kind, name_of
+from echelon.methods import METHODS, Can
+from echelon.model.load.loading import LoadedModel, check_vocabularies, load_model
+from echelon.ops import compiled
+from echelon.scheduler import Scheduler
+from echelon.stats import Stats, Usage
+from echelon.storage import Storage
+from echelon.trees import Growth, StaticTree, chain
+
+if TYPE_CHECKING:
+    from echelon.model.graphs.ahead import Ahead
+
+logger = logging.getLogger("echelon")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an `LLM` consists of; `max_len` is the longest text in tokens, prompt included."""
+
+    engine: Engine
+    target: LoadedModel
+    storage: Storage
+    max_len: int
+
+
+def build(
+    config: EngineConfig,
+    spec: SpeculativeConfig | None,
+    model: str | os.PathLike[str] | LoadedModel,
+    draft_model: LoadedModel | None = None,
+    draft_head: Head | None = None,
+) -> Parts:
+    """Load what is not loaded already, size the KV pool and make the engine; see `LLM` for the arguments.
+
+    Raises
+    ------
+    ConfigError, ModelLoadError, UnsupportedModelError
+    """
+    check_together(config, spec)
+    if draft_head is not None:
+        check_kind("draft_head", draft_head, Head)
+    target = _loaded(config, model, config.device, "model")
+    if target.device.type == "cpu":
+        compiled.warn_once_if_missing()
+    draft = _draft_model(config, spec, target, draft_model)
+    head = _head(spec, target, draft_head)
+    max_len = _context(config, target)
+    models = [target] if draft is None else [target, draft]
+    storage = STRATEGIES[config.strategy](config, models, max_len, spec.num_speculative_tokens if spec else 0, head)
+    logger.info("%s", storage.plan)
+    return Parts(_engine(config, spec, storage), target, storage, max_len)
+
+
+def _loaded(config: EngineConfig, model: str | os.PathLike[str] | LoadedModel, device: str, field: str) -> LoadedModel:
+    """The model on `device`; one that is loaded already stays where it is, and must be there."""
+    if not isinstance(model, LoadedModel):
+        return load_model(name_of(model, field), dtype=config.dtype, device=device, numerics=config.numerics)
+    if model.is_fast and config.numerics == "invariant":
+        raise ConfigError(f"{model.name!r} was loaded with numerics = 'fast', and 'invariant' is wanted; load it so, or ask for 'fast'")
+    if device not in ("auto", model.device.type):
+        raise ConfigError(f"{model.name!r} is on {model.device}, and device = {device!r} is wanted; load it there")
+    return model
+
+
+def _draft_model(
+    config: EngineConfig, spec: SpeculativeConfig | None, target: LoadedModel, loaded: LoadedModel | None
+) -> LoadedModel | None:
+    if spec is None or METHODS[spec.method].needs != "model":
+        return None
+    source = spec.model if loaded is None else loaded
+    if source is None:
+        raise ConfigError(f"method {spec.method!r} needs the key 'model': a folder or hub name of a small model")
+    draft = _loaded(config, source, target.device.type, "draft_model")
+    check_vocabularies(target, draft)
+    return draft
+
+
+def _head(spec: SpeculativeConfig | None, target: LoadedModel, loaded: Head | None) -> AttachedHead | None:
+    head = head_for(spec, target, loaded)
+    if head is None:
+        return None
+    attached = attach_head(head, target)
+    warn_of_chance(target, head, attached.reader, attached.shapes)
+    return attached
+
+
+def _context(config: EngineConfig, target: LoadedModel) -> int:
+    """Longest text: what the target can hold, or less if asked."""
+    longest = config.max_model_len or target.max_len
+    if longest > target.max_len:
+        raise ConfigError(f"max_model_len = {longest} exceeds the model's context of {target.max_len} tokens; lower it")
+    return longest
+
+
+def _engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Storage) -> Engine:
+    """The first runner of `storage` is the target's, the second a draft model's; a drafter stands behind its guard."""
+    target, scheduler, ahead = storage.runners[0], _scheduler(config, spec, storage), _ahead(spec, storage)
+    if spec is None:
+        return Engine(target, NoDrafter(), scheduler, ahead=ahead)
+    drafter: Drafter = METHODS[spec.method].build(config, spec, storage)
+    guard = GuardedDrafter(drafter, target.loaded.vocab_size, spec.grows_trees)
+    passes = storage.runners[1].usage if len(storage.runners) > 1 else getattr(drafter, "usage", Usage())
+    stats = Stats(target=target.usage, draft=passes, drafter_faults=guard.faults)
+    return Engine(target, guard, scheduler, _rule(spec), ahead, stats)
+
+
+def _ahead(spec: SpeculativeConfig | None, storage: Storage) -> Ahead | None:
+    """Steps are launched early where the device decides alone what is drafted and kept, and no text changes its keys as it grows."""
+    is_drafted_there = spec is None or (Can.RUN_AHEAD in METHODS[spec.method].can and not spec.grows_trees and spec.min_score == -math.inf)
+    is_exact = spec is None or spec.acceptance == "exact"
+    runners = storage.runners
+    if any(r.captured is None or r.loaded.original_context is not None for r in runners) or not (is_drafted_there and is_exact):
+        return None
+    from echelon.model.graphs.ahead import Ahead  # imports Triton
+
+    return Ahead(runners[0], runners[1] if len(runners) > 1 else None)
+
+
+def _scheduler(config: EngineConfig, spec: SpeculativeConfig | None, storage: Storage) -> Scheduler:
+    models = [r.loaded for r in storage.runners]
+    return Scheduler(
+        storage.tables,
+        config.num_rows_held,
+        config.max_num_batched_tokens,
+        spec.num_speculative_tokens if spec else 0,
+        models[1].max_len if len(models) > 1 else None,
+        [m.original_context.length for m in models if m.original_context is not None and m.original_context.is_read_anew],
+        storage.selector,
+        config.refill,
+        spec is not None and spec.grows_trees,
+    )
+
+
+def ngram_drafter(_config: EngineConfig, spec: SpeculativeConfig, _storage: Storage) -> Drafter:
+    return NgramDrafter(spec)
+
+
+def draft_model_drafter(config: EngineConfig, spec: SpeculativeConfig, storage: Storage) -> Drafter:
+    target, draft = storage.runners
+    keeps_probs = spec.acceptance == "rejection"
+    growth = growth_of(spec, None) if spec.grows_trees else None
+    return DraftModelDrafter(draft, config.max_num_batched_tokens, target.loaded.vocab_size, keeps_probs, spec.min_score, growth)
+
+
+def head_drafter(_config: EngineConfig, spec: SpeculativeConfig, storage: Storage) -> Drafter:
+    assert storage.head is not None
+    return HeadDrafter(storage.head, growth_of(spec, storage.head.depth), storage.head_cache, spec.min_score)
+
+
+def growth_of(spec: SpeculativeConfig, max_depth: int | None) -> Growth:
+    """How the configured chains or trees grow, no path longer than `max_depth`.
+
+    Raises
+    ------
+    ConfigError  the configured paths are no tree
+    """
+    count, method = spec.num_speculative_tokens, METHODS[spec.method]
+    longest, only_ranks = 64 if max_depth is None else max_depth, not spec.confidence_threshold
+    if spec.tree == "chain":
+        return chain(min(count, longest), only_ranks)
+    if spec.tree == "dynamic":
+        return method.dynamic(spec.tree_top_k, spec.tree_top_p, min(spec.tree_depth, longest))
+    paths = spec.speculative_token_tree or method.paths
+    try:
+        return StaticTree([p for p in paths[:count] if len(p) <= longest], only_ranks)
+    except ValueError as error:
+        raise ConfigError(f"speculative_token_tree: {error}") from error
+
+
+def _rule(spec: SpeculativeConfig) -> Rule:
+    if spec.acceptance != "typical":
+        return Rejection() if spec.acceptance == "rejection" else Exact()
+    logger.warning("acceptance 'typical' is LOSSY: above temperature 0 the text is not distributed as the target's own")
+    return Typical(spec.posterior_threshold, spec.posterior_alpha)

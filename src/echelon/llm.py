@@ -1,0 +1,215 @@
+"""`LLM`: the door for users, the command line, benchmarks and everything else outside the engine."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, fields
+from types import TracebackType
+from typing import Any, Self, cast
+
+from echelon.build import build
+from echelon.config import EngineConfig, SpeculativeConfig, speculative
+from echelon.engine import Engine
+from echelon.errors import ClosedError, RequestError
+from echelon.heads.base import Head
+from echelon.input_processor import InputProcessor
+from echelon.inputs import Prompt, check_callable, conversations_of, prompts_of
+from echelon.model.load.loading import LoadedModel
+from echelon.outputs import OutputBuilder, RequestOutput
+from echelon.sampling import SamplingParams, one_each
+from echelon.sequence import Sequence, check_requests
+from echelon.stats import Stats
+
+
+class _Closed:
+    """Stands for each part that a closed `LLM` had."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ClosedError("this LLM has been closed and its memory freed; make a new one: LLM(...)")
+
+
+class LLM:
+    """A model ready to generate for many prompts at once. `close` frees its memory, as does leaving a `with LLM(...) as llm:`.
+
+    Parameters
+    ----------
+    model               folder (also as a path) or hub name, or what `load_model` returned
+    speculative_config  what drafts: a `SpeculativeConfig` or a mapping with vLLM's keys; `None` decodes plainly
+    draft_model         a draft model loaded already, instead of the name in `speculative_config`
+    draft_head          likewise a head of the target
+    settings            see `EngineConfig`: dtype, device, numerics, max_num_seqs, max_num_batched_tokens, max_model_len,
+                        block_size, kv_cache_memory_bytes; and how rows become a batch: strategy, pad, grouping, group_window, refill
+
+    Raises
+    ------
+    ConfigError, ModelLoadError, UnsupportedModelError
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | LoadedModel,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
+        draft_model: LoadedModel | None = None,
+        draft_head: Head | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config = EngineConfig(**settings)
+        self.speculative_config = speculative(speculative_config)
+        parts = build(self.config, self.speculative_config, model, draft_model, draft_head)
+        self.engine, self.target, self.storage = parts.engine, parts.target, parts.storage
+        self.max_len, self.memory_plan = parts.max_len, parts.storage.plan
+        self.inputs = InputProcessor(self.target, self.max_len, self.engine.scheduler)
+        self._lock = threading.Lock()
+        self._owner: int | None = None  # the thread whose requests are running
+
+    def close(self) -> None:
+        """End running requests and free keys, values and, unless something else holds them, weights. Closing again does nothing.
+
+        Requests of another thread are waited for. A stream of this thread ends early.
+        """
+        with nullcontext() if self._owner == threading.get_ident() else self._lock:
+            if isinstance(self.engine, _Closed):
+                return
+            for sequence in (*self.engine.scheduler.running, *self.engine.scheduler.waiting):
+                self.engine.abort(sequence)
+            self.storage.free()
+            self.engine = self.target = self.storage = self.inputs = cast(Any, _Closed())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def acceptance_name(self) -> str:
+        """The rule by which drafted tokens are kept, as reports name it."""
+        return self.speculative_config.acceptance_name if self.speculative_config else "exact"
+
+    @property
+    def stats(self) -> Stats:
+        """Counters since this object was made."""
+        return self.engine.stats
+
+    def generate(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        on_finish: Callable[[int, RequestOutput], None] | None = None,
+        on_step: Callable[[], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue every prompt (a string, or a list of token ids); outputs in the order of the prompts.
+
+        Parameters
+        ----------
+        sampling_params  one for all, or one a prompt
+        on_finish        called with (index of the prompt, output) as soon as a request is done
+        on_step          called after each step
+
+        Raises
+        ------
+        RequestError     a prompt is none, is empty or too long, or the counts differ; nothing has run then
+        """
+        check_callable("on_finish", on_finish)
+        check_callable("on_step", on_step)
+        outputs: dict[int, RequestOutput] = {}
+        builders = self._requests(prompts, sampling_params, watch_text=False)
+        for grown in self.run([b.samples for b in builders]):
+            for i in grown:
+                if all(s.is_finished for s in builders[i].samples):
+                    outputs[i] = builders[i].output()
+                    if on_finish:
+                        on_finish(i, outputs[i])
+            if on_step:
+                on_step()
+        return [outputs[i] for i in range(len(builders))]
+
+    def chat(
+        self,
+        messages: SequenceOf[Mapping[str, str]] | SequenceOf[SequenceOf[Mapping[str, str]]],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, in the model's own chat template; a message is a mapping with `role` and `content`."""
+        return self.generate([self.inputs.encode_chat(c, name) for name, c in conversations_of(messages).items()], sampling_params)
+
+    def stream(
+        self, prompts: Prompt | SequenceOf[Prompt], sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Like `generate`, but yields (index of the prompt, output so far) for every request that grew in a step.
+
+        Closing the iterator, or dropping it, takes its rows out of the engine.
+        """
+        builders = self._requests(prompts, sampling_params, watch_text=True)
+        for grown in self.run([b.samples for b in builders]):
+            for i in grown:
+                yield i, builders[i].output()
+
+    def _requests(
+        self, prompts: Prompt | SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None, watch_text: bool
+    ) -> list[OutputBuilder]:
+        """Every request's samples, ready to run, in what reads their outputs."""
+        named = prompts_of(prompts)
+        pairs = zip(named.items(), one_each(params, len(named)), strict=True)
+        tokenizer, rule = self.target.tokenizer, self.acceptance_name
+        return [OutputBuilder(self.inputs.samples(p, q, watch_text, name), p, tokenizer, rule) for (name, p), q in pairs]
+
+    def get_metrics(self) -> dict[str, Any]:
+        """Counters since this object was made: tokens, acceptance (also by position in the draft), steps, KV use, preemptions.
+
+        May be called while another thread runs the engine.
+        """
+        stats, pool = self.stats, self.engine.target.cache.tables.pool
+        counters = {f.name: getattr(stats, f.name) for f in fields(stats) if f.name != "acceptance"}
+        return counters | {
+            "seconds": dict(stats.seconds),
+            "drafter_faults": dict(stats.drafter_faults),
+            "target": asdict(stats.target),
+            "draft": asdict(stats.draft),
+            "num_drafts_by_position": stats.num_drafts_by_position,
+            "num_accepted_by_position": stats.num_accepted_by_position,
+            "tokens_per_step": stats.tokens_per_step,
+            "acceptance_rate": stats.acceptance_rate,
+            "num_group_choices": stats.num_group_choices,
+            "num_group_hits": stats.num_group_hits,
+            "acceptance": self.acceptance_name,
+            "num_running": len(self.engine.scheduler.running),
+            "num_waiting": len(self.engine.scheduler.waiting),
+            "num_kv_blocks": pool.num_blocks,
+            "num_free_kv_blocks": pool.num_free,
+        }
+
+    def run(self, requests: SequenceOf[SequenceOf[Sequence]]) -> Iterator[list[int]]:
+        """Run requests (each a list of samples) to their end; after each step, the indices of those that grew in it.
+
+        One caller at a time: a second thread waits, and a second call inside a running stream is refused. However this ends, no row is
+        left in the engine.
+        """
+        check_requests(requests)
+        index = {s.id: i for i, samples in enumerate(requests) for s in samples}
+        with self.exclusive() as engine:
+            try:
+                for samples in requests:
+                    for sequence in samples:
+                        engine.add(sequence)
+                while engine.has_work:
+                    yield list(dict.fromkeys(index[s.id] for s in engine.step()))
+            finally:
+                for sequence in (s for samples in requests for s in samples):
+                    if not sequence.is_finished:
+                        engine.abort(sequence)
+
+    @contextmanager
+    def exclusive(self) -> Iterator[Engine]:
+        """The engine, for this thread alone: others wait, and a second call inside the first is refused."""
+        if self._owner == threading.get_ident():
+            raise RequestError("this LLM is in the middle of a stream of the same thread; finish or close that first")
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                yield self.engine
+            finally:
+                self._owner = None

@@ -1,0 +1,153 @@
+"""The operations on the CPU by compiled kernels (csrc); `contract.Backend` says what each computes. It serves where they are built.
+
+A row's result is the same bits whatever the number of rows and threads, on every processor except for sums of linear layers and attention,
+whose order follows the processor's features (`compiled.isa`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.batch import RaggedBatch
+from echelon.ops import compiled
+from echelon.ops.contract import Activation, Float64, Int64, PackedWeight, RmsWeight
+from echelon.sampling import Sampler
+
+TILE = 32  # columns of a packed tile; in bfloat16 K is filled up to as many
+PIECE = 2**16  # entries packed at a time where a weight is packed in place
+
+
+def ragged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    batch: RaggedBatch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """query [T, H, D], keys and values [blocks, Hkv, block_size, D or Dv], sinks [H] → [T, H, Dv]. Keys and values of a row are read once
+    for all heads of a group and up to 64 (token, head) pairs.
+    """
+    where = (batch.positions, batch.indptr, batch.block_table, batch.block_size)
+    trees = (batch.parents, batch.node_indptr, batch.text_lens)
+    return compiled.kernels.ragged_attention(query, keys, values, *where, scale, window, softcap, sinks, *trees)
+
+
+def pack(weight: Tensor, is_fast: bool = False, in_place: bool = False) -> PackedWeight:
+    """The weight [N, K] in tiles of 32 columns."""
+    data = _pack_over(weight) if in_place and _fills_its_tiles(weight) else compiled.kernels.pack_linear(weight)
+    return PackedWeight(data, len(weight), weight.shape[1], is_fast)
+
+
+def _fills_its_tiles(weight: Tensor) -> bool:
+    """Whether [N, K] takes as much memory packed as it does now (csrc/linear/linear.h)."""
+    return weight.is_contiguous() and len(weight) % TILE == 0 and (weight.dtype != torch.bfloat16 or weight.shape[1] % TILE == 0)
+
+
+def _pack_over(weight: Tensor) -> Tensor:
+    """Pack [N, K] into its own memory, some tiles at a time: each is made of rows that stand where it will stand."""
+    columns, depth = weight.shape
+    grain = 2 if weight.dtype == torch.bfloat16 else 1
+    packed = weight.view(columns // TILE, depth // grain, TILE, grain)
+    rows = max(1, PIECE // (depth * TILE)) * TILE
+    for first in range(0, columns, rows):
+        piece = compiled.kernels.pack_linear(weight[first : first + rows])
+        packed[first // TILE : first // TILE + len(piece)] = piece
+    return packed
+
+
+def packed_linear(
+    x: Tensor, packed: PackedWeight, bias: Tensor | None = None, activation: Activation = Activation.NONE, float32: bool = False
+) -> Tensor:
+    """x [..., K], bias float32 [N] → [..., N]."""
+    return compiled.kernels.packed_linear(x, packed.data, packed.columns, bias, activation, float32)
+
+
+def packed_rows(packed: PackedWeight, ids: Tensor) -> Tensor:
+    """int64 [...] → [..., K]."""
+    return compiled.kernels.packed_rows(packed.data, packed.columns, packed.depth, ids)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, how: RmsWeight) -> Tensor:
+    """x [..., N], weight [N] → [..., N]."""
+    return compiled.kernels.rms_norm(x, weight, eps, how)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """x [..., N], weight and bias [N] → [..., N]."""
+    return compiled.kernels.layer_norm(x, weight, bias, eps)
+
+
+def activate(x: Tensor, kind: Activation, other: Tensor | None = None) -> Tensor:
+    """x and other [..., N] → [..., N]."""
+    return compiled.kernels.activate(x, kind, other)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [1, H, T, D], cos and sin [1, T, R] → [1, H, T, D]."""
+    return compiled.kernels.rotate(x, cos, sin)
+
+
+def write_slots(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    """keys [T, Hkv, D] and values [T, Hkv, Dv] to `slots` int64 [T]."""
+    compiled.kernels.write_slots(keys, values, key_cache, value_cache, slots)
+
+
+def sample_rows(logits: Sequence[Tensor], samplers: Sequence[Sampler], positions: Sequence[int]) -> list[int]:
+    """The token of every row of logits float32 [V]: thresholds of top-k and top-p without a sort, noise only for tokens that can win."""
+    drawn = [i for i, sampler in enumerate(samplers) if not sampler.params.is_greedy]
+    columns = _columns([samplers[i] for i in drawn], [positions[i] for i in drawn])
+    tokens = dict(zip(drawn, compiled.kernels.sample_rows([logits[i] for i in drawn], *columns), strict=True))
+    return [tokens[i] if i in tokens else _first_largest(values) for i, values in enumerate(logits)]
+
+
+def likeliest_rows(
+    logits: Tensor,
+    samplers: Sequence[Sampler],
+    positions: Sequence[int],
+    width: int,
+    count: int,
+    only_ranks: bool,
+    sharpness: float = 1.0,
+) -> tuple[Int64, Float64]:
+    """logits [M, V] → int64 and float64 [M, width], without a sort, in two passes over a row."""
+    columns = _columns(samplers, positions)
+    tokens, scores = compiled.kernels.likeliest_rows(logits.float().contiguous(), width, count, sharpness, only_ranks, *columns)
+    return tokens.numpy(), scores.numpy()
+
+
+def read_memory(tensor: Tensor) -> None:
+    """Read every byte once, with all threads."""
+    compiled.kernels.read_memory(tensor)
+
+
+def linear_family(dtype: torch.dtype) -> str:
+    """Name the kernels that serve linear layers of this dtype."""
+    return compiled.kernels.linear_family(dtype)
+
+
+def _first_largest(logits: Tensor) -> int:
+    """The first of the largest of float32 [V]; −1 where that is not finite."""
+    values = logits.numpy()
+    token = int(values.argmax())  # of the first NaN, if there is one
+    return token if abs(values[token]) < float("inf") else -1
+
+
+def _columns(samplers: Sequence[Sampler], positions: Sequence[int]) -> tuple[Sequence[Any], ...]:
+    """temperature, top_k, top_p, min_p, seed, index and position of every row."""
+    params = [s.params for s in samplers]
+    return (
+        [p.temperature for p in params],
+        [p.top_k for p in params],
+        [p.top_p for p in params],
+        [p.min_p for p in params],
+        [s.seed for s in samplers],
+        [s.index for s in samplers],
+        positions,
+    )

@@ -1,0 +1,323 @@
+"""Responses from rows of the engine: whole ones and the chunks of a stream, for completions and chat."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Any
+
+from echelon.errors import RequestError
+from echelon.llm import LLM
+from echelon.sampling import Logprobs
+from echelon.sequence import Sequence
+from echelon.server.protocol import ApiError
+from echelon.server.request_handle import RefusedError, RequestTimeoutError, RowState, SlowReaderError
+from echelon.server.responses import (
+    AssistantMessage,
+    ChatChoice,
+    ChatLogprobs,
+    ChatResponse,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionResponse,
+    ResponseMetrics,
+    SpeculativeDecoding,
+    TokenLogprob,
+    TokenUsage,
+    TopLogprob,
+)
+from echelon.text import Detokenizer, num_held_back, text_offsets
+
+RETRY = {"Retry-After": "1"}
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+SENT = Logprobs(-1, 0.0, 0, {})  # stands for what a stream has sent
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass
+class GenerationJob:
+    """A validated request: its sequences (all samples of a prompt together), and what its response shows of them."""
+
+    model: str
+    prompts: list[list[Sequence]]
+    num_shown: int  # samples a prompt
+    is_chat: bool
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    echo: list[str] | None = None  # texts of the prompts
+    only_echo: bool = False  # max_tokens = 0
+    has_logprobs: bool = False
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The samples of all prompts, in order."""
+        return [s for samples in self.prompts for s in samples]
+
+    def echo_of(self, i: int) -> str | None:
+        """The prompt's text that stands before shown sample i, where asked for."""
+        return None if self.echo is None else self.echo[i // self.num_shown]
+
+    @property
+    def name(self) -> str:
+        """The response's `id`."""
+        return f"chatcmpl-{self.id}" if self.is_chat else f"cmpl-{self.id}"
+
+
+def api_error(error: Exception) -> ApiError:
+    """The error response for an exception while a request ran; nothing of the inside is told."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error))
+    if isinstance(error, RefusedError):
+        return ApiError(429 if error.is_full else 503, str(error), "overloaded" if error.is_full else "unavailable", headers=RETRY)
+    if isinstance(error, RequestTimeoutError):
+        return ApiError(503, str(error), "timeout", headers=RETRY)
+    if isinstance(error, SlowReaderError):
+        return ApiError(408, f"{error}; read faster, or ask for fewer logprobs", "slow_reader")
+    return ApiError(500, "this request failed inside the server; others are not affected", "internal_error")
+
+
+class Serializer:
+    """Builds the responses of one model."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def piece(self, token: int) -> str:
+        """Text of one token id."""
+        tokenizer = self._llm.target.tokenizer
+        return tokenizer.decode([token], skip_special_tokens=False) if tokenizer is not None else ""
+
+    def response(self, job: GenerationJob, states: SequenceOf[RowState]) -> CompletionResponse | ChatResponse:
+        """The whole response, once every row is done."""
+        chosen = self._chosen(job, states)
+        metrics = self.metrics(job)
+        usage = self.usage(job, states)
+        if job.is_chat:
+            choices = [
+                ChatChoice(
+                    index=i,
+                    message=AssistantMessage(content=state.text),
+                    logprobs=self.chat_logprobs(job, sequence, 0, state.num_tokens),
+                    finish_reason=state.reason,
+                )
+                for i, (sequence, state) in enumerate(chosen)
+            ]
+            return ChatResponse(id=job.name, created=job.created, model=job.model, choices=choices, usage=usage, metrics=metrics)
+        texts = [self._completion_choice(job, i, sequence, state) for i, (sequence, state) in enumerate(chosen)]
+        return CompletionResponse(id=job.name, created=job.created, model=job.model, choices=texts, usage=usage, metrics=metrics)
+
+    def _chosen(self, job: GenerationJob, states: SequenceOf[RowState]) -> list[tuple[Sequence, RowState]]:
+        """The samples to show of every prompt: all, or the likeliest by mean logprob (`best_of`)."""
+        by_id = {s.id: state for s, state in zip(job.sequences, states, strict=True)}
+        shown = []
+        for samples in job.prompts:
+            ranked = samples if len(samples) == job.num_shown else sorted(samples, key=_mean_logprob, reverse=True)
+            shown += [(s, by_id[s.id]) for s in ranked[: job.num_shown]]
+        return shown
+
+    def _completion_choice(self, job: GenerationJob, i: int, sequence: Sequence, state: RowState) -> CompletionChoice:
+        echo = job.echo_of(i)
+        text, count = ("", 0) if job.only_echo else (state.text, state.num_tokens)
+        logprobs = self.completion_logprobs(job, sequence, 0, count, len(echo or ""), echo)
+        reason = "length" if job.only_echo else state.reason
+        return CompletionChoice(index=i, text=(echo or "") + text, logprobs=logprobs, finish_reason=reason)
+
+    def usage(self, job: GenerationJob, states: SequenceOf[RowState]) -> TokenUsage:
+        """Count tokens: a prompt once, whatever the number of its samples."""
+        prompt = sum(samples[0].num_prompt_tokens for samples in job.prompts)
+        completion = 0 if job.only_echo else sum(s.num_tokens for s in states)
+        return TokenUsage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+
+    def metrics(self, job: GenerationJob) -> ResponseMetrics | None:
+        """Speculation statistics of a request of one sequence, and the rule of acceptance; `None` where nothing drafts."""
+        config = self._llm.speculative_config
+        if config is None:
+            return None
+        if len(job.sequences) > 1:
+            return ResponseMetrics(acceptance=config.acceptance_name, speculative_decoding=None)
+        speculation = speculation_of(job.sequences[0], config.num_speculative_tokens)
+        return ResponseMetrics(acceptance=config.acceptance_name, speculative_decoding=speculation)
+
+    def completion_logprobs(
+        self, job: GenerationJob, sequence: Sequence, start: int, end: int, offset: int, echo: str | None = None
+    ) -> CompletionLogprobs | None:
+        """Log-probabilities of output tokens `start … end − 1`, where the output begins at character `offset`; before them those of
+        the prompt, whose text is `echo`.
+        """
+        if not job.has_logprobs:
+            return None
+        entries: list[Logprobs | None] = [*sequence.logprobs[start:end]]
+        tokens = sequence.output_tokens[start:end]
+        offsets = [offset + character for character in _offsets(sequence, start, start + len(tokens))]
+        if echo is not None:
+            prompt = sequence.tokens[: sequence.num_prompt_tokens]
+            entries = [None, *_prompt_logprobs(job, sequence), *entries]
+            offsets = self._prompt_offsets(prompt, echo) + offsets
+            tokens = prompt + tokens
+        out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=offsets)
+        for token, entry in zip(tokens, entries, strict=True):
+            out.tokens.append(self.piece(token))
+            out.token_logprobs.append(None if entry is None else _finite(entry.logprob))
+            out.top_logprobs.append(None if entry is None else self._top(entry))
+        return out
+
+    def _prompt_offsets(self, tokens: list[int], text: str) -> list[int]:
+        tokenizer = self._llm.target.tokenizer
+        return text_offsets(tokenizer, tokens, text) if tokenizer is not None else [0] * len(tokens)
+
+    def _top(self, entry: Logprobs) -> dict[str, float]:
+        """By text; of tokens with the same text the likeliest."""
+        top: dict[str, float] = {}
+        for token, logprob in entry.top.items():
+            top.setdefault(self.piece(token), _finite(logprob))
+        top.setdefault(self.piece(entry.token), _finite(entry.logprob))
+        return top
+
+    def chat_logprobs(self, job: GenerationJob, sequence: Sequence, start: int, end: int) -> ChatLogprobs | None:
+        """Log-probabilities of output tokens `start … end − 1`, where asked for."""
+        if not job.has_logprobs:
+            return None
+        content = []
+        for entry in sequence.logprobs[start:end]:
+            top = [self._top_logprob(token, logprob) for token, logprob in entry.top.items()]
+            content.append(TokenLogprob(**self._top_logprob(entry.token, entry.logprob).model_dump(), top_logprobs=top))
+        return ChatLogprobs(content=content)
+
+    def _top_logprob(self, token: int, logprob: float) -> TopLogprob:
+        piece = self.piece(token)
+        return TopLogprob(token=piece, logprob=_finite(logprob), bytes=list(piece.encode("utf-8", "replace")))
+
+
+class StreamSerializer:
+    """The chunks of one streamed response. What may be the beginning of a stop string is held back until it is known."""
+
+    def __init__(self, serializer: Serializer, job: GenerationJob) -> None:
+        self._serializer, self._job = serializer, job
+        count = len(job.sequences)
+        self._num_characters, self._num_tokens, self._is_over = [0] * count, [0] * count, [False] * count
+        self._has_begun = [False] * count
+
+    def _head(self, i: int, sequence: Sequence) -> Iterator[bytes]:
+        """The first chunk of a sample: a role, or the echoed prompt, whose logprobs are known once it has been read."""
+        self._has_begun[i] = True
+        if self._job.is_chat:
+            yield self._event(i, {"delta": {"role": "assistant", "content": ""}}, None, None)
+        elif (text := self._job.echo_of(i)) is not None:
+            logprobs = self._serializer.completion_logprobs(self._job, sequence, 0, 0, len(text), text)
+            yield self._event(i, {"text": text}, logprobs, None)
+
+    def chunks(self, states: SequenceOf[RowState]) -> Iterator[bytes]:
+        """Chunks of what is new since the last call."""
+        for i, (sequence, state) in enumerate(zip(self._job.sequences, states, strict=True)):
+            if self._is_over[i] or state.error is not None:
+                continue
+            is_last = state.reason is not None
+            if not self._has_begun[i] and (state.num_tokens or is_last):
+                yield from self._head(i, sequence)
+            end = len(state.text) if is_last else len(state.text) - num_held_back(state.text, sequence.params.stop)
+            text = state.text[self._num_characters[i] : end]
+            if not (text or is_last):
+                continue
+            self._num_characters[i] = max(end, self._num_characters[i])
+            self._is_over[i] = is_last
+            yield self._chunk(i, sequence, text, state)
+            self._forget_sent(sequence, self._num_tokens[i], state.num_tokens)
+            self._num_tokens[i] = state.num_tokens
+
+    def _forget_sent(self, sequence: Sequence, start: int, end: int) -> None:
+        """Free the log-probabilities that have been sent; the engine goes on appending to their list."""
+        if self._job.has_logprobs:
+            sequence.logprobs[start:end] = [SENT] * (end - start)
+
+    def _chunk(self, i: int, sequence: Sequence, text: str, state: RowState) -> bytes:
+        job, start, end = self._job, self._num_tokens[i], state.num_tokens
+        if job.is_chat:
+            return self._event(i, {"delta": {"content": text}}, self._serializer.chat_logprobs(job, sequence, start, end), state.reason)
+        if job.only_echo:
+            return self._event(i, {"text": ""}, None, "length")
+        logprobs = self._serializer.completion_logprobs(job, sequence, start, end, len(job.echo_of(i) or ""))
+        return self._event(i, {"text": text}, logprobs, state.reason)
+
+    def end(self, states: SequenceOf[RowState]) -> Iterator[bytes]:
+        """Usage, where asked for, and the end."""
+        if self._job.include_usage:
+            metrics = self._serializer.metrics(self._job)
+            more = {} if metrics is None else {"metrics": metrics.model_dump()}
+            yield self._wrap([], usage=self._serializer.usage(self._job, states).model_dump(), **more)
+        yield DONE
+
+    def _event(self, i: int, content: dict[str, Any], logprobs: CompletionLogprobs | ChatLogprobs | None, reason: str | None) -> bytes:
+        dumped = None if logprobs is None else logprobs.model_dump()
+        return self._wrap([{"index": i, **content, "logprobs": dumped, "finish_reason": reason}])
+
+    def _wrap(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        job = self._job
+        kind = "chat.completion.chunk" if job.is_chat else "text_completion"
+        chunk = {"id": job.name, "object": kind, "created": job.created, "model": job.model, "choices": choices, **more}
+        if job.continuous_usage:
+            chunk.setdefault("usage", self._serializer.usage(job, [RowState(n) for n in self._num_tokens]).model_dump())
+        return event(chunk)
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+def error_event(error: ApiError) -> bytes:
+    """An error in the middle of a stream: one event, then the end."""
+    return event(error.body) + DONE
+
+
+def speculation_of(sequence: Sequence, num_spec_tokens: int) -> SpeculativeDecoding:
+    """vLLM's object. Steps that drafted nothing do not count."""
+    steps = {pair: count for pair, count in sequence.acceptance.items() if pair[0]}
+    num_steps = sum(steps.values())
+    drafted = sum(d * count for (d, _), count in steps.items())
+    accepted = sum(a * count for (_, a), count in steps.items())
+    by_length: dict[str, list[int]] = {}
+    histogram = [0] * (num_spec_tokens + 1)
+    for (d, a), count in sorted(steps.items()):
+        histogram[a] += count
+        by_length.setdefault(str(d), [0] * (d + 1))[a] += count
+    return SpeculativeDecoding(
+        mean_acceptance_length=1 + accepted / num_steps if num_steps else None,
+        draft_acceptance_rate=accepted / drafted if drafted else None,
+        acceptance_histogram=histogram,
+        acceptance_histogram_by_draft_length=by_length,
+        num_spec_steps=num_steps,
+        num_accepted_draft_tokens=accepted,
+        num_draft_tokens=drafted,
+        num_spec_tokens=num_spec_tokens,
+    )
+
+
+def _offsets(sequence: Sequence, start: int, end: int) -> list[int]:
+    """Character of the output's text at which each of its tokens `start … end − 1` begins; a stop token without text stands at its end."""
+    if not isinstance(sequence.watcher, Detokenizer):
+        return [0] * (end - start)
+    offsets = sequence.watcher.offsets[start:end]
+    return offsets + [len(sequence.watcher.text)] * (end - start - len(offsets))
+
+
+def _prompt_logprobs(job: GenerationJob, sequence: Sequence) -> list[Logprobs]:
+    """Samples share their prompt's keys and values: only the one that read the prompt has its logprobs."""
+    samples = next(samples for samples in job.prompts if any(s is sequence for s in samples))
+    return max((s.prompt_logprobs for s in samples), key=len)
+
+
+def _mean_logprob(sequence: Sequence) -> float:
+    return sum(entry.logprob for entry in sequence.logprobs) / max(1, len(sequence.logprobs))
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)

@@ -1,0 +1,173 @@
+"""One-line faults in accept, bonus, noise, roll back, catch-up, copy-on-write, admission and steps in flight; each must be killed by the test it names.
+
+`python -m tools.mutants [NAME ...]` patches a copy of the source, one fault at a time, and runs the named test against it in a process
+of its own. A fault that survives, a test that fails without it too, or a patch that no longer applies, fails.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BLOCKS = "tests/ops/test_triton.py::test_blocks_of_their_own_size_are_right"
+LOSSLESS = "tests/promises/test_lossless.py::test_speculation_changes_no_token"
+HEADS = "tests/promises/test_heads_lossless.py::test_heads"
+AHEAD = "tests/model/test_ahead.py"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Replace `old`, which stands once in `file`, by `new`; `killer` must fail then."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    killer: str
+
+
+MUTANTS = [
+    Mutant("accept a wrong token", "acceptance.py", "parent == at and token == target[at + 1]", "parent == at", f"{LOSSLESS}[1-always_wrong-3-greedy]"),
+    Mutant("accept from any node", "acceptance.py", "if parent == at and token", "if token", "tests/core/test_acceptance.py"),
+    Mutant("bonus from the wrong place", "acceptance.py", "last = _last_logit(path)", "last = 0", f"{LOSSLESS}[1-always_right-3-greedy]"),
+    Mutant("recovered token one too late", "acceptance.py", "return path[-1] + 1 if path else 0", "return path[-1] if path else 0", "tests/core/test_acceptance.py"),
+    Mutant("logits of the neighbour", "acceptance.py", "first = bounds[i] + row.num_prompt_logits", "first = i", "tests/core/test_acceptance.py"),
+    Mutant("argmax misses the tail", "acceptance.py", "rest.max(-1) > best.max(-1)", "rest.max(-1) < best.min(-1)", "tests/core/test_sampling.py"),
+    Mutant("noise ignores the position", "sampling.py", "_mix((position * _GOLDEN + 2) & _MASK)", "_mix(2)", "tests/core/test_sampling.py"),
+    Mutant("noise ignores the sample", "sampling.py", "_mix((index * _GOLDEN + 1) & _MASK)", "_mix(1)", "tests/core/test_sampling.py"),
+    Mutant(
+        "drafted places share one noise",
+        "ops/sample.py",
+        "return len(self.tokens) + len(self.path)",
+        "return len(self.tokens)",
+        f"{LOSSLESS}[1-always_right-3-sampled]",
+    ),
+    Mutant("penalties ignore the path", "sampling.py", "self._text_counts.of(tokens, path)", "self._text_counts.of(tokens, ())", "tests/promises/test_parameters.py"),
+    Mutant("min_tokens ignores the path", "sampling.py", "len(tokens) + len(path) - self", "len(tokens) - self", "tests/promises/test_parameters.py"),
+    Mutant("top_p keeps one too few", "sampling.py", '"left")) - 1', '"left")) - 2', "tests/core/test_sampling.py"),
+    Mutant("keep the last accepted too few", "engine.py", "row.start + row.num_new, kept.path)", "row.start + row.num_new, kept.path[:-1])", f"{LOSSLESS}[1-always_right-3-greedy]"),
+    Mutant("keep a rejected slot", "engine.py", "row.start + row.num_new, kept.path)", "row.start + row.num_new, [*kept.path, len(kept.path)][: row.max_draft_tokens])", f"{LOSSLESS}[1-random-3-greedy]"),
+    Mutant("draft cache keeps rejected tokens", "drafters/draft_model.py", "min(cached, len(row.sequence) + num_kept)", "cached", f"{LOSSLESS}[1-draft_model-3-greedy]"),
+    Mutant("draft cache forgets to catch up", "drafters/draft_model.py", "known = sequence.tokens[start:] +", "known = sequence.tokens[-1:] +", f"{LOSSLESS}[1-draft_model-3-greedy]"),
+    Mutant("released blocks are kept", "kv/blocks.py", "        if self._counts[block] == 0:\n", "        if self._counts[block] < 0:\n", "tests/kv/test_blocks.py"),
+    Mutant("no copy before writing", "kv/blocks.py", "            self._unshare(table, index)", "            pass", "tests/kv/test_blocks.py"),
+    Mutant("copy is not carried out", "kv/cache.py", "scatter_slots(storage, targets, gather", "scatter_slots(storage, sources, gather", "tests/kv/test_blocks.py"),
+    Mutant("commit keeps every block", "kv/blocks.py", "        table.num_blocks = keep\n", "        table.num_blocks = table.num_blocks\n", "tests/kv/test_blocks.py"),
+    Mutant("draft past the limit", "scheduler.py", "min(limit, sequence.num_tokens_left - num_pending - 1, *rooms)", "min(limit, 99, *rooms)", "tests/core/test_scheduler.py"),
+    Mutant("admit what does not fit", "scheduler.py", "end = row.longest + row.max_draft_tokens\n        return self._fits", "end = row.longest\n        return self._fits", f"{LOSSLESS}[1-always_right-3-greedy]"),
+    Mutant("preempted rows keep their blocks", "scheduler.py", "        sequence = self.running.pop()\n        self._release(sequence)\n", "        sequence = self.running.pop()\n", "tests/promises/test_lossless.py::test_preemption_changes_no_token[ngram]"),
+    Mutant("waiting samples hold shared blocks", "scheduler.py", "                self._release(sequence)  # what", "                pass  # what", "tests/core/test_scheduler.py"),
+    Mutant("tokens after the end", "scheduler.py", "            if sequence.is_finished:\n                return\n", "            if sequence.is_finished and i == len(kept.accepted):\n                return\n", "tests/promises/test_lossless.py::test_stop_tokens_inside_an_accepted_block[greedy]"),
+    Mutant("positions drift", "model/pack.py", "np.repeat(starts - indptr[:-1], counts)", "np.repeat(starts - indptr[:-1] + (counts > 4), counts)", "tests/promises/test_invariance.py::test_logits_equal_the_framework"),
+    Mutant("a query sees one key too many", "ops/reference_attention.py", "visible = keys <= positions[..., None]", "visible = keys <= positions[..., None] + 1", "tests/ops/test_attention.py"),
+    Mutant("stale values are multiplied", "ops/reference_attention.py", "torch.where(tile.exists, gather_slots(values, tile.slots).transpose(1, 2), 0.0)", "gather_slots(values, tile.slots).transpose(1, 2)", "tests/ops/test_attention.py"),
+    Mutant("linear calls of any size", "ops/reference.py", "    missing = -num_rows % ROWS_PER_CALL\n", "    return F.linear(x, weight, bias)\n    missing = 0\n", "tests/ops/test_linear.py::test_the_fallback_is_invariant_too"),
+    Mutant("drafts past the draft model's context", "scheduler.py", "self._longest_drafted - len(sequence) + 1)", "self._longest_drafted - len(sequence) + 30)", "tests/promises/test_decoders.py::test_a_row_goes_on_without_a_draft_past_the_draft_models_context[37]"),
+    Mutant("an accepted path stays where it was drafted", "model/runner.py", "if first < len(path):", "if False:", f"{LOSSLESS}[1-random_tree-3-greedy]"),
+    Mutant("an accepted path moves to the wrong place", "model/runner.py", "num_known + first)", "num_known + first + 1)", f"{LOSSLESS}[1-random_tree-3-greedy]"),
+    Mutant("copies are made out of order", "kv/cache.py", "written.isdisjoint(np.concatenate(copies[count]).tolist())", "True", "tests/kv/test_blocks.py"),
+    Mutant("nodes of a tree stand in a row", "model/pack.py", "depths = node_depths(nodes)[len(nodes)", "depths = list(range(len(nodes)))[len(nodes)", f"{LOSSLESS}[1-random_tree-3-greedy]"),
+    Mutant("a tree outgrows the row", "scheduler.py", "return min(t.capacity for t in self._tables) - (", "return min(t.capacity for t in self._tables) - 0 * (", "tests/core/test_scheduler.py"),
+    Mutant("a step straddles the original context", "scheduler.py", "rooms = [switch - len(sequence) for switch", "rooms = [99 for switch", "tests/promises/test_decoders.py::test_greedy_speculation_equals_transformers[phi3-longrope-draft_model]"),
+    Mutant("keys of the shorter context stay", "scheduler.py", "tables.commit(sequence.id, 0)", "pass", "tests/promises/test_decoders.py::test_greedy_speculation_equals_transformers[phi3-longrope-ngram]"),
+    Mutant("a head reads the features of the token before", "drafters/heads.py", "row.num_new + path])", "row.num_new - 1 + path])", f"{HEADS}_change_no_token[recurrent-chain-greedy-3]"),
+    Mutant("a head reads the features of its neighbour", "drafters/heads.py", "[row.num_new + kept.num_draft_tokens for", "[row.num_new for", f"{HEADS}_change_no_token[recurrent-chain-greedy-3]"),
+    Mutant("drafted keys of a head stay among those of the text", "drafters/frontier.py", "start = text_len + len(parents)", "start = text_len + len(parents) - 1", f"{HEADS}_change_no_token[autoregressive-chain-greedy-3]"),
+    Mutant("what a head has read is not forked", "scheduler.py", "        for tables in self._tables:\n            if parent.id", "        for tables in self._tables[:1]:\n            if parent.id", "tests/promises/test_heads_lossless.py::test_samples_of_one_prompt_share_what_the_head_read[autoregressive-chain]"),
+    Mutant("a head goes on over a gap", "drafters/heads.py", "num_cached(sequence.id) != row.start", "num_cached(sequence.id) < 0", "tests/promises/test_heads_lossless.py::test_after_a_fault_rows_go_on_and_are_drafted_for_once_read_anew[autoregressive]"),
+    Mutant("nodes of a head's tree see their siblings", "drafters/frontier.py", "else list(parents)", "else None", "tests/promises/test_heads_lossless.py::test_a_drafted_nodes_state_is_that_of_its_path_alone[dynamic]"),
+    Mutant("a draft model's tree stays in its cache", "drafters/draft_model.py", "len(kept.path) if self._growth is None else 0", "len(kept.path)", "tests/promises/test_draft_trees.py::test_a_node_has_the_logits_of_its_path_alone[static]"),
+    Mutant("a node's logits are its parent's", "drafters/draft_model.py", "return np.arange(len(nodes))", "return np.maximum(np.arange(len(nodes)) - 1, 0)", "tests/promises/test_draft_trees.py::test_a_node_has_the_logits_of_its_path_alone[dynamic]"),
+    Mutant("a greedy tree as of a draw", "drafters/frontier.py", "width, growth.only_ranks, sharpness)", "width, growth.only_ranks)", "tests/drafters/test_frontier.py"),
+    Mutant("the same where logits change", "drafters/frontier.py", "width, sharpness=sharpness)", "width)", "tests/drafters/test_frontier.py"),
+    Mutant("a tree of Medusa's heads is sharpened", "methods.py", "eagle2(1.0)", "eagle2(SHARPNESS)", "tests/drafters/test_frontier.py"),
+    Mutant("unlikely paths are drafted", "trees.py", "joint[joint < forest.min_score]", "joint[joint < -np.inf]", "tests/drafters/test_confidence.py"),
+    Mutant("confidence in the last token alone", "drafters/draft_model.py", "chain.score += score", "chain.score = score", "tests/drafters/test_confidence.py::test_a_chain_ends_where_the_definition_says"),
+    Mutant("blocks of a step in flight given back", "engine.py", "self._is_followed(row, kept))", "False)", f"{AHEAD}::test_a_step_starts_where_the_one_in_flight_will_end"),
+    Mutant("a row in flight is longer than it may be", "scheduler.py", "(1, row.max_draft_tokens + 1)", "(1, row.max_draft_tokens)", f"{AHEAD}::test_a_step_starts_where_the_one_in_flight_will_end"),
+    Mutant("a plan for the longest text alone", "model/graphs/ahead.py", "slack.astype(np.int32)) for", "0 * slack.astype(np.int32)) for", f"{AHEAD}::test_a_plan_holds_all_that_any_length_sees"),
+    Mutant("attention reads beyond the text", "ops/triton/attention.py", "    end_key = tl.minimum(end_key, tl.max(position) + 1)", "    end_key = end_key", f"{AHEAD}::test_a_plan_for_longer_texts_gives_the_same_bits"),
+    Mutant("splits beyond the text are merged", "ops/triton/attention.py", "tl.minimum(end, position // split + 1)", "end", f"{AHEAD}::test_a_plan_for_longer_texts_gives_the_same_bits"),
+    Mutant("splits before the window are merged", "ops/triton/attention.py", "range(tl.maximum(first, (position - window + 1) // split),", "range(first,", f"{AHEAD}::test_a_plan_for_longer_texts_gives_the_same_bits"),
+    Mutant("the first split of K is forgotten", "ops/triton/linear.py", "number in range(num_splits)", "number in range(1, num_splits)", f"{BLOCKS}[torch.float32]"),
+    Mutant("blocks stay counted", "ops/triton/linear.py", "            tl.store(arrived + block, 0)\n", "", f"{BLOCKS}[torch.float32]"),
+    Mutant("what has gone lands all the same", "engine.py", "            self.in_flight.plan.gone.add(sequence.id)\n", "", f"{AHEAD}::test_a_row_may_go_and_come_back_in_flight"),
+    Mutant("a place without a token is kept", "model/graphs/ahead.py", "len(kept.path) - (kept.next_token < 0)", "len(kept.path)", f"{AHEAD}::test_a_place_without_a_token_ends_the_row_as_in_plain_decoding"),
+    Mutant("the draft model lacks a token", "model/graphs/ahead.py", "new = 1 if place else KNOWN", "new = 1", f"{AHEAD}::test_drafts_are_those_of_a_draft_model_that_is_asked"),
+    Mutant("a short draft is read to the length of others", "model/graphs/ahead.py", " & (at[:-1] < counts[:, None])", "", f"{AHEAD}::test_rows_draft_as_much_as_they_ask_for"),
+    Mutant("no token equals no token", "model/graphs/ahead.py", " & (drafted >= 0)", "", f"{AHEAD}::test_a_place_without_a_token_ends_the_row_as_in_plain_decoding"),
+    Mutant("the host does not wait", "model/graphs/ahead.py", "        self.event.synchronize()\n", "", f"{AHEAD}::test_a_step_starts_where_the_one_in_flight_will_end"),
+    Mutant("texts outgrow the context in flight", "scheduler.py", "is_in_draft and end <= row.sequence.max_len", "is_in_draft", "tests/model/test_ahead_books.py::test_no_text_outgrows_the_context_in_flight"),
+    Mutant("blocks for two steps are not counted", "scheduler.py", "is_ahead and self._fits(row.sequence.id, row.longest + row.max_draft_tokens)", "is_ahead", f"{AHEAD}::test_where_blocks_are_lacking_rows_wait"),
+]  # fmt: skip
+
+
+def stale() -> list[str]:
+    """Names of mutants whose patch does not apply exactly once."""
+    return [m.name for m in MUTANTS if (ROOT / "src/echelon" / m.file).read_text("utf-8").count(m.old) != 1]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy of the package in `folder`, which tests are run against."""
+
+    folder: Path
+
+    def passes(self, killer: str) -> bool:
+        """Whether a test passes on the copy as it is."""
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", killer]
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(self.folder)}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode in (0, 1), done.stdout + done.stderr
+        return done.returncode == 0
+
+    def survives(self, mutant: Mutant) -> bool:
+        """Whether the killer passes all the same with the fault in place."""
+        path = self.folder / "echelon" / mutant.file
+        original = path.read_text("utf-8")
+        path.write_text(original.replace(mutant.old, mutant.new), "utf-8")
+        try:
+            return self.passes(mutant.killer)
+        finally:
+            path.write_text(original, "utf-8")
+
+
+def verdicts(chosen: list[Mutant], copy: Copy) -> dict[str, str]:
+    """Name → "killed", "SURVIVED", or "NO CONTROL" where the killer fails without the fault too and so shows nothing."""
+    controls: dict[str, bool] = {}
+    found = {}
+    for mutant in chosen:
+        if mutant.killer not in controls:
+            controls[mutant.killer] = copy.passes(mutant.killer)
+        found[mutant.name] = "NO CONTROL" if not controls[mutant.killer] else "SURVIVED" if copy.survives(mutant) else "killed"
+        print(f"{found[mutant.name]:10}  {mutant.name}  ({mutant.killer})", flush=True)
+    return found
+
+
+def main(names: list[str]) -> int:
+    if stale():
+        print("patches that no longer apply:", *stale(), sep="\n  ")
+        return 1
+    if unknown := set(names) - {m.name for m in MUTANTS}:
+        print("no such mutants:", *sorted(unknown), sep="\n  ")
+        return 1
+    chosen = [m for m in MUTANTS if not names or m.name in names]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        shutil.copytree(ROOT / "src/echelon", folder / "echelon", ignore=shutil.ignore_patterns("pair", "__pycache__"))
+        (folder / "echelon/demo/pair").symlink_to(ROOT / "src/echelon/demo/pair")
+        found = verdicts(chosen, Copy(folder))
+    num_killed = sum(verdict == "killed" for verdict in found.values())
+    print(f"{num_killed} of {len(chosen)} killed")
+    return 0 if num_killed == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

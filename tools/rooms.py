@@ -1,0 +1,126 @@
+"""Draw docs/rooms.png, the picture of the package's rooms: `python -m tools.rooms [FILE]`.
+
+A room is a folder or a module of `src/echelon`; an arrow leads from it to a room that it imports. A room stands above all that it imports,
+and an arrow that follows from others is left out. Where rooms would import each other in a circle, folders are taken apart into modules.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+from echelon.bench.plot import pyplot_or_refusal
+from tools.dependencies import PACKAGE, ROOT, public_names
+
+Graph = dict[str, set[str]]  # room → rooms that it imports
+
+
+def modules() -> Graph:
+    """Every module of the package, by its name without `echelon.`, and the modules of the package that it imports."""
+    files = {p.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): p for p in sorted(PACKAGE.rglob("*.py"))}
+    files = {name.removesuffix(".__init__"): path for name, path in files.items() if name not in ("__init__", "__main__")}
+    graph, public = dict[str, set[str]](), public_names()
+    for name, path in files.items():
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module == "echelon":
+                found |= {public.get(alias.name, alias.name) for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("echelon."):
+                found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+            elif isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+        graph[name] = {short for full in found if (short := full.removeprefix("echelon.")) in files} - {name}
+    return graph
+
+
+def joined(graph: Graph, apart: set[str]) -> Graph:
+    """The graph of rooms: modules of a folder become one, unless the folder is taken apart."""
+
+    def room(module: str) -> str:
+        folder = module.split(".")[0]
+        return ".".join(module.split(".")[:2]) if folder in apart else folder
+
+    rooms: Graph = {room(name): set() for name in graph}
+    for name, imported in graph.items():
+        rooms[room(name)] |= {room(other) for other in imported} - {room(name)}
+    return rooms
+
+
+def reachable(graph: Graph) -> Graph:
+    """For every room all that it imports, directly or not; a room in a circle reaches itself."""
+    found = {name: set(imported) for name, imported in graph.items()}
+    for between in graph:
+        for name in graph:
+            if between in found[name]:
+                found[name] |= found[between]
+    return found
+
+
+def rooms_of(graph: Graph) -> Graph:
+    """Rooms without circles.
+
+    Raises
+    ------
+    ValueError  modules import each other in a circle
+    """
+    apart: set[str] = set()
+    while circle := {name for name, reached in reachable(joined(graph, apart)).items() if name in reached}:
+        folders = {name for name in circle if "." not in name and any(module.startswith(f"{name}.") for module in graph)} - apart
+        if not folders:
+            raise ValueError(f"modules import each other in a circle: {', '.join(sorted(circle))}")
+        apart |= folders
+    return joined(graph, apart)
+
+
+def reduced(graph: Graph) -> Graph:
+    """Without the arrows that follow from others."""
+    reached = reachable(graph)
+    return {name: {other for other in imported if not any(other in reached[by] for by in imported)} for name, imported in graph.items()}
+
+
+def levels_of(graph: Graph) -> list[list[str]]:
+    """Rooms from bottom to top, each above all that it imports, and on a level beside those that it is joined to below."""
+    level: dict[str, int] = {}
+    while len(level) < len(graph):
+        ready = [name for name, imported in graph.items() if name not in level and imported <= level.keys()]
+        level |= {name: max((level[other] + 1 for other in graph[name]), default=0) for name in ready}
+    place: dict[str, float] = {}
+    levels = []
+    for number in range(max(level.values()) + 1):
+        row = [name for name in sorted(graph) if level[name] == number]
+        row.sort(key=lambda name: (sum(place[other] for other in graph[name]) / max(1, len(graph[name])), name))
+        place |= {name: (at + 0.5) / len(row) for at, name in enumerate(row)}
+        levels.append(row)
+    return levels
+
+
+def draw(path: Path, graph: Graph) -> None:
+    pyplot, arrows = pyplot_or_refusal(), reduced(graph)
+    levels = levels_of(arrows)
+    figure, axis = pyplot.subplots(figsize=(1.9 * max(map(len, levels)), 0.95 * len(levels)), constrained_layout=True)
+    at = {name: ((i + 0.5) / len(row), float(height)) for height, row in enumerate(levels) for i, name in enumerate(row)}
+    for name in sorted(arrows):
+        for other in sorted(arrows[name]):
+            (x, y), (other_x, other_y) = at[name], at[other]
+            line = {"arrowstyle": "->", "color": "#8aa0b8", "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0}
+            axis.annotate("", (other_x, other_y + 0.2), (x, y - 0.2), arrowprops=line)
+    for name, (x, y) in at.items():
+        box = {"boxstyle": "round,pad=0.4", "facecolor": "#eef3f8", "edgecolor": "#4575b4"}
+        axis.text(x, y, name, ha="center", va="center", fontsize=9, bbox=box)
+    axis.set_xlim(0, 1)
+    axis.set_ylim(-0.5, len(levels) - 0.5)
+    axis.axis("off")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def main(arguments: list[str]) -> None:
+    path = Path(arguments[0]) if arguments else ROOT / "docs" / "rooms.png"
+    draw(path, rooms_of(modules()))
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
