@@ -50,15 +50,16 @@ soak: $(READY)
 
 # The C++ kernels alone, on random shapes, under the address and undefined-behaviour sanitisers.
 CASES ?= 300
-KERNELS := $(filter-out %/module.cpp %_torch.cpp %/yardstick.cpp,$(wildcard src/echelon/csrc/*.cpp))
+CSRC := src/echelon/csrc
+KERNELS := $(filter-out $(CSRC)/bindings/%,$(wildcard $(CSRC)/*.cpp $(CSRC)/*/*.cpp))
 sanitize:
 	mkdir -p build
 	$(CXX) -std=c++20 -O1 -g -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all \
-	  -o build/harness $(KERNELS) $(wildcard src/echelon/csrc/harness/*.cpp)
+	  -o build/harness $(KERNELS)
 	build/harness $(CASES)
 
 # torch comes first and by its exact version, so that nothing that follows can replace it; the kernels are built against it.
-$(READY): pyproject.toml constraints.txt setup.py $(wildcard src/echelon/csrc/*)
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard src/echelon/csrc/* src/echelon/csrc/*/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 'setuptools>=77' ninja
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint constraints.txt --editable '.[dev]'

@@ -83,7 +83,7 @@ def commands() -> dict[str, object]:
                 print(output.read())
             note(Path("src") if self.inplace else Path(self.build_lib), reason)
 
-    sources = sorted(str(p) for p in CSRC.glob("*.cpp"))
+    sources = sorted(str(p) for p in CSRC.rglob("*.cpp") if p.parent.name != "harness")
     extension = CppExtension("echelon._kernels", sources, extra_compile_args=FLAGS, extra_link_args=["-fopenmp"])
     return {"ext_modules": [extension], "cmdclass": {"build_ext": Kernels}}
 

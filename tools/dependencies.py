@@ -20,7 +20,7 @@ PACKAGE = ROOT / "src" / "echelon"
 ROOMS = {"echelon": PACKAGE, "benchmarks": ROOT / "benchmarks", "tools": ROOT / "tools"}  # what is imported by its full name
 FOLDERS = (*sorted(p for p in (ROOT / "tests").iterdir() if p.is_dir()), ROOT / "scripts")  # whose modules import each other by bare name
 EXTRA = {  # module → what it needs besides its imports
-    "ops/compiled.py": [*sorted(PACKAGE.glob("csrc/*.*")), ROOT / "setup.py"],
+    "ops/compiled.py": [*sorted(p for p in PACKAGE.glob("csrc/**/*.*") if p.parent.name != "harness"), ROOT / "setup.py"],
     "bench/peers.py": sorted(p for p in ROOT.glob("benchmarks/workers/*") if p.is_file()),
     "demo/__init__.py": sorted(p for p in PACKAGE.glob("demo/pair/**/*") if p.is_file()),
 }

@@ -1,57 +1,18 @@
-"""Configuration from outside: frozen, complete, and strict about unknown keys."""
+"""Settings of the engine and of what drafts."""
 
 from __future__ import annotations
 
 import ast
 import math
-import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    StrictBool,
-    StrictFloat,
-    StrictInt,
-    StrictStr,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
 
-from echelon.errors import ConfigError, EchelonError
-from echelon.inputs import LARGEST, Text, described, kind_of, plain, problems_of, shown
+from echelon.errors import ConfigError
+from echelon.inputs import LARGEST, Text, kind_of, shown
 from echelon.methods import ALIASES, METHODS, Can, method_names
-
-
-class Settings(BaseModel):
-    """Base of every object a user fills in: immutable, unknown keys refused, one-line errors that name the remedy. No type stands in for
-    another, but numbers of NumPy and PyTorch for Python's own, and paths for text.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
-    error: ClassVar[type[EchelonError]] = ConfigError
-
-    def __init__(self, /, **values: Any) -> None:
-        given = {key: plain(value) for key, value in values.items()}
-        try:
-            super().__init__(**given)
-        except ValidationError as failure:
-            raise self.error(self._explain(failure, given)) from None
-
-    @classmethod
-    def _explain(cls, failure: ValidationError, given: dict[str, Any]) -> str:
-        """Every problem, in one line; the value of a field with `repr=False` is secret."""
-        lines = []
-        for place, problems in problems_of(failure, given).items():
-            if problems[0]["type"] == "extra_forbidden":
-                lines.append(f"{cls.__name__} has no key {shown(place)}; known keys: {', '.join(cls.model_fields)}")
-            else:
-                field = cls.model_fields.get(re.split(r"[.[]", place)[0])
-                lines.append(described(place, problems, cls.__name__, is_secret=field is not None and not field.repr))
-        return "; ".join(lines)
+from echelon.settings import Settings
 
 
 def _known_method(name: str) -> str:
@@ -194,20 +155,33 @@ class EngineConfig(Settings):
     and no demand: the CPU's kernels are invariant and the fastest there, so there it changes nothing.
     """
 
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    numerics: Literal["invariant", "fast"] = "invariant"
-    max_num_seqs: StrictInt = Field(default=64, ge=1, lt=LARGEST)
-    max_num_batched_tokens: StrictInt = Field(default=2048, ge=1, lt=LARGEST)
-    max_model_len: StrictInt | None = Field(default=None, ge=2, lt=LARGEST)
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(default="auto", description="auto: as stored.")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA where there is a device.")
+    numerics: Literal["invariant", "fast"] = Field(
+        default="invariant",
+        description="Linear layers on CUDA: the same bits in any batch, or the vendor library's. On the CPU they are invariant.",
+    )
+    max_num_seqs: StrictInt = Field(default=64, ge=1, lt=LARGEST, description="Rows that run at once.")
+    max_num_batched_tokens: StrictInt = Field(
+        default=2048, ge=1, lt=LARGEST, description="Most tokens of a step before drafts: longer prompts go in pieces."
+    )
+    max_model_len: StrictInt | None = Field(
+        default=None, ge=2, lt=LARGEST, description="Context limit in tokens; the model's own by default."
+    )
     block_size: StrictInt = Field(default=16, ge=1, lt=LARGEST)
-    kv_cache_memory_bytes: Annotated[StrictInt, Field(ge=1)] | Literal["auto"] = "auto"
-    enforce_eager: StrictBool = False
-    strategy: Literal["unpadded", "padded", "realign"] = "unpadded"
-    pad: Literal["both", "kv", "inputs"] = "both"
-    grouping: Literal["none", "same_length"] = "none"
+    kv_cache_memory_bytes: Annotated[StrictInt, Field(ge=1)] | Literal["auto"] = Field(
+        default="auto", description="Bytes of the KV pool, or auto."
+    )
+    enforce_eager: StrictBool = Field(default=False, description="No CUDA graphs, and no step launched ahead.")
+    strategy: Literal["unpadded", "padded", "realign"] = Field(
+        default="unpadded", description="How rows become a batch; all but `unpadded` are there to be compared with."
+    )
+    pad: Literal["both", "kv", "inputs"] = Field(default="both", description="What `padded` pads.")
+    grouping: Literal["none", "same_length"] = Field(
+        default="none", description="What `realign` runs together: the first rows, or rows of equal length."
+    )
     group_window: StrictInt | None = Field(default=None, ge=1, lt=LARGEST)
-    refill: StrictBool = True
+    refill: StrictBool = Field(default=True, description="Rows enter as others finish, or in static batches.")
 
     @property
     def num_rows_held(self) -> int:

@@ -72,8 +72,10 @@ def build_unpadded(
     if head is not None:
         runners[0].hidden_state_reader = head.reader
     if captures:
+        from echelon.model.graphs.programs import captured  # imports Triton
+
         for runner in runners:
-            runner.capture()
+            runner.captured = captured(runner.loaded, runner.cache)
     return Storage(plan, runners, head, cache(head.shapes, head.dtype) if head and head.shapes else None)
 
 

@@ -9,11 +9,13 @@ SOURCE = Path(__file__).parents[2] / "src" / "echelon"
 LEVELS = [
     {"errors"},
     {"inputs"},
+    {"settings", "token_counts"},
+    {"sampling"},
     {"draft"},
     {"trees"},
     {"methods"},
     {"config", "checkpoint"},
-    {"sampling", "token_counts", "text", "chat", "text_process", "text_worker", "memory", "kv.blocks", "kv.tables"},
+    {"text", "chat", "text_process", "text_worker", "memory", "kv.blocks", "kv.tables"},
     {"sequence"},
     {"outputs", "stats"},
     {"batch"},
@@ -39,7 +41,7 @@ RANK = {room: rank for rank, rooms in enumerate(LEVELS) for room in rooms}
 APART = {"drafters", "heads"}  # siblings in these rooms do not import each other
 ALLOWED_SIBLINGS = {"base", "frontier", "parts"}
 GATHERS = {"heads.layouts", "heads.checkpoints"}  # they know all of their siblings
-TRAINING_READS = {"errors", "inputs", "config", "methods", "heads", "model"}
+TRAINING_READS = {"errors", "inputs", "settings", "config", "methods", "heads", "model"}
 BEHIND_TRITON = ("ops.triton", "model.graphs")  # loaded where a CUDA device serves
 
 

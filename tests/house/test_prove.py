@@ -31,7 +31,7 @@ def test_a_proof_depends_on_what_its_test_imports_and_on_nothing_else() -> None:
         "tests/core/test_sampling.py",
         "tests/conftest.py",
         "src/echelon/sampling.py",
-        "src/echelon/csrc/sample.cpp",
+        "src/echelon/csrc/sampling/sample.cpp",
         "setup.py",
     }
     assert not kernels & {"src/echelon/server/app.py", "src/echelon/train/heads.py", "src/echelon/hf.py", "docs/benchmarks.md"}

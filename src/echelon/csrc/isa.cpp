@@ -4,13 +4,23 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <array>
 #include <stdexcept>
 
 namespace echelon {
 namespace {
 
-constexpr std::array<const char*, 5> names = {"generic", "avx2", "avx512", "avx512_bf16", "amx"};
+struct Isa {
+  const char* name;
+  Features features;
+};
+
+constexpr Isa isas[] = {
+    {"generic", 0},
+    {"avx2", avx2},
+    {"avx512", avx2 | avx512},
+    {"avx512_bf16", avx2 | avx512 | avx512_bf16},
+    {"amx", avx2 | avx512 | avx512_bf16 | amx_bf16},
+};
 
 // Tile registers exist, and the operating system lets this process use them.
 bool has_amx() {
@@ -21,43 +31,54 @@ bool has_amx() {
   return has_tiles && syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 }
 
-bool has_avx512() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512dq");
-}
-
-Isa detect() {
+Features detect() {
   __builtin_cpu_init();
-  if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))) return Isa::generic;
-  if (!has_avx512()) return Isa::avx2;
-  if (!__builtin_cpu_supports("avx512bf16")) return Isa::avx512;
-  return has_amx() ? Isa::amx : Isa::avx512_bf16;
+  Features found = 0;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found |= avx2;
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq"))
+    found |= avx512;
+  if (__builtin_cpu_supports("avx512bf16")) found |= avx512_bf16;
+  if (has_amx()) found |= amx_bf16;
+  return found;
 }
 
-Isa& active() {
-  static Isa isa = detected_isa();
-  return isa;
+Features detected_features() {
+  static const Features features = detect();
+  return features;
+}
+
+Features& active() {
+  static Features features = detected_features();
+  return features;
 }
 
 }  // namespace
 
-Isa detected_isa() {
-  static const Isa isa = detect();
-  return isa;
+Features active_features() { return active(); }
+
+std::string isa() {
+  std::string largest;
+  for (const Isa& one : isas)
+    if (has(active(), one.features)) largest = one.name;
+  return largest;
 }
 
-Isa active_isa() { return active(); }
+std::vector<std::string> offered_isas() {
+  std::vector<std::string> names;
+  for (const Isa& one : isas)
+    if (has(detected_features(), one.features)) names.push_back(one.name);
+  return names;
+}
 
 void set_isa(const std::string& name) {
-  for (size_t i = 0; i < names.size(); ++i) {
-    if (name != names[i]) continue;
-    if (static_cast<Isa>(i) > detected_isa()) throw std::invalid_argument("this machine has no " + name);
-    active() = static_cast<Isa>(i);
+  for (const Isa& one : isas) {
+    if (name != one.name) continue;
+    if (!has(detected_features(), one.features)) throw std::invalid_argument("this machine has no " + name);
+    active() = one.features;
     return;
   }
   throw std::invalid_argument("unknown instruction family " + name);
 }
-
-std::string isa_name(Isa isa) { return names[static_cast<size_t>(isa)]; }
 
 }  // namespace echelon

@@ -1,21 +1,32 @@
-// The instruction families that kernels are written for, and the one that serves this process.
+// What a processor can do, and the sets of it that kernels are written for.
 #pragma once
 
 #include <string>
+#include <vector>
 
 namespace echelon {
 
-enum class Isa { generic, avx2, avx512, avx512_bf16, amx };  // each includes the ones before it
+// Kernels say which of these they need, so another one is another bit here and another line where kernels are chosen.
+enum Feature : unsigned {
+  avx2 = 1 << 0,         // with FMA and F16C
+  avx512 = 1 << 1,       // F, BW, VL and DQ
+  avx512_bf16 = 1 << 2,  // products of pairs of bfloat16
+  amx_bf16 = 1 << 3,     // tile registers, and products of bfloat16 tiles
+};
+using Features = unsigned;  // a sum of Feature
 
-// The best family that this processor and operating system offer.
-Isa detected_isa();
+inline bool has(Features features, Features needed) { return (features & needed) == needed; }
 
-// What kernels must use: the detected family, or a lesser one asked for by `set_isa`.
-Isa active_isa();
+// What kernels may use: what this processor and operating system offer, or the lesser set chosen by `set_isa`.
+Features active_features();
 
-// Throws std::invalid_argument for an unknown name or one that this machine lacks.
+// The largest named set within the active features: generic, avx2, avx512, avx512_bf16 or amx.
+std::string isa();
+
+// The named sets that this machine offers, the smallest first.
+std::vector<std::string> offered_isas();
+
+// Use a named set. Throws std::invalid_argument for an unknown name or a set that this machine lacks.
 void set_isa(const std::string& name);
-
-std::string isa_name(Isa isa);
 
 }  // namespace echelon

@@ -5,14 +5,14 @@
 #include <bit>
 #include <cstdint>
 
+#include "types.h"
+
 // One build for every processor: the compiler makes a version for each of these and the loader picks one. All give the same bits, for the
 // build contracts no multiplications and additions.
 #define FOR_EVERY_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #define INLINE static inline __attribute__((always_inline))
 
 namespace echelon {
-
-enum class Storage { float32, bfloat16, float16 };
 
 // 16-bit numbers by their bits, so that one loop serves every processor.
 INLINE float widen_bfloat16(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
@@ -66,20 +66,26 @@ struct Number<Storage::float16> {
   INLINE uint16_t narrow(float v) { return narrow_float16(v); }
 };
 
-// eˣ with a relative error below 3e-7: 2ⁿ · e^r, |r| ≤ ln 2 / 2, by its series. x is cut to [−87, 88].
+// eˣ = 2ⁿ · e^r for |r| ≤ ln 2 / 2: replaces x by e^r, by its series, and returns n. Of a number, or of a vector of them.
+template <class Float>
+INLINE Float reduced_exponential(Float& x) {
+  const Float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // the sum rounds to an integer
+  const Float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  x = r * (1.0f / 5040.0f) + 1.0f / 720.0f;
+  x = x * r + 1.0f / 120.0f;
+  x = x * r + 1.0f / 24.0f;
+  x = x * r + 1.0f / 6.0f;
+  x = x * r + 0.5f;
+  x = x * r + 1.0f;
+  x = x * r + 1.0f;
+  return n;
+}
+
+// eˣ with a relative error below 3e-7. x is cut to [−87, 88].
 INLINE float exponential(float x) {
   x = std::min(std::max(x, -87.0f), 88.0f);
-  const float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // the sum rounds to an integer
-  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.0f / 5040.0f;
-  p = p * r + 1.0f / 720.0f;
-  p = p * r + 1.0f / 120.0f;
-  p = p * r + 1.0f / 24.0f;
-  p = p * r + 1.0f / 6.0f;
-  p = p * r + 0.5f;
-  p = p * r + 1.0f;
-  p = p * r + 1.0f;
-  return p * std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
+  const float n = reduced_exponential(x);
+  return x * std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
 }
 
 // eˣ for x ≤ 0, with a relative error below 1e-15. x is cut to −700.

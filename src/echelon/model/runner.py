@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,14 @@ from echelon.model.patches.rope import coded_positions
 from echelon.ops import ROWS_PER_CALL, devices
 from echelon.stats import Occupancy, Usage
 
-if TYPE_CHECKING:
-    from echelon.model.graphs.programs import Captured  # imports Triton
+
+class CapturedPasses(Protocol):
+    """Passes of one model as CUDA graphs; see `model.graphs.programs`."""
+
+    @property
+    def num_captures(self) -> int: ...
+    def run(self, batch: RaggedBatch, reader: HiddenStateReader | None) -> tuple[Tensor, Tensor | None, int] | None: ...
+    def chain(self, batches: Sequence[RaggedBatch], width: int, draws: Draws | None) -> tuple[Tensor, list[int]] | None: ...
 
 
 class PassInputs(Protocol):
@@ -49,7 +55,7 @@ class Runner(ABC, Generic[BatchT]):
 
     cache: KVStorage
     hidden_state_reader: HiddenStateReader | None = None  # what a drafter asks to see of every pass
-    captured: Captured | None = None  # passes as CUDA graphs
+    captured: CapturedPasses | None = None  # passes as CUDA graphs
 
     def __init__(self, loaded: LoadedModel, cache: KVStorage) -> None:
         self.loaded, self.cache, self.usage = loaded, cache, Usage()
@@ -136,12 +142,6 @@ class ModelRunner(Runner[RaggedBatch]):
 
     cache: KVCache
 
-    def capture(self) -> None:
-        """Capture from now on the passes that can be as CUDA graphs; the cache must have a null block."""
-        from echelon.model.graphs.programs import captured  # imports Triton
-
-        self.captured = captured(self.loaded, self.cache)
-
     def pack(self, spans: Sequence[Span]) -> RaggedBatch:
         return unpadded.pack(spans, self.cache.tables)
 
@@ -158,8 +158,9 @@ class ModelRunner(Runner[RaggedBatch]):
         replayed = self.captured.run(batch, self.hidden_state_reader) if self.captured else None
         if replayed is None:
             return None
-        self.count(batch, batch.num_tokens, replayed.num_inputs)
-        return replayed.logits, replayed.hidden_states
+        logits, hidden_states, num_inputs = replayed
+        self.count(batch, batch.num_tokens, num_inputs)
+        return logits, hidden_states
 
     @torch.inference_mode()
     def chain(self, batches: Sequence[RaggedBatch], width: int, draws: Draws | None) -> Tensor | None:

@@ -9,8 +9,8 @@ import torch
 from pydantic import Field, StrictFloat, StrictInt
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from echelon.config import Settings
 from echelon.inputs import check_kind, name_of
+from echelon.settings import Settings
 from echelon.train.files import only_trainer, writing
 from echelon.train.pair import distil
 from echelon.train.text import Tokens

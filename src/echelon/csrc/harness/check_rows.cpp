@@ -1,9 +1,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "../elementwise.h"
-#include "../rank.h"
-#include "../sample.h"
+#include "../elementwise/elementwise.h"
+#include "../sampling/rank.h"
+#include "../sampling/sample.h"
 #include "harness.h"
 
 namespace harness {
@@ -67,13 +67,15 @@ template <Storage type>
 void check_activations(Random& random) {
   const int64_t rows = between(random, 1, 9), size = between(random, 1, 300), stride = size + between(random, 0, 9);
   const Values<type> x(random, rows * stride), other(random, rows * stride), out(random, rows * size);
-  const auto kind = static_cast<Activation>(between(random, 0, 2));
+  const auto kind = static_cast<Activation>(between(random, 0, 4));
   const bool is_gated = between(random, 0, 1);
   activate(type, kind, {x.data(), stride}, is_gated ? Rows{other.data(), stride} : Rows{nullptr, 0}, out.data(), 0, rows, size);
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t i = 0; i < size; ++i) {
       const double v = x[row * stride + i];
-      const double y = kind == Activation::silu   ? v / (1.0 + std::exp(-v))
+      const double y = kind == Activation::none   ? v
+                       : kind == Activation::relu ? std::max(v, 0.0)
+                       : kind == Activation::silu ? v / (1.0 + std::exp(-v))
                        : kind == Activation::gelu ? v * 0.5 * (1.0 + std::erf(v / std::sqrt(2.0)))
                                                   : v * 0.5 * (1.0 + std::tanh(std::sqrt(2.0 / M_PI) * (v + 0.044715 * v * v * v)));
       near(out[row * size + i], is_gated ? y * other[row * stride + i] : y, 0.3, rounding<type>, "activate");

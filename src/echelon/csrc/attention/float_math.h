@@ -1,0 +1,69 @@
+// Attention in float32 arithmetic for every storage: for files that compile it for one family of processors or another.
+#pragma once
+
+#include "tiles.h"
+
+namespace echelon {
+namespace {
+
+// Entries are float32 numbers, one a key or value.
+template <Storage type>
+struct FloatMath {
+  using Stored = typename Number<type>::Stored;
+  static constexpr int64_t grain = 1, bytes = sizeof(Stored);
+
+  METHOD static F16 broadcast(const float* p) { return F16{} + *p; }
+  METHOD static F16 multiply_add(F16 a, F16 b, F16 c) { return c + a * b; }
+  METHOD static F16 round_weights(F16 weights) { return weights; }
+  METHOD static void pack_weights(float*) {}
+
+  METHOD static void copy_row(const char* from, int64_t size, int64_t width, float* to) {
+    const auto* in = reinterpret_cast<const Stored*>(from);
+    for (int64_t i = 0; i < size; ++i) to[i] = Number<type>::widen(in[i]);
+    for (int64_t i = size; i < width; ++i) to[i] = 0.0f;
+  }
+  METHOD static const float* row(const char* from, int64_t size, int64_t width, float* staged) {
+    copy_row(from, size, width, staged);
+    return staged;
+  }
+  METHOD static void entries(const char* const* rows, int64_t offset, F16* to) {
+    float columns[value_columns];
+    copy_row(rows[0] + offset, value_columns, value_columns, columns);
+    for (int64_t i = 0; i < value_columns / lanes; ++i) to[i] = load(columns + i * lanes);
+  }
+  METHOD static void interleave(const char* const* rows, int64_t size, float* to) {
+    if (rows[0])
+      copy_row(rows[0], size, whole_lanes(size), to);
+    else
+      zero(to, whole_lanes(size));
+  }
+  METHOD static bool are_finite(const float* values, int64_t count) {
+    float sum = 0.0f;  // x − x is 0, or NaN
+    for (int64_t i = 0; i < count; ++i) sum += values[i] - values[i];
+    return sum == 0.0f;
+  }
+  METHOD static void write_row(const float* sums, float total, int64_t size, char* to) {
+    auto* out = reinterpret_cast<Stored*>(to);
+    for (int64_t i = 0; i < size; ++i) out[i] = Number<type>::narrow(sums[i] / total);
+  }
+};
+
+template <class Do>
+void with_storage(const AttentionCall& call, const Do& work) {
+  if (call.type == Storage::float32)
+    work(FloatMath<Storage::float32>{});
+  else if (call.type == Storage::bfloat16)
+    work(FloatMath<Storage::bfloat16>{});
+  else
+    work(FloatMath<Storage::float16>{});
+}
+
+void attend_float(const AttentionCall& call, const AttentionUnit& unit, float* memory) {
+  with_storage(call, [&]<class Math>(Math) { Unit<Math>(call, unit, memory).attend(); });
+}
+void combine_float(const AttentionCall& call, const AttentionUnit& unit, int64_t count, float* memory) {
+  with_storage(call, [&]<class Math>(Math) { Unit<Math>(call, unit, memory).combine(count); });
+}
+
+}  // namespace
+}  // namespace echelon

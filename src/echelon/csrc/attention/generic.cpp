@@ -1,0 +1,8 @@
+// Attention in float32 arithmetic for any processor.
+#include "float_math.h"
+
+namespace echelon {
+
+const AttentionFamily generic_attention{attend_float, combine_float};
+
+}  // namespace echelon

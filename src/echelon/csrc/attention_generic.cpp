@@ -1,8 +1,0 @@
-// Attention in float32 arithmetic for any processor.
-#include "attention_float.h"
-
-namespace echelon {
-
-const AttentionFamily generic_attention{attend_float, combine_float};
-
-}  // namespace echelon

@@ -1,0 +1,124 @@
+// Tensors in, tensors out: checks, allocation and threads around elementwise.cpp.
+#include <ATen/Parallel.h>
+
+#include <cstring>
+#include <string>
+
+#include "bindings.h"
+#include "../elementwise/elementwise.h"
+
+namespace echelon {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t values_per_task = 16384;  // less is not worth another thread
+
+// The last dimension as rows: a view where the others collapse into one stride, otherwise a copy.
+Tensor as_rows(const Tensor& x) {
+  const Tensor flat = x.reshape({-1, x.size(-1)});
+  return flat.stride(1) == 1 ? flat : flat.contiguous();
+}
+
+Rows rows_of(const Tensor& flat) { return {flat.const_data_ptr(), flat.stride(0)}; }
+
+template <typename Work>
+void over_rows(int64_t rows, int64_t size, Work work) {
+  at::parallel_for(0, rows, std::max<int64_t>(1, values_per_task / std::max<int64_t>(1, size)), work);
+}
+
+const void* same_type(const std::optional<Tensor>& t, const Tensor& x, int64_t size) {
+  if (!t) return nullptr;
+  TORCH_CHECK(t->scalar_type() == x.scalar_type() && t->is_contiguous() && t->numel() == size, "weight must fit the rows in dtype and size");
+  return t->const_data_ptr();
+}
+
+Tensor rms_norm_tensor(const Tensor& x, const Tensor& weight, double eps, int64_t how) {
+  const Tensor flat = as_rows(x);
+  const int64_t size = x.size(-1);
+  const void* w = same_type(weight, x, size);
+  Tensor out = at::empty(x.sizes(), x.options());
+  over_rows(flat.size(0), size, [&](int64_t begin, int64_t end) {
+    rms_norm(storage_of(x.scalar_type()), rows_of(flat), w, out.data_ptr(), begin, end, size, static_cast<float>(eps), static_cast<RmsWeight>(how));
+  });
+  return out;
+}
+
+Tensor layer_norm_tensor(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double eps) {
+  const Tensor flat = as_rows(x);
+  const int64_t size = x.size(-1);
+  const void *w = same_type(weight, x, size), *b = same_type(bias, x, size);
+  Tensor out = at::empty(x.sizes(), x.options());
+  over_rows(flat.size(0), size, [&](int64_t begin, int64_t end) {
+    layer_norm(storage_of(x.scalar_type()), rows_of(flat), w, b, out.data_ptr(), begin, end, size, static_cast<float>(eps));
+  });
+  return out;
+}
+
+Tensor activate_tensor(const Tensor& x, int64_t kind, const std::optional<Tensor>& other) {
+  const Activation function = activation_of(kind);
+  const Tensor flat = as_rows(x), by = other ? as_rows(*other) : flat;
+  TORCH_CHECK(by.sizes() == flat.sizes() && by.scalar_type() == flat.scalar_type(), "gate and value must have the same shape and dtype");
+  Tensor out = at::empty(x.sizes(), x.options());
+  const Rows factor = other ? rows_of(by) : Rows{nullptr, 0};
+  over_rows(flat.size(0), x.size(-1), [&](int64_t begin, int64_t end) {
+    activate(storage_of(x.scalar_type()), function, rows_of(flat), factor, out.data_ptr(), begin, end, x.size(-1));
+  });
+  return out;
+}
+
+// x [1, H, T, D] with any strides but the last, cos and sin [1, T, R] -> [1, H, T, D], stored as [T, H, D].
+Tensor rotate_tensor(const Tensor& given, const Tensor& cos, const Tensor& sin) {
+  const Tensor x = given.stride(3) == 1 ? given : given.contiguous();
+  const int64_t heads = x.size(1), tokens = x.size(2), size = x.size(3), rotary = cos.size(-1);
+  TORCH_CHECK(x.size(0) == 1 && rotary % 2 == 0 && rotary <= size, "x must be [1, H, T, D] and cos [1, T, R] with even R <= D");
+  const Tensor c = cos.contiguous(), s = sin.contiguous();
+  TORCH_CHECK(c.numel() == tokens * rotary && s.numel() == tokens * rotary && c.scalar_type() == s.scalar_type(), "cos and sin must be alike");
+  const Storage angle_type = storage_of(c.scalar_type());
+  TORCH_CHECK(angle_type == storage_of(x.scalar_type()) || angle_type == Storage::float32, "cos and sin must have the dtype of x or float32");
+  Tensor out = at::empty({1, tokens, heads, size}, x.options());
+  over_rows(tokens, heads * size, [&](int64_t begin, int64_t end) {
+    rotate(storage_of(x.scalar_type()), angle_type, x.const_data_ptr(), x.stride(2), x.stride(1), c.const_data_ptr(), s.const_data_ptr(), out.data_ptr(),
+           begin, end, heads, size, rotary);
+  });
+  return out.transpose(1, 2);
+}
+
+// Rows of `from` [T, H, D] go to `slots` of `to` [blocks, H, block_size, D].
+void scatter_rows(const Tensor& from, const Tensor& to, const int64_t* slots) {
+  TORCH_CHECK(to.dim() == 4 && from.dim() == 3 && to.is_contiguous() && from.scalar_type() == to.scalar_type() && from.size(1) == to.size(1) &&
+                  from.size(2) == to.size(3), "rows must fit the cache in dtype and size");
+  const Tensor rows = from.stride(2) == 1 ? from : from.contiguous();
+  const int64_t heads = to.size(1), block = to.size(2), item = to.element_size(), size = to.size(3) * item, limit = to.size(0) * block;
+  const auto* source = static_cast<const char*>(rows.const_data_ptr());
+  auto* target = static_cast<char*>(to.mutable_data_ptr());
+  over_rows(rows.size(0), heads * to.size(3), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      TORCH_CHECK(slots[i] >= 0 && slots[i] < limit, "slot ", slots[i], " is outside the cache of ", limit);
+      char* slot = target + (slots[i] / block * heads * block + slots[i] % block) * size;
+      for (int64_t head = 0; head < heads; ++head)
+        std::memcpy(slot + head * block * size, source + (i * rows.stride(0) + head * rows.stride(1)) * item, static_cast<size_t>(size));
+    }
+  });
+}
+
+void write_slots(const Tensor& keys, const Tensor& values, const Tensor& key_cache, const Tensor& value_cache, const Tensor& slots) {
+  TORCH_CHECK(slots.scalar_type() == at::kLong && slots.is_contiguous() && slots.numel() == keys.size(0) && slots.numel() == values.size(0),
+              "slots must be int64, one a token");
+  if (slots.numel() == 0) return;
+  scatter_rows(keys, key_cache, slots.const_data_ptr<int64_t>());
+  scatter_rows(values, value_cache, slots.const_data_ptr<int64_t>());
+}
+
+}  // namespace
+
+void bind_elementwise(pybind11::module_& module) {
+  using Unlocked = pybind11::call_guard<pybind11::gil_scoped_release>;
+  module.def("rms_norm", &rms_norm_tensor, Unlocked());
+  module.def("layer_norm", &layer_norm_tensor, Unlocked());
+  module.def("activate", &activate_tensor, Unlocked());
+  module.def("rotate", &rotate_tensor, Unlocked());
+  module.def("write_slots", &write_slots, Unlocked());
+}
+
+}  // namespace echelon

@@ -1,0 +1,54 @@
+// Linear layers in bfloat16 with AMX: 16 × 32 by 32 × 16 products in tile registers.
+#include <cmath>
+#include <cstring>
+#include <immintrin.h>
+
+#include "linear.h"
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,amx-tile,amx-bf16")
+
+#include "tiles.h"
+
+namespace echelon::linear {
+namespace {
+
+// Layout of the operand of LDTILECFG (Intel SDM, volume 1, section 18.3).
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+struct ProcessorTiles {
+  // The registers are each thread's own, so every worker configures them and lets go of them.
+  static void enter() {
+    static constexpr TileConfig config;
+    _tile_loadconfig(&config);
+  }
+  static void leave() { _tile_release(); }
+
+  // Written out, because GCC's intrinsics take literal register numbers alone.
+  template <int i>
+  void load(const void* p, int64_t stride) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(stride), "i"(i) : "memory");
+  }
+  template <int i>
+  void store(void* p, int64_t stride) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(p), "r"(stride), "i"(i) : "memory");
+  }
+  template <int c, int a, int b>
+  void dot() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
+  }
+};
+
+constexpr Family amx = tile_family<ProcessorTiles>("amx");
+
+}  // namespace
+
+const Family& amx_family() { return amx; }
+
+}  // namespace echelon::linear
+
+#pragma GCC pop_options

@@ -1,0 +1,65 @@
+// Linear layers in bfloat16 with VDPBF16PS: pairs of products summed into float32 lanes.
+#include <cmath>
+#include <cstring>
+#include <immintrin.h>
+
+#include "linear.h"
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")
+
+#include "finish.h"
+
+namespace echelon::linear {
+namespace {
+
+constexpr int64_t depth_block = 256;  // 16 KiB of weight; halves, of which two and x fit into L1, for few rows
+constexpr int64_t x_stride = depth_block / 2 + x_padding / 4;  // in pairs
+constexpr int most_rows = 14;
+
+template <int rows>
+void multiply(const void* x, const void* w, int64_t steps, float* sums, Prefetch prefetch) {
+  const int32_t* pairs = static_cast<const int32_t*>(x);
+  const char* column = static_cast<const char*>(w);
+  __m512 low[rows], high[rows];
+#pragma GCC unroll 16
+  for (int r = 0; r < rows; ++r) {
+    low[r] = _mm512_load_ps(sums + r * tile);
+    high[r] = _mm512_load_ps(sums + r * tile + 16);
+  }
+  for (int64_t s = 0; s < steps; ++s) {
+    // Past the larger caches, which a weight that is read once a step would empty of everything else.
+    __builtin_prefetch(prefetch.one + s * prefetch.stride, 0, 0);
+    __builtin_prefetch(prefetch.two + s * prefetch.stride, 0, 0);
+    const __m512bh first = (__m512bh)_mm512_loadu_si512(column + s * 128), second = (__m512bh)_mm512_loadu_si512(column + s * 128 + 64);
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; ++r) {
+      const __m512bh pair = (__m512bh)_mm512_set1_epi32(pairs[r * x_stride + s]);
+      low[r] = _mm512_dpbf16_ps(low[r], first, pair);
+      high[r] = _mm512_dpbf16_ps(high[r], second, pair);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < rows; ++r) {
+    _mm512_store_ps(sums + r * tile, low[r]);
+    _mm512_store_ps(sums + r * tile + 16, high[r]);
+  }
+}
+
+void pack_x(const void* x, int64_t count, void* packed) {
+  std::memcpy(packed, x, count * 2);
+  std::memset(static_cast<char*>(packed) + count * 2, 0, (depth_block - count) * 2);
+}
+
+constexpr Family avx512_bf16{"avx512_bf16", 1, most_rows, depth_block, 2, 2, pack_x,
+                             {multiply<1>, multiply<2>, multiply<3>, multiply<4>, multiply<5>, multiply<6>, multiply<7>, multiply<8>,
+                              multiply<9>, multiply<10>, multiply<11>, multiply<12>, multiply<13>, multiply<14>},
+                             finish, nothing, nothing};
+
+}  // namespace
+
+const Family& avx512_bf16_family() { return avx512_bf16; }
+
+}  // namespace echelon::linear
+
+#pragma GCC pop_options

@@ -1,0 +1,43 @@
+// The control flow of AMX on tiles in memory, for tests on machines without tile registers.
+#include "tiles.h"
+
+namespace echelon::linear {
+namespace {
+
+struct EmulatedTiles {
+  char tiles[8][16][64];
+
+  static void enter() {}
+  static void leave() {}
+
+  template <int i>
+  void load(const void* p, int64_t stride) {
+    for (int row = 0; row < 16; ++row) std::memcpy(tiles[i][row], static_cast<const char*>(p) + row * stride, 64);
+  }
+  template <int i>
+  void store(void* p, int64_t stride) {
+    for (int row = 0; row < 16; ++row) std::memcpy(static_cast<char*>(p) + row * stride, tiles[i][row], 64);
+  }
+  // One fixed order over K; the processor's own order within a tile is its own.
+  template <int c, int a, int b>
+  void dot() {
+    float sums[16][16];
+    uint16_t x[16][32], w[16][32];
+    std::memcpy(sums, tiles[c], sizeof sums);
+    std::memcpy(x, tiles[a], sizeof x);
+    std::memcpy(w, tiles[b], sizeof w);
+    for (int row = 0; row < 16; ++row)
+      for (int k = 0; k < 32; ++k)
+        for (int column = 0; column < 16; ++column)
+          sums[row][column] += to_float(x[row][k], Storage::bfloat16) * to_float(w[k / 2][2 * column + k % 2], Storage::bfloat16);
+    std::memcpy(tiles[c], sums, sizeof sums);
+  }
+};
+
+constexpr Family emulated = tile_family<EmulatedTiles>("emulated amx");
+
+}  // namespace
+
+const Family& emulated_amx() { return emulated; }
+
+}  // namespace echelon::linear

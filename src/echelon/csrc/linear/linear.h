@@ -1,0 +1,107 @@
+// Linear layers over weights that are packed once: y = activation(x · Wᵀ + bias), rounded once at the end.
+//
+// The contract: an entry of y is a function of its row of x, its row of W and its bias, bit for bit; the number of rows, the row's
+// index and the number of threads do not enter. Every sum is one float32 chain over K in rising order, whatever the blocking:
+// blocks of K hand the chain on through memory, threads share out columns and never K.
+//
+// No PyTorch here: the sanitiser harness builds these files alone (bindings/linear.cpp is the binding).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "../isa.h"
+#include "../numbers.h"
+
+namespace echelon::linear {
+
+constexpr int64_t tile = 32;  // columns of y that are worked on together
+
+// W [columns, depth] in tiles of 32 columns: [⌈columns / 32⌉][padded depth / g][32][g] with g = 2 for bfloat16, whose instructions
+// take entries of K in pairs (and 32 at a time in tile registers), and g = 1 otherwise. What is padded is zero.
+struct Weight {
+  const void* data;
+  int64_t columns, depth;
+  Storage type;
+};
+
+int64_t size_of(Storage type);
+int64_t padded_depth(int64_t depth, Storage type);
+inline int64_t tiles(int64_t columns) { return (columns + tile - 1) / tile; }
+
+// Packs tiles first … last − 1 of W, whose entry (n, k) lies at source[n · row_stride + k · column_stride].
+void pack_tiles(const void* source, int64_t row_stride, int64_t column_stride, int64_t columns, int64_t depth, Storage type, int64_t first,
+                int64_t last, void* packed);
+
+// Row `row` of W as it was before packing: `depth` entries.
+void unpack_row(const Weight& weight, int64_t row, void* out);
+
+struct Problem {
+  const void* x;  // [rows, depth] of the weight's type
+  int64_t rows, x_stride;
+  Weight weight;
+  const float* bias;  // [columns] or null
+  Activation activation;
+  void* out;  // [rows, columns], float32 or of the weight's type
+  int64_t out_stride;
+  bool out_is_f32;
+};
+
+// Two lines that a step prefetches; `stride` bytes on in the next step.
+struct Prefetch {
+  const char *one, *two;
+  int64_t stride;
+};
+
+// What a family of instructions brings along. `steps` are the entries (pairs, for g = 2) of K in one block of depth; a block of rows
+// has `unit`, 2 · unit, … rows; sums are float32 [rows][32].
+struct Family {
+  const char* name;
+  int64_t unit, most_units;  // rows of a register block: a multiple of `unit`, at most `most_units` of them
+  int64_t depth_block;       // entries of K between two visits to memory
+  int64_t x_entry;           // bytes of an entry of K in packed x
+  int64_t lines_per_step;    // 64-byte lines of the weight in one step
+  // One row of one depth block: `count` entries of x, zeros up to depth_block.
+  void (*pack_x)(const void* x, int64_t count, void* packed);
+  // sums += x · w over `steps`.
+  using Multiply = void (*)(const void* x, const void* w, int64_t steps, float* sums, Prefetch prefetch);
+  Multiply multiply[16];  // by number of units, less one
+  // Sums [rows][32] of tile t to y.
+  void (*finish)(const Problem& problem, int64_t t, int64_t first_row, int64_t rows, const float* sums);
+  void (*enter)();  // before and after a thread's share of the work
+  void (*leave)();
+};
+
+constexpr int64_t x_padding = 64;  // bytes between rows of packed x, so that rows do not compete for the same cache sets
+constexpr int64_t most_rows = 512;  // rows of one pass over the weight
+
+// The best implementation for the type among those that the features allow.
+const Family& family(Features features, Storage type);
+// The tile registers' control flow on emulated tiles, for tests on machines without them. bfloat16 only.
+const Family& emulated_amx();
+
+// The work on rows first_row … first_row + rows − 1 (at most most_rows), by `parts` workers in two phases: all workers pack their share
+// of x, and when all have, multiply. `packed_x` is shared, `sums` is each worker's own; both are aligned to 64 bytes.
+struct Pass {
+  const Problem& problem;
+  const Family& family;
+  int64_t first_row, rows;
+
+  int64_t padded_rows() const { return (rows + family.unit - 1) / family.unit * family.unit; }
+  int64_t depth_blocks() const;
+  int64_t row_bytes() const { return family.depth_block * family.x_entry + x_padding; }
+  int64_t x_bytes() const { return depth_blocks() * padded_rows() * row_bytes(); }
+  int64_t group() const;  // tiles worked on side by side
+  int64_t sums_bytes() const { return group() * padded_rows() * tile * 4; }
+
+  void pack(int64_t part, int64_t parts, void* packed_x) const;
+  void multiply(int64_t part, int64_t parts, const void* packed_x, float* sums) const;
+};
+
+const Family& generic_family(Storage type);
+const Family& avx2_family(Storage type);
+const Family& avx512_family(Storage type);
+const Family& avx512_bf16_family();
+const Family& amx_family();
+
+}  // namespace echelon::linear
