@@ -56,7 +56,7 @@ MUTANTS = [
     Mutant("draft cache keeps rejected tokens", "drafters/draft_model.py", "min(cached, len(row.sequence) + num_kept)", "cached", f"{LOSSLESS}[1-draft_model-3-greedy]"),
     Mutant("draft cache forgets to catch up", "drafters/draft_model.py", "known = sequence.tokens[start:] +", "known = sequence.tokens[-1:] +", f"{LOSSLESS}[1-draft_model-3-greedy]"),
     Mutant("released blocks are kept", "kv/blocks.py", "        if self._counts[block] == 0:\n", "        if self._counts[block] < 0:\n", "tests/kv/test_blocks.py"),
-    Mutant("no copy before writing", "kv/blocks.py", "            self._unshare(table, place)", "            pass", "tests/kv/test_blocks.py"),
+    Mutant("no copy before writing", "kv/blocks.py", "            self._unshare(table, index)", "            pass", "tests/kv/test_blocks.py"),
     Mutant("copy is not carried out", "kv/cache.py", "scatter_slots(storage, targets, gather", "scatter_slots(storage, sources, gather", "tests/kv/test_blocks.py"),
     Mutant("commit keeps every block", "kv/blocks.py", "        table.num_blocks = keep\n", "        table.num_blocks = table.num_blocks\n", "tests/kv/test_blocks.py"),
     Mutant("draft past the limit", "scheduler.py", "min(limit, sequence.num_tokens_left - num_pending - 1, *rooms)", "min(limit, 99, *rooms)", "tests/core/test_scheduler.py"),

@@ -33,7 +33,7 @@ class CapturedPasses(Protocol):
 
 
 class PassInputs(Protocol):
-    """What any strategy's batch feeds a model: tokens and positions int32[T], logit_rows int64[R]."""
+    """Inputs of a model, in any strategy's batch: tokens and positions int32[T], logit_rows int64[R]."""
 
     @property
     def tokens(self) -> Tensor: ...
@@ -62,7 +62,7 @@ class Runner(ABC, Generic[BatchT]):
 
     @abstractmethod
     def pack(self, spans: Sequence[Span]) -> BatchT:
-        """One batch of all spans."""
+        """Pack all spans into one batch."""
 
     @abstractmethod
     def attention(self, batch: BatchT) -> AttentionContext:
@@ -73,7 +73,7 @@ class Runner(ABC, Generic[BatchT]):
         """Count what a pass over `batch` holds and loads."""
 
     def positions(self, batch: BatchT) -> Tensor:
-        """int32[T]: what the model is given as positions."""
+        """Positions int32[T] that the model is fed."""
         return batch.positions
 
     def replay(self, batch: BatchT) -> tuple[Tensor, Tensor | None] | None:  # noqa: ARG002
@@ -90,6 +90,7 @@ class Runner(ABC, Generic[BatchT]):
         return None
 
     def num_cached(self, row: int) -> int:
+        """Tokens of the row that have keys and values."""
         return self.cache.tables.num_cached(row)
 
     def feed(self, spans: Sequence[Span]) -> Tensor:
@@ -122,7 +123,7 @@ class Runner(ABC, Generic[BatchT]):
         return logits, None if hidden_states is None else hidden_states[: batch.num_tokens]
 
     def count(self, batch: BatchT, num_tokens: int, num_replayed: int | None = None) -> None:
-        """One pass with `num_tokens` real ones; `num_replayed`: rows that a graph fed in it, padding included."""
+        """Count one pass with `num_tokens` real ones; `num_replayed`: rows that a graph fed in it, padding included."""
         occupancy = self.occupancy(batch)
         if num_replayed is not None:
             occupancy = replace(occupancy, num_inputs=num_replayed)
