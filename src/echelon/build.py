@@ -154,10 +154,12 @@ def _scheduler(config: EngineConfig, spec: SpeculativeConfig | None, storage: St
 
 
 def ngram_drafter(_config: EngineConfig, spec: SpeculativeConfig, _storage: Storage) -> Drafter:
+    """Build the drafter that copies from the text."""
     return NgramDrafter(spec)
 
 
 def draft_model_drafter(config: EngineConfig, spec: SpeculativeConfig, storage: Storage) -> Drafter:
+    """Build the drafter that runs a small model."""
     target, draft = storage.runners
     keeps_probs = spec.acceptance == "rejection"
     growth = growth_of(spec, None) if spec.grows_trees else None
@@ -165,6 +167,7 @@ def draft_model_drafter(config: EngineConfig, spec: SpeculativeConfig, storage: 
 
 
 def head_drafter(_config: EngineConfig, spec: SpeculativeConfig, storage: Storage) -> Drafter:
+    """Build the drafter that runs a head of the target."""
     assert storage.head is not None
     return HeadDrafter(storage.head, growth_of(spec, storage.head.depth), storage.head_cache, spec.min_score)
 

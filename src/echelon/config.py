@@ -117,10 +117,12 @@ class SpeculativeConfig(Settings):
 
     @property
     def is_head(self) -> bool:
+        """Whether a head of the target drafts."""
         return METHODS[self.method].needs == "head"
 
     @property
     def grows_trees(self) -> bool:
+        """Whether drafts are trees."""
         return self.tree != "chain"
 
 

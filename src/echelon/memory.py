@@ -25,6 +25,7 @@ class MemoryPlan:
 
     @property
     def kv_bytes(self) -> int:
+        """Bytes of the KV pool."""
         return self.num_blocks * self.block_bytes
 
     def __str__(self) -> str:
@@ -34,6 +35,7 @@ class MemoryPlan:
 
 
 def mebibytes(count: int) -> str:
+    """Bytes as text, in MiB."""
     return f"{count / 2**20:,.1f} MiB"
 
 

@@ -64,6 +64,7 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
+        """Whether every sample has ended."""
         return all(o.finish_reason is not None for o in self.outputs)
 
 

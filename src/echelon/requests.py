@@ -40,6 +40,7 @@ class Line(BaseModel):
         return given
 
     def request(self, index: int) -> Request:
+        """The request that the line describes."""
         name = self.id if "id" in self.model_fields_set else self.question_id
         return Request(
             index,
@@ -80,6 +81,7 @@ class Request:
 
 
 def request_from_text(index: int, text: str) -> Request:
+    """A request whose prompt is a text."""
     return Request(index, str(index), prompt=text)
 
 

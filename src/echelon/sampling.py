@@ -80,6 +80,7 @@ class SamplingParams(Settings):
 
     @property
     def is_greedy(self) -> bool:
+        """Whether the likeliest token is always chosen."""
         return self.temperature == 0.0
 
     @property
@@ -139,10 +140,12 @@ class Sampler:
 
     @property
     def is_history_dependent(self) -> bool:
+        """Whether logits depend on the tokens before."""
         return self.has_penalties or bool(self.bad_words or self.params.logits_processors)
 
     @property
     def has_penalties(self) -> bool:
+        """Whether tokens are penalised for how often they stand in the text."""
         p = self.params
         return p.presence_penalty != 0.0 or p.frequency_penalty != 0.0 or p.repetition_penalty != 1.0
 

@@ -116,6 +116,7 @@ class Usage:
         return 1.0 - self.num_live / self.num_touched if self.num_touched else 0.0
 
     def count(self, num_tokens: int, occupancy: Occupancy, bytes_per_slot: int) -> None:
+        """Add one pass."""
         self.num_passes += 1
         self.num_tokens += num_tokens
         self.num_inputs += occupancy.num_inputs
@@ -159,10 +160,12 @@ class Stats:
 
     @property
     def num_group_choices(self) -> int:
+        """Steps whose rows were looked for in a window of equal lengths."""
         return self.target.num_group_choices
 
     @property
     def num_group_hits(self) -> int:
+        """Those of them in which enough were found."""
         return self.target.num_group_hits
 
     @property

@@ -197,6 +197,7 @@ class StaticTree:
 
 
 def chain(length: int, only_ranks: bool = True) -> StaticTree:
+    """The tree of one path of `depth` tokens."""
     return StaticTree([(0,) * (i + 1) for i in range(length)], only_ranks)
 
 

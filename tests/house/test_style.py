@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,19 +13,14 @@ CORE = ("kv", "model", "baselines", "drafters", "ops", "heads")  # and the modul
 MOST_LINES, MOST_BRANCHES, MOST_EXCEPTIONS = 45, 15, 5
 EXCEPTIONS = {
     "ops/triton/attention.py _attend": "a kernel: Triton compiles one function",
-    "model/patches/weights.py __torch_function__": "one table of the framework's functions",
 }
 FRAMEWORK = {"forward", "backward"}  # methods that PyTorch documents
+OF_ANY_TENSOR = "ops/devices.py"  # asks only where a tensor lies
 
 # What is left of the rebuilding, to be emptied. A name that is no longer found here may go at once.
-KNOWN_TWICE = {"Plan", "Parts", "_Chain"}
-KNOWN_LONG = {
-    "drafters/draft_model.py propose",
-    "model/graphs/ahead.py fill",
-    "scheduler.py next_step",
-    "trees.py __init__",
-}
-KNOWN_UNEXPLAINED, KNOWN_WITHOUT_SHAPES = 150, 25  # names of the core, at most
+KNOWN_TWICE = {"Plan", "Parts"}
+KNOWN_LONG = {"drafters/draft_model.py propose", "model/graphs/ahead.py fill", "scheduler.py next_step"}
+KNOWN_WITHOUT_SHAPES = {"ops/reference.py: RowCounts.agreeing", "model/patches/experts.py: patch_experts"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 TREES = {path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text("utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
@@ -85,12 +81,13 @@ def test_public_names_of_the_core_are_explained() -> None:
     explained = documented_by_a_base() | FRAMEWORK
     names = [(f"{path}: {name}", x) for path, tree in CORE_TREES.items() for name, x in public(tree, "")]
     bare = [name for name, x in names if not ast.get_docstring(x) and (isinstance(x, ast.ClassDef) or x.name not in explained)]
-    assert len(bare) <= KNOWN_UNEXPLAINED, "\n".join(bare)
+    assert bare == []
 
 
 def test_functions_over_tensors_say_their_shapes() -> None:
+    """In brackets, or by the word: `of any shape`."""
     inherited = documented_by_a_base() | FRAMEWORK
-    names = [(f"{path}: {name}", x) for path, tree in CORE_TREES.items() for name, x in public(tree, "")]
+    names = [(f"{path}: {name}", x) for path, tree in CORE_TREES.items() if path != OF_ANY_TENSOR for name, x in public(tree, "")]
     functions = [(n, x) for n, x in names if isinstance(x, Function) and x.name not in inherited and takes_tensors(x)]
-    silent = [name for name, x in functions if (doc := ast.get_docstring(x)) and "[" not in doc]
-    assert len(silent) <= KNOWN_WITHOUT_SHAPES, "\n".join(silent)
+    silent = [name for name, x in functions if not {"[", "shape"} & set(re.findall(r"\[|shape", ast.get_docstring(x) or ""))]
+    assert [name for name in silent if name not in KNOWN_WITHOUT_SHAPES] == []

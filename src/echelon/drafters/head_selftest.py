@@ -40,6 +40,7 @@ class Familiarity:
 
     @property
     def is_chance(self) -> bool:
+        """Whether the head does no better than guessing."""
         return self.share < SURELY_USEFUL and self.share - self.by_chance < LEAST_GAIN
 
 

@@ -48,18 +48,22 @@ class AttachedHead:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Dtype of the head's weights."""
         return dtype_of(self.head)
 
     @property
     def bytes_per_token(self) -> int:
+        """Bytes of the head's keys and values of one token."""
         return sum(s.num_entries for s in self.shapes) * self.dtype.itemsize
 
     @property
     def depth(self) -> int | None:
+        """Most tokens ahead that the head drafts."""
         return self.head.max_depth
 
 
 def dtype_of(head: Head) -> torch.dtype:
+    """Dtype of a head's weights."""
     return next((p.dtype for p in head.parameters()), torch.float32)
 
 

@@ -66,6 +66,8 @@ class Regression(nn.Module):
 
 
 class CloverHead(Head):
+    """Clover (Xiao et al. 2024): a recurrent head over the target's last hidden state."""
+
     rows: Tensor  # [V, d] of the output layer, where the head keeps its own
     method: ClassVar[str] = "clover"
     options_class: ClassVar[type] = CloverOptions

@@ -101,9 +101,11 @@ class Eagle3Head(Head):
 
     @property
     def draft_ids(self) -> Tensor:
+        """int64[W]: ids of the tokens that the head can draft, ascending."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def draft_logits(self, states: Tensor, depth: int) -> Tensor:  # noqa: ARG002
+        """Logits [N, W] over the draft vocabulary, from states [N, s]."""
         out: Tensor = self.lm_head(self.norm(states))
         return out
 

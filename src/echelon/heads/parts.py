@@ -208,7 +208,7 @@ def copy_last_layer(layers: nn.ModuleList, target: nn.Module) -> None:
 
 
 def final_norm_weight(target: nn.Module) -> Tensor | None:
-    """The scale of the target's final RMSNorm, if it has one under a known name."""
+    """The scale [d] of the target's final RMSNorm, if it has one under a known name."""
     norm = getattr(target.get_decoder(), "norm", None)  # type: ignore[operator]
     weight = getattr(norm, "weight", None)
     return weight.detach() if isinstance(weight, Tensor) and getattr(norm, "bias", None) is None else None

@@ -21,6 +21,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
+        """Number of free blocks."""
         return len(self._free)
 
     def allocate(self) -> int:
@@ -37,6 +38,7 @@ class BlockPool:
         self._counts[block] += 1
 
     def is_shared(self, block: int) -> bool:
+        """Whether a block is referenced more than once."""
         return self._counts[block] > 1
 
     def release(self, block: int) -> None:
@@ -47,9 +49,11 @@ class BlockPool:
             self._free.append(block)
 
     def counts(self) -> list[int]:
+        """References of every block."""
         return list(self._counts)
 
     def check(self) -> None:
+        """Assert that free and referenced blocks are what they should be."""
         free = set(self._free)
         assert len(free) == len(self._free), "a block is twice in the free list"
         assert free == {b for b, n in enumerate(self._counts) if n == 0}, "free list and reference counts differ"

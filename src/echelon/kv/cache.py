@@ -100,6 +100,7 @@ class KVCache(KVStorage):
 
     @property
     def block_size(self) -> int:
+        """Slots of a block."""
         return self.tables.block_size
 
     @property
@@ -109,6 +110,7 @@ class KVCache(KVStorage):
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all keys and values."""
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:

@@ -9,9 +9,12 @@ class Pool(Protocol):
     """Blocks of equal size; a strategy may take a block to be a whole row."""
 
     @property
-    def num_blocks(self) -> int: ...
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+
     @property
-    def num_free(self) -> int: ...
+    def num_free(self) -> int:
+        """Number of free blocks."""
 
 
 class KVTables(Protocol):
@@ -22,13 +25,20 @@ class KVTables(Protocol):
     """
 
     @property
-    def pool(self) -> Pool: ...
+    def pool(self) -> Pool:
+        """The pool that blocks come from."""
+
     @property
-    def capacity(self) -> int: ...
+    def capacity(self) -> int:
+        """Most tokens that all rows together can hold."""
+
     @property
-    def max_tokens_per_row(self) -> int: ...
+    def max_tokens_per_row(self) -> int:
+        """Most tokens that a row can hold."""
+
     @property
-    def row_ids(self) -> list[int]: ...
+    def row_ids(self) -> list[int]:
+        """Ids of the rows that hold something."""
 
     def __contains__(self, row: int) -> bool: ...
 

@@ -52,7 +52,8 @@ class LayerCall:
 class AttentionContext(Protocol):
     """Computes the attention of all layers in one forward pass, each [T', H, Dv]."""
 
-    def attend(self, call: LayerCall) -> Tensor: ...
+    def attend(self, call: LayerCall) -> Tensor:
+        """Attention [T, H, D] of one layer's call."""
 
 
 class CachedAttention:

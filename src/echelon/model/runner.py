@@ -27,7 +27,9 @@ class CapturedPasses(Protocol):
     """Passes of one model as CUDA graphs; see `model.graphs.programs`."""
 
     @property
-    def num_captures(self) -> int: ...
+    def num_captures(self) -> int:
+        """Graphs captured so far."""
+
     def run(self, batch: RaggedBatch, reader: HiddenStateReader | None) -> tuple[Tensor, Tensor | None, int] | None: ...
     def chain(self, batches: Sequence[RaggedBatch], width: int, draws: Draws | None) -> tuple[Tensor, list[int]] | None: ...
 
@@ -36,15 +38,24 @@ class PassInputs(Protocol):
     """Inputs of a model, in any strategy's batch: tokens and positions int32[T], logit_rows int64[R]."""
 
     @property
-    def tokens(self) -> Tensor: ...
+    def tokens(self) -> Tensor:
+        """int32[T], token ids."""
+
     @property
-    def positions(self) -> Tensor: ...
+    def positions(self) -> Tensor:
+        """int32[T], positions in their texts."""
+
     @property
-    def logit_rows(self) -> Tensor: ...
+    def logit_rows(self) -> Tensor:
+        """int64[R], tokens whose logits are wanted."""
+
     @property
-    def logit_indptr(self) -> Tensor: ...
+    def logit_indptr(self) -> Tensor:
+        """int32[B+1]: each row's rows of logits."""
+
     @property
-    def num_tokens(self) -> int: ...
+    def num_tokens(self) -> int:
+        """T, without padding."""
 
 
 BatchT = TypeVar("BatchT", bound=PassInputs)

@@ -51,7 +51,7 @@ class Field:
         return prod(self.shape) * self.dtype.itemsize // 4
 
     def view(self, memory: Tensor) -> Tensor:
-        """The tensor in a memory of int32 words."""
+        """The field's tensor, of its dtype and shape, in a memory of int32 words."""
         return memory[self.start : self.start + self.num_words].view(self.dtype).view(self.shape)
 
     def put(self, words: Words, value: NDArray[Any]) -> None:
@@ -67,6 +67,7 @@ class Layout:
         self.num_words = 0
 
     def add(self, *shape: int, dtype: torch.dtype = torch.int32) -> Field:
+        """Append a field; its offset is the end so far."""
         field = Field(self.num_words, shape, dtype)
         self.num_words += -(-field.num_words // ALIGNMENT) * ALIGNMENT
         return field
@@ -82,10 +83,12 @@ class PlanFields:
         self.merges, self.bases = layout.add(num_tokens if size.states else 0, 3), layout.add(num_tokens)
 
     def fill(self, words: Words, tables: Tables) -> None:
+        """Write a plan of attention into its fields."""
         for name in ("items", "late", "paths", "merges", "bases"):
             getattr(self, name).put(words, getattr(tables, name))
 
     def plan(self, memory: Tensor, table: Tensor, positions: Tensor) -> Plan:
+        """The plan of attention that the fields hold on the device."""
         items, late, paths, merges, bases = (f.view(memory) for f in (self.items, self.late, self.paths, self.merges, self.bases))
         return Plan(items, late, paths, merges, bases, self.size.states, table, positions, has_pads=True)
 

@@ -22,6 +22,8 @@ Outputs = tuple[Tensor, ...]
 
 
 class Program(Protocol):
+    """A function over fixed memory that a CUDA graph can capture."""
+
     def forward(self) -> Outputs:
         """Launch everything, from tensors that stay where they are, without waiting for the device."""
 

@@ -66,9 +66,11 @@ class Captured:
 
     @property
     def num_captures(self) -> int:
+        """Graphs captured so far."""
         return self.graphs.num_captures
 
     def launch(self, reader: HiddenStateReader | None = None) -> Launch:
+        """Run a pass by its graph; captured when its bucket comes for the second time."""
         return partial(_launch, self._loaded, self.cache, reader)
 
     def run(self, batch: RaggedBatch, reader: HiddenStateReader | None) -> tuple[Tensor, Tensor | None, int] | None:

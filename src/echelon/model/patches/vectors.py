@@ -33,7 +33,7 @@ class WholeVectors(TorchFunctionMode):
 
 
 def is_whole(x: Tensor) -> bool:
-    """An element-wise call over x ends with a whole vector, and is not shared out among threads."""
+    """Whether an element-wise call over x, of any shape, ends with a whole vector, and is not shared out among threads."""
     return x.is_contiguous() and x.numel() % VECTORS == 0 and x.numel() <= PIECE
 
 

@@ -76,7 +76,7 @@ class PackedParameter(torch.Tensor):
         return [w for part in self.entries.values() for w in part.all_packed] if self.is_stack else [self.packed]  # type: ignore[attr-defined]
 
     def converted(self, dtype: torch.dtype) -> Tensor:
-        """Return this weight in another dtype, packed once."""
+        """Return this weight [N, K] in another dtype, packed once."""
         if dtype not in self.entries:
             data = self.packed.data
             backend = devices.backend_of(data)
