@@ -77,3 +77,13 @@ def test_every_verb_of_the_readme_exists() -> None:
 
 def test_readme_fits_one_screen() -> None:
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 80
+
+
+def test_the_glossary_names_what_there_is() -> None:
+    """Paths and classes of its last column stand in the sources."""
+    sources = ROOT / "src" / "echelon"
+    text = "\n".join(path.read_text("utf-8") for path in sources.rglob("*.py"))
+    for line in (ROOT / "docs" / "glossary.md").read_text("utf-8").splitlines()[4:]:
+        for name in re.findall(r"`([^`]+)`", line.split("|")[3]):
+            is_path = "/" in name or name.endswith(".py")
+            assert (sources / name).exists() if is_path else re.search(rf"class {name}\b", text), name
