@@ -41,6 +41,7 @@ from echelon.hf.processors import stateful
 from echelon.hf.speculation import decode_ahead
 from echelon.hf.streaming import BatchStreamer
 from echelon.llm import LLM
+from echelon.methods import METHODS
 from echelon.model.load.loading import LoadedModel
 
 __all__ = ["generate", "release", "speculate"]
@@ -133,7 +134,7 @@ def _decode(model: PreTrainedModel, drafting: Drafting, batch: Batch) -> Any:
             stacklevel=2,
         )
         config = None
-    assistant = drafting.assistant if config is not None and config.method == "draft_model" else None
+    assistant = drafting.assistant if config is not None and METHODS[config.method].needs == "model" else None
     owners = [model, assistant] if isinstance(assistant, PreTrainedModel) else [model]
     with in_use(*owners) as served:
         target = served[0]

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from echelon.config import SpeculativeConfig, speculative
 from echelon.errors import ConfigError, RequestError
 from echelon.hf.arguments import check_model
+from echelon.methods import METHODS
 
 Config = SpeculativeConfig | Mapping[str, Any]
 NUM_TOKENS = 4  # drafted by an assistant, where nothing says how many
@@ -45,9 +46,9 @@ class Drafting:
             check_model(assistant)
         elif assistant is not None and not isinstance(assistant, str):
             raise ConfigError(f"assistant_model is a {type(assistant).__name__}; give a transformers model, or the folder or name of one")
-        if checked is not None and checked.method == "draft_model" and assistant is None:
+        if checked is not None and METHODS[checked.method].needs == "model" and assistant is None:
             assistant = checked.model
-        elif checked is not None and checked.method != "draft_model" and assistant is not None:
+        elif checked is not None and METHODS[checked.method].needs != "model" and assistant is not None:
             raise ConfigError(f"assistant_model and speculative_config with method {checked.method!r} name two drafters; leave one out")
         return cls(assistant, checked, num_assistant_tokens)
 
