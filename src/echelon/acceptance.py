@@ -18,7 +18,7 @@ from torch import Tensor
 from echelon.draft import Draft, RowVerdict, Verdict
 from echelon.errors import EchelonError, RowError, row_error
 from echelon.ops.devices import on_host
-from echelon.ops.sample import Place, choose, raw_rows
+from echelon.ops.sample import SampleRow, choose, raw_rows
 from echelon.sampling import Logprobs, logprobs_of
 from echelon.sequence import PlannedRow
 
@@ -220,13 +220,13 @@ def target_tokens(rows: SequenceOf[DraftedRow], logits: Tensor) -> tuple[list[in
     for at in np.flatnonzero(~np.isfinite(values)).tolist():
         tokens[at] = -1
         problems[at] = RowError(f"the largest of the model's logits is {values[at]}; the model overflowed, so this row ends")
-    places: list[tuple[int, Place]] = []
+    places: list[tuple[int, SampleRow]] = []
     for row in rows:
         sequence = row.row.sequence
         if not sequence.sampler.is_argmax:
             lines = raw_rows(row.logits)
             for node, path in enumerate(_paths(row.tokens, row.parents)):
-                places.append((row.first_logit + node, Place(sequence.sampler, lines[node], sequence.tokens, path)))
+                places.append((row.first_logit + node, SampleRow(sequence.sampler, lines[node], sequence.tokens, path)))
     failed: dict[int, EchelonError] = {}
     for (at, _), token in zip(places, choose([place for _, place in places], failed), strict=True):
         tokens[at] = token

@@ -10,7 +10,7 @@ from echelon import EchelonError, RequestError, SamplingParams
 from echelon.acceptance import argmax_rows
 from echelon.ops.rank import likeliest
 from echelon.ops.reference import largest_of
-from echelon.ops.sample import Place, choose
+from echelon.ops.sample import SampleRow, choose
 from echelon.sampling import Sampler, gumbel_noise, kept_tokens, logprobs_of
 
 
@@ -140,21 +140,21 @@ def test_the_kernel_draws_what_the_definition_draws(size: int) -> None:
     places = []
     for i in range(60 if size == 32000 else 1500):
         sampler = Sampler(random_params(i), seed=i * 7919, index=i % 3, num_prompt_tokens=2)
-        places.append(Place(sampler, random_logits(size), [1] * (2 + i % 5)))
+        places.append(SampleRow(sampler, random_logits(size), [1] * (2 + i % 5)))
     defined = [p.sampler.choose(p.logits, p.tokens) for p in places]
     assert choose(places) == defined
     assert size < 7 or len(set(defined)) > 3
 
 
 def test_a_draw_depends_on_its_place_alone(threads: int) -> None:
-    places = [Place(Sampler(random_params(i), seed=i), random_logits(700), [1] * 9) for i in range(64)]
+    places = [SampleRow(Sampler(random_params(i), seed=i), random_logits(700), [1] * 9) for i in range(64)]
     assert threads == torch.get_num_threads()
     assert choose(places) == [choose([p])[0] for p in places] == choose(places[::-1])[::-1]
 
 
 def test_greedy_places_beside_drawn_ones() -> None:
     greedy = Sampler(SamplingParams(temperature=0, logit_bias={3: 50.0}), seed=0)
-    places = [Place(greedy, random_logits(9), [1]), Place(Sampler(SamplingParams(top_k=1), seed=1), random_logits(9), [1])]
+    places = [SampleRow(greedy, random_logits(9), [1]), SampleRow(Sampler(SamplingParams(top_k=1), seed=1), random_logits(9), [1])]
     assert choose(places) == [3, int(places[1].logits.argmax())]
     assert choose([]) == []
 
@@ -166,7 +166,7 @@ def test_logits_that_are_no_numbers_are_refused(bad: float, temperature: float) 
     logits[7] = bad
     sampler = Sampler(SamplingParams(temperature=temperature, logit_bias={1: 1.0}), seed=1)
     with pytest.raises(EchelonError, match="largest logit at position 4"):
-        choose([Place(sampler, logits, [1, 2, 3, 4])])
+        choose([SampleRow(sampler, logits, [1, 2, 3, 4])])
 
 
 def test_noise_is_bounded_so_that_pruning_is_exact() -> None:

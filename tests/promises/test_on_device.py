@@ -40,7 +40,7 @@ from echelon.ops import compiled, cpu, devices, rank
 from echelon.ops import triton as on_triton
 from echelon.ops.compiled import is_built
 from echelon.ops.contract import Activation
-from echelon.ops.sample import Place, choose, raw_rows
+from echelon.ops.sample import SampleRow, choose, raw_rows
 from echelon.ops.triton import attention as triton_attention
 from echelon.ops.triton import linear as triton_linear
 from echelon.sampling import Sampler
@@ -221,9 +221,9 @@ def test_fast_numerics_change_nothing_on_the_cpu() -> None:
     assert not adopt_model(toys.llama(), None, "toy", numerics="fast").is_fast
 
 
-def places(logits: torch.Tensor, asked: list[dict[str, Any]]) -> list[Place]:
+def places(logits: torch.Tensor, asked: list[dict[str, Any]]) -> list[SampleRow]:
     rows = raw_rows(logits)
-    return [Place(Sampler(SamplingParams(**q), 7 * i, 0, 1), rows[i], [3, 5], [2]) for i, q in enumerate(asked)]
+    return [SampleRow(Sampler(SamplingParams(**q), 7 * i, 0, 1), rows[i], [3, 5], [2]) for i, q in enumerate(asked)]
 
 
 def test_places_are_chosen_as_on_the_host(triton: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

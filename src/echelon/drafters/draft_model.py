@@ -30,7 +30,7 @@ from echelon.model.forward import Draws
 from echelon.model.runner import Runner
 from echelon.ops.devices import on_host
 from echelon.ops.rank import likeliest, processed
-from echelon.ops.sample import Place, choose, raw_rows
+from echelon.ops.sample import SampleRow, choose, raw_rows
 from echelon.sampling import Sampler, noise_key
 from echelon.sequence import PlannedRow
 from echelon.trees import Forest, Growth, Int64
@@ -134,7 +134,7 @@ class DraftModelDrafter:
         """
         tokens: list[int] = argmax_rows(logits).tolist()
         drawn = [n for n, c in enumerate(chains) if not c.sampler.is_argmax]
-        places = [Place(chains[n].sampler, raw_rows(logits[n]), chains[n].text, chains[n].tokens) for n in drawn]
+        places = [SampleRow(chains[n].sampler, raw_rows(logits[n]), chains[n].text, chains[n].tokens) for n in drawn]
         for n, token in zip(drawn, choose(places, {}), strict=True):
             tokens[n] = token
         if self._keeps_probs:

@@ -16,7 +16,7 @@ from echelon.hf.processors import processed
 from echelon.llm import LLM
 from echelon.model.runner import Runner
 from echelon.ops.devices import on_host
-from echelon.ops.sample import Place, choose
+from echelon.ops.sample import SampleRow, choose
 
 PIECE = 2048  # prompt tokens of a pass
 
@@ -136,6 +136,6 @@ def _only(rows: list[int], scores: Tensor) -> Tensor:
 
 def _chosen(texts: Texts, batch: Batch, scores: Tensor, rows: list[int]) -> list[int]:
     """A token for every row of the batch: a pad for those that have ended."""
-    places = [Place(batch.sampler(row), scores[row].float().cpu().numpy(), texts.tokens[row]) for row in rows]
+    places = [SampleRow(batch.sampler(row), scores[row].float().cpu().numpy(), texts.tokens[row]) for row in rows]
     chosen = dict(zip(rows, choose(places), strict=True))
     return [chosen.get(row, batch.pad) for row in range(batch.num_rows)]

@@ -75,11 +75,9 @@ class Backend(Protocol):
         query's dtype, which is that of the cache. Softmax runs online in float32 over key tiles at multiples of a fixed size from position
         0 (Milakov and Gimelshein 2018).
         """
-        ...
 
     def pack(self, weight: Tensor, is_fast: bool = False, in_place: bool = False) -> PackedWeight:
         """Lay out a weight [N, K] of any strides. `in_place`: the packed weight takes its memory where it fits."""
-        ...
 
     def packed_linear(
         self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None, activation: Activation = Activation.NONE, float32: bool = False
@@ -88,42 +86,34 @@ class Backend(Protocol):
 
         bias float32 [N] (on CUDA in x's dtype too). A weight that `is_fast` may round by the number of rows.
         """
-        ...
 
     def packed_rows(self, packed: PackedWeight, ids: Tensor) -> Tensor:
         """Rows of the weight as an embedding table: int64 [...] → [..., K]. RuntimeError or IndexError for an index outside."""
-        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, how: RmsWeight) -> Tensor:
         """Root-mean-square norm: x [..., N], weight [N] → [..., N] (Zhang and Sennrich 2019)."""
-        ...
 
     def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         """Layer norm: x [..., N], weight and bias [N] or None → [..., N] (Ba et al. 2016)."""
-        ...
 
     def activate(self, x: Tensor, kind: Activation, other: Tensor | None = None) -> Tensor:
         """kind(x), or kind(x) · other: [..., N] → [..., N]."""
-        ...
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotary embedding by halves of the first R values of every head (Su et al. 2021): x [1, H, T, D], cos and sin [1, T, R] in x's
         dtype or float32 → [1, H, T, D].
         """
-        ...
 
     def write_slots(self, keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
         """Write keys [T, Hkv, D] and values [T, Hkv, Dv] to `slots` int64 [T] of the caches (`ops.slots`).
 
         RuntimeError or IndexError for a slot outside; on CUDA slots are not checked, as that would wait for the device.
         """
-        ...
 
     def sample_rows(self, logits: Sequence[Tensor], samplers: Sequence[Sampler], positions: Sequence[int]) -> list[int]:
         """One token for each row of logits float32 [V], by `Sampler.choose_processed` at its position; −1 where the largest is not finite
         or a logit is NaN. Logits have been through everything that changes them.
         """
-        ...
 
     def likeliest_rows(
         self,
@@ -139,8 +129,6 @@ class Backend(Protocol):
 
         The last bits of greedy scores may differ with M, except by compiled kernels.
         """
-        ...
 
     def read_memory(self, tensor: Tensor) -> None:
         """Read every byte of a contiguous tensor once: the baseline of operations that are bound by memory."""
-        ...

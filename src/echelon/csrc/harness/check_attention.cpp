@@ -57,14 +57,14 @@ Batch random_batch(Random& random, bool has_trees) {
     const int64_t first = batch.indptr[static_cast<size_t>(row)], end = batch.indptr[static_cast<size_t>(row) + 1];
     const int64_t text = batch.text_lens[static_cast<size_t>(row)], nodes = batch.node_indptr[static_cast<size_t>(row) + 1] - batch.node_indptr[static_cast<size_t>(row)];
     const int32_t* parents = batch.parents.data() + batch.node_indptr[static_cast<size_t>(row)];
-    const auto slot = [&](int64_t place) {
-      return static_cast<int32_t>(batch.table[static_cast<size_t>(row * batch.table_stride + place / batch.block)] * batch.block + place % batch.block);
+    const auto slot = [&](int64_t entry) {
+      return static_cast<int32_t>(batch.table[static_cast<size_t>(row * batch.table_stride + entry / batch.block)] * batch.block + entry % batch.block);
     };
     for (int64_t token = first; token < end; ++token) {
       std::vector<int32_t> path;
       int64_t node = token - end + nodes;
       for (; node >= 0; node = parents[node]) path.push_back(slot(text + node));
-      for (int64_t place = token < end - nodes ? text + nodes + token - end : text - 1; place >= 0; --place) path.push_back(slot(place));
+      for (int64_t entry = token < end - nodes ? text + nodes + token - end : text - 1; entry >= 0; --entry) path.push_back(slot(entry));
       std::reverse(path.begin(), path.end());
       batch.slots.push_back(path);
     }

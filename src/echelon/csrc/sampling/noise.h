@@ -1,4 +1,4 @@
-// Noise that is a pure function of its place and token. `echelon.sampling` is the definition.
+// Noise that is a pure function of request, position and token. `echelon.sampling` is the definition.
 #pragma once
 
 #include <cmath>

@@ -101,7 +101,7 @@ int64_t height_for(int64_t size, int64_t count) {
   return height >= 2 ? height : 0;
 }
 
-// Ranks s.candidates, which descend, by what the request would choose; the arithmetic is `rank._perturbed`.
+// Ranks s.candidates, which descend, by what the request would choose; the arithmetic is `reference._perturbed`.
 void perturb(const Draw& draw, Scratch& s) {
   const auto count = s.candidates.size();
   const double top_k = draw.top_k > 0 ? static_cast<double>(draw.top_k) : std::numeric_limits<double>::infinity();
