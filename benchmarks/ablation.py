@@ -31,8 +31,9 @@ from echelon.demo import TARGET
 from echelon.heads.base import Head
 from echelon.heads.checkpoints import build_head
 from echelon.model.load.loading import LoadedModel, load_model, load_plain
-from echelon.train.data import Data, prepare
-from echelon.train.heads import ROWS_PER_BATCH, Plan, learn, train_head
+from echelon.train.examples import Teacher
+from echelon.train.heads import ROWS_PER_BATCH, TrainingConfig, learn, train_head
+from echelon.train.text import Data, prepare
 
 PROMPT_TOKENS, BATCH_SIZE, CALIBRATION_STEPS = 128, 16, 6
 BLOCKS = ("augmenting", "regressive", "attention_decoder")
@@ -55,8 +56,8 @@ class Variant:
     options: tuple[tuple[str, Any], ...] = ()
     depth: int | None = None
 
-    def plan(self, steps: int, seed: int) -> Plan:
-        return Plan(self.method, steps, every=max(1, min(200, steps // 4)), seed=seed, options=self.options, depth=self.depth)
+    def plan(self, steps: int, seed: int) -> TrainingConfig:
+        return TrainingConfig(self.method, steps, every=max(1, min(200, steps // 4)), seed=seed, options=self.options, depth=self.depth)
 
 
 def clover(num_blocks: int) -> Variant:
@@ -101,11 +102,11 @@ class Study:
     def _seconds_a_step(self, variant: Variant) -> float:
         plan = variant.plan(CALIBRATION_STEPS, 0)
         head: Any = build_head(plan.method, self.plain, **dict(plan.options))
-        depth = min(plan.recipe.depth, head.max_depth or plan.recipe.depth)
+        teacher, depth = Teacher(self.plain, head), min(plan.recipe.depth, head.max_depth or plan.recipe.depth)
         times = []
         for step in range(CALIBRATION_STEPS):
             start = time.perf_counter()
-            learn(head, self.plain, self.data.batch(0, step, ROWS_PER_BATCH), depth, plan, step)
+            learn(teacher, self.data.batch(0, step, ROWS_PER_BATCH), depth, plan, step)
             times.append(time.perf_counter() - start)
         return sorted(times)[CALIBRATION_STEPS // 2] * 1.15  # the optimisers' share, and the evaluations
 

@@ -30,8 +30,8 @@ from echelon.bench.throughput import environment
 from echelon.demo import TARGET
 from echelon.methods import method_names
 from echelon.model.load.loading import load_plain
-from echelon.train.data import prepare
-from echelon.train.heads import Plan, train_head
+from echelon.train.heads import TrainingConfig, train_head
+from echelon.train.text import prepare
 
 HEADS = method_names(needs="head")
 TOLERANCE, SMOOTHED = 0.02, 0.05  # of the loss; of a run's batches
@@ -90,10 +90,10 @@ def cost(run: Path, data: Path) -> tuple[dict[int, float], int]:
     return by_depth, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def plan_of(run: Path) -> Plan:
+def plan_of(run: Path) -> TrainingConfig:
     settings = json.loads((run / "training.json").read_text("utf-8"))
     options = tuple((name, value) for name, value in settings["options"])
-    return Plan(**{f.name: settings[f.name] for f in fields(Plan)} | {"options": options})
+    return TrainingConfig(**{f.name: settings[f.name] for f in fields(TrainingConfig)} | {"options": options})
 
 
 def learnt(run: Path, data: Path, commit: str) -> Learnt:

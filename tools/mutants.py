@@ -56,7 +56,7 @@ MUTANTS = [
     Mutant("draft cache keeps rejected tokens", "drafters/draft_model.py", "min(cached, len(row.sequence) + num_kept)", "cached", f"{LOSSLESS}[1-draft_model-3-greedy]"),
     Mutant("draft cache forgets to catch up", "drafters/draft_model.py", "known = sequence.tokens[start:] +", "known = sequence.tokens[-1:] +", f"{LOSSLESS}[1-draft_model-3-greedy]"),
     Mutant("released blocks are kept", "kv/blocks.py", "        if self._counts[block] == 0:\n", "        if self._counts[block] < 0:\n", "tests/kv/test_blocks.py"),
-    Mutant("no copy before writing", "kv/blocks.py", "            self._unshare(table, place)", "            pass", "tests/kv/test_blocks.py"),
+    Mutant("no copy before writing", "kv/blocks.py", "            self._unshare(table, index)", "            pass", "tests/kv/test_blocks.py"),
     Mutant("copy is not carried out", "kv/cache.py", "scatter_slots(storage, targets, gather", "scatter_slots(storage, sources, gather", "tests/kv/test_blocks.py"),
     Mutant("commit keeps every block", "kv/blocks.py", "        table.num_blocks = keep\n", "        table.num_blocks = table.num_blocks\n", "tests/kv/test_blocks.py"),
     Mutant("draft past the limit", "scheduler.py", "min(limit, sequence.num_tokens_left - num_pending - 1, *rooms)", "min(limit, 99, *rooms)", "tests/core/test_scheduler.py"),
@@ -89,7 +89,7 @@ MUTANTS = [
     Mutant("a tree of Medusa's heads is sharpened", "methods.py", "eagle2(1.0)", "eagle2(SHARPNESS)", "tests/drafters/test_frontier.py"),
     Mutant("unlikely paths are drafted", "trees.py", "joint[joint < forest.min_score]", "joint[joint < -np.inf]", "tests/drafters/test_confidence.py"),
     Mutant("confidence in the last token alone", "drafters/draft_model.py", "chain.score += score", "chain.score = score", "tests/drafters/test_confidence.py::test_a_chain_ends_where_the_definition_says"),
-    Mutant("blocks of a step in flight given back", "engine.py", "self._is_followed(row, kept))", "False)", f"{AHEAD}::test_a_step_starts_where_the_one_in_flight_will_end"),
+    Mutant("blocks of a step in flight given back", "engine.py", "row.sequence.id in pending and kept.next_token >= 0)", "False)", f"{AHEAD}::test_a_step_starts_where_the_one_in_flight_will_end"),
     Mutant("a row in flight is longer than it may be", "scheduler.py", "(1, row.max_draft_tokens + 1)", "(1, row.max_draft_tokens)", f"{AHEAD}::test_a_step_starts_where_the_one_in_flight_will_end"),
     Mutant("a plan for the longest text alone", "model/graphs/ahead.py", "slack.astype(np.int32)) for", "0 * slack.astype(np.int32)) for", f"{AHEAD}::test_a_plan_holds_all_that_any_length_sees"),
     Mutant("attention reads beyond the text", "ops/triton/attention.py", "    end_key = tl.minimum(end_key, tl.max(position) + 1)", "    end_key = end_key", f"{AHEAD}::test_a_plan_for_longer_texts_gives_the_same_bits"),
@@ -99,12 +99,12 @@ MUTANTS = [
     Mutant("blocks stay counted", "ops/triton/linear.py", "            tl.store(arrived + block, 0)\n", "", f"{BLOCKS}[torch.float32]"),
     Mutant("what has gone lands all the same", "engine.py", "            self.in_flight.plan.gone.add(sequence.id)\n", "", f"{AHEAD}::test_a_row_may_go_and_come_back_in_flight"),
     Mutant("a place without a token is kept", "model/graphs/ahead.py", "len(kept.path) - (kept.next_token < 0)", "len(kept.path)", f"{AHEAD}::test_a_place_without_a_token_ends_the_row_as_in_plain_decoding"),
-    Mutant("the draft model lacks a token", "model/graphs/ahead.py", "new = 1 if place else KNOWN", "new = 1", f"{AHEAD}::test_drafts_are_those_of_a_draft_model_that_is_asked"),
+    Mutant("the draft model lacks a token", "model/graphs/ahead.py", "new = 1 if depth else KNOWN", "new = 1", f"{AHEAD}::test_drafts_are_those_of_a_draft_model_that_is_asked"),
     Mutant("a short draft is read to the length of others", "model/graphs/ahead.py", " & (at[:-1] < counts[:, None])", "", f"{AHEAD}::test_rows_draft_as_much_as_they_ask_for"),
     Mutant("no token equals no token", "model/graphs/ahead.py", " & (drafted >= 0)", "", f"{AHEAD}::test_a_place_without_a_token_ends_the_row_as_in_plain_decoding"),
     Mutant("the host does not wait", "model/graphs/ahead.py", "        self.event.synchronize()\n", "", f"{AHEAD}::test_a_step_starts_where_the_one_in_flight_will_end"),
     Mutant("texts outgrow the context in flight", "scheduler.py", "is_in_draft and end <= row.sequence.max_len", "is_in_draft", "tests/model/test_ahead_books.py::test_no_text_outgrows_the_context_in_flight"),
-    Mutant("blocks for two steps are not counted", "scheduler.py", "is_ahead and self._fits(row.sequence.id, row.longest + row.max_draft_tokens)", "is_ahead", f"{AHEAD}::test_where_blocks_are_lacking_rows_wait"),
+    Mutant("blocks for two steps are not counted", "scheduler.py", "plan.runs_ahead and self._fits(row.sequence.id, row.longest + row.max_draft_tokens)", "plan.runs_ahead", f"{AHEAD}::test_where_blocks_are_lacking_rows_wait"),
 ]  # fmt: skip
 
 

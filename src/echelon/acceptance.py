@@ -56,7 +56,6 @@ class Rule(Protocol):
 
     def decide(self, rows: SequenceOf[DraftedRow], logits: Tensor) -> list[Decision]:
         """One decision a row, from `logits` [R, V] of the step; what fails in one row's work stays in its decision."""
-        ...
 
 
 class Exact:

@@ -72,10 +72,12 @@ class RaggedBatch:
 
     @property
     def num_tokens(self) -> int:
+        """T"""
         return len(self.tokens)
 
     @property
     def num_rows(self) -> int:
+        """B"""
         return len(self.kv_lens)
 
     @property

@@ -1,4 +1,4 @@
-"""Configuration from outside: frozen, complete, and strict about unknown keys."""
+"""Settings of the engine and of what drafts."""
 
 from __future__ import annotations
 
@@ -7,15 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    StrictBool,
-    StrictFloat,
-    StrictInt,
-    StrictStr,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
 
 from echelon.errors import ConfigError
 from echelon.inputs import LARGEST, Text, kind_of, shown
@@ -163,20 +155,33 @@ class EngineConfig(Settings):
     and no demand: the CPU's kernels are invariant and the fastest there, so there it changes nothing.
     """
 
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    numerics: Literal["invariant", "fast"] = "invariant"
-    max_num_seqs: StrictInt = Field(default=64, ge=1, lt=LARGEST)
-    max_num_batched_tokens: StrictInt = Field(default=2048, ge=1, lt=LARGEST)
-    max_model_len: StrictInt | None = Field(default=None, ge=2, lt=LARGEST)
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(default="auto", description="auto: as stored.")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA where there is a device.")
+    numerics: Literal["invariant", "fast"] = Field(
+        default="invariant",
+        description="Linear layers on CUDA: the same bits in any batch, or the vendor library's. On the CPU they are invariant.",
+    )
+    max_num_seqs: StrictInt = Field(default=64, ge=1, lt=LARGEST, description="Rows that run at once.")
+    max_num_batched_tokens: StrictInt = Field(
+        default=2048, ge=1, lt=LARGEST, description="Most tokens of a step before drafts: longer prompts go in pieces."
+    )
+    max_model_len: StrictInt | None = Field(
+        default=None, ge=2, lt=LARGEST, description="Context limit in tokens; the model's own by default."
+    )
     block_size: StrictInt = Field(default=16, ge=1, lt=LARGEST)
-    kv_cache_memory_bytes: Annotated[StrictInt, Field(ge=1)] | Literal["auto"] = "auto"
-    enforce_eager: StrictBool = False
-    strategy: Literal["unpadded", "padded", "realign"] = "unpadded"
-    pad: Literal["both", "kv", "inputs"] = "both"
-    grouping: Literal["none", "same_length"] = "none"
+    kv_cache_memory_bytes: Annotated[StrictInt, Field(ge=1)] | Literal["auto"] = Field(
+        default="auto", description="Bytes of the KV pool, or auto."
+    )
+    enforce_eager: StrictBool = Field(default=False, description="No CUDA graphs, and no step launched ahead.")
+    strategy: Literal["unpadded", "padded", "realign"] = Field(
+        default="unpadded", description="How rows become a batch; all but `unpadded` are there to be compared with."
+    )
+    pad: Literal["both", "kv", "inputs"] = Field(default="both", description="What `padded` pads.")
+    grouping: Literal["none", "same_length"] = Field(
+        default="none", description="What `realign` runs together: the first rows, or rows of equal length."
+    )
     group_window: StrictInt | None = Field(default=None, ge=1, lt=LARGEST)
-    refill: StrictBool = True
+    refill: StrictBool = Field(default=True, description="Rows enter as others finish, or in static batches.")
 
     @property
     def num_rows_held(self) -> int:

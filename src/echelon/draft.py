@@ -61,6 +61,7 @@ class Draft:
 
     @property
     def num_rows(self) -> int:
+        """B"""
         return len(self.indptr) - 1
 
     @property

@@ -46,23 +46,20 @@ class LaunchedStep(Protocol):
     """A step that runs, or has run, and is not settled."""
 
     @property
-    def plan(self) -> Plan: ...
+    def plan(self) -> Plan:
+        """What was launched."""
 
     def verdict(self) -> Verdict:
         """Wait for the verdict on every row, awaited or not."""
-        ...
 
     def commit(self, row: PlannedRow, kept: RowVerdict, is_followed: bool) -> None:
         """Keep keys and values of fed tokens and accepted drafts; give the rest back, unless the row `is_followed` by one in flight."""
-        ...
 
     def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:
         """Tell the drafter, if it drafted on the host."""
-        ...
 
     def discard(self) -> None:
         """Count what was fed as padding: nobody waits for the verdict."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -111,12 +108,15 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
+        """Is any request waiting or running?"""
         return self.scheduler.has_work
 
     def add(self, sequence: Sequence) -> None:
+        """Queue a request; see `Scheduler.add`."""
         self.scheduler.add(sequence)
 
     def abort(self, sequence: Sequence) -> None:
+        """Take a request out, wherever it is; a verdict on it that is still awaited is dropped."""
         self.scheduler.abort(sequence)
         self.drafter.forget(sequence.id)
         if self.in_flight is not None:
@@ -167,9 +167,13 @@ class Engine:
             found = step.verdict()
         rows = [row for row in step.plan.rows if step.plan.awaits(row)]
         verdict = [kept for row, kept in zip(step.plan.rows, found, strict=True) if step.plan.awaits(row)]
+        following = self.in_flight.plan if self.in_flight else Plan([])
+        pending = following.pending
         with self.timer("settle"):
             for row, kept in zip(rows, verdict, strict=True):
-                step.commit(row, kept, self._is_followed(row, kept))
+                if kept.next_token < 0:
+                    following.gone.add(row.sequence.id)  # what is in flight of the row began with no token
+                step.commit(row, kept, row.sequence.id in pending and kept.next_token >= 0)
         with self.timer("draft"):
             step.observe(rows, verdict)
         with self.timer("settle"):
@@ -178,19 +182,10 @@ class Engine:
                 self.drafter.forget(sequence.id)
             self._drop_unawaited()
         emitted = [len(row.sequence) - before for row, before in zip(rows, lengths, strict=True)]
-        num_inputs = sum(row.num_new + kept.num_draft_tokens for row, kept in zip(rows, verdict, strict=True))
-        record = StepRecord(rows, verdict, emitted, num_inputs, len(step.plan.preempted), self.timer.take())
+        record = StepRecord(rows, verdict, emitted, len(step.plan.preempted), self.timer.take())
         for observer in list(self.observers):
             observer(record)
         return [row.sequence for row, count in zip(rows, emitted, strict=True) if count or row.sequence.is_finished]
-
-    def _is_followed(self, row: PlannedRow, kept: RowVerdict) -> bool:
-        """Is the row in the step in flight? Not if no token could be chosen: then what is in flight of it began with none."""
-        if self.in_flight is None or row.sequence.id not in self.in_flight.plan.pending:
-            return False
-        if kept.next_token < 0:
-            self.in_flight.plan.gone.add(row.sequence.id)
-        return kept.next_token >= 0
 
     def _drop_unawaited(self) -> None:
         """Forget the step in flight once none of its rows is awaited."""

@@ -37,18 +37,18 @@ class SamplingParams(Settings):
 
     error: ClassVar[type[EchelonError]] = RequestError
 
-    temperature: StrictFloat = Field(default=1.0, ge=0.0, allow_inf_nan=False)
-    top_k: StrictInt = Field(default=0, ge=-1, lt=LARGEST)
-    top_p: StrictFloat = Field(default=1.0, gt=0.0, le=1.0)
-    min_p: StrictFloat = Field(default=0.0, ge=0.0, le=1.0)
-    seed: StrictInt | None = Field(default=None, ge=0, lt=1 << 64)
-    max_tokens: StrictInt = Field(default=16, ge=1, lt=LARGEST)
+    temperature: StrictFloat = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="0 is greedy.")
+    top_k: StrictInt = Field(default=0, ge=-1, lt=LARGEST, description="Keep the k likeliest tokens; 0 keeps all.")
+    top_p: StrictFloat = Field(default=1.0, gt=0.0, le=1.0, description="Keep the likeliest tokens of this mass.")
+    min_p: StrictFloat = Field(default=0.0, ge=0.0, le=1.0, description="Keep tokens at least this likely, relative to the likeliest.")
+    seed: StrictInt | None = Field(default=None, ge=0, lt=1 << 64, description="Of the noise; without it one is drawn and reported.")
+    max_tokens: StrictInt = Field(default=16, ge=1, lt=LARGEST, description="Most new tokens a prompt.")
     min_tokens: StrictInt = Field(default=0, ge=0, lt=LARGEST)
     n: StrictInt = Field(default=1, ge=1, le=1024)
-    stop: tuple[Text, ...] = ()
+    stop: tuple[Text, ...] = Field(default=(), description="End a text before this string; may be repeated.")
     include_stop_str_in_output: StrictBool = False
     stop_token_ids: tuple[StrictInt, ...] = ()
-    ignore_eos: StrictBool = False
+    ignore_eos: StrictBool = Field(default=False, description="Go on after the end-of-text token.")
     skip_special_tokens: StrictBool = True
     presence_penalty: StrictFloat = Field(default=0.0, ge=-2.0, le=2.0)
     frequency_penalty: StrictFloat = Field(default=0.0, ge=-2.0, le=2.0)

@@ -6,7 +6,7 @@ A row with n new tokens is the only shape: a prompt, a piece of one, and a decod
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
@@ -21,7 +21,8 @@ PROMPT_LOGITS = 128  # prompt tokens a step of a row whose prompt logprobs are w
 class Selector(Protocol):
     """Chooses which of the running rows take part in a step."""
 
-    def choose(self, running: SequenceOf[Sequence], num_cached: Callable[[Sequence], int]) -> list[Sequence]: ...
+    def choose(self, running: SequenceOf[Sequence], num_cached: Callable[[Sequence], int]) -> list[Sequence]:
+        """Return some of the running rows, at least one."""
 
 
 class Scheduler:
@@ -64,6 +65,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
+        """Is any request waiting or running?"""
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
@@ -104,19 +106,36 @@ class Scheduler:
         self._is_open = self._is_open or not self.running
         if self._selector is not None:
             return self._selected_step(self._selector)
-        is_ahead = may_run_ahead and not self._is_watched and not self._may_enter() and not any(map(self._needs_host, self.running))
-        plan, budget = Plan([]), self._max_num_batched_tokens
-        pending = in_flight.pending if in_flight else {}
-        if in_flight and not (is_ahead and pending.keys() >= {s.id for s in self.running}):
+        plan, pending = Plan([]), in_flight.pending if in_flight else {}
+        plan.runs_ahead = may_run_ahead and not self._is_watched and not self._may_enter() and not any(map(self._needs_host, self.running))
+        if pending and not (plan.runs_ahead and pending.keys() >= {s.id for s in self.running}):
+            return Plan([])
+        budget = self._plan_running(plan, pending)
+        plan.runs_ahead = plan.runs_ahead and bool(plan.rows) and not plan.preempted
+        if pending and not plan.runs_ahead:
+            return Plan([])
+        if plan.runs_ahead:
+            plan.rows.sort(key=lambda row: -row.max_draft_tokens)
             return plan
+        self._is_watched = False
+        if not plan.preempted:
+            self._admit(plan, budget)
+        return plan
+
+    def _plan_running(self, plan: Plan, pending: Mapping[int, tuple[int, PlannedRow]]) -> int:
+        """Plan all running rows, decoding ones first; returns what is left of the step's tokens. Behind a step in flight nothing is
+        preempted: where a row lacks something, the plan does not run ahead.
+        """
+        budget = self._max_num_batched_tokens
         for sequence in sorted(self.running, key=lambda s: len(s) - self._num_cached(s) > 1):
             if sequence.id in pending and sequence.num_tokens_left == 1:
                 continue  # it ends with the step in flight
             while sequence in self.running and budget > 0:
                 row = self._plan_row(sequence, self._share(budget, len(self.waiting)), pending.get(sequence.id))
-                is_ahead = is_ahead and self._is_ready(row)
-                if in_flight and not (is_ahead and self._fits(row.sequence.id, row.longest + row.max_draft_tokens)):
-                    return Plan([])
+                plan.runs_ahead = plan.runs_ahead and self._is_ready(row)
+                if pending and not (plan.runs_ahead and self._fits(row.sequence.id, row.longest + row.max_draft_tokens)):
+                    plan.runs_ahead = False
+                    return budget
                 if self._reserve(row):
                     plan.rows.append(row)
                     budget -= row.num_new
@@ -124,12 +143,7 @@ class Scheduler:
                 victim = self._preempt()
                 plan.preempted.append(victim)
                 plan.rows = [r for r in plan.rows if r.sequence is not victim]
-        if is_ahead and plan.rows and not plan.preempted:
-            return Plan(sorted(plan.rows, key=lambda row: -row.max_draft_tokens), runs_ahead=True)
-        self._is_watched = False
-        if not plan.preempted:
-            self._admit(plan, budget)
-        return plan
+        return budget
 
     def _needs_host(self, sequence: Sequence) -> bool:
         """Its tokens do not follow from its logits and noise alone."""
@@ -288,6 +302,7 @@ class Scheduler:
                 return
 
     def check(self) -> None:
+        """Assert that the books of rows and blocks agree."""
         for tables in self._tables:
             tables.check()
             assert set(tables.row_ids) <= {s.id for s in self.running}, "a row that does not run holds blocks"

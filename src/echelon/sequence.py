@@ -13,6 +13,8 @@ from echelon.sampling import Logprobs, Sampler, SamplingParams
 
 
 class FinishReason(StrEnum):
+    """Why a request ended."""
+
     STOP = "stop"  # EOS, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the context limit
     ERROR = "error"  # its work failed; `Sequence.error` says why
@@ -23,9 +25,11 @@ class Watcher(Protocol):
 
     text: str
 
-    def push(self, token: int) -> bool: ...
+    def push(self, token: int) -> bool:
+        """Take the next token; is the text complete?"""
 
-    def finish(self) -> str: ...
+    def finish(self) -> str:
+        """Return the whole text."""
 
 
 @dataclass(eq=False)
@@ -54,14 +58,17 @@ class Sequence:
 
     @property
     def params(self) -> SamplingParams:
+        """How its tokens are chosen, and when it ends."""
         return self.sampler.params
 
     @property
     def is_finished(self) -> bool:
+        """Has it ended, for whatever reason?"""
         return self.finish_reason is not None
 
     @property
     def output_tokens(self) -> list[int]:
+        """Tokens after the prompt."""
         return self.tokens[self.num_prompt_tokens :]
 
     @property
@@ -72,10 +79,12 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
+        """How many tokens it has emitted."""
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
     def num_accepted_tokens(self) -> int:
+        """How many of them were drafted."""
         return sum(self.is_accepted)
 
     @property
@@ -85,6 +94,7 @@ class Sequence:
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
+        """Are logprobs of prompt tokens requested that no step has passed yet?"""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     def append(self, token: int, is_accepted: bool, logprobs: Logprobs | None = None) -> None:
@@ -112,6 +122,7 @@ class Sequence:
         return token in self.params.stop_token_ids or (token in self.eos_token_ids and not self.params.ignore_eos)
 
     def check(self) -> None:
+        """Assert that lengths and limits agree."""
         assert 0 < self.num_prompt_tokens <= len(self.tokens) <= self.max_len
         assert len(self.is_accepted) == self.num_output_tokens <= self.params.max_tokens
         assert self.is_finished or self.num_tokens_left > 0

@@ -1,4 +1,4 @@
-"""The base of every object that a user fills in."""
+"""What all settings from outside have in common: frozen, complete, and strict about unknown keys."""
 
 from __future__ import annotations
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Self
 
 from echelon.draft import Verdict
 from echelon.sequence import PlannedRow
@@ -15,30 +14,8 @@ from echelon.sequence import PlannedRow
 PARTS = ("schedule", "draft", "layout", "forward", "verify", "settle")  # of a step, in order
 
 
-class Timer(Protocol):
-    """Measures the parts of steps: `with timer("draft"): ...`."""
-
-    def __call__(self, part: str) -> AbstractContextManager[Any]:
-        """Count the seconds spent inside to this part, one of PARTS."""
-        ...
-
-    def take(self) -> dict[str, float]:
-        """Return seconds by part since the last call."""
-        ...
-
-
-class NoTimer:
-    """Measures nothing."""
-
-    def __call__(self, part: str) -> AbstractContextManager[Any]:  # noqa: ARG002
-        return nullcontext()
-
-    def take(self) -> dict[str, float]:
-        return {}
-
-
 class StepTimer:
-    """Reads `clock` when a part begins and when it ends; one part at a time."""
+    """Measures the parts of steps by `clock`, one part at a time: `with timer("draft"): ...`."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock, self._part, self._start = clock, PARTS[0], 0.0
@@ -55,6 +32,7 @@ class StepTimer:
         self._seconds[self._part] += self.clock() - self._start
 
     def take(self) -> dict[str, float]:
+        """Return seconds by part since the last call."""
         seconds, self._seconds = self._seconds, dict.fromkeys(PARTS, 0.0)
         return seconds
 
@@ -65,16 +43,19 @@ class StepRecord:
 
     rows, verdict     what was planned, and what survived, row by row
     num_emitted       tokens that every row emitted: accepted + 1, fewer only where the row stopped
-    num_input_tokens  tokens fed to the target
     seconds           by part of the step; of steps in flight, what was spent since the last record
     """
 
     rows: list[PlannedRow]
     verdict: Verdict
     num_emitted: list[int]
-    num_input_tokens: int
     num_preempted: int
     seconds: dict[str, float]
+
+    @property
+    def num_input_tokens(self) -> int:
+        """Tokens fed to the target."""
+        return sum(row.num_new + kept.num_draft_tokens for row, kept in zip(self.rows, self.verdict, strict=True))
 
 
 StepObserver = Callable[[StepRecord], None]
@@ -126,10 +107,12 @@ class Usage:
 
     @property
     def padded_input_share(self) -> float:
+        """Share of the rows fed that were padding."""
         return 1.0 - self.num_tokens / self.num_inputs if self.num_inputs else 0.0
 
     @property
     def padded_kv_share(self) -> float:
+        """Share of the slots loaded that held no token of their row."""
         return 1.0 - self.num_live / self.num_touched if self.num_touched else 0.0
 
     def count(self, num_tokens: int, occupancy: Occupancy, bytes_per_slot: int) -> None:
@@ -171,6 +154,7 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float:
+        """Accepted of drafted tokens."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property

@@ -23,7 +23,7 @@ from echelon.scheduler import Selector
 
 @dataclass(frozen=True)
 class Storage:
-    """One runner a model, on pools of equally many blocks; the head that drafts, its cache; which rows take part in a step (None: all)."""
+    """Runners, one a model, on pools of equally many blocks; the head that drafts and its cache; which rows step (None: all)."""
 
     plan: MemoryPlan
     runners: SequenceOf[Runner[Any]]
@@ -41,6 +41,7 @@ class Storage:
 
     @property
     def tables(self) -> list[KVTables]:
+        """Tables in all of which a row has its slots reserved, the target's first."""
         heads: list[KVTables] = [] if self.head_cache is None else [self.head_cache.tables]
         return [*(r.cache.tables for r in self.runners), *heads]
 
@@ -56,11 +57,11 @@ def build_unpadded(
     num_speculative_tokens: int,
     head: AttachedHead | None,
 ) -> Storage:
-    """Blocks for every row, and batches without padding (EMS-SD)."""
+    """Build runners over blocks, for batches without padding (EMS-SD)."""
     layers, device = [record_layers(m.model) for m in models], models[0].device
     captures = captures_steps(config, device)
     per_token = bytes_per_token(models, layers) + (head.bytes_per_token if head else 0)
-    longest = max_len + num_speculative_tokens  # a tree may take more places than the text has left
+    longest = max_len + num_speculative_tokens  # a tree may take more slots than the text has left
     plan = plan_kv(per_token, config.block_size, config.max_num_seqs, longest, config.kv_cache_memory_bytes, device, captures)
 
     def cache(shapes: list[LayerShape], dtype: torch.dtype) -> KVCache:
@@ -71,13 +72,15 @@ def build_unpadded(
     if head is not None:
         runners[0].hidden_state_reader = head.reader
     if captures:
+        from echelon.model.graphs.programs import captured  # imports Triton
+
         for runner in runners:
-            runner.capture()
+            runner.captured = captured(runner.loaded, runner.cache)
     return Storage(plan, runners, head, cache(head.shapes, head.dtype) if head and head.shapes else None)
 
 
 def captures_steps(config: EngineConfig, device: torch.device) -> bool:
-    """Steps become CUDA graphs."""
+    """Whether steps become CUDA graphs."""
     return not config.enforce_eager and device.type == "cuda" and torch.cuda.is_available()
 
 

@@ -140,6 +140,20 @@ def _growing(forest: Forest, nodes: Int64, depth: int) -> Int64:
     return nodes[forest.depths[nodes] < np.minimum(depth, forest.max_depth[forest.rows[nodes]])]
 
 
+def _checked_paths(paths: Sequence[Sequence[int]]) -> list[Path]:
+    """Paths of ranks in which every path comes after the one that it goes on from; `ValueError` where they are none."""
+    checked: list[Path] = []
+    for path in (tuple(map(int, path)) for path in paths):
+        if not path or min(path) < 0:
+            raise ValueError(f"tree path {path} is empty or holds a negative rank")
+        if len(path) > 1 and path[:-1] not in checked:
+            raise ValueError(f"tree path {path} does not come after {path[:-1]}, from which it goes on")
+        checked.append(path)
+    if len(set(checked)) != len(checked) or not checked:
+        raise ValueError("a tree needs paths, each of them once")
+    return checked
+
+
 class StaticTree:
     """The same tree for every row, as paths of ranks. A chain is one. A row with a smaller budget gets the first nodes of the list.
 
@@ -150,15 +164,8 @@ class StaticTree:
 
     def __init__(self, paths: Sequence[Sequence[int]], only_ranks: bool = True) -> None:
         self.only_ranks = only_ranks
-        given = [tuple(int(r) for r in path) for path in paths]
+        given = _checked_paths(paths)
         places = {path: i for i, path in enumerate(given)}
-        for i, path in enumerate(given):
-            if not path or min(path) < 0:
-                raise ValueError(f"tree path {path} is empty or holds a negative rank")
-            if len(path) > 1 and places.get(path[:-1], i) >= i:
-                raise ValueError(f"tree path {path} does not come after {path[:-1]}, from which it goes on")
-        if len(places) != len(given) or not given:
-            raise ValueError("a tree needs paths, each of them once")
         self.width, self.depth = 1 + max(path[-1] for path in given), max(map(len, given))
         # kind of a node: 0 the root, i + 1 path i; children by kind: their rank, and their kind (0: none)
         most = max(np.bincount([places[path[:-1]] + 1 if len(path) > 1 else 0 for path in given]))

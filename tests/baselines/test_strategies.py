@@ -130,9 +130,9 @@ def entries(llm: LLM) -> list[tuple[set[int], set[int]]]:
     seen: list[tuple[set[int], set[int]]] = []
     plan = llm.engine.scheduler.next_step
 
-    def planned() -> Any:
+    def planned(*args: Any) -> Any:
         before = {s.id for s in llm.engine.scheduler.running}
-        step = plan()
+        step = plan(*args)
         seen.append((before, {s.id for s in llm.engine.scheduler.running} - before))
         return step
 
@@ -170,9 +170,9 @@ def test_groups_have_equal_lengths(drafter: str) -> None:
     plan = llm.engine.scheduler.next_step
     is_group: list[bool] = []
 
-    def planned() -> Any:
+    def planned(*args: Any) -> Any:
         before = llm.stats.num_group_choices, llm.stats.num_group_hits
-        step = plan()
+        step = plan(*args)
         assert llm.stats.num_group_choices == before[0] + 1
         is_group.append(llm.stats.num_group_hits > before[1])
         if is_group[-1]:

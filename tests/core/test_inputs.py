@@ -18,9 +18,9 @@ from echelon import LLM, ConfigError, EchelonError, EngineConfig, RequestError, 
 from echelon.demo import DRAFT
 from echelon.heads.checkpoints import load_head
 from echelon.model.load.loading import adopt_model, load_model, load_plain
-from echelon.train.data import Data, prepare
-from echelon.train.draft import train_draft_model
-from echelon.train.heads import Plan, train_head
+from echelon.train.draft_model import train_draft_model
+from echelon.train.heads import TrainingConfig, train_head
+from echelon.train.text import Data, prepare
 
 GREEDY = SamplingParams(temperature=0, max_tokens=2)
 
@@ -249,10 +249,12 @@ def right_arguments(folder: Path, llm: LLM) -> dict[str, dict[str, Any]]:
         "adopt_model": {"model": copy.deepcopy(TRAINED), "tokenizer": None, "name": "toy", "keep_weights": True, "numerics": "invariant"},
         "load_head": {"name": str(folder / "no head"), "target": TRAINED, "dtype": None},
         "prepare": {"target": TRAINED, "tokenizer": None, "files": None, "folder": folder / "data", "count": 4},
-        "train_head": {"target": TRAINED, "data": Data({}, SAID, SAID), "out": folder / "file", "plan": Plan("medusa", 1), "report": None},
+        "train_head": {"target": TRAINED, "data": Data({}, SAID, SAID), "out": folder / "file",
+                       "config": TrainingConfig("medusa", 1), "report": None},
         "train_draft_model": {"target": TRAINED, "tokenizer": None, "tokens": {}, "out": folder / "file", "data": folder / "data",
                               "steps": 1, "rate": 0.1, "every": 1},
-        "Plan": {"method": "medusa", "steps": 1, "rate": None, "every": 1, "seed": 0, "is_soft": None, "options": (), "depth": None},
+        "TrainingConfig": {"method": "medusa", "steps": 1, "rate": None, "every": 1, "seed": 0,
+                           "is_soft": None, "options": (), "depth": None},
     }  # fmt: skip
 
 
@@ -265,7 +267,7 @@ def public_functions(llm: LLM) -> dict[str, Callable[..., Any]]:
         if not n.startswith("_") and inspect.isfunction(getattr(type(of), n))
     }
     del methods["LLM.exclusive"]  # takes nothing
-    loading = (load_model, load_plain, adopt_model, load_head, prepare, train_head, train_draft_model, Plan)
+    loading = (load_model, load_plain, adopt_model, load_head, prepare, train_head, train_draft_model, TrainingConfig)
     return {"LLM": LLM, **methods, **{f.__name__: f for f in loading}}
 
 

@@ -30,7 +30,7 @@ from echelon.kv.cache import KVCache, LayerShape
 from echelon.methods import head_class
 from echelon.model import pack as unpadded
 from echelon.model.attention import CONTEXT_KEYWORD, CachedAttention
-from echelon.train.lessons import Lesson, TrainingAttention, lesson, unroll
+from echelon.train.examples import Examples, Teacher, TrainingAttention, unroll
 
 VOCABULARY, HIDDEN, DEPTH = toys.VOCABULARY, 64, 3
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -117,7 +117,7 @@ def test_drafting_is_what_training_computes(kind: str, target: PreTrainedModel) 
     """Places of two rows, read in uneven pieces, drafted from, forgotten and read on."""
     head = shaken(kind, target)
     ids = torch.randint(0, VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(3))
-    given = lesson(target, head, ids, DEPTH, False)
+    given = Teacher(target, head).examples(ids, DEPTH, False)
     parallel = [s.unflatten(0, (2, -1)) for s in unroll(head, given, given.features, DEPTH)]
     features = given.features.unflatten(0, (2, -1))
     drafting = Drafting(head)
@@ -138,7 +138,7 @@ def test_a_head_has_the_shapes_it_promises(kind: str, target: PreTrainedModel) -
     head = shaken(kind, target)
     ids = torch.randint(0, VOCABULARY, (1, 12))
     with torch.no_grad():
-        given = lesson(target, head, ids, DEPTH, True)
+        given = Teacher(target, head).examples(ids, DEPTH, True)
         assert given.features.shape == (8, len(head.hidden_state_names) * HIDDEN)
         for depth, states in enumerate(unroll(head, given, given.features, DEPTH)):
             assert head.logits(states, depth).shape == (8, VOCABULARY)
@@ -171,7 +171,7 @@ def test_no_head_looks_ahead(method: str, target: PreTrainedModel) -> None:
 
     def states(tokens: Tensor) -> list[Tensor]:
         with torch.no_grad():
-            given = lesson(target, head, tokens, DEPTH, False)
+            given = Teacher(target, head).examples(tokens, DEPTH, False)
             return [s[place] for s in unroll(head, given, given.features, DEPTH)]
 
     for changed in range(place + 1, place + 2 + DEPTH):
@@ -185,24 +185,24 @@ def test_no_head_looks_ahead(method: str, target: PreTrainedModel) -> None:
                 assert not torch.equal(before, after), f"depth {depth} has not taken in the token at {changed}"
 
 
-def test_a_lesson_lines_up_with_the_text(target: PreTrainedModel) -> None:
+def test_examples_line_up_with_the_text(target: PreTrainedModel) -> None:
     """Depth k is judged by the token at t + 2 + k, and by what the target says before it."""
     ids = torch.randint(0, VOCABULARY, (2, 12))
     with torch.no_grad():
         head: Any = SimpleNamespace(hidden_state_names=("last", "last_unnormed", "layer:0"), draft_ids=None)
-        given: Lesson = lesson(target, head, ids, DEPTH, True)
+        given: Examples = Teacher(target, head).examples(ids, DEPTH, True)
         out = target(input_ids=ids, output_hidden_states=True)
-    assert given.num_places == 12 - 1 - DEPTH
+    assert given.num_positions == 12 - 1 - DEPTH
     for depth in range(DEPTH):
-        assert torch.equal(given.token(2 + depth).view(2, -1), ids[:, 2 + depth : 2 + depth + given.num_places])
-        at = slice(1 + depth, 1 + depth + given.num_places)
+        assert torch.equal(given.token(2 + depth).view(2, -1), ids[:, 2 + depth : 2 + depth + given.num_positions])
+        at = slice(1 + depth, 1 + depth + given.num_positions)
         probs, is_drafted = given.wanted(depth)
         assert torch.equal(probs, out.logits[:, at].softmax(-1)) and bool(is_drafted.all())
         assert torch.equal(given.target_feature(depth), out.hidden_states[-1][:, at].flatten(0, 1))
     last, unnormed, first = given.features.view(2, -1, 3 * HIDDEN).chunk(3, -1)
-    assert torch.equal(last, out.hidden_states[-1][:, : given.num_places])
+    assert torch.equal(last, out.hidden_states[-1][:, : given.num_positions])
     assert torch.equal(target.get_decoder().norm(unnormed), last)
-    assert torch.equal(first, out.hidden_states[0][:, : given.num_places])
+    assert torch.equal(first, out.hidden_states[0][:, : given.num_positions])
 
 
 def test_untrained_heads_begin_where_their_papers_say(target: PreTrainedModel) -> None:

@@ -51,7 +51,16 @@ def test_figures_of_the_pair_are_quoted_as_measured() -> None:
 
 @pytest.mark.parametrize(
     "document",
-    ["README.md", "docs/architecture.md", "docs/correctness.md", "docs/models.md", "docs/serving.md", "docs/benchmarks.md", "LOG.md"],
+    [
+        "README.md",
+        "docs/architecture.md",
+        "docs/correctness.md",
+        "docs/models.md",
+        "docs/serving.md",
+        "docs/benchmarks.md",
+        "docs/glossary.md",
+        "LOG.md",
+    ],
 )
 def test_links_lead_somewhere(document: str) -> None:
     path = ROOT / document

@@ -123,3 +123,16 @@ def test_what_needs_triton_is_imported_at_the_top_of_nothing_else() -> None:
         if not module.startswith(BEHIND_TRITON):
             top = [n for n in ast.parse(path.read_text("utf-8")).body if isinstance(n, ast.Import | ast.ImportFrom)]
             assert not any(name in ast.unparse(node) for node in top for name in BEHIND_TRITON), module
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Circles of modules, imports for type checking alone and inside functions included, also within a room."""
+    known = modules()
+    edges = {m: {next((n for n in (i.removeprefix("echelon."), i.removeprefix("echelon.").rpartition(".")[0]) if n in known), m)
+                 for i in imports(path)} - {m} for m, path in known.items()}  # fmt: skip
+    reached = {m: set(targets) for m, targets in edges.items()}
+    while grown := {m: more for m, targets in reached.items() if (more := set().union(*(reached[t] for t in targets)) - targets)}:
+        for m, more in grown.items():
+            reached[m] |= more
+    circles = {frozenset(n for n in targets if m in reached[n]) for m, targets in reached.items() if m in targets}
+    assert [sorted(c) for c in circles] == []

@@ -228,8 +228,8 @@ def test_a_plan_holds_all_that_any_length_sees(there: Recorder, monkeypatch: pyt
     own = llm.engine.ahead._target_pass(rows)
     keys = llm.engine.target.captured.keys  # type: ignore[union-attr]
     assert {key.window for key in keys} == {None, 11}
-    for key, tables in zip(keys, own.tables, strict=True):
-        for token, (row, offset) in enumerate(zip(own.rows.tolist(), own.offsets.tolist(), strict=True)):
+    for key, tables in zip(keys, own.values.tables, strict=True):
+        for token, (row, offset) in enumerate(zip(*(column.tolist() for column in own.values.columns[:2]), strict=True)):
             items = [item for item in tables.items.tolist() if item[1] <= token < item[2]]
             planned = {place for item in items for place in range(item[3], item[4])}
             for length in range(rows[row].shortest, rows[row].longest + 1):

@@ -153,7 +153,7 @@ def runner(captures: bool) -> ModelRunner:
             scatter_slots(storage, slots, torch.randn(length, 1, 16, generator=generator).to(loaded.device))
     one = ModelRunner(loaded, cache)
     if captures:
-        one.capture()
+        one.captured = captured.captured(loaded, cache)
     return one
 
 

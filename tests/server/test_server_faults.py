@@ -24,6 +24,7 @@ import toys
 from servers import PROMPTS, Running
 
 import echelon.engine
+from echelon.engine import HostStep
 from echelon.errors import RequestError
 from echelon.llm import LLM
 from echelon.sampling import Sampler
@@ -127,7 +128,10 @@ SITES: dict[str, tuple[Fault, bool]] = {
         False,
     ),
     "admit": (lambda p, llm: failing(p, llm.engine.scheduler, "add", lambda s: is_victim(s.tokens, llm), RequestError("no")), False),
-    "plan": (lambda p, llm: failing(p, llm.engine.scheduler, "_plan_row", lambda s, _: is_victim(s.tokens, llm), IndexError("row")), False),
+    "plan": (
+        lambda p, llm: failing(p, llm.engine.scheduler, "_plan_row", lambda s, *_: is_victim(s.tokens, llm), IndexError("row")),
+        False,
+    ),
     "prefill": (at_run(lambda span: span.start == 0), False),
     "forward": (at_run(lambda span: span.start > 0), True),  # alone, its text is fed from the start, and that does not fail
     "draft": (
@@ -142,7 +146,7 @@ SITES: dict[str, tuple[Fault, bool]] = {
     "sample": (lambda p, _: failing(p, Sampler, "checked", lambda self, *_: self.seed == VICTIM_SEED, FloatingPointError()), False),
     "penalties": (lambda p, _: failing(p, Sampler, "_penalise", lambda self, *_: self.seed == VICTIM_SEED, IndexError("token")), False),
     "commit": (
-        lambda p, llm: failing(p, llm.engine, "_commit", lambda rows, _: rows_hold_victim(rows, llm), AssertionError("blocks")),
+        lambda p, llm: failing(p, HostStep, "commit", lambda _, row, *__: rows_hold_victim([row], llm), AssertionError("blocks")),
         False,
     ),
     "detokenize": (torn_detokenizer, False),

@@ -204,7 +204,7 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles and splits so short that short texts have several."""
-    for module in (plan, triton_attention, buckets, frames, ahead):
+    for module in (plan, triton_attention, buckets, frames):
         monkeypatch.setattr(module, "SPLIT", 16)
     for module in (plan, triton_attention):
         monkeypatch.setattr(module, "KEY_TILE", 8)

@@ -18,10 +18,10 @@ from test_train_heads import counting, tiny_target
 
 from echelon.errors import ConfigError, ModelLoadError, OutputError
 from echelon.train import files
-from echelon.train.heads import Plan, train_head
+from echelon.train.heads import TrainingConfig, train_head
 
 STATE = {"step": 3, "head": {"weight": torch.arange(600.0)}}
-PLAN = Plan("medusa", steps=6, every=2)
+PLAN = TrainingConfig("medusa", steps=6, every=2)
 
 
 def saved(folder: Path, *steps: int) -> Path:

@@ -28,14 +28,13 @@ from echelon.heads.checkpoints import build_head, load_head
 from echelon.heads.eagle3 import Eagle3Head
 from echelon.methods import head_class, method_names
 from echelon.model.load.loading import load_plain
-from echelon.train import corpus
 from echelon.train import heads as training
-from echelon.train.data import Data, prepare
-from echelon.train.heads import Plan, evaluate, learn, train_head
-from echelon.train.lessons import Lesson, soft_targets
-from echelon.train.loop import rate_factor
+from echelon.train import text as texts
+from echelon.train.examples import Examples, Teacher, soft_targets, unroll
+from echelon.train.heads import TrainingConfig, evaluate, learn, train_head
 from echelon.train.losses import depth_loss, noised, soft
-from echelon.train.text import HELD_OUT, batch
+from echelon.train.text import HELD_OUT, Data, batch, prepare
+from echelon.train.trainer import rate_factor
 
 WINDOW = 24
 OPTIONS: dict[str, tuple[tuple[str, Any], ...]] = {"eagle3": (("draft_vocab_size", 60),), "medusa": (("num_heads", 3),)}
@@ -70,21 +69,21 @@ def test_a_run_keeps_the_recipe_it_began_with(target: PreTrainedModel, data: Dat
     known = head_class("eagle3").recipe
     for given, used in ((None, known.rate), (0.02, 0.02)):
         folder = tmp_path / str(given)
-        train_head(target, data, folder, Plan("eagle3", steps=1, rate=given, options=OPTIONS["eagle3"]))
+        train_head(target, data, folder, TrainingConfig("eagle3", steps=1, rate=given, options=OPTIONS["eagle3"]))
         kept = json.loads((folder / "training.json").read_text())
         assert {k: kept[k] for k in asdict(known)} == {**asdict(known), "rate": used}
     with pytest.raises(ConfigError, match=r"rate = 0\.02 there, 0\.006 here"):
-        train_head(target, data, folder, Plan("eagle3", steps=1, options=OPTIONS["eagle3"]))
+        train_head(target, data, folder, TrainingConfig("eagle3", steps=1, options=OPTIONS["eagle3"]))
     monkeypatch.setattr(Eagle3Head, "recipe", replace(known, first_part=0.25))
     with pytest.raises(ConfigError, match=r"first_part = 0\.5 there, 0\.25 here"):
-        train_head(target, data, folder, Plan("eagle3", steps=1, rate=0.02, options=OPTIONS["eagle3"]))
+        train_head(target, data, folder, TrainingConfig("eagle3", steps=1, rate=0.02, options=OPTIONS["eagle3"]))
 
 
 def test_training_time_test_begins_with_two_steps() -> None:
-    plan = Plan("eagle3", steps=20)
+    plan = TrainingConfig("eagle3", steps=20)
     assert [plan.depth_at(step) for step in range(20)] == [2] * 10 + [7] * 10
     assert {replace(plan, depth=1).depth_at(step) for step in range(20)} == {1}
-    assert {Plan("clover", steps=20).depth_at(step) for step in range(20)} == {head_class("clover").recipe.depth}
+    assert {TrainingConfig("clover", steps=20).depth_at(step) for step in range(20)} == {head_class("clover").recipe.depth}
 
 
 def test_the_rate_rises_stays_and_falls() -> None:
@@ -96,7 +95,7 @@ def test_the_rate_rises_stays_and_falls() -> None:
 def test_every_head_learns(method: str, target: PreTrainedModel, data: Data, tmp_path: Path) -> None:
     seen: list[float] = []
     is_soft = False if method == "eagle3" else None  # an untrained target's distribution is nothing to learn
-    plan = Plan(method, steps=60, rate=0.02, every=30, is_soft=is_soft, options=OPTIONS.get(method, ()))
+    plan = TrainingConfig(method, steps=60, rate=0.02, every=30, is_soft=is_soft, options=OPTIONS.get(method, ()))
     head = train_head(target, data, tmp_path, plan, lambda _, __, loss: seen.append(loss))
     assert np.mean(seen[-5:]) < 0.92 * np.mean(seen[:5])
     lines = [json.loads(x) for x in (tmp_path / "log.jsonl").read_text().splitlines()]
@@ -114,7 +113,7 @@ def test_every_head_learns(method: str, target: PreTrainedModel, data: Data, tmp
 def test_accuracy_counts_what_it_says(target: PreTrainedModel, data: Data) -> None:
     """Heads that know the text: Medusa's shared output layer cannot, so the logits are replaced."""
     head: Any = build_head("medusa", target, num_heads=2)
-    ids = torch.from_numpy(data.said_held_out[:8].astype(np.int64))
+    ids = torch.from_numpy(data.held_out_continuations[:8].astype(np.int64))
     truth = [ids[:, 2 + k : 2 + k + WINDOW - 3].flatten() for k in range(2)]
     right = torch.arange(len(truth[0])) % 2 == 0  # every second place is right at depth 1
 
@@ -123,23 +122,23 @@ def test_accuracy_counts_what_it_says(target: PreTrainedModel, data: Data) -> No
         return F.one_hot(tokens, toys.VOCABULARY).float() + 0.5 * F.one_hot(truth[depth], toys.VOCABULARY)
 
     head.logits = logits
-    found = evaluate(head, target, data.said_held_out[:8])
+    found = evaluate(Teacher(target, head), data.held_out_continuations[:8])
     assert found.top1 == [1.0, pytest.approx(float(right.float().mean()))]
     assert found.top5 == [1.0, 1.0]
     assert found.tokens_per_step == pytest.approx(2 + float(right.float().mean()))
 
 
-def lesson_of(num_places: int, vocabulary: int, draft_ids: torch.Tensor | None = None) -> tuple[torch.Tensor, Lesson]:
-    """Random logits of a target, and a lesson of them."""
+def examples_of(num_positions: int, vocabulary: int, draft_ids: torch.Tensor | None = None) -> tuple[torch.Tensor, Examples]:
+    """Random logits of a target, and examples of them."""
     generator = torch.Generator().manual_seed(4)
-    ids = torch.randint(0, vocabulary, (1, num_places + 3), generator=generator)
-    shape = (1, num_places + 3)
+    ids = torch.randint(0, vocabulary, (1, num_positions + 3), generator=generator)
+    shape = (1, num_positions + 3)
     logits, last = (torch.randn(*shape, n, generator=generator) for n in (vocabulary, 64))
-    return logits, Lesson(ids, torch.zeros(num_places, 64), last, num_places, *soft_targets(logits, draft_ids))
+    return logits, Examples(ids, torch.zeros(num_positions, 64), last, num_positions, *soft_targets(logits, draft_ids))
 
 
 def test_losses_are_the_published_ones(target: PreTrainedModel) -> None:
-    target_logits, given = lesson_of(5, toys.VOCABULARY)
+    target_logits, given = examples_of(5, toys.VOCABULARY)
     states = torch.randn(5, 128)
     medusa, clover2, eagle = (build_head(m, target) for m in ("medusa", "clover2", "eagle"))
     expected = 0.8 * F.cross_entropy(medusa.logits(states[:, :64], 1), given.ids[0, 3:8])
@@ -159,7 +158,7 @@ def test_eagle3_learns_within_its_vocabulary(is_soft: bool, target: PreTrainedMo
     """Places whose token cannot be drafted count as zero, and the target's distribution is renormalised."""
     head: Any = build_head("eagle3", target, draft_vocab_size=30)
     head.choose_vocabulary(torch.arange(toys.VOCABULARY) * 5 % toys.VOCABULARY)
-    all_logits, given = lesson_of(40, toys.VOCABULARY, head.draft_ids)
+    all_logits, given = examples_of(40, toys.VOCABULARY, head.draft_ids)
     states = torch.randn(40, 64)
     logits, target_logits = head.logits(states, 0), all_logits[0, 1:41]
     token = target_logits.argmax(-1) if is_soft else given.token(2)
@@ -180,7 +179,7 @@ def test_heads_train_on_every_decoder(method: str, name: str) -> None:
     model = toys.randomised(*DECODERS[name], seed=0, spread=0.2).requires_grad_(False)
     head: Any = build_head(method, model)
     head.start_from(model)
-    loss = learn(head, model, torch.arange(40).view(2, 20), 2, Plan(method, 5), 0)
+    loss = learn(Teacher(model, head), torch.arange(40).view(2, 20), 2, TrainingConfig(method, 5), 0)
     assert np.isfinite(loss)
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in head.parameters() if p.requires_grad)
 
@@ -225,18 +224,18 @@ def test_only_eagle_trains_on_noise() -> None:
 
 
 def test_depths_one_at_a_time_have_the_gradient_of_their_sum(target: PreTrainedModel, data: Data) -> None:
-    plan = Plan("eagle3", 10, options=(("draft_vocab_size", 60),))
+    plan = TrainingConfig("eagle3", 10, options=(("draft_vocab_size", 60),))
     ids = data.batch(0, 0, 4)
     gradients = []
     for parts in (True, False):
         torch.manual_seed(0)
         head: Any = build_head("eagle3", target, draft_vocab_size=60)
         if parts:
-            learn(head, target, ids, 3, plan, 0)
+            learn(Teacher(target, head), ids, 3, plan, 0)
         else:
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                given = training.lesson(target, head, ids, 3, True)
-                states = training.unroll(head, given, given.features, 3)
+                given = Teacher(target, head).examples(ids, 3, True)
+                states = unroll(head, given, given.features, 3)
                 torch.stack([depth_loss(head, s, given, k, plan.recipe) for k, s in enumerate(states)]).sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in head.parameters()]))
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0.05, atol=2e-3)
@@ -253,19 +252,19 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 RUN = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = sys.argv[2].split(":")
 import torch
 import test_train_heads as t
 torch.set_num_threads(int(sys.argv[3]))
 t.train_head(t.tiny_target(), t.counting(), Path(sys.argv[1]), t.RESUMED)
 """
-RESUMED = Plan("eagle", steps=20, every=4)
+RESUMED = TrainingConfig("eagle", steps=20, every=4)
 
 
 def test_a_killed_run_ends_where_an_unbroken_one_does(target: PreTrainedModel, data: Data, tmp_path: Path) -> None:
     """kill -9 at some moment after the first checkpoint: wherever it strikes, the weights at the end have the same bits."""
     broken, whole = tmp_path / "broken", tmp_path / "whole"
-    tests = str(Path(__file__).parent)
+    tests = ":".join(str(Path(file).parent) for file in (__file__, str(toys.__file__)))
     process = subprocess.Popen([sys.executable, "-c", RUN, str(broken), tests, str(torch.get_num_threads())])
     while process.poll() is None and not (broken / "checkpoint.pt").exists():
         time.sleep(0.01)
@@ -284,11 +283,11 @@ def test_a_killed_run_ends_where_an_unbroken_one_does(target: PreTrainedModel, d
 
 
 def test_a_run_with_other_settings_is_refused(target: PreTrainedModel, data: Data, tmp_path: Path) -> None:
-    train_head(target, data, tmp_path, Plan("eagle", steps=2, every=2))
+    train_head(target, data, tmp_path, TrainingConfig("eagle", steps=2, every=2))
     with pytest.raises(ConfigError, match=r"holds a run with other settings \(steps = 2 there, 3 here\); choose another folder"):
-        train_head(target, data, tmp_path, Plan("eagle", steps=3, every=2))
+        train_head(target, data, tmp_path, TrainingConfig("eagle", steps=3, every=2))
     with pytest.raises(ConfigError, match="there is no recipe for 'hydra'"):
-        train_head(target, data, tmp_path / "other", Plan("hydra", steps=3))
+        train_head(target, data, tmp_path / "other", TrainingConfig("hydra", steps=3))
 
 
 def test_batches_are_functions_of_their_number(data: Data) -> None:
@@ -360,8 +359,8 @@ def test_convert_is_a_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
 
 def test_texts_of_another_target_are_refused(folder: Path, tmp_path: Path, target: PreTrainedModel) -> None:
     model, tokenizer = load_plain(str(folder))
-    texts = prepare(model, tokenizer, [folder / "text.txt"], tmp_path, count=4)
-    assert len(texts.text["text"]) > 18 * len(texts.text[HELD_OUT]) and texts.said.shape == (4, 128)
+    prepared = prepare(model, tokenizer, [folder / "text.txt"], tmp_path, count=4)
+    assert len(prepared.text["text"]) > 18 * len(prepared.text[HELD_OUT]) and prepared.continuations.shape == (4, 128)
     with pytest.raises(ConfigError, match="texts of another target or of other files"):
         prepare(target, tokenizer, [folder / "text.txt"], tmp_path, count=4)
     with pytest.raises(ConfigError, match="no fast tokenizer"):
@@ -374,7 +373,7 @@ def test_texts_of_another_target_are_refused(folder: Path, tmp_path: Path, targe
 def test_files_are_encoded_a_few_at_a_time_to_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     _, tokenizer = load_plain(str(EMBEDDED))
     assert tokenizer is not None
-    files = [corpus.Document("text", str(i), f"x{i} = {i}\n" * i) for i in range(8)]
-    whole = corpus.tokenize(tokenizer.backend_tokenizer, files, 0)
-    monkeypatch.setattr(corpus, "FILES_AT_ONCE", 3)
-    assert np.array_equal(corpus.tokenize(tokenizer.backend_tokenizer, files, 0), whole)
+    files = [texts.Document("text", str(i), f"x{i} = {i}\n" * i) for i in range(8)]
+    whole = texts.tokenize(tokenizer.backend_tokenizer, files, 0)
+    monkeypatch.setattr(texts, "FILES_AT_ONCE", 3)
+    assert np.array_equal(texts.tokenize(tokenizer.backend_tokenizer, files, 0), whole)

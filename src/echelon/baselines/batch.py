@@ -15,16 +15,16 @@ class PaddedBatch:
 
     tokens          int32[T']    rows padded to n tokens each (T' = B · n, pads are 0), or concatenated (T' = T)
     positions       int32[T']    absolute, from the start of each row's own text; a pad repeats its row's last
-    logit_rows      int64[R]     places among T' whose logits are wanted, in order
+    logit_rows      int64[R]     indices into T' whose logits are wanted, in order
     logit_indptr    int32[B+1]   which rows of logits are each row's, as in `RaggedBatch`
-    written         int64[T]     places among T' of the real tokens
+    written         int64[T]     indices into T' of the real tokens
     slots           int64[T]     line · num_slots + slot that each of them is written to
     lines           [first, end) of the lines that the rows are, and
     columns         [first, end) of their slots that attention loads
     gathered        int64[B, W]  instead of lines and columns: the slots to copy together before attention; or None
     key_positions   int32[B, W]  position of the token in each loaded slot; −1: dead
     query_positions int32[B, n]  position of each query; a pad repeats its row's last, so that it sees something
-    queries         int64[B, n]  places among T' of the queries; None where T' is the rectangle itself
+    queries         int64[B, n]  indices into T' of the queries; None where T' is the rectangle itself
     outputs         int64[T']    where concatenated tokens find their output in the rectangle, with `queries`
     num_tokens      T, real tokens
     num_live        slots that hold a token of their row
@@ -51,7 +51,7 @@ class PaddedBatch:
     masks: dict[Any, Tensor] = field(default_factory=dict)
 
     def for_attention(self, device: torch.device) -> PaddedBatch:
-        """With what attention reads on this device, and the same `masks`; what the model is fed stays where it is."""
+        """Copy what attention reads to this device, and share `masks`; what the model is fed stays where it is."""
         if self.slots.device == device:
             return self
         names = ("written", "slots", "gathered", "key_positions", "query_positions", "queries", "outputs")

@@ -17,7 +17,7 @@ from echelon.draft import indptr_of
 
 @dataclass(frozen=True)
 class Rows:
-    """Spans in order of their lines. Per row: place among the spans given, line, first new position, new tokens, drafted ones."""
+    """Spans in order of their lines. Per row: index of its span, line, first new position, new tokens, drafted ones."""
 
     spans: list[Span]
     order: Int64
@@ -32,7 +32,7 @@ class Rows:
         return np.repeat(np.arange(len(self.spans)), self.counts)
 
     @property
-    def places(self) -> Int64:
+    def offsets(self) -> Int64:
         """int64 [T]: how many new tokens of its row precede each new token"""
         return np.arange(self.counts.sum()) - np.repeat(self.counts.cumsum() - self.counts, self.counts)
 
@@ -45,7 +45,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Keys:
-    """What attention loads: lines and columns, or a gather; see `PaddedBatch`."""
+    """Keys and values that attention loads: lines and columns, or a gather; see `PaddedBatch`."""
 
     lines: tuple[int, int]
     columns: tuple[int, int]
@@ -55,6 +55,7 @@ class Keys:
 
 
 def rows_by_line(spans: Sequence[Span], tables: LineTables) -> Rows:
+    """Sort spans by the lines of their rows."""
     lines = tables.lines([s.row for s in spans])
     order = np.argsort(lines)
     ordered = [spans[i] for i in order]
@@ -74,12 +75,12 @@ def anchored_slots(rows: Rows, tables: LineTables) -> Int64:
         if anchor + int(rows.drafted.max()) < tables.num_slots:
             break
         tables.align(rows.num_known(len(ends)))
-    return np.repeat(anchor + 1 - known, rows.counts) + rows.places
+    return np.repeat(anchor + 1 - known, rows.counts) + rows.offsets
 
 
 def own_slots(rows: Rows) -> Int64:
     """int64 [T]: each row has its own start: the slot is the position."""
-    return np.repeat(rows.starts, rows.counts) + rows.places
+    return np.repeat(rows.starts, rows.counts) + rows.offsets
 
 
 def loaded_keys(rows: Rows, tables: LineTables) -> Keys:
@@ -87,23 +88,23 @@ def loaded_keys(rows: Rows, tables: LineTables) -> Keys:
     first_line, end_line = int(rows.lines[0]), int(rows.lines[-1]) + 1
     is_slice = end_line - first_line == len(rows.lines)
     widest = int(tables.ends.max())
-    places = tables.positions[first_line:end_line, :widest] if is_slice else tables.positions[rows.lines, :widest]
-    is_used = np.flatnonzero((places >= 0).any(0))
+    positions = tables.positions[first_line:end_line, :widest] if is_slice else tables.positions[rows.lines, :widest]
+    is_used = np.flatnonzero((positions >= 0).any(0))
     first, end = int(is_used[0]), int(is_used[-1]) + 1
     gathered = None if is_slice else rows.lines[:, None] * tables.num_slots + np.arange(first, end)
-    return Keys((first_line, end_line), (first, end), gathered, places[:, first:end].copy(), len(tables.row_ids) * widest)
+    return Keys((first_line, end_line), (first, end), gathered, positions[:, first:end].copy(), len(tables.row_ids) * widest)
 
 
 def padded_batch(rows: Rows, tables: LineTables, slots: Int64, keys: Keys, pads_inputs: bool) -> PaddedBatch:
-    """Put it together; `slots` int64 [T] are those of the rows' own lines, entered in `tables` already."""
-    row_of, places, counts = rows.row_of, rows.places, rows.counts
+    """Assemble the batch; `slots` int64 [T] are those of the rows' own lines, entered in `tables` already."""
+    row_of, offsets, counts = rows.row_of, rows.offsets, rows.counts
     num_rows, widest = len(counts), int(counts.max())
-    tokens = np.fromiter(chain.from_iterable(s.tokens for s in rows.spans), np.int32, len(places))
+    tokens = np.fromiter(chain.from_iterable(s.tokens for s in rows.spans), np.int32, len(offsets))
     in_row = np.minimum(np.arange(widest), counts[:, None] - 1)  # [B, n], pads repeat the last
     query_positions = (rows.starts[:, None] + in_row).astype(np.int32)
-    rectangle = row_of * widest + places
-    written = rectangle if pads_inputs else np.arange(len(places))
-    inputs = np.zeros(num_rows * widest if pads_inputs else len(places), np.int32)
+    rectangle = row_of * widest + offsets
+    written = rectangle if pads_inputs else np.arange(len(offsets))
+    inputs = np.zeros(num_rows * widest if pads_inputs else len(offsets), np.int32)
     inputs[written] = tokens
     queries = None if pads_inputs else torch.from_numpy((counts.cumsum() - counts)[:, None] + in_row)
     logit_rows, logit_indptr = _logit_rows(rows, written)
@@ -121,15 +122,15 @@ def padded_batch(rows: Rows, tables: LineTables, slots: Int64, keys: Keys, pads_
         query_positions=torch.from_numpy(query_positions),
         queries=queries,
         outputs=None if pads_inputs else torch.from_numpy(rectangle),
-        num_tokens=len(places),
+        num_tokens=len(offsets),
         num_live=int((rows.starts + counts).sum()),
         num_reserved=keys.num_reserved,
     )
 
 
 def _logit_rows(rows: Rows, written: Int64) -> tuple[Int64, Int32]:
-    """int64[R] tokens whose logits are wanted, and int32[B+1] whose they are; rows in the order in which the spans were given."""
+    """Indices int64[R] of the tokens whose logits are wanted, and int32[B+1] whose they are; rows in the order of the spans."""
     wanted = np.fromiter((s.num_logits for s in rows.spans), np.int64, len(rows.spans))
-    chosen = np.flatnonzero(rows.places >= np.repeat(rows.counts - wanted, rows.counts))
+    chosen = np.flatnonzero(rows.offsets >= np.repeat(rows.counts - wanted, rows.counts))
     by_span = np.argsort(rows.order[rows.row_of[chosen]], kind="stable")
     return written[chosen[by_span]], indptr_of(wanted[np.argsort(rows.order)])

@@ -1,4 +1,4 @@
-"""Which line and which slots of a rectangular cache belong to whom. Host side only: no tensors.
+"""Lines and slots of a rectangular cache, and the rows that hold them. Host side only: no tensors.
 
 One table says everything about such a cache: `positions[line, slot]` is the position, in the row's own text, of the token whose key and
 value lie there, or −1 where the slot is dead. Attention masks follow from it (a query sees the slots of its line whose position is not
@@ -72,7 +72,7 @@ class LineTables:
         return int(self._cached[self._lines[row]]) if row in self._lines else 0
 
     def lines(self, rows: list[int]) -> Int64:
-        """int64 [len(rows)]"""
+        """Line of each row, int64 [len(rows)]."""
         return np.fromiter((self._lines[row] for row in rows), np.int64, len(rows))
 
     def num_missing(self, row: int, num_tokens: int) -> int:
@@ -93,21 +93,21 @@ class LineTables:
         return next(line for line in range(len(self.positions)) if line not in used)
 
     def write(self, lines: Int64, slots: Int64, positions: Int64) -> None:
-        """The step at hand writes tokens of these positions (all [T]) there; they count as cached once committed."""
+        """Enter tokens at these lines, slots and positions, int64 [T] each; they count as cached once committed."""
         self.positions[lines, slots] = positions
         np.maximum.at(self.ends, lines, slots + 1)
 
     def advance(self, row: int, num_cached: int) -> None:
-        """The first `num_cached` tokens of the row have been written and stay."""
+        """Count the first `num_cached` tokens of the row as cached."""
         self._cached[self._lines[row]] = num_cached
 
     def commit(self, row: int, num_cached: int) -> None:
-        """The first `num_cached` tokens of the row count as cached; the slots of those after them are dead."""
+        """Count the first `num_cached` tokens of the row as cached; the slots of those after them are dead."""
         line = self._lines[row]
         self._cached[line] = num_cached
-        places = self.positions[line, : self.ends[line]]
-        places[places >= num_cached] = -1
-        held = np.flatnonzero(places >= 0)
+        positions = self.positions[line, : self.ends[line]]
+        positions[positions >= num_cached] = -1
+        held = np.flatnonzero(positions >= 0)
         self.ends[line] = held[-1] + 1 if len(held) else 0
 
     def fork(self, row: int, child: int) -> None:
@@ -178,12 +178,12 @@ class LineTables:
         lines = list(self._lines.values())
         assert len(set(lines)) == len(lines), "two rows share a line"
         for row, line in self._lines.items():
-            places = self.positions[line]
-            held = places[places >= 0]
+            positions = self.positions[line]
+            held = positions[positions >= 0]
             expected = np.arange(self._cached[line])
             assert np.array_equal(held, expected), f"row {row}: positions of its slots are not 0 … {self._cached[line] - 1} in order"
             assert self._cached[line] <= self.capacity
-            assert self.ends[line] == (np.flatnonzero(places >= 0)[-1] + 1 if len(held) else 0)
+            assert self.ends[line] == (np.flatnonzero(positions >= 0)[-1] + 1 if len(held) else 0)
         free = np.setdiff1d(np.arange(len(self.positions)), lines)
         assert (self.positions[free] == -1).all() and not self._cached[free].any() and not self.ends[free].any(), (
             "a line without a row holds tokens"

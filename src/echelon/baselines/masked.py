@@ -29,7 +29,8 @@ class MaskedAttention:
         self.batch, self.cache = batch.for_attention(cache.device), cache
 
     def attend(self, call: LayerCall) -> Tensor:
-        refuse_what_masks_cannot_say(call)
+        """Return [T', H, Dv] for `call`, zeros for tokens that are padding."""
+        refuse_softcap_and_sinks(call)
         batch = self.batch
         self.cache.write(call.layer, call.key[batch.written], call.value[batch.written], batch.slots)
         keys, values = self._loaded(call.layer)
@@ -49,7 +50,7 @@ class MaskedAttention:
         return F.pad(out, (0, 0, 0, 0, 0, len(call.query) - len(out)))
 
     def _loaded(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, W, Hkv, D] of the rows: a view, or a copy where the strategy copies."""
+        """Load keys and values [B, W, Hkv, D] of the rows: a view, or a copy where the strategy copies."""
         batch = self.batch
         if batch.gathered is not None:
             return self.cache.gather(layer, batch.gathered)
@@ -72,8 +73,8 @@ class MaskedAttention:
         return self.batch.masks[key]
 
 
-def refuse_what_masks_cannot_say(call: LayerCall) -> None:
-    """SDPA takes a mask and a scale; a window is a mask."""
+def refuse_softcap_and_sinks(call: LayerCall) -> None:
+    """Raise `UnsupportedModelError` for what SDPA lacks: it takes a mask and a scale; a window is a mask."""
     for name, value in (("caps its attention scores (softcap)", call.softcap), ("has attention sinks", call.sinks)):
         if value is not None:
             raise UnsupportedModelError(f"layer {call.layer} {name}, which the framework's attention cannot do; use strategy='unpadded'")
@@ -81,7 +82,7 @@ def refuse_what_masks_cannot_say(call: LayerCall) -> None:
 
 class _RefusingAttention(RecordingAttention):
     def attend(self, call: LayerCall) -> Tensor:
-        refuse_what_masks_cannot_say(call)
+        refuse_softcap_and_sinks(call)
         return super().attend(call)
 
 

@@ -16,17 +16,17 @@ from echelon.batch import Span
 
 
 def pack(spans: Sequence[Span], tables: LineTables) -> PaddedBatch:
-    """KV padded, inputs padded."""
+    """Pack with KV padded and inputs padded."""
     return _shared_start(spans, tables, pads_inputs=True)
 
 
 def pack_kv(spans: Sequence[Span], tables: LineTables) -> PaddedBatch:
-    """Only KV padded: the linear layers see real tokens alone, attention a rectangle."""
+    """Pack with only KV padded: the linear layers see real tokens alone, attention a rectangle."""
     return _shared_start(spans, tables, pads_inputs=False)
 
 
 def pack_inputs(spans: Sequence[Span], tables: LineTables) -> PaddedBatch:
-    """Only inputs padded: a token's slot is its position, and rejected tokens are overwritten."""
+    """Pack with only inputs padded: a token's slot is its position, and rejected tokens are overwritten."""
     tables.compact()
     rows = rows_by_line(spans, tables)
     slots = own_slots(rows)

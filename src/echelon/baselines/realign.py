@@ -18,7 +18,7 @@ from echelon.batch import Span
 
 
 def pack(spans: Sequence[Span], tables: LineTables) -> PaddedBatch:
-    """One left-padded rectangle, aligned first."""
+    """Pack one left-padded rectangle, aligned first."""
     tables.compact()
     rows = rows_by_line(spans, tables)
     tables.align(rows.num_known(len(tables.positions)))
@@ -28,7 +28,7 @@ def pack(spans: Sequence[Span], tables: LineTables) -> PaddedBatch:
 
 
 def pack_group(spans: Sequence[Span], tables: LineTables) -> PaddedBatch:
-    """Rows of a pool, copied together; a token's slot in the pool is its position."""
+    """Pack rows of a pool, copied together; a token's slot in the pool is its position."""
     rows = rows_by_line(spans, tables)
     slots = own_slots(rows)
     tables.write(rows.lines[rows.row_of], slots, slots)

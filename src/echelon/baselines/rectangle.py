@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from echelon.baselines.lines import LineTables, Move
-from echelon.kv.cache import LayerShape
+from echelon.kv.cache import KVStorage, LayerShape
 
 
-class RectangleCache:
+class RectangleCache(KVStorage):
     """keys[layer], values[layer]: [num_lines, num_slots, num_kv_heads, size], in the cache's dtype.
 
     Dead slots must be finite: the framework's masked attention gives them the weight 0 and multiplies, and 0 · NaN is NaN. So the storage
@@ -21,26 +20,20 @@ class RectangleCache:
     on which the model overflowed, `scrub` makes dead slots zeros again.
     """
 
+    tables: LineTables
+
     def __init__(self, shapes: list[LayerShape], tables: LineTables, dtype: torch.dtype, device: torch.device) -> None:
-        self.tables, self.device = tables, device
-        self.seconds = 0.0
-        self.clock: Callable[[], float] = time.perf_counter
+        self.tables = tables
         self._are_finite = torch.ones((), dtype=torch.bool, device=device)
+        super().__init__(shapes, dtype, device)
 
-        def storage(heads: int, size: int) -> Tensor:
-            return torch.zeros(*tables.positions.shape, heads, size, dtype=dtype, device=device)
-
-        self.keys = [storage(s.num_kv_heads, s.key_size) for s in shapes]
-        self.values = [storage(s.num_kv_heads, s.value_size) for s in shapes]
+    def _allocate(self, num_heads: int, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(*self.tables.positions.shape, num_heads, size, dtype=dtype, device=self.device)
 
     @property
     def is_finite(self) -> bool:
-        """No key or value that is no number was written since the last `scrub`; asked between steps, when the device has nothing to do."""
+        """Whether all keys and values written since the last `scrub` are numbers; read between steps, when the device has nothing to do."""
         return bool(self._are_finite)
-
-    @property
-    def bytes_per_slot(self) -> int:
-        return sum(t[0, 0].numel() * t.element_size() for t in (*self.keys, *self.values))
 
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Store keys and values [T, num_kv_heads, size] in `slots` int64 [T] = line · num_slots + slot, in the cache's dtype."""
@@ -50,7 +43,7 @@ class RectangleCache:
                 self._are_finite = self._are_finite & torch.isfinite(new).all()
 
     def scrub(self) -> None:
-        """Zeros in all dead slots; `is_finite` stays false while a row is cached whose keys or values are no numbers."""
+        """Write zeros to all dead slots; `is_finite` stays false while a row is cached whose keys or values are no numbers."""
         dead = ~self.held_slots().to(self.device)
         storages = (*self.keys, *self.values)
         for storage in storages:
@@ -58,7 +51,7 @@ class RectangleCache:
         self._are_finite = torch.stack([torch.isfinite(storage).all() for storage in storages]).all()
 
     def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of `slots` int64 [B, W] as new tensors [B, W, num_kv_heads, size]."""
+        """Copy keys and values of `slots` int64 [B, W] to new tensors [B, W, num_kv_heads, size]."""
         start = time.perf_counter()
         flat, shape = slots.flatten(), slots.shape
         keys, values = (s[layer].flatten(0, 1).index_select(0, flat).view(*shape, *s[layer].shape[2:]) for s in (self.keys, self.values))
@@ -66,7 +59,7 @@ class RectangleCache:
         return keys, values
 
     def apply_copies(self) -> None:
-        """Carry out the moves that the tables ask for, each with one gather a tensor."""
+        """Carry out `tables.moves`, each with one gather a tensor."""
         if not self.tables.moves:
             return
         start = self.clock()
@@ -88,5 +81,5 @@ class RectangleCache:
         return torch.from_numpy(self.tables.positions >= 0)
 
     def check(self) -> None:
-        self.tables.check()
-        assert not self.tables.moves, "a move was asked for and never carried out"
+        super().check()
+        assert not self.tables.moves, "a move was never carried out"

@@ -1,4 +1,4 @@
-"""Which of the running rows take part in a step, for strategies whose batches are rectangles. Sees no tensors.
+"""Choice of the rows that take part in a step, for strategies whose batches are rectangles. Sees no tensors.
 
 In a rectangle every row is as wide as the widest, so a prompt beside a decoding row would pad it to the prompt's length: prompts are read
 in steps of their own.
@@ -28,7 +28,7 @@ class PromptsApart:
 
 
 class SameLength:
-    """`size` rows of equal length and equal KV state from all that are running, the first that are found in order of arrival (EXSPEC).
+    """`size` rows of equal length and equal KV state from all that are running, the first such group in order of arrival (EXSPEC).
 
     Where there are none, the first `size` rows run, of whatever lengths. Near the end, when fewer are left, all of them are a group if
     they are equal. `usage` counts both.

@@ -15,8 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from echelon import LLM, ConfigError, ops
-from echelon.cli.generate import speculative_mapping
-from echelon.cli.shared import SPECULATIVE
+from echelon.cli.shared import SPECULATIVE, SpeculativeOption, speculative_mapping
 from echelon.drafters.head_selftest import familiarity
 from echelon.drafters.heads import AttachedHead
 from echelon.model.load.loading import LoadedModel
@@ -26,9 +25,7 @@ from echelon.ops import compiled
 
 def doctor(
     model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Also load this model and say how it is served.")] = None,
-    speculative_config: Annotated[
-        str | None, typer.Option(SPECULATIVE, metavar="JSON", help="With this drafter; also dotted, as for `echelon generate`.")
-    ] = None,
+    speculative_config: SpeculativeOption = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """Say what this machine offers, which implementation serves each operation and why, and what is promised (more: `echelon inspect`)."""

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,40 +13,45 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from echelon import LLM, CompletionOutput, ConfigError, EchelonError, Logprob, RequestOutput, SamplingParams
+from echelon import LLM, CompletionOutput, ConfigError, EchelonError, EngineConfig, Logprob, RequestOutput, SamplingParams
 from echelon.cli.fingerprint import file_hash, hash_of, settings_of
 from echelon.cli.output import Mode, OutputFile
-from echelon.cli.shared import (
-    SPECULATIVE,
-    Device,
-    DeviceOption,
-    EagerOption,
-    Grouping,
-    GroupingOption,
-    ModelArgument,
-    Numerics,
-    NumericsOption,
-    Pad,
-    PadOption,
-    RefillOption,
-    Strategy,
-    StrategyOption,
-    errors,
-    from_argument,
-)
-from echelon.inputs import shown
+from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, errors, speculative_mapping, with_flags
 from echelon.requests import Request, read_requests, request_from_text
 
 
-class DType(StrEnum):
-    auto = "auto"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-
-
+@with_flags(
+    sampling=Flags(
+        SamplingParams,
+        "max_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "seed",
+        "stop",
+        "ignore_eos",
+        max_tokens=128,
+        temperature=0.0,
+    ),
+    engine=Flags(
+        EngineConfig,
+        "max_num_seqs",
+        "max_model_len",
+        "kv_cache_memory_bytes",
+        "dtype",
+        "device",
+        "numerics",
+        "enforce_eager",
+        "strategy",
+        "pad",
+        "grouping",
+        "refill",
+    ),
+)
 def generate(
     model: ModelArgument,
+    *,
     prompt: Annotated[list[str] | None, typer.Argument(help="Prompts, instead of --input.")] = None,
     input: Annotated[
         Path | None,
@@ -60,86 +64,46 @@ def generate(
         bool, typer.Option("--resume", help="Keep the rows that --output holds already; run the others, and those that failed.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the results that --output holds already.")] = False,
-    speculative_config: Annotated[
-        str | None,
-        typer.Option(
-            SPECULATIVE,
-            metavar="JSON",
-            help='What drafts, e.g. `{"method":"ngram","num_speculative_tokens":7,"prompt_lookup_max":2}`; also dotted: '
-            "`--speculative-config.method ngram`.",
-        ),
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most new tokens a prompt.", min=1)] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Keep tokens at least this likely, relative to the likeliest.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Of the noise; without it one is drawn and reported.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End a text before this string; may be repeated.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")] = False,
+    speculative_config: SpeculativeOption = None,
+    sampling: dict[str, Any],
     num_prompts: Annotated[int | None, typer.Option(help="Only the first prompts of the input.", min=1)] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Rows that run at once.", min=1)] = 64,
-    max_model_len: Annotated[int | None, typer.Option(help="Context limit in tokens; the model's own by default.")] = None,
-    kv_cache_memory_bytes: Annotated[str, typer.Option(help="Bytes of the KV pool, or auto.")] = "auto",
-    dtype: Annotated[DType, typer.Option(help="auto: as stored.")] = DType.auto,
-    device: DeviceOption = Device.auto,
-    numerics: NumericsOption = Numerics.invariant,
-    enforce_eager: EagerOption = False,
-    strategy: StrategyOption = Strategy.unpadded,
-    pad: PadOption = Pad.both,
-    grouping: GroupingOption = Grouping.none,
-    refill: RefillOption = True,
+    engine: dict[str, Any],
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON summary on stdout.")] = False,
 ) -> None:
     """Continue prompts, many at once. Lines that cannot be served are reported; the others still run (exit 3)."""
-    defaults: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "seed": seed,
-        "stop": tuple(stop or ()),
-        "ignore_eos": ignore_eos,
-    }
-    SamplingParams(**defaults)
-    if (input is None) == (not prompt):
-        raise ConfigError("give prompts either as arguments or with --input FILE")
-    if (resume or overwrite) and output is None:
-        raise ConfigError("--resume and --overwrite say what becomes of an output file; name it with --output")
-    if resume and overwrite:
-        raise ConfigError("--resume keeps the rows of --output and --overwrite drops them; leave one of the two out")
-    requests = read_requests(input, num_prompts) if input else [request_from_text(i, p) for i, p in enumerate(prompt or [])]
-    pool = bytes_or_auto(kv_cache_memory_bytes)
+    SamplingParams(**sampling)
+    mode = _mode(output, resume, overwrite)
+    requests = _requests(prompt or [], input, num_prompts)
     drafts = speculative_mapping(speculative_config)
-    mode = Mode.resume if resume else Mode.overwrite if overwrite else Mode.new
+    budget = max(EngineConfig().max_num_batched_tokens, engine["max_num_seqs"])
     with OutputFile(output, mode) if output else nullcontext() as file:
-        llm = LLM(
-            model,
-            drafts,
-            dtype=dtype.value,
-            device=device.value,
-            numerics=numerics.value,
-            enforce_eager=enforce_eager,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max(2048, max_num_seqs),
-            max_model_len=max_model_len,
-            kv_cache_memory_bytes=pool,
-            strategy=strategy.value,
-            pad=pad.value,
-            grouping=grouping.value,
-            refill=refill,
-        )
+        llm = LLM(model, drafts, max_num_batched_tokens=budget, **engine)
         errors.print(escape(str(llm.memory_plan)), highlight=False)
         if file is not None:
             source = file_hash(input) if input else hash_of(prompt)
-            file.begin(settings_of(llm, model, {"input": source, "num_prompts": num_prompts, "params": defaults}))
-        rows = _run(llm, requests, defaults, file)
+            file.begin(settings_of(llm, model, {"input": source, "num_prompts": num_prompts, "params": sampling}))
+        rows = _run(llm, requests, sampling, file)
     _report(rows, output, print_texts=output is None and not json_output)
     if json_output:
         typer.echo(json.dumps(_summary(llm, rows)))
     if any("error" in row for row in rows):
         raise typer.Exit(3)
+
+
+def _mode(output: Path | None, resume: bool, overwrite: bool) -> Mode:
+    """What becomes of rows that the output file holds already."""
+    if (resume or overwrite) and output is None:
+        raise ConfigError("--resume and --overwrite say what becomes of an output file; name it with --output")
+    if resume and overwrite:
+        raise ConfigError("--resume keeps the rows of --output and --overwrite drops them; leave one of the two out")
+    return Mode.resume if resume else Mode.overwrite if overwrite else Mode.new
+
+
+def _requests(prompts: list[str], path: Path | None, limit: int | None) -> list[Request]:
+    """Requests from arguments or from a file."""
+    if (path is None) == (not prompts):
+        raise ConfigError("give prompts either as arguments or with --input FILE")
+    return read_requests(path, limit) if path else [request_from_text(i, prompt) for i, prompt in enumerate(prompts)]
 
 
 def _run(llm: LLM, requests: list[Request], defaults: dict[str, Any], file: OutputFile | None) -> list[dict[str, Any]]:
@@ -241,26 +205,3 @@ def _summary(llm: LLM, lines: list[dict[str, Any]]) -> dict[str, Any]:
         "acceptance": llm.acceptance_name,
         "seconds": stats.seconds,
     }
-
-
-def bytes_or_auto(text: str) -> int | str:
-    """What `--kv-cache-memory-bytes` says."""
-    if text == "auto":
-        return text
-    try:
-        return int(float(text)) if "e" in text.lower() else int(text)
-    except (ValueError, OverflowError):
-        raise ConfigError(f"--kv-cache-memory-bytes {shown(text)} is no number; give bytes such as 2000000000 or 2e9, or auto") from None
-
-
-def speculative_mapping(text: str | None) -> dict[str, Any] | None:
-    """What `--speculative-config` says."""
-    if text is None:
-        return None
-    try:
-        value = from_argument(text)
-    except ValueError as error:
-        raise ConfigError(f"{SPECULATIVE} is not JSON ({error}); quote it for the shell, or write {SPECULATIVE}.method ngram") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{SPECULATIVE} must be a JSON object such as " + '{"method":"ngram"}')
-    return value

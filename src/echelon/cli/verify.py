@@ -12,16 +12,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from echelon import LLM, ConfigError, SamplingParams
+from echelon import LLM, ConfigError, EngineConfig, SamplingParams
 from echelon.bench.throughput import environment
 from echelon.bench.verify import STRATEGIES, EqualityResult, VerificationJob, verify_model
 from echelon.bench.workloads import workload
 from echelon.cli.measured import progress, sizes_of
-from echelon.cli.shared import Device, DeviceOption, ModelArgument, Numerics, NumericsOption, RefillOption, errors
+from echelon.cli.shared import Flags, ModelArgument, errors
 from echelon.demo import held_out_files
 from echelon.requests import read_requests
 
 DRAFTERS = ("none", "ngram", "draft_model")
+
+
+ENGINE = Flags(EngineConfig, "refill", "device", "numerics")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +42,7 @@ class VerifyOptions:
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the longest prompt of source; the others are shorter.", min=4)] = 96
     max_tokens: Annotated[int, typer.Option(help="New tokens a prompt.", min=1)] = 48
     num_speculative_tokens: Annotated[int, typer.Option(help="Most drafted tokens a row.", min=1)] = 5
-    refill: RefillOption = True
-    device: DeviceOption = Device.auto
-    numerics: NumericsOption = Numerics.invariant
+    engine: dict[str, Any]
     control: Annotated[bool, typer.Option("--control/--no-control", help="Also compare `transformers` with itself at batch 1.")] = True
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False
 
@@ -58,9 +59,7 @@ def verify(options: VerifyOptions) -> None:
         _prompts(options),
         _drafters(options.drafters.split(","), options.draft_model, options.num_speculative_tokens),
         options.max_tokens,
-        options.refill,
-        options.device.value,
-        options.numerics.value,
+        **options.engine,
     )
     total = len(dtypes) * (len(strategies) * len(job.drafters) * len(sizes) + options.control * sum(s > 1 for s in sizes))
     with progress(total, "plain decoding at batch 1") as done:

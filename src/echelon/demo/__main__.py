@@ -139,15 +139,26 @@ def main(
     console.print(table_of(f"2. The same target grown in memory to {describe(grown)}: same function, real cost", large))
     console.print(f"transformers with a draft model and {BATCH_SIZE} prompts: [red]{escape(refusal)}[/]\n")
 
-    methods = default_methods()
-    llm = LLM(target, methods[2].config, draft)
-    sample = coloured_sample(llm, prompts[0], params.model_copy(update={"max_tokens": 80}))
+    _finish(target, draft, prompts[0], params, out, {"embedded models": small, "grown to serving size": large})
+
+
+def _finish(
+    target: LoadedModel,
+    draft: LoadedModel,
+    prompt: list[int],
+    params: SamplingParams,
+    out: Path,
+    charted: dict[str, list[ThroughputResult]],
+) -> None:
+    """One continuation in colours, the bar chart, and where to go on."""
+    llm = LLM(target, default_methods()[2].config, draft)
+    sample = coloured_sample(llm, prompt, params.model_copy(update={"max_tokens": 80}))
     console.print("3. One continuation: [green]drafted and accepted[/], [bold yellow]the target's own[/]")
     console.print(sample)
     console.print()
     out.mkdir(parents=True, exist_ok=True)
     try:
-        bar_chart(out / "demo.png", {"embedded models": small, "grown to serving size": large})
+        bar_chart(out / "demo.png", charted)
         console.print(f"Bar chart: {out / 'demo.png'}")
     except MissingExtraError as error:
         console.print(f"No bar chart: {error}")

@@ -1,1 +1,1 @@
-"""What proposes tokens. A drafter is one file here, and one line in `build`."""
+"""What proposes tokens. A drafter is one file here, and one line in `echelon.methods`."""

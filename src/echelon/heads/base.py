@@ -1,4 +1,4 @@
-"""What every head can do.
+"""The interface of heads.
 
 A head reads the target's hidden states of known tokens (`encode`) and then goes on alone, one drafted token at a time (`extend`). Position
 t's state says what comes after token t + 1: the target has emitted that one itself, so a draft begins with the token after it. The head's
@@ -72,20 +72,20 @@ class Head(nn.Module):
 
     @abstractmethod
     def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **context: Any) -> Tensor:
-        """States [T, s] from features [T, len(hidden_state_names) · d] at `positions` int64[T] and the tokens int64[T] that follow them."""
+        """Return states [T, s] from features [T, len(hidden_state_names) · d] at `positions` int64[T] and the tokens that follow them."""
 
     @abstractmethod
     def extend(self, states: Tensor, tokens: Tensor, positions: Tensor, depth: int, **context: Any) -> Tensor:
-        """States [M, s] of drafted nodes from those of their parents [M, s] and the nodes' own tokens int64[M]; `depth` ≥ 1 is that of
+        """Return states [M, s] of drafted nodes from those of their parents [M, s] and the nodes' tokens int64[M]; `depth` ≥ 1 is that of
         the tokens drafted next: 1 after the first drafted token.
         """
 
     @abstractmethod
     def logits(self, states: Tensor, depth: int) -> Tensor:
-        """[M, V] of the token at `depth` of the draft, 0 first; −inf for tokens that the head never drafts."""
+        """Return logits [M, V] of the token at `depth` of the draft, 0 first; −inf for tokens that the head never drafts."""
 
     def draft_logits(self, states: Tensor, depth: int) -> Tensor:
-        """[M, W] of the tokens `draft_ids` alone."""
+        """Return logits [M, W] of the tokens `draft_ids` alone."""
         return self.logits(states, depth)
 
     def choose_vocabulary(self, counts: Tensor) -> None:

@@ -50,7 +50,7 @@ LAYER_KEYS = (
 
 
 def shared_parts(target: PreTrainedModel) -> Shared:
-    """What a head borrows, by call; works for a served model whose weights are packed.
+    """Borrow from the target what a head calls; works for a served model whose weights are packed.
 
     Raises
     ------
@@ -66,7 +66,7 @@ def shared_parts(target: PreTrainedModel) -> Shared:
 
 
 def build_head(method: str, target: PreTrainedModel, **options: Any) -> Head:
-    """A head for `target` as its paper begins training, float32.
+    """Build a head for `target` as its paper begins training, float32.
 
     Raises
     ------
@@ -87,7 +87,7 @@ def build_head(method: str, target: PreTrainedModel, **options: Any) -> Head:
 
 
 def load_head(name: str | os.PathLike[str], target: PreTrainedModel, dtype: torch.dtype | None = None) -> Head:
-    """The head in `name`, a folder or a hub name, for `target`; in the target's dtype unless another is given.
+    """Load the head in `name`, a folder or a hub name, for `target`, in `dtype` or the target's.
 
     Raises
     ------
@@ -126,7 +126,7 @@ def save_head(head: Any, folder: Path, target: PreTrainedModel, num_speculative_
 
 
 def _tensors(head: Any, dtype: torch.dtype) -> Tensors:
-    """Of an EAGLE-3 head that drafts every token `d2t` and `t2d` say nothing, and vLLM refuses them."""
+    """Tensors to save, in `dtype`. `d2t` and `t2d` of a head that drafts every token are left out, since vLLM refuses them."""
     drafts_all = head.draft_ids is not None and len(head.draft_ids) == head.config.vocab_size
     tensors = {k: t.detach() for k, t in head.state_dict().items() if not (drafts_all and k in ("d2t", "t2d"))}
     return {k: (t.to(dtype) if t.is_floating_point() else t).contiguous() for k, t in tensors.items()}
@@ -176,7 +176,7 @@ WRITERS: dict[str, Callable[[Any, dict[str, Any], PreTrainedModel, int], dict[st
 
 
 def _read_tensors(folder: Folder, dtype: torch.dtype) -> Tensors:
-    """All tensors of the folder, those of floating point in `dtype`, without prefixes that say nothing."""
+    """Read all tensors of the folder, those of floating point in `dtype`, without prefixes that say nothing."""
     folder.fetch_weights(["*.safetensors"])
     files = sorted(path.name for path in folder.path.glob("*.safetensors"))
     if not files:
@@ -198,7 +198,7 @@ def _bare(name: str) -> str:
 
 
 def _check_target(name: str, config: LlamaConfig, tensors: Tensors, target: PreTrainedModel) -> None:
-    """The head was made for this target: same sizes, and where it brings a copy of the embedding, the same rows."""
+    """Refuse a head that was made for another target: same sizes, and where it brings a copy of the embedding, the same rows."""
     text = target.config.get_text_config()
     for key, what in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary")):
         if getattr(config, key) != getattr(text, key):
@@ -217,7 +217,7 @@ def _check_target(name: str, config: LlamaConfig, tensors: Tensors, target: PreT
 
 
 def _fill(name: str, head: Head, tensors: Tensors) -> None:
-    """Every tensor of the architecture comes from the checkpoint, in its shape, and every one of the checkpoint has a place."""
+    """Fill `head` with `tensors`; refuse those that are missing, surplus or mis-shaped."""
     own = head.state_dict()
     for what, names in (("lacks tensors", own.keys() - tensors.keys()), ("has surplus tensors", tensors.keys() - own.keys())):
         if names:

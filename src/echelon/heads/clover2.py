@@ -38,6 +38,8 @@ class Clover2Options:
 
 
 class Clover2Head(Head):
+    """Attention decoders and decoder layers; a state [s = 2d] holds s and the predicted feature."""
+
     method: ClassVar[str] = "clover2"
     options_class: ClassVar[type] = Clover2Options
     recipe = Recipe(depth=5, decay=0.7, tokens=1.0, feature=10.0, is_soft=True)
@@ -77,7 +79,7 @@ class Clover2Head(Head):
         return torch.cat([x, self.clover_head_norm(self.clover_head_mlp2(torch.cat([x, rows], -1)))], -1)
 
     def features(self, states: Tensor) -> Tensor:
-        """[M, d]: what the head thinks of the target's hidden state, after its final norm, at the place of the last token taken in."""
+        """[M, d]: the predicted hidden state of the target, after its final norm, at the last token taken in."""
         return states[:, self.config.hidden_size :]
 
     def logits(self, states: Tensor, depth: int) -> Tensor:  # noqa: ARG002
@@ -85,7 +87,7 @@ class Clover2Head(Head):
 
     @torch.no_grad()
     def start_from(self, target: nn.Module) -> None:
-        """Initial weights: layers and norms are the target's last ones."""
+        """Layers and norms are the target's last ones."""
         copy_last_layer(self.layers, target)
         for norm in (self.clover_norm, self.clover_head_norm):
             copy_norm(norm, target)

@@ -25,6 +25,8 @@ class EagleOptions:
 
 
 class EagleHead(Head):
+    """One decoder layer; a state [s = d] is the predicted feature."""
+
     method: ClassVar[str] = "eagle"
     options_class: ClassVar[type] = EagleOptions
     recipe = Recipe(depth=1, decay=1.0, tokens=0.1, feature=1.0, is_soft=True, noise=0.1)

@@ -65,6 +65,8 @@ class WideLayer(nn.Module):
 
 
 class Eagle3Head(Head):
+    """One wide decoder layer and an output layer of its own; a state [s = d] is the layer's output."""
+
     method: ClassVar[str] = "eagle3"
     options_class: ClassVar[type] = Eagle3Options
     recipe = Recipe(depth=7, decay=0.8, tokens=1.0, is_soft=True, rate=6e-3, fall=1.0, first_part=0.5, first_depth=2)

@@ -34,7 +34,7 @@ Parsed = tuple[str, LlamaConfig, dict[str, Any], Tensors]  # method, its layer, 
 
 
 def parse(name: str, raw: dict[str, Any], tensors: Tensors, target: PreTrainedModel) -> Parsed:
-    """Which layout this is, and what it says.
+    """Recognise the layout of a checkpoint and read it.
 
     Raises
     ------
@@ -152,7 +152,7 @@ LAYOUTS: list[tuple[Callable[[dict[str, Any], Tensors], bool], Callable[[str, di
 
 
 def _llama(name: str, raw: dict[str, Any]) -> LlamaConfig:
-    """One decoder layer's configuration; what is not Llama's own is left to the layout."""
+    """Read one decoder layer's configuration; keys that Llama lacks are left to the layout."""
     known = {*LlamaConfig().to_dict(), *ONCE_LLAMA} - {"architectures", "model_type", "transformers_version", "dtype"}
     values = {k: v for k, v in raw.items() if k in known and v is not None}
     for key in ("hidden_size", "vocab_size", "num_attention_heads"):

@@ -27,6 +27,8 @@ class MedusaOptions:
 
 
 class MedusaHead(Head):
+    """Residual blocks, one stack a depth. A state [s = d] is the target's hidden state."""
+
     method: ClassVar[str] = "medusa"
     options_class: ClassVar[type] = MedusaOptions
     recipe = Recipe(depth=16, decay=0.8, tokens=1.0)
@@ -53,6 +55,6 @@ class MedusaHead(Head):
 
     @torch.no_grad()
     def start_from(self, target: nn.Module) -> None:
-        """Initial weights: every output layer is the target's."""
+        """Every output layer is the target's."""
         for output in self.outputs:
             output.weight.copy_(target.get_output_embeddings().weight)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""What heads are made of, and what they borrow from their target."""
+"""Parts of heads, and what they borrow from their target."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc]
 
 
 def run_layer(layer: nn.Module, rotary: nn.Module, x: Tensor, positions: Tensor, context: dict[str, Any]) -> Tensor:
-    """One decoder layer over packed tokens: [T, d'] at positions int[T] → [T, d]."""
+    """Run a decoder layer over packed tokens: [T, d'] at positions int[T] → [T, d]."""
     out: Tensor = layer(x[None], position_embeddings=rotary(x[None], positions[None]), **context)[0]
     return out
 
@@ -100,20 +100,20 @@ class _Normed(torch.autograd.Function):
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.eps, out = eps, torch.empty_like(x)
-        for rows, found in zip(_pieces(x), _pieces(out), strict=True):
-            found.copy_(_over_rms(rows, eps)[0].mul_(weight))
+        for rows, out_rows in zip(_pieces(x), _pieces(out), strict=True):
+            out_rows.copy_(_over_rms(rows, eps)[0].mul_(weight))
         return out
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         of_x, of_weight = torch.empty_like(x), torch.zeros_like(weight)
-        for rows, above, found in zip(_pieces(x), _pieces(upstream.contiguous()), _pieces(of_x), strict=True):
+        for rows, above, out_rows in zip(_pieces(x), _pieces(upstream.contiguous()), _pieces(of_x), strict=True):
             normed, scale = _over_rms(rows, ctx.eps)
             product = above * normed
             of_weight += product.sum(0)
             along = product.mul_(weight).mean(-1, keepdim=True)
-            found.copy_((above * weight).sub_(normed.mul_(along)).mul_(scale))
+            out_rows.copy_((above * weight).sub_(normed.mul_(along)).mul_(scale))
         return of_x, of_weight, None
 
 
@@ -223,4 +223,5 @@ def copy_norm(norm: LlamaRMSNorm, target: nn.Module) -> None:
 
 
 def llama_layers(config: LlamaConfig, count: int) -> nn.ModuleList:
+    """Build `count` decoder layers of Llama."""
     return nn.ModuleList(LlamaDecoderLayer(config, i) for i in range(count))

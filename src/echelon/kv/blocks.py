@@ -1,4 +1,4 @@
-"""Which KV block belongs to which row. Host side only: no tensors, so that scheduling is testable in milliseconds."""
+"""Blocks of KV memory and the rows that hold them. Host side only: no tensors, so that scheduling is testable in milliseconds."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class BlockPool:
         return len(self._free)
 
     def allocate(self) -> int:
+        """Take a free block, or raise `OutOfBlocksError`."""
         if not self._free:
             raise OutOfBlocksError(f"all {self.num_blocks} KV blocks are in use; raise kv_cache_memory_bytes or lower max_num_seqs")
         block = self._free.pop()
@@ -31,6 +32,7 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
+        """Count one holder more."""
         assert self._counts[block] > 0, f"block {block} is free"
         self._counts[block] += 1
 
@@ -38,6 +40,7 @@ class BlockPool:
         return self._counts[block] > 1
 
     def release(self, block: int) -> None:
+        """Count one holder less; without any the block is free."""
         assert self._counts[block] > 0, f"block {block} is free already"
         self._counts[block] -= 1
         if self._counts[block] == 0:
@@ -55,7 +58,7 @@ class BlockPool:
 
 @dataclass
 class RowTable:
-    """One row's place: its line in the table, its number of blocks, and how many of its tokens have keys and values."""
+    """A row's line in the table, its number of blocks, and how many of its tokens have keys and values."""
 
     line: int
     num_blocks: int = 0
@@ -99,6 +102,7 @@ class BlockTables:
         return table.num_cached if table else 0
 
     def blocks(self, row: int) -> list[int]:
+        """Blocks of the row, in order of position."""
         table = self._rows[row]
         blocks: list[int] = self._table[table.line, : table.num_blocks].tolist()
         return blocks
@@ -126,10 +130,10 @@ class BlockTables:
         table = self._rows.get(row) or self._new_row(row)
         needed = -(-num_tokens // self.block_size)
         assert needed <= self._table.shape[1], f"row {row} asks for {num_tokens} tokens, more than a row can hold"
-        for place in range(table.num_cached // self.block_size, min(needed, table.num_blocks)):
-            self._unshare(table, place)
-        for place in range(table.num_blocks, needed):
-            self._table[table.line, place] = self.pool.allocate()
+        for index in range(table.num_cached // self.block_size, min(needed, table.num_blocks)):
+            self._unshare(table, index)
+        for index in range(table.num_blocks, needed):
+            self._table[table.line, index] = self.pool.allocate()
         table.num_blocks = max(table.num_blocks, needed)
         return True
 
@@ -141,23 +145,23 @@ class BlockTables:
         table = self._rows[row] = RowTable(self._free_lines.pop())
         return table
 
-    def _unshare(self, table: RowTable, place: int) -> None:
-        block = int(self._table[table.line, place])
+    def _unshare(self, table: RowTable, index: int) -> None:
+        block = int(self._table[table.line, index])
         if self.pool.is_shared(block):
             fresh = self.pool.allocate()
             offsets = np.arange(self.block_size)
             self.copies.append((block * self.block_size + offsets, fresh * self.block_size + offsets))
             self.pool.release(block)
-            self._table[table.line, place] = fresh
+            self._table[table.line, index] = fresh
 
     def advance(self, row: int, num_cached: int) -> None:
-        """The first `num_cached` tokens of the row have been written; its reservation stays."""
+        """Count the first `num_cached` tokens of the row as cached; its reservation stays."""
         table = self._rows[row]
         assert table.num_cached <= num_cached <= table.num_blocks * self.block_size
         table.num_cached = num_cached
 
     def commit(self, row: int, num_cached: int) -> None:
-        """The first `num_cached` tokens of the row count as cached; blocks beyond them are given back."""
+        """Count the first `num_cached` tokens of the row as cached; blocks beyond them are given back."""
         table = self._rows[row]
         assert 0 <= num_cached <= table.num_blocks * self.block_size
         table.num_cached = num_cached
@@ -167,14 +171,14 @@ class BlockTables:
         table.num_blocks = keep
 
     def move(self, row: int, sources: SequenceOf[int], first: int) -> None:
-        """What stands in the row's places `sources` goes to the places from `first` on: the accepted path of a tree closes up."""
+        """Copy the keys and values at the row's positions `sources` to those from `first` on: the accepted path of a tree closes up."""
         line = self._table[self._rows[row].line]
-        places = np.array([sources, range(first, first + len(sources))], np.int64)
-        slots = line[places // self.block_size].astype(np.int64) * self.block_size + places % self.block_size
+        positions = np.array([sources, range(first, first + len(sources))], np.int64)
+        slots = line[positions // self.block_size].astype(np.int64) * self.block_size + positions % self.block_size
         self.copies.append((slots[0], slots[1]))
 
     def fork(self, row: int, child: int) -> None:
-        """`child` starts with the parent's cached tokens, sharing every block."""
+        """Start `child` with the cached tokens of `row`, sharing every block."""
         parent, table = self._rows[row], self._new_row(child)
         table.num_blocks, table.num_cached = parent.num_blocks, parent.num_cached
         self._table[table.line] = self._table[parent.line]

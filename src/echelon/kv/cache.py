@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ LARGEST_HEAD = 1024  # numbers in a key or value; as `largest_head` of csrc/atte
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one attention layer stores per token: keys [num_kv_heads, key_size], values [num_kv_heads, value_size].
+    """Keys and values that one attention layer stores per token: keys [num_kv_heads, key_size], values [num_kv_heads, value_size].
 
     Raises
     ------
@@ -41,37 +41,44 @@ class LayerShape:
 
     @property
     def num_entries(self) -> int:
+        """Numbers that the layer stores per token."""
         return self.num_kv_heads * (self.key_size + self.value_size)
 
 
-class KVStorage(Protocol):
-    """Keys and values of every layer, and the tables that say whose they are.
+class KVStorage(ABC):
+    """Keys and values of every layer, in the cache's dtype, and the tables that say whose they are.
 
-    seconds  spent moving keys and values about, by `clock`
+    seconds         spent moving keys and values about, by `clock`
+    bytes_per_slot  bytes of one token's keys and values in all layers
     """
 
-    device: torch.device
-    keys: list[Tensor]
-    values: list[Tensor]
-    seconds: float
-    clock: Callable[[], float]
+    tables: KVTables
 
-    @property
-    def tables(self) -> KVTables: ...
-    @property
-    def bytes_per_slot(self) -> int: ...
+    def __init__(self, shapes: list[LayerShape], dtype: torch.dtype, device: torch.device) -> None:
+        self.device, self.seconds = device, 0.0
+        self.clock: Callable[[], float] = time.perf_counter
+        self.bytes_per_slot = sum(s.num_entries for s in shapes) * dtype.itemsize
+        self.keys = [self._allocate(s.num_kv_heads, s.key_size, dtype) for s in shapes]
+        self.values = [self._allocate(s.num_kv_heads, s.value_size, dtype) for s in shapes]
 
+    @abstractmethod
+    def _allocate(self, num_heads: int, size: int, dtype: torch.dtype) -> Tensor:
+        """Return room for one layer's keys or values, `size` numbers a head."""
+
+    @abstractmethod
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Store keys and values [T, num_kv_heads, size] in `slots` int64 [T]."""
 
+    @abstractmethod
     def apply_copies(self) -> None:
         """Move what the tables ask to be moved."""
 
     def check(self) -> None:
         """Assert every invariant."""
+        self.tables.check()
 
 
-class KVCache:
+class KVCache(KVStorage):
     """Keys and values of every layer in blocks of `block_size` slots; slot = block · block_size + offset.
 
     keys[layer], values[layer]: [num_blocks, num_kv_heads, block_size, size], in the cache's dtype (`ops.slots`). Slots that no row holds
@@ -79,19 +86,17 @@ class KVCache:
     it takes what padding would write.
     """
 
+    tables: BlockTables
+
     def __init__(
         self, shapes: list[LayerShape], tables: BlockTables, dtype: torch.dtype, device: torch.device, has_null_block: bool = False
     ) -> None:
-        self.tables, self.device = tables, device
+        self.tables = tables
         self.num_blocks = tables.pool.num_blocks + has_null_block
-        self.seconds = 0.0
-        self.clock: Callable[[], float] = time.perf_counter
+        super().__init__(shapes, dtype, device)
 
-        def storage(heads: int, size: int) -> Tensor:
-            return torch.empty(self.num_blocks, heads, tables.block_size, size, dtype=dtype, device=device)
-
-        self.keys = [storage(s.num_kv_heads, s.key_size) for s in shapes]
-        self.values = [storage(s.num_kv_heads, s.value_size) for s in shapes]
+    def _allocate(self, num_heads: int, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(self.num_blocks, num_heads, self.block_size, size, dtype=dtype, device=self.device)
 
     @property
     def block_size(self) -> int:
@@ -99,25 +104,20 @@ class KVCache:
 
     @property
     def null_slots(self) -> range:
-        """Those of the null block; none where there is no such block."""
+        """Slots of the null block; none where there is no such block."""
         return range(self.tables.pool.num_blocks * self.block_size, self.num_blocks * self.block_size)
 
     @property
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
-    @property
-    def bytes_per_slot(self) -> int:
-        return sum(t[0, :, 0].numel() * t.element_size() for t in (*self.keys, *self.values))
-
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Store keys and values [T, num_kv_heads, size] in `slots` int64 [T], in the cache's dtype."""
         storages = (self.keys[layer], self.values[layer])
         key, value = (x.to(storage.dtype) for x, storage in zip((keys, values), storages, strict=True))
         devices.backend_of(key).write_slots(key, value, *storages, slots)
 
     def apply_copies(self) -> None:
-        """Carry out the copies that the tables ask for: shared blocks before they are written (copy-on-write), accepted paths of trees.
+        """Carry out the copies in `tables.copies`: shared blocks before they are written (copy-on-write), accepted paths of trees.
 
         One after the other would do; several are read together and then written while they do not touch what an earlier one writes.
         """
@@ -145,6 +145,3 @@ class KVCache:
             slots = (blocks[:, None] * self.block_size + torch.arange(self.block_size)).flatten()
             held[slots[: self.tables.num_cached(row)]] = True
         return held.view(-1, self.block_size)
-
-    def check(self) -> None:
-        self.tables.check()

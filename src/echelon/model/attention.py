@@ -37,7 +37,7 @@ IGNORED = {
 
 @dataclass(frozen=True)
 class LayerCall:
-    """What one attention layer asks for: query [T', H, D], key [T', Hkv, D], value [T', Hkv, Dv]; T' may exceed the real tokens."""
+    """Arguments of one attention layer: query [T', H, D], key [T', Hkv, D], value [T', Hkv, Dv]; T' may exceed the real tokens."""
 
     layer: int
     query: Tensor
@@ -50,7 +50,7 @@ class LayerCall:
 
 
 class AttentionContext(Protocol):
-    """Answers the attention layers of one forward pass: [T', H, Dv]."""
+    """Computes the attention of all layers in one forward pass, each [T', H, Dv]."""
 
     def attend(self, call: LayerCall) -> Tensor: ...
 
@@ -114,12 +114,17 @@ def attention(
 AttentionInterface.register(IMPLEMENTATION, attention)
 
 
-def record_layers(model: nn.Module, context: RecordingAttention | None = None) -> list[LayerShape]:
-    """What each attention layer stores per token, from one forward pass over one token."""
-    context = context or RecordingAttention()
+@torch.inference_mode()
+def run_one_token(model: nn.Module, context: AttentionContext) -> None:
+    """Run a forward pass over one token, for what is seen in it."""
     zero = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
-    with torch.inference_mode():
-        model(input_ids=zero, position_ids=zero, use_cache=False, **{CONTEXT_KEYWORD: context})
+    model(input_ids=zero, position_ids=zero, use_cache=False, **{CONTEXT_KEYWORD: context})
+
+
+def record_layers(model: nn.Module, context: RecordingAttention | None = None) -> list[LayerShape]:
+    """Return what each attention layer stores per token, from a pass over one token."""
+    context = context or RecordingAttention()
+    run_one_token(model, context)
     if sorted(context.shapes) != list(range(len(context.shapes))) or not context.shapes:
         raise UnsupportedModelError.because(type(model).__name__, Refusal.ATTENTION, f"layers that call it: {sorted(context.shapes)}")
     return [context.shapes[i] for i in range(len(context.shapes))]

@@ -1,4 +1,4 @@
-"""One forward pass of a model over packed tokens, and how a chain of passes draws its tokens."""
+"""The forward pass of a model over packed tokens; sampling parameters of a chain of passes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echelon.model.load.loading import LoadedModel
 
 @dataclass(frozen=True)
 class Draws:
-    """How tokens are drawn in a chain of passes: parameters of each row, and the noise keys of each pass and row (`sampling.noise_key`)."""
+    """Sampling in a chain of passes: parameters of each row, and the noise keys of each pass and row (`sampling.noise_key`)."""
 
     temperature: Sequence[float]
     top_k: Sequence[int]
@@ -28,9 +28,9 @@ def forward(
     loaded: LoadedModel, reader: HiddenStateReader | None, tokens: Tensor, positions: Tensor, logit_rows: Tensor, context: AttentionContext
 ) -> tuple[Tensor, Tensor | None]:
     """Run the model on what lies on its device: logits [R, V] and hidden states [T, F] for tokens and positions int [T], logit_rows [R]."""
-    with reader.reading() if reader else nullcontext() as found:
+    with reader.reading() if reader else nullcontext() as states:
         output = loaded.model(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=logit_rows, **{CONTEXT_KEYWORD: context}
         )
     logits: Tensor = output.logits[0]
-    return logits, reader.joined(found, len(tokens)) if reader and found is not None else None
+    return logits, reader.joined(states, len(tokens)) if reader and states is not None else None

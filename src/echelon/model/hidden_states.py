@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 
 from echelon.errors import UnsupportedModelError
 from echelon.heads.base import HiddenStateName
-from echelon.model.attention import CONTEXT_KEYWORD, RecordingAttention
+from echelon.model.attention import RecordingAttention, run_one_token
 
 LAYER = "layer:"
 
@@ -26,7 +26,7 @@ class HiddenStateReader:
 
     Raises
     ------
-    UnsupportedModelError  one cannot be found in this model
+    UnsupportedModelError  one is not in this model
     """
 
     def __init__(self, model: Any, names: Sequence[HiddenStateName]) -> None:
@@ -53,28 +53,28 @@ class HiddenStateReader:
             raise UnsupportedModelError(f"there is no hidden state {name!r}; there are 'last', 'last_unnormed' and 'layer:i'")
 
     def example(self) -> Tensor:
-        """[1, len(names) · d] of a text of one token."""
-        with self.reading() as found:
-            run_one_token(self._model)
-        return self.joined(found, 1)
+        """Read the hidden states [1, len(names) · d] of a text of one token."""
+        with self.reading() as states:
+            run_one_token(self._model, RecordingAttention())
+        return self.joined(states, 1)
 
     @contextmanager
     def reading(self) -> Iterator[dict[HiddenStateName, Tensor]]:
-        """During a pass of the model, its hidden states [T', d] by name."""
-        found: dict[HiddenStateName, Tensor] = {}
-        handles = [self._hook(name, found) for name in dict.fromkeys(self.names)]
+        """Collect hidden states [B, T', d] by name during a pass of the model."""
+        states: dict[HiddenStateName, Tensor] = {}
+        handles = [self._hook(name, states) for name in dict.fromkeys(self.names)]
         try:
-            yield found
+            yield states
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _hook(self, name: HiddenStateName, found: dict[HiddenStateName, Tensor]) -> Any:
+    def _hook(self, name: HiddenStateName, states: dict[HiddenStateName, Tensor]) -> Any:
         def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            found[name] = _first(output)[0]
+            states[name] = _first(output)
 
         def before(_module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            found[name] = (inputs[0] if inputs else keywords["hidden_states"])[0]
+            states[name] = inputs[0] if inputs else keywords["hidden_states"]
 
         if name == "last":
             assert self._last is not None
@@ -83,9 +83,9 @@ class HiddenStateReader:
         assert module is not None
         return module.register_forward_pre_hook(before, with_kwargs=True)
 
-    def joined(self, found: dict[HiddenStateName, Tensor], num_tokens: int) -> Tensor:
-        """[T, len(names) · d] in the order of `names`."""
-        return torch.cat([found[name][:num_tokens] for name in self.names], -1)
+    def joined(self, states: dict[HiddenStateName, Tensor], num_tokens: int) -> Tensor:
+        """Concatenate hidden states to [T, len(names) · d], in the order of `names`."""
+        return torch.cat([states[name][0, :num_tokens] for name in self.names], -1)
 
 
 class _Trial:
@@ -103,7 +103,7 @@ class _Trial:
         handles = [m.register_forward_hook(note) for m in model.modules() if m is not model and m is not output_layer]
         handles.append(output_layer.register_forward_pre_hook(lambda _module, inputs: read.append(inputs[0])))
         try:
-            run_one_token(model)
+            run_one_token(model, RecordingAttention())
         finally:
             for handle in handles:
                 handle.remove()
@@ -113,12 +113,6 @@ class _Trial:
         modules, count = {id(m) for m, _ in called}, model.config.get_text_config().num_hidden_layers
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count and all(id(x) in modules for x in m)]
         self.layers = list(lists[0]) if lists else []
-
-
-def run_one_token(model: Any) -> None:
-    zero = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    with torch.inference_mode():
-        model(input_ids=zero, position_ids=zero, use_cache=False, **{CONTEXT_KEYWORD: RecordingAttention()})
 
 
 def _first(output: Any) -> Any:

@@ -21,18 +21,18 @@ Int64 = NDArray[np.int64]
 
 
 def pack(spans: Sequence[Span], tables: BlockTables) -> RaggedBatch:
-    """One batch of all spans. Blocks for every position must have been reserved."""
+    """Pack all spans into one batch. Blocks for every position must have been reserved."""
     counts = np.fromiter((len(s.tokens) for s in spans), np.int64, len(spans))
     starts = np.fromiter((s.start for s in spans), np.int64, len(spans))
     wanted = np.fromiter((s.num_logits for s in spans), np.int64, len(spans))
     indptr = indptr_of(counts)
     num_tokens = int(indptr[-1])
     rows = np.repeat(np.arange(len(spans)), counts)
-    places = np.arange(num_tokens) + np.repeat(starts - indptr[:-1], counts)
-    positions, parents, node_indptr = grow_trees(spans, indptr, places)
+    in_chain = np.arange(num_tokens) + np.repeat(starts - indptr[:-1], counts)
+    positions, parents, node_indptr = grow_trees(spans, indptr, in_chain)
     table = tables.gather([s.row for s in spans])
     size = tables.block_size
-    slots = table[rows, places // size].astype(np.int64) * size + places % size
+    slots = table[rows, in_chain // size].astype(np.int64) * size + in_chain % size
     is_wanted = np.arange(num_tokens) >= np.repeat(indptr[1:] - wanted, counts)
     return RaggedBatch(
         tokens=torch.from_numpy(np.fromiter(chain.from_iterable(s.tokens for s in spans), np.int32, num_tokens)),
@@ -58,11 +58,11 @@ def occupancy(batch: RaggedBatch, cache: KVCache) -> Occupancy:
     return Occupancy(batch.num_tokens, (pool.num_blocks - pool.num_free) * cache.block_size, num_live, num_live, index_bytes)
 
 
-def grow_trees(spans: Sequence[Span], indptr: Int32, places: Int64) -> tuple[Int64, Tensor | None, Tensor | None]:
-    """int64[T] positions, int32[P] parents, int32[B+1] their rows; `places` int64[T] are the positions that tokens would have in chains."""
+def grow_trees(spans: Sequence[Span], indptr: Int32, in_chain: Int64) -> tuple[Int64, Tensor | None, Tensor | None]:
+    """Compute int64[T] positions, int32[P] parents, int32[B+1] their rows; `in_chain` int64[T] is what positions would be in chains."""
     if all(s.parents is None for s in spans):
-        return places, None, None
-    positions, node_indptr = places.copy(), np.zeros(len(spans) + 1, np.int32)
+        return in_chain, None, None
+    positions, node_indptr = in_chain.copy(), np.zeros(len(spans) + 1, np.int32)
     for i, (span, end) in enumerate(zip(spans, indptr[1:].tolist(), strict=True)):
         nodes = span.parents or ()
         node_indptr[i + 1] = node_indptr[i] + len(nodes)

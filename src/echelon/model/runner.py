@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +22,18 @@ from echelon.model.patches.rope import coded_positions
 from echelon.ops import ROWS_PER_CALL, devices
 from echelon.stats import Occupancy, Usage
 
-if TYPE_CHECKING:
-    from echelon.model.graphs.programs import Captured  # imports Triton
+
+class CapturedPasses(Protocol):
+    """Passes of one model as CUDA graphs; see `model.graphs.programs`."""
+
+    @property
+    def num_captures(self) -> int: ...
+    def run(self, batch: RaggedBatch, reader: HiddenStateReader | None) -> tuple[Tensor, Tensor | None, int] | None: ...
+    def chain(self, batches: Sequence[RaggedBatch], width: int, draws: Draws | None) -> tuple[Tensor, list[int]] | None: ...
 
 
 class PassInputs(Protocol):
-    """What any strategy's batch feeds a model: tokens and positions int32[T], logit_rows int64[R]."""
+    """Inputs of a model, in any strategy's batch: tokens and positions int32[T], logit_rows int64[R]."""
 
     @property
     def tokens(self) -> Tensor: ...
@@ -49,14 +55,14 @@ class Runner(ABC, Generic[BatchT]):
 
     cache: KVStorage
     hidden_state_reader: HiddenStateReader | None = None  # what a drafter asks to see of every pass
-    captured: Captured | None = None  # passes as CUDA graphs
+    captured: CapturedPasses | None = None  # passes as CUDA graphs
 
     def __init__(self, loaded: LoadedModel, cache: KVStorage) -> None:
         self.loaded, self.cache, self.usage = loaded, cache, Usage()
 
     @abstractmethod
     def pack(self, spans: Sequence[Span]) -> BatchT:
-        """One batch of all spans."""
+        """Pack all spans into one batch."""
 
     @abstractmethod
     def attention(self, batch: BatchT) -> AttentionContext:
@@ -67,7 +73,7 @@ class Runner(ABC, Generic[BatchT]):
         """Count what a pass over `batch` holds and loads."""
 
     def positions(self, batch: BatchT) -> Tensor:
-        """int32[T]: what the model is given as positions."""
+        """Positions int32[T] that the model is fed."""
         return batch.positions
 
     def replay(self, batch: BatchT) -> tuple[Tensor, Tensor | None] | None:  # noqa: ARG002
@@ -84,6 +90,7 @@ class Runner(ABC, Generic[BatchT]):
         return None
 
     def num_cached(self, row: int) -> int:
+        """Tokens of the row that have keys and values."""
         return self.cache.tables.num_cached(row)
 
     def feed(self, spans: Sequence[Span]) -> Tensor:
@@ -116,7 +123,7 @@ class Runner(ABC, Generic[BatchT]):
         return logits, None if hidden_states is None else hidden_states[: batch.num_tokens]
 
     def count(self, batch: BatchT, num_tokens: int, num_replayed: int | None = None) -> None:
-        """One pass with `num_tokens` real ones; `num_replayed`: rows that a graph fed in it, padding included."""
+        """Count one pass with `num_tokens` real ones; `num_replayed`: rows that a graph fed in it, padding included."""
         occupancy = self.occupancy(batch)
         if num_replayed is not None:
             occupancy = replace(occupancy, num_inputs=num_replayed)
@@ -135,12 +142,6 @@ class ModelRunner(Runner[RaggedBatch]):
 
     cache: KVCache
 
-    def capture(self) -> None:
-        """Capture from now on the passes that can be as CUDA graphs; the cache must have a null block."""
-        from echelon.model.graphs.programs import captured  # imports Triton
-
-        self.captured = captured(self.loaded, self.cache)
-
     def pack(self, spans: Sequence[Span]) -> RaggedBatch:
         return unpadded.pack(spans, self.cache.tables)
 
@@ -157,8 +158,9 @@ class ModelRunner(Runner[RaggedBatch]):
         replayed = self.captured.run(batch, self.hidden_state_reader) if self.captured else None
         if replayed is None:
             return None
-        self.count(batch, batch.num_tokens, replayed.num_inputs)
-        return replayed.logits, replayed.hidden_states
+        logits, hidden_states, num_inputs = replayed
+        self.count(batch, batch.num_tokens, num_inputs)
+        return logits, hidden_states
 
     @torch.inference_mode()
     def chain(self, batches: Sequence[RaggedBatch], width: int, draws: Draws | None) -> Tensor | None:

@@ -32,12 +32,14 @@ class ServerConfig(Settings):
 
     model_config = ConfigDict(hide_input_in_errors=True)
 
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=0, lt=65536)
+    host: str = Field(default="127.0.0.1", description="Address to listen on; other than loopback only with keys.")
+    port: int = Field(default=8000, ge=0, lt=65536, description="0: a free one.")
     api_keys: tuple[SecretStr, ...] = Field(default=(), repr=False)
-    served_model_name: str | None = None
-    metrics_prefix: str = Field(default="echelon:", pattern=r"^([a-zA-Z_]+[:_])?$")
-    max_queue: int = Field(default=256, ge=0)
+    served_model_name: str | None = Field(default=None, description="What clients call the model; MODEL by default.")
+    metrics_prefix: str = Field(
+        default="echelon:", pattern=r"^([a-zA-Z_]+[:_])?$", description="Of the names at /metrics; `vllm:` for clients made for vLLM."
+    )
+    max_queue: int = Field(default=256, ge=0, description="Sequences that may wait; more are refused with 429.")
     max_body_bytes: int = Field(default=2**21, ge=1024)
     max_body_pieces: int = Field(default=2**14, ge=1024)
     max_header_bytes: int = Field(default=2**15, ge=1024)
@@ -45,10 +47,10 @@ class ServerConfig(Settings):
     max_buffer_bytes: int = Field(default=2**26, ge=0)
     header_timeout: float = Field(default=10.0, gt=0)
     body_timeout: float = Field(default=30.0, gt=0)
-    queue_timeout: float = Field(default=120.0, gt=0)
-    total_timeout: float = Field(default=1800.0, gt=0)
+    queue_timeout: float = Field(default=120.0, gt=0, description="Seconds that a request may wait.")
+    total_timeout: float = Field(default=1800.0, gt=0, description="Seconds that a request may take.")
     write_timeout: float = Field(default=60.0, gt=0)
-    drain_timeout: float = Field(default=300.0, gt=0)
+    drain_timeout: float = Field(default=300.0, gt=0, description="Seconds that running requests have after SIGTERM.")
     stall_timeout: float = Field(default=60.0, gt=0)
 
     @property

@@ -75,17 +75,18 @@ def previous(path: Path) -> Path:
     return path.with_name(f"{path.stem}.previous{path.suffix}")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a small file, whole or not at all."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Write a file whole or not at all: what is written to the path that is yielded takes its name at the end."""
     with writing(path):
-        partial(path).write_text(text, "utf-8")
+        yield partial(path)
         partial(path).replace(path)
 
 
 def save_checkpoint(state: dict[str, Any], path: Path) -> None:
     """Write a checkpoint with its digest, whole or not at all; the one before stays as its predecessor."""
-    with writing(path):
-        with partial(path).open("wb") as file:
+    with replacing(path) as part:
+        with part.open("wb") as file:
             hashing = _Hashing(file)
             torch.save(state, hashing)  # type: ignore[arg-type]
             file.write(MARK + hashing.digest.hexdigest().encode())
@@ -93,7 +94,6 @@ def save_checkpoint(state: dict[str, Any], path: Path) -> None:
             os.fsync(file.fileno())
         if path.exists():
             path.replace(previous(path))
-        partial(path).replace(path)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any] | None:

@@ -20,24 +20,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echelon.heads.base import Head, Recipe
-from echelon.train.lessons import Lesson
+from echelon.train.examples import Examples
 
 
-def depth_loss(head: Head, states: Tensor, given: Lesson, depth: int, recipe: Recipe) -> Tensor:
-    """The weighted loss of one depth, nats a place.
+def depth_loss(head: Head, states: Tensor, examples: Examples, depth: int, recipe: Recipe) -> Tensor:
+    """The weighted loss of one depth, nats a position.
 
-    Places whose right token the head cannot draft count as zero: the mean is over all places, as in EAGLE-3's code.
+    Positions whose right token the head cannot draft count as zero: the mean is over all positions, as in EAGLE-3's code.
     """
     weight = recipe.decay**depth
     logits = head.draft_logits(states, depth)
     if recipe.is_soft:
-        probs, is_drafted = given.wanted(depth)
+        probs, is_drafted = examples.wanted(depth)
         loss = soft(logits.view(*is_drafted.shape, -1), probs, is_drafted * (weight * recipe.tokens / len(logits)))
     else:
-        loss = weight * recipe.tokens * _hard(head, logits.float(), given.token(2 + depth))
+        loss = weight * recipe.tokens * _hard(head, logits.float(), examples.token(2 + depth))
     if recipe.feature:
         predictor: Any = head
-        distance = F.smooth_l1_loss(predictor.features(states).float(), given.target_feature(depth).float())
+        distance = F.smooth_l1_loss(predictor.features(states).float(), examples.target_feature(depth).float())
         loss = loss + weight * recipe.feature * distance
     return loss
 
@@ -75,7 +75,7 @@ class _Soft(torch.autograd.Function):
 
 
 def noised(features: Tensor, recipe: Recipe, length: int, generator: torch.Generator) -> Tensor:
-    """Features as training sees them."""
+    """Features [B·M, F] with the recipe's noise."""
     if not recipe.noise:
         return features
     noise = (torch.rand(features.shape, generator=generator) - 0.5) * 2 * recipe.noise * 512 / length

@@ -1,23 +1,129 @@
-"""Batches of text, and what a target itself says: each a function of numbers, so that a resumed run sees what an unbroken one saw."""
+"""Texts to train on: Python source that stands on this machine or files of the user, their tokens, and what a target continues them with.
+
+The corpus is a list of `Document`s in four groups. Held-out documents are whole files of the standard library, chosen by the hash of
+their path, so the split does not depend on the order of a directory listing. A batch is a function of numbers, so that a resumed run sees
+what an unbroken one saw; the texts of a run lie in a folder that several runs with one target may share.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from echelon.train.files import partial, writing
+from echelon.errors import ConfigError
+from echelon.inputs import check_kind, name_of
+from echelon.train.files import replacing, taking_turns
 
+MAX_FILE_BYTES = 300_000
+MAX_MEAN_LINE = 120  # characters; longer lines mean tables or generated code
+HELD_OUT_SHARE = 20  # one file in this many; of files that come without a split of their own, the last part of each
+FILES_AT_ONCE = 256  # an encoding takes some thirty times the memory of its text
+TEST_FOLDERS = {"test", "tests", "idlelib", "lib2to3"}
+WHEELS = ["torch", "transformers", "sympy", "networkx", "matplotlib", "numpy", "hypothesis", "pydantic", "rich", "setuptools"]
 Tokens = dict[str, np.ndarray]
 HELD_OUT = "held-out"
 # Share of each group in a batch: the standard library is what the evaluation reads, the wheels are most of the text.
 MIX = {"stdlib": 0.4, "stdlib-tests": 0.15, "wheels": 0.45}
 SAMPLING_TEMPERATURE = 0.8  # of the target's own text
-WHEELS = ["torch", "transformers", "sympy", "networkx", "matplotlib", "numpy", "hypothesis", "pydantic", "rich", "setuptools"]
 PROMPT_LENGTH = 32
+WINDOW = 257  # tokens of a training text
+
+
+@dataclass(frozen=True)
+class Document:
+    """One source file: its group, its path below the group's root, its text."""
+
+    group: str
+    path: str
+    text: str
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the text."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+def _read(path: Path) -> str | None:
+    """The text of a source file, or `None` for what no model should learn from (empty, huge, generated, not UTF-8)."""
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    if not text.strip() or len(text) > MAX_FILE_BYTES or len(text) > MAX_MEAN_LINE * (text.count("\n") + 1):
+        return None
+    return text
+
+
+def _standard_library() -> Iterator[Document]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if "site-packages" in relative.parts or (text := _read(path)) is None:
+            continue
+        if TEST_FOLDERS.intersection(relative.parts):
+            group = "stdlib-tests"
+        else:
+            digest = int(hashlib.sha256(str(relative).encode()).hexdigest(), 16)
+            group = "held-out" if digest % HELD_OUT_SHARE == 0 else "stdlib"
+        yield Document(group, str(relative), text)
+
+
+def _wheels(names: Iterable[str]) -> Iterator[Document]:
+    for name in names:
+        for file in sorted(metadata.distribution(name).files or [], key=str):
+            if file.suffix == ".py" and (text := _read(Path(str(file.locate())))) is not None:
+                yield Document("wheels", str(file), text)
+
+
+def documents(wheels: Iterable[str]) -> list[Document]:
+    """All documents, each text once (the first path that has it); `wheels` are names of installed distributions."""
+    seen: dict[str, Document] = {}
+    library = sorted(_standard_library(), key=lambda d: d.group != "held-out")
+    for document in [*library, *_wheels(wheels)]:
+        seen.setdefault(document.sha256, document)
+    return list(seen.values())
+
+
+def manifest(docs: Sequence[Document], wheels: Iterable[str]) -> dict[str, object]:
+    """Describe the corpus: versions, and per group the number of files, bytes and one SHA-256 over the sorted (path, SHA-256) pairs.
+
+    Held-out files are listed one by one, because evaluations read them again.
+    """
+    groups: dict[str, object] = {}
+    for group in sorted({d.group for d in docs}):
+        members = sorted((d.path, d.sha256, len(d.text.encode())) for d in docs if d.group == group)
+        digest = hashlib.sha256("".join(f"{p} {s}\n" for p, s, _ in members).encode()).hexdigest()
+        groups[group] = {"files": len(members), "bytes": sum(n for *_, n in members), "sha256": digest}
+    return {
+        "python": sysconfig.get_config_var("py_version"),
+        "wheels": {name: metadata.version(name) for name in sorted(wheels)},
+        "groups": groups,
+        "held_out": {d.path: d.sha256 for d in sorted(docs, key=lambda d: d.path) if d.group == "held-out"},
+    }
+
+
+def tokenize(tokenizer: Tokenizer, docs: Iterable[Document], end_of_text: int) -> np.ndarray:
+    """One flat array, uint16 where the vocabulary fits: every document's tokens, each document preceded by `end_of_text`."""
+    dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
+    texts = [d.text for d in docs]
+    parts = []
+    for start in range(0, len(texts), FILES_AT_ONCE):
+        encoded = tokenizer.encode_batch_fast(texts[start : start + FILES_AT_ONCE], add_special_tokens=False)
+        parts += [np.array([end_of_text, *e.ids], dtype=dtype) for e in encoded]
+    return np.concatenate(parts)
 
 
 def batch(tokens: Tokens, step: int, length: int, num_rows: int) -> Tensor:
@@ -35,7 +141,7 @@ def batch(tokens: Tokens, step: int, length: int, num_rows: int) -> Tensor:
 
 @torch.no_grad()
 def target_continuations(target: nn.Module, tokens: Tokens, file: Path, count: int = 4096, length: int = 257) -> np.ndarray:
-    """[count, length] in the dtype of `tokens`: what the target says after 32 tokens of text, sampled; made once and read again."""
+    """[count, length] in the dtype of `tokens`: what the target samples after 32 tokens of text; made once and read again."""
     if not file.exists():
         parts = []
         with torch.random.fork_rng(devices=[]):
@@ -48,7 +154,113 @@ def target_continuations(target: nn.Module, tokens: Tokens, file: Path, count: i
                     out = target.generate(prompts, attention_mask=mask, max_new_tokens=new, **options)  # type: ignore[operator]
                 parts.append(out.numpy().astype(next(iter(tokens.values())).dtype))
                 print(f"target's own text: {min(i + 128, count)}/{count}", file=sys.stderr, flush=True)
-        with writing(file):
-            np.save(partial(file), np.concatenate(parts))
-            partial(file).replace(file)
+        with replacing(file) as part:
+            np.save(part, np.concatenate(parts))
     return np.asarray(np.load(file))
+
+
+@dataclass(frozen=True)
+class Data:
+    """Token arrays by group; [n, WINDOW] of the target's continuations of text, and of held-out text."""
+
+    text: Tokens
+    continuations: np.ndarray
+    held_out_continuations: np.ndarray
+
+    def batch(self, seed: int, step: int, num_rows: int) -> Tensor:
+        """int64 [num_rows, WINDOW], half text and half continuations of the target: a function of (seed, step)."""
+        half, width = num_rows // 2, self.continuations.shape[1]
+        text = batch(self.text, seed * 10_000_000 + step, width - 1, half)
+        chosen = np.random.default_rng([2025, seed, step]).integers(0, len(self.continuations), num_rows - half)
+        return torch.cat([text, torch.from_numpy(self.continuations[chosen].astype(np.int64))])
+
+
+def prepare(target: nn.Module, tokenizer: Any, files: Sequence[Path] | None, folder: Path, count: int = 4096) -> Data:
+    """Texts of `files`, or Python source that stands on this machine, and the target's continuations; made once and read again.
+
+    Raises
+    ------
+    ConfigError  the texts are too short or not UTF-8, or `folder` holds those of another target or of other files
+    OutputError  `folder` cannot be one
+    """
+    if tokenizer is None or not getattr(tokenizer, "is_fast", False):
+        raise ConfigError("training reads text, and the model has no fast tokenizer; put its tokenizer.json beside its weights")
+    check_kind("target", target, PreTrainedModel)
+    check_kind("count", count, int)
+    if count < 1:
+        raise ConfigError(f"count = {count} is no number of texts; give at least 1")
+    files = None if files is None else [Path(name_of(f, "files")) for f in files]
+    folder = Path(name_of(folder, "folder"))
+    with taking_turns(folder):
+        return _prepared(target, tokenizer, files, folder, count)
+
+
+def _prepared(target: nn.Module, tokenizer: Any, files: Sequence[Path] | None, folder: Path, count: int) -> Data:
+    """Read the texts in a folder, or make those that are missing; no other process does so meanwhile."""
+    _check_same(folder / "data.json", {"target": fingerprint(target), "files": _hashes(files), "continuations": count})
+    text = _tokens(tokenizer, files, folder / "tokens.npz")
+    window = min(WINDOW, int(target.config.max_position_embeddings))  # type: ignore[union-attr,arg-type]
+    for group, array in text.items():
+        if len(array) < 2 * window:
+            raise ConfigError(
+                f"the texts have {len(array):,} tokens ({group}); training needs at least {2 * window:,}: give more with --text"
+            )
+    held_out = {HELD_OUT + " prompts": text[HELD_OUT]}
+    continuations = target_continuations(target, text, folder / "continuations.npy", count, window)
+    count = max(16, count // 32)
+    return Data(text, continuations, target_continuations(target, held_out, folder / "held_out_continuations.npy", count, window))
+
+
+def fingerprint(target: nn.Module) -> str:
+    """A digest that tells a target from another: of its configuration and some of its weights."""
+    digest = hashlib.sha256(target.config.to_json_string().encode())  # type: ignore[union-attr,operator]
+    digest.update(target.get_input_embeddings().weight[:64].detach().float().cpu().numpy().tobytes())  # type: ignore[operator]
+    return digest.hexdigest()[:16]
+
+
+def _hashes(files: Sequence[Path] | None) -> list[str]:
+    if files is None:
+        return []
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(f"--text {str(file)!r} is no file; give UTF-8 text")
+        try:
+            file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--text {str(file)!r} cannot be read as UTF-8 ({error}); convert it") from error
+    return [hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files]
+
+
+def _check_same(file: Path, settings: dict[str, Any]) -> None:
+    try:
+        before = json.loads(file.read_text("utf-8")) if file.exists() else settings
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{str(file)!r} cannot be read ({error}); remove that folder, or choose another") from error
+    if before != settings:
+        raise ConfigError(f"{file.parent} holds the texts of another target or of other files; choose another folder")
+    with replacing(file) as part:
+        part.write_text(json.dumps(settings) + "\n", "utf-8")
+
+
+def _tokens(tokenizer: Any, files: Sequence[Path] | None, file: Path) -> Tokens:
+    if not file.exists():
+        end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0
+        arrays: dict[str, Any] = {g: tokenize(tokenizer.backend_tokenizer, d, end) for g, d in _groups(files).items()}
+        with replacing(file) as part:
+            np.savez(part, **arrays)
+    tokens = dict(np.load(file))
+    if HELD_OUT not in tokens:
+        tokens = {g: a[: -len(a) // HELD_OUT_SHARE] for g, a in tokens.items()} | {HELD_OUT: _tail(tokens)}
+    return tokens
+
+
+def _tail(tokens: Tokens) -> np.ndarray:
+    return np.concatenate([a[-len(a) // HELD_OUT_SHARE :] for a in tokens.values()])
+
+
+def _groups(files: Sequence[Path] | None) -> dict[str, list[Document]]:
+    if files is not None:
+        return {"text": [Document("text", str(f), f.read_text("utf-8")) for f in files]}
+    installed = {d.metadata["Name"].lower() for d in metadata.distributions()}
+    docs = documents([w for w in WHEELS if w in installed])
+    return {g: [d for d in docs if d.group == g] for g in (*MIX, HELD_OUT)}

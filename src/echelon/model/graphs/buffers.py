@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from echelon.batch import RaggedBatch
 from echelon.model.graphs.buckets import Bucket, PlanSize
 from echelon.ops.triton.plan import FIELDS, SPLIT, Plan, PlanKey, Tables
 
@@ -25,11 +24,16 @@ NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32
 
 
 @dataclass(frozen=True)
-class Pass:
-    """A batch on the host; the positions that the model is given; its plans, in the order of their keys."""
+class PassValues:
+    """One pass on the host, without padding.
 
-    batch: RaggedBatch
-    positions: Tensor
+    columns     each with an entry a token, in the order of its buffers
+    logit_rows  int64[R]  tokens whose logits are wanted
+    tables      its plans, in the order of their keys
+    """
+
+    columns: tuple[NDArray[Any], ...]
+    logit_rows: NDArray[np.int64]
     tables: tuple[Tables, ...]
 
 
@@ -43,9 +47,11 @@ class Field:
 
     @property
     def num_words(self) -> int:
+        """Words that it takes."""
         return prod(self.shape) * self.dtype.itemsize // 4
 
     def view(self, memory: Tensor) -> Tensor:
+        """The tensor in a memory of int32 words."""
         return memory[self.start : self.start + self.num_words].view(self.dtype).view(self.shape)
 
     def put(self, words: Words, value: NDArray[Any]) -> None:
@@ -84,75 +90,86 @@ class PlanFields:
         return Plan(items, late, paths, merges, bases, self.size.states, table, positions, has_pads=True)
 
 
-class Frame:
-    """What one pass reads. Padding has token and position 0, and no attention; its keys and values go to the null slots."""
+class PassBuffers:
+    """What one pass reads: columns with an entry a token, of these types; rows of logits; plans."""
 
-    def __init__(self, layout: Layout, bucket: Bucket) -> None:
-        count = bucket.num_tokens
-        self.tokens, self.positions, self.coded = layout.add(count), layout.add(count), layout.add(count)
-        self.slots, self.logit_rows = layout.add(count, dtype=torch.int64), layout.add(bucket.num_logits, dtype=torch.int64)
-        self.plans = [PlanFields(layout, size, count) for size in bucket.plans]
+    def __init__(self, layout: Layout, bucket: Bucket, dtypes: Sequence[torch.dtype]) -> None:
+        self.columns = [layout.add(bucket.num_tokens, dtype=dtype) for dtype in dtypes]
+        self.logit_rows = layout.add(bucket.num_logits, dtype=torch.int64)
+        self.plans = [PlanFields(layout, size, bucket.num_tokens) for size in bucket.plans]
 
-    def fill(self, words: Words, given: Pass, null_slots: range) -> None:
-        batch = given.batch
-        self.slots.put(words, np.resize(np.asarray(null_slots), self.slots.shape))
-        columns = (batch.tokens, batch.positions, given.positions, batch.slots, batch.logit_rows)
-        for field, column in zip((self.tokens, self.positions, self.coded, self.slots, self.logit_rows), columns, strict=True):
-            field.put(words, column.numpy())
-        for fields, tables in zip(self.plans, given.tables, strict=True):
+    def fill(self, words: Words, values: PassValues, pads: Sequence[ArrayLike]) -> None:
+        """Write a pass; `pads` stand in the entries of each column that belong to no token, in turn. Padding has no attention."""
+        for field, column, pad in zip(self.columns, values.columns, pads, strict=True):
+            field.put(words, np.resize(pad, field.shape))
+            field.put(words, column)
+        self.logit_rows.put(words, values.logit_rows)
+        for fields, tables in zip(self.plans, values.tables, strict=True):
             fields.fill(words, tables)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """One pass on the device: int32 tokens [T], positions [T] as the model is given them, int64 slots [T] and logit_rows [R], and plans."""
+    """One pass on the device without its tokens: int32 positions [T] as the model is given them, int64 slots [T], logit_rows [R]; plans."""
 
-    tokens: Tensor
     positions: Tensor
     slots: Tensor
     logit_rows: Tensor
     plans: dict[PlanKey, Plan]
 
 
-class Frames:
-    """Memory of passes over the same rows, the first over all of them, and `columns`: what else a graph reads, by shape and dtype.
+class Buffers:
+    """The memory that a program reads: passes, `columns` of other shapes and types, and block tables of these shapes.
 
-    The block table comes last, so that only rows in use are copied; the passes share it.
+    A block table comes last, so that of it only rows in use are copied.
     """
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        keys: Sequence[PlanKey],
-        block_size: int,
+        dtypes: Sequence[torch.dtype],
+        columns: Sequence[tuple[tuple[int, ...], torch.dtype]],
+        block_tables: Sequence[tuple[int, int]],
         device: torch.device,
-        columns: Sequence[tuple[tuple[int, ...], torch.dtype]] = (),
     ) -> None:
         layout = Layout()
-        self._frames = [Frame(layout, bucket) for bucket in buckets]
+        self._passes = [PassBuffers(layout, bucket, dtypes) for bucket in buckets]
         self._columns = [layout.add(*shape, dtype=dtype) for shape, dtype in columns]
-        width = -(-max(b.num_splits for b in buckets) * SPLIT // block_size)
-        self._table = layout.add(buckets[0].num_tokens, width)
+        self._tables = [layout.add(*shape) for shape in block_tables]
         self._memory = torch.zeros(layout.num_words, dtype=torch.int32, device=device)
-        self.columns = [c.view(self._memory) for c in self._columns]
-        self.passes = [self._inputs(frame, keys) for frame in self._frames]
+        self.columns, self.block_tables = ([field.view(self._memory) for field in fields] for fields in (self._columns, self._tables))
 
-    def _inputs(self, frame: Frame, keys: Sequence[PlanKey]) -> Inputs:
-        table, positions = self._table.view(self._memory), frame.positions.view(self._memory)
-        plans = {key: fields.plan(self._memory, table, positions) for key, fields in zip(keys, frame.plans, strict=True)}
-        tokens, coded, slots, logit_rows = (f.view(self._memory) for f in (frame.tokens, frame.coded, frame.slots, frame.logit_rows))
-        return Inputs(tokens, coded, slots, logit_rows, plans)
+    def columns_of(self, index: int) -> list[Tensor]:
+        """The columns of a pass, each [T]."""
+        return [field.view(self._memory) for field in self._passes[index].columns]
 
-    def fill(self, passes: Sequence[Pass], null_slots: range, columns: Sequence[NDArray[Any]] = ()) -> None:
-        """One copy to the device, in the order of its stream."""
-        table, width = passes[0].batch.block_table.numpy(), self._table.shape[1]
-        used = Field(self._table.start, (len(table), width), torch.int32)
-        num_words = used.start + used.num_words
-        host = torch.zeros(num_words, dtype=torch.int32, pin_memory=True)
+    def inputs(self, index: int, keys: Sequence[PlanKey], table: Tensor, positions: Tensor, coded: Tensor, slots: Tensor) -> Inputs:
+        """A pass at `positions` int32 [T] with this block table; `coded` are the positions that the model is given."""
+        one = self._passes[index]
+        plans = {key: fields.plan(self._memory, table, positions) for key, fields in zip(keys, one.plans, strict=True)}
+        return Inputs(coded, slots, one.logit_rows.view(self._memory), plans)
+
+    def fill(
+        self,
+        passes: Sequence[PassValues],
+        pads: Sequence[Sequence[ArrayLike]],
+        columns: Sequence[NDArray[Any]],
+        block_tables: Sequence[NDArray[np.int32]],
+    ) -> None:
+        """Copy everything to the device at once, in the order of its stream."""
+        last = self._tables[-1]
+        used = Field(last.start, (len(block_tables[-1]), last.shape[1]), torch.int32)
+        host = torch.zeros(used.start + used.num_words, dtype=torch.int32, pin_memory=True)
         words = host.numpy()
-        for frame, given in zip(self._frames, passes, strict=True):
-            frame.fill(words, given, null_slots)
+        for buffers, values, pad in zip(self._passes, passes, pads, strict=True):
+            buffers.fill(words, values, pad)
         for field, column in zip(self._columns, columns, strict=True):
             field.put(words, column)
-        used.put(words, table[:, :width])
-        self._memory[:num_words].copy_(host, non_blocking=True)
+        for field, table in zip((*self._tables[:-1], used), block_tables, strict=True):
+            field.put(words, table[:, : field.shape[1]])
+        self._memory[: len(host)].copy_(host, non_blocking=True)
+
+
+def table_width(buckets: Sequence[Bucket], block_size: int) -> int:
+    """Blocks of the longest row in any of these passes."""
+    return -(-max(bucket.num_splits for bucket in buckets) * SPLIT // block_size)

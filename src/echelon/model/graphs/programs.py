@@ -23,7 +23,7 @@ from echelon.kv.cache import KVCache
 from echelon.model.attention import LayerCall, RecordingAttention, record_layers
 from echelon.model.forward import Draws, forward
 from echelon.model.graphs.buckets import Bucket, bucket_of, common
-from echelon.model.graphs.buffers import Frames, Inputs, Pass
+from echelon.model.graphs.buffers import Buffers, Inputs, PassValues, table_width
 from echelon.model.graphs.graphs import Graphs, Outputs
 from echelon.model.hidden_states import HiddenStateReader
 from echelon.model.load.loading import LoadedModel
@@ -35,17 +35,9 @@ from echelon.ops.triton.sample import draw_columns, draw_rows
 
 logger = logging.getLogger("echelon")
 MOST_TOKENS = 512  # with more, a layer of a 7B model keeps a large device busy for longer than the host takes to launch it
+TOKEN_COLUMNS = (torch.int32, torch.int32, torch.int32, torch.int64)  # tokens, positions, those that the model is given, slots
 DRAWN = (torch.float32, torch.int32, torch.float64, torch.float32)  # `draw_columns` without the keys
 Launch = Callable[[Inputs, Tensor], tuple[Tensor, Tensor | None]]  # one pass over these tokens
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """Logits [R, V] and hidden states [T, F] of one pass, and how many rows it fed, padding included."""
-
-    logits: Tensor
-    hidden_states: Tensor | None
-    num_inputs: int
 
 
 class PlannedAttention:
@@ -79,28 +71,30 @@ class Captured:
     def launch(self, reader: HiddenStateReader | None = None) -> Launch:
         return partial(_launch, self._loaded, self.cache, reader)
 
-    def run(self, batch: RaggedBatch, reader: HiddenStateReader | None) -> Replayed | None:
-        """One pass, always with the same reader; None where it is to be run eagerly."""
+    def run(self, batch: RaggedBatch, reader: HiddenStateReader | None) -> tuple[Tensor, Tensor | None, int] | None:
+        """Logits [R, V] and hidden states [T, F] of one pass, always with the same reader, and how many rows it fed, padding included;
+        None where it is to be run eagerly.
+        """
         if not 0 < len(batch.logit_rows) <= batch.num_tokens <= MOST_TOKENS:
             return None
-        own = self._pass(batch)
-        bucket = bucket_of(batch, own.tables)
+        values = self._values(batch)
+        bucket = bucket_of(batch, values.tables)
         outputs = self.graphs.run(
             bucket,
-            lambda: _OnePass(self._frames([bucket]), self.launch(reader)),
-            lambda program: program.frames.fill([own], self.cache.null_slots),
+            lambda: _OnePass(*self._buffers([bucket]), self.launch(reader)),
+            lambda program: program.buffers.fill([values], [self._pads], (), [batch.block_table.numpy()]),
         )
         if outputs is None:
             return None
         logits, *found = outputs
-        return Replayed(logits[: len(batch.logit_rows)], found[0][: batch.num_tokens] if found else None, bucket.num_tokens)
+        return logits[: len(batch.logit_rows)], found[0][: batch.num_tokens] if found else None, bucket.num_tokens
 
     def chain(self, batches: Sequence[RaggedBatch], width: int, draws: Draws | None) -> tuple[Tensor, list[int]] | None:
         """`ModelRunner.chain`, and how many rows each pass fed, padding included; None as in `run`."""
         if batches[0].num_tokens > MOST_TOKENS:
             return None
-        passes = [self._pass(batch) for batch in batches]
-        first, *later = (bucket_of(own.batch, own.tables) for own in passes)
+        passes = [self._values(batch) for batch in batches]
+        first, *later = (bucket_of(batch, values.tables) for batch, values in zip(batches, passes, strict=True))
         if later:
             again = common([*later, Bucket(first.num_logits, first.num_logits, 1, later[0].plans)])
             later = [again] * len(later)
@@ -109,18 +103,35 @@ class Captured:
         shapes = [] if draws is None else [*(((rows,), dtype) for dtype in DRAWN), ((len(batches), rows), torch.int64)]
         outputs = self.graphs.run(
             (*buckets, width, draws is None),
-            lambda: _Chain(self._frames(buckets, shapes), self.launch(), width),
-            lambda program: program.frames.fill(passes, self.cache.null_slots, _columns(draws)),
+            lambda: _ChainOfPasses(*self._buffers(buckets, shapes), self.launch(), width),
+            lambda program: program.buffers.fill(passes, [self._pads] * len(passes), _columns(draws), [batches[0].block_table.numpy()]),
         )
         if outputs is None:
             return None
         return outputs[0][:, : batches[0].num_rows], [b.num_tokens for b in buckets]
 
-    def _pass(self, batch: RaggedBatch) -> Pass:
-        return Pass(batch, coded_positions(batch, self._loaded.original_context), tuple(plan_tables(batch, key) for key in self.keys))
+    @property
+    def _pads(self) -> tuple[Any, ...]:
+        """Padding has token and position 0; its keys and values go to the null slots."""
+        return 0, 0, 0, self.cache.null_slots
 
-    def _frames(self, buckets: Sequence[Bucket], columns: Sequence[tuple[tuple[int, ...], torch.dtype]] = ()) -> Frames:
-        return Frames(buckets, self.keys, self.cache.block_size, self.cache.device, columns)
+    def _values(self, batch: RaggedBatch) -> PassValues:
+        coded = coded_positions(batch, self._loaded.original_context)
+        columns = tuple(column.numpy() for column in (batch.tokens, batch.positions, coded, batch.slots))
+        return PassValues(columns, batch.logit_rows.numpy(), tuple(plan_tables(batch, key) for key in self.keys))
+
+    def _buffers(
+        self, buckets: Sequence[Bucket], columns: Sequence[tuple[tuple[int, ...], torch.dtype]] = ()
+    ) -> tuple[Buffers, list[tuple[Tensor, Inputs]]]:
+        """Memory of passes over the same rows, the first over all of them; and what each of them reads: its tokens, and the rest."""
+        size = self.cache.block_size
+        table = buckets[0].num_tokens, table_width(buckets, size)
+        buffers = Buffers(buckets, TOKEN_COLUMNS, columns, [table], self.cache.device)
+        inputs = []
+        for i in range(len(buckets)):
+            tokens, positions, coded, slots = buffers.columns_of(i)
+            inputs.append((tokens, buffers.inputs(i, self.keys, buffers.block_tables[0], positions, coded, slots)))
+        return buffers, inputs
 
 
 def _launch(
@@ -131,34 +142,35 @@ def _launch(
 
 @dataclass(frozen=True)
 class _OnePass:
-    frames: Frames
+    buffers: Buffers
+    passes: list[tuple[Tensor, Inputs]]
     launch: Launch
 
     def forward(self) -> Outputs:
-        (inputs,) = self.frames.passes
-        logits, hidden_states = self.launch(inputs, inputs.tokens)
+        ((tokens, inputs),) = self.passes
+        logits, hidden_states = self.launch(inputs, tokens)
         return (logits,) if hidden_states is None else (logits, hidden_states)
 
 
 @dataclass(frozen=True)
-class _Chain:
-    frames: Frames
+class _ChainOfPasses:
+    buffers: Buffers
+    passes: list[tuple[Tensor, Inputs]]
     launch: Launch
     width: int
 
     def forward(self) -> Outputs:
         chosen: list[Tensor] = []
-        for place, inputs in enumerate(self.frames.passes):
-            tokens = chosen[-1].clamp_min(0).int() if chosen else inputs.tokens
-            logits, _ = self.launch(inputs, tokens)
-            chosen.append(self._choose(F.pad(logits, (0, self.width - logits.shape[-1]), value=-torch.inf), place))
+        for i, (tokens, inputs) in enumerate(self.passes):
+            logits, _ = self.launch(inputs, chosen[-1].clamp_min(0).int() if chosen else tokens)
+            chosen.append(self._choose(F.pad(logits, (0, self.width - logits.shape[-1]), value=-torch.inf), i))
         return (torch.stack(chosen),)
 
-    def _choose(self, logits: Tensor, place: int) -> Tensor:
-        if not self.frames.columns:
+    def _choose(self, logits: Tensor, index: int) -> Tensor:
+        if not self.buffers.columns:
             return logits.argmax(-1)
-        temperature, top_k, top_p, log_min_p, noise_keys = self.frames.columns
-        return draw_rows(logits.float(), temperature, top_k, top_p, log_min_p, noise_keys[place])
+        temperature, top_k, top_p, log_min_p, noise_keys = self.buffers.columns
+        return draw_rows(logits.float(), temperature, top_k, top_p, log_min_p, noise_keys[index])
 
 
 class _KeySeeker(RecordingAttention):
@@ -174,7 +186,7 @@ class _KeySeeker(RecordingAttention):
 
 
 def _columns(draws: Draws | None) -> tuple[NDArray[Any], ...]:
-    """As `_Chain` reads them: a row's parameters, and noise keys int64 [passes, B]."""
+    """As `_ChainOfPasses` reads them: a row's parameters, and noise keys int64 [passes, B]."""
     if draws is None:
         return ()
     *params, _ = draw_columns(draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.noise_keys[0])

@@ -60,7 +60,7 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are, and so its cache and its logits."""
+        """Device of its weights, and so of its cache and its logits."""
         device: torch.device = self.model.device
         return device
 
@@ -77,6 +77,7 @@ class LoadedModel:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
+        """Ids that end a text, from the generation settings or the configuration."""
         ids = getattr(self.model.generation_config, "eos_token_id", None)
         if ids is None:
             ids = getattr(self.model.config.get_text_config(), "eos_token_id", None)
@@ -122,7 +123,7 @@ def adopt_model(
     keep_weights: bool = True,
     numerics: str = "invariant",
 ) -> LoadedModel:
-    """A model built in memory is served: self-tested, attention and layers replaced; its weights stay beside the packed ones if asked."""
+    """Serve a model built in memory: self-tested and patched; `keep_weights` keeps its weights beside the packed ones."""
     check_kind("model", model, PreTrainedModel)
     check_settings(numerics=numerics)
     _check_unpatched(model)
@@ -133,7 +134,7 @@ def adopt_model(
 
 
 def served_copy(model: PreTrainedModel) -> LoadedModel:
-    """A caller's model as the engine serves it, in a copy that shares its weights. The model itself stays as it is, at any time; linear
+    """Copy a caller's model as the engine serves it; the copy shares its weights. The model itself stays as it is, at any time; linear
     layers of the copy read packed weights, which take as much memory again on a processor.
 
     Raises
@@ -152,7 +153,7 @@ def served_copy(model: PreTrainedModel) -> LoadedModel:
 
 
 def _shared(model: PreTrainedModel) -> dict[int, Any]:
-    """What `deepcopy` is not to copy, by identity: weights are shared, and forward hooks are called for the caller's own modules."""
+    """What `deepcopy` shares, by identity: weights are shared, and forward hooks are called for the caller's own modules."""
     shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     for module in model.modules():
         for name, hooks in vars(module).items():
@@ -174,7 +175,7 @@ def _check_unpatched(model: PreTrainedModel) -> None:
 
 
 def serve_head(head: nn.Module, is_fast: bool = False) -> None:
-    """Our operations in the place of a head's own; weights stay beside the packed ones, since heads read some of them."""
+    """Patch a head with our operations; weights stay beside the packed ones, since heads read some of them."""
     with torch.inference_mode():
         patch_elementwise(head)
     patch_linear(head, True, is_fast)
@@ -188,7 +189,7 @@ def _served(
     numerics: str,
     in_place: bool = False,
 ) -> LoadedModel:
-    """Our operations in the place of the model's own; `in_place`: nobody else has its weights, so packed ones may take their memory."""
+    """Patch the model with our operations; `in_place`: nobody else has its weights, so packed ones may take their memory."""
     is_fast = numerics == "fast" and devices.by_triton(next(model.parameters()))
     replaced, original_context = patch_model(model, keep_weights, is_fast, in_place)
     return LoadedModel(model, tokenizer, name, replaced, original_context, is_fast)
@@ -209,7 +210,7 @@ def _read(name: str, dtype: str, attention: str) -> tuple[PreTrainedModel, PreTr
 
 
 def _settings(folder: Folder) -> dict[str, Any]:
-    """What config.json says, of a kind that could be served."""
+    """Read config.json, refusing what could not be served."""
     if not folder.has("config.json"):
         raise ModelLoadError(f"{folder.shown} holds no config.json; point to the folder that `save_pretrained` wrote")
     raw = folder.read_json("config.json")
@@ -282,19 +283,19 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 def _read_generation(folder: Folder, model: PreTrainedModel) -> None:
-    """The generation settings beside the model, as `from_pretrained` finds them."""
+    """Read the generation settings beside the model, as `from_pretrained` does."""
     if not model.can_generate():
         return
     beside = folder.has(GENERATION)
     if beside:
         folder.read_as(GENERATION, GenerationSettings)
     with refusing(f"cannot read the generation settings of {folder.shown}"):
-        place = {} if beside else {"config_file_name": "config.json", "_from_model_config": True}
-        model.generation_config = GenerationConfig.from_pretrained(str(folder.path), **place)
+        source = {} if beside else {"config_file_name": "config.json", "_from_model_config": True}
+        model.generation_config = GenerationConfig.from_pretrained(str(folder.path), **source)
 
 
 def _check_weights(name: str, info: dict[str, Any], files: dict[str, str]) -> None:
-    """Every tensor of the architecture must come from the checkpoint, and every tensor of the checkpoint must have a place."""
+    """Refuse a checkpoint with missing or surplus tensors."""
     for key, what in (("missing_keys", "lacks"), ("unexpected_keys", "has surplus")):
         if names := sorted(str(n) for n in info.get(key) or ()):
             listed = ", ".join(f"{shown(n, quote=False)} ({files[n]})" if n in files else shown(n, quote=False) for n in names[:5])
@@ -319,7 +320,7 @@ def _read_tokenizer(folder: Folder) -> PreTrainedTokenizerBase | None:
 
 
 def check_vocabularies(target: LoadedModel, draft: LoadedModel) -> None:
-    """A draft model must mean the same by every token id; how far the two vocabularies are padded does not matter.
+    """Refuse a draft model that does not mean the same by every token id; how far the two vocabularies are padded does not matter.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Before a model is served: does it batch exactly? Asked of a small random twin.
+"""The self-test of a model before it is served: whether a small random twin batches exactly.
 
 Every attention layer must call our function, and each row's logits in a ragged batch must equal the eager forward pass of that row
 alone, in float32; what our operations then do in its modules is the matter of `servedtest`. The twin has two layers of every kind in the
@@ -105,7 +105,7 @@ def _twin(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:
 
 
 def _check_kind(twin: PreTrainedModel, tokens: Tensor) -> None:
-    """Refuse what is seen without batching."""
+    """Refuse what shows without batching: models that keep state or are not causal."""
     name = type(twin).__name__
     if _keeps_state(twin, tokens):
         raise UnsupportedModelError.because(name, Refusal.STATE)
@@ -116,7 +116,7 @@ def _check_kind(twin: PreTrainedModel, tokens: Tensor) -> None:
 
 
 def _keeps_state(twin: PreTrainedModel, tokens: Tensor) -> bool:
-    """Its cache holds anything but keys and values by position."""
+    """Whether its cache holds anything but keys and values by position."""
     types = getattr(twin.config.get_text_config(decoder=True), "layer_types", None) or []
     if getattr(type(twin), "_is_stateful", False) or "linear_attention" in types:
         return True
@@ -131,12 +131,12 @@ def _keeps_state(twin: PreTrainedModel, tokens: Tensor) -> bool:
 
 
 def _difference(expected: Tensor, got: Tensor) -> float:
-    """The largest, relative to the largest logit."""
+    """Largest difference, relative to the largest logit."""
     return float((expected - got).abs().max() / expected.abs().max())
 
 
 def _eager(twin: PreTrainedModel, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Logits [T, V] of a text alone, at positions from 0 on if none are given."""
+    """Logits [T, V] of a text alone, at `positions`, by default from 0 on."""
     taken = inspect.signature(twin.forward).parameters
     keywords = {"position_ids": (torch.arange(len(tokens)) if positions is None else positions)[None]}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in taken.values())

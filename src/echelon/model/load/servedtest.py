@@ -1,6 +1,6 @@
-"""Before a model is served: does a twin compute the same once our operations have taken their places, and does a row stay its own?
+"""The self-test of a patched model: whether a twin computes the same with our operations, and a row the same in any batch.
 
-Asked of the shrunken random twin as it will be served, everything replaced:
+The shrunken random twin as it will be served, everything replaced, must show that
 
 * its logits are those of `transformers`, also where matrices around activations are wide enough to reach every clamp, and in 16-bit dtypes
   as near to the float32 twin as `transformers` itself is;
@@ -76,37 +76,37 @@ class ServedTwin:
         return dict(zip(pieces, logits.split([len(t) for t in pieces.values()]), strict=True))
 
     def alone(self, tokens: list[int], sizes: list[int] | None = None) -> Tensor:
-        """[T, V] of one text, in pieces of the given sizes."""
+        """Logits [T, V] of one text, fed in pieces of `sizes` tokens."""
         row = self._next_row()
         length = {row: len(tokens)}
         pieces = torch.split(torch.tensor(tokens), sizes or [len(tokens)])
-        found = [self.feed({row: piece.tolist()}, length, length)[row] for piece in pieces]
+        logits = [self.feed({row: piece.tolist()}, length, length)[row] for piece in pieces]
         self.cache.tables.release(row)
-        return torch.cat(found)
+        return torch.cat(logits)
 
     def beside(self, tokens: list[int], count: int) -> Tensor:
-        """[T, V] of a text in the middle of `count` others of other lengths."""
+        """Logits [T, V] of a text in the middle of `count` others of other lengths."""
         rows = [self._next_row() for _ in range(count + 1)]
-        place = count // 2
-        pieces = {r: tokens if i == place else [3 + (i + j) % 50 for j in range(1 + i % 5)] for i, r in enumerate(rows)}
+        middle = count // 2
+        pieces = {r: tokens if i == middle else [3 + (i + j) % 50 for j in range(1 + i % 5)] for i, r in enumerate(rows)}
         lengths = {row: len(piece) for row, piece in pieces.items()}
-        logits = self.feed(pieces, lengths, lengths)[rows[place]]
+        logits = self.feed(pieces, lengths, lengths)[rows[middle]]
         for row in rows:
             self.cache.tables.release(row)
         return logits
 
     def grown(self, tokens: list[int], num_given: int) -> Tensor:
-        """[n, V]: after a prompt and after each further token but the last, as a row meets them when it generates."""
+        """Logits [n, V] after a prompt and after each further token but the last, as a row meets them when it generates."""
         row = self._next_row()
-        found = []
+        logits = []
         for known in range(num_given, len(tokens)):
             is_new = self.original is not None and self.original.is_read_anew and known == self.original.length + 1
             if is_new:
                 self.cache.tables.commit(row, 0)
             start = self.cache.tables.num_cached(row) if known > num_given else 0
-            found.append(self.feed({row: tokens[start:known]}, {row: known}, {row: num_given})[row][-1])
+            logits.append(self.feed({row: tokens[start:known]}, {row: known}, {row: num_given})[row][-1])
         self.cache.tables.release(row)
-        return torch.stack(found)
+        return torch.stack(logits)
 
     def _next_row(self) -> int:
         self.num_fed += 1
@@ -115,7 +115,7 @@ class ServedTwin:
 
 @torch.inference_mode()
 def check_served(make_twin: Callable[[], PreTrainedModel], tokens: list[int]) -> None:
-    """Raise `UnsupportedModelError`, with what differed, unless a twin passes everything said above. `make_twin`: equal float32 twins with
+    """Raise `UnsupportedModelError`, with what differed, unless a twin passes all of the above. `make_twin`: equal float32 twins with
     eager attention; `tokens`: a text.
     """
     twin, served = make_twin(), ServedTwin(make_twin())
@@ -139,15 +139,15 @@ def check_rounding(make_twin: Callable[[], PreTrainedModel], tokens: list[int], 
     texts = [tokens, tokens[::-1], tokens[7:] + tokens[:7]]  # of a deep mixture most tokens of one text may go to other experts
     expected = [_eager(exact, text) for text in texts]
     limits = [_distance(x, _eager(theirs, text)) for x, text in zip(expected, texts, strict=True)]
-    found = [_distance(x, ours.alone(text)) for x, text in zip(expected, texts, strict=True)]
-    ratio = sorted(a / max(b, 1e-30) for a, b in zip(found, limits, strict=True))[1]
+    errors = [_distance(x, ours.alone(text)) for x, text in zip(expected, texts, strict=True)]
+    ratio = sorted(a / max(b, 1e-30) for a, b in zip(errors, limits, strict=True))[1]
     if not ratio <= MOST_ROUNDING:
         detail = f"in {dtype} with {ratio:.1f} times the rounding error that transformers has there"
         raise UnsupportedModelError.because(type(exact).__name__, Refusal.OPERATIONS, detail)
 
 
 def _distance(expected: Tensor, got: Tensor) -> float:
-    """Of most tokens: of a mixture some go to another expert after a rounding."""
+    """Median error over tokens: in a mixture some tokens go to another expert after a rounding."""
     return float((expected - got.float()).square().mean(-1).sqrt().median())
 
 
@@ -158,7 +158,7 @@ def _eager(twin: PreTrainedModel, tokens: list[int]) -> Tensor:
 
 
 def _generated(twin: PreTrainedModel, prompt: list[int]) -> tuple[list[int], Tensor]:
-    """What `generate` says after a prompt, and its logits [n, V]."""
+    """Tokens of `generate` after a prompt, and their logits [n, V]."""
     ids = torch.tensor([prompt])
     settings: dict[str, Any] = {"max_new_tokens": NUM_GROWN, "min_new_tokens": NUM_GROWN, "do_sample": False, "pad_token_id": 0}
     out = twin.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_logits=True, **settings)
@@ -166,7 +166,7 @@ def _generated(twin: PreTrainedModel, prompt: list[int]) -> tuple[list[int], Ten
 
 
 def _widened(twin: PreTrainedModel) -> PreTrainedModel:
-    """In place: matrices outside of attention, SPREAD times as large."""
+    """Make matrices outside of attention SPREAD times as large, in place."""
     for name, parameter in twin.named_parameters():
         if parameter.ndim >= 2 and not any(part in name for part in NOT_WIDENED):
             parameter.mul_(SPREAD)
@@ -192,36 +192,36 @@ def _check_bits(name: str, served: ServedTwin, tokens: list[int]) -> None:
 
 def _check_operations(name: str, served: ServedTwin, tokens: list[int]) -> None:
     before = {key: (id(buffer), buffer.clone()) for key, buffer in served.twin.named_buffers()}
-    with _multiplied() as found:
+    with _multiplied() as problems:
         served.alone(tokens)
-    if found:
-        raise UnsupportedModelError.because(name, Refusal.ROUNDING, f"it {' and '.join(sorted(found))}")
+    if problems:
+        raise UnsupportedModelError.because(name, Refusal.ROUNDING, f"it {' and '.join(sorted(problems))}")
     after = dict(served.twin.named_buffers())
     if changed := [k for k, (at, values) in before.items() if id(after.get(k)) != at or not torch.equal(after[k], values)]:
         raise UnsupportedModelError.because(name, Refusal.STATE, f"it changes {changed[0]} in a pass")
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes in which modules the framework does what depends on the number of rows."""
+    """Records the modules in which the framework does what depends on the number of rows."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: set[str] = set()
+        self.problems: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in MATMULS and not _is_outer(func.overloadpacket.__name__, args):
-            self.found.add(f"multiplies matrices by the framework in {_caller()}")
+            self.problems.add(f"multiplies matrices by the framework in {_caller()}")
         out = func(*args, **(kwargs or {}))
         if torch.Tag.pointwise in func.tags and not kwargs and _rounds_by_place(func, out, args):
-            self.found.add(f"calls {func.overloadpacket.__name__} in {_caller()}, which rounds by an element's place")
+            self.problems.add(f"calls {func.overloadpacket.__name__} in {_caller()}, which rounds by an element's place")
         return out
 
 
 @contextmanager
 def _multiplied() -> Iterator[set[str]]:
-    """What the framework does meanwhile, and in which classes of modules, that depends on the number of rows."""
+    """Collect what the framework does meanwhile that depends on the number of rows, with the class of the module."""
     with _Watch() as watch:
-        yield watch.found
+        yield watch.problems
 
 
 def _rounds_by_place(func: Any, out: Any, args: Any) -> bool:
@@ -235,7 +235,7 @@ def _rounds_by_place(func: Any, out: Any, args: Any) -> bool:
 
 
 def _is_outer(name: str, args: Any) -> bool:
-    """One product an entry: nothing is summed. Rotary embeddings multiply frequencies and positions so."""
+    """Whether every entry is one product and nothing is summed. Rotary embeddings multiply frequencies and positions so."""
     last = [a for a in args if isinstance(a, Tensor)][-1]
     return name in PRODUCTS and last.ndim >= 2 and last.shape[-2] == 1
 

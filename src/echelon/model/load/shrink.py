@@ -1,4 +1,4 @@
-"""Configurations of the same kind as a given one, small enough that a model of them runs in milliseconds.
+"""Configurations of the same kind as another, small enough that a model of them runs in milliseconds.
 
 Sizes keep their ratios: numbers of heads are divided by one factor, sizes of heads by another, widths by both, so that what a model
 derives from them still fits. Of the layers one of each kind is kept. Whatever is counted in tokens becomes so short that it shows within
@@ -26,7 +26,7 @@ SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 @dataclass(frozen=True)
 class Sizes:
-    """In tokens: the vocabulary, the context, that after which rotary embeddings may change, windows and chunks."""
+    """Sizes of a small model, in tokens: the vocabulary, the context, that after which rotary embeddings may change, windows and chunks."""
 
     vocabulary: int = VOCABULARY
     context: int = 64
@@ -58,7 +58,7 @@ def shrunken(config: Any, is_narrow: bool = True, sizes: Sizes | None = None) ->
 
 
 def _shrink(part: Any, sizes: Sizes, factors: tuple[Fraction, int] | None) -> None:
-    """In place, with the configurations within: those without attention share the factors of what they are in."""
+    """Shrink a configuration and those within, in place: those without attention share the factors of what they are in."""
     shrink = _Shrink(part, sizes, factors)
     within = [v for v in vars(part).values() if isinstance(v, PreTrainedConfig)]
     shrink()
@@ -81,7 +81,7 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 class _Shrink:
-    """One configuration, without those within."""
+    """Shrinks one configuration, without those within."""
 
     def __init__(self, part: Any, sizes: Sizes, factors: tuple[Fraction, int] | None) -> None:
         self._part, self._sizes = part, sizes
@@ -107,7 +107,7 @@ class _Shrink:
             self._part.per_layer_config = {i: {k: self._resized(k, v) for k, v in entry.items()} for i, entry in kept.items()}
 
     def _factors(self) -> tuple[Fraction, int]:
-        """By what numbers of heads and sizes of heads are divided."""
+        """Divisors of numbers of heads and of sizes of heads."""
         heads = _get(self._part, "num_attention_heads") or next(iter(_all(self._values, HEADS)), 1)
         heads = max(heads) if isinstance(heads, list) else heads
         hidden = _get(self._part, "hidden_size") or next(iter(_all(self._values, WIDTH)), 64)
@@ -211,10 +211,10 @@ def _get(config: Any, name: str) -> Any:
 
 def _all(values: dict[Any, Any], names: re.Pattern[str]) -> list[int]:
     """The positive integers under such names, in lists and within too."""
-    found: list[int] = []
+    counts: list[int] = []
     for key, value in values.items():
         if isinstance(value, dict) and isinstance(key, int):
-            found += _all(value, names)
+            counts += _all(value, names)
         elif names.search(str(key)):
-            found += [n for n in (value if isinstance(value, list | tuple) else [value]) if isinstance(n, int) and n > 0 and n is not True]
-    return found
+            counts += [n for n in (value if isinstance(value, list | tuple) else [value]) if isinstance(n, int) and n > 0 and n is not True]
+    return counts

@@ -3,7 +3,7 @@
 A layer of `transformers` hands a dozen keywords through four forwards to make the fifteen calls that do the work; beside a small batch that
 Python is most of what a step costs besides its linear layers and attention. Classes are named here, since a trial cannot see what a layer
 would do with other data; and each layer is tried all the same. The model runs once over a few tokens, a stand-in answering for attention,
-and a layer is replaced if the function answers the same call with the same bits, having asked for attention in the same bits. The modules
+and a layer is replaced if the function returns the same bits for the same call, and calls attention with the same bits. The modules
 inside must not be exchanged afterwards; while hooks hang on them, the layer runs as a whole.
 """
 
@@ -89,7 +89,7 @@ class DecoderLayerForward:
 
 
 class _Echo:
-    """Answers an attention layer with its values, one a query head, and notes what it asked."""
+    """Returns an attention layer's values, one a query head, and records its call."""
 
     def __init__(self) -> None:
         self.calls: list[LayerCall] = []
@@ -113,20 +113,20 @@ def patch_decoder_layers(model: PreTrainedModel) -> dict[str, int]:
 
 
 def _may_fit(module: Any) -> bool:
-    """One of ours, with nothing inside that a caller has changed."""
+    """Whether it is of a class named above, with nothing inside that a caller has changed."""
     if type(module) not in LAYERS or type(module.self_attn) is not LAYERS[type(module)] or gate_of(module.mlp) is None:
         return False
     return isinstance(vars(module.self_attn).get("forward"), PatchedForward) and not any(_hooks(module))
 
 
 def _seen(model: PreTrainedModel, layers: list[nn.Module]) -> list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]]:
-    """How each layer was called in a pass over a few tokens, and what it answered.
+    """Record how each layer is called in a pass over a few tokens, and what it returns.
 
     Positions go from the first to the last that the model knows: some layers scale what lies far from the start.
     """
-    found: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]] = []
+    calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]] = []
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    handles = [layer.register_forward_hook(lambda *seen: found.append(seen), with_kwargs=True) for layer in layers]
+    handles = [layer.register_forward_hook(lambda *call: calls.append(call), with_kwargs=True) for layer in layers]
     try:
         if layers and limit:
             positions = torch.linspace(0, limit - 1, TOKENS, dtype=torch.float64).long()[None].to(model.device)
@@ -135,22 +135,22 @@ def _seen(model: PreTrainedModel, layers: list[nn.Module]) -> list[tuple[nn.Modu
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return calls
 
 
 def _same(layer: Any, args: tuple[Any, ...], keywords: dict[str, Any], expected: Any) -> DecoderLayerForward | None:
-    """The layer as one function, if that answers with the same bits and asks for the same attention."""
+    """The layer as one function, if that returns the same bits and calls attention with the same."""
     theirs, ours = _Echo(), _Echo()
     layer.forward(*args, **keywords | {CONTEXT_KEYWORD: theirs})
     own = _flat(layer, theirs.calls[0])
     cos, sin = keywords["position_embeddings"]
     got = own.run(args[0], cos, sin, ours)
-    asked = [(getattr(theirs.calls[0], name), getattr(ours.calls[0], name)) for name in ("query", "key", "value")]
-    return own if all(torch.equal(a, b) for a, b in [*asked, (expected, got)]) else None
+    inputs = [(getattr(theirs.calls[0], name), getattr(ours.calls[0], name)) for name in ("query", "key", "value")]
+    return own if all(torch.equal(a, b) for a, b in [*inputs, (expected, got)]) else None
 
 
 def _hooks(layer: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Of the modules inside."""
+    """Forward hooks of the modules inside."""
     return tuple(h for m in layer.modules() if m is not layer for h in (m._forward_hooks, m._forward_pre_hooks))
 
 

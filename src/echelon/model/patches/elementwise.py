@@ -87,15 +87,11 @@ class _Finder:
         best = min(fitting, key=lambda candidate: _error(expected, candidate(trial, eps, x)))
         return functools.partial(best, module, eps) if _error(expected, best(trial, eps, x)) <= TOLERANCE[self._dtype] else None
 
-    def _kind(self, function: Any) -> Activation | None:
-        """Which of our activations a module or function is."""
-        return trials.activation_of(function, self._device)
-
     def _activation(self, module: nn.Module) -> Forward | None:
-        place = type(module).__module__
-        if not place.startswith(("transformers.activations", "torch.nn.modules.activation")):
+        origin = type(module).__module__
+        if not origin.startswith(("transformers.activations", "torch.nn.modules.activation")):
             return None
-        kind = self._kind(module)
+        kind = trials.activation_of(module, self._device)
         return None if kind is None else functools.partial(_activate, kind)
 
     def _gated_mlp(self, module: nn.Module) -> Forward | None:
@@ -105,7 +101,7 @@ class _Finder:
         projections = [module._modules.get(name) for name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")]
         if act is None or not (is_split or is_joint) or not any(isinstance(p, nn.Linear) for p in projections):
             return None
-        if (kind := self._kind(act)) is None or not trials.is_gated_mlp(module, kind, self._device):
+        if (kind := trials.activation_of(act, self._device)) is None or not trials.is_gated_mlp(module, kind, self._device):
             return None
         return functools.partial(_split_mlp if is_split else _joint_mlp, module, kind)
 
@@ -125,7 +121,7 @@ class _Finder:
         return functools.partial(ours, module)
 
     def _rotates_like_ours(self, theirs: Forward) -> bool:
-        """Tried with every value of a head rotated and with half of them; a function that refuses one of these is never called so."""
+        """Try it with every value of a head rotated and with half of them; a function that refuses one of these is never called so."""
         verdicts = []
         for rotary, dtype in itertools.product((32, 16), {torch.float32, self._dtype}):
             query, key = self._random(1, 3, ROWS, 32, dtype=dtype), self._random(1, 1, ROWS, 32, dtype=dtype)
@@ -147,7 +143,7 @@ def rotate_both(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[T
 
 
 def _norms(is_rms: bool) -> list[Forward]:
-    """Candidates, to be given a module, its epsilon and x."""
+    """Candidates, functions of a module, its epsilon and x."""
     return [*(functools.partial(_rms_norm, how) for how in RmsWeight), _layer_norm] if is_rms else [_layer_norm]
 
 
@@ -178,5 +174,5 @@ def _error(expected: Tensor, got: Tensor) -> float:
     """Largest difference, relative to the largest value; infinite where shapes or dtypes differ."""
     if expected.shape != got.shape or expected.dtype != got.dtype:
         return float("inf")
-    wanted, found = expected.double(), got.double()
-    return float((wanted - found).abs().max() / wanted.abs().max().clamp_min(1e-30))
+    expected, got = expected.double(), got.double()
+    return float((expected - got).abs().max() / expected.abs().max().clamp_min(1e-30))

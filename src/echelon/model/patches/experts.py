@@ -22,7 +22,7 @@ STACKED = ("gate_up_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class Projection:
-    """One packed weight and float32 bias per expert."""
+    """A packed weight and a float32 bias per expert."""
 
     weights: list[PackedWeight]
     biases: list[Tensor | None]
@@ -94,7 +94,7 @@ def _projection(module: Any, name: str, columns: slice, is_fast: bool) -> Projec
 
 
 def _forward(experts: Experts, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """hidden [T, K]; index and weight [T, k] of each token's experts → [T, K].
+    """Run hidden [T, K] through each token's experts, of index and weight [T, k] → [T, K].
 
     Sums run over a token's experts in the order of `top_k_index`, in float32.
     """
@@ -105,15 +105,15 @@ def _forward(experts: Experts, hidden: Tensor, top_k_index: Tensor, top_k_weight
     start = 0
     for expert, count in enumerate(torch.bincount(chosen, minlength=len(experts.down.weights)).tolist()):
         if count:
-            places = order[start : start + count]
-            x = experts.hidden(expert, hidden[places // num_chosen])
-            out[places] = experts.down(expert, x, float32=True)
+            pairs = order[start : start + count]
+            x = experts.hidden(expert, hidden[pairs // num_chosen])
+            out[pairs] = experts.down(expert, x, float32=True)
             start += count
     module: Any = experts.module
     if getattr(module, "has_post_expert_norm", False):
         out = module.post_expert_norm(out.to(hidden.dtype)).float()
     out = out.view(num_tokens, num_chosen, -1) * top_k_weights.float()[..., None]
     total = out[:, 0]
-    for place in range(1, num_chosen):
-        total = total + out[:, place]
+    for k in range(1, num_chosen):
+        total = total + out[:, k]
     return total.to(hidden.dtype)

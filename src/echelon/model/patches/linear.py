@@ -160,7 +160,7 @@ def _serve_own_forward(module: nn.Module, keep_weights: bool, is_fast: bool) -> 
 
 
 def _indexes_its_stack(module: nn.Module) -> bool:
-    """Its one use of `self.weight` is in a linear layer, expert by expert."""
+    """Whether its one use of `self.weight` is in a linear layer, expert by expert."""
     source = inspect.getsource(type(module).forward)
     return len(STACKED.findall(source)) == 1 and source.count("self.weight") == 1
 

@@ -75,22 +75,22 @@ def patch_rope(model: nn.Module) -> OriginalContext | None:
     ------
     UnsupportedModelError  a rotary embedding takes its frequencies from the whole call in another way
     """
-    found = []
+    modules = []
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
         if kind == "longrope":
-            found.append(module)
+            modules.append(module)
         elif kinds & {"dynamic", "longrope"}:
             detail = f"{type(module).__name__} takes its rotary frequencies from the longest text of a call: rope_type {kind!r}"
             raise UnsupportedModelError.because(type(model).__name__, Refusal.BATCH, detail)
-    for module in found:
+    for module in modules:
         module.forward = RowwiseRope(module)
-    return OriginalContext(_original_length(found[0]), _is_read_anew(model, _original_length(found[0]))) if found else None
+    return OriginalContext(_original_length(modules[0]), _is_read_anew(model, _original_length(modules[0]))) if modules else None
 
 
 def _is_read_anew(model: Any, length: int) -> bool:
-    """Asked of the model's own preparation of a step: does it drop a cache of `length` tokens when the next one comes?"""
+    """Whether the model's own preparation of a step drops a cache of `length` tokens when the next one comes."""
     cache = DynamicCache()
     cache.update(torch.zeros(1, 1, length, 1), torch.zeros(1, 1, length, 1), 0)
     tokens = torch.zeros(1, length + 1, dtype=torch.int64)
@@ -100,7 +100,7 @@ def _is_read_anew(model: Any, length: int) -> bool:
 
 
 def coded_positions(batch: RaggedBatch, original: OriginalContext | None) -> Tensor:
-    """int32[T]: what a patched model is given as positions."""
+    """Positions int32[T] that a patched model is fed."""
     if original is None:
         return batch.positions
     if original.is_read_anew:

@@ -1,4 +1,4 @@
-"""What a module or function computes, found by trying it in float32 over all values that may come.
+"""Trials of what a module or function computes, in float32 over all values that may come.
 
 Inputs reach from far below rounding to far beyond any clamp, finely where activations bend, and results are compared value by value: a
 function that differs anywhere by more than rounding is another function.
@@ -31,7 +31,7 @@ def inputs(device: torch.device, fine: int = 4001, coarse: int = 481) -> Tensor:
 
 
 def activation_of(function: Any, device: torch.device) -> Activation | None:
-    """Which activation of TRIED a module or function is."""
+    """Find which activation of TRIED a module or function is."""
     if isinstance(function, nn.Module) and any(True for _ in function.parameters()):
         return None
     x = inputs(device)[None]
@@ -43,7 +43,7 @@ def activation_of(function: Any, device: torch.device) -> Activation | None:
 
 
 def is_gated_mlp(module: nn.Module, kind: Activation, device: torch.device) -> bool:
-    """Is a module with `gate_proj`, `up_proj` and `down_proj`, or `gate_up_proj` and `down_proj`, down(kind(gate(x)) · up(x))?
+    """Whether a module with `gate_proj`, `up_proj` and `down_proj`, or `gate_up_proj` and `down_proj`, is down(kind(gate(x)) · up(x)).
 
     Its forward runs with projections that hand out halves of its input, so that gate and up are what they are made to be.
     """
@@ -63,7 +63,7 @@ def is_gated_mlp(module: nn.Module, kind: Activation, device: torch.device) -> b
 
 
 def is_same(function: Function, ours: Function, x: Tensor) -> bool:
-    """Do two functions of rows [T, N] agree to rounding, relative to each row's largest value?"""
+    """Whether two functions of rows [T, N] agree to rounding, relative to each row's largest value."""
     expected = _result(function, x)
     return expected is not None and _agrees(expected, ours(x), expected.abs().amax(-1, keepdim=True))
 
@@ -87,7 +87,7 @@ class _Half(nn.Module):
 
 
 def _result(function: Any, x: Tensor) -> Tensor | None:
-    """None where it cannot be called so."""
+    """Call `function`; None where it cannot be called so."""
     try:
         out = function(x.clone())
     except Exception:  # code of the model's: it stays with the framework, whatever it raises
@@ -96,7 +96,7 @@ def _result(function: Any, x: Tensor) -> Tensor | None:
 
 
 def _agrees(expected: Tensor, got: Tensor, scale: Tensor) -> bool:
-    """Value by value, to rounding at the scale given."""
+    """Whether all values agree, to rounding at `scale`."""
     if expected.shape != got.shape:
         return False
     return bool(((expected.double() - got.double()).abs() <= ROUNDING * scale.abs().double() + 1e-30).all())

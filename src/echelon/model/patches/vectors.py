@@ -69,7 +69,7 @@ def patch_sensitive(model: nn.Module) -> None:
 
 @functools.cache
 def _names(cls: Any) -> frozenset[str]:
-    """What the methods of a class of modules call by name."""
+    """Names that the methods of a class of modules use."""
     classes = [c for c in cls.__mro__ if c not in (nn.Module, object)]
     methods = [inspect.unwrap(f) for c in classes for f in vars(c).values() if inspect.isfunction(f)]
     return frozenset(name for f in methods for name in f.__code__.co_names)

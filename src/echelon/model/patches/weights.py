@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class PackedParameter(torch.Tensor):
     is_fast: bool
     is_stack: bool
     _packed: PackedWeight | None
-    _derived: dict[object, Tensor]  # by dtype or by index
+    entries: dict[object, Tensor]  # this weight in other dtypes, or those of a stack by index
 
     @classmethod
     def of(cls, packed: PackedWeight, original: nn.Parameter | None) -> nn.Parameter:
@@ -51,19 +52,19 @@ class PackedParameter(torch.Tensor):
         data = stacked.data if keep_weights else absent(tuple(stacked.shape), stacked)
         parameter = cls._made(data, None, stacked if keep_weights else None, is_fast)
         for i, weight in enumerate(stacked.detach()):
-            parameter._derived[i] = cls.of(devices.backend_of(weight).pack(weight, is_fast), None)  # type: ignore[attr-defined]
+            parameter.entries[i] = cls.of(devices.backend_of(weight).pack(weight, is_fast), None)  # type: ignore[attr-defined]
         return parameter
 
     @classmethod
     def _made(cls, data: Tensor, packed: PackedWeight | None, original: nn.Parameter | None, is_fast: bool) -> nn.Parameter:
         made: Any = nn.Parameter(data.as_subclass(cls), requires_grad=False)
-        made._packed, made.original, made._derived, made.is_fast, made.is_stack = packed, original, {}, is_fast, data.ndim == 3
+        made._packed, made.original, made.entries, made.is_fast, made.is_stack = packed, original, {}, is_fast, data.ndim == 3
         parameter: nn.Parameter = made
         return parameter
 
     @property
     def packed(self) -> PackedWeight:
-        """Made where it is first asked for."""
+        """The packed weight, made at first use."""
         if self._packed is None:
             assert self.original is not None
             self._packed = devices.backend_of(self.original).pack(self.original.detach(), self.is_fast)
@@ -71,44 +72,76 @@ class PackedParameter(torch.Tensor):
 
     @property
     def all_packed(self) -> list[PackedWeight]:
-        """One, or those of a stack."""
-        return [w for part in self._derived.values() for w in part.all_packed] if self.is_stack else [self.packed]  # type: ignore[attr-defined]
+        """The packed weight, or those of a stack."""
+        return [w for part in self.entries.values() for w in part.all_packed] if self.is_stack else [self.packed]  # type: ignore[attr-defined]
 
-    def _converted(self, dtype: torch.dtype) -> Tensor:
-        """This weight in another dtype, packed once."""
-        if dtype not in self._derived:
+    def converted(self, dtype: torch.dtype) -> Tensor:
+        """Return this weight in another dtype, packed once."""
+        if dtype not in self.entries:
             data = self.packed.data
             backend = devices.backend_of(data)
             values = backend.packed_rows(self.packed, torch.arange(self.packed.columns, device=data.device))
-            self._derived[dtype] = PackedParameter.of(backend.pack(values.to(dtype), self.is_fast), None)
-        return self._derived[dtype]
+            self.entries[dtype] = PackedParameter.of(backend.pack(values.to(dtype), self.is_fast), None)
+        return self.entries[dtype]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        first, keywords = args[0] if args else None, kwargs or {}
-        if func in (F.linear, F.embedding) and len(args) > 1 and isinstance(args[1], cls) and not args[1].is_stack:
-            packed = args[1].packed
-            backend = devices.backend_of(packed.data)
-            if func is F.embedding:
-                return backend.packed_rows(packed, args[0])
-            bias = args[2] if len(args) > 2 else keywords.get("bias")
-            return backend.packed_linear(args[0], packed, None if bias is None else bias.float())
-        if func in CONVERSIONS and isinstance(first, cls) and not first.is_stack:
-            dtype = _dtype_of(func, args[1:], keywords)
-            if dtype in SERVED_DTYPES:
-                return first if dtype == first.dtype else first._converted(dtype)
-        if func is Tensor.__getitem__ and isinstance(first, cls) and isinstance(args[1], int) and args[1] in first._derived:
-            return first._derived[args[1]]
-        if func is Tensor.detach:  # asked while a parameter is made
-            return super().__torch_function__(func, types, args, keywords)  # type: ignore[no-untyped-call]
+        substitute = SUBSTITUTES.get(func)
+        result = substitute(func, args, kwargs or {}) if substitute else None
+        if result is not None:
+            return result
+        if func is Tensor.detach:  # called while a parameter is made
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **keywords)
+            return func(*args, **(kwargs or {}))
+
+
+def _is_matrix(weight: Any) -> bool:
+    return isinstance(weight, PackedParameter) and not weight.is_stack
+
+
+def _linear(_: Any, args: Any, keywords: dict[str, Any]) -> Tensor | None:
+    if len(args) < 2 or not _is_matrix(args[1]):
+        return None
+    bias = args[2] if len(args) > 2 else keywords.get("bias")
+    packed = args[1].packed
+    return devices.backend_of(packed.data).packed_linear(args[0], packed, None if bias is None else bias.float())
+
+
+def _embedding(_: Any, args: Any, __: dict[str, Any]) -> Tensor | None:
+    if len(args) < 2 or not _is_matrix(args[1]):
+        return None
+    packed = args[1].packed
+    return devices.backend_of(packed.data).packed_rows(packed, args[0])
+
+
+def _convert(func: Any, args: Any, keywords: dict[str, Any]) -> Tensor | None:
+    weight, dtype = args[0], _dtype_of(func, args[1:], keywords)
+    if not _is_matrix(weight) or dtype not in SERVED_DTYPES:
+        return None
+    converted: Tensor = weight if dtype == weight.dtype else weight.converted(dtype)
+    return converted
+
+
+def _entry(_: Any, args: Any, __: dict[str, Any]) -> Tensor | None:
+    """One weight of a stack."""
+    weight, index = args
+    return weight.entries.get(index) if isinstance(weight, PackedParameter) and isinstance(index, int) else None
+
+
+# what runs in the place of a function of the framework; where it returns None, the framework's own does
+SUBSTITUTES: dict[Any, Callable[[Any, Any, dict[str, Any]], Tensor | None]] = {
+    F.linear: _linear,
+    F.embedding: _embedding,
+    Tensor.__getitem__: _entry,
+    **dict.fromkeys(CONVERSIONS, _convert),
+}
 
 
 def _dtype_of(conversion: Any, args: Any, keywords: dict[str, Any]) -> torch.dtype | None:
-    """What a call of `Tensor.to` and its like asks for."""
-    said = [v for v in (*args, *keywords.values()) if isinstance(v, torch.dtype)]
-    return said[0] if said else CONVERSIONS[conversion]
+    """Return the dtype that a call of `Tensor.to` and its like gives, None where it changes none."""
+    dtypes = [v for v in (*args, *keywords.values()) if isinstance(v, torch.dtype)]
+    return dtypes[0] if dtypes else CONVERSIONS[conversion]
 
 
 def absent(shape: tuple[int, ...], like: Tensor) -> Tensor:

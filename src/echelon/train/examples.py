@@ -1,7 +1,7 @@
-"""What a head learns from: a frozen target's hidden states and distributions over a batch of texts, computed as they are needed.
+"""Training examples of a head: a frozen target's hidden states and distributions over a batch of texts, computed as they are needed.
 
-Legend: B texts of N tokens; a head starts at M = N − 1 − K places of each and looks K tokens ahead, so that each has all its answers; it
-drafts W of the V tokens. Place t is given the token at t + 1, as when drafting; depth k says what stands at t + 2 + k.
+Legend: B texts of N tokens; a head starts at M = N − 1 − K positions of each and looks K tokens ahead, so that each has all its answers; it
+drafts W of the V tokens. Position t is fed the token at t + 1, as when drafting; depth k predicts the one at t + 2 + k.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from echelon.heads.base import Head
-from echelon.heads.parts import decoder_layers
 from echelon.model.attention import CONTEXT_KEYWORD, LayerCall
+from echelon.model.hidden_states import HiddenStateReader
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """What the target makes of `ids` int64[B, N].
+class Examples:
+    """Training examples from one pass of the target over `ids` int64[B, N].
 
     features    [B·M, F]           hidden states that the head reads
     last        [B, N, d]          hidden states after the final norm
@@ -31,15 +31,15 @@ class Lesson:
     ids: Tensor
     features: Tensor
     last: Tensor
-    num_places: int
+    num_positions: int
     probs: Tensor | None = None
     is_drafted: Tensor | None = None
 
     def _at(self, values: Tensor, shift: int) -> Tensor:
-        return values[:, shift : shift + self.num_places]
+        return values[:, shift : shift + self.num_positions]
 
     def token(self, shift: int) -> Tensor:
-        """int64[B·M]: the token `shift` after each place."""
+        """int64[B·M]: the token `shift` after each position."""
         return self._at(self.ids, shift).flatten()
 
     def wanted(self, depth: int) -> tuple[Tensor, Tensor]:
@@ -48,37 +48,30 @@ class Lesson:
         return self._at(self.probs, depth + 1), self._at(self.is_drafted, depth + 1)
 
     def target_feature(self, depth: int) -> Tensor:
-        """[B·M, d]: the hidden state that says so."""
+        """[B·M, d]: the hidden state that predicts the token at this depth."""
         return self._at(self.last, depth + 1).flatten(0, 1)
 
 
-@torch.no_grad()
-def lesson(target: nn.Module, head: Head, ids: Tensor, depth: int, is_soft: bool) -> Lesson:
-    """One pass of the target over `ids` int64[B, N]; with its distributions if `is_soft`."""
-    seen: dict[str, Tensor] = {}
-    layers = decoder_layers(target)
+class Teacher:
+    """A frozen target with the head that learns from it."""
 
-    def before(name: str) -> Any:
-        return lambda _, args, kwargs: seen.__setitem__(name, args[0] if args else kwargs["hidden_states"])
+    def __init__(self, target: Any, head: Head) -> None:
+        self.target, self.head = target, head
+        self._reader = HiddenStateReader(target, (*head.hidden_state_names, "last"))
 
-    def after(name: str) -> Any:
-        return lambda _, __, output: seen.__setitem__(name, output if isinstance(output, Tensor) else output[0])
-
-    hooks = [layer.register_forward_pre_hook(before(f"layer:{i}"), with_kwargs=True) for i, layer in enumerate(layers)]
-    hooks.append(layers[-1].register_forward_hook(after("last_unnormed")))
-    hooks.append(target.get_decoder().register_forward_hook(after("last")))  # type: ignore[operator]
-    try:
-        logits = target(input_ids=ids, use_cache=False, logits_to_keep=0 if is_soft else 1).logits
-    finally:
-        for hook in hooks:
-            hook.remove()
-    num_places = ids.shape[1] - 1 - depth
-    features = torch.cat([seen[name][:, :num_places] for name in head.hidden_state_names], -1).flatten(0, 1)
-    return Lesson(ids, features, seen["last"], num_places, *(soft_targets(logits, head.draft_ids) if is_soft else ()))
+    @torch.no_grad()
+    def examples(self, ids: Tensor, depth: int, is_soft: bool) -> Examples:
+        """One pass of the target over `ids` int64[B, N]; with its distributions if `is_soft`."""
+        with self._reader.reading() as states:
+            logits = self.target(input_ids=ids, use_cache=False, logits_to_keep=0 if is_soft else 1).logits
+        num_positions = ids.shape[1] - 1 - depth
+        features = torch.cat([states[name][:, :num_positions] for name in self.head.hidden_state_names], -1).flatten(0, 1)
+        targets = soft_targets(logits, self.head.draft_ids) if is_soft else ()
+        return Examples(ids, features, states["last"], num_positions, *targets)
 
 
 def soft_targets(logits: Tensor, draft_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A lesson's `probs` and `is_drafted` from logits [B, N, V], a text at a time."""
+    """`probs` and `is_drafted` of examples from logits [B, N, V], a text at a time."""
     num_tokens = logits.shape[-1] if draft_ids is None else len(draft_ids)
     probs = torch.empty(*logits.shape[:2], num_tokens, device=logits.device)
     for text, row in zip(logits, probs, strict=True):
@@ -91,7 +84,7 @@ def soft_targets(logits: Tensor, draft_ids: Tensor | None) -> tuple[Tensor, Tens
 class TrainingAttention:
     """Answers a head's attention for `num_rows` texts laid end to end: the first pass is causal, later ones are as when drafting.
 
-    In pass i a place sees the keys of the first pass up to itself and its own of passes 1 to i: EAGLE-3's training-time test.
+    In pass i a position sees the keys of the first pass up to itself and its own of passes 1 to i: EAGLE-3's training-time test.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -99,6 +92,7 @@ class TrainingAttention:
         self._passes: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def attend(self, call: LayerCall) -> Tensor:
+        """Attention [B·M, H, D] of one layer and pass."""
         query, key, value = (x.reshape(self._num_rows, -1, *x.shape[1:]) for x in (call.query, call.key, call.value))
         passes = self._passes.setdefault(call.layer, [])
         passes.append((key, value))
@@ -106,7 +100,7 @@ class TrainingAttention:
 
 
 def _simulated(query: Tensor, passes: list[tuple[Tensor, Tensor]], scale: float) -> Tensor:
-    """query [B, M, H, D] over the first pass, causally, and the place's own key of each later one; keys and values [B, M, H', D]."""
+    """query [B, M, H, D] over the first pass, causally, and the position's own key of each later one; keys and values [B, M, H', D]."""
     (num_rows, length, _, size), (first, later) = query.shape, (passes[0], passes[1:])
     key, value = (x.transpose(1, 2) for x in first)  # [B, H', M, D]
     query = (query * scale).reshape(num_rows, length, key.shape[1], -1, size)  # [B, M, H', G, D]
@@ -124,13 +118,13 @@ def _simulated(query: Tensor, passes: list[tuple[Tensor, Tensor]], scale: float)
     return out.flatten(2, 3)
 
 
-def unroll(head: Head, given: Lesson, features: Tensor, depth: int) -> Iterator[Tensor]:
-    """States [B·M, s] at depths 0 to `depth` − 1, drafting along the text itself from `features` in the place of the lesson's own."""
-    num_rows = len(given.ids)
+def unroll(head: Head, examples: Examples, features: Tensor, depth: int) -> Iterator[Tensor]:
+    """States [B·M, s] at depths 0 to `depth` − 1, drafting along the text itself from `features` in place of the examples' own."""
+    num_rows = len(examples.ids)
     context = {CONTEXT_KEYWORD: TrainingAttention(num_rows)}
-    positions = torch.arange(given.num_places, device=given.ids.device).repeat(num_rows)
-    states = head.encode(features, given.token(1), positions, **context)
+    positions = torch.arange(examples.num_positions, device=examples.ids.device).repeat(num_rows)
+    states = head.encode(features, examples.token(1), positions, **context)
     yield states
     for k in range(1, depth):
-        states = head.extend(states, given.token(1 + k), positions + k, k, **context)
+        states = head.extend(states, examples.token(1 + k), positions + k, k, **context)
         yield states

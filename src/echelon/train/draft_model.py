@@ -1,0 +1,144 @@
+"""A small draft model for any target: distilled from it, half on text and half on the target's own continuations."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pydantic import Field, StrictFloat, StrictInt
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from echelon.inputs import check_kind, name_of
+from echelon.settings import Settings
+from echelon.train.files import only_trainer, writing
+from echelon.train.text import HELD_OUT, SAMPLING_TEMPERATURE, Tokens, batch, target_continuations
+from echelon.train.trainer import Log, Trainer
+
+HEAD_SIZE = 64
+RATE = 3e-3  # peak learning rate
+TOKENS_PER_BATCH = 8192
+
+
+class _Run(Settings):
+    steps: StrictInt = Field(ge=1)
+    rate: StrictFloat = Field(ge=0.0, allow_inf_nan=False)
+    every: StrictInt = Field(ge=1)
+
+
+def draft_config(target: Any) -> LlamaConfig:
+    """Two layers, a quarter of the target's width: the shape of the embedded pair's draft model."""
+    text = target.get_text_config()
+    hidden = max(HEAD_SIZE, text.hidden_size // 4 // HEAD_SIZE * HEAD_SIZE)
+    return LlamaConfig(
+        vocab_size=text.vocab_size,
+        hidden_size=hidden,
+        num_hidden_layers=2,
+        intermediate_size=4 * hidden,
+        num_attention_heads=hidden // HEAD_SIZE,
+        num_key_value_heads=1,
+        head_dim=HEAD_SIZE,
+        max_position_embeddings=text.max_position_embeddings,
+        tie_word_embeddings=True,
+        bos_token_id=text.bos_token_id,
+        eos_token_id=text.eos_token_id,
+        pad_token_id=text.pad_token_id,
+    )
+
+
+def train_draft_model(
+    target: PreTrainedModel, tokenizer: Any, tokens: Tokens, out: Path, data: Path, steps: int, rate: float, every: int
+) -> None:
+    """Train in `out`, or go on there; the checkpoint is `out`/model. `OutputError` where that cannot be a folder."""
+    check_kind("target", target, PreTrainedModel)
+    _Run(steps=steps, rate=rate, every=every)
+    out, data = Path(name_of(out, "out")), Path(name_of(data, "data"))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        draft = LlamaForCausalLM._from_config(draft_config(target.config), attn_implementation="sdpa")
+    with only_trainer(out):
+        distil(target, draft, tokens, out, data / "continuations.npy", steps, rate, every)
+        with writing(out / "model"):
+            draft.to(torch.bfloat16).save_pretrained(out / "model")
+            tokenizer.save_pretrained(out / "model")
+
+
+def distil(target: nn.Module, draft: nn.Module, tokens: Tokens, work: Path, file: Path, steps: int, rate: float, every: int) -> None:
+    """Train a draft model for acceptance by a frozen target.
+
+    Half of each batch is text, half are the target's own continuations, sampled at SAMPLING_TEMPERATURE and kept in `file`.
+    """
+    continuations, num_rows = target_continuations(target, tokens, file), TOKENS_PER_BATCH // 512
+    compiled = torch.compile(draft_loss, dynamic=False)
+
+    def learn(step: int) -> dict[str, float]:
+        text = batch(tokens, 1_000_000 + step, continuations.shape[1] - 1, num_rows)
+        chosen = np.random.default_rng([2025, step]).integers(0, len(continuations), num_rows)
+        loss = compiled(target, draft, torch.cat([text, torch.from_numpy(continuations[chosen].astype(np.int64))]))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return {"loss": float(loss.detach())}
+
+    trainer = Trainer({"draft": draft}, work / "draft.pt", steps, steps, rate)
+    run_phase("draft", trainer, learn, target, draft, tokens, work, every)
+
+
+def run_phase(
+    phase: str,
+    trainer: Trainer,
+    learn: Callable[[int], dict[str, float]],
+    target: nn.Module,
+    draft: nn.Module,
+    tokens: Tokens,
+    work: Path,
+    every: int,
+) -> None:
+    """Make a phase's steps; held-out losses stand in `work`/log.jsonl, and what is left to do on standard error."""
+    start = time.monotonic()
+
+    def evaluated(done: int) -> dict[str, Any]:
+        losses = evaluate(target, draft, tokens[HELD_OUT])
+        print(f"held-out: target {losses[0]:.3f}, draft {losses[1]:.3f} nats a token", file=sys.stderr, flush=True)
+        return {"tokens": done * TOKENS_PER_BATCH, "held_out": losses}
+
+    def report(done: int, losses: dict[str, float]) -> None:
+        if done % 10 == 0:
+            values, seconds = ", ".join(f"{x:.3f}" for x in losses.values()), (time.monotonic() - start) / (done - trainer.first)
+            left = f"{seconds:.2f} s a step, {(trainer.steps - done) * seconds / 60:.0f} min left"
+            print(f"{phase} {done}/{trainer.steps}: {values}; {left}", file=sys.stderr, flush=True)
+
+    trainer.run(learn, evaluated, Log(work / "log.jsonl", trainer.first, phase=phase), every, report)
+
+
+@torch.no_grad()
+def evaluate(target: nn.Module, draft: nn.Module, held_out: np.ndarray, num_windows: int = 48, length: int = 1024) -> tuple[float, float]:
+    """(target, draft) loss on evenly spaced held-out windows, nats a token, every position counted."""
+    length = min(length, len(held_out) - 1)
+    starts = np.linspace(0, len(held_out) - length - 1, num_windows).astype(int)
+    totals = [0.0, 0.0]
+    for start in starts:
+        ids = torch.from_numpy(held_out[start : start + length + 1].astype(np.int64))[None]
+        for i, model in enumerate((target, draft)):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+            totals[i] += float(F.cross_entropy(logits[0].float(), ids[0, 1:]))
+    return totals[0] / num_windows, totals[1] / num_windows
+
+
+def draft_loss(target: nn.Module, draft: nn.Module, ids: Tensor) -> Tensor:
+    """KL(target ‖ draft) plus the total variation at SAMPLING_TEMPERATURE, which bounds acceptance (DistillSpec, Zhou et al. 2024)."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad():
+            target_logits = target(input_ids=ids[:, :-1], use_cache=False).logits.float().flatten(0, 1)
+        draft_logits = draft(input_ids=ids[:, :-1], use_cache=False).logits.float().flatten(0, 1)
+    log_target, log_draft = target_logits.log_softmax(-1), draft_logits.log_softmax(-1)
+    divergence = (log_target.exp() * (log_target - log_draft)).sum(-1).mean()
+    sharp_target, sharp_draft = (target_logits / SAMPLING_TEMPERATURE).softmax(-1), (draft_logits / SAMPLING_TEMPERATURE).softmax(-1)
+    variation = 0.5 * (sharp_target - sharp_draft).abs().sum(-1).mean()
+    loss: Tensor = 0.25 * divergence + variation
+    return loss
