@@ -27,7 +27,7 @@ from transformers import OPTConfig
 
 from benchmarks.cells import Cell, Record, Records, chosen, run_cells
 from benchmarks.gpu_report import gpu_table
-from benchmarks.prefill import PrefilledRun, Prefix, bytes_per_token, decode, write_prefixes
+from benchmarks.prefill import PrefilledRun, Prefix, begin, bytes_per_token, decode
 from benchmarks.replayed import AcceptanceHistogram, replay, rescaled
 from benchmarks.results import PUBLISHED
 from benchmarks.workloads import EVIDENCE, NUM_TEXTS, ROOT, Beginnings, source
@@ -35,7 +35,6 @@ from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench.clock import clock_of, kernel_seconds
 from echelon.bench.framework import FrameworkRun
 from echelon.bench.kernels import measure_attention, measure_machine
-from echelon.bench.latency import sequence_of
 from echelon.bench.report import described, write_json
 from echelon.bench.shapes import opt, plain_with_random_weights, with_random_weights
 from echelon.bench.step import packed_weights
@@ -249,10 +248,7 @@ class DeviceCells:
         longest = size.plain_context + 2 * num_steps + 2
         llm = LLM(target, max_num_seqs=batch, max_model_len=longest, refill=False, numerics=numerics)
         decode(llm, prompts, self.params(2 * num_steps + 2), prefixes)  # compiles, and captures every bucket that will be met
-        sequences = [sequence_of(llm, row, p, self.params(2 * num_steps + 2)) for row, p in enumerate(prompts)]
-        write_prefixes(llm.engine.target, range(batch), prefixes)
-        for sequence in sequences:
-            llm.engine.add(sequence)
+        begin(llm, prompts, self.params(2 * num_steps + 2), prefixes)
         llm.engine.step()
         start = now()
         step_often(llm, num_steps)

@@ -26,6 +26,7 @@ from echelon.memory import available_memory, mebibytes
 from echelon.model.load.loading import LoadedModel
 from echelon.model.runner import Runner
 from echelon.ops.slots import gather_slots
+from echelon.sequence import Sequence
 from echelon.stats import Stats
 
 PIECE = 512  # prompt tokens a pass
@@ -68,7 +69,8 @@ def read_prefixes(loaded: LoadedModel, prompts: SequenceOf[SequenceOf[int]], **s
     """Each prompt alone through the unpadded engine, which gives every row the same bits in any batch; `settings` are the engine's."""
     longest = max(map(len, prompts))
     llm = LLM(loaded, max_num_seqs=1, max_model_len=longest + 1, **settings)
-    return [_read(llm.engine.target, row, list(prompt[:-1])) for row, prompt in enumerate(prompts)]
+    with llm.exclusive() as engine:
+        return [_read(engine.target, row, list(prompt[:-1])) for row, prompt in enumerate(prompts)]
 
 
 def _read(runner: Runner[Any], row: int, tokens: list[int]) -> Prefix:
@@ -109,6 +111,15 @@ def write_prefixes(runner: Runner[Any], rows: SequenceOf[int], prefixes: Sequenc
         tables.advance(row, len(prefix.tokens))
 
 
+def begin(llm: LLM, prompts: SequenceOf[SequenceOf[int]], params: SamplingParams, prefixes: SequenceOf[Prefix]) -> list[Sequence]:
+    """Requests of one static batch in the engine, the target's prompts read already."""
+    sequences = [sequence_of(llm, row, prompt, params) for row, prompt in enumerate(prompts)]
+    write_prefixes(llm.engine.target, range(len(prompts)), prefixes)
+    for sequence in sequences:
+        llm.engine.add(sequence)
+    return sequences
+
+
 def decode(
     llm: LLM, prompts: SequenceOf[SequenceOf[int]], params: SamplingParams, prefixes: SequenceOf[Prefix]
 ) -> tuple[list[list[int]], Recorder]:
@@ -116,14 +127,13 @@ def decode(
 
     A draft model reads the prompts itself in the first step, which then counts as no decoding step.
     """
-    sequences = [sequence_of(llm, row, prompt, params) for row, prompt in enumerate(prompts)]
-    write_prefixes(llm.engine.target, range(len(prompts)), prefixes)
-    for sequence in sequences:
-        llm.engine.add(sequence)
     recorder = Recorder(llm.stats)
-    while llm.engine.has_work:
-        llm.engine.step()
-        recorder()
+    with llm.exclusive() as engine:
+        sequences = begin(llm, prompts, params, prefixes)
+        recorder.start()
+        while engine.has_work:
+            engine.step()
+            recorder()
     return [s.output_tokens for s in sequences], recorder
 
 

@@ -75,23 +75,23 @@ def serve(
     llm: LLM, prompts: Prompts, params: SamplingParams, times: SequenceOf[float], clock: Callable[[], float] = time.perf_counter
 ) -> RequestLatencies:
     """Run requests as they arrive."""
-    engine = llm.engine
     sequences = [sequence_of(llm, row, prompt, params) for row, prompt in enumerate(prompts)]
     first, last = dict[int, float](), dict[int, float]()
     now, num_added = 0.0, 0
-    while len(last) < len(sequences):
-        if not engine.has_work:
-            now = max(now, times[num_added])
-        while num_added < len(sequences) and times[num_added] <= now:
-            engine.add(sequences[num_added])
-            num_added += 1
-        start = clock()
-        grown = engine.step()
-        now += clock() - start
-        for sequence in grown:
-            first.setdefault(sequence.id, now)
-            if sequence.is_finished:
-                last[sequence.id] = now
+    with llm.exclusive() as engine:
+        while len(last) < len(sequences):
+            if not engine.has_work:
+                now = max(now, times[num_added])
+            while num_added < len(sequences) and times[num_added] <= now:
+                engine.add(sequences[num_added])
+                num_added += 1
+            start = clock()
+            grown = engine.step()
+            now += clock() - start
+            for sequence in grown:
+                first.setdefault(sequence.id, now)
+                if sequence.is_finished:
+                    last[sequence.id] = now
     waits = [[moments[i] - times[i] for i in range(len(sequences))] for moments in (first, last)]
     return RequestLatencies(waits[0], waits[1], now - times[0], sum(s.num_output_tokens for s in sequences))
 

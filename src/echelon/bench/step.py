@@ -47,7 +47,7 @@ class StepSpeed:
     reading: float  # merely reading the packed weights, between the passes
 
 
-class Parts:
+class KernelSeconds:
     """Seconds spent in compiled kernels, by kind."""
 
     def __init__(self) -> None:
@@ -64,9 +64,9 @@ class Parts:
 
 
 @contextmanager
-def clocked() -> Iterator[Parts]:
+def clocked() -> Iterator[KernelSeconds]:
     """Time the kernels of linear layers and attention while this lasts."""
-    clock = Parts()
+    clock = KernelSeconds()
     kernels, names = compiled.kernels, {"packed_linear": "linear", "ragged_attention": "attention"}
     if compiled.is_built():
         compiled.kernels = SimpleNamespace(**{n: clock.timed(names[n], f) if n in names else f for n, f in vars(kernels).items()})
@@ -118,7 +118,7 @@ def _read(weights: SequenceOf[torch.Tensor]) -> None:
         devices.backend_of(weight).read_memory(weight)
 
 
-def _timed(runner: ModelRunner, batch: RaggedBatch, parts: Parts) -> tuple[float, float, float]:
+def _timed(runner: ModelRunner, batch: RaggedBatch, parts: KernelSeconds) -> tuple[float, float, float]:
     """Seconds of a pass, and of linear layers and attention in it; on a CUDA device the parts are those of a second pass, by kernel."""
     device, now = runner.cache.device, clock_of(runner.cache.device)
     parts.seconds = dict.fromkeys(parts.seconds, 0.0)

@@ -113,10 +113,11 @@ def first_difference(tokens: SequenceOf[int], expected: SequenceOf[int]) -> int 
 
 def logits_after(llm: LLM, tokens: SequenceOf[int]) -> Tensor:
     """float32 [V] after a text, from one pass over it alone."""
-    runner, row = llm.engine.target, -1
-    runner.cache.tables.reserve(row, len(tokens))
-    logits = runner.feed([Span(row, 0, tokens, 1, len(tokens))])[0].float()
-    runner.cache.tables.release(row)
+    with llm.exclusive() as engine:
+        runner, row = engine.target, -1
+        runner.cache.tables.reserve(row, len(tokens))
+        logits = runner.feed([Span(row, 0, tokens, 1, len(tokens))])[0].float()
+        runner.cache.tables.release(row)
     return logits
 
 
