@@ -36,7 +36,7 @@ logger = logging.getLogger("echelon")
 
 
 @dataclass(frozen=True)
-class Parts:
+class EngineParts:
     """What an `LLM` consists of; `max_len` is the longest text in tokens, prompt included."""
 
     engine: Engine
@@ -51,7 +51,7 @@ def build(
     model: str | os.PathLike[str] | LoadedModel,
     draft_model: LoadedModel | None = None,
     draft_head: Head | None = None,
-) -> Parts:
+) -> EngineParts:
     """Load what is not loaded already, size the KV pool and make the engine; see `LLM` for the arguments.
 
     Raises
@@ -70,7 +70,7 @@ def build(
     models = [target] if draft is None else [target, draft]
     storage = STRATEGIES[config.strategy](config, models, max_len, spec.num_speculative_tokens if spec else 0, head)
     logger.info("%s", storage.plan)
-    return Parts(_engine(config, spec, storage), target, storage, max_len)
+    return EngineParts(_engine(config, spec, storage), target, storage, max_len)
 
 
 def _loaded(config: EngineConfig, model: str | os.PathLike[str] | LoadedModel, device: str, field: str) -> LoadedModel:

@@ -107,7 +107,7 @@ class Scheduler:
         if self._selector is not None:
             return self._selected_step(self._selector)
         plan, pending = Plan([]), in_flight.pending if in_flight else {}
-        plan.runs_ahead = may_run_ahead and not self._is_watched and not self._may_enter() and not any(map(self._needs_host, self.running))
+        plan.runs_ahead = may_run_ahead and self._can_run_ahead()
         if pending and not (plan.runs_ahead and pending.keys() >= {s.id for s in self.running}):
             return Plan([])
         budget = self._plan_running(plan, pending)
@@ -144,6 +144,10 @@ class Scheduler:
                 plan.preempted.append(victim)
                 plan.rows = [r for r in plan.rows if r.sequence is not victim]
         return budget
+
+    def _can_run_ahead(self) -> bool:
+        """No row may enter, and none needs the host."""
+        return not (self._is_watched or self._may_enter() or any(map(self._needs_host, self.running)))
 
     def _needs_host(self, sequence: Sequence) -> bool:
         """Its tokens do not follow from its logits and noise alone."""

@@ -25,7 +25,7 @@ from echelon.kv.blocks import BlockTables
 from echelon.model import pack as unpadded
 from echelon.model.graphs.ahead import DeviceStep
 from echelon.ops.slots import scatter_slots
-from echelon.ops.triton.plan import Plan, PlanKey, plan_attention, plan_tables
+from echelon.ops.triton.plan import DevicePlan, PlanKey, plan_attention, plan_tables
 from echelon.sequence import PlannedRow
 from echelon.stats import StepRecord
 
@@ -262,6 +262,6 @@ def test_a_plan_for_longer_texts_gives_the_same_bits(there: Recorder, monkeypatc
         plans = [plan_attention(true, PlanKey(8, window), torch.device("cuda"))]
         late = plan_tables(longest, PlanKey(8, window), np.repeat(np.minimum(slack, starts + surplus), new).astype(np.int32))
         parts = [torch.from_numpy(part).to("cuda") for part in (late.items, late.late, late.paths, late.merges, late.bases)]
-        plans.append(Plan(*parts, late.num_states, longest.block_table.to("cuda"), true.positions.to("cuda")))  # type: ignore[arg-type]
+        plans.append(DevicePlan(*parts, late.num_states, longest.block_table.to("cuda"), true.positions.to("cuda")))  # type: ignore[arg-type]
         exact, found = (captures.PLANNED_ATTENTION(*inputs, plan, 4, 0.25, window) for plan in plans)
         assert torch.equal(exact, found) and bool(exact.isfinite().all())

@@ -37,7 +37,7 @@ from echelon.ops.triton import attention as triton_attention
 from echelon.ops.triton import linear as triton_linear
 from echelon.ops.triton import plan
 from echelon.ops.triton import sample as triton_sample
-from echelon.ops.triton.plan import Plan
+from echelon.ops.triton.plan import DevicePlan
 from echelon.sampling import kept_tokens, noise_at
 
 PLANNED_ATTENTION, DRAW_ROWS, DIGITS = triton_attention.planned_attention, triton_sample.draw_rows, buckets.DIGITS
@@ -95,7 +95,7 @@ def _card(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 def attention_by_tables(
-    query: Tensor, keys: Tensor, values: Tensor, tables: Plan, block_size: int, scale: float, window: int | None, *_: Any
+    query: Tensor, keys: Tensor, values: Tensor, tables: DevicePlan, block_size: int, scale: float, window: int | None, *_: Any
 ) -> Tensor:
     """What the kernels make of a plan, token by token in float64."""
     table, paths, positions = (t.numpy() for t in (tables.table, tables.paths, tables.positions))

@@ -81,16 +81,19 @@ class DraftModelDrafter:
         self._catch_up([c.row for c in active])
         if self._growth is not None:
             return self._grown(self._growth, rows, active)
-        if active and self._draft_at_once(active):
-            active = []
+        if active and not self._draft_at_once(active):
+            self._draft_by_passes(active)
+        flat = [p for c in chains for p in c.probs]
+        return Draft.chains([c.tokens for c in chains], np.stack(flat) if flat else None)
+
+    def _draft_by_passes(self, active: list[_Chain]) -> None:
+        """Draft a token a pass for every chain that is not done."""
         while active:
             logits = self._feed(active)
             chosen = self._choose(active, logits) if self._min_score == -np.inf else self._choose_likely(active, logits)
             for chain, token in zip(active, chosen, strict=True):
                 chain.tokens += [token] if token >= 0 else []
             active = [c for c, token in zip(active, chosen, strict=True) if token >= 0 and len(c.tokens) < c.row.max_draft_tokens]
-        flat = [p for c in chains for p in c.probs]
-        return Draft.chains([c.tokens for c in chains], np.stack(flat) if flat else None)
 
     def _draft_at_once(self, chains: list[_Chain]) -> bool:
         """All passes as one, none of which waits for the host; false where they cannot be, and then nothing has changed.

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from echelon.model.graphs.buckets import Bucket, PlanSize
-from echelon.ops.triton.plan import FIELDS, SPLIT, Plan, PlanKey, Tables
+from echelon.ops.triton.plan import FIELDS, SPLIT, DevicePlan, PlanKey, Tables
 
 ALIGNMENT = 4  # int32 words; Triton compiles a kernel anew for an address that is no multiple of 16 bytes
 Words = NDArray[np.int32]
@@ -87,10 +87,10 @@ class PlanFields:
         for name in ("items", "late", "paths", "merges", "bases"):
             getattr(self, name).put(words, getattr(tables, name))
 
-    def plan(self, memory: Tensor, table: Tensor, positions: Tensor) -> Plan:
+    def plan(self, memory: Tensor, table: Tensor, positions: Tensor) -> DevicePlan:
         """The plan of attention that the fields hold on the device."""
         items, late, paths, merges, bases = (f.view(memory) for f in (self.items, self.late, self.paths, self.merges, self.bases))
-        return Plan(items, late, paths, merges, bases, self.size.states, table, positions, has_pads=True)
+        return DevicePlan(items, late, paths, merges, bases, self.size.states, table, positions, has_pads=True)
 
 
 class PassBuffers:
@@ -118,7 +118,7 @@ class Inputs:
     positions: Tensor
     slots: Tensor
     logit_rows: Tensor
-    plans: dict[PlanKey, Plan]
+    plans: dict[PlanKey, DevicePlan]
 
 
 class Buffers:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from echelon.batch import RaggedBatch
 from echelon.ops.triton.launch import EXACT, dot, narrow, power_of_two
-from echelon.ops.triton.plan import FAR, FIELDS, FRESH, KEY_TILE, RESUMED, SPLIT, Plan, PlanKey, plan_attention
+from echelon.ops.triton.plan import FAR, FIELDS, FRESH, KEY_TILE, RESUMED, SPLIT, DevicePlan, PlanKey, plan_attention
 
 
 def lanes_of(dtype: torch.dtype, group: int) -> int:
@@ -170,7 +170,7 @@ def ragged_attention(
 ) -> Tensor:
     """`contract.Backend.ragged_attention` on a device, where query, keys, values and sinks are; the batch may stay on the host."""
     key = plan_key(query, keys.shape[1], window)
-    plan: Plan = batch.plans.get(key) or batch.plans.setdefault(key, plan_attention(batch, key, keys.device))
+    plan: DevicePlan = batch.plans.get(key) or batch.plans.setdefault(key, plan_attention(batch, key, keys.device))
     return planned_attention(query, keys, values, plan, batch.block_size, scale, window, softcap, sinks)
 
 
@@ -185,7 +185,7 @@ def planned_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    plan: Plan,
+    plan: DevicePlan,
     block_size: int,
     scale: float,
     window: int | None = None,
@@ -211,7 +211,7 @@ def planned_attention(
 
 
 def _launch(
-    items: Tensor, plan: Plan, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, out: Tensor, states: Tensor,
+    items: Tensor, plan: DevicePlan, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, out: Tensor, states: Tensor,
     sums: Tensor, block_size: int, scale: float, window: int | None, softcap: float | None,
 ) -> None:  # fmt: skip
     if len(items) == 0:

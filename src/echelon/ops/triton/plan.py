@@ -43,7 +43,7 @@ class PlanKey:
 
 @dataclass(frozen=True)
 class Tables:
-    """What `Plan` holds, on the host."""
+    """What `DevicePlan` holds, on the host."""
 
     items: Int32
     late: Int32
@@ -54,7 +54,7 @@ class Tables:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DevicePlan:
     """All on the device of the keys. In tables with room left over, entries of zeros follow: programs that they are for do nothing.
 
     items      int32[I, FIELDS]  programs of the first launch
@@ -92,12 +92,12 @@ def plan_tables(batch: RaggedBatch, key: PlanKey, slack: Int32 | None = None) ->
     return Tables(_table(work.items, FIELDS), _table(work.late, FIELDS), _paths(work.paths), *work.merges())
 
 
-def plan_attention(batch: RaggedBatch, key: PlanKey, device: torch.device) -> Plan:
+def plan_attention(batch: RaggedBatch, key: PlanKey, device: torch.device) -> DevicePlan:
     """`plan_tables` on a device."""
     tables = plan_tables(batch, key)
     parts = (tables.items, tables.late, tables.paths, tables.merges, tables.bases)
     items, late, paths, merges, bases = (torch.from_numpy(part).to(device, non_blocking=True) for part in parts)
-    return Plan(items, late, paths, merges, bases, tables.num_states, batch.block_table.to(device), batch.positions.to(device))
+    return DevicePlan(items, late, paths, merges, bases, tables.num_states, batch.block_table.to(device), batch.positions.to(device))
 
 
 class _Work:
