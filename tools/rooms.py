@@ -74,7 +74,15 @@ def draw(path: Path, graph: Graph) -> None:
     for name in sorted(arrows):
         for other in sorted(arrows[name]):
             (x, y), (other_x, other_y) = at[name], at[other]
-            line = {"arrowstyle": "->", "color": "#8aa0b8", "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0}
+            bend = 0.3 if x == other_x and y - other_y > 1 else 0.0  # round the rooms between
+            line = {
+                "arrowstyle": "->",
+                "color": "#8aa0b8",
+                "linewidth": 0.8,
+                "shrinkA": 0,
+                "shrinkB": 0,
+                "connectionstyle": f"arc3,rad={bend}",
+            }
             axis.annotate("", (other_x, other_y + 0.2), (x, y - 0.2), arrowprops=line)
     for name, (x, y) in at.items():
         box = {"boxstyle": "round,pad=0.4", "facecolor": "#eef3f8", "edgecolor": "#4575b4"}

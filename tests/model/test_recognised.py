@@ -39,7 +39,7 @@ ROUNDING = {torch.float32: 2e-7, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-1
 def test_an_activation_is_taken_for_what_it_is_over_the_whole_range(name: str, dtype: torch.dtype) -> None:
     function = ACT2FN[name]
     function = function.to(dtype) if isinstance(function, nn.Module) else function
-    kind = _Finder(dtype, CPU)._kind(function)
+    kind = trials.activation_of(function, CPU)
     assert (kind.name if kind is not None else None) == OURS.get(name)
     if kind is not None:
         x = torch.linspace(-300, 300, 9601).to(dtype)[None]
