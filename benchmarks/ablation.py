@@ -191,7 +191,7 @@ def main() -> None:
 def studied(asked: argparse.Namespace) -> Study:
     plain, tokenizer = load_plain(str(TARGET))
     data = prepare(plain, tokenizer, None, asked.runs / "data", asked.num_continuations)
-    served = load_model(str(TARGET))
+    served = load_model(str(TARGET), device="cpu")
     return Study(asked, plain, served, data, source(served, asked.num_prompts, PROMPT_TOKENS, is_ragged=False))
 
 

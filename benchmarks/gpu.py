@@ -187,7 +187,7 @@ class DeviceCells:
     def equality(self, dtype: str, numerics: str, batches: tuple[int, ...]) -> Record:
         """The lossless suite on the embedded pair, through `verify`: drafters × batch sizes, rows entering as others finish."""
         size = self.size
-        ragged = source(load_model(str(TARGET)), size.equality_prompts, size.equality_prompt_tokens)
+        ragged = source(load_model(str(TARGET), device="cpu"), size.equality_prompts, size.equality_prompt_tokens)
         request = VerificationJob(str(TARGET), ragged, EQUALITY, size.equality_tokens, device=self.device.type, numerics=numerics)
         results = list(verify_dtype(request, dtype, ["unpadded"], batches, str(DRAFT), has_control=False))
         num_rows, num_exact = sum(r.num_rows for r in results), sum(r.num_exact for r in results)

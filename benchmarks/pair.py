@@ -47,7 +47,7 @@ def held_out_loss(folder: Path, num_windows: int = 48) -> float:
 
 def evaluate_pair(num_prompts: int, max_tokens: int) -> dict[str, float]:
     """Held-out losses, repetition of sampled continuations, and tokens_per_step of every method on them and on greedy ones."""
-    target, draft = load_model(str(TARGET)), load_model(str(DRAFT))
+    target, draft = load_model(str(TARGET), device="cpu"), load_model(str(DRAFT), device="cpu")
     assert target.tokenizer is not None
     prompts = code_prompts(target.tokenizer, held_out_files(), num_prompts, PROMPT_TOKENS)
     report = {"target held-out loss": held_out_loss(TARGET), "draft held-out loss": held_out_loss(DRAFT)}

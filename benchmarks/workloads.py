@@ -120,11 +120,11 @@ class Models:
 
     @cached_property
     def target(self) -> LoadedModel:
-        return load_model(str(TARGET))
+        return load_model(str(TARGET), device="cpu")
 
     @cached_property
     def draft(self) -> LoadedModel:
-        return load_model(str(DRAFT))
+        return load_model(str(DRAFT), device="cpu")
 
     @cached_property
     def grown(self) -> LoadedModel:

@@ -69,7 +69,7 @@ def prompts_of(target: LoadedModel, path: Path | None, count: int, max_tokens: i
 
 
 def run(model: str, asked: argparse.Namespace, draft: LoadedModel) -> list[ThroughputResult]:
-    target = load_model(model, dtype=asked.dtype)
+    target = load_model(model, dtype=asked.dtype, device="cpu")
     prompts = prompts_of(target, asked.articles, asked.num_articles, asked.max_tokens)
     params = SamplingParams(temperature=0.0, max_tokens=asked.max_tokens)
     sizes = [int(b) for b in asked.batch_sizes.split(",")]
@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        draft = load_model(asked.draft_model, dtype=asked.dtype)
+        draft = load_model(asked.draft_model, dtype=asked.dtype, device="cpu")
         for model in asked.model or [f"facebook/opt-{size}" for size in asked.sizes.split(",")]:
             results = run(model, asked, draft)
             folder = asked.output / Path(model).name

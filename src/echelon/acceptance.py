@@ -25,22 +25,31 @@ from echelon.sequence import PlannedRow
 ARGMAX_TILE = 128
 
 
-@dataclass(frozen=True)
-class DraftedRow:
+class DraftedRow(NamedTuple):
     """A sampled row with its draft, and the target's logits on it.
 
     tokens, parents  of its nodes, as in `Draft`
     probs            float64[nodes, V] or None, as in `Draft`
-    logits           [1 + nodes, V], after the last known token and after every node
-    first_logit      which row of the step's logits is the first of these
+    step_logits      [R, V], of all rows
+    first_logit      which of them is the first of this row's
     """
 
     row: PlannedRow
     tokens: list[int]
     parents: list[int]
     probs: NDArray[np.float64] | None
-    logits: Tensor
+    step_logits: Tensor
     first_logit: int
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits: after the last known token and after every node."""
+        return 1 + len(self.tokens)
+
+    @property
+    def logits(self) -> Tensor:
+        """[num_logits, V]"""
+        return self.step_logits[self.first_logit : self.first_logit + self.num_logits]
 
 
 class Decision(NamedTuple):
@@ -63,7 +72,7 @@ class Exact:
 
     def decide(self, rows: SequenceOf[DraftedRow], logits: Tensor) -> list[Decision]:
         tokens, problems = target_tokens(rows, logits)
-        return [self._decision(row, tokens[row.first_logit : row.first_logit + len(row.logits)], problems) for row in rows]
+        return [self._decision(row, tokens[row.first_logit : row.first_logit + row.num_logits], problems) for row in rows]
 
     def _decision(self, row: DraftedRow, target: list[int], problems: dict[int, EchelonError]) -> Decision:
         try:
@@ -165,11 +174,13 @@ def verify(draft: Draft, logits: Tensor, logit_indptr: Tensor, rows: SequenceOf[
         if row.is_sampled:
             probs = None if draft.probs is None else draft.probs[starts[i] : starts[i + 1]]
             first = bounds[i] + row.num_prompt_logits
-            drafted[i] = DraftedRow(row, draft.row(i), draft.row_parents(i), probs, logits[first : bounds[i + 1]], first)
+            drafted[i] = DraftedRow(row, draft.row(i), draft.row_parents(i), probs, logits, first)
     decisions = dict(zip(drafted, rule.decide(list(drafted.values()), logits), strict=True))
     verdict = []
     for i, row in enumerate(rows):
-        prompt_logprobs, error = _prompt_logprobs(row, logits[bounds[i] : bounds[i] + row.num_prompt_logits])
+        prompt_logprobs, error = list[Logprobs](), None
+        if row.num_prompt_logits:
+            prompt_logprobs, error = _prompt_logprobs(row, logits[bounds[i] : bounds[i] + row.num_prompt_logits])
         if i in drafted:
             verdict.append(_row_verdict(drafted[i], decisions[i], prompt_logprobs, error))
         else:
@@ -201,7 +212,7 @@ def _logprobs(drafted: DraftedRow, path: list[int], emitted: list[int]) -> list[
 def _prompt_logprobs(row: PlannedRow, logits: Tensor) -> tuple[list[Logprobs], EchelonError | None]:
     """Of the prompt tokens that the step passed, from logits [n, V] of those before them; and what ended them early."""
     sequence, logprobs = row.sequence, list[Logprobs]()
-    for position, line in enumerate(on_host(logits) if len(logits) else (), row.start + 1):
+    for position, line in enumerate(on_host(logits), row.start + 1):
         if len(sequence.prompt_logprobs) + len(logprobs) < position < sequence.num_prompt_tokens:
             if not np.isfinite(highest := line.max()):
                 return logprobs, RowError(f"the largest logit at position {position} of the prompt is {highest}: the model overflowed")

@@ -137,13 +137,14 @@ class Engine:
         are those of the step before: at first none.
         """
         before, launched = self.in_flight, None
-        with self.timer("schedule"):
+        with self.timer("schedule", is_overlapped=before is not None):
             plan = self.scheduler.next_step(before.plan if before else None, self.ahead is not None)
         for sequence in plan.preempted:
             self.drafter.forget(sequence.id)
         if plan.runs_ahead and self.ahead is not None:
-            with self.timer("layout"):
+            with self.timer("layout", is_overlapped=True):
                 launched = self.ahead.launch(plan)
+            plan.runs_ahead = launched is not None
         if before is None and launched is None:
             before = self._run(plan)
         self.in_flight = launched
@@ -163,20 +164,21 @@ class Engine:
 
     def _settle(self, step: LaunchedStep) -> list[Sequence]:
         """Keep, observe and append what survived of the rows that are still awaited."""
-        with self.timer("forward"):
+        ahead = step.plan.runs_ahead
+        with self.timer("forward", ahead):
             found = step.verdict()
         rows = [row for row in step.plan.rows if step.plan.awaits(row)]
         verdict = [kept for row, kept in zip(step.plan.rows, found, strict=True) if step.plan.awaits(row)]
         following = self.in_flight.plan if self.in_flight else Plan([])
         pending = following.pending
-        with self.timer("settle"):
+        with self.timer("settle", ahead):
             for row, kept in zip(rows, verdict, strict=True):
                 if kept.next_token < 0:
                     following.gone.add(row.sequence.id)  # what is in flight of the row began with no token
                 step.commit(row, kept, row.sequence.id in pending and kept.next_token >= 0)
-        with self.timer("draft"):
+        with self.timer("draft", ahead):
             step.observe(rows, verdict)
-        with self.timer("settle"):
+        with self.timer("settle", ahead):
             lengths = [len(row.sequence) for row in rows]
             for sequence in self.scheduler.settle(rows, verdict):
                 self.drafter.forget(sequence.id)

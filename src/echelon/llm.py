@@ -126,6 +126,8 @@ class LLM:
                         on_finish(i, outputs[i])
             if on_step:
                 on_step()
+        if len(outputs) < len(builders):
+            raise ClosedError("this LLM was closed while requests were running; close it after `generate` has returned")
         return [outputs[i] for i in range(len(builders))]
 
     def chat(

@@ -133,10 +133,10 @@ class Scheduler:
             while sequence in self.running and budget > 0:
                 row = self._plan_row(sequence, self._share(budget, len(self.waiting)), pending.get(sequence.id))
                 plan.runs_ahead = plan.runs_ahead and self._is_ready(row)
-                if pending and not (plan.runs_ahead and self._fits(row.sequence.id, row.longest + row.max_draft_tokens)):
+                if pending and not (plan.runs_ahead and self._reserve(row)):
                     plan.runs_ahead = False
                     return budget
-                if self._reserve(row):
+                if pending or self._reserve(row):
                     plan.rows.append(row)
                     budget -= row.num_new
                     break

@@ -15,21 +15,24 @@ PARTS = ("schedule", "draft", "layout", "forward", "verify", "settle")  # of a s
 
 
 class StepTimer:
-    """Measures the parts of steps by `clock`, one part at a time: `with timer("draft"): ...`."""
+    """Measures the parts of steps by `clock`, one part at a time: `with timer("draft"): ...`.
+
+    A clock may wait for the device. Parts that overlap with a device at work (`is_overlapped`) are measured by the host's own.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock, self._part, self._start = clock, PARTS[0], 0.0
+        self.clock, self._reading, self._part, self._start = clock, clock, PARTS[0], 0.0
         self._seconds = dict.fromkeys(PARTS, 0.0)
 
-    def __call__(self, part: str) -> Self:
-        self._part = part
+    def __call__(self, part: str, is_overlapped: bool = False) -> Self:
+        self._part, self._reading = part, time.perf_counter if is_overlapped else self.clock
         return self
 
     def __enter__(self) -> None:
-        self._start = self.clock()
+        self._start = self._reading()
 
     def __exit__(self, *_: object) -> None:
-        self._seconds[self._part] += self.clock() - self._start
+        self._seconds[self._part] += self._reading() - self._start
 
     def take(self) -> dict[str, float]:
         """Return seconds by part since the last call."""

@@ -229,7 +229,7 @@ def test_latency_counts_from_arrival_and_nobody_sleeps() -> None:
 
 @cache
 def served() -> LLM:
-    return LLM(load_model(str(TARGET)), max_num_seqs=1)
+    return LLM(load_model(str(TARGET), device="cpu"), max_num_seqs=1)
 
 
 def test_workloads_from_files(tmp_path: Path) -> None:

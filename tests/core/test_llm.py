@@ -78,6 +78,13 @@ def test_a_stream_ends_where_its_engine_is_closed() -> None:
     assert list(stream) == []
 
 
+def test_closing_from_a_callback_ends_generate_in_our_words() -> None:
+    llm = LLM(toys.adopted(toys.llama()), NGRAM)
+    params = [SamplingParams(max_tokens=2), SamplingParams(max_tokens=40)]
+    with pytest.raises(ClosedError, match="while requests were running"):
+        llm.generate([[1, 2], [3]], params, on_finish=lambda *_: llm.close())
+
+
 def test_an_error_inside_a_stream_closes_and_is_not_hidden() -> None:
     llm = LLM(toys.adopted(toys.llama()))
 

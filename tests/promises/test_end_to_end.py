@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not is_built(), reason="bfloat16 is bitwise with
 
 @cache
 def pair() -> tuple[LoadedModel, LoadedModel]:
-    return load_model(str(TARGET), dtype="bfloat16"), load_model(str(DRAFT), dtype="bfloat16")
+    return load_model(str(TARGET), dtype="bfloat16", device="cpu"), load_model(str(DRAFT), dtype="bfloat16", device="cpu")
 
 
 @cache

@@ -189,7 +189,7 @@ def test_n_samples_share_the_blocks_of_their_prompt() -> None:
 
 
 def test_chat_stream_and_generate_agree() -> None:
-    llm = LLM(load_model(str(TARGET)), {"method": "ngram"})
+    llm = LLM(load_model(str(TARGET), device="cpu"), {"method": "ngram"})
     messages = [{"role": "user", "content": "write a class"}]
     chosen = SamplingParams(temperature=0.7, seed=5, max_tokens=24, logprobs=1)
     answer = llm.chat(messages, chosen)[0]
@@ -266,7 +266,7 @@ def straddling(out: CompletionOutput, pieces: list[str], rng: np.random.Generato
 
 def test_stop_strings_cut_where_plain_decoding_cuts() -> None:
     """500 stop strings that end inside an accepted block, each cut at the same character as by plain decoding."""
-    target = load_model(str(TARGET))
+    target = load_model(str(TARGET), device="cpu")
     plain = LLM(target, max_num_seqs=16)
     llm = LLM(target, {"method": "ngram", "num_speculative_tokens": 7}, max_num_seqs=16)
     tokenizer = target.tokenizer

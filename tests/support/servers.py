@@ -69,7 +69,7 @@ _MODELS: list[LoadedModel] = []
 def pair() -> tuple[LoadedModel, LoadedModel]:
     """The embedded target and draft model in float32, loaded once."""
     if not _MODELS:
-        _MODELS.extend(load_model(str(path), dtype="float32") for path in (TARGET, DRAFT))
+        _MODELS.extend(load_model(str(path), dtype="float32", device="cpu") for path in (TARGET, DRAFT))
     return _MODELS[0], _MODELS[1]
 
 

@@ -80,7 +80,7 @@ def memory(llm: LLM) -> dict[str, str]:
 
 
 def _compatible(target: LoadedModel, name: str) -> str:
-    draft = load_model(name)
+    draft = load_model(name, device="cpu")
     try:
         check_vocabularies(target, draft)
     except ConfigError as error:

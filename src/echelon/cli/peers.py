@@ -52,7 +52,7 @@ def peers(options: PeersOptions) -> None:
     others, modes, sizes, rounds = options.others, options.chosen_modes, options.sizes, options.rounds
     for peer in others:
         _ = peer.worker  # refused before anything is measured where it is not there
-    target, draft = load_model(options.model), load_model(options.draft_model)
+    target, draft = load_model(options.model, device="cpu"), load_model(options.draft_model, device="cpu")
     prompts, params, num_drafted = options.prompts(target), options.params(), options.num_speculative_tokens
     methods = [m for m in default_methods(num_draft_tokens=num_drafted) if m.name in {MODES[mode] for mode in modes}]
     methods += [CONFIDENT] if "draft_model" in modes else []

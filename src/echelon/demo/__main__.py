@@ -111,7 +111,7 @@ def main(
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    target, draft = load_model(str(TARGET)), load_model(str(DRAFT))
+    target, draft = load_model(str(TARGET), device="cpu"), load_model(str(DRAFT), device="cpu")
     assert target.tokenizer is not None
     prompts = code_prompts(target.tokenizer, held_out_files(), BATCH_SIZE, PROMPT_TOKENS)
     lengths = [PROMPT_TOKENS - 20 * i for i in range(BATCH_SIZE)]

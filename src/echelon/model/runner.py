@@ -94,7 +94,7 @@ class Runner(ABC, Generic[BatchT]):
     def chain(self, batches: Sequence[BatchT], width: int, draws: Draws | None) -> Tensor | None:  # noqa: ARG002
         """Run a pass a batch without the host between them, in one captured graph; None where that cannot be, and then nothing has run.
 
-        BatchT k + 1 replaces its tokens by those chosen from batch k, the likeliest or by `draws`. Rows must be sorted by draft length,
+        Batch k + 1 replaces its tokens by those chosen from batch k, the likeliest or by `draws`. Rows must be sorted by draft length,
         longest first, because a later batch may drop rows from the end. Returns chosen tokens int64 [len(batches), B] among `width` ids,
         −1 where a drawn one has none.
         """

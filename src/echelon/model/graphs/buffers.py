@@ -59,6 +59,11 @@ class Field:
         own = words[self.start : self.start + self.num_words].view(NUMPY[self.dtype]).reshape(self.shape)
         own[tuple(slice(0, n) for n in value.shape)] = value
 
+    def pad(self, words: Words, first: int, value: ArrayLike) -> None:
+        """Write a number into a column's entries from `first` on, or several numbers in turn."""
+        own = words[self.start : self.start + self.num_words].view(NUMPY[self.dtype])[first:]
+        own[:] = value if np.ndim(value) == 0 else np.resize(value, len(own))
+
 
 class Layout:
     """Places fields one after another."""
@@ -104,8 +109,8 @@ class PassBuffers:
     def fill(self, words: Words, values: PassValues, pads: Sequence[ArrayLike]) -> None:
         """Write a pass; `pads` stand in the entries of each column that belong to no token, in turn. Padding has no attention."""
         for field, column, pad in zip(self.columns, values.columns, pads, strict=True):
-            field.put(words, np.resize(pad, field.shape))
             field.put(words, column)
+            field.pad(words, len(column), pad)
         self.logit_rows.put(words, values.logit_rows)
         for fields, tables in zip(self.plans, values.tables, strict=True):
             fields.fill(words, tables)
