@@ -167,8 +167,8 @@ class Engine:
         ahead = step.plan.runs_ahead
         with self.timer("forward", ahead):
             found = step.verdict()
-        rows = [row for row in step.plan.rows if step.plan.awaits(row)]
-        verdict = [kept for row, kept in zip(step.plan.rows, found, strict=True) if step.plan.awaits(row)]
+        awaited = [(row, kept) for row, kept in zip(step.plan.rows, found, strict=True) if step.plan.awaits(row)]
+        rows, verdict = [row for row, _ in awaited], [kept for _, kept in awaited]
         following = self.in_flight.plan if self.in_flight else Plan([])
         pending = following.pending
         with self.timer("settle", ahead):
