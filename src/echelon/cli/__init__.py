@@ -25,6 +25,7 @@ from echelon.cli.serve import serve
 from echelon.cli.shared import SPECULATIVE, errors, from_argument, with_flags
 from echelon.cli.train import train
 from echelon.cli.verify import ENGINE, VerifyOptions, verify
+from echelon.ops import compiled
 
 app = typer.Typer(
     help="Batched speculative decoding: several tokens a step from every sequence, no padding, the same text.",
@@ -61,6 +62,8 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
+        if compiled.is_built():
+            compiled.isa()  # refuses an ECHELON_ISA that is not there, whatever the command
         app(join_dotted(sys.argv[1:]), prog_name="echelon", standalone_mode=True)
     except EchelonError as error:
         errors.print(f"[red]error:[/] {escape(str(error))}", highlight=False)

@@ -4,6 +4,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <stdexcept>
 
 namespace echelon {
@@ -48,8 +49,23 @@ Features detected_features() {
   return features;
 }
 
+Features features_of(const std::string& name) {
+  std::string offered;
+  for (const Isa& one : isas) {
+    if (!has(detected_features(), one.features)) continue;
+    if (name == one.name) return one.features;
+    offered += (offered.empty() ? "" : ", ") + std::string(one.name);
+  }
+  throw std::invalid_argument("no instruction family " + name + " on this machine; it offers " + offered);
+}
+
+Features initial_features() {
+  const char* const name = std::getenv("ECHELON_ISA");
+  return name && *name ? features_of(name) : detected_features();
+}
+
 Features& active() {
-  static Features features = detected_features();
+  static Features features = initial_features();
   return features;
 }
 
@@ -71,14 +87,6 @@ std::vector<std::string> offered_isas() {
   return names;
 }
 
-void set_isa(const std::string& name) {
-  for (const Isa& one : isas) {
-    if (name != one.name) continue;
-    if (!has(detected_features(), one.features)) throw std::invalid_argument("this machine has no " + name);
-    active() = one.features;
-    return;
-  }
-  throw std::invalid_argument("unknown instruction family " + name);
-}
+void set_isa(const std::string& name) { active() = features_of(name); }
 
 }  // namespace echelon

@@ -17,7 +17,8 @@ using Features = unsigned;  // a sum of Feature
 
 inline bool has(Features features, Features needed) { return (features & needed) == needed; }
 
-// What kernels may use: what this processor and operating system offer, or the lesser set chosen by `set_isa`.
+// What kernels may use: what this processor and operating system offer, or the lesser set that the environment's ECHELON_ISA or `set_isa`
+// names. Throws std::invalid_argument where ECHELON_ISA names none that this machine offers.
 Features active_features();
 
 // The largest named set within the active features: generic, avx2, avx512, avx512_bf16 or amx.
@@ -26,7 +27,7 @@ std::string isa();
 // The named sets that this machine offers, the smallest first.
 std::vector<std::string> offered_isas();
 
-// Use a named set. Throws std::invalid_argument for an unknown name or a set that this machine lacks.
+// Use a named set. Throws std::invalid_argument for one that this machine does not offer.
 void set_isa(const std::string& name);
 
 }  // namespace echelon

@@ -5,14 +5,30 @@
 #include <bit>
 #include <cstdint>
 
+#include "isa.h"
 #include "types.h"
 
-// One build for every processor: the compiler makes a version for each of these and the loader picks one. All give the same bits, for the
-// build contracts no multiplications and additions.
-#define FOR_EVERY_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#define INLINE static inline __attribute__((always_inline))
+#define ALWAYS_INLINE __attribute__((always_inline))
+#define INLINE static inline ALWAYS_INLINE
 
 namespace echelon {
+
+template <class Work>
+__attribute__((target("arch=x86-64-v4"), noinline)) auto with_avx512(const Work& work) {
+  return work();
+}
+template <class Work>
+__attribute__((target("arch=x86-64-v3"), noinline)) auto with_avx2(const Work& work) {
+  return work();
+}
+
+// Runs `work`, an ALWAYS_INLINE lambda over INLINE functions, in the build of it that the active features allow. All builds give the same
+// bits, for none contracts multiplications and additions.
+template <class Work>
+auto by_features(const Work& work) {
+  const Features features = active_features();
+  return has(features, avx512) ? with_avx512(work) : has(features, avx2) ? with_avx2(work) : work();
+}
 
 // 16-bit numbers by their bits, so that one loop serves every processor.
 INLINE float widen_bfloat16(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }

@@ -78,8 +78,13 @@ def _origin() -> str:
 
 
 def isa() -> str:
-    """Name the instructions that kernels use: generic, avx2, avx512, avx512_bf16 or amx."""
-    return str(kernels.isa())
+    """Name the instructions that kernels use: generic, avx2, avx512, avx512_bf16 or amx. It is the largest set that the machine offers, or
+    the one that the environment's ECHELON_ISA names; ConfigError where the machine does not offer that.
+    """
+    try:
+        return str(kernels.isa())
+    except ValueError as error:
+        raise ConfigError(f"ECHELON_ISA: {error}") from None
 
 
 def offered_isas() -> list[str]:

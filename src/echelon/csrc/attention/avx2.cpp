@@ -2,11 +2,14 @@
 #include <cmath>
 #include <cstring>
 
+#include <immintrin.h>
+
 #include "attention.h"
 
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 
+#define REGISTER_LANES 8
 #include "float_math.h"
 
 namespace echelon {

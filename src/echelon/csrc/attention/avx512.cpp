@@ -2,11 +2,14 @@
 #include <cmath>
 #include <cstring>
 
+#include <immintrin.h>
+
 #include "attention.h"
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,prefer-vector-width=512")
 
+#define REGISTER_LANES 16
 #include "float_math.h"
 
 namespace echelon {

@@ -1,4 +1,4 @@
-// Attention over a bfloat16 cache with VDPBF16PS: two products an entry, summed into float32 lanes; nothing is widened on the way.
+// Attention over a bfloat16 cache with VDPBRegisterPS: two products an entry, summed into float32 lanes; nothing is widened on the way.
 #include <immintrin.h>
 
 #include "attention.h"
@@ -6,6 +6,7 @@
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c,prefer-vector-width=512")
 
+#define REGISTER_LANES 16
 #include "tiles.h"
 
 namespace echelon {
@@ -15,15 +16,17 @@ namespace {
 struct PairMath {
   static constexpr int64_t grain = 2, bytes = 2;
 
-  METHOD static F16 broadcast(const float* p) { return (F16)_mm512_set1_ps(*p); }
-  METHOD static F16 multiply_add(F16 a, F16 b, F16 c) { return (F16)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b); }
-  METHOD static F16 round_weights(F16 weights) { return (F16)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)weights)), 16); }
+  METHOD static Register broadcast(const float* p) { return (Register)_mm512_set1_ps(*p); }
+  METHOD static Register multiply_add(Register a, Register b, Register c) { return (Register)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b); }
+  METHOD static Lanes round_weights(const Lanes& weights) {
+    return {{(Register)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)weights.part[0])), 16)}};
+  }
 
   // 64 float32 weights that are bfloat16 numbers -> 32 pairs.
   METHOD static void pack_weights(float* weights) {
     for (int64_t k = 0; k < key_tile; k += 32) {
-      const __m512bh pairs = _mm512_cvtne2ps_pbh((__m512)load(weights + k + 16), (__m512)load(weights + k));
-      store(weights + k / 2, (F16)pairs);
+      const __m512bh pairs = _mm512_cvtne2ps_pbh((__m512)load_register(weights + k + 16), (__m512)load_register(weights + k));
+      store(weights + k / 2, (Register)pairs);
     }
   }
   METHOD static void copy_row(const char* from, int64_t size, int64_t width, float* to) {
@@ -43,13 +46,13 @@ struct PairMath {
   static constexpr int16_t low_half[32] = {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
 
   // Two vectors of pairs from 32 columns of two rows.
-  METHOD static void pair_up(__m512i a, __m512i b, F16* to) {
+  METHOD static void pair_up(__m512i a, __m512i b, Register* to) {
     const __m512i low = _mm512_loadu_si512(low_half), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    to[0] = (F16)_mm512_permutex2var_epi16(a, low, b);
-    to[1] = (F16)_mm512_permutex2var_epi16(a, high, b);
+    to[0] = (Register)_mm512_permutex2var_epi16(a, low, b);
+    to[1] = (Register)_mm512_permutex2var_epi16(a, high, b);
   }
   // value_columns of two rows.
-  METHOD static void entries(const char* const* rows, int64_t offset, F16* to) {
+  METHOD static void entries(const char* const* rows, int64_t offset, Register* to) {
     const char *a = rows[0] + offset, *b = rows[1] + offset;
     const __m512i a0 = _mm512_loadu_si512(a), a1 = _mm512_loadu_si512(a + 64), b0 = _mm512_loadu_si512(b), b1 = _mm512_loadu_si512(b + 64);
     pair_up(a0, b0, to);
@@ -61,15 +64,15 @@ struct PairMath {
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (int64_t from = 0; from < size; from += 32) {
       const __m512i a = part(rows[0], from, size), b = part(rows[1], from, size);
-      store(to + from, (F16)_mm512_permutex2var_epi16(a, low, b));
-      if (from + 16 < size) store(to + from + 16, (F16)_mm512_permutex2var_epi16(a, high, b));
+      store(to + from, (Register)_mm512_permutex2var_epi16(a, low, b));
+      if (from + 16 < size) store(to + from + 16, (Register)_mm512_permutex2var_epi16(a, high, b));
     }
   }
   METHOD static bool are_finite(const float* values, int64_t count) {
     const __m512i exponent = _mm512_set1_epi16(0x7f80);
     __mmask32 special = 0;
     for (int64_t i = 0; i < count; i += lanes)
-      special |= _mm512_cmpeq_epi16_mask(_mm512_and_si512((__m512i)load(values + i), exponent), exponent);
+      special |= _mm512_cmpeq_epi16_mask(_mm512_and_si512((__m512i)load_register(values + i), exponent), exponent);
     return special == 0;
   }
   METHOD static void write_row(const float* sums, float total, int64_t size, char* to) {

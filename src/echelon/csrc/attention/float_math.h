@@ -12,24 +12,31 @@ struct FloatMath {
   using Stored = typename Number<type>::Stored;
   static constexpr int64_t grain = 1, bytes = sizeof(Stored);
 
-  METHOD static F16 broadcast(const float* p) { return F16{} + *p; }
-  METHOD static F16 multiply_add(F16 a, F16 b, F16 c) { return c + a * b; }
-  METHOD static F16 round_weights(F16 weights) { return weights; }
+  METHOD static Register broadcast(const float* p) { return splat(*p); }
+  METHOD static Register multiply_add(Register a, Register b, Register c) { return fma(a, b, c); }
+  METHOD static Lanes round_weights(const Lanes& weights) { return weights; }
   METHOD static void pack_weights(float*) {}
 
+  METHOD static Register widen(const float* p) { return load_register(p); }
+  METHOD static Register widen(const uint16_t* p) {
+    return (Register)(__builtin_convertvector(load_as<Halves>(p), Words) << 16);
+  }
   METHOD static void copy_row(const char* from, int64_t size, int64_t width, float* to) {
     const auto* in = reinterpret_cast<const Stored*>(from);
-    for (int64_t i = 0; i < size; ++i) to[i] = Number<type>::widen(in[i]);
+    int64_t i = 0;
+    if constexpr (type != Storage::float16)
+      for (; i + register_lanes <= size; i += register_lanes) store(to + i, widen(in + i));
+    for (; i < size; ++i) to[i] = Number<type>::widen(in[i]);
     for (int64_t i = size; i < width; ++i) to[i] = 0.0f;
   }
   METHOD static const float* row(const char* from, int64_t size, int64_t width, float* staged) {
     copy_row(from, size, width, staged);
     return staged;
   }
-  METHOD static void entries(const char* const* rows, int64_t offset, F16* to) {
+  METHOD static void entries(const char* const* rows, int64_t offset, Register* to) {
     float columns[value_columns];
     copy_row(rows[0] + offset, value_columns, value_columns, columns);
-    for (int64_t i = 0; i < value_columns / lanes; ++i) to[i] = load(columns + i * lanes);
+    for (int64_t i = 0; i < value_columns / register_lanes; ++i) to[i] = load_register(columns + i * register_lanes);
   }
   METHOD static void interleave(const char* const* rows, int64_t size, float* to) {
     if (rows[0])

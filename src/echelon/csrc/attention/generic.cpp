@@ -1,4 +1,5 @@
 // Attention in float32 arithmetic for any processor.
+#define REGISTER_LANES 4
 #include "float_math.h"
 
 namespace echelon {

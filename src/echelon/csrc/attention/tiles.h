@@ -6,39 +6,26 @@
 #pragma once
 
 #include <cmath>
-#include <cstring>
 
-#include "attention.h"
-
-// Multiply-adds are fused where the processor can: always or never, so a query's bits do not depend on the queries beside it.
-#pragma GCC optimize("fp-contract=fast")
-
-#define ALWAYS_INLINE __attribute__((always_inline))
-#define METHOD ALWAYS_INLINE inline
+#include "registers.h"
 
 namespace echelon {
 namespace {
 
-using F16 = float __attribute__((vector_size(64)));
-using U16 = uint32_t __attribute__((vector_size(64)));
-using I16 = int32_t __attribute__((vector_size(64)));
-
-constexpr int64_t lanes = attention_lanes;
-constexpr int64_t few_pairs = 8;       // of (token, query head): up to so many, keys and values are multiplied as they lie
+constexpr int64_t few_pairs = register_lanes == 16 ? 8 : 0;  // of (token, query head): up to so many, keys and values are multiplied as they lie
 constexpr int64_t value_columns = 64;  // at a time
 constexpr float minus_infinity = -__builtin_inff();
+
+// Sums that a block keeps in registers: rows of queries or weights by registers of keys or values.
+constexpr bool has_many_registers = register_lanes == 16;
+constexpr int score_rows = 4, score_registers = 2;
+constexpr int value_rows = has_many_registers ? 4 : 3, value_registers = 4;
+constexpr int lone_value_registers = 4;  // for one row of weights
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE float most(float a, float b) { return a > b ? a : b; }
 INLINE void zero(float* to, int64_t count) { std::memset(to, 0, static_cast<size_t>(count) * sizeof(float)); }
-
-INLINE F16 load(const void* p) {
-  F16 v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
-INLINE void store(float* p, F16 v) { std::memcpy(p, &v, sizeof v); }
 
 // 16 rows to be prefetched, one at a time while others are computed with; none where `lines` is 0.
 struct Prefetch {
@@ -53,152 +40,149 @@ struct Prefetch {
   }
 };
 
-// Lanes of two vectors without and with bit `h`, those of the second where the first's others were.
-template <int h>
-INLINE void exchange(F16& a, F16& b) {
-  U16 low, high;
-  for (uint32_t lane = 0; lane < 16; ++lane) {
-    low[lane] = lane & h ? 16 + lane - h : lane;
-    high[lane] = lane & h ? 16 + lane : lane + h;
-  }
-  const F16 first = a;
-  a = __builtin_shuffle(first, b, low);
-  b = __builtin_shuffle(first, b, high);
-}
-
-// Exchange lanes that differ in bit `h` between vectors that differ in bit `h`: four of these transpose 16 × 16.
-template <int h>
-INLINE void exchange_all(F16* v) {
-  for (int i = 0; i < 16; ++i)
-    if (!(i & h)) exchange<h>(v[i], v[i + h]);
-}
-
-// Entries [from, from + 16) of 16 rows -> 16 columns of key_tile keys each.
+// Entries [from, from + 16) of 16 rows -> 16 columns of key_tile keys each, a square of registers at a time.
 INLINE void transpose(const float* const* rows, int64_t from, float* columns) {
-  F16 v[lanes];
-  for (int64_t i = 0; i < lanes; ++i) v[i] = load(rows[i] + from);
-  exchange_all<1>(v);
-  exchange_all<2>(v);
-  exchange_all<4>(v);
-  exchange_all<8>(v);
-  for (int64_t i = 0; i < lanes; ++i) store(columns + (from + i) * key_tile, v[i]);
+  for (int64_t row = 0; row < lanes; row += register_lanes)
+    for (int64_t column = from; column < from + lanes; column += register_lanes) {
+      Register v[register_lanes];
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < register_lanes; ++i) v[i] = load_register(rows[row + i] + column);
+      exchange_all<1>(v);
+      exchange_all<2>(v);
+      if constexpr (register_lanes > 4) exchange_all<4>(v);
+      if constexpr (register_lanes > 8) exchange_all<8>(v);
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < register_lanes; ++i) store(columns + (column + i) * key_tile + row, v[i]);
+    }
 }
 
 // The product of a query and a key is summed lane by lane over chunks of 16 entries, then over the lanes in pairs, pairs of pairs and so on.
 // For few queries from the keys as they lie, 16 at a time, whose lanes are added up crosswise:
 template <int h>
-INLINE void add_pairs(F16* v) {
+INLINE void add_pairs(Lanes* v) {
 #pragma GCC unroll 16
   for (int i = 0; i < 16; i += 2 * h) {
     exchange<h>(v[i], v[i + h]);
-    v[i] += v[i + h];
+    v[i] = v[i] + v[i + h];
   }
 }
-INLINE F16 add_crosswise(F16* v) {
+INLINE Lanes add_crosswise(Lanes* v) {
   add_pairs<1>(v);
   add_pairs<2>(v);
   add_pairs<4>(v);
   add_pairs<8>(v);
   return v[0];
 }
+template <class Math>
+INLINE Lanes multiply_add(const Lanes& a, const Lanes& b, const Lanes& c) {
+  return by_parts([](Register x, Register y, Register z) ALWAYS_INLINE { return Math::multiply_add(x, y, z); }, a, b, c);
+}
 template <class Math, int chunks>
-INLINE F16 products_of_rows(const float* const* rows, const float* query, const Prefetch& prefetch) {
-  F16 v[lanes], part[chunks];
+INLINE Lanes products_of_rows(const float* const* rows, const float* query, const Prefetch& prefetch) {
+  Lanes v[lanes], part[chunks];
 #pragma GCC unroll 4
   for (int c = 0; c < chunks; ++c) part[c] = load(query + c * lanes);
 #pragma GCC unroll 16
   for (int i = 0; i < lanes; ++i) {  // a key at a time: a processor foresees what is read in the order in which it lies
     prefetch.fetch(i);
-    v[i] = F16{};
+    v[i] = Lanes{};
 #pragma GCC unroll 4
-    for (int c = 0; c < chunks; ++c) v[i] = Math::multiply_add(part[c], load(rows[i] + c * lanes), v[i]);
+    for (int c = 0; c < chunks; ++c) v[i] = multiply_add<Math>(part[c], load(rows[i] + c * lanes), v[i]);
   }
   return add_crosswise(v);
 }
 template <class Math>
-INLINE F16 products_of_rows(const float* const* rows, const float* query, int64_t steps) {
-  F16 v[lanes];
+INLINE Lanes products_of_rows(const float* const* rows, const float* query, int64_t steps) {
+  Lanes v[lanes];
 #pragma GCC unroll 16
-  for (int i = 0; i < lanes; ++i) v[i] = F16{};
+  for (int i = 0; i < lanes; ++i) v[i] = Lanes{};
   for (int64_t from = 0; from < steps; from += lanes)
 #pragma GCC unroll 16
-    for (int i = 0; i < lanes; ++i) v[i] = Math::multiply_add(load(query + from), load(rows[i] + from), v[i]);
+    for (int i = 0; i < lanes; ++i) v[i] = multiply_add<Math>(load(query + from), load(rows[i] + from), v[i]);
   return add_crosswise(v);
 }
 
-// For many, from transposed keys: the sums over lanes [0, count) of M queries and N vectors of keys.
+// For many, from transposed keys: the sums over lanes [0, count) of M queries and N registers of keys.
 template <class Math, int M, int N, int count>
-INLINE void products_of_columns(const float* queries, int64_t steps, const float* columns, F16 (*sum)[N]) {
+INLINE void products_of_columns(const float* queries, int64_t steps, const float* columns, Register (*sum)[N]) {
   if constexpr (count == 1) {
 #pragma GCC unroll 4
     for (int i = 0; i < M; ++i)
-#pragma GCC unroll 4
-      for (int j = 0; j < N; ++j) sum[i][j] = F16{};
+#pragma GCC unroll 8
+      for (int j = 0; j < N; ++j) sum[i][j] = Register{};
     for (int64_t from = 0; from < steps; from += lanes) {
-      F16 keys[N];
-#pragma GCC unroll 4
-      for (int j = 0; j < N; ++j) keys[j] = load(columns + from * key_tile + j * lanes);
+      Register keys[N];
+#pragma GCC unroll 8
+      for (int j = 0; j < N; ++j) keys[j] = load_register(columns + from * key_tile + j * register_lanes);
 #pragma GCC unroll 4
       for (int i = 0; i < M; ++i) {
-        const F16 part = Math::broadcast(queries + i * steps + from);
-#pragma GCC unroll 4
+        const Register part = Math::broadcast(queries + i * steps + from);
+#pragma GCC unroll 8
         for (int j = 0; j < N; ++j) sum[i][j] = Math::multiply_add(part, keys[j], sum[i][j]);
       }
     }
   } else {
-    F16 more[M][N];
+    Register more[M][N];
     products_of_columns<Math, M, N, count / 2>(queries, steps, columns, sum);
     products_of_columns<Math, M, N, count / 2>(queries + count / 2, steps, columns + count / 2 * key_tile, more);
 #pragma GCC unroll 4
     for (int i = 0; i < M; ++i)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int j = 0; j < N; ++j) sum[i][j] += more[i][j];
   }
 }
 template <class Math, int M, int N>
 static void score_columns(const float* queries, int64_t steps, const float* columns, float* scores) {
-  for (int64_t k = 0; k < key_tile; k += N * lanes) {
-    F16 sum[M][N];
+  for (int64_t k = 0; k < key_tile; k += N * register_lanes) {
+    Register sum[M][N];
     products_of_columns<Math, M, N, lanes>(queries, steps, columns + k, sum);
 #pragma GCC unroll 4
     for (int i = 0; i < M; ++i)
-#pragma GCC unroll 4
-      for (int j = 0; j < N; ++j) store(scores + i * key_tile + k + j * lanes, sum[i][j]);
+#pragma GCC unroll 8
+      for (int j = 0; j < N; ++j) store(scores + i * key_tile + k + j * register_lanes, sum[i][j]);
   }
 }
 
-// c[M][N vectors] += a[M][depth] · b[depth][N vectors]: one chain of multiply-adds an output.
+// c[M][N registers] += a[M][depth] · b[depth][N registers]: one chain of multiply-adds an output.
 template <class Math, int M, int N>
 INLINE void multiply_block(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride, int64_t depth) {
-  F16 sum[M][N];
+  Register sum[M][N];
+#pragma GCC unroll 4
   for (int i = 0; i < M; ++i)
-    for (int j = 0; j < N; ++j) sum[i][j] = load(c + i * c_stride + j * lanes);
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) sum[i][j] = load_register(c + i * c_stride + j * register_lanes);
   for (int64_t k = 0; k < depth; ++k) {
-    F16 right[N];
-    for (int j = 0; j < N; ++j) right[j] = load(b + k * b_stride + j * lanes);
+    Register right[N];
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) right[j] = load_register(b + k * b_stride + j * register_lanes);
+#pragma GCC unroll 4
     for (int i = 0; i < M; ++i) {
-      const F16 left = Math::broadcast(a + i * a_stride + k);
+      const Register left = Math::broadcast(a + i * a_stride + k);
+#pragma GCC unroll 8
       for (int j = 0; j < N; ++j) sum[i][j] = Math::multiply_add(left, right[j], sum[i][j]);
     }
   }
+#pragma GCC unroll 4
   for (int i = 0; i < M; ++i)
-    for (int j = 0; j < N; ++j) store(c + i * c_stride + j * lanes, sum[i][j]);
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) store(c + i * c_stride + j * register_lanes, sum[i][j]);
 }
 
-template <class Math, int N>
-INLINE void multiply_rows(int64_t rows, const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride,
-                          int64_t depth) {
-  int64_t i = 0;
-  for (; i + 4 <= rows; i += 4) multiply_block<Math, 4, N>(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, depth);
-  for (; i < rows; ++i) multiply_block<Math, 1, N>(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, depth);
+// M rows times all columns, N registers of them at a time, and the rest one by one.
+template <class Math, int M, int N>
+INLINE void multiply_rows(int64_t columns, int64_t depth, const float* a, int64_t a_stride, const float* b, float* c) {
+  int64_t j = 0;
+  for (; j + N * register_lanes <= columns; j += N * register_lanes) multiply_block<Math, M, N>(a, a_stride, b + j, columns, c + j, columns, depth);
+  for (; j < columns; j += register_lanes) multiply_block<Math, M, 1>(a, a_stride, b + j, columns, c + j, columns, depth);
 }
 
 // c[rows][columns] += a[rows][depth] · b[depth][columns], columns a multiple of 16.
 template <class Math>
 static void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t a_stride, const float* b, float* c) {
-  int64_t j = 0;
-  for (; j + 4 * lanes <= columns; j += 4 * lanes) multiply_rows<Math, 4>(rows, a, a_stride, b + j, columns, c + j, columns, depth);
-  for (; j < columns; j += lanes) multiply_rows<Math, 1>(rows, a, a_stride, b + j, columns, c + j, columns, depth);
+  int64_t i = 0;
+  for (; i + value_rows <= rows; i += value_rows)
+    multiply_rows<Math, value_rows, value_registers>(columns, depth, a + i * a_stride, a_stride, b, c + i * columns);
+  for (; i < rows; ++i) multiply_rows<Math, 1, lone_value_registers>(columns, depth, a + i * a_stride, a_stride, b, c + i * columns);
 }
 
 // tanh with a relative error below 1e-6: its series near 0, from eˣ elsewhere.
@@ -236,58 +220,45 @@ static void merge(const States& all, const States& section, int64_t count, int64
   }
 }
 
-// As the scalar function, of 16 at once, for x ≤ 0.
-INLINE F16 exponentials(F16 x) {
-  x = x < -87.0f ? F16{} - 87.0f : x;
-  const F16 n = reduced_exponential(x);
-  return x * (F16)((__builtin_convertvector(n, I16) + 127) << 23);
-}
-
-template <int h>
-INLINE F16 largest_across(F16 v) {
-  F16 other = v;
-  exchange<h>(v, other);
-  return v > other ? v : other;
-}
-INLINE float largest_of(F16 v) { return largest_across<1>(largest_across<2>(largest_across<4>(largest_across<8>(v))))[0]; }
-
 // Scores of one query over a tile as softmax takes them; −∞ where the query sees nothing, which is before `first` and after `last` of the
 // tile. Returns the highest.
 INLINE float prepare_scores(float* scores, int64_t first, int64_t last, float scale, float softcap) {
   constexpr int64_t vectors = key_tile / lanes;
-  F16 score[vectors];
-  for (int i = 0; i < vectors; ++i) score[i] = load(scores + i * lanes) * scale;
+  Lanes score[vectors];
+  for (int i = 0; i < vectors; ++i) score[i] = load(scores + i * lanes) * all_lanes(scale);
   if (softcap > 0.0f) {
     for (int i = 0; i < vectors; ++i) store(scores + i * lanes, score[i]);
     for (int64_t k = 0; k < key_tile; ++k) scores[k] = hyperbolic_tangent(scores[k] / softcap) * softcap;
     for (int i = 0; i < vectors; ++i) score[i] = load(scores + i * lanes);
   }
   if (first > 0 || last < key_tile - 1) {
-    const I16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const auto from = static_cast<int32_t>(most(first, int64_t{0})), to = static_cast<int32_t>(least(last, key_tile));
-    for (int i = 0; i < vectors; ++i) {
-      const I16 key = lane + static_cast<int32_t>(i * lanes);
-      score[i] = (key >= from) & (key <= to) ? score[i] : F16{} + minus_infinity;
-    }
+    for (int i = 0; i < vectors; ++i)
+      for (int part = 0; part < num_parts; ++part) {
+        Integers key;
+        for (int lane = 0; lane < register_lanes; ++lane) key[lane] = static_cast<int32_t>(i * lanes + part * register_lanes + lane);
+        Register& seen = score[i].part[part];
+        seen = (key >= from) & (key <= to) ? seen : splat(minus_infinity);
+      }
   }
-  F16 largest = F16{} + minus_infinity;
+  Lanes highest = all_lanes(minus_infinity);
   for (int i = 0; i < vectors; ++i) {
     store(scores + i * lanes, score[i]);
-    largest = score[i] > largest ? score[i] : largest;
+    highest = largest(score[i], highest);
   }
-  return largest_of(largest);
+  return largest_of(highest);
 }
 
 // Scores become weights relative to `highest`, as `Math` rounds them, exactly 0 for what is not seen; their sums are added to what `shrink`
 // leaves of those of the tiles before.
 template <class Math>
 INLINE void weigh(float* scores, float highest, float shrink, float* sums) {
-  F16 sum = load(sums) * shrink;
+  Lanes sum = load(sums) * all_lanes(shrink);
   for (int64_t k = 0; k < key_tile; k += lanes) {
-    const F16 score = load(scores + k);
-    const F16 weight = score == F16{} + minus_infinity ? F16{} : Math::round_weights(exponentials(score - highest));
+    const Lanes score = load(scores + k);
+    const Lanes weight = replace(Math::round_weights(exponentials(score - all_lanes(highest))), minus_infinity, score, Lanes{});
     store(scores + k, weight);
-    sum += weight;
+    sum = sum + weight;
   }
   store(sums, sum);
   Math::pack_weights(scores);
@@ -475,8 +446,8 @@ struct Unit {
       for (int64_t entry = 0; entry < steps; entry += lanes) transpose(rows, entry, m.columns + k);
     }
     int64_t pair = 0;
-    for (; pair + 2 <= pairs; pair += 2) score_columns<Math, 2, 2>(queries_of(head) + pair * steps, steps, m.columns, scores + pair * key_tile);
-    if (pair < pairs) score_columns<Math, 1, 4>(queries_of(head) + pair * steps, steps, m.columns, scores + pair * key_tile);
+    for (; pair + score_rows <= pairs; pair += score_rows) score_columns<Math, score_rows, score_registers>(queries_of(head) + pair * steps, steps, m.columns, scores + pair * key_tile);
+    for (; pair < pairs; ++pair) score_columns<Math, 1, 4>(queries_of(head) + pair * steps, steps, m.columns, scores + pair * key_tile);
   }
 
   // The token's drafted ancestors, itself among them, by the lanes of their positions.
@@ -493,12 +464,7 @@ struct Unit {
     for (int64_t first = 0; first < count; first += key_tile) {
       TileRows drafted;
       find(tree.start + first, 0, tree.start + count - 1, drafted);
-      for (int64_t k = 0; k < key_tile; k += lanes) {
-        const float* rows[lanes];
-        find_rows(drafted, k, head, rows);
-        for (int64_t pair = 0; pair < pairs; ++pair)
-          store(m.drafted + pair * key_tile + k, products_of_rows<Math>(rows, queries_of(head) + pair * steps, steps));
-      }
+      score_many(drafted, head, drafted, head, m.drafted);
       for (int64_t token = most(unit.token_begin, tree.begin); token < unit.token_end; ++token) {
         find_path(token, start);
         for (int64_t lane = 0; lane < key_tile; ++lane)
@@ -515,15 +481,15 @@ struct Unit {
     for (int64_t first = 0; first < pairs; first += lanes) {
       const int64_t count = least(lanes, pairs - first), at = (head - unit.head_begin) * pairs + first;
       alignas(64) float before[lanes], now[lanes], shrink[lanes];
-      store(before, F16{} + minus_infinity);
-      store(now, F16{});
+      store(before, all_lanes(minus_infinity));
+      store(now, Lanes{});
       for (int64_t i = 0; i < count; ++i) {
         const Seen seen = seen_by(call, unit.token_begin + (first + i) / group);
         before[i] = m.section.highest[at + i];
         now[i] = most(before[i], prepare_scores(scores_of(head) + (first + i) * key_tile, seen.first - start, seen.last - start, call.scale, call.softcap));
         m.section.highest[at + i] = now[i];
       }
-      store(shrink, load(before) == F16{} + minus_infinity ? F16{} : exponentials(load(before) - load(now)));
+      store(shrink, replace(exponentials(load(before) - load(now)), minus_infinity, load(before), Lanes{}));
       for (int64_t i = 0; i < count; ++i) {
         weigh<Math>(scores_of(head) + (first + i) * key_tile, now[i], shrink[i], m.section.weights + (at + i) * lanes);
         if (shrink[i] == 1.0f) continue;
@@ -551,27 +517,27 @@ struct Unit {
   // out[M][value_columns] += weights[M][16] · values, in the order of `multiply`.
   template <int M>
   METHOD void add_columns(const float* weights, const char* const* values, int64_t offset, float* out, const Prefetch& prefetch) const {
-    constexpr int vectors = value_columns / lanes;
-    F16 sum[M][vectors];
+    constexpr int registers = value_columns / register_lanes;
+    Register sum[M][registers];
 #pragma GCC unroll 4
     for (int i = 0; i < M; ++i)
 #pragma GCC unroll 4
-      for (int j = 0; j < vectors; ++j) sum[i][j] = load(out + i * width + j * lanes);
+      for (int j = 0; j < registers; ++j) sum[i][j] = load_register(out + i * width + j * register_lanes);
     for (int64_t k = 0; k < lanes / Math::grain; ++k) {
       for (int i = 0; i < Math::grain; ++i) prefetch.fetch(k * Math::grain + i);
-      F16 right[vectors];
+      Register right[registers];
       Math::entries(values + k * Math::grain, offset, right);
 #pragma GCC unroll 4
       for (int i = 0; i < M; ++i) {
-        const F16 left = Math::broadcast(weights + i * key_tile + k);
+        const Register left = Math::broadcast(weights + i * key_tile + k);
 #pragma GCC unroll 4
-        for (int j = 0; j < vectors; ++j) sum[i][j] = Math::multiply_add(left, right[j], sum[i][j]);
+        for (int j = 0; j < registers; ++j) sum[i][j] = Math::multiply_add(left, right[j], sum[i][j]);
       }
     }
 #pragma GCC unroll 4
     for (int i = 0; i < M; ++i)
 #pragma GCC unroll 4
-      for (int j = 0; j < vectors; ++j) store(out + i * width + j * lanes, sum[i][j]);
+      for (int j = 0; j < registers; ++j) store(out + i * width + j * register_lanes, sum[i][j]);
   }
   // Weights times the 16 values of a head from the k-th on, which every token sees.
   METHOD void add_few(const TileRows& here, int64_t k, int64_t head, Prefetch prefetch) const {
@@ -656,7 +622,7 @@ struct Unit {
       if (start + key_tile > tree.start) score_drafts(start, head);
       soften(start, head);
     }
-    if (call.value_size % value_columns == 0 && is_seen_by_all(start)) {
+    if (has_many_registers && call.value_size % value_columns == 0 && is_seen_by_all(start)) {
       for (int64_t k = 0; k < key_tile; k += lanes)
         for (int64_t head = unit.head_begin; head < unit.head_end; ++head, ++chunk) add_few(here, k, head, next_prefetch(here, next, chunk + prefetch_distance + heads));
     } else {

@@ -153,38 +153,30 @@ INLINE void rotate_type(Storage angle_type, const void* x, int64_t token_stride,
 
 }  // namespace
 
-#define BY_STORAGE(call)                                             \
-  switch (type) {                                                    \
-    case Storage::float32: return call<Storage::float32> ARGUMENTS;  \
-    case Storage::bfloat16: return call<Storage::bfloat16> ARGUMENTS; \
-    case Storage::float16: return call<Storage::float16> ARGUMENTS;  \
-  }
+#define BY_STORAGE(call, ...)                                            \
+  by_features([&]() ALWAYS_INLINE {                                      \
+    switch (type) {                                                      \
+      case Storage::float32: return call<Storage::float32>(__VA_ARGS__);  \
+      case Storage::bfloat16: return call<Storage::bfloat16>(__VA_ARGS__); \
+      case Storage::float16: return call<Storage::float16>(__VA_ARGS__);  \
+    }                                                                    \
+  })
 
-#define ARGUMENTS (x, weight, out, begin, end, size, eps, how)
-FOR_EVERY_PROCESSOR void rms_norm(Storage type, Rows x, const void* weight, void* out, int64_t begin, int64_t end, int64_t size, float eps,
-                                  RmsWeight how) {
-  BY_STORAGE(rms_norm_rows)
+void rms_norm(Storage type, Rows x, const void* weight, void* out, int64_t begin, int64_t end, int64_t size, float eps, RmsWeight how) {
+  BY_STORAGE(rms_norm_rows, x, weight, out, begin, end, size, eps, how);
 }
-#undef ARGUMENTS
 
-#define ARGUMENTS (x, weight, bias, out, begin, end, size, eps)
-FOR_EVERY_PROCESSOR void layer_norm(Storage type, Rows x, const void* weight, const void* bias, void* out, int64_t begin, int64_t end,
-                                    int64_t size, float eps) {
-  BY_STORAGE(layer_norm_rows)
+void layer_norm(Storage type, Rows x, const void* weight, const void* bias, void* out, int64_t begin, int64_t end, int64_t size, float eps) {
+  BY_STORAGE(layer_norm_rows, x, weight, bias, out, begin, end, size, eps);
 }
-#undef ARGUMENTS
 
-#define ARGUMENTS (kind, x, other, out, begin, end, size)
-FOR_EVERY_PROCESSOR void activate(Storage type, Activation kind, Rows x, Rows other, void* out, int64_t begin, int64_t end, int64_t size) {
-  BY_STORAGE(activate_kind)
+void activate(Storage type, Activation kind, Rows x, Rows other, void* out, int64_t begin, int64_t end, int64_t size) {
+  BY_STORAGE(activate_kind, kind, x, other, out, begin, end, size);
 }
-#undef ARGUMENTS
 
-#define ARGUMENTS (angle_type, x, token_stride, head_stride, cos, sin, out, begin, end, heads, size, rotary)
-FOR_EVERY_PROCESSOR void rotate(Storage type, Storage angle_type, const void* x, int64_t token_stride, int64_t head_stride,
-                                const void* cos, const void* sin, void* out, int64_t begin, int64_t end, int64_t heads, int64_t size, int64_t rotary) {
-  BY_STORAGE(rotate_type)
+void rotate(Storage type, Storage angle_type, const void* x, int64_t token_stride, int64_t head_stride, const void* cos, const void* sin, void* out,
+            int64_t begin, int64_t end, int64_t heads, int64_t size, int64_t rotary) {
+  BY_STORAGE(rotate_type, angle_type, x, token_stride, head_stride, cos, sin, out, begin, end, heads, size, rotary);
 }
-#undef ARGUMENTS
 
 }  // namespace echelon

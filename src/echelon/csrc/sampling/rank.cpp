@@ -33,7 +33,7 @@ struct Scratch {
 };
 
 // The largest of every column, 16 columns of `height` rows side by side; the last block is filled up with −∞. Returns whether one is NaN.
-FOR_EVERY_PROCESSOR bool columns_of(const float* logits, int64_t size, int64_t height, float* maxima) {
+INLINE bool columns_of(const float* logits, int64_t size, int64_t height, float* maxima) {
   int32_t has_nan[lanes] = {};
   for (int64_t first = 0; first < size; first += lanes * height, maxima += lanes) {
     float highest[lanes];
@@ -59,7 +59,7 @@ FOR_EVERY_PROCESSOR bool columns_of(const float* logits, int64_t size, int64_t h
 }
 
 // Σ exp((logit − highest) · sharpness): float32 over a few logits in each lane, float64 over these sums, in an order that the size alone gives.
-FOR_EVERY_PROCESSOR double mass_of(const float* logits, int64_t size, float highest, float sharpness) {
+INLINE double mass_of(const float* logits, int64_t size, float highest, float sharpness) {
   constexpr int64_t block = lanes * chunk;
   double total = 0.0;
   for (int64_t first = 0; first < size; first += block) {
@@ -74,7 +74,7 @@ FOR_EVERY_PROCESSOR double mass_of(const float* logits, int64_t size, float high
   return total;
 }
 
-FOR_EVERY_PROCESSOR bool reaches(const float* logits, float threshold) {
+INLINE bool reaches(const float* logits, float threshold) {
   int32_t found = 0;
   for (int64_t i = 0; i < chunk; ++i) found |= logits[i] >= threshold;
   return found != 0;
@@ -83,12 +83,14 @@ FOR_EVERY_PROCESSOR bool reaches(const float* logits, float threshold) {
 // The `count` largest, in order. As many columns have a maximum of at least `threshold`, so no smaller logit can be among them.
 void select(const float* logits, int64_t size, float threshold, int64_t count, std::vector<Candidate>& out) {
   out.clear();
-  for (int64_t first = 0; first < size; first += chunk) {
-    const int64_t end = std::min(size, first + chunk);
-    if (end - first == chunk && !reaches(logits + first, threshold)) continue;
-    for (int64_t i = first; i < end; ++i)
-      if (logits[i] >= threshold) out.push_back({logits[i], i});
-  }
+  by_features([&]() ALWAYS_INLINE {
+    for (int64_t first = 0; first < size; first += chunk) {
+      const int64_t end = std::min(size, first + chunk);
+      if (end - first == chunk && !reaches(logits + first, threshold)) continue;
+      for (int64_t i = first; i < end; ++i)
+        if (logits[i] >= threshold) out.push_back({logits[i], i});
+    }
+  });
   const auto last = out.begin() + count;
   if (last < out.end()) std::nth_element(out.begin(), last, out.end());
   out.resize(static_cast<size_t>(count));
@@ -141,7 +143,7 @@ void likeliest(const float* logits, int64_t vocabulary, const Draw& draw, int64_
   const bool is_drawn = draw.temperature > 0.0;
   const int64_t count = is_drawn ? num_candidates : width, height = height_for(vocabulary, count), block = lanes * std::max<int64_t>(height, 1);
   s.maxima.resize(static_cast<size_t>((vocabulary + block - 1) / block * lanes));
-  const bool has_nan = columns_of(logits, vocabulary, block / lanes, s.maxima.data());
+  const bool has_nan = by_features([&]() ALWAYS_INLINE { return columns_of(logits, vocabulary, block / lanes, s.maxima.data()); });
   const float highest = *std::max_element(s.maxima.begin(), s.maxima.end());
   if (has_nan || !(std::abs(highest) < infinity)) {
     for (int64_t i = 0; i < width; ++i) tokens[i] = i, scores[i] = -std::numeric_limits<double>::infinity();
@@ -158,7 +160,7 @@ void likeliest(const float* logits, int64_t vocabulary, const Draw& draw, int64_
     for (int64_t i = 0; i < width; ++i) tokens[i] = s.ranked[static_cast<size_t>(i)].token, scores[i] = s.ranked[static_cast<size_t>(i)].score;
     return;
   }
-  const double whole = only_ranks ? 0.0 : std::log(mass_of(logits, vocabulary, highest, static_cast<float>(sharpness)));
+  const double whole = only_ranks ? 0.0 : std::log(by_features([&]() ALWAYS_INLINE { return mass_of(logits, vocabulary, highest, static_cast<float>(sharpness)); }));
   for (int64_t i = 0; i < width; ++i) {
     const Candidate& found = s.candidates[static_cast<size_t>(i)];
     tokens[i] = found.token, scores[i] = (static_cast<double>(found.value) - static_cast<double>(highest)) * sharpness - whole;

@@ -21,7 +21,7 @@ INLINE size_t bin_of(float value, float highest) {
 }
 
 // Divides by the temperature; returns the largest result, or NaN where one is among them.
-FOR_EVERY_PROCESSOR float scale(const float* logits, float temperature, float* out, int64_t size) {
+INLINE float scale(const float* logits, float temperature, float* out, int64_t size) {
   float highest[16];
   int32_t has_nan[16] = {};
   std::fill(highest, highest + 16, -infinity);
@@ -47,7 +47,7 @@ FOR_EVERY_PROCESSOR float scale(const float* logits, float temperature, float* o
   return best;
 }
 
-FOR_EVERY_PROCESSOR void weights_of(const float* scaled, float highest, double* out, int64_t size) {
+INLINE void weights_of(const float* scaled, float highest, double* out, int64_t size) {
   for (int64_t i = 0; i < size; ++i) out[i] = exponential(static_cast<double>(scaled[i] - highest));
 }
 
@@ -75,7 +75,7 @@ float kth_largest(Scratch& s, float highest, int64_t k) {
 float nucleus(Scratch& s, float highest, float threshold, double top_p) {
   const auto size = static_cast<int64_t>(s.scaled.size());
   s.weights.resize(s.scaled.size());
-  weights_of(s.scaled.data(), highest, s.weights.data(), size);
+  by_features([&]() ALWAYS_INLINE { weights_of(s.scaled.data(), highest, s.weights.data(), size); });
   std::array<double, num_bins> mass{};
   for (size_t i = 0; i < s.scaled.size(); ++i)
     if (s.scaled[i] >= threshold) mass[bin_of(s.scaled[i], highest)] += s.weights[i];
@@ -116,7 +116,7 @@ struct Best {
 
 // Marks tokens of a block that may still win. With w = exp(value − highest), a token's noise −log(−log u) lifts it above `best` only if
 // −log u < w · exp(highest − best), and 1 − u ≤ −log u; 1 − u needs no logarithm. `bound` is exp(highest − best), a little more.
-FOR_EVERY_PROCESSOR int64_t candidates(const float* scaled, float highest, float bound, uint64_t key, int64_t first, int64_t count,
+INLINE int64_t candidates(const float* scaled, float highest, float bound, uint64_t key, int64_t first, int64_t count,
                                        uint8_t* marks) {
   int64_t found = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -138,7 +138,9 @@ int64_t draw(const Scratch& s, float highest, float threshold, uint64_t key) {
   for (int64_t first = 0; first < size; first += block) {
     const int64_t count = std::min(block, size - first);
     const float bound = static_cast<float>(std::exp(std::min(static_cast<double>(highest) - best.score, 80.0))) * 1.0001f;
-    if (candidates(s.scaled.data(), highest, bound, key, first, count, marks.data()) == 0) continue;
+    const int64_t found =
+        by_features([&]() ALWAYS_INLINE { return candidates(s.scaled.data(), highest, bound, key, first, count, marks.data()); });
+    if (found == 0) continue;
     for (int64_t i = 0; i < count; ++i) {
       const float value = s.scaled[static_cast<size_t>(first + i)];
       if (marks[static_cast<size_t>(i)] && value >= threshold && value > -infinity) best.offer(value + gumbel(noise_bits(key, first + i)), first + i);
@@ -152,7 +154,7 @@ int64_t draw(const Scratch& s, float highest, float threshold, uint64_t key) {
 int64_t sample(const SampleRow& row, int64_t vocabulary) {
   thread_local Scratch s;
   s.scaled.resize(static_cast<size_t>(vocabulary));
-  const float highest = scale(row.logits, row.temperature, s.scaled.data(), vocabulary);
+  const float highest = by_features([&]() ALWAYS_INLINE { return scale(row.logits, row.temperature, s.scaled.data(), vocabulary); });
   if (!(std::abs(highest) < infinity)) return -1;
   const uint64_t key = noise_key(row.seed, row.index, row.position);
   return draw(s, highest, threshold_of(row, s, highest), key);
