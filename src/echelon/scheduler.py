@@ -88,10 +88,9 @@ class Scheduler:
 
     def abort(self, sequence: Sequence) -> None:
         """Take a request out, wherever it is."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        for rows in (self.running, self.waiting):
+            if sequence in rows:
+                rows.remove(sequence)
         self._release(sequence)
 
     def next_step(self, in_flight: Plan | None = None, may_run_ahead: bool = False) -> Plan:
@@ -203,11 +202,10 @@ class Scheduler:
     def _share_prompt(self, sequence: Sequence) -> bool:
         """Let a further sample of a prompt start from the blocks of the first; false while the first is still reading the prompt."""
         parent = sequence.parent
-        if parent not in self.running or sequence.num_output_tokens or sequence.id in self._tables[0]:
+        if parent is None or parent not in self.running or sequence.num_output_tokens or sequence.id in self._tables[0]:
             return True
         if self._has_passed(len(sequence), len(parent)):
             return True
-        assert parent is not None
         shared = sequence.num_prompt_tokens - 1  # the last token is fed again: its logits are needed
         if self._num_cached(parent) < shared:
             return False
@@ -250,7 +248,7 @@ class Scheduler:
         return any(before <= switch < after for switch in self._context_switches)
 
     def _fits(self, row: int, num_tokens: int) -> bool:
-        return all(t.num_missing(row, min(num_tokens, t.max_tokens_per_row)) <= t.pool.num_free for t in self._tables)
+        return all(t.num_missing(row, min(num_tokens, t.max_tokens_per_row)) <= t.num_free for t in self._tables)
 
     def _reserve(self, row: PlannedRow) -> bool:
         """All tables or none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from echelon.baselines import padded, realign
+from echelon.baselines import layout
 from echelon.baselines.lines import LineTables
 from echelon.baselines.masked import MaskedRunner, Pack, record_maskable_layers
 from echelon.baselines.rectangle import RectangleCache
@@ -18,11 +18,11 @@ from echelon.storage import BuildStorage, Storage, build_unpadded, bytes_per_tok
 
 # (strategy, pad, grouping) → how spans become a batch
 PACKS: dict[tuple[str, str, str], Pack] = {
-    ("padded", "both", "none"): padded.pack,
-    ("padded", "kv", "none"): padded.pack_kv,
-    ("padded", "inputs", "none"): padded.pack_inputs,
-    ("realign", "both", "none"): realign.pack,
-    ("realign", "both", "same_length"): realign.pack_group,
+    ("padded", "both", "none"): layout.pack,
+    ("padded", "kv", "none"): layout.pack_kv,
+    ("padded", "inputs", "none"): layout.pack_inputs,
+    ("realign", "both", "none"): layout.pack_realigned,
+    ("realign", "both", "same_length"): layout.pack_group,
 }
 
 

@@ -196,10 +196,8 @@ class GuardedDrafter:
     def _judge_proposal(self, rows: SequenceOf[PlannedRow]) -> None:
         """The target has done its step, which began when the proposal came, if one did."""
         proposed, self._proposed = self._proposed, None
-        if proposed is None:
-            self._timer.end_step(None, rows)
-        else:
-            self._timer.end_step(self._clock() - proposed[0], rows)
+        self._timer.end_step(self._clock() - proposed[0] if proposed else None, rows)
+        if proposed:
             self._judge(proposed[1], rows, is_hearing=False)
 
     def _judge(self, seconds: float, rows: SequenceOf[PlannedRow], is_hearing: bool) -> None:
@@ -239,10 +237,9 @@ def _named(error: BaseException) -> str:
 
 def problem_of(draft: Draft, rows: SequenceOf[PlannedRow], vocab_size: int, grows_trees: bool = True) -> str | None:
     """What is wrong with a draft for `rows`; the target may be fed one with which nothing is."""
-    if (problem := _problem_of_sizes(draft, rows)) is not None:
+    problem = _problem_of_sizes(draft, rows)
+    if problem is not None or not len(draft.tokens):
         return problem
-    if not len(draft.tokens):
-        return None
     return _problem_of_nodes(draft, rows, vocab_size, grows_trees) or _problem_of_probs(draft, vocab_size)
 
 

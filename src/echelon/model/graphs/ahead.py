@@ -212,14 +212,6 @@ class _Model:
         return cls(captured.keys, cache.block_size, cache.null_slots, runner.loaded.vocab_size, captured.launch())
 
 
-def _draws(rows: Sequence[PlannedRow]) -> Sequence[NDArray[Any]]:
-    """How each row's tokens are drawn: its parameters, and the key of its noise."""
-    samplers = [row.sequence.sampler for row in rows]
-    params, keys = [s.params for s in samplers], [row_key(s.seed, s.index) for s in samplers]
-    bounds = ([p.temperature for p in params], [p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params])
-    return draw_columns(*bounds, keys)
-
-
 @dataclass(frozen=True)
 class _DraftAndVerify:
     """Draft, verify, and find where the next step begins. It may run twice: what it has found is put into `state` afterwards.
@@ -250,7 +242,8 @@ class _DraftAndVerify:
         of_rows = ([r.pending_row for r in rows], [len(r.sequence) for r in rows], *zip(*known, strict=True), counts, firsts)
         columns: list[NDArray[Any]] = [np.array(of_rows, np.int64)]
         if len(self.buffers.columns) > 1:
-            columns += _draws(rows)
+            samplers = [row.sequence.sampler for row in rows]
+            columns += draw_columns([s.params for s in samplers], [row_key(s.seed, s.index) for s in samplers])
         pads = [(0, -1, self._model(i).null_slots) for i in range(len(passes))]
         tables = [one.batch.block_table.numpy() for one in passes[: len(self.models)]]  # the draft model's first pass has all rows
         self.buffers.fill([one.values for one in passes], pads, columns, tables)

@@ -21,7 +21,6 @@ from torch import Tensor
 from echelon.batch import RaggedBatch
 from echelon.kv.cache import KVCache
 from echelon.model.attention import LayerCall, RecordingAttention, record_layers
-from echelon.model.forward import Draws, forward
 from echelon.model.graphs.buckets import Bucket, bucket_of, common
 from echelon.model.graphs.buffers import Buffers, Inputs, PassValues, table_width
 from echelon.model.graphs.graphs import Graphs, Outputs
@@ -29,6 +28,7 @@ from echelon.model.hidden_states import HiddenStateReader
 from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.experts import is_experts
 from echelon.model.patches.rope import coded_positions
+from echelon.model.runner import Draws, forward
 from echelon.ops.triton.attention import plan_key, planned_attention
 from echelon.ops.triton.plan import PlanKey, plan_tables
 from echelon.ops.triton.sample import draw_columns, draw_rows
@@ -191,7 +191,7 @@ def _columns(draws: Draws | None) -> tuple[NDArray[Any], ...]:
     """As `_ChainOfPasses` reads them: a row's parameters, and noise keys int64 [passes, B]."""
     if draws is None:
         return ()
-    *params, _ = draw_columns(draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.noise_keys[0])
+    *params, _ = draw_columns(draws.params, draws.noise_keys[0])
     return (*params, np.array(draws.noise_keys, np.uint64).view(np.int64))
 
 
