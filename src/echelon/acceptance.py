@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from echelon.draft import Draft, RowVerdict, Verdict
+from echelon.draft import Draft, Float64, Int64, RowVerdict, Verdict
 from echelon.errors import EchelonError, RowError, row_error
 from echelon.ops.devices import on_host
 from echelon.ops.sample import SampleRow, choose, raw_rows
@@ -37,7 +37,7 @@ class DraftedRow(NamedTuple):
     row: PlannedRow
     tokens: list[int]
     parents: list[int]
-    probs: NDArray[np.float64] | None
+    probs: Float64 | None
     step_logits: Tensor
     first_logit: int
 
@@ -96,7 +96,7 @@ class Typical(Exact):
     threshold: float
     alpha: float
 
-    def accepts(self, probabilities: NDArray[np.float64], token: int) -> bool:
+    def accepts(self, probabilities: Float64, token: int) -> bool:
         """Is the token typical of these probabilities float64[V]?"""
         positive = probabilities[probabilities > 0]
         entropy = -float((positive * np.log(positive)).sum())
@@ -109,7 +109,7 @@ class Typical(Exact):
             return super().path(row, target)
         paths: dict[int, list[int]] = {-1: []}  # of typical nodes
         scores = {-1: 0.0}
-        probabilities: dict[int, NDArray[np.float64]] = {}  # after a node
+        probabilities: dict[int, Float64] = {}  # after a node
         for node, (token, parent) in enumerate(zip(tokens, row.parents, strict=True)):
             if parent not in paths:
                 continue
@@ -268,12 +268,12 @@ def _last_logit(path: list[int]) -> int:
     return path[-1] + 1 if path else 0
 
 
-def argmax_rows(logits: Tensor) -> NDArray[np.int64]:
+def argmax_rows(logits: Tensor) -> Int64:
     """int64 [R]: the first largest entry of every row of [R, V]."""
     return largest_rows(logits)[0]
 
 
-def largest_rows(logits: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+def largest_rows(logits: Tensor) -> tuple[Int64, NDArray[np.float32]]:
     """The first largest entry of every row of [R, V]: its index int64 [R] and its value float32 [R].
 
     A row that holds NaN anywhere has the value NaN, and then its index means nothing. `torch.argmax` tracks an index per element; the

@@ -12,11 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.draft import Draft, indptr_of
+from echelon.draft import Draft, Float64, Int64, indptr_of
 
 Bool = NDArray[np.bool_]
-Int64 = NDArray[np.int64]
-Float64 = NDArray[np.float64]
 Path = tuple[int, ...]  # of ranks: (0, 2) is the third child of the likeliest first token
 
 # The 25 nodes of EAGLE-1 (Li et al. 2024), which its code calls mc_sim_7b_63, and which Clover-2 uses too

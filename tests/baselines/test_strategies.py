@@ -14,7 +14,7 @@ from test_decoders import DECODERS, GREEDY, PROMPTS, by_transformers, model
 
 from echelon import LLM, ConfigError, EngineConfig, SamplingParams, UnsupportedModelError
 from echelon.baselines import layout as rectangles
-from echelon.baselines.batch import PaddedBatch
+from echelon.baselines.layout import PaddedBatch
 from echelon.baselines.lines import LineTables
 from echelon.baselines.rectangle import RectangleCache
 from echelon.baselines.selection import PromptsApart, SameLength

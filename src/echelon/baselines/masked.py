@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.baselines.batch import PaddedBatch
+from echelon.baselines.layout import PaddedBatch
 from echelon.baselines.lines import LineTables
 from echelon.baselines.rectangle import RectangleCache
 from echelon.batch import Span

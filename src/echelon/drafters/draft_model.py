@@ -19,12 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.acceptance import argmax_rows
 from echelon.batch import Span
-from echelon.draft import Draft, Verdict
+from echelon.draft import Draft, Float64, Int64, Verdict
 from echelon.drafters.base import Drafter
 from echelon.drafters.frontier import Frontier, grow
 from echelon.model.runner import Draws, Runner
@@ -33,7 +32,7 @@ from echelon.ops.rank import likeliest, processed
 from echelon.ops.sample import SampleRow, choose, raw_rows
 from echelon.sampling import Sampler, noise_key
 from echelon.sequence import PlannedRow, Sequence
-from echelon.trees import Forest, Growth, Int64
+from echelon.trees import Forest, Growth
 
 
 @dataclass
@@ -42,7 +41,7 @@ class _Chain:
 
     row: PlannedRow
     tokens: list[int] = field(default_factory=list)
-    probs: list[NDArray[np.float64]] = field(default_factory=list)
+    probs: list[Float64] = field(default_factory=list)
     score: float = 0.0
 
     @property

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from echelon.batch import Span
-from echelon.draft import Draft
+from echelon.draft import Draft, Float64, Int64
 from echelon.ops.rank import likeliest, processed
 from echelon.sequence import PlannedRow
-from echelon.trees import Float64, Forest, Growth, Int64
+from echelon.trees import Forest, Growth
 
 
 class Frontier(ABC):

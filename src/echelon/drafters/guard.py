@@ -19,10 +19,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from echelon.draft import Draft, Int32, Verdict, node_depths
+from echelon.draft import Draft, Float64, Int32, Verdict, node_depths
 from echelon.drafters.base import Drafter
 from echelon.errors import EchelonError, location_of
 from echelon.sequence import PlannedRow
@@ -285,7 +284,7 @@ def _lengths(draft: Draft) -> Int32:
 
 
 def _problem_of_probs(draft: Draft, vocab_size: int) -> str | None:
-    probs: NDArray[np.float64] | None = draft.probs
+    probs: Float64 | None = draft.probs
     if probs is None:
         return None
     if type(probs) is not np.ndarray or probs.dtype != np.float64:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from echelon.batch import RaggedBatch, Span
 from echelon.config import SpeculativeConfig
-from echelon.draft import Draft, RowVerdict, Verdict, indptr_of
+from echelon.draft import Draft, Int64, RowVerdict, Verdict, indptr_of
 from echelon.drafters.frontier import Frontier, grow
 from echelon.errors import ConfigError
 from echelon.heads.base import Head
@@ -30,7 +30,7 @@ from echelon.model.hidden_states import HiddenStateReader
 from echelon.model.load.loading import LoadedModel, serve_head
 from echelon.sequence import PlannedRow
 from echelon.stats import Occupancy, Usage
-from echelon.trees import Forest, Growth, Int64
+from echelon.trees import Forest, Growth
 
 
 @dataclass(frozen=True)

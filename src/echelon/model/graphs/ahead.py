@@ -33,8 +33,6 @@ from echelon.sequence import Plan, PlannedRow
 KNOWN = 2  # last tokens of a text that the device keeps
 NUM_COLUMNS = KNOWN + 4  # of a row, int64: index in the step in flight, tokens of its text, the last two, drafts, first token of its own
 
-Int64 = NDArray[np.int64]
-
 
 @dataclass(frozen=True)
 class Shape:

@@ -34,7 +34,7 @@ class PassValues:
 
     columns: tuple[NDArray[Any], ...]
     logit_rows: NDArray[np.int64]
-    tables: tuple[Tables, ...]
+    tables: tuple[Tables[NDArray[np.int32]], ...]
 
 
 @dataclass(frozen=True)
@@ -78,24 +78,10 @@ class Layout:
         return field
 
 
-class PlanFields:
-    """The tables of one plan."""
-
-    def __init__(self, layout: Layout, size: PlanSize, num_tokens: int) -> None:
-        self.size = size
-        self.items, self.late = layout.add(size.items, FIELDS), layout.add(size.late, FIELDS)
-        self.paths = layout.add(size.late, size.depth)  # no more paths than items on them
-        self.merges, self.bases = layout.add(num_tokens if size.states else 0, 3), layout.add(num_tokens)
-
-    def fill(self, words: Words, tables: Tables) -> None:
-        """Write a plan of attention into its fields."""
-        for name in ("items", "late", "paths", "merges", "bases"):
-            getattr(self, name).put(words, getattr(tables, name))
-
-    def plan(self, memory: Tensor, table: Tensor, positions: Tensor) -> DevicePlan:
-        """The plan of attention that the fields hold on the device."""
-        items, late, paths, merges, bases = (f.view(memory) for f in (self.items, self.late, self.paths, self.merges, self.bases))
-        return DevicePlan(items, late, paths, merges, bases, self.size.states, table, positions, has_pads=True)
+def plan_fields(layout: Layout, size: PlanSize, num_tokens: int) -> Tables[Field]:
+    """Fields for the tables of one plan; there are no more paths than items on them."""
+    items, late, paths = layout.add(size.items, FIELDS), layout.add(size.late, FIELDS), layout.add(size.late, size.depth)
+    return Tables(items, late, paths, layout.add(num_tokens if size.states else 0, 3), layout.add(num_tokens), size.states)
 
 
 class PassBuffers:
@@ -104,7 +90,7 @@ class PassBuffers:
     def __init__(self, layout: Layout, bucket: Bucket, dtypes: Sequence[torch.dtype]) -> None:
         self.columns = [layout.add(bucket.num_tokens, dtype=dtype) for dtype in dtypes]
         self.logit_rows = layout.add(bucket.num_logits, dtype=torch.int64)
-        self.plans = [PlanFields(layout, size, bucket.num_tokens) for size in bucket.plans]
+        self.plans = [plan_fields(layout, size, bucket.num_tokens) for size in bucket.plans]
 
     def fill(self, words: Words, values: PassValues, pads: Sequence[ArrayLike]) -> None:
         """Write a pass; `pads` stand in the entries of each column that belong to no token, in turn. Padding has no attention."""
@@ -113,7 +99,8 @@ class PassBuffers:
             field.pad(words, len(column), pad)
         self.logit_rows.put(words, values.logit_rows)
         for fields, tables in zip(self.plans, values.tables, strict=True):
-            fields.fill(words, tables)
+            for field, part in zip(fields.parts, tables.parts, strict=True):
+                field.put(words, part)
 
 
 @dataclass(frozen=True)
@@ -154,7 +141,10 @@ class Buffers:
     def inputs(self, index: int, keys: Sequence[PlanKey], table: Tensor, positions: Tensor, coded: Tensor, slots: Tensor) -> Inputs:
         """A pass at `positions` int32 [T] with this block table; `coded` are the positions that the model is given."""
         one = self._passes[index]
-        plans = {key: fields.plan(self._memory, table, positions) for key, fields in zip(keys, one.plans, strict=True)}
+        plans = {}
+        for key, fields in zip(keys, one.plans, strict=True):
+            items, late, paths, merges, bases = (field.view(self._memory) for field in fields.parts)
+            plans[key] = DevicePlan(items, late, paths, merges, bases, fields.num_states, table, positions, has_pads=True)
         return Inputs(coded, slots, one.logit_rows.view(self._memory), plans)
 
     def fill(
