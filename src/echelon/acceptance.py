@@ -79,7 +79,7 @@ class Exact:
             path = self.path(row, target)
         except Exception as error:
             return Decision([], -1, row_error(error))
-        last = _last_logit(path)
+        last = path[-1] + 1 if path else 0  # node n has the row of logits after n's
         return Decision(path, target[last], None if target[last] >= 0 else problems.get(row.first_logit + last))
 
     def path(self, row: DraftedRow, target: list[int]) -> list[int]:
@@ -261,11 +261,6 @@ def accepted_path(tokens: list[int], parents: list[int], target: list[int]) -> l
             path.append(node)
             at = node
     return path
-
-
-def _last_logit(path: list[int]) -> int:
-    """Row of logits, among those of a row, that the extra token comes from: node n has the one after n's."""
-    return path[-1] + 1 if path else 0
 
 
 def argmax_rows(logits: Tensor) -> Int64:

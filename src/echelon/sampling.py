@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -120,12 +121,11 @@ class Sampler:
     num_prompt_tokens: int = 0
     ends: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
-    _text_counts: TokenCounts = field(init=False, repr=False, compare=False)  # of prompt and output
-    _output_counts: TokenCounts = field(init=False, repr=False, compare=False)
+    _text_counts: TokenCounts = field(default_factory=TokenCounts, init=False, repr=False, compare=False)  # of prompt and output
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_text_counts", TokenCounts())
-        object.__setattr__(self, "_output_counts", TokenCounts(self.num_prompt_tokens))
+    @cached_property
+    def _output_counts(self) -> TokenCounts:
+        return TokenCounts(self.num_prompt_tokens)
 
     @property
     def is_argmax(self) -> bool:
@@ -136,12 +136,8 @@ class Sampler:
     def changes_logits(self) -> bool:
         """Logits are processed before the temperature."""
         p = self.params
-        return bool(p.min_tokens or self.is_history_dependent or p.logit_bias or p.allowed_token_ids)
-
-    @property
-    def is_history_dependent(self) -> bool:
-        """Whether logits depend on the tokens before."""
-        return self.has_penalties or bool(self.bad_words or self.params.logits_processors)
+        by_history = self.has_penalties or self.bad_words or p.logits_processors
+        return bool(p.min_tokens or by_history or p.logit_bias or p.allowed_token_ids)
 
     @property
     def has_penalties(self) -> bool:

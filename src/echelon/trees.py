@@ -160,17 +160,16 @@ class StaticTree(Growth):
     def __init__(self, paths: Sequence[Sequence[int]], only_ranks: bool = True) -> None:
         self.only_ranks = only_ranks
         given = _checked_paths(paths)
-        places = {path: i for i, path in enumerate(given)}
         self.width, self.depth = 1 + max(path[-1] for path in given), max(map(len, given))
         # kind of a node: 0 the root, i + 1 path i; children by kind: their rank, and their kind (0: none)
-        most = max(np.bincount([places[path[:-1]] + 1 if len(path) > 1 else 0 for path in given]))
+        of_path = {(): 0} | {path: i + 1 for i, path in enumerate(given)}
+        parents = [of_path[path[:-1]] for path in given]
+        most = max(np.bincount(parents))
         self._ranks = np.zeros((len(given) + 1, most), np.int64)
         self._kinds = np.zeros((len(given) + 1, most), np.int64)
-        filled = [0] * (len(given) + 1)
-        for i, path in enumerate(given):
-            parent = places[path[:-1]] + 1 if len(path) > 1 else 0
-            self._ranks[parent, filled[parent]], self._kinds[parent, filled[parent]] = path[-1], i + 1
-            filled[parent] += 1
+        for i, (parent, path) in enumerate(zip(parents, given, strict=True)):
+            place = parents[:i].count(parent)
+            self._ranks[parent, place], self._kinds[parent, place] = path[-1], i + 1
 
     def grow(self, forest: Forest, nodes: Int64, tokens: Int64, scores: Float64) -> Int64:
         nodes_kinds = forest.kinds[nodes]

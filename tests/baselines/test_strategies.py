@@ -17,7 +17,7 @@ from echelon.baselines import layout as rectangles
 from echelon.baselines.layout import PaddedBatch
 from echelon.baselines.lines import LineTables
 from echelon.baselines.rectangle import RectangleCache
-from echelon.baselines.selection import PromptsApart, SameLength
+from echelon.baselines.selection import SameLength, prompts_apart
 from echelon.batch import Span
 from echelon.kv.cache import LayerShape
 from echelon.stats import Usage
@@ -212,15 +212,15 @@ def test_selection() -> None:
 
     rows: Any = [a, b, c, d, e]
     usage = Usage()
-    assert PromptsApart().choose(rows, cached) == [c]
-    assert PromptsApart().choose([a, b], cached) == [a, b]  # type: ignore[list-item]
-    assert SameLength(2, usage).choose(rows, cached) == [b, d], "the KV state is part of the key"
+    assert prompts_apart(rows, cached) == [c]
+    assert prompts_apart([a, b], cached) == [a, b]  # type: ignore[list-item]
+    assert SameLength(2, usage)(rows, cached) == [b, d], "the KV state is part of the key"
     assert (usage.num_group_choices, usage.num_group_hits) == (1, 1)
-    assert SameLength(3, usage).choose(rows, cached) == [c]
+    assert SameLength(3, usage)(rows, cached) == [c]
     assert (usage.num_group_choices, usage.num_group_hits) == (2, 1)
-    assert SameLength(3, usage).choose([b, d], cached) == [b, d]  # type: ignore[list-item]
+    assert SameLength(3, usage)([b, d], cached) == [b, d]  # type: ignore[list-item]
     assert (usage.num_group_choices, usage.num_group_hits) == (3, 2)
-    assert SameLength(2, usage).choose([a, b, e], cached) == [a, b]  # type: ignore[list-item]
+    assert SameLength(2, usage)([a, b, e], cached) == [a, b]  # type: ignore[list-item]
 
 
 # Where tokens lie

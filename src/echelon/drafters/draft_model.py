@@ -28,8 +28,7 @@ from echelon.drafters.base import Drafter
 from echelon.drafters.frontier import Frontier, grow
 from echelon.model.runner import Draws, Runner
 from echelon.ops.devices import on_host
-from echelon.ops.rank import likeliest, processed
-from echelon.ops.sample import SampleRow, choose, raw_rows
+from echelon.ops.sample import SampleRow, choose, likeliest, processed, raw_rows
 from echelon.sampling import Sampler, noise_key
 from echelon.sequence import PlannedRow, Sequence
 from echelon.trees import Forest, Growth
@@ -148,7 +147,7 @@ class DraftModelDrafter(Drafter):
         return tokens
 
     def _choose_likely(self, chains: SequenceOf[_Chain], logits: Tensor) -> list[int]:
-        """The same where drafts end for want of confidence: −1 there too, and at tokens that are not among those that `ops.rank` sees."""
+        """The same where drafts end for want of confidence: −1 there too, and at tokens that are not among those that `likeliest` sees."""
         chosen, samplers = self._choose(chains, logits), [c.sampler for c in chains]
         logits = processed(logits, samplers, [c.text for c in chains], [c.tokens for c in chains])
         tokens, scores = likeliest(logits, samplers, [len(c.text) + len(c.tokens) for c in chains], 1)
@@ -210,11 +209,10 @@ class _ModelFrontier(Frontier):
     def __init__(self, drafter: DraftModelDrafter, forest: Forest, rows: SequenceOf[PlannedRow], roots: Int64, logits: Tensor) -> None:
         super().__init__(forest, rows, roots)
         self._drafter, self._logits = drafter, logits
-        self._text_lens = np.array([len(row.sequence) for row in rows])
 
     def logits(self, depth: int) -> Tensor:  # noqa: ARG002
         return self._logits
 
     def advance(self, nodes: Int64, at: Int64, depth: int) -> Int64:  # noqa: ARG002
-        self._logits = self._drafter.feed(self.spans(nodes, self._text_lens, wants_logits=True))
+        self._logits = self._drafter.feed(self.spans(nodes, self.text_lens, wants_logits=True))
         return np.arange(len(nodes))

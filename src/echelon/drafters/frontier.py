@@ -11,7 +11,7 @@ from torch import Tensor
 
 from echelon.batch import Span
 from echelon.draft import Draft, Float64, Int64
-from echelon.ops.rank import likeliest, processed
+from echelon.ops.sample import likeliest, processed
 from echelon.sequence import PlannedRow
 from echelon.trees import Forest, Growth
 
@@ -23,6 +23,7 @@ class Frontier(ABC):
 
     def __init__(self, forest: Forest, rows: SequenceOf[PlannedRow], roots: Int64) -> None:
         self.forest, self.rows, self.roots = forest, rows, roots
+        self.text_lens = np.array([len(row.sequence) for row in rows])
         self.at: Int64 = np.arange(len(roots))  # of every node of the frontier, its state
         self._index = {node: i for i, node in enumerate(roots.tolist())}  # node → its place in the frontier
         self._fed: dict[int, int] = {}  # node → its place among those of its row that were fed
@@ -41,7 +42,7 @@ class Frontier(ABC):
         logits = self.logits(depth)
         width, sharpness = growth.width, growth.sharpness
         samplers = [self.rows[r].sequence.sampler for r in self.forest.rows[nodes]]
-        positions = [len(self.rows[r].sequence) + depth for r in self.forest.rows[nodes]]
+        positions = (self.text_lens[self.forest.rows[nodes]] + depth).tolist()
         if any(s.changes_logits for s in samplers):
             texts = [self.rows[r].sequence.tokens for r in self.forest.rows[nodes]]
             paths = [self.forest.path(node) for node in nodes]

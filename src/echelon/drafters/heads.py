@@ -210,7 +210,7 @@ class _HeadFrontier(Frontier):
     def advance(self, nodes: Int64, at: Int64, depth: int) -> Int64:
         states = self._states[torch.from_numpy(at)]
         tokens = torch.from_numpy(self.forest.tokens[nodes]).to(states.device)
-        known = np.array([len(row.sequence) for row in self.rows]) - 1  # the head's places: each knows the token that follows it
+        known = self.text_lens - 1  # the head's places: each knows the token that follows it
         positions = torch.from_numpy(known[self.forest.rows[nodes]] - 1 + self.forest.depths[nodes]).to(states.device)
         context = self._drafter.context(self.spans(nodes, known))[1] if self._drafter.extends else {}
         extended = self._drafter.head.extend(states, tokens, positions, depth, **context)

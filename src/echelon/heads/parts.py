@@ -207,17 +207,11 @@ def copy_last_layer(layers: nn.ModuleList, target: nn.Module) -> None:
             layer.load_state_dict(last)
 
 
-def final_norm_weight(target: nn.Module) -> Tensor | None:
-    """The scale [d] of the target's final RMSNorm, if it has one under a known name."""
-    norm = getattr(target.get_decoder(), "norm", None)  # type: ignore[operator]
-    weight = getattr(norm, "weight", None)
-    return weight.detach() if isinstance(weight, Tensor) and getattr(norm, "bias", None) is None else None
-
-
 def copy_norm(norm: LlamaRMSNorm, target: nn.Module) -> None:
-    """Start a norm as the target's final one."""
-    weight = final_norm_weight(target)
-    if weight is not None:
+    """Start a norm as the target's final RMSNorm, if it has one under a known name."""
+    final = getattr(target.get_decoder(), "norm", None)  # type: ignore[operator]
+    weight = getattr(final, "weight", None)
+    if isinstance(weight, Tensor) and getattr(final, "bias", None) is None:
         with torch.no_grad():
             norm.weight.copy_(weight)
 

@@ -56,7 +56,7 @@ class DevicePass:
     """
 
     batch: RaggedBatch
-    values: PassValues
+    values: PassValues[NDArray[Any]]
     bucket: Bucket
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from echelon.batch import RaggedBatch
 from echelon.kv.cache import KVCache
-from echelon.model.attention import LayerCall, RecordingAttention, record_layers
+from echelon.model.attention import LayerCall, record_layers
 from echelon.model.graphs.buckets import Bucket, bucket_of, common
 from echelon.model.graphs.buffers import Buffers, Inputs, PassValues, table_width
 from echelon.model.graphs.graphs import Graphs, Outputs
@@ -59,9 +59,9 @@ class Captured:
 
     def __init__(self, loaded: LoadedModel, cache: KVCache) -> None:
         self._loaded, self.cache = loaded, cache
-        seeker = _KeySeeker()
-        record_layers(loaded.model, seeker)
-        self.keys = tuple(dict.fromkeys(seeker.keys))
+        keys: list[PlanKey] = []  # of the plans that the layers need
+        record_layers(loaded.model, lambda call: keys.append(plan_key(call.query, call.key.shape[1], call.window)))
+        self.keys = tuple(dict.fromkeys(keys))
         self.graphs = Graphs(cache.device)
 
     @property
@@ -117,7 +117,7 @@ class Captured:
         """Padding has token and position 0; its keys and values go to the null slots."""
         return 0, 0, 0, self.cache.null_slots
 
-    def _values(self, batch: RaggedBatch) -> PassValues:
+    def _values(self, batch: RaggedBatch) -> PassValues[NDArray[Any]]:
         coded = coded_positions(batch, self._loaded.original_context)
         columns = tuple(column.numpy() for column in (batch.tokens, batch.positions, coded, batch.slots))
         return PassValues(columns, batch.logit_rows.numpy(), tuple(plan_tables(batch, key) for key in self.keys))
@@ -155,10 +155,7 @@ class _OnePass:
 
 
 @dataclass(frozen=True)
-class _ChainOfPasses:
-    buffers: Buffers
-    passes: list[tuple[Tensor, Inputs]]
-    launch: Launch
+class _ChainOfPasses(_OnePass):
     width: int
 
     def forward(self) -> Outputs:
@@ -173,18 +170,6 @@ class _ChainOfPasses:
             return logits.argmax(-1)
         temperature, top_k, top_p, log_min_p, noise_keys = self.buffers.columns
         return draw_rows(logits.float(), temperature, top_k, top_p, log_min_p, noise_keys[index])
-
-
-class _KeySeeker(RecordingAttention):
-    """Notes what plans the layers of a model need."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.keys: list[PlanKey] = []
-
-    def attend(self, call: LayerCall) -> Tensor:
-        self.keys.append(plan_key(call.query, call.key.shape[1], call.window))
-        return super().attend(call)
 
 
 def _columns(draws: Draws | None) -> tuple[NDArray[Any], ...]:

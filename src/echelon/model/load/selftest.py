@@ -126,16 +126,12 @@ def _keeps_state(twin: PreTrainedModel, tokens: Tensor) -> bool:
 def _ragged(twin: PreTrainedModel, rows: list[Tensor], split: int) -> list[Tensor]:
     """The rows in one batch through our attention; the first row in two steps where `split`, so that cached keys are read too."""
     try:
-        return _run(twin, rows, split)
+        served, lengths = ServedTwin(twin, is_bare=True), dict(enumerate(map(len, rows)))
+        before = served.feed({0: rows[0][:split].tolist()}, lengths, lengths) if split else {}
+        after = served.feed({i: row[0 if i else split :].tolist() for i, row in enumerate(rows)}, lengths, lengths)
     except UnsupportedModelError as error:
         name = type(twin).__name__
         raise UnsupportedModelError(f"{error}" if name in str(error) else f"{name}: {error}", error.refusal) from error
     except Exception as error:  # a model that fails inside is refused by name, whatever it raises
         raise UnsupportedModelError(f"{type(twin).__name__} cannot run as a ragged batch: {first_line(error)}") from error
-
-
-def _run(twin: PreTrainedModel, rows: list[Tensor], split: int) -> list[Tensor]:
-    served, lengths = ServedTwin(twin, is_bare=True), dict(enumerate(map(len, rows)))
-    before = served.feed({0: rows[0][:split].tolist()}, lengths, lengths) if split else {}
-    after = served.feed({i: row[0 if i else split :].tolist() for i, row in enumerate(rows)}, lengths, lengths)
     return [torch.cat([before[i], logits]) if i in before else logits for i, logits in after.items()]
