@@ -151,11 +151,7 @@ class Rejection:
         sampler, known = row.row.sequence.sampler, row.row.sequence.tokens
         token, position = row.tokens[node], len(known) + node
         target = sampler.probabilities(logits, known, row.tokens[:node])
-        drafted = np.zeros_like(target)
-        if row.probs is None:
-            drafted[token] = 1.0
-        else:
-            drafted = row.probs[node]
+        drafted = np.eye(1, len(target), token)[0] if row.probs is None else row.probs[node]
         if sampler.accepts(float(target[token]), float(drafted[token]), position):
             return None
         return sampler.draw(np.maximum(target - drafted, 0.0), position)
@@ -231,13 +227,12 @@ def target_tokens(rows: SequenceOf[DraftedRow], logits: Tensor) -> tuple[list[in
     for at in np.flatnonzero(~np.isfinite(values)).tolist():
         tokens[at] = -1
         problems[at] = RowError(f"the largest of the model's logits is {values[at]}; the model overflowed, so this row ends")
-    places: list[tuple[int, SampleRow]] = []
-    for row in rows:
-        sequence = row.row.sequence
-        if not sequence.sampler.is_argmax:
-            lines = raw_rows(row.logits)
-            for node, path in enumerate(_paths(row.tokens, row.parents)):
-                places.append((row.first_logit + node, SampleRow(sequence.sampler, lines[node], sequence.tokens, path)))
+    places = [
+        (row.first_logit + node, SampleRow(row.row.sequence.sampler, line, row.row.sequence.tokens, path))
+        for row in rows
+        if not row.row.sequence.sampler.is_argmax
+        for node, (line, path) in enumerate(zip(raw_rows(row.logits), _paths(row.tokens, row.parents), strict=True))
+    ]
     failed: dict[int, EchelonError] = {}
     for (at, _), token in zip(places, choose([place for _, place in places], failed), strict=True):
         tokens[at] = token

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
@@ -102,11 +101,12 @@ class Captured:
             later = [again] * len(later)
         buckets = [first, *later]
         rows = first.num_logits
+        columns = () if draws is None else draw_columns(draws.params, draws.noise_keys)
         shapes = [] if draws is None else [*(((rows,), dtype) for dtype in DRAWN), ((len(batches), rows), torch.int64)]
         outputs = self.graphs.run(
             (*buckets, width, draws is None),
             lambda: _ChainOfPasses(*self._buffers(buckets, shapes), self.launch(), width),
-            lambda program: program.buffers.fill(passes, [self._pads] * len(passes), _columns(draws), [batches[0].block_table.numpy()]),
+            lambda program: program.buffers.fill(passes, [self._pads] * len(passes), columns, [batches[0].block_table.numpy()]),
         )
         if outputs is None:
             return None
@@ -170,14 +170,6 @@ class _ChainOfPasses(_OnePass):
             return logits.argmax(-1)
         temperature, top_k, top_p, log_min_p, noise_keys = self.buffers.columns
         return draw_rows(logits.float(), temperature, top_k, top_p, log_min_p, noise_keys[index])
-
-
-def _columns(draws: Draws | None) -> tuple[NDArray[Any], ...]:
-    """As `_ChainOfPasses` reads them: a row's parameters, and noise keys int64 [passes, B]."""
-    if draws is None:
-        return ()
-    *params, _ = draw_columns(draws.params, draws.noise_keys[0])
-    return (*params, np.array(draws.noise_keys, np.uint64).view(np.int64))
 
 
 def captured(loaded: LoadedModel, cache: KVCache) -> Captured | None:

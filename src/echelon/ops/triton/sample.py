@@ -160,8 +160,10 @@ def sample_rows(logits: Sequence[Tensor], samplers: Sequence[Sampler], positions
     return tokens
 
 
-def draw_columns(params: Sequence[SamplingParams], noise_keys: Sequence[int]) -> tuple[NDArray[Any], ...]:
-    """What `draw_rows` reads of every row, float32, int32, float64, float32 and int64 [R]; `noise_keys` of `sampling.noise_key`."""
+def draw_columns(params: Sequence[SamplingParams], noise_keys: Sequence[int] | Sequence[Sequence[int]]) -> tuple[NDArray[Any], ...]:
+    """What `draw_rows` reads of every row, float32, int32, float64, float32 and int64 [R]; `noise_keys` of `sampling.noise_key`, or
+    [passes, R], those of several passes.
+    """
     with np.errstate(divide="ignore"):  # no min_p: a threshold of −∞
         log_min_p = np.log(np.array([p.min_p for p in params], np.float32))
     top_k, top_p = np.array([p.top_k for p in params], np.int32), np.array([p.top_p for p in params], np.float64)
