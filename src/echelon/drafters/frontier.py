@@ -45,8 +45,7 @@ class Frontier(ABC):
         positions = (self.text_lens[self.forest.rows[nodes]] + depth).tolist()
         if any(s.changes_logits for s in samplers):
             texts = [self.rows[r].sequence.tokens for r in self.forest.rows[nodes]]
-            paths = [self.forest.path(node) for node in nodes]
-            logits = processed(logits[torch.from_numpy(self.at)], samplers, texts, paths)
+            logits = processed(logits[torch.from_numpy(self.at)], samplers, texts, [self.forest.path(node) for node in nodes])
             return likeliest(logits, samplers, positions, width, sharpness=sharpness)
         _, first = np.unique(self.at, return_index=True)  # one node of every state; all of its nodes have one row and depth
         samplers, positions = [samplers[i] for i in first], [positions[i] for i in first]
@@ -55,8 +54,8 @@ class Frontier(ABC):
 
     def extend(self, nodes: Int64, depth: int) -> None:
         """Go on from `nodes`, children of the frontier's, rows together."""
-        at = self.at[[self._index[p] for p in self.forest.parents[nodes].tolist()]]
-        self.at = self.advance(nodes, at, depth)
+        parents = [self._index[p] for p in self.forest.parents[nodes].tolist()]
+        self.at = self.advance(nodes, self.at[parents], depth)
         self._index = {node: i for i, node in enumerate(nodes.tolist())}
 
     def spans(self, nodes: Int64, text_lens: Int64, wants_logits: bool = False) -> list[Span]:

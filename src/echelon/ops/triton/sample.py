@@ -178,8 +178,9 @@ def draw_rows(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor,
     logits = logits.contiguous()
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):
-        columns = (temperature, top_k, top_p, log_min_p, noise_keys)
-        _sample_rows[(len(logits),)](logits, *columns, tokens, logits.shape[1], block=BLOCK, num_warps=8, **EXACT)
+        _sample_rows[(len(logits),)](
+            logits, temperature, top_k, top_p, log_min_p, noise_keys, tokens, logits.shape[1], block=BLOCK, num_warps=8, **EXACT
+        )
     return tokens
 
 
