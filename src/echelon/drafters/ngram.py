@@ -38,7 +38,7 @@ class NgramIndex:
 
 
 class NgramDrafter(Drafter):
-    """Looks up the last tokens of each row in the row's own prompt, or in prompt and output: what became of a draft is all the same."""
+    """Looks up the last tokens of each row in the row's own prompt, or in prompt and output. What became of a draft it need not hear."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
