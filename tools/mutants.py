@@ -35,8 +35,8 @@ class Mutant:
 MUTANTS = [
     Mutant("accept a wrong token", "acceptance.py", "parent == at and token == target[at + 1]", "parent == at", f"{LOSSLESS}[1-always_wrong-3-greedy]"),
     Mutant("accept from any node", "acceptance.py", "if parent == at and token", "if token", "tests/core/test_acceptance.py"),
-    Mutant("bonus from the wrong place", "acceptance.py", "last = _last_logit(path)", "last = 0", f"{LOSSLESS}[1-always_right-3-greedy]"),
-    Mutant("recovered token one too late", "acceptance.py", "return path[-1] + 1 if path else 0", "return path[-1] if path else 0", "tests/core/test_acceptance.py"),
+    Mutant("bonus from the wrong place", "acceptance.py", "last = path[-1] + 1 if path else 0", "last = 0", f"{LOSSLESS}[1-always_right-3-greedy]"),
+    Mutant("recovered token one too late", "acceptance.py", "last = path[-1] + 1 if path else 0", "last = path[-1] if path else 0", "tests/core/test_acceptance.py"),
     Mutant("logits of the neighbour", "acceptance.py", "first = bounds[i] + row.num_prompt_logits", "first = i", "tests/core/test_acceptance.py"),
     Mutant("argmax misses the tail", "acceptance.py", "rest.max(-1) > best.max(-1)", "rest.max(-1) < best.min(-1)", "tests/core/test_sampling.py"),
     Mutant("noise ignores the position", "sampling.py", "_mix((position * _GOLDEN + 2) & _MASK)", "_mix(2)", "tests/core/test_sampling.py"),

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from echelon.draft import Draft, RowVerdict, Verdict
+from echelon.draft import Draft, Float64, Int64, RowVerdict, Verdict
 from echelon.errors import EchelonError, RowError, row_error
 from echelon.ops.devices import on_host
 from echelon.ops.sample import SampleRow, choose, raw_rows
@@ -37,7 +37,7 @@ class DraftedRow(NamedTuple):
     row: PlannedRow
     tokens: list[int]
     parents: list[int]
-    probs: NDArray[np.float64] | None
+    probs: Float64 | None
     step_logits: Tensor
     first_logit: int
 
@@ -79,7 +79,7 @@ class Exact:
             path = self.path(row, target)
         except Exception as error:
             return Decision([], -1, row_error(error))
-        last = _last_logit(path)
+        last = path[-1] + 1 if path else 0  # node n has the row of logits after n's
         return Decision(path, target[last], None if target[last] >= 0 else problems.get(row.first_logit + last))
 
     def path(self, row: DraftedRow, target: list[int]) -> list[int]:
@@ -96,7 +96,7 @@ class Typical(Exact):
     threshold: float
     alpha: float
 
-    def accepts(self, probabilities: NDArray[np.float64], token: int) -> bool:
+    def accepts(self, probabilities: Float64, token: int) -> bool:
         """Is the token typical of these probabilities float64[V]?"""
         positive = probabilities[probabilities > 0]
         entropy = -float((positive * np.log(positive)).sum())
@@ -109,7 +109,7 @@ class Typical(Exact):
             return super().path(row, target)
         paths: dict[int, list[int]] = {-1: []}  # of typical nodes
         scores = {-1: 0.0}
-        probabilities: dict[int, NDArray[np.float64]] = {}  # after a node
+        probabilities: dict[int, Float64] = {}  # after a node
         for node, (token, parent) in enumerate(zip(tokens, row.parents, strict=True)):
             if parent not in paths:
                 continue
@@ -151,11 +151,7 @@ class Rejection:
         sampler, known = row.row.sequence.sampler, row.row.sequence.tokens
         token, position = row.tokens[node], len(known) + node
         target = sampler.probabilities(logits, known, row.tokens[:node])
-        drafted = np.zeros_like(target)
-        if row.probs is None:
-            drafted[token] = 1.0
-        else:
-            drafted = row.probs[node]
+        drafted = np.eye(1, len(target), token)[0] if row.probs is None else row.probs[node]
         if sampler.accepts(float(target[token]), float(drafted[token]), position):
             return None
         return sampler.draw(np.maximum(target - drafted, 0.0), position)
@@ -231,13 +227,12 @@ def target_tokens(rows: SequenceOf[DraftedRow], logits: Tensor) -> tuple[list[in
     for at in np.flatnonzero(~np.isfinite(values)).tolist():
         tokens[at] = -1
         problems[at] = RowError(f"the largest of the model's logits is {values[at]}; the model overflowed, so this row ends")
-    places: list[tuple[int, SampleRow]] = []
-    for row in rows:
-        sequence = row.row.sequence
-        if not sequence.sampler.is_argmax:
-            lines = raw_rows(row.logits)
-            for node, path in enumerate(_paths(row.tokens, row.parents)):
-                places.append((row.first_logit + node, SampleRow(sequence.sampler, lines[node], sequence.tokens, path)))
+    places = [
+        (row.first_logit + node, SampleRow(row.row.sequence.sampler, line, row.row.sequence.tokens, path))
+        for row in rows
+        if not row.row.sequence.sampler.is_argmax
+        for node, (line, path) in enumerate(zip(raw_rows(row.logits), _paths(row.tokens, row.parents), strict=True))
+    ]
     failed: dict[int, EchelonError] = {}
     for (at, _), token in zip(places, choose([place for _, place in places], failed), strict=True):
         tokens[at] = token
@@ -263,17 +258,12 @@ def accepted_path(tokens: list[int], parents: list[int], target: list[int]) -> l
     return path
 
 
-def _last_logit(path: list[int]) -> int:
-    """Row of logits, among those of a row, that the extra token comes from: node n has the one after n's."""
-    return path[-1] + 1 if path else 0
-
-
-def argmax_rows(logits: Tensor) -> NDArray[np.int64]:
+def argmax_rows(logits: Tensor) -> Int64:
     """int64 [R]: the first largest entry of every row of [R, V]."""
     return largest_rows(logits)[0]
 
 
-def largest_rows(logits: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+def largest_rows(logits: Tensor) -> tuple[Int64, NDArray[np.float32]]:
     """The first largest entry of every row of [R, V]: its index int64 [R] and its value float32 [R].
 
     A row that holds NaN anywhere has the value NaN, and then its index means nothing. `torch.argmax` tracks an index per element; the

@@ -36,44 +36,52 @@ class Span:
 
 
 @dataclass(frozen=True)
-class RaggedBatch:
+class PassInputs:
+    """What a model is fed, in the batch of any strategy.
+
+    tokens       int32[T]
+    positions    int32[T]    absolute, from the start of each row's own text
+    logit_rows   int64[R]    tokens whose logits are wanted, in order
+    logit_indptr int32[B+1]  row i owns the rows of logits `logit_indptr[i]:logit_indptr[i + 1]`
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    logit_rows: Tensor
+    logit_indptr: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """T, without padding."""
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class RaggedBatch(PassInputs):
     """Packed new tokens of B rows; row i owns tokens `indptr[i]:indptr[i + 1]`. Nothing is padded.
 
-    tokens      int32[T]
-    positions   int32[T]    absolute, from the start of each row's own text
     indptr      int32[B+1]
     slots       int64[T]    KV slot that token t's key and value are written to
     kv_lens     int32[B]    tokens of the row that have keys and values once this batch is written
     text_lens   int32[B]    known tokens of the row's text, fed or not, drafts left out
     prompt_lens int32[B]    those of them that were given, not generated
     block_table int32[B, M] the row's KV blocks in order; entries past its own are arbitrary
-    logit_rows  int64[R]    packed tokens whose logits are wanted, in order
-    logit_indptr int32[B+1] row i owns the rows of logits `logit_indptr[i]:logit_indptr[i + 1]`
     parents     int32[P]    in trees, the parent of every drafted node of a row, cached before or new, among them; −1: the last known
                             token. Node j of a row has place text_len + j in it. None: in every row the next follows the last
     node_indptr int32[B+1]  which of them are each row's, with `parents`; a chain may have none
     plans       what attention has worked out about this batch, shared by all layers
     """
 
-    tokens: Tensor
-    positions: Tensor
     indptr: Tensor
     slots: Tensor
     kv_lens: Tensor
     text_lens: Tensor
     prompt_lens: Tensor
     block_table: Tensor
-    logit_rows: Tensor
-    logit_indptr: Tensor
     block_size: int
     parents: Tensor | None = None
     node_indptr: Tensor | None = None
     plans: dict[Any, Any] = field(default_factory=dict)
-
-    @property
-    def num_tokens(self) -> int:
-        """T"""
-        return len(self.tokens)
 
     @property
     def num_rows(self) -> int:

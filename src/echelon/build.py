@@ -169,7 +169,7 @@ def draft_model_drafter(config: EngineConfig, spec: SpeculativeConfig, storage: 
 def head_drafter(_config: EngineConfig, spec: SpeculativeConfig, storage: Storage) -> Drafter:
     """Build the drafter that runs a head of the target."""
     assert storage.head is not None
-    return HeadDrafter(storage.head, growth_of(spec, storage.head.depth), storage.head_cache, spec.min_score)
+    return HeadDrafter(storage.head, growth_of(spec, storage.head.head.max_depth), storage.head_cache, spec.min_score)
 
 
 def growth_of(spec: SpeculativeConfig, max_depth: int | None) -> Growth:

@@ -13,9 +13,11 @@ from echelon.errors import EchelonError
 from echelon.sampling import Logprobs
 
 Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Float64 = NDArray[np.float64]
 
 
-def indptr_of(counts: Sequence[int] | NDArray[np.int64]) -> Int32:
+def indptr_of(counts: Sequence[int] | Int64) -> Int32:
     """int32[B+1]: where each row's items begin, and the end of the last, from how many every row has."""
     indptr = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=indptr[1:])
@@ -35,10 +37,10 @@ class Draft:
     tokens: Int32
     parents: Int32
     indptr: Int32
-    probs: NDArray[np.float64] | None = None
+    probs: Float64 | None = None
 
     @classmethod
-    def chains(cls, proposals: Sequence[Sequence[int]], probs: NDArray[np.float64] | None = None) -> Draft:
+    def chains(cls, proposals: Sequence[Sequence[int]], probs: Float64 | None = None) -> Draft:
         """One chain per row; an empty proposal is a row that is not drafted for."""
         lengths = [len(p) for p in proposals]
         indptr = indptr_of(lengths)

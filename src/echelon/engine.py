@@ -32,13 +32,11 @@ def spans_of(rows: SequenceOf[PlannedRow], draft: Draft) -> list[Span]:
     """What the target is fed: each row's new tokens and its draft; logits after the last known token and every drafted one."""
     spans = []
     for i, row in enumerate(rows):
-        known = row.sequence.tokens[row.start : row.start + row.num_new]
-        drafted = draft.row(i)
+        sequence, drafted = row.sequence, draft.row(i)
+        fed = sequence.tokens[row.start : row.start + row.num_new] + drafted
         num_logits = row.num_prompt_logits + (1 + len(drafted) if row.is_sampled else 0)
         parents = draft.row_parents(i) if draft.has_branches else None
-        sequence = row.sequence
-        lengths = num_logits, len(sequence), len(drafted)
-        spans.append(Span(sequence.id, row.start, known + drafted, *lengths, parents, sequence.num_prompt_tokens))
+        spans.append(Span(sequence.id, row.start, fed, num_logits, len(sequence), len(drafted), parents, sequence.num_prompt_tokens))
     return spans
 
 

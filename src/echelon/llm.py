@@ -164,7 +164,7 @@ class LLM:
 
         May be called while another thread runs the engine.
         """
-        stats, pool = self.stats, self.engine.target.cache.tables.pool
+        stats, tables = self.stats, self.engine.target.cache.tables
         counters = {f.name: getattr(stats, f.name) for f in fields(stats) if f.name != "acceptance"}
         return counters | {
             "seconds": dict(stats.seconds),
@@ -180,8 +180,8 @@ class LLM:
             "acceptance": self.acceptance_name,
             "num_running": len(self.engine.scheduler.running),
             "num_waiting": len(self.engine.scheduler.waiting),
-            "num_kv_blocks": pool.num_blocks,
-            "num_free_kv_blocks": pool.num_free,
+            "num_kv_blocks": tables.num_blocks,
+            "num_free_kv_blocks": tables.num_free,
         }
 
     def run(self, requests: SequenceOf[SequenceOf[Sequence]]) -> Iterator[list[int]]:

@@ -65,26 +65,23 @@ def plan_kv(
     ------
     ConfigError  the limit holds not one block, or is more than the memory that is available
     """
-    block_bytes = bytes_per_token * block_size
-    if limit != "auto" and limit > (available := available_memory(device)):
+    block_bytes, available = bytes_per_token * block_size, available_memory(device)
+    if limit != "auto" and limit > available:
         raise ConfigError(
             f"kv_cache_memory_bytes = {shown(limit)} exceeds the {available:,} bytes that are available on {device.type}; lower it, or "
             "leave it to 'auto'"
         )
-    blocks_per_row = -(-max_len // block_size)
-    wanted = max_num_seqs * blocks_per_row
+    share = AUTO_SHARE[device.type]
+    num_blocks = (int(available * share) if limit == "auto" else limit) // block_bytes - num_null_blocks
+    reason = "kv_cache_memory_bytes"
     if limit == "auto":
-        available, share = available_memory(device), AUTO_SHARE[device.type]
-        affordable = int(available * share) // block_bytes - num_null_blocks
-        reason = f"auto: {max_num_seqs} rows of {max_len:,} tokens"
-        if affordable < wanted:
+        wanted, reason = max_num_seqs * -(-max_len // block_size), f"auto: {max_num_seqs} rows of {max_len:,} tokens"
+        if num_blocks < wanted:
             reason = f"auto: {share:.0%} of {mebibytes(available)} available; {max_num_seqs} rows of {max_len:,} tokens would want more"
-        plan = MemoryPlan(min(wanted, affordable), block_size, block_bytes, reason)
-    else:
-        plan = MemoryPlan(limit // block_bytes - num_null_blocks, block_size, block_bytes, "kv_cache_memory_bytes")
-    if plan.num_blocks < 1:
+        num_blocks = min(wanted, num_blocks)
+    if num_blocks < 1:
         raise ConfigError(
             f"kv_cache_memory_bytes = {limit} holds no block of {block_size} tokens ({block_bytes:,} bytes); give at least "
             f"{(1 + num_null_blocks) * block_bytes:,}"
         )
-    return plan
+    return MemoryPlan(num_blocks, block_size, block_bytes, reason)

@@ -9,9 +9,9 @@ Communication and Drafter-Invariant Speculative Decoding").
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -93,7 +93,7 @@ class SamplingParams(Settings):
         }
 
 
-def one_each(params: SamplingParams | SequenceOf[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
+def one_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
     """Parameters of every prompt, from one for all (by default the defaults) or a list with one each."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
@@ -120,12 +120,11 @@ class Sampler:
     num_prompt_tokens: int = 0
     ends: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
-    _text_counts: TokenCounts = field(init=False, repr=False, compare=False)  # of prompt and output
-    _output_counts: TokenCounts = field(init=False, repr=False, compare=False)
+    _text_counts: TokenCounts = field(default_factory=TokenCounts, init=False, repr=False, compare=False)  # of prompt and output
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_text_counts", TokenCounts())
-        object.__setattr__(self, "_output_counts", TokenCounts(self.num_prompt_tokens))
+    @cached_property
+    def _output_counts(self) -> TokenCounts:
+        return TokenCounts(self.num_prompt_tokens)
 
     @property
     def is_argmax(self) -> bool:
@@ -136,12 +135,8 @@ class Sampler:
     def changes_logits(self) -> bool:
         """Logits are processed before the temperature."""
         p = self.params
-        return bool(p.min_tokens or self.is_history_dependent or p.logit_bias or p.allowed_token_ids)
-
-    @property
-    def is_history_dependent(self) -> bool:
-        """Whether logits depend on the tokens before."""
-        return self.has_penalties or bool(self.bad_words or self.params.logits_processors)
+        by_history = self.has_penalties or self.bad_words or p.logits_processors
+        return bool(p.min_tokens or by_history or p.logit_bias or p.allowed_token_ids)
 
     @property
     def has_penalties(self) -> bool:
@@ -149,7 +144,7 @@ class Sampler:
         p = self.params
         return p.presence_penalty != 0.0 or p.frequency_penalty != 0.0 or p.repetition_penalty != 1.0
 
-    def choose(self, logits: Float32, tokens: SequenceOf[int], path: SequenceOf[int] = ()) -> int:
+    def choose(self, logits: Float32, tokens: Sequence[int], path: Sequence[int] = ()) -> int:
         """The token after `tokens` and the drafted `path`, which counts as if it were committed. `logits` float32 [V], raw."""
         return self.choose_processed(self.checked(logits, tokens, path), len(tokens) + len(path))
 
@@ -161,7 +156,7 @@ class Sampler:
         ids = kept_tokens(scaled, self.params)
         return int(ids[np.argmax(scaled[ids] + gumbel_noise(self.seed, self.index, position, ids))])
 
-    def probabilities(self, logits: Float32, tokens: SequenceOf[int], path: SequenceOf[int] = ()) -> NDArray[np.float64]:
+    def probabilities(self, logits: Float32, tokens: Sequence[int], path: Sequence[int] = ()) -> NDArray[np.float64]:
         """float64 [V]: what `choose` draws from."""
         processed = self.checked(logits, tokens, path)
         out = np.zeros(len(processed))
@@ -184,7 +179,7 @@ class Sampler:
         ids = np.flatnonzero(weights > 0.0)
         return int(ids[np.argmax(np.log(weights[ids]) + gumbel_noise(self.seed, self.index, position, ids, RESIDUAL))])
 
-    def checked(self, logits: Float32, tokens: SequenceOf[int], path: SequenceOf[int] = ()) -> Float32:
+    def checked(self, logits: Float32, tokens: Sequence[int], path: Sequence[int] = ()) -> Float32:
         """`processed` logits from which a token can be chosen.
 
         Raises
@@ -205,7 +200,7 @@ class Sampler:
             raise RequestError(f"temperature = {self.params.temperature} makes logits {where} overflow; use 0 for greedy decoding")
         return out
 
-    def processed(self, logits: Float32, tokens: SequenceOf[int], path: SequenceOf[int] = ()) -> Float32:
+    def processed(self, logits: Float32, tokens: Sequence[int], path: Sequence[int] = ()) -> Float32:
         """Logits after everything that may change their order, in vLLM's sequence; the input is left as it is."""
         p = self.params
         if not self.changes_logits:
@@ -231,7 +226,7 @@ class Sampler:
                 out = np.array(processor(output, out), np.float32, order="C")
         return out
 
-    def _penalise(self, out: Float32, tokens: SequenceOf[int], path: SequenceOf[int]) -> None:
+    def _penalise(self, out: Float32, tokens: Sequence[int], path: Sequence[int]) -> None:
         """Repetition (prompt and output; Keskar et al. 2019), frequency and presence (output only; OpenAI's definitions)."""
         p = self.params
         if p.repetition_penalty != 1.0:
@@ -244,7 +239,7 @@ class Sampler:
                 out[seen] -= np.float32(p.frequency_penalty) * counts.astype(np.float32) + np.float32(p.presence_penalty)
 
 
-def _last(tokens: SequenceOf[int], path: SequenceOf[int], count: int) -> tuple[int, ...]:
+def _last(tokens: Sequence[int], path: Sequence[int], count: int) -> tuple[int, ...]:
     """The last tokens of `tokens` and then `path`."""
     return tuple([*tokens[max(0, len(tokens) - count) :], *path][-count:]) if count else ()
 

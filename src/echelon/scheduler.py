@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol
 
 from echelon.draft import RowVerdict, Verdict
 from echelon.errors import RequestError
@@ -18,11 +17,8 @@ from echelon.sequence import Plan, PlannedRow, Sequence
 PROMPT_LOGITS = 128  # prompt tokens a step of a row whose prompt logprobs are wanted: bounds the logits held at once
 
 
-class Selector(Protocol):
-    """Chooses which of the running rows take part in a step."""
-
-    def choose(self, running: SequenceOf[Sequence], num_cached: Callable[[Sequence], int]) -> list[Sequence]:
-        """Return some of the running rows, at least one."""
+# (running rows, how many tokens of a row are cached) → those that take part in a step, at least one
+Selector = Callable[[SequenceOf[Sequence], Callable[[Sequence], int]], list[Sequence]]
 
 
 class Scheduler:
@@ -88,10 +84,9 @@ class Scheduler:
 
     def abort(self, sequence: Sequence) -> None:
         """Take a request out, wherever it is."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        for rows in (self.running, self.waiting):
+            if sequence in rows:
+                rows.remove(sequence)
         self._release(sequence)
 
     def next_step(self, in_flight: Plan | None = None, may_run_ahead: bool = False) -> Plan:
@@ -146,12 +141,10 @@ class Scheduler:
         return budget
 
     def _can_run_ahead(self) -> bool:
-        """No row may enter, and none needs the host."""
-        return not (self._is_watched or self._may_enter() or any(map(self._needs_host, self.running)))
-
-    def _needs_host(self, sequence: Sequence) -> bool:
-        """Its tokens do not follow from its logits and noise alone."""
-        return sequence.sampler.changes_logits or sequence.params.logprobs is not None or sequence.lacks_prompt_logprobs
+        """No row may enter, and the tokens of each follow from its logits and noise alone."""
+        return not (self._is_watched or self._may_enter()) and not any(
+            s.sampler.changes_logits or s.params.logprobs is not None or s.lacks_prompt_logprobs for s in self.running
+        )
 
     def _is_ready(self, row: PlannedRow) -> bool:
         """Its text is read but for the last token (for two, in a draft model), and contexts hold the longest that it may become."""
@@ -169,7 +162,7 @@ class Scheduler:
             for tables in self._tables:
                 tables.reserve(sequence.id, 1)
         self._is_open = self._refill
-        chosen = selector.choose(self.running, self._num_cached)
+        chosen = selector(self.running, self._num_cached)
         limit = max(1, self._max_num_batched_tokens // len(chosen))
         plan = Plan([self._plan_row(sequence, limit) for sequence in chosen])
         for row in plan.rows:
@@ -203,11 +196,10 @@ class Scheduler:
     def _share_prompt(self, sequence: Sequence) -> bool:
         """Let a further sample of a prompt start from the blocks of the first; false while the first is still reading the prompt."""
         parent = sequence.parent
-        if parent not in self.running or sequence.num_output_tokens or sequence.id in self._tables[0]:
+        if parent is None or parent not in self.running or sequence.num_output_tokens or sequence.id in self._tables[0]:
             return True
         if self._has_passed(len(sequence), len(parent)):
             return True
-        assert parent is not None
         shared = sequence.num_prompt_tokens - 1  # the last token is fed again: its logits are needed
         if self._num_cached(parent) < shared:
             return False
@@ -250,7 +242,7 @@ class Scheduler:
         return any(before <= switch < after for switch in self._context_switches)
 
     def _fits(self, row: int, num_tokens: int) -> bool:
-        return all(t.num_missing(row, min(num_tokens, t.max_tokens_per_row)) <= t.pool.num_free for t in self._tables)
+        return all(t.num_missing(row, min(num_tokens, t.max_tokens_per_row)) <= t.num_free for t in self._tables)
 
     def _reserve(self, row: PlannedRow) -> bool:
         """All tables or none."""

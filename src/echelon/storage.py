@@ -76,7 +76,7 @@ def build_unpadded(
 
         for runner in runners:
             runner.captured = captured(runner.loaded, runner.cache)
-    return Storage(plan, runners, head, cache(head.shapes, head.dtype) if head and head.shapes else None)
+    return Storage(plan, runners, head, cache(head.shapes, head.head.dtype) if head and head.shapes else None)
 
 
 def captures_steps(config: EngineConfig, device: torch.device) -> bool:

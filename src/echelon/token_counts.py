@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -21,13 +20,13 @@ class TokenCounts:
         self._start = start
         self._clear([])
 
-    def _clear(self, tokens: SequenceOf[int]) -> None:
+    def _clear(self, tokens: Sequence[int]) -> None:
         self._tokens, self._num_read = tokens, self._start
         self._slots: dict[int, int] = {}  # token → its entry in the arrays
         self._ids, self._counts = np.zeros(64, np.int64), np.zeros(64, np.int64)
 
     @contextmanager
-    def of(self, tokens: SequenceOf[int], path: SequenceOf[int]) -> Iterator[tuple[Int64, Int64]]:
+    def of(self, tokens: Sequence[int], path: Sequence[int]) -> Iterator[tuple[Int64, Int64]]:
         """Different token ids of `tokens` and then `path`, and how often each is there, int64 [U] both; valid inside the block."""
         if tokens is not self._tokens or len(tokens) < self._num_read:
             self._clear(tokens)

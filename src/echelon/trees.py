@@ -6,17 +6,15 @@ level by level, each within its own budget; nothing of a row's tree is a functio
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.draft import Draft
+from echelon.draft import Draft, Float64, Int64, indptr_of
 
 Bool = NDArray[np.bool_]
-Int64 = NDArray[np.int64]
-Float64 = NDArray[np.float64]
 Path = tuple[int, ...]  # of ranks: (0, 2) is the third child of the likeliest first token
 
 # The 25 nodes of EAGLE-1 (Li et al. 2024), which its code calls mc_sim_7b_63, and which Clover-2 uses too
@@ -90,32 +88,31 @@ class Forest:
         """The kept nodes, whose parents must be kept too."""
         kept = np.flatnonzero(is_kept & (self.parents >= 0))
         kept = kept[np.argsort(self.rows[kept], kind="stable")]
-        indptr = np.zeros(len(self.max_tokens) + 1, np.int32)
-        np.cumsum(np.bincount(self.rows[kept], minlength=len(self.max_tokens)), out=indptr[1:])
+        indptr = indptr_of(np.bincount(self.rows[kept], minlength=len(self.max_tokens)))
         places = np.full(len(self), -1, np.int64)
         places[kept] = np.arange(len(kept)) - indptr[self.rows[kept]]
         return Draft(self.tokens[kept].astype(np.int32), places[self.parents[kept]].astype(np.int32), indptr)
 
 
-class Growth(Protocol):
+class Growth(ABC):
     """`width`: most children of a node; `depth`: longest path; `only_ranks`: of scores only their order matters, and which are −∞;
     `sharpness`: what logits of greedy places are multiplied by before they become scores.
     """
 
     width: int
     depth: int
-    only_ranks: bool
-    sharpness: float
+    only_ranks = False
+    sharpness = 1.0
 
+    @abstractmethod
     def grow(self, forest: Forest, nodes: Int64, tokens: Int64, scores: Float64) -> Int64:
         """Give `nodes` [M] children: tokens [M, width], the likeliest first, with log-probabilities scores [M, width] ≤ 0, −∞ where there
         is none. Returns which of the new nodes to go on from.
         """
-        ...
 
     def kept(self, forest: Forest) -> Bool:
-        """Which nodes are proposed, roots aside: at most the budget, each with its parent."""
-        ...
+        """Which nodes are proposed, roots aside: at most the budget, each with its parent. By default all that have grown."""
+        return np.ones(len(forest), np.bool_)
 
 
 def best(rows: Int64, scores: Float64, depths: Int64, limits: Int64) -> Bool:
@@ -154,28 +151,25 @@ def _checked_paths(paths: Sequence[Sequence[int]]) -> list[Path]:
     return checked
 
 
-class StaticTree:
+class StaticTree(Growth):
     """The same tree for every row, as paths of ranks. A chain is one. A row with a smaller budget gets the first nodes of the list.
 
     Published lists are sorted by length first; one that comes from `best_paths` is best cut anywhere.
     """
 
-    sharpness = 1.0
-
     def __init__(self, paths: Sequence[Sequence[int]], only_ranks: bool = True) -> None:
         self.only_ranks = only_ranks
         given = _checked_paths(paths)
-        places = {path: i for i, path in enumerate(given)}
         self.width, self.depth = 1 + max(path[-1] for path in given), max(map(len, given))
         # kind of a node: 0 the root, i + 1 path i; children by kind: their rank, and their kind (0: none)
-        most = max(np.bincount([places[path[:-1]] + 1 if len(path) > 1 else 0 for path in given]))
+        of_path = {(): 0} | {path: i + 1 for i, path in enumerate(given)}
+        parents = [of_path[path[:-1]] for path in given]
+        most = max(np.bincount(parents))
         self._ranks = np.zeros((len(given) + 1, most), np.int64)
         self._kinds = np.zeros((len(given) + 1, most), np.int64)
-        filled = [0] * (len(given) + 1)
-        for i, path in enumerate(given):
-            parent = places[path[:-1]] + 1 if len(path) > 1 else 0
-            self._ranks[parent, filled[parent]], self._kinds[parent, filled[parent]] = path[-1], i + 1
-            filled[parent] += 1
+        for i, (parent, path) in enumerate(zip(parents, given, strict=True)):
+            place = parents[:i].count(parent)
+            self._ranks[parent, place], self._kinds[parent, place] = path[-1], i + 1
 
     def grow(self, forest: Forest, nodes: Int64, tokens: Int64, scores: Float64) -> Int64:
         nodes_kinds = forest.kinds[nodes]
@@ -192,16 +186,13 @@ class StaticTree:
         has_children &= self._kinds[forest.kinds[new], 0] <= forest.max_tokens[forest.rows[new]]
         return _growing(forest, new[has_children], self.depth)
 
-    def kept(self, forest: Forest) -> Bool:
-        return np.ones(len(forest), np.bool_)
-
 
 def chain(length: int, only_ranks: bool = True) -> StaticTree:
     """The tree of one path of `depth` tokens."""
     return StaticTree([(0,) * (i + 1) for i in range(length)], only_ranks)
 
 
-class BestFirst:
+class BestFirst(Growth):
     """EAGLE-2 (Li et al. 2024): of each level's new nodes the `top_k` with the highest joint probability go on, each with `top_k` children;
     of all nodes found the budget's number with the highest are proposed.
 
@@ -211,8 +202,6 @@ class BestFirst:
     `sharpness`: a drafter's probabilities are those of a draw, and a greedy target takes its likeliest token more often than it would
     draw it. With the published 1 the likeliest path looks less likely than it is, and trees get too broad for it.
     """
-
-    only_ranks = False
 
     def __init__(self, top_k: int, depth: int, sharpness: float = 1.0) -> None:
         self.width, self.depth, self.sharpness = top_k, depth, sharpness
@@ -242,12 +231,11 @@ class BestFirst:
         return is_kept
 
 
-class LevelByLevel:
+class LevelByLevel(Growth):
     """Clover (Xiao et al. 2024): of a node's children those until their probabilities add up to `top_p`, none below a quarter of the
     first's; of a level's the most probable jointly, as many as the row's budget has left.
     """
 
-    only_ranks, sharpness = False, 1.0
     QUARTER = 0.25
 
     def __init__(self, top_p: float, width: int, depth: int) -> None:
@@ -264,9 +252,6 @@ class LevelByLevel:
         new = forest.add(parents[at], flat[at], joint[at])
         is_open = (forest.max_tokens - forest.counts())[forest.rows[new]] > 0
         return _growing(forest, new[is_open], self.depth)
-
-    def kept(self, forest: Forest) -> Bool:
-        return np.ones(len(forest), np.bool_)
 
 
 def best_paths(accuracies: Sequence[Sequence[float]], count: int) -> list[Path]:

@@ -13,11 +13,11 @@ import toys
 from test_decoders import DECODERS, GREEDY, PROMPTS, by_transformers, model
 
 from echelon import LLM, ConfigError, EngineConfig, SamplingParams, UnsupportedModelError
-from echelon.baselines import padded, realign
-from echelon.baselines.batch import PaddedBatch
+from echelon.baselines import layout as rectangles
+from echelon.baselines.layout import PaddedBatch
 from echelon.baselines.lines import LineTables
 from echelon.baselines.rectangle import RectangleCache
-from echelon.baselines.selection import PromptsApart, SameLength
+from echelon.baselines.selection import SameLength, prompts_apart
 from echelon.batch import Span
 from echelon.kv.cache import LayerShape
 from echelon.stats import Usage
@@ -212,25 +212,25 @@ def test_selection() -> None:
 
     rows: Any = [a, b, c, d, e]
     usage = Usage()
-    assert PromptsApart().choose(rows, cached) == [c]
-    assert PromptsApart().choose([a, b], cached) == [a, b]  # type: ignore[list-item]
-    assert SameLength(2, usage).choose(rows, cached) == [b, d], "the KV state is part of the key"
+    assert prompts_apart(rows, cached) == [c]
+    assert prompts_apart([a, b], cached) == [a, b]  # type: ignore[list-item]
+    assert SameLength(2, usage)(rows, cached) == [b, d], "the KV state is part of the key"
     assert (usage.num_group_choices, usage.num_group_hits) == (1, 1)
-    assert SameLength(3, usage).choose(rows, cached) == [c]
+    assert SameLength(3, usage)(rows, cached) == [c]
     assert (usage.num_group_choices, usage.num_group_hits) == (2, 1)
-    assert SameLength(3, usage).choose([b, d], cached) == [b, d]  # type: ignore[list-item]
+    assert SameLength(3, usage)([b, d], cached) == [b, d]  # type: ignore[list-item]
     assert (usage.num_group_choices, usage.num_group_hits) == (3, 2)
-    assert SameLength(2, usage).choose([a, b, e], cached) == [a, b]  # type: ignore[list-item]
+    assert SameLength(2, usage)([a, b, e], cached) == [a, b]  # type: ignore[list-item]
 
 
 # Where tokens lie
 
 LAYOUTS: dict[str, Callable[..., PaddedBatch]] = {
-    "padded": padded.pack,
-    "pad kv": padded.pack_kv,
-    "pad inputs": padded.pack_inputs,
-    "realign": realign.pack,
-    "grouped": realign.pack_group,
+    "padded": rectangles.pack,
+    "pad kv": rectangles.pack_kv,
+    "pad inputs": rectangles.pack_inputs,
+    "realign": rectangles.pack_realigned,
+    "grouped": rectangles.pack_group,
 }
 
 
@@ -298,7 +298,7 @@ def rectangle(contents: list[int], num_slots: int = 32) -> LineTables:
     for row, length in enumerate(contents):
         tables.reserve(row, length)
         spans.append(Span(row, 0, [0] * length, 0, length))
-    realign.pack(spans, tables)
+    rectangles.pack_realigned(spans, tables)
     for row, length in enumerate(contents):
         tables.commit(row, length)
     return tables
@@ -314,24 +314,24 @@ def test_equal_acceptance_moves_nothing() -> None:
     """Corollaries B.2 and B.3 of EQSPEC: no shift for a row alone, or where all rows accept equally many."""
     tables = rectangle([9, 4, 6])
     for _ in range(3):
-        realign.pack([after(row, tables, 2, 3) for row in range(3)], tables)
+        rectangles.pack_realigned([after(row, tables, 2, 3) for row in range(3)], tables)
         for row in range(3):
             tables.commit(row, tables.num_cached(row) + 2)
     assert tables.num_moved_lines == 0
-    realign.pack([after(row, tables) for row in range(3)], tables)
+    rectangles.pack_realigned([after(row, tables) for row in range(3)], tables)
     tables.commit(0, 16)
     for row in (1, 2):
         tables.commit(row, tables.num_cached(row))
-    realign.pack([after(row, tables) for row in range(3)], tables)
+    rectangles.pack_realigned([after(row, tables) for row in range(3)], tables)
     assert tables.num_moved_lines == 2, "the rows that kept less are shifted, the longest stays"
 
 
 def test_padded_rows_share_one_start_and_keep_dead_slots() -> None:
     tables = rectangle([5, 5])
-    padded.pack([after(0, tables, 2, 3, 4), after(1, tables)], tables)
+    rectangles.pack([after(0, tables, 2, 3, 4), after(1, tables)], tables)
     tables.commit(0, 8)
     tables.commit(1, 6)
-    batch = padded.pack([after(0, tables), after(1, tables, 2)], tables)
+    batch = rectangles.pack([after(0, tables), after(1, tables, 2)], tables)
     assert (batch.slots % tables.num_slots).tolist() == [8, 8, 9]
     assert batch.key_positions[1].tolist() == [0, 1, 2, 3, 4, 5, -1, -1, 6, 7]
     assert len(batch.tokens) == 4

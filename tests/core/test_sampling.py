@@ -8,9 +8,8 @@ import torch
 
 from echelon import EchelonError, RequestError, SamplingParams
 from echelon.acceptance import argmax_rows
-from echelon.ops.rank import likeliest
 from echelon.ops.reference import largest_of
-from echelon.ops.sample import SampleRow, choose
+from echelon.ops.sample import SampleRow, choose, likeliest
 from echelon.sampling import Sampler, gumbel_noise, kept_tokens, logprobs_of
 
 

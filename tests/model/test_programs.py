@@ -31,13 +31,12 @@ from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.memory import plan_kv
 from echelon.model.attention import record_layers
-from echelon.model.forward import Draws
 from echelon.model.graphs import buckets, graphs
 from echelon.model.graphs import programs as captured
 from echelon.model.graphs.buckets import filled_up, power_up
 from echelon.model.graphs.programs import MOST_TOKENS
 from echelon.model.hidden_states import HiddenStateReader
-from echelon.model.runner import ModelRunner
+from echelon.model.runner import Draws, ModelRunner
 from echelon.ops.slots import scatter_slots
 from echelon.ops.triton import sample as triton_sample
 from echelon.sampling import Sampler, noise_key
@@ -204,13 +203,13 @@ def test_a_chain_feeds_what_it_chose(kernels: Recorder) -> None:
     lens, depths = (20, 7), (3, 2)
     for seed in range(2):
         keys = [[noise_key(seed, 0, length + place) for length in lens] for place in range(3)]
-        draws = Draws([0.8, 0.0], [0, 0], [1.0, 1.0], [0.0, 0.0], keys)
+        draws = Draws([SamplingParams(temperature=0.8), SamplingParams(temperature=0.0)], keys)
         fed = [Span(row, n - 1, [seed + row], 1, n) for row, n in enumerate(lens)]
         later = [[Span(row, lens[row] + place, [0], 1, lens[row]) for row in (0, 1) if depths[row] > place + 1] for place in range(2)]
         tokens = replayed.chain([replayed.pack(s) for s in (fed, *later)], VOCABULARY, draws)
         assert tokens is not None and tokens.shape == (3, 2)
         for place, following in enumerate([*later, []]):
-            samplers = [Sampler(SamplingParams(temperature=t), seed) for t in draws.temperature]
+            samplers = [Sampler(params, seed) for params in draws.params]
             positions = [n + place for n in lens]
             rows = list(eager.run(eager.pack(fed))[0])
             expected = triton_sample.sample_rows(rows, samplers[: len(fed)], positions[: len(fed)])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from echelon import SamplingParams
 from echelon.ops import compiled, reference
-from echelon.ops.rank import NUM_CANDIDATES, likeliest
+from echelon.ops.sample import NUM_CANDIDATES, likeliest
 from echelon.sampling import Sampler
 
 pytestmark = pytest.mark.skipif(not compiled.is_built(), reason="the compiled kernels are not built")

@@ -36,7 +36,7 @@ from echelon.heads.checkpoints import build_head
 from echelon.memory import plan_kv
 from echelon.model.load import loading
 from echelon.model.load.loading import LoadedModel, adopt_model, serve_head
-from echelon.ops import compiled, cpu, devices, rank
+from echelon.ops import compiled, cpu, devices, sample
 from echelon.ops import triton as on_triton
 from echelon.ops.compiled import is_built
 from echelon.ops.contract import Activation
@@ -249,9 +249,9 @@ def test_drafts_are_ranked_as_on_the_host(triton: torch.device, temperature: flo
     logits = torch.randn(4, 900, generator=torch.Generator().manual_seed(3)).round(decimals=1)
     logits[2] = torch.nan
     samplers = [Sampler(SamplingParams(temperature=temperature, top_p=0.9), i, 0, 1) for i in range(4)]
-    tokens, scores = rank.likeliest(logits.to(triton), samplers, [5, 6, 7, 8], 10)
+    tokens, scores = sample.likeliest(logits.to(triton), samplers, [5, 6, 7, 8], 10)
     monkeypatch.undo()
-    by_host = rank.likeliest(logits, samplers, [5, 6, 7, 8], 10)
+    by_host = sample.likeliest(logits, samplers, [5, 6, 7, 8], 10)
     sound = [0, 1, 3]
     assert np.array_equal(tokens[sound], by_host[0][sound])
     assert np.allclose(scores, by_host[1], rtol=1e-5, atol=1e-5)

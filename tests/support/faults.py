@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import echelon.engine
-from echelon.baselines.batch import PaddedBatch
+from echelon.baselines.layout import PaddedBatch
 from echelon.baselines.lines import LineTables, Move
 from echelon.baselines.masked import MaskedRunner
 from echelon.baselines.rectangle import RectangleCache

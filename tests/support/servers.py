@@ -148,7 +148,7 @@ def settle(running: Running) -> None:
 
 def blocks_free(llm: LLM) -> list[int]:
     """Free KV blocks of every cache."""
-    return [cache.tables.pool.num_free for cache in toys.caches(llm)]
+    return [cache.tables.num_free for cache in toys.caches(llm)]
 
 
 @dataclass(frozen=True)

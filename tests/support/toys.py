@@ -187,7 +187,7 @@ def free_slots(cache: Any) -> Tensor:
 
 def assert_all_blocks_free(llm: LLM) -> None:
     for cache in caches(llm):
-        assert cache.tables.pool.num_free == cache.tables.pool.num_blocks
+        assert cache.tables.num_free == cache.tables.num_blocks
         assert cache.tables.row_ids == []
 
 

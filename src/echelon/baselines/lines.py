@@ -10,18 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Int32 = NDArray[np.int32]
-Int64 = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class LinePool:
-    """Lines as blocks that hold a whole row each."""
-
-    num_blocks: int
-    num_free: int
+from echelon.draft import Int32, Int64
 
 
 @dataclass(frozen=True)
@@ -44,7 +34,7 @@ class LineTables:
     """
 
     def __init__(self, num_lines: int, num_slots: int, num_tail: int) -> None:
-        self.num_slots, self.block_size, self.capacity = num_slots, num_slots, num_slots - num_tail
+        self.num_blocks, self.num_slots, self.max_tokens_per_row, self.capacity = num_lines, num_slots, num_slots, num_slots - num_tail
         self.positions: Int32 = np.full((num_lines, num_slots), -1, np.int32)
         self.moves: list[Move] = []  # what the storage still has to carry out, in order
         self.num_moved_lines = 0
@@ -56,12 +46,8 @@ class LineTables:
         return row in self._lines
 
     @property
-    def pool(self) -> LinePool:
-        return LinePool(len(self.positions), len(self.positions) - len(self._lines))
-
-    @property
-    def max_tokens_per_row(self) -> int:
-        return self.num_slots
+    def num_free(self) -> int:
+        return len(self.positions) - len(self._lines)
 
     @property
     def row_ids(self) -> list[int]:
@@ -82,7 +68,7 @@ class LineTables:
 
     def reserve(self, row: int, num_tokens: int) -> bool:
         """Give the row a line, the lowest free one; false, and nothing changed, if none is left."""
-        if self.num_missing(row, num_tokens) > self.pool.num_free:
+        if self.num_missing(row, num_tokens) > self.num_free:
             return False
         if row not in self._lines:
             self._lines[row] = self._lowest_free()

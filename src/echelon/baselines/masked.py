@@ -6,15 +6,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from echelon.baselines.batch import PaddedBatch
+from echelon.baselines.layout import PaddedBatch
 from echelon.baselines.lines import LineTables
 from echelon.baselines.rectangle import RectangleCache
 from echelon.batch import Span
 from echelon.errors import UnsupportedModelError
-from echelon.kv.cache import LayerShape
-from echelon.model.attention import LayerCall, RecordingAttention, record_layers
+from echelon.model.attention import LayerCall
 from echelon.model.load.loading import LoadedModel
 from echelon.model.runner import Runner
 from echelon.stats import Occupancy
@@ -80,17 +79,6 @@ def refuse_softcap_and_sinks(call: LayerCall) -> None:
             raise UnsupportedModelError(f"layer {call.layer} {name}, which the framework's attention cannot do; use strategy='unpadded'")
 
 
-class _RefusingAttention(RecordingAttention):
-    def attend(self, call: LayerCall) -> Tensor:
-        refuse_softcap_and_sinks(call)
-        return super().attend(call)
-
-
-def record_maskable_layers(model: nn.Module) -> list[LayerShape]:
-    """`record_layers`, refusing by name a model whose attention a mask cannot express."""
-    return record_layers(model, _RefusingAttention())
-
-
 class MaskedRunner(Runner[PaddedBatch]):
     """Runs batches over a rectangular cache; `pack` is the strategy's layout."""
 
@@ -104,8 +92,7 @@ class MaskedRunner(Runner[PaddedBatch]):
         return self._pack(spans, self.cache.tables)
 
     def attention(self, batch: PaddedBatch) -> MaskedAttention:
-        if not self.cache.is_finite:
-            self.cache.scrub()
+        self.cache.scrub()
         return MaskedAttention(batch, self.cache)
 
     def occupancy(self, batch: PaddedBatch) -> Occupancy:

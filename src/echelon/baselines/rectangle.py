@@ -30,11 +30,6 @@ class RectangleCache(KVStorage):
     def _allocate(self, num_heads: int, size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(*self.tables.positions.shape, num_heads, size, dtype=dtype, device=self.device)
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether all keys and values written since the last `scrub` are numbers; read between steps, when the device has nothing to do."""
-        return bool(self._are_finite)
-
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Store keys and values [T, num_kv_heads, size] in `slots` int64 [T] = line · num_slots + slot, in the cache's dtype."""
         for storage, new in ((self.keys[layer], keys), (self.values[layer], values)):
@@ -43,7 +38,11 @@ class RectangleCache(KVStorage):
                 self._are_finite = self._are_finite & torch.isfinite(new).all()
 
     def scrub(self) -> None:
-        """Write zeros to all dead slots; `is_finite` stays false while a row is cached whose keys or values are no numbers."""
+        """Write zeros to all dead slots where a key or value that was written is no number: at every call while a row with such is cached.
+        To be called between steps, when the device has nothing to do.
+        """
+        if self._are_finite:
+            return
         dead = ~self.held_slots().to(self.device)
         storages = (*self.keys, *self.values)
         for storage in storages:

@@ -15,16 +15,9 @@ from echelon.stats import Usage
 NumCached = Callable[[Sequence], int]
 
 
-def _reading_or_all(rows: SequenceOf[Sequence], num_cached: NumCached) -> list[Sequence]:
-    """The rows that still read their prompt; all of them where none does."""
-    return [s for s in rows if len(s) - num_cached(s) > 1] or list(rows)
-
-
-class PromptsApart:
+def prompts_apart(running: SequenceOf[Sequence], num_cached: NumCached) -> list[Sequence]:
     """Every running row; while prompts are being read, those alone."""
-
-    def choose(self, running: SequenceOf[Sequence], num_cached: NumCached) -> list[Sequence]:
-        return _reading_or_all(running, num_cached)
+    return [s for s in running if len(s) - num_cached(s) > 1] or list(running)
 
 
 class SameLength:
@@ -37,7 +30,7 @@ class SameLength:
     def __init__(self, size: int, usage: Usage) -> None:
         self._size, self._usage = size, usage
 
-    def choose(self, running: SequenceOf[Sequence], num_cached: NumCached) -> list[Sequence]:
+    def __call__(self, running: SequenceOf[Sequence], num_cached: NumCached) -> list[Sequence]:
         size = min(self._size, len(running))
         self._usage.num_group_choices += 1
         groups: dict[tuple[int, int], list[Sequence]] = {}
@@ -47,4 +40,4 @@ class SameLength:
             if len(group) == size:
                 self._usage.num_group_hits += 1
                 return group
-        return _reading_or_all(running[:size], num_cached)
+        return prompts_apart(running[:size], num_cached)

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from echelon.baselines import padded, realign
+from echelon.baselines import layout
 from echelon.baselines.lines import LineTables
-from echelon.baselines.masked import MaskedRunner, Pack, record_maskable_layers
+from echelon.baselines.masked import MaskedRunner, Pack, refuse_softcap_and_sinks
 from echelon.baselines.rectangle import RectangleCache
-from echelon.baselines.selection import PromptsApart, SameLength
+from echelon.baselines.selection import SameLength, prompts_apart
 from echelon.config import EngineConfig
 from echelon.drafters.heads import AttachedHead
 from echelon.errors import UnsupportedModelError
 from echelon.memory import plan_kv
+from echelon.model.attention import record_layers
 from echelon.model.load.loading import LoadedModel
 from echelon.storage import BuildStorage, Storage, build_unpadded, bytes_per_token
 
 # (strategy, pad, grouping) → how spans become a batch
 PACKS: dict[tuple[str, str, str], Pack] = {
-    ("padded", "both", "none"): padded.pack,
-    ("padded", "kv", "none"): padded.pack_kv,
-    ("padded", "inputs", "none"): padded.pack_inputs,
-    ("realign", "both", "none"): realign.pack,
-    ("realign", "both", "same_length"): realign.pack_group,
+    ("padded", "both", "none"): layout.pack,
+    ("padded", "kv", "none"): layout.pack_kv,
+    ("padded", "inputs", "none"): layout.pack_inputs,
+    ("realign", "both", "none"): layout.pack_realigned,
+    ("realign", "both", "same_length"): layout.pack_group,
 }
 
 
@@ -46,14 +47,18 @@ def build_rectangles(
                 f"{loaded.name!r} has LongRoPE, whose frequencies change when a row outgrows {loaded.original_context.length} tokens; "
                 "under rectangular strategies the text was seen to change there: use strategy='unpadded'"
             )
-    layers, device, num_slots = [record_maskable_layers(m.model) for m in models], models[0].device, max_len + num_speculative_tokens
+    layers, device, num_slots = (
+        [record_layers(m.model, refuse_softcap_and_sinks) for m in models],
+        models[0].device,
+        max_len + num_speculative_tokens,
+    )
     plan = plan_kv(bytes_per_token(models, layers), num_slots, config.num_rows_held, num_slots, config.kv_cache_memory_bytes, device)
     runners: list[MaskedRunner] = []
     for loaded, shapes in zip(models, layers, strict=True):
         tables = LineTables(min(plan.num_blocks, config.num_rows_held), num_slots, num_speculative_tokens)
         cache = RectangleCache(shapes, tables, loaded.model.dtype, device)
         runners.append(MaskedRunner(loaded, cache, PACKS[config.strategy, config.pad, config.grouping]))
-    selector = PromptsApart() if config.grouping == "none" else SameLength(config.max_num_seqs, runners[0].usage)
+    selector = prompts_apart if config.grouping == "none" else SameLength(config.max_num_seqs, runners[0].usage)
     return Storage(plan, runners, selector=selector)
 
 

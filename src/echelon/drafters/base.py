@@ -19,28 +19,24 @@ class Drafter(Protocol):
                         included; with none it gets None
     """
 
-    hidden_state_names: tuple[HiddenStateName, ...]
+    hidden_state_names: tuple[HiddenStateName, ...] = ()
 
     def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
         """At most `max_draft_tokens` tokens for every row, 0 for some or all."""
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:  # noqa: ARG002
         """What became of the last proposal; called once a step, before the tokens are appended. Where `propose` failed, or was not called,
         nothing was drafted, and what it has left behind must go.
         """
+        return
 
-    def forget(self, row: int) -> None:
+    def forget(self, row: int) -> None:  # noqa: ARG002
         """The row finished, was preempted or aborted; a row never seen is fine."""
+        return
 
 
-class NoDrafter:
+class NoDrafter(Drafter):
     """Plain decoding: every row emits one token a step."""
-
-    hidden_state_names: tuple[str, ...] = ()
 
     def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
         return Draft.chains([()] * len(rows))
-
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None: ...
-
-    def forget(self, row: int) -> None: ...

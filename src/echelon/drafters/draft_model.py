@@ -19,21 +19,19 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.acceptance import argmax_rows
 from echelon.batch import Span
-from echelon.draft import Draft, Verdict
+from echelon.draft import Draft, Float64, Int64, Verdict
+from echelon.drafters.base import Drafter
 from echelon.drafters.frontier import Frontier, grow
-from echelon.model.forward import Draws
-from echelon.model.runner import Runner
+from echelon.model.runner import Draws, Runner
 from echelon.ops.devices import on_host
-from echelon.ops.rank import likeliest, processed
-from echelon.ops.sample import SampleRow, choose, raw_rows
+from echelon.ops.sample import SampleRow, choose, likeliest, processed, raw_rows
 from echelon.sampling import Sampler, noise_key
-from echelon.sequence import PlannedRow
-from echelon.trees import Forest, Growth, Int64
+from echelon.sequence import PlannedRow, Sequence
+from echelon.trees import Forest, Growth
 
 
 @dataclass
@@ -42,7 +40,7 @@ class _Chain:
 
     row: PlannedRow
     tokens: list[int] = field(default_factory=list)
-    probs: list[NDArray[np.float64]] = field(default_factory=list)
+    probs: list[Float64] = field(default_factory=list)
     score: float = 0.0
 
     @property
@@ -54,10 +52,8 @@ class _Chain:
         return self.row.sequence.sampler
 
 
-class DraftModelDrafter:
+class DraftModelDrafter(Drafter):
     """`runner` is the draft model's own; the scheduler reserves slots in its cache."""
-
-    hidden_state_names: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -107,7 +103,10 @@ class DraftModelDrafter:
         chains = sorted(chains, key=lambda c: -c.row.max_draft_tokens)
         depth = chains[0].row.max_draft_tokens
         passes = [self._readable_spans([self._span(c) for c in chains])]
-        passes += [[_place_held(c, place) for c in chains if c.row.max_draft_tokens > place + 1] for place in range(depth - 1)]
+        passes += [  # of tokens that are not known yet
+            [_span(c.row.sequence, len(c.text) + place, (0,), 1) for c in chains if c.row.max_draft_tokens > place + 1]
+            for place in range(depth - 1)
+        ]
         found = self._runner.chain([self._runner.pack(spans) for spans in passes], self._vocab_size, _draws(chains, depth))
         if found is None:
             return False
@@ -125,8 +124,9 @@ class DraftModelDrafter:
         return grow(growth, _ModelFrontier(self, forest, rows, roots, self._feed(active)))
 
     def feed(self, spans: SequenceOf[Span]) -> Tensor:
-        """Logits [R, V] over the target's vocabulary."""
-        return self._widened(self._runner.feed(self._readable_spans(spans)))
+        """Logits [R, V] over the target's vocabulary: ids that only one of the two has are never drafted."""
+        logits = self._runner.feed(self._readable_spans(spans))
+        return F.pad(logits, (0, self._vocab_size - logits.shape[-1]), value=-torch.inf)  # a negative width cuts
 
     def _readable_spans(self, spans: SequenceOf[Span]) -> list[Span]:
         return [replace(s, tokens=self._readable(list(s.tokens))) for s in spans]
@@ -147,7 +147,7 @@ class DraftModelDrafter:
         return tokens
 
     def _choose_likely(self, chains: SequenceOf[_Chain], logits: Tensor) -> list[int]:
-        """The same where drafts end for want of confidence: −1 there too, and at tokens that are not among those that `ops.rank` sees."""
+        """The same where drafts end for want of confidence: −1 there too, and at tokens that are not among those that `likeliest` sees."""
         chosen, samplers = self._choose(chains, logits), [c.sampler for c in chains]
         logits = processed(logits, samplers, [c.text for c in chains], [c.tokens for c in chains])
         tokens, scores = likeliest(logits, samplers, [len(c.text) + len(c.tokens) for c in chains], 1)
@@ -159,14 +159,10 @@ class DraftModelDrafter:
     def _catch_up(self, rows: SequenceOf[PlannedRow]) -> None:
         """Feed prompts in pieces until every row lacks no more than one batch holds; the last pass belongs to `_feed`."""
         limit = max(1, self._max_num_batched_tokens // max(1, len(rows)))
-        while spans := [s for row in rows if (s := self._piece(row, limit)) is not None]:
-            self._runner.feed(spans)
-
-    def _piece(self, row: PlannedRow, limit: int) -> Span | None:
-        tokens, start = row.sequence.tokens, self._runner.num_cached(row.sequence.id)
-        piece = self._readable(tokens[start : start + limit])
-        span = Span(row.sequence.id, start, piece, 0, len(tokens), prompt_len=row.sequence.num_prompt_tokens)
-        return span if len(tokens) - start > limit else None
+        starts = [(row.sequence, self._runner.num_cached(row.sequence.id)) for row in rows]
+        while starts := [(s, start) for s, start in starts if len(s) - start > limit]:
+            self._runner.feed([_span(s, start, self._readable(s.tokens[start : start + limit]), 0) for s, start in starts])
+            starts = [(s, start + limit) for s, start in starts]
 
     def _feed(self, chains: SequenceOf[_Chain]) -> Tensor:
         """One pass: logits [len(chains), V] after each chain's last known or drafted token."""
@@ -176,16 +172,12 @@ class DraftModelDrafter:
         """What is known of the row, or drafted, and not cached."""
         sequence, start = chain.row.sequence, self._runner.num_cached(chain.row.sequence.id)
         known = sequence.tokens[start:] + chain.tokens[max(0, start - len(sequence)) :]
-        return Span(sequence.id, start, known, 1, len(sequence), prompt_len=sequence.num_prompt_tokens)
+        return _span(sequence, start, known, 1)
 
     def _readable(self, tokens: list[int]) -> list[int]:
         """A target padded further than the draft model may emit an id that the draft model lacks; any other will do in its place."""
         size = self._runner.loaded.vocab_size
         return tokens if size >= self._vocab_size else [t if t < size else 0 for t in tokens]
-
-    def _widened(self, logits: Tensor) -> Tensor:
-        """[…, V] of the target: ids that only one of the two has are never drafted."""
-        return F.pad(logits, (0, self._vocab_size - logits.shape[-1]), value=-torch.inf)  # a negative width cuts
 
     def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:  # noqa: ARG002
         """Shorten every row to its known tokens and the accepted part of a chain."""
@@ -199,19 +191,16 @@ class DraftModelDrafter:
             self._runner.commit(row, 0)
 
 
-def _place_held(chain: _Chain, place: int) -> Span:
-    """The drafted token at `place`, which is not known yet."""
-    sequence = chain.row.sequence
-    return Span(sequence.id, len(sequence) + place, (0,), 1, len(sequence), prompt_len=sequence.num_prompt_tokens)
+def _span(sequence: Sequence, start: int, tokens: SequenceOf[int], num_logits: int) -> Span:
+    return Span(sequence.id, start, tokens, num_logits, len(sequence), prompt_len=sequence.num_prompt_tokens)
 
 
 def _draws(chains: SequenceOf[_Chain], depth: int) -> Draws | None:
     """How `depth` tokens of every chain are drawn; None where all are the likeliest."""
     if all(c.sampler.is_argmax for c in chains):
         return None
-    params = [c.sampler.params for c in chains]
     keys = [[noise_key(c.sampler.seed, c.sampler.index, len(c.text) + place) for c in chains] for place in range(depth)]
-    return Draws([p.temperature for p in params], [p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params], keys)
+    return Draws([c.sampler.params for c in chains], keys)
 
 
 class _ModelFrontier(Frontier):
@@ -220,11 +209,10 @@ class _ModelFrontier(Frontier):
     def __init__(self, drafter: DraftModelDrafter, forest: Forest, rows: SequenceOf[PlannedRow], roots: Int64, logits: Tensor) -> None:
         super().__init__(forest, rows, roots)
         self._drafter, self._logits = drafter, logits
-        self._text_lens = np.array([len(row.sequence) for row in rows])
 
     def logits(self, depth: int) -> Tensor:  # noqa: ARG002
         return self._logits
 
     def advance(self, nodes: Int64, at: Int64, depth: int) -> Int64:  # noqa: ARG002
-        self._logits = self._drafter.feed(self.spans(nodes, self._text_lens, wants_logits=True))
+        self._logits = self._drafter.feed(self.spans(nodes, self.text_lens, wants_logits=True))
         return np.arange(len(nodes))

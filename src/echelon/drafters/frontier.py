@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from echelon.batch import Span
-from echelon.draft import Draft
-from echelon.ops.rank import likeliest, processed
+from echelon.draft import Draft, Float64, Int64
+from echelon.ops.sample import likeliest, processed
 from echelon.sequence import PlannedRow
-from echelon.trees import Float64, Forest, Growth, Int64
+from echelon.trees import Forest, Growth
 
 
 class Frontier(ABC):
@@ -23,6 +23,7 @@ class Frontier(ABC):
 
     def __init__(self, forest: Forest, rows: SequenceOf[PlannedRow], roots: Int64) -> None:
         self.forest, self.rows, self.roots = forest, rows, roots
+        self.text_lens = np.array([len(row.sequence) for row in rows])
         self.at: Int64 = np.arange(len(roots))  # of every node of the frontier, its state
         self._index = {node: i for i, node in enumerate(roots.tolist())}  # node → its place in the frontier
         self._fed: dict[int, int] = {}  # node → its place among those of its row that were fed
@@ -41,11 +42,10 @@ class Frontier(ABC):
         logits = self.logits(depth)
         width, sharpness = growth.width, growth.sharpness
         samplers = [self.rows[r].sequence.sampler for r in self.forest.rows[nodes]]
-        positions = [len(self.rows[r].sequence) + depth for r in self.forest.rows[nodes]]
+        positions = (self.text_lens[self.forest.rows[nodes]] + depth).tolist()
         if any(s.changes_logits for s in samplers):
             texts = [self.rows[r].sequence.tokens for r in self.forest.rows[nodes]]
-            paths = [self.forest.path(node) for node in nodes]
-            logits = processed(logits[torch.from_numpy(self.at)], samplers, texts, paths)
+            logits = processed(logits[torch.from_numpy(self.at)], samplers, texts, [self.forest.path(node) for node in nodes])
             return likeliest(logits, samplers, positions, width, sharpness=sharpness)
         _, first = np.unique(self.at, return_index=True)  # one node of every state; all of its nodes have one row and depth
         samplers, positions = [samplers[i] for i in first], [positions[i] for i in first]
@@ -54,8 +54,8 @@ class Frontier(ABC):
 
     def extend(self, nodes: Int64, depth: int) -> None:
         """Go on from `nodes`, children of the frontier's, rows together."""
-        at = self.at[[self._index[p] for p in self.forest.parents[nodes].tolist()]]
-        self.at = self.advance(nodes, at, depth)
+        parents = [self._index[p] for p in self.forest.parents[nodes].tolist()]
+        self.at = self.advance(nodes, self.at[parents], depth)
         self._index = {node: i for i, node in enumerate(nodes.tolist())}
 
     def spans(self, nodes: Int64, text_lens: Int64, wants_logits: bool = False) -> list[Span]:

@@ -13,16 +13,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from echelon.draft import Draft, Int32, Verdict, node_depths
+from echelon.draft import Draft, Float64, Int32, Verdict, node_depths
 from echelon.drafters.base import Drafter
 from echelon.errors import EchelonError, location_of
 from echelon.sequence import PlannedRow
@@ -55,7 +53,7 @@ class CallTimer:
         self._step: float | None = None  # seconds, on average
         self._reading: dict[int, float] = {}  # row → seconds of the steps in which the target read it, since it was last drafted for
 
-    def end_step(self, seconds: float | None, rows: SequenceOf[PlannedRow]) -> None:
+    def end_step(self, seconds: float | None, rows: Sequence[PlannedRow]) -> None:
         """The target took so long for a step with these rows; None: nobody knows."""
         if seconds is not None:
             self._step = seconds if self._step is None else self._step + NEWEST_SHARE * (seconds - self._step)
@@ -64,7 +62,7 @@ class CallTimer:
                     self._reading[row.sequence.id] = self._reading.get(row.sequence.id, 0.0) + seconds
         self.excess = max(0.0, self.excess) - max(NUM_STEPS * (self._step or 0.0), self._reading_seconds(rows))
 
-    def end_reading(self, rows: SequenceOf[PlannedRow]) -> None:
+    def end_reading(self, rows: Sequence[PlannedRow]) -> None:
         """The drafter has read those of the rows that it was asked to draft for."""
         if self._reading:
             for row in rows:
@@ -74,7 +72,7 @@ class CallTimer:
     def forget(self, row: int) -> None:
         self._reading.pop(row, None)
 
-    def limit(self, rows: SequenceOf[PlannedRow]) -> float:
+    def limit(self, rows: Sequence[PlannedRow]) -> float:
         """How many seconds a call about `rows` may take."""
         if self.fixed is not None:
             return self.fixed
@@ -82,13 +80,13 @@ class CallTimer:
             return LONGEST_WAIT
         return max(SHORTEST_LIMIT, min(NUM_STEPS * self._step, LONGEST_WAIT), self._step, self._reading_seconds(rows))
 
-    def is_too_slow(self, seconds: float, rows: SequenceOf[PlannedRow]) -> bool:
+    def is_too_slow(self, seconds: float, rows: Sequence[PlannedRow]) -> bool:
         """Has a call kept streams waiting too long, by itself or after others?"""
         if self.fixed is None:
             self.excess += seconds
         return seconds > max(self.limit(rows), LONGEST_WAIT) or self.excess > LONGEST_WAIT
 
-    def _reading_seconds(self, rows: SequenceOf[PlannedRow]) -> float:
+    def _reading_seconds(self, rows: Sequence[PlannedRow]) -> float:
         return max((self._reading.get(row.sequence.id, 0.0) for row in rows), default=0.0) if self._reading else 0.0
 
 
@@ -123,7 +121,7 @@ class GuardedDrafter:
         self._is_deaf = False  # left out for being slow to hear: it hears nothing until it is tried again
         self._unheard: dict[int, None] = {}  # rows of which it has missed something
 
-    def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
+    def propose(self, rows: Sequence[PlannedRow]) -> Draft:
         self._proposed = None
         if self._is_deaf and self._clock() >= self._resumes_at:
             self._hear_again()
@@ -139,7 +137,7 @@ class GuardedDrafter:
             self._num_failures = self._num_cuts = 0
         return Draft.chains([()] * len(rows)) if draft is None else draft
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:
+    def observe(self, rows: Sequence[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:
         self._judge_proposal(rows)
         if self._is_deaf:
             self._unheard.update(dict.fromkeys(row.sequence.id for row in rows))
@@ -162,7 +160,7 @@ class GuardedDrafter:
         else:
             self._call(lambda: self.drafter.forget(row), is_hearing=True)
 
-    def _checked(self, rows: SequenceOf[PlannedRow]) -> Draft:
+    def _checked(self, rows: Sequence[PlannedRow]) -> Draft:
         """The drafter's proposal, in arrays of its own fields and types.
 
         Raises
@@ -176,7 +174,7 @@ class GuardedDrafter:
             raise BadDraftError(problem)
         return replace(draft, probs=None) if not len(draft.tokens) else draft
 
-    def _call(self, work: Callable[[], T], rows: SequenceOf[PlannedRow] = (), is_hearing: bool = False) -> T | None:
+    def _call(self, work: Callable[[], T], rows: Sequence[PlannedRow] = (), is_hearing: bool = False) -> T | None:
         """What `work` returns, or None where it raises. A proposal's time is judged later, when that of the step is known."""
         start = self._clock()
         try:
@@ -193,16 +191,14 @@ class GuardedDrafter:
             self._judge(self._clock() - start, rows, is_hearing)
         return result
 
-    def _judge_proposal(self, rows: SequenceOf[PlannedRow]) -> None:
+    def _judge_proposal(self, rows: Sequence[PlannedRow]) -> None:
         """The target has done its step, which began when the proposal came, if one did."""
         proposed, self._proposed = self._proposed, None
-        if proposed is None:
-            self._timer.end_step(None, rows)
-        else:
-            self._timer.end_step(self._clock() - proposed[0], rows)
+        self._timer.end_step(self._clock() - proposed[0] if proposed else None, rows)
+        if proposed:
             self._judge(proposed[1], rows, is_hearing=False)
 
-    def _judge(self, seconds: float, rows: SequenceOf[PlannedRow], is_hearing: bool) -> None:
+    def _judge(self, seconds: float, rows: Sequence[PlannedRow], is_hearing: bool) -> None:
         is_enough, limit = self._timer.is_too_slow(seconds, rows), self._timer.limit(rows)
         if is_enough or seconds > limit:
             self._fail("too slow", f"a call took {seconds:.2f} s, the limit is {limit:.2f} s, and {LONGEST_WAIT} s in excess", is_enough)
@@ -237,16 +233,15 @@ def _named(error: BaseException) -> str:
         return "an exception that cannot be named"
 
 
-def problem_of(draft: Draft, rows: SequenceOf[PlannedRow], vocab_size: int, grows_trees: bool = True) -> str | None:
+def problem_of(draft: Draft, rows: Sequence[PlannedRow], vocab_size: int, grows_trees: bool = True) -> str | None:
     """What is wrong with a draft for `rows`; the target may be fed one with which nothing is."""
-    if (problem := _problem_of_sizes(draft, rows)) is not None:
+    problem = _problem_of_sizes(draft, rows)
+    if problem is not None or not len(draft.tokens):
         return problem
-    if not len(draft.tokens):
-        return None
     return _problem_of_nodes(draft, rows, vocab_size, grows_trees) or _problem_of_probs(draft, vocab_size)
 
 
-def _problem_of_sizes(draft: Draft, rows: SequenceOf[PlannedRow]) -> str | None:
+def _problem_of_sizes(draft: Draft, rows: Sequence[PlannedRow]) -> str | None:
     """Types and lengths of all that counts."""
     tokens, parents, indptr = draft.tokens, draft.parents, draft.indptr
     if not all(_is_int_vector(given) for given in (tokens, parents, indptr)):
@@ -265,7 +260,7 @@ def _is_int_vector(given: Any) -> bool:
     return type(given) is np.ndarray and given.ndim == 1 and given.dtype in (np.int32, np.int64)
 
 
-def _problem_of_nodes(draft: Draft, rows: SequenceOf[PlannedRow], vocab_size: int, grows_trees: bool) -> str | None:
+def _problem_of_nodes(draft: Draft, rows: Sequence[PlannedRow], vocab_size: int, grows_trees: bool) -> str | None:
     """Ids, and the shape of every row's tree."""
     tokens, parents, indptr = draft.tokens, draft.parents, draft.indptr
     if tokens.min() < 0 or tokens.max() >= vocab_size:
@@ -288,7 +283,7 @@ def _lengths(draft: Draft) -> Int32:
 
 
 def _problem_of_probs(draft: Draft, vocab_size: int) -> str | None:
-    probs: NDArray[np.float64] | None = draft.probs
+    probs: Float64 | None = draft.probs
     if probs is None:
         return None
     if type(probs) is not np.ndarray or probs.dtype != np.float64:

@@ -71,14 +71,13 @@ def familiarity(target: LoadedModel, head: Head, reader: HiddenStateReader, shap
     if length < 3:
         return None
     text, features = _own_text(target, reader, length)
-    dtype = next(head.parameters(), torch.empty(0)).dtype
     context: dict[str, Any] = {}
     if shapes:
         spans = [Span(row, 0, tokens[1:], 0, length - 1) for row, tokens in enumerate(text.tolist())]
-        cache = _cache(shapes, dtype, target.device)
+        cache = _cache(shapes, head.dtype, target.device)
         context[CONTEXT_KEYWORD] = CachedAttention(unpadded.pack(spans, cache.tables), cache)
     tokens, positions = (x.to(target.device) for x in (text[:, 1:].flatten(), torch.arange(length - 1).repeat(NUM_TEXTS)))
-    states = head.encode(features.to(dtype), tokens, positions, **context)
+    states = head.encode(features.to(head.dtype), tokens, positions, **context)
     guesses = head.logits(states, 0).argmax(-1).cpu().view(NUM_TEXTS, -1)[:, :-1].flatten()
     answers, size = text[:, 2:].flatten(), target.vocab_size
     together = guesses.bincount(minlength=size).double() @ answers.bincount(minlength=size).double()

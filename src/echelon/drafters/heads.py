@@ -18,7 +18,7 @@ from torch import Tensor
 
 from echelon.batch import RaggedBatch, Span
 from echelon.config import SpeculativeConfig
-from echelon.draft import Draft, RowVerdict, Verdict, indptr_of
+from echelon.draft import Draft, Int64, RowVerdict, Verdict, indptr_of
 from echelon.drafters.frontier import Frontier, grow
 from echelon.errors import ConfigError
 from echelon.heads.base import Head
@@ -30,7 +30,7 @@ from echelon.model.hidden_states import HiddenStateReader
 from echelon.model.load.loading import LoadedModel, serve_head
 from echelon.sequence import PlannedRow
 from echelon.stats import Occupancy, Usage
-from echelon.trees import Forest, Growth, Int64
+from echelon.trees import Forest, Growth
 
 
 @dataclass(frozen=True)
@@ -47,24 +47,9 @@ class AttachedHead:
     extends: bool
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the head's weights."""
-        return dtype_of(self.head)
-
-    @property
     def bytes_per_token(self) -> int:
         """Bytes of the head's keys and values of one token."""
-        return sum(s.num_entries for s in self.shapes) * self.dtype.itemsize
-
-    @property
-    def depth(self) -> int | None:
-        """Most tokens ahead that the head drafts."""
-        return self.head.max_depth
-
-
-def dtype_of(head: Head) -> torch.dtype:
-    """Dtype of a head's weights."""
-    return next((p.dtype for p in head.parameters()), torch.float32)
+        return sum(s.num_entries for s in self.shapes) * self.head.dtype.itemsize
 
 
 def head_for(config: SpeculativeConfig | None, target: LoadedModel, given: Head | None) -> Head | None:
@@ -100,7 +85,7 @@ def attach_head(head: Head, target: LoadedModel) -> AttachedHead:
     reader, zero = HiddenStateReader(target.model, head.hidden_state_names), torch.zeros(1, dtype=torch.int64, device=target.device)
     encoding, extending = RecordingAttention(), RecordingAttention()
     try:
-        states = head.encode(reader.example().to(dtype_of(head)), zero, zero, **{CONTEXT_KEYWORD: encoding})
+        states = head.encode(reader.example().to(head.dtype), zero, zero, **{CONTEXT_KEYWORD: encoding})
         states = head.extend(states, zero, zero + 1, 1, **{CONTEXT_KEYWORD: extending})
         width = head.logits(states, 0).shape[-1]
     except RuntimeError as error:
@@ -123,7 +108,7 @@ class HeadDrafter:
         assert bool(attached.shapes) == (cache is not None)
         self.hidden_state_names, self.cache, self.growth = attached.reader.names, cache, growth
         self.head, self.extends = attached.head, attached.extends
-        self._dtype, self._min_score, self.usage = attached.dtype, min_score, Usage()
+        self._dtype, self._min_score, self.usage = self.head.dtype, min_score, Usage()
         self._states: dict[int, tuple[int, Tensor]] = {}  # row → tokens that its last state knows, and the state [s]
 
     @torch.inference_mode()
@@ -225,7 +210,7 @@ class _HeadFrontier(Frontier):
     def advance(self, nodes: Int64, at: Int64, depth: int) -> Int64:
         states = self._states[torch.from_numpy(at)]
         tokens = torch.from_numpy(self.forest.tokens[nodes]).to(states.device)
-        known = np.array([len(row.sequence) for row in self.rows]) - 1  # the head's places: each knows the token that follows it
+        known = self.text_lens - 1  # the head's places: each knows the token that follows it
         positions = torch.from_numpy(known[self.forest.rows[nodes]] - 1 + self.forest.depths[nodes]).to(states.device)
         context = self._drafter.context(self.spans(nodes, known))[1] if self._drafter.extends else {}
         extended = self._drafter.head.extend(states, tokens, positions, depth, **context)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from torch import Tensor
-
 from echelon.config import SpeculativeConfig
-from echelon.draft import Draft, Verdict
+from echelon.draft import Draft
+from echelon.drafters.base import Drafter
 from echelon.sequence import PlannedRow
 
 
@@ -32,18 +31,14 @@ class NgramIndex:
 
     def find(self, tokens: SequenceOf[int]) -> int | None:
         """Position that followed the latest occurrence of the last n tokens, longest n first; `None` on a miss."""
-        for length in self._lengths:
-            if len(tokens) >= length:
-                place = self._places.get(tuple(tokens[-length:]))
-                if place is not None:
-                    return place
+        for length in self._lengths:  # a text of fewer tokens is looked up whole
+            if (place := self._places.get(tuple(tokens[-length:]))) is not None:
+                return place
         return None
 
 
-class NgramDrafter:
-    """Looks up the last tokens of each row in the row's own prompt, or in prompt and output."""
-
-    hidden_state_names: tuple[str, ...] = ()
+class NgramDrafter(Drafter):
+    """Looks up the last tokens of each row in the row's own prompt, or in prompt and output. What became of a draft it need not hear."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
@@ -61,9 +56,6 @@ class NgramDrafter:
         index.extend(sequence.tokens, end)
         place = index.find(sequence.tokens)
         return [] if place is None else copied(sequence.tokens, place, min(row.max_draft_tokens, config.num_speculative_tokens), end)
-
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:
-        """Nothing to do: the index reads the sequence's own tokens."""
 
     def forget(self, row: int) -> None:
         self._indexes.pop(row, None)

@@ -12,6 +12,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
@@ -59,6 +60,11 @@ class Head(nn.Module):
     options: Any
     hidden_state_names: tuple[HiddenStateName, ...]
     max_depth: int | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the head's weights."""
+        return next((p.dtype for p in self.parameters()), torch.float32)
 
     @property
     def draft_ids(self) -> Tensor | None:

@@ -28,7 +28,6 @@ from echelon.heads.parts import Shared, head_config
 from echelon.inputs import check_kind, name_of, shown
 from echelon.methods import head_class, method_names
 
-PREFIXES = ("model.", "medusa_heads.")
 # copies of the target's own weights, and what its authors' modules happened to save besides
 NOT_OF_THE_HEAD = {"embed_tokens.weight", "rotary_emb.inv_freq"}
 LAYER_KEYS = (
@@ -192,9 +191,7 @@ def _read_tensors(folder: Folder, dtype: torch.dtype) -> Tensors:
 
 
 def _bare(name: str) -> str:
-    for prefix in PREFIXES:
-        name = name.removeprefix(prefix)
-    return re.sub(r"^midlayer\.", "layers.0.", name)
+    return re.sub(r"^midlayer\.", "layers.0.", re.sub(r"^(model\.)?(medusa_heads\.)?", "", name))
 
 
 def _check_target(name: str, config: LlamaConfig, tensors: Tensors, target: PreTrainedModel) -> None:

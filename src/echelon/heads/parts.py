@@ -30,25 +30,21 @@ def head_config(target: Any) -> LlamaConfig:
     """The shape of one decoder layer beside a target with this configuration, in the words of Llama."""
     text = target.get_text_config()
     hidden, num_heads = int(text.hidden_size), int(text.num_attention_heads)
-    values = {
-        "vocab_size": int(text.vocab_size),
-        "hidden_size": hidden,
-        "intermediate_size": int(getattr(text, "intermediate_size", None) or getattr(text, "ffn_dim", None) or 4 * hidden),
-        "num_hidden_layers": 1,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": int(getattr(text, "num_key_value_heads", None) or num_heads),
-        "head_dim": int(getattr(text, "head_dim", None) or hidden // num_heads),
-        "max_position_embeddings": int(getattr(text, "max_position_embeddings", None) or 2048),
-        "rms_norm_eps": float(getattr(text, "rms_norm_eps", None) or 1e-6),
-        "rope_parameters": {"rope_type": "default", "rope_theta": _theta(text)},
-        "tie_word_embeddings": False,
-    }
-    return LlamaConfig(**values)
-
-
-def _theta(text: Any) -> float:
     rope = getattr(text, "rope_parameters", None)
-    return float(rope["rope_theta"]) if isinstance(rope, dict) and "rope_theta" in rope else 10000.0
+    theta = float(rope["rope_theta"]) if isinstance(rope, dict) and "rope_theta" in rope else 10000.0
+    return LlamaConfig(
+        vocab_size=int(text.vocab_size),
+        hidden_size=hidden,
+        intermediate_size=int(getattr(text, "intermediate_size", None) or getattr(text, "ffn_dim", None) or 4 * hidden),
+        num_hidden_layers=1,
+        num_attention_heads=num_heads,
+        num_key_value_heads=int(getattr(text, "num_key_value_heads", None) or num_heads),
+        head_dim=int(getattr(text, "head_dim", None) or hidden // num_heads),
+        max_position_embeddings=int(getattr(text, "max_position_embeddings", None) or 2048),
+        rms_norm_eps=float(getattr(text, "rms_norm_eps", None) or 1e-6),
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        tie_word_embeddings=False,
+    )
 
 
 def prepare(config: LlamaConfig) -> LlamaConfig:
@@ -207,17 +203,11 @@ def copy_last_layer(layers: nn.ModuleList, target: nn.Module) -> None:
             layer.load_state_dict(last)
 
 
-def final_norm_weight(target: nn.Module) -> Tensor | None:
-    """The scale [d] of the target's final RMSNorm, if it has one under a known name."""
-    norm = getattr(target.get_decoder(), "norm", None)  # type: ignore[operator]
-    weight = getattr(norm, "weight", None)
-    return weight.detach() if isinstance(weight, Tensor) and getattr(norm, "bias", None) is None else None
-
-
 def copy_norm(norm: LlamaRMSNorm, target: nn.Module) -> None:
-    """Start a norm as the target's final one."""
-    weight = final_norm_weight(target)
-    if weight is not None:
+    """Start a norm as the target's final RMSNorm, if it has one under a known name."""
+    final = getattr(target.get_decoder(), "norm", None)  # type: ignore[operator]
+    weight = getattr(final, "weight", None)
+    if isinstance(weight, Tensor) and getattr(final, "bias", None) is None:
         with torch.no_grad():
             norm.weight.copy_(weight)
 

@@ -77,24 +77,20 @@ class BlockTables:
     """
 
     def __init__(self, num_blocks: int, block_size: int, max_blocks_per_row: int) -> None:
-        self.block_size = block_size
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.max_tokens_per_row, self.capacity = max_blocks_per_row * block_size, num_blocks * block_size
         self.pool = BlockPool(num_blocks)
         self.copies: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []  # (from, to) slots that the storage has yet to copy, in order
         self._rows: dict[int, RowTable] = {}
         self._table: NDArray[np.int32] = np.zeros((8, max_blocks_per_row), np.int32)
         self._free_lines = list(range(7, -1, -1))
 
-    @property
-    def max_tokens_per_row(self) -> int:
-        return int(self._table.shape[1]) * self.block_size
-
     def __contains__(self, row: int) -> bool:
         return row in self._rows
 
     @property
-    def capacity(self) -> int:
-        """Tokens of the longest text that one row alone could have."""
-        return self.pool.num_blocks * self.block_size
+    def num_free(self) -> int:
+        return self.pool.num_free
 
     @property
     def row_ids(self) -> list[int]:

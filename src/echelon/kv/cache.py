@@ -108,11 +108,6 @@ class KVCache(KVStorage):
         """Slots of the null block; none where there is no such block."""
         return range(self.tables.pool.num_blocks * self.block_size, self.num_blocks * self.block_size)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all keys and values."""
-        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
-
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         storages = (self.keys[layer], self.values[layer])
         key, value = (x.to(storage.dtype) for x, storage in zip((keys, values), storages, strict=True))

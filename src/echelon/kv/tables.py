@@ -5,36 +5,21 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Pool(Protocol):
-    """Blocks of equal size; a strategy may take a block to be a whole row."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks."""
-
-    @property
-    def num_free(self) -> int:
-        """Number of free blocks."""
-
-
 class KVTables(Protocol):
-    """The rows of one cache. A row is reserved for, written, and then committed; a row never seen has nothing cached.
+    """The rows of one cache. A row is reserved for, written, and then committed; a row never seen has nothing cached. Blocks are of equal
+    size; a strategy may take a block to be a whole row.
 
     capacity            tokens of the longest text that one row alone could have
     max_tokens_per_row  tokens that one row can have reserved
     """
 
-    @property
-    def pool(self) -> Pool:
-        """The pool that blocks come from."""
+    num_blocks: int
+    capacity: int
+    max_tokens_per_row: int
 
     @property
-    def capacity(self) -> int:
-        """Most tokens that all rows together can hold."""
-
-    @property
-    def max_tokens_per_row(self) -> int:
-        """Most tokens that a row can hold."""
+    def num_free(self) -> int:
+        """Number of free blocks."""
 
     @property
     def row_ids(self) -> list[int]:

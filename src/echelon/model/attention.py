@@ -6,6 +6,7 @@ context of a pass travels from `model(...)` to here as the keyword `CONTEXT_KEYW
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,12 +74,14 @@ class CachedAttention:
 
 
 class RecordingAttention:
-    """Attend to nothing and note what every layer stores: the cache is laid out from this."""
+    """Attend to nothing and note what every layer stores: the cache is laid out from this. `look` sees every call."""
 
-    def __init__(self) -> None:
+    def __init__(self, look: Callable[[LayerCall], None] = lambda _: None) -> None:
         self.shapes: dict[int, LayerShape] = {}
+        self._look = look
 
     def attend(self, call: LayerCall) -> Tensor:
+        self._look(call)
         if call.layer in self.shapes:
             raise UnsupportedModelError.because("the model", Refusal.ATTENTION, f"layer {call.layer} calls it twice")
         value_size = call.value.shape[2]
@@ -122,9 +125,9 @@ def run_one_token(model: nn.Module, context: AttentionContext) -> None:
     model(input_ids=zero, position_ids=zero, use_cache=False, **{CONTEXT_KEYWORD: context})
 
 
-def record_layers(model: nn.Module, context: RecordingAttention | None = None) -> list[LayerShape]:
-    """Return what each attention layer stores per token, from a pass over one token."""
-    context = context or RecordingAttention()
+def record_layers(model: nn.Module, look: Callable[[LayerCall], None] = lambda _: None) -> list[LayerShape]:
+    """Return what each attention layer stores per token, from a pass over one token, of which `look` sees every call."""
+    context = RecordingAttention(look)
     run_one_token(model, context)
     if sorted(context.shapes) != list(range(len(context.shapes))) or not context.shapes:
         raise UnsupportedModelError.because(type(model).__name__, Refusal.ATTENTION, f"layers that call it: {sorted(context.shapes)}")

@@ -32,8 +32,7 @@ class HiddenStateReader:
     def __init__(self, model: Any, names: Sequence[HiddenStateName]) -> None:
         self.names = tuple(names)
         self._model, self._name = model, type(model).__name__
-        seen = _Trial(model)
-        self._last, self._norm, self._layers = seen.last, seen.norm, seen.layers
+        self._last, self._norm, self._layers = _found(model)
         for name in self.names:
             self._check(name)
 
@@ -88,31 +87,27 @@ class HiddenStateReader:
         return torch.cat([states[name][0, :num_tokens] for name in self.names], -1)
 
 
-class _Trial:
-    """A pass over one token, watched: which module's output the output layer reads, the norm that makes it, and the decoder layers."""
+def _found(model: Any) -> tuple[nn.Module | None, nn.Module | None, list[nn.Module]]:
+    """Watch a pass over one token: which module's output the output layer reads, the norm that makes it, and the decoder layers."""
+    called: list[tuple[nn.Module, Tensor]] = []
+    read: list[Tensor] = []
 
-    def __init__(self, model: Any) -> None:
-        called: list[tuple[nn.Module, Tensor]] = []
-        read: list[Tensor] = []
+    def note(module: nn.Module, _inputs: Any, output: Any) -> None:
+        if isinstance(first := _first(output), Tensor):
+            called.append((module, first))
 
-        def note(module: nn.Module, _inputs: Any, output: Any) -> None:
-            if isinstance(first := _first(output), Tensor):
-                called.append((module, first))
-
-        output_layer = model.get_output_embeddings()
-        handles = [m.register_forward_hook(note) for m in model.modules() if m is not model and m is not output_layer]
-        handles.append(output_layer.register_forward_pre_hook(lambda _module, inputs: read.append(inputs[0])))
-        try:
-            run_one_token(model, RecordingAttention())
-        finally:
-            for handle in handles:
-                handle.remove()
-        last = [m for m, output in called if output.data_ptr() == read[0].data_ptr()]  # nothing is freed before
-        self.last = last[-1] if last else None
-        self.norm = next((m for m in reversed(last) if _is_norm(m)), None)
-        modules, count = {id(m) for m, _ in called}, model.config.get_text_config().num_hidden_layers
-        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count and all(id(x) in modules for x in m)]
-        self.layers = list(lists[0]) if lists else []
+    output_layer = model.get_output_embeddings()
+    handles = [m.register_forward_hook(note) for m in model.modules() if m is not model and m is not output_layer]
+    handles.append(output_layer.register_forward_pre_hook(lambda _module, inputs: read.append(inputs[0])))
+    try:
+        run_one_token(model, RecordingAttention())
+    finally:
+        for handle in handles:
+            handle.remove()
+    last = [m for m, output in called if output.data_ptr() == read[0].data_ptr()]  # nothing is freed before
+    modules, count = {id(m) for m, _ in called}, model.config.get_text_config().num_hidden_layers
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count and all(id(x) in modules for x in m)]
+    return last[-1] if last else None, next((m for m in reversed(last) if _is_norm(m)), None), list(lists[0]) if lists else []
 
 
 def _first(output: Any) -> Any:

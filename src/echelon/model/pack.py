@@ -7,17 +7,13 @@ from itertools import chain
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.batch import RaggedBatch, Span
-from echelon.draft import indptr_of, node_depths
+from echelon.draft import Int32, Int64, indptr_of, node_depths
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.stats import Occupancy
-
-Int32 = NDArray[np.int32]
-Int64 = NDArray[np.int64]
 
 
 def pack(spans: Sequence[Span], tables: BlockTables) -> RaggedBatch:

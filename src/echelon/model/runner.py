@@ -1,26 +1,35 @@
-"""A model, its keys and values, and the rows in them: feed spans of tokens, get logits."""
+"""A model, its keys and values, and the rows in them: feed spans of tokens, get logits. The forward pass over packed tokens."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Generic, Protocol, TypeVar
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from echelon.batch import RaggedBatch, Span
+from echelon.batch import PassInputs, RaggedBatch, Span
 from echelon.kv.cache import KVCache, KVStorage
 from echelon.model import pack as unpadded
-from echelon.model.attention import AttentionContext, CachedAttention
-from echelon.model.forward import Draws, forward
+from echelon.model.attention import CONTEXT_KEYWORD, AttentionContext, CachedAttention
 from echelon.model.hidden_states import HiddenStateReader
 from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.rope import coded_positions
 from echelon.ops import ROWS_PER_CALL, devices
+from echelon.sampling import SamplingParams
 from echelon.stats import Occupancy, Usage
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Sampling in a chain of passes: parameters of each row, and the noise keys of each pass and row (`sampling.noise_key`)."""
+
+    params: Sequence[SamplingParams]
+    noise_keys: Sequence[Sequence[int]]
 
 
 class CapturedPasses(Protocol):
@@ -30,32 +39,20 @@ class CapturedPasses(Protocol):
     def num_captures(self) -> int:
         """Graphs captured so far."""
 
-    def run(self, batch: RaggedBatch, reader: HiddenStateReader | None) -> tuple[Tensor, Tensor | None, int] | None: ...
-    def chain(self, batches: Sequence[RaggedBatch], width: int, draws: Draws | None) -> tuple[Tensor, list[int]] | None: ...
+    def run(self, batch: Any, reader: HiddenStateReader | None) -> tuple[Tensor, Tensor | None, int] | None: ...
+    def chain(self, batches: Sequence[Any], width: int, draws: Draws | None) -> tuple[Tensor, list[int]] | None: ...
 
 
-class PassInputs(Protocol):
-    """Inputs of a model, in any strategy's batch: tokens and positions int32[T], logit_rows int64[R]."""
-
-    @property
-    def tokens(self) -> Tensor:
-        """int32[T], token ids."""
-
-    @property
-    def positions(self) -> Tensor:
-        """int32[T], positions in their texts."""
-
-    @property
-    def logit_rows(self) -> Tensor:
-        """int64[R], tokens whose logits are wanted."""
-
-    @property
-    def logit_indptr(self) -> Tensor:
-        """int32[B+1]: each row's rows of logits."""
-
-    @property
-    def num_tokens(self) -> int:
-        """T, without padding."""
+def forward(
+    loaded: LoadedModel, reader: HiddenStateReader | None, tokens: Tensor, positions: Tensor, logit_rows: Tensor, context: AttentionContext
+) -> tuple[Tensor, Tensor | None]:
+    """Run the model on what lies on its device: logits [R, V] and hidden states [T, F] for tokens and positions int [T], logit_rows [R]."""
+    with reader.reading() if reader else nullcontext() as states:
+        output = loaded.model(
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=logit_rows, **{CONTEXT_KEYWORD: context}
+        )
+    logits: Tensor = output.logits[0]
+    return logits, reader.joined(states, len(tokens)) if reader and states is not None else None
 
 
 BatchT = TypeVar("BatchT", bound=PassInputs)
@@ -66,7 +63,7 @@ class Runner(ABC, Generic[BatchT]):
 
     cache: KVStorage
     hidden_state_reader: HiddenStateReader | None = None  # what a drafter asks to see of every pass
-    captured: CapturedPasses | None = None  # passes as CUDA graphs
+    captured: CapturedPasses | None = None  # passes as CUDA graphs, of ragged batches alone
 
     def __init__(self, loaded: LoadedModel, cache: KVStorage) -> None:
         self.loaded, self.cache, self.usage = loaded, cache, Usage()
@@ -87,18 +84,24 @@ class Runner(ABC, Generic[BatchT]):
         """Positions int32[T] that the model is fed."""
         return batch.positions
 
-    def replay(self, batch: BatchT) -> tuple[Tensor, Tensor | None] | None:  # noqa: ARG002
-        """`run` by a captured graph; None where the pass is to be run eagerly."""
-        return None
-
-    def chain(self, batches: Sequence[BatchT], width: int, draws: Draws | None) -> Tensor | None:  # noqa: ARG002
+    @torch.inference_mode()
+    def chain(self, batches: Sequence[BatchT], width: int, draws: Draws | None) -> Tensor | None:
         """Run a pass a batch without the host between them, in one captured graph; None where that cannot be, and then nothing has run.
 
         Batch k + 1 replaces its tokens by those chosen from batch k, the likeliest or by `draws`. Rows must be sorted by draft length,
         longest first, because a later batch may drop rows from the end. Returns chosen tokens int64 [len(batches), B] among `width` ids,
         −1 where a drawn one has none.
         """
-        return None
+        if self.captured is None:
+            return None
+        self.cache.apply_copies()
+        replayed = self.captured.chain(batches, width, draws)
+        if replayed is None:
+            return None
+        tokens, num_inputs = replayed
+        for batch, count in zip(batches, num_inputs, strict=True):
+            self.count(batch, batch.num_tokens, count)
+        return tokens
 
     def num_cached(self, row: int) -> int:
         """Tokens of the row that have keys and values."""
@@ -123,8 +126,10 @@ class Runner(ABC, Generic[BatchT]):
         operations see the same shapes.
         """
         self.cache.apply_copies()
-        if (replayed := self.replay(batch)) is not None:
-            return replayed
+        if self.captured and (replayed := self.captured.run(batch, self.hidden_state_reader)):
+            logits, hidden_states, num_inputs = replayed
+            self.count(batch, batch.num_tokens, num_inputs)
+            return logits, hidden_states
         device = self.cache.device
         tokens, positions, logit_rows = (x.to(device) for x in (batch.tokens, self.positions(batch), batch.logit_rows))
         missing = 0 if devices.has_kernels(tokens) else -len(tokens) % ROWS_PER_CALL
@@ -164,27 +169,6 @@ class ModelRunner(Runner[RaggedBatch]):
 
     def positions(self, batch: RaggedBatch) -> Tensor:
         return coded_positions(batch, self.loaded.original_context)
-
-    def replay(self, batch: RaggedBatch) -> tuple[Tensor, Tensor | None] | None:
-        replayed = self.captured.run(batch, self.hidden_state_reader) if self.captured else None
-        if replayed is None:
-            return None
-        logits, hidden_states, num_inputs = replayed
-        self.count(batch, batch.num_tokens, num_inputs)
-        return logits, hidden_states
-
-    @torch.inference_mode()
-    def chain(self, batches: Sequence[RaggedBatch], width: int, draws: Draws | None) -> Tensor | None:
-        if self.captured is None:
-            return None
-        self.cache.apply_copies()
-        replayed = self.captured.chain(batches, width, draws)
-        if replayed is None:
-            return None
-        tokens, num_inputs = replayed
-        for batch, count in zip(batches, num_inputs, strict=True):
-            self.count(batch, batch.num_tokens, count)
-        return tokens
 
     def commit(self, row: int, num_known: int, path: Sequence[int] = ()) -> None:
         """Close the gaps that rejected branches of a tree leave, then as above."""

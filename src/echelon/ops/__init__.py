@@ -21,7 +21,10 @@ def which(on: torch.device | None = None) -> dict[str, str]:
     if devices.by_triton(torch.empty(0, device=on or devices.chosen_device("auto"))):
         return ON_CUDA
     return {
-        "ragged_attention": _attention(),
+        "ragged_attention": _compiled(
+            "keys and values read once a step for all new tokens and heads of a group; tiles at fixed positions, float32",
+            "PyTorch (tiles of fixed shape, float32 accumulation)",
+        ),
         "linear": _linear(),
         "norms, rotary, activations": _compiled("rounded once, where seen to compute what the model's own do", "the model's own"),
         "drawing tokens": _compiled("no sort, noise only for tokens that can win", "NumPy, row by row"),
@@ -31,11 +34,6 @@ def which(on: torch.device | None = None) -> dict[str, str]:
 
 def _compiled(how: str, otherwise: str) -> str:
     return f"compiled: {how}" if compiled.is_built() else f"{otherwise}: no compiled kernels ({compiled.REASON})"
-
-
-def _attention() -> str:
-    how = "keys and values read once a step for all new tokens and heads of a group; tiles at fixed positions, float32"
-    return _compiled(how, "PyTorch (tiles of fixed shape, float32 accumulation)")
 
 
 def _linear() -> str:

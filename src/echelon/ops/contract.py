@@ -125,7 +125,7 @@ class Backend(Protocol):
         only_ranks: bool,
         sharpness: float = 1.0,
     ) -> tuple[Int64, Float64]:
-        """`rank.likeliest` of logits [M, V] from the `count` likeliest tokens of every row: tokens int64 and scores float64 [M, width].
+        """`sample.likeliest` of logits [M, V] from the `count` likeliest tokens of every row: tokens int64 and scores float64 [M, width].
 
         The last bits of greedy scores may differ with M, except by compiled kernels.
         """

@@ -33,8 +33,6 @@ from echelon.sequence import Plan, PlannedRow
 KNOWN = 2  # last tokens of a text that the device keeps
 NUM_COLUMNS = KNOWN + 4  # of a row, int64: index in the step in flight, tokens of its text, the last two, drafts, first token of its own
 
-Int64 = NDArray[np.int64]
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -57,8 +55,9 @@ class DevicePass:
     Of the target all tokens' logits are wanted, of a draft model one for every row of the step.
     """
 
+    runner: Runner[Any]
     batch: RaggedBatch
-    values: PassValues
+    values: PassValues[NDArray[Any]]
     bucket: Bucket
 
 
@@ -104,16 +103,12 @@ class DeviceStep:
         """Enter the passes in the books of their models, the texts having had these lengths; what was fed of a row without is padding."""
         is_real = np.array([n is not None for n in lengths])
         surplus = np.array([row.longest for row in self.plan.rows]) - np.array([n or 0 for n in lengths])
-        for runner, one in zip(_runners(self.target, self.draft, self.passes), self.passes, strict=True):
+        for one in self.passes:
             count = one.batch.num_rows
             kv_lens = np.where(is_real[:count], one.batch.kv_lens.numpy() - surplus[:count], 0)
-            batch = replace(one.batch, kv_lens=torch.from_numpy(kv_lens))
-            runner.count(batch, int(is_real[one.values.columns[0]].sum()), one.bucket.num_tokens)
-
-
-def _runners(target: Runner[Any], draft: Runner[Any] | None, passes: Sequence[DevicePass]) -> list[Runner[Any]]:
-    """Whose the passes are: the first the target's, all others the draft model's."""
-    return [target, *([draft] * (len(passes) - 1) if draft is not None else [])]
+            one.runner.count(
+                replace(one.batch, kv_lens=torch.from_numpy(kv_lens)), int(is_real[one.values.columns[0]].sum()), one.bucket.num_tokens
+            )
 
 
 class Ahead:
@@ -135,7 +130,7 @@ class Ahead:
         own = self._target_pass(rows)
         drafting = self._draft_passes(rows)
         passes = [own, *drafting]
-        runners = list(dict.fromkeys(_runners(self._target, self._draft, passes)))
+        runners = list(dict.fromkeys(one.runner for one in passes))
         is_drawn = any(not row.sequence.params.is_greedy for row in rows)
         shape = Shape(filled_up(len(rows)), own.bucket, tuple(one.bucket for one in drafting), is_drawn)
         for runner in runners:
@@ -171,7 +166,7 @@ class Ahead:
             logit_rows = np.zeros(len(rows), np.int64)
             logit_rows[: len(members)] = one.values.logit_rows
             bucket = replace(one.bucket, num_logits=filled_up(len(rows)))
-            found.append(DevicePass(one.batch, replace(one.values, logit_rows=logit_rows), bucket))
+            found.append(replace(one, values=replace(one.values, logit_rows=logit_rows), bucket=bucket))
         if len(found) > 1:
             again = common(one.bucket for one in found[1:])
             found[1:] = [replace(one, bucket=again) for one in found[1:]]
@@ -186,7 +181,7 @@ def _laid_out(runner: Runner[Any], rows: Sequence[PlannedRow], spans: Sequence[S
     slack = longest - np.array([row.shortest for row in rows])[of_token]
     tables = tuple(plan_tables(batch, key, slack.astype(np.int32)) for key in captured_of(runner).keys)
     columns = of_token, batch.positions.numpy() - longest, np.full(batch.num_tokens, -1)
-    return DevicePass(batch, PassValues(columns, batch.logit_rows.numpy(), tables), bucket_of(batch, tables))
+    return DevicePass(runner, batch, PassValues(columns, batch.logit_rows.numpy(), tables), bucket_of(batch, tables))
 
 
 def captured_of(runner: Runner[Any]) -> Captured:
@@ -210,14 +205,6 @@ class _Model:
         captured = captured_of(runner)
         cache = captured.cache
         return cls(captured.keys, cache.block_size, cache.null_slots, runner.loaded.vocab_size, captured.launch())
-
-
-def _draws(rows: Sequence[PlannedRow]) -> Sequence[NDArray[Any]]:
-    """How each row's tokens are drawn: its parameters, and the key of its noise."""
-    samplers = [row.sequence.sampler for row in rows]
-    params, keys = [s.params for s in samplers], [row_key(s.seed, s.index) for s in samplers]
-    bounds = ([p.temperature for p in params], [p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params])
-    return draw_columns(*bounds, keys)
 
 
 @dataclass(frozen=True)
@@ -250,7 +237,8 @@ class _DraftAndVerify:
         of_rows = ([r.pending_row for r in rows], [len(r.sequence) for r in rows], *zip(*known, strict=True), counts, firsts)
         columns: list[NDArray[Any]] = [np.array(of_rows, np.int64)]
         if len(self.buffers.columns) > 1:
-            columns += _draws(rows)
+            samplers = [row.sequence.sampler for row in rows]
+            columns += draw_columns([s.params for s in samplers], [row_key(s.seed, s.index) for s in samplers])
         pads = [(0, -1, self._model(i).null_slots) for i in range(len(passes))]
         tables = [one.batch.block_table.numpy() for one in passes[: len(self.models)]]  # the draft model's first pass has all rows
         self.buffers.fill([one.values for one in passes], pads, columns, tables)

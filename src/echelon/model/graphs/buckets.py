@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from echelon.batch import RaggedBatch
 from echelon.ops.triton.plan import SPLIT, Tables
@@ -49,7 +50,7 @@ def power_up(count: int) -> int:
     return 1 << max(count - 1, LEAST - 1).bit_length() if count else 0
 
 
-def bucket_of(batch: RaggedBatch, tables: Iterable[Tables]) -> Bucket:
+def bucket_of(batch: RaggedBatch, tables: Iterable[Tables[Any]]) -> Bucket:
     """The bucket of a pass over `batch`, whose plans are `tables`."""
     num_splits = -(-int(batch.kv_lens.max()) // SPLIT)
     sizes = (PlanSize(power_up(len(t.items)), power_up(len(t.late)), power_up(t.paths.shape[1]), power_up(t.num_states)) for t in tables)

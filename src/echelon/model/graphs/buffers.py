@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -18,23 +18,25 @@ from torch import Tensor
 from echelon.model.graphs.buckets import Bucket, PlanSize
 from echelon.ops.triton.plan import FIELDS, SPLIT, DevicePlan, PlanKey, Tables
 
+T = TypeVar("T")
+
 ALIGNMENT = 4  # int32 words; Triton compiles a kernel anew for an address that is no multiple of 16 bytes
 Words = NDArray[np.int32]
 NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
 
 
 @dataclass(frozen=True)
-class PassValues:
-    """One pass on the host, without padding.
+class PassValues(Generic[T]):
+    """What one pass reads: on the host, without padding, or the fields that hold it.
 
-    columns     each with an entry a token, in the order of its buffers
+    columns     each with an entry a token, in the order of its fields
     logit_rows  int64[R]  tokens whose logits are wanted
     tables      its plans, in the order of their keys
     """
 
-    columns: tuple[NDArray[Any], ...]
-    logit_rows: NDArray[np.int64]
-    tables: tuple[Tables, ...]
+    columns: tuple[T, ...]
+    logit_rows: T
+    tables: tuple[Tables[T], ...]
 
 
 @dataclass(frozen=True)
@@ -78,42 +80,28 @@ class Layout:
         return field
 
 
-class PlanFields:
-    """The tables of one plan."""
-
-    def __init__(self, layout: Layout, size: PlanSize, num_tokens: int) -> None:
-        self.size = size
-        self.items, self.late = layout.add(size.items, FIELDS), layout.add(size.late, FIELDS)
-        self.paths = layout.add(size.late, size.depth)  # no more paths than items on them
-        self.merges, self.bases = layout.add(num_tokens if size.states else 0, 3), layout.add(num_tokens)
-
-    def fill(self, words: Words, tables: Tables) -> None:
-        """Write a plan of attention into its fields."""
-        for name in ("items", "late", "paths", "merges", "bases"):
-            getattr(self, name).put(words, getattr(tables, name))
-
-    def plan(self, memory: Tensor, table: Tensor, positions: Tensor) -> DevicePlan:
-        """The plan of attention that the fields hold on the device."""
-        items, late, paths, merges, bases = (f.view(memory) for f in (self.items, self.late, self.paths, self.merges, self.bases))
-        return DevicePlan(items, late, paths, merges, bases, self.size.states, table, positions, has_pads=True)
+def plan_fields(layout: Layout, size: PlanSize, num_tokens: int) -> Tables[Field]:
+    """Fields for the tables of one plan; there are no more paths than items on them."""
+    items, late, paths = layout.add(size.items, FIELDS), layout.add(size.late, FIELDS), layout.add(size.late, size.depth)
+    return Tables(items, late, paths, layout.add(num_tokens if size.states else 0, 3), layout.add(num_tokens), size.states)
 
 
-class PassBuffers:
-    """What one pass reads: columns with an entry a token, of these types; rows of logits; plans."""
+def pass_fields(layout: Layout, bucket: Bucket, dtypes: Sequence[torch.dtype]) -> PassValues[Field]:
+    """Fields of one pass: columns of these types, rows of logits, plans."""
+    columns = tuple(layout.add(bucket.num_tokens, dtype=dtype) for dtype in dtypes)
+    logit_rows = layout.add(bucket.num_logits, dtype=torch.int64)
+    return PassValues(columns, logit_rows, tuple(plan_fields(layout, size, bucket.num_tokens) for size in bucket.plans))
 
-    def __init__(self, layout: Layout, bucket: Bucket, dtypes: Sequence[torch.dtype]) -> None:
-        self.columns = [layout.add(bucket.num_tokens, dtype=dtype) for dtype in dtypes]
-        self.logit_rows = layout.add(bucket.num_logits, dtype=torch.int64)
-        self.plans = [PlanFields(layout, size, bucket.num_tokens) for size in bucket.plans]
 
-    def fill(self, words: Words, values: PassValues, pads: Sequence[ArrayLike]) -> None:
-        """Write a pass; `pads` stand in the entries of each column that belong to no token, in turn. Padding has no attention."""
-        for field, column, pad in zip(self.columns, values.columns, pads, strict=True):
-            field.put(words, column)
-            field.pad(words, len(column), pad)
-        self.logit_rows.put(words, values.logit_rows)
-        for fields, tables in zip(self.plans, values.tables, strict=True):
-            fields.fill(words, tables)
+def _put_pass(words: Words, fields: PassValues[Field], values: PassValues[NDArray[Any]], pads: Sequence[ArrayLike]) -> None:
+    """Write a pass; `pads` stand in the entries of each column that belong to no token, in turn. Padding has no attention."""
+    for field, column, pad in zip(fields.columns, values.columns, pads, strict=True):
+        field.put(words, column)
+        field.pad(words, len(column), pad)
+    fields.logit_rows.put(words, values.logit_rows)
+    for own, tables in zip(fields.tables, values.tables, strict=True):
+        for field, part in zip(own.parts, tables.parts, strict=True):
+            field.put(words, part)
 
 
 @dataclass(frozen=True)
@@ -141,7 +129,7 @@ class Buffers:
         device: torch.device,
     ) -> None:
         layout = Layout()
-        self._passes = [PassBuffers(layout, bucket, dtypes) for bucket in buckets]
+        self._passes = [pass_fields(layout, bucket, dtypes) for bucket in buckets]
         self._columns = [layout.add(*shape, dtype=dtype) for shape, dtype in columns]
         self._tables = [layout.add(*shape) for shape in block_tables]
         self._memory = torch.zeros(layout.num_words, dtype=torch.int32, device=device)
@@ -154,12 +142,15 @@ class Buffers:
     def inputs(self, index: int, keys: Sequence[PlanKey], table: Tensor, positions: Tensor, coded: Tensor, slots: Tensor) -> Inputs:
         """A pass at `positions` int32 [T] with this block table; `coded` are the positions that the model is given."""
         one = self._passes[index]
-        plans = {key: fields.plan(self._memory, table, positions) for key, fields in zip(keys, one.plans, strict=True)}
+        plans = {}
+        for key, fields in zip(keys, one.tables, strict=True):
+            items, late, paths, merges, bases = (field.view(self._memory) for field in fields.parts)
+            plans[key] = DevicePlan(items, late, paths, merges, bases, fields.num_states, table, positions, has_pads=True)
         return Inputs(coded, slots, one.logit_rows.view(self._memory), plans)
 
     def fill(
         self,
-        passes: Sequence[PassValues],
+        passes: Sequence[PassValues[NDArray[Any]]],
         pads: Sequence[Sequence[ArrayLike]],
         columns: Sequence[NDArray[Any]],
         block_tables: Sequence[NDArray[np.int32]],
@@ -169,8 +160,8 @@ class Buffers:
         used = Field(last.start, (len(block_tables[-1]), last.shape[1]), torch.int32)
         host = torch.zeros(used.start + used.num_words, dtype=torch.int32, pin_memory=True)
         words = host.numpy()
-        for buffers, values, pad in zip(self._passes, passes, pads, strict=True):
-            buffers.fill(words, values, pad)
+        for fields, values, pad in zip(self._passes, passes, pads, strict=True):
+            _put_pass(words, fields, values, pad)
         for field, column in zip(self._columns, columns, strict=True):
             field.put(words, column)
         for field, table in zip((*self._tables[:-1], used), block_tables, strict=True):

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
@@ -20,8 +19,7 @@ from torch import Tensor
 
 from echelon.batch import RaggedBatch
 from echelon.kv.cache import KVCache
-from echelon.model.attention import LayerCall, RecordingAttention, record_layers
-from echelon.model.forward import Draws, forward
+from echelon.model.attention import LayerCall, record_layers
 from echelon.model.graphs.buckets import Bucket, bucket_of, common
 from echelon.model.graphs.buffers import Buffers, Inputs, PassValues, table_width
 from echelon.model.graphs.graphs import Graphs, Outputs
@@ -29,6 +27,7 @@ from echelon.model.hidden_states import HiddenStateReader
 from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.experts import is_experts
 from echelon.model.patches.rope import coded_positions
+from echelon.model.runner import Draws, forward
 from echelon.ops.triton.attention import plan_key, planned_attention
 from echelon.ops.triton.plan import PlanKey, plan_tables
 from echelon.ops.triton.sample import draw_columns, draw_rows
@@ -59,9 +58,9 @@ class Captured:
 
     def __init__(self, loaded: LoadedModel, cache: KVCache) -> None:
         self._loaded, self.cache = loaded, cache
-        seeker = _KeySeeker()
-        record_layers(loaded.model, seeker)
-        self.keys = tuple(dict.fromkeys(seeker.keys))
+        keys: list[PlanKey] = []  # of the plans that the layers need
+        record_layers(loaded.model, lambda call: keys.append(plan_key(call.query, call.key.shape[1], call.window)))
+        self.keys = tuple(dict.fromkeys(keys))
         self.graphs = Graphs(cache.device)
 
     @property
@@ -102,11 +101,12 @@ class Captured:
             later = [again] * len(later)
         buckets = [first, *later]
         rows = first.num_logits
+        columns = () if draws is None else draw_columns(draws.params, draws.noise_keys)
         shapes = [] if draws is None else [*(((rows,), dtype) for dtype in DRAWN), ((len(batches), rows), torch.int64)]
         outputs = self.graphs.run(
             (*buckets, width, draws is None),
             lambda: _ChainOfPasses(*self._buffers(buckets, shapes), self.launch(), width),
-            lambda program: program.buffers.fill(passes, [self._pads] * len(passes), _columns(draws), [batches[0].block_table.numpy()]),
+            lambda program: program.buffers.fill(passes, [self._pads] * len(passes), columns, [batches[0].block_table.numpy()]),
         )
         if outputs is None:
             return None
@@ -117,7 +117,7 @@ class Captured:
         """Padding has token and position 0; its keys and values go to the null slots."""
         return 0, 0, 0, self.cache.null_slots
 
-    def _values(self, batch: RaggedBatch) -> PassValues:
+    def _values(self, batch: RaggedBatch) -> PassValues[NDArray[Any]]:
         coded = coded_positions(batch, self._loaded.original_context)
         columns = tuple(column.numpy() for column in (batch.tokens, batch.positions, coded, batch.slots))
         return PassValues(columns, batch.logit_rows.numpy(), tuple(plan_tables(batch, key) for key in self.keys))
@@ -155,10 +155,7 @@ class _OnePass:
 
 
 @dataclass(frozen=True)
-class _ChainOfPasses:
-    buffers: Buffers
-    passes: list[tuple[Tensor, Inputs]]
-    launch: Launch
+class _ChainOfPasses(_OnePass):
     width: int
 
     def forward(self) -> Outputs:
@@ -173,26 +170,6 @@ class _ChainOfPasses:
             return logits.argmax(-1)
         temperature, top_k, top_p, log_min_p, noise_keys = self.buffers.columns
         return draw_rows(logits.float(), temperature, top_k, top_p, log_min_p, noise_keys[index])
-
-
-class _KeySeeker(RecordingAttention):
-    """Notes what plans the layers of a model need."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.keys: list[PlanKey] = []
-
-    def attend(self, call: LayerCall) -> Tensor:
-        self.keys.append(plan_key(call.query, call.key.shape[1], call.window))
-        return super().attend(call)
-
-
-def _columns(draws: Draws | None) -> tuple[NDArray[Any], ...]:
-    """As `_ChainOfPasses` reads them: a row's parameters, and noise keys int64 [passes, B]."""
-    if draws is None:
-        return ()
-    *params, _ = draw_columns(draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.noise_keys[0])
-    return (*params, np.array(draws.noise_keys, np.uint64).view(np.int64))
 
 
 def captured(loaded: LoadedModel, cache: KVCache) -> Captured | None:

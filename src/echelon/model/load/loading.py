@@ -61,8 +61,7 @@ class LoadedModel:
     @property
     def device(self) -> torch.device:
         """Device of its weights, and so of its cache and its logits."""
-        device: torch.device = self.model.device
-        return device
+        return torch.device(self.model.device)
 
     @property
     def vocab_size(self) -> int:

@@ -9,7 +9,6 @@ refused for one of the reasons of `Refusal`.
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import Any
 
 import torch
@@ -17,16 +16,10 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
-from echelon.batch import Span
 from echelon.errors import Refusal, UnsupportedModelError
 from echelon.inputs import first_line
-from echelon.kv.blocks import BlockTables
-from echelon.kv.cache import KVCache
-from echelon.model import pack as unpadded
-from echelon.model.attention import CONTEXT_KEYWORD, IMPLEMENTATION, CachedAttention, record_layers
-from echelon.model.load.servedtest import check_rounding, check_served
+from echelon.model.load.servedtest import ServedTwin, check_rounding, check_served, difference, eager
 from echelon.model.load.shrink import VOCABULARY, part_for, shrunken
-from echelon.model.patches.rope import coded_positions, patch_rope
 from echelon.ops import compiled
 
 LENGTHS = (24, 3)  # one long row, one short
@@ -64,7 +57,7 @@ def _small(cls: type[PreTrainedModel], config: Any, tokens: Tensor) -> Any:
         try:
             small = shrunken(config, is_narrow)
             _check_size(cls, small)
-            _eager(_twin(cls, small), tokens)
+            eager(_twin(cls, small), tokens)
             return small
         except ImportError as error:
             raise UnsupportedModelError.because(cls.__name__, Refusal.PACKAGE, first_line(error)) from error
@@ -83,13 +76,13 @@ def _check_size(cls: type[PreTrainedModel], config: Any) -> None:
 
 def _check_batches(twin: PreTrainedModel, rows: list[Tensor]) -> None:
     """A ragged batch through our attention alone, nothing else replaced, gives each row its own logits."""
-    alone = [_eager(twin, row) for row in rows]
-    stretched = _eager(twin, rows[0], 2 * torch.arange(len(rows[0])))
-    reasons = [Refusal.MASK, Refusal.BATCH] if _difference(alone[0], stretched) else [Refusal.POSITIONS] * 2
+    alone = [eager(twin, row) for row in rows]
+    stretched = eager(twin, rows[0], 2 * torch.arange(len(rows[0])))
+    reasons = [Refusal.MASK, Refusal.BATCH] if difference(alone[0], stretched) else [Refusal.POSITIONS] * 2
     for reason, some, split in zip(reasons, (rows[:1], rows), (0, len(rows[0]) // 2), strict=True):
         for row, expected, got in zip(LENGTHS, alone, _ragged(twin, some, split), strict=False):
-            if not (difference := _difference(expected, got)) < TOLERANCE:
-                detail = f"its logits in a ragged batch differ by {difference:.1e} from those alone, in a row of {row} tokens"
+            if not (found := difference(expected, got)) < TOLERANCE:
+                detail = f"its logits in a ragged batch differ by {found:.1e} from those alone, in a row of {row} tokens"
                 raise UnsupportedModelError.because(type(twin).__name__, reason, detail)
 
 
@@ -110,8 +103,8 @@ def _check_kind(twin: PreTrainedModel, tokens: Tensor) -> None:
     if _keeps_state(twin, tokens):
         raise UnsupportedModelError.because(name, Refusal.STATE)
     changed = torch.cat([tokens[:-1], tokens[:1]])
-    before, after = (_eager(twin, row)[:-1] for row in (tokens, changed))
-    if not _difference(before, after) < TOLERANCE:
+    before, after = (eager(twin, row)[:-1] for row in (tokens, changed))
+    if not difference(before, after) < TOLERANCE:
         raise UnsupportedModelError.because(name, Refusal.NOT_CAUSAL)
 
 
@@ -130,49 +123,15 @@ def _keeps_state(twin: PreTrainedModel, tokens: Tensor) -> bool:
     return any(isinstance(x, LinearAttentionCacheLayerMixin) or (isinstance(x, DynamicLayer) and type(x) not in plain) for x in layers)
 
 
-def _difference(expected: Tensor, got: Tensor) -> float:
-    """Largest difference, relative to the largest logit."""
-    return float((expected - got).abs().max() / expected.abs().max())
-
-
-def _eager(twin: PreTrainedModel, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Logits [T, V] of a text alone, at `positions`, by default from 0 on."""
-    taken = inspect.signature(twin.forward).parameters
-    keywords = {"position_ids": (torch.arange(len(tokens)) if positions is None else positions)[None]}
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-    logits: Tensor = twin(input_ids=tokens[None], use_cache=False, **(keywords if takes_any or "position_ids" in taken else {})).logits[0]
-    return logits
-
-
 def _ragged(twin: PreTrainedModel, rows: list[Tensor], split: int) -> list[Tensor]:
     """The rows in one batch through our attention; the first row in two steps where `split`, so that cached keys are read too."""
     try:
-        return _run(twin, rows, split)
+        served, lengths = ServedTwin(twin, is_bare=True), dict(enumerate(map(len, rows)))
+        before = served.feed({0: rows[0][:split].tolist()}, lengths, lengths) if split else {}
+        after = served.feed({i: row[0 if i else split :].tolist() for i, row in enumerate(rows)}, lengths, lengths)
     except UnsupportedModelError as error:
         name = type(twin).__name__
         raise UnsupportedModelError(f"{error}" if name in str(error) else f"{name}: {error}", error.refusal) from error
     except Exception as error:  # a model that fails inside is refused by name, whatever it raises
         raise UnsupportedModelError(f"{type(twin).__name__} cannot run as a ragged batch: {first_line(error)}") from error
-
-
-def _run(twin: PreTrainedModel, rows: list[Tensor], split: int) -> list[Tensor]:
-    twin.set_attn_implementation(IMPLEMENTATION)
-    shapes = record_layers(twin)
-    original = patch_rope(twin)
-    cache = KVCache(shapes, BlockTables(8, 8, 4), torch.float32, torch.device("cpu"))
-    for storage in (*cache.keys, *cache.values):
-        storage.fill_(torch.nan)
-    steps = [{0: (0, rows[0][:split])}, {i: (split if i == 0 else 0, row[split:] if i == 0 else row) for i, row in enumerate(rows)}]
-    parts: dict[int, list[Tensor]] = {i: [] for i in range(len(rows))}
-    for step in steps if split else steps[1:]:
-        lengths = {row: (len(tokens), len(rows[row])) for row, (_, tokens) in step.items()}
-        spans = [Span(i, start, tokens.tolist(), *lengths[i], prompt_len=len(rows[i])) for i, (start, tokens) in step.items()]
-        for span in spans:
-            cache.tables.reserve(span.row, span.start + len(span.tokens))
-        batch = unpadded.pack(spans, cache.tables)
-        inputs = {"input_ids": batch.tokens[None].long(), "position_ids": coded_positions(batch, original)[None].long()}
-        logits = twin(**inputs, use_cache=False, **{CONTEXT_KEYWORD: CachedAttention(batch, cache)}).logits[0]
-        for span, piece in zip(spans, logits.split([len(s.tokens) for s in spans]), strict=True):
-            parts[span.row].append(piece)
-            cache.tables.commit(span.row, span.start + len(span.tokens))
-    return [torch.cat(parts[i]) for i in range(len(rows))]
+    return [torch.cat([before[i], logits]) if i in before else logits for i, logits in after.items()]

@@ -11,9 +11,9 @@ The shrunken random twin as it will be served, everything replaced, must show th
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -29,7 +29,7 @@ from echelon.kv.cache import KVCache
 from echelon.model import pack as unpadded
 from echelon.model.attention import CONTEXT_KEYWORD, IMPLEMENTATION, CachedAttention, record_layers
 from echelon.model.patches.apply import patch_model
-from echelon.model.patches.rope import coded_positions
+from echelon.model.patches.rope import coded_positions, patch_rope
 from echelon.model.patches.vectors import in_whole_vectors, is_whole
 from echelon.ops import devices
 
@@ -50,14 +50,16 @@ MATMULS = {
 
 
 class ServedTwin:
-    """A twin with our operations in it, a cache, and rows in it."""
+    """A twin with our operations in it, or with `is_bare` our attention alone, a cache, and rows in it."""
 
-    def __init__(self, twin: PreTrainedModel) -> None:
+    def __init__(self, twin: PreTrainedModel, is_bare: bool = False) -> None:
         twin.set_attn_implementation(IMPLEMENTATION)
         shapes = record_layers(twin)
-        _, self.original = patch_model(twin, keep_weights=False)
+        self.original = patch_rope(twin) if is_bare else patch_model(twin, keep_weights=False)[1]
         self.twin, self.num_fed = twin, 0
         self.cache = KVCache(shapes, BlockTables(LONGEST * 8, BLOCK, LONGEST // BLOCK), twin.dtype, torch.device("cpu"))
+        for storage in (*self.cache.keys, *self.cache.values):
+            storage.fill_(torch.nan)
 
     def feed(self, pieces: dict[int, list[int]], text_lens: dict[int, int], prompt_lens: dict[int, int]) -> dict[int, Tensor]:
         """The next tokens of some rows in one batch: float32 logits [n, V] of each."""
@@ -120,8 +122,8 @@ def check_served(make_twin: Callable[[], PreTrainedModel], tokens: list[int]) ->
     """
     twin, served = make_twin(), ServedTwin(make_twin())
     name = type(twin).__name__
-    _check_near(name, "once our operations have taken their places", _eager(twin, tokens), served.alone(tokens))
-    wide = _eager(_widened(make_twin()), tokens), ServedTwin(_widened(make_twin())).alone(tokens)
+    _check_near(name, "once our operations have taken their places", eager(twin, tokens), served.alone(tokens))
+    wide = eager(_widened(make_twin()), tokens), ServedTwin(_widened(make_twin())).alone(tokens)
     _check_near(name, "where large values meet its activations", *wide)
     text, logits = _generated(twin, tokens[:NUM_GIVEN])
     is_anew = served.original is None or served.original.is_read_anew
@@ -137,8 +139,8 @@ def check_rounding(make_twin: Callable[[], PreTrainedModel], tokens: list[int], 
     """Raise `UnsupportedModelError` unless a served twin of a 16-bit dtype is as near to float32 as `transformers` is."""
     exact, theirs, ours = make_twin().to(dtype).float(), make_twin().to(dtype), ServedTwin(make_twin().to(dtype))
     texts = [tokens, tokens[::-1], tokens[7:] + tokens[:7]]  # of a deep mixture most tokens of one text may go to other experts
-    expected = [_eager(exact, text) for text in texts]
-    limits = [_distance(x, _eager(theirs, text)) for x, text in zip(expected, texts, strict=True)]
+    expected = [eager(exact, text) for text in texts]
+    limits = [_distance(x, eager(theirs, text)) for x, text in zip(expected, texts, strict=True)]
     errors = [_distance(x, ours.alone(text)) for x, text in zip(expected, texts, strict=True)]
     ratio = sorted(a / max(b, 1e-30) for a, b in zip(errors, limits, strict=True))[1]
     if not ratio <= MOST_ROUNDING:
@@ -151,10 +153,19 @@ def _distance(expected: Tensor, got: Tensor) -> float:
     return float((expected - got.float()).square().mean(-1).sqrt().median())
 
 
-def _eager(twin: PreTrainedModel, tokens: list[int]) -> Tensor:
-    ids = torch.tensor([tokens])
-    logits: Tensor = twin(input_ids=ids, position_ids=torch.arange(len(tokens))[None], use_cache=False).logits[0]
+def eager(twin: PreTrainedModel, tokens: list[int] | Tensor, positions: Tensor | None = None) -> Tensor:
+    """float32 logits [T, V] of a text alone, at `positions` int64[T], by default from 0 on."""
+    taken = inspect.signature(twin.forward).parameters
+    keywords = {"position_ids": (torch.arange(len(tokens)) if positions is None else positions)[None]}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+    used = keywords if takes_any or "position_ids" in taken else {}
+    logits: Tensor = twin(input_ids=torch.as_tensor(tokens)[None], use_cache=False, **used).logits[0]
     return logits.float()
+
+
+def difference(expected: Tensor, got: Tensor) -> float:
+    """Largest difference of two tensors of any one shape, relative to the largest expected."""
+    return float((expected - got).abs().max() / expected.abs().max())
 
 
 def _generated(twin: PreTrainedModel, prompt: list[int]) -> tuple[list[int], Tensor]:
@@ -174,10 +185,8 @@ def _widened(twin: PreTrainedModel) -> PreTrainedModel:
 
 
 def _check_near(name: str, where: str, expected: Tensor, got: Tensor, refusal: Refusal = Refusal.OPERATIONS) -> None:
-    difference = float((expected - got).abs().max() / expected.abs().max())
-    if not difference < TOLERANCE:
-        detail = f"other logits {where} than in transformers, relative difference {difference:.1e}"
-        raise UnsupportedModelError.because(name, refusal, detail)
+    if not (found := difference(expected, got)) < TOLERANCE:
+        raise UnsupportedModelError.because(name, refusal, f"other logits {where} than in transformers, relative difference {found:.1e}")
 
 
 def _check_bits(name: str, served: ServedTwin, tokens: list[int]) -> None:
@@ -192,17 +201,17 @@ def _check_bits(name: str, served: ServedTwin, tokens: list[int]) -> None:
 
 def _check_operations(name: str, served: ServedTwin, tokens: list[int]) -> None:
     before = {key: (id(buffer), buffer.clone()) for key, buffer in served.twin.named_buffers()}
-    with _multiplied() as problems:
+    with _Watch() as watch:
         served.alone(tokens)
-    if problems:
-        raise UnsupportedModelError.because(name, Refusal.ROUNDING, f"it {' and '.join(sorted(problems))}")
+    if watch.problems:
+        raise UnsupportedModelError.because(name, Refusal.ROUNDING, f"it {' and '.join(sorted(watch.problems))}")
     after = dict(served.twin.named_buffers())
     if changed := [k for k, (at, values) in before.items() if id(after.get(k)) != at or not torch.equal(after[k], values)]:
         raise UnsupportedModelError.because(name, Refusal.STATE, f"it changes {changed[0]} in a pass")
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the modules in which the framework does what depends on the number of rows."""
+    """Collects what the framework does meanwhile that depends on the number of rows, with the class of the module."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -215,13 +224,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.pointwise in func.tags and not kwargs and _rounds_by_place(func, out, args):
             self.problems.add(f"calls {func.overloadpacket.__name__} in {_caller()}, which rounds by an element's place")
         return out
-
-
-@contextmanager
-def _multiplied() -> Iterator[set[str]]:
-    """Collect what the framework does meanwhile that depends on the number of rows, with the class of the module."""
-    with _Watch() as watch:
-        yield watch.problems
 
 
 def _rounds_by_place(func: Any, out: Any, args: Any) -> bool:

@@ -203,10 +203,11 @@ def planned_attention(
         _launch(items, plan, query, keys, values, sinks, out, states, sums, block_size, scale, window, softcap)
     if len(plan.merges):
         heads = 16
-        grid = (len(plan.merges), triton.cdiv(num_heads, heads))
-        sizes = {"value_size": values.shape[3], "value_padded": power_of_two(values.shape[3]), "heads": heads, "split": SPLIT}
-        tensors = (sinks, out, states, sums, plan.merges, plan.bases, plan.positions)
-        _merge_splits[grid](*tensors, num_heads, FAR if window is None else window, **sizes, has_sinks=sinks is not None, **EXACT)
+        _merge_splits[len(plan.merges), triton.cdiv(num_heads, heads)](
+            sinks, out, states, sums, plan.merges, plan.bases, plan.positions, num_heads, FAR if window is None else window,
+            value_size=values.shape[3], value_padded=power_of_two(values.shape[3]), heads=heads, split=SPLIT,
+            has_sinks=sinks is not None, **EXACT,
+        )  # fmt: skip
     return out
 
 

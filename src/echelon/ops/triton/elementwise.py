@@ -115,8 +115,10 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     """x [..., N], weight and bias [N] → [..., N]."""
     flat, out, size = _aligned_rows(x), torch.empty_like(x, memory_format=torch.contiguous_format), x.shape[-1]
     if len(flat):
-        has = {"has_weight": weight is not None, "has_bias": bias is not None}
-        _layer_norm[(len(flat),)](flat, weight, bias, out, flat.stride(0), eps, size=size, padded=power_of_two(size), **has, **EXACT)
+        _layer_norm[(len(flat),)](
+            flat, weight, bias, out, flat.stride(0), eps,
+            size=size, padded=power_of_two(size), has_weight=weight is not None, has_bias=bias is not None, **EXACT,
+        )  # fmt: skip
     return out
 
 
@@ -125,9 +127,9 @@ def activate(x: Tensor, kind: Activation, other: Tensor | None = None) -> Tensor
     flat, out, size = _rows(x), torch.empty_like(x, memory_format=torch.contiguous_format), x.shape[-1]
     by = flat if other is None else _rows(other)
     if len(flat):
-        grid = (len(flat), triton.cdiv(size, PIECE))
-        options = {"piece": PIECE, "kind": int(kind), "has_other": other is not None}
-        _activate[grid](flat, by, out, flat.stride(0), by.stride(0), size, **options, **EXACT)
+        _activate[len(flat), triton.cdiv(size, PIECE)](
+            flat, by, out, flat.stride(0), by.stride(0), size, piece=PIECE, kind=int(kind), has_other=other is not None, **EXACT
+        )
     return out
 
 
@@ -138,8 +140,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rotary = cos.shape[-1]
     out = x.new_empty(1, num_tokens, num_heads, size)
     if num_tokens:
-        blocks = {"heads": int(triton.next_power_of_2(num_heads)), "half": power_of_two(rotary // 2), "rest": power_of_two(size - rotary)}
-        _rotate[(num_tokens,)](x, cos, sin, out, x.stride(1), x.stride(2), num_heads, size=size, rotary=rotary, **blocks, **EXACT)
+        _rotate[(num_tokens,)](
+            x, cos, sin, out, x.stride(1), x.stride(2), num_heads, size=size, rotary=rotary,
+            heads=int(triton.next_power_of_2(num_heads)), half=power_of_two(rotary // 2), rest=power_of_two(size - rotary), **EXACT,
+        )  # fmt: skip
     return out.transpose(1, 2)
 
 
@@ -151,9 +155,10 @@ def write_slots(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Te
     for given, cache in ((keys, key_cache), (values, value_cache)):
         rows = given if given.stride(2) == 1 else given.contiguous()
         if len(rows):
-            strides = (*rows.stride()[:2], *cache.stride()[:3])
-            blocks = {"size": rows.shape[2], "padded": power_of_two(rows.shape[2])}
-            _write_slots[rows.shape[:2]](rows, cache, slots, *strides, cache.shape[2], **blocks, **EXACT)
+            _write_slots[rows.shape[:2]](
+                rows, cache, slots, *rows.stride()[:2], *cache.stride()[:3], cache.shape[2],
+                size=rows.shape[2], padded=power_of_two(rows.shape[2]), **EXACT,
+            )  # fmt: skip
 
 
 def _rows(x: Tensor) -> Tensor:

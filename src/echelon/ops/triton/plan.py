@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.batch import RaggedBatch
+from echelon.draft import Int32
 
 KEY_TILE = 64
 SPLIT = 256
@@ -29,8 +30,6 @@ WALKERS = 4  # a row with more items than this has parallel work enough; its pro
 FIELDS = 8  # row, first and end token, first and end key, row of `paths` or −1, position from which it holds, mode
 WHOLE, FRESH, RESUMED = range(3)  # writes the output; writes the state of a split; begins with the state of its split, and writes it
 FAR = 2**31 - 1
-
-Int32 = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -41,44 +40,48 @@ class PlanKey:
     window: int | None
 
 
-@dataclass(frozen=True)
-class Tables:
-    """What `DevicePlan` holds, on the host."""
-
-    items: Int32
-    late: Int32
-    paths: Int32
-    merges: Int32
-    bases: Int32
-    num_states: int
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class DevicePlan:
-    """All on the device of the keys. In tables with room left over, entries of zeros follow: programs that they are for do nothing.
+class Tables(Generic[T]):
+    """What programs are to do; in tables with room left over, entries of zeros follow: programs that they are for do nothing.
 
     items      int32[I, FIELDS]  programs of the first launch
     late       int32[J, FIELDS]  those that take up states of the first
     paths      int32[Q, depth]   places in the row of a node's ancestors and its own, from the root
     merges     int32[C, 3]       tokens whose splits are merged: token, first split, end split
     bases      int32[T]          the state of split s of token t stands in place bases[t] + s of `num_states`
+    """
+
+    items: T
+    late: T
+    paths: T
+    merges: T
+    bases: T
+    num_states: int
+
+    @property
+    def parts(self) -> tuple[T, ...]:
+        """All tables, in this order."""
+        return self.items, self.late, self.paths, self.merges, self.bases
+
+
+@dataclass(frozen=True)
+class DevicePlan(Tables[Tensor]):
+    """All on the device of the keys.
+
     table      int32[B, M]       block table of the batch
     positions  int32[T]
     has_pads   some tokens have no program; their output is zero
     """
 
-    items: Tensor
-    late: Tensor
-    paths: Tensor
-    merges: Tensor
-    bases: Tensor
-    num_states: int
     table: Tensor
     positions: Tensor
     has_pads: bool = False
 
 
-def plan_tables(batch: RaggedBatch, key: PlanKey, slack: Int32 | None = None) -> Tables:
+def plan_tables(batch: RaggedBatch, key: PlanKey, slack: Int32 | None = None) -> Tables[Int32]:
     """The plan of all layers with this key, on the host; in chains, positions may turn out lower by up to `slack` int32[T]."""
     positions = batch.positions.cpu().numpy()
     work = _Work(positions, positions if slack is None else positions - slack, key.tokens_per_item, key.window)
@@ -95,8 +98,7 @@ def plan_tables(batch: RaggedBatch, key: PlanKey, slack: Int32 | None = None) ->
 def plan_attention(batch: RaggedBatch, key: PlanKey, device: torch.device) -> DevicePlan:
     """`plan_tables` on a device."""
     tables = plan_tables(batch, key)
-    parts = (tables.items, tables.late, tables.paths, tables.merges, tables.bases)
-    items, late, paths, merges, bases = (torch.from_numpy(part).to(device, non_blocking=True) for part in parts)
+    items, late, paths, merges, bases = (torch.from_numpy(part).to(device, non_blocking=True) for part in tables.parts)
     return DevicePlan(items, late, paths, merges, bases, tables.num_states, batch.block_table.to(device), batch.positions.to(device))
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.ops.triton.launch import EXACT
-from echelon.sampling import Sampler, noise_key
+from echelon.sampling import Sampler, SamplingParams, noise_key
 
 BLOCK = 512
 GOLDEN, FIRST, SECOND = (
@@ -153,23 +153,21 @@ def _sample_rows(logits, temperatures, top_ks, top_ps, log_min_ps, keys, tokens,
 
 def sample_rows(logits: Sequence[Tensor], samplers: Sequence[Sampler], positions: Sequence[int]) -> list[int]:
     """The token of each row of logits float32 [V]; the first largest where the temperature is 0."""
-    params = [s.params for s in samplers]
     keys = [noise_key(s.seed, s.index, position) for s, position in zip(samplers, positions, strict=True)]
-    filters = ([p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params])
-    columns = draw_columns([p.temperature for p in params], *filters, keys)
+    columns = draw_columns([s.params for s in samplers], keys)
     rows = torch.stack(list(logits))
     tokens: list[int] = draw_rows(rows, *(torch.from_numpy(column).to(rows.device, non_blocking=True) for column in columns)).tolist()
     return tokens
 
 
-def draw_columns(
-    temperature: Sequence[float], top_k: Sequence[int], top_p: Sequence[float], min_p: Sequence[float], noise_keys: Sequence[int]
-) -> tuple[NDArray[Any], ...]:
-    """What `draw_rows` reads of every row, float32, int32, float64, float32 and int64 [R]; `noise_keys` of `sampling.noise_key`."""
+def draw_columns(params: Sequence[SamplingParams], noise_keys: Sequence[int] | Sequence[Sequence[int]]) -> tuple[NDArray[Any], ...]:
+    """What `draw_rows` reads of every row, float32, int32, float64, float32 and int64 [R]; `noise_keys` of `sampling.noise_key`, or
+    [passes, R], those of several passes.
+    """
     with np.errstate(divide="ignore"):  # no min_p: a threshold of −∞
-        log_min_p = np.log(np.asarray(min_p, np.float32))
-    keys = np.array(noise_keys, np.uint64).view(np.int64)
-    return np.asarray(temperature, np.float32), np.asarray(top_k, np.int32), np.asarray(top_p, np.float64), log_min_p, keys
+        log_min_p = np.log(np.array([p.min_p for p in params], np.float32))
+    top_k, top_p = np.array([p.top_k for p in params], np.int32), np.array([p.top_p for p in params], np.float64)
+    return np.array([p.temperature for p in params], np.float32), top_k, top_p, log_min_p, np.array(noise_keys, np.uint64).view(np.int64)
 
 
 def draw_rows(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor, noise_keys: Tensor) -> Tensor:
@@ -180,8 +178,9 @@ def draw_rows(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor,
     logits = logits.contiguous()
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):
-        columns = (temperature, top_k, top_p, log_min_p, noise_keys)
-        _sample_rows[(len(logits),)](logits, *columns, tokens, logits.shape[1], block=BLOCK, num_warps=8, **EXACT)
+        _sample_rows[(len(logits),)](
+            logits, temperature, top_k, top_p, log_min_p, noise_keys, tokens, logits.shape[1], block=BLOCK, num_warps=8, **EXACT
+        )
     return tokens
 
 
