@@ -65,8 +65,7 @@ class ServerMetrics:
         self._registry.register(EngineCollector(llm, prefix, model))
 
         def histogram(name: str, text: str) -> Histogram:
-            family = Histogram(prefix + name, text, ["model_name"], registry=self._registry, buckets=SECONDS)
-            return family.labels(model)
+            return Histogram(prefix + name, text, ["model_name"], registry=self._registry, buckets=SECONDS).labels(model)
 
         self.time_to_first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self.inter_token_latency = histogram("inter_token_latency_seconds", "Between a row's steps.")
@@ -86,10 +85,8 @@ class ServerMetrics:
 
     def grew(self, row: RequestRow, before: float, now: float) -> None:
         """A row emitted tokens; `before` is when it last did, 0 if this is the first time."""
-        if before:
-            self.inter_token_latency.observe(now - before)
-        else:
-            self.time_to_first_token.observe(now - row.arrived_at)
+        histogram, since = (self.inter_token_latency, before) if before else (self.time_to_first_token, row.arrived_at)
+        histogram.observe(now - since)
 
     def finished(self, row: RequestRow, now: float, reason: str) -> None:
         """Count a row that has ended, for `reason`."""
