@@ -12,8 +12,8 @@ from echelon.bench.latency import as_json, as_markdown, measure_latency
 from echelon.bench.plot import latency_charts
 from echelon.bench.throughput import environment, methods_of
 from echelon.bench.verify import STRATEGIES
-from echelon.cli.measured import BenchOptions, ParametersOption, load_target, progress
-from echelon.cli.shared import RefillOption
+from echelon.cli.measured import BenchOptions, ParametersOption, counted, load_target
+from echelon.cli.shared import RefillOption, verb
 from echelon.model.load.loading import load_model
 
 
@@ -32,6 +32,7 @@ class LatencyOptions(BenchOptions):
     refill: RefillOption = True
 
 
+@verb(LatencyOptions)
 def latency(options: LatencyOptions) -> None:
     """Latencies P50, P90 and P99 of requests that arrive at random, the same moments for every strategy; prompts of different lengths."""
     sizes, loads = options.sizes, _loads(options.loads)
@@ -41,7 +42,7 @@ def latency(options: LatencyOptions) -> None:
     draft = load_model(options.draft_model, device=target.device.type)
     prompts, params = options.prompts(target, is_ragged=True), options.params()
     results = []
-    with progress(len(sizes) * len(loads) * len(methods), "warming up") as done:
+    with counted(len(sizes) * len(loads) * len(methods), "warming up") as done:
         for size in sizes:
             results += measure_latency(target, draft, methods, prompts, params, size, loads, options.seed, done, refill=options.refill)
     options.publish("latency", as_json(results), environment(), as_markdown(results), charts=lambda folder: latency_charts(folder, results))

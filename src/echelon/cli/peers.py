@@ -11,7 +11,8 @@ import typer
 from echelon import ConfigError
 from echelon.bench.peers import MODES, Peer, as_markdown, job, measure_peers
 from echelon.bench.throughput import CONFIDENT, default_methods, environment, measure, plain_outputs
-from echelon.cli.measured import BenchOptions, RoundsOption, command, progress
+from echelon.cli.measured import BenchOptions, RoundsOption, command, counted
+from echelon.cli.shared import verb
 from echelon.model.load.loading import load_model
 
 
@@ -47,6 +48,7 @@ class PeersOptions(BenchOptions):
         return chosen
 
 
+@verb(PeersOptions)
 def peers(options: PeersOptions) -> None:
     """vLLM and OpenVINO GenAI beside our own engine: the same prompts, the same model folder, greedy; versions are recorded."""
     others, modes, sizes, rounds = options.others, options.chosen_modes, options.sizes, options.rounds
@@ -60,7 +62,7 @@ def peers(options: PeersOptions) -> None:
     tasks = [
         job(*folders, prompts, mode, size, options.max_tokens, rounds, threads, lookup, num_drafted) for size in sizes for mode in modes
     ]
-    with progress(len(sizes) * len(methods) * rounds + len(tasks) * len(others), "plain decoding, row by row") as done:
+    with counted(len(sizes) * len(methods) * rounds + len(tasks) * len(others), "plain decoding, row by row") as done:
         truth = plain_outputs(target, prompts, params)
         ours = [r for size in sizes for r in measure(target, draft, methods, prompts, params, size, rounds, truth, done)]
         theirs = measure_peers(others, tasks, truth, options.timeout, done)

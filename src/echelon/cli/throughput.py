@@ -12,8 +12,8 @@ from echelon.bench.plot import throughput_charts
 from echelon.bench.report import positions_as_markdown, speeds_as_markdown, steps_as_markdown, throughput_as_markdown
 from echelon.bench.throughput import Contender, as_json, default_methods, environment, measure, methods_of, plain_outputs
 from echelon.bench.verify import STRATEGIES
-from echelon.cli.measured import BenchOptions, ParametersOption, RoundsOption, command, load_grown, load_target, progress
-from echelon.cli.shared import RefillOption, errors
+from echelon.cli.measured import BenchOptions, ParametersOption, RoundsOption, command, counted, load_grown, load_target
+from echelon.cli.shared import RefillOption, errors, verb
 from echelon.model.load.loading import LoadedModel, load_model, load_plain
 
 
@@ -42,6 +42,7 @@ class ThroughputOptions(BenchOptions):
         return {size: framework_runs(model, draft, size, lookup, self.num_speculative_tokens) for size in self.sizes}
 
 
+@verb(ThroughputOptions)
 def throughput(options: ThroughputOptions) -> None:
     """Strategies and drafters on the same prompts: tokens/s, where a step's time goes, what is padded, and whether the text is the same.
 
@@ -58,7 +59,7 @@ def throughput(options: ThroughputOptions) -> None:
     prompts, params = options.prompts(target), options.params(options.temperature)
     total = 1 + rounds * (len(sizes) * len(methods) + sum(map(len, others.values())))
     results = []
-    with progress(total, "plain decoding, row by row") as done:
+    with counted(total, "plain decoding, row by row") as done:
         truth = plain_outputs(target, prompts, params)
         done("plain decoding, row by row")
         for size in sizes:
