@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from echelon.acceptance import Exact, Rejection, Rule, Typical
@@ -35,24 +34,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("echelon")
 
 
-@dataclass(frozen=True)
-class EngineParts:
-    """What an `LLM` consists of; `max_len` is the longest text in tokens, prompt included."""
-
-    engine: Engine
-    target: LoadedModel
-    storage: Storage
-    max_len: int
-
-
 def build(
     config: EngineConfig,
     spec: SpeculativeConfig | None,
     model: str | os.PathLike[str] | LoadedModel,
     draft_model: LoadedModel | None = None,
     draft_head: Head | None = None,
-) -> EngineParts:
-    """Load what is not loaded already, size the KV pool and make the engine; see `LLM` for the arguments.
+) -> tuple[Engine, Storage, int]:
+    """Load what is not loaded already, size the KV pool and make the engine; see `LLM` for the arguments. Engine, storage (whose first
+    runner is the target's), and the longest text in tokens, prompt included.
 
     Raises
     ------
@@ -70,7 +60,7 @@ def build(
     models = [target] if draft is None else [target, draft]
     storage = STRATEGIES[config.strategy](config, models, max_len, spec.num_speculative_tokens if spec else 0, head)
     logger.info("%s", storage.plan)
-    return EngineParts(_engine(config, spec, storage), target, storage, max_len)
+    return _engine(config, spec, storage), storage, max_len
 
 
 def _loaded(config: EngineConfig, model: str | os.PathLike[str] | LoadedModel, device: str, field: str) -> LoadedModel:
