@@ -56,7 +56,9 @@ def build(
         compiled.warn_once_if_missing()
     draft = _draft_model(config, spec, target, draft_model)
     head = _head(spec, target, draft_head)
-    max_len = _context(config, target)
+    max_len = config.max_model_len or target.max_len
+    if max_len > target.max_len:
+        raise ConfigError(f"max_model_len = {max_len} exceeds the model's context of {target.max_len} tokens; lower it")
     models = [target] if draft is None else [target, draft]
     storage = STRATEGIES[config.strategy](config, models, max_len, spec.num_speculative_tokens if spec else 0, head)
     logger.info("%s", storage.plan)
@@ -96,14 +98,6 @@ def _head(spec: SpeculativeConfig | None, target: LoadedModel, loaded: Head | No
     return attached
 
 
-def _context(config: EngineConfig, target: LoadedModel) -> int:
-    """Longest text: what the target can hold, or less if asked."""
-    longest = config.max_model_len or target.max_len
-    if longest > target.max_len:
-        raise ConfigError(f"max_model_len = {longest} exceeds the model's context of {target.max_len} tokens; lower it")
-    return longest
-
-
 def _engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Storage) -> Engine:
     """The first runner of `storage` is the target's, the second a draft model's; a drafter stands behind its guard."""
     target, scheduler, ahead = storage.runners[0], _scheduler(config, spec, storage), _ahead(spec, storage)
@@ -112,8 +106,7 @@ def _engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Stora
     drafter: Drafter = METHODS[spec.method].build(config, spec, storage)
     guard = GuardedDrafter(drafter, target.loaded.vocab_size, spec.grows_trees)
     passes = storage.runners[1].usage if len(storage.runners) > 1 else getattr(drafter, "usage", Usage())
-    stats = Stats(target=target.usage, draft=passes, drafter_faults=guard.faults)
-    return Engine(target, guard, scheduler, _rule(spec), ahead, stats)
+    return Engine(target, guard, scheduler, _rule(spec), ahead, Stats(target=target.usage, draft=passes, drafter_faults=guard.faults))
 
 
 def _ahead(spec: SpeculativeConfig | None, storage: Storage) -> Ahead | None:

@@ -168,15 +168,14 @@ def create_app(llm: LLM, config: ServerConfig) -> AdmissionMiddleware:
         lifespan=lifespan,
         responses=ERRORS,
     )
-    _add_generation(app, service)
-    _add_text(app, service)
+    _add_texts(app, service)
     _add_state(app, service)
     _add_errors(app)
     _describe(app)
     return AdmissionMiddleware(app, config, service)
 
 
-def _add_generation(app: FastAPI, service: Service) -> None:
+def _add_texts(app: FastAPI, service: Service) -> None:
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     stream: dict[str, Any] = {"content": {"text/event-stream": {"schema": event}}}
 
@@ -188,8 +187,6 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await service.respond(request, body.n or 1, body)
 
-
-def _add_text(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
         service.check_model(body.model)
@@ -202,8 +199,6 @@ def _add_text(app: FastAPI, service: Service) -> None:
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
-    engine_thread = service.engine_thread
-
     @app.get("/v1/models")
     async def models() -> ModelList:
         return ModelList(data=[service.card])
@@ -216,7 +211,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/health", response_class=Response)
     async def health() -> Response:
         """200 while the engine makes progress, or has none to make."""
-        return _alive(engine_thread.is_healthy)
+        return _alive(service.engine_thread.is_healthy)
 
     @app.get("/livez", response_class=Response)
     async def livez() -> Response:
@@ -226,7 +221,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/readyz", response_class=Response)
     async def readyz() -> Response:
         """200 while new requests are taken."""
-        return _alive(engine_thread.is_healthy and not engine_thread.is_draining)
+        return _alive(service.engine_thread.is_healthy and not service.engine_thread.is_draining)
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def metrics() -> Response:

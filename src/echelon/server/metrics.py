@@ -49,12 +49,12 @@ class EngineCollector:
         }
         for kind, name, text, key in ENGINE_METRICS:
             yield self._family(kind, name, text, {"": values[key]})
-        by_position = "spec_decode_num_accepted_tokens_per_pos"
-        yield self._family(CounterMetricFamily, by_position, "Accepted by position.", accepted, "position")
-        rule = {metrics["acceptance"]: 1.0}
-        yield self._family(GaugeMetricFamily, "spec_decode_info", "The rule by which drafted tokens are kept.", rule, "acceptance")
-        faults = metrics["drafter_faults"]
-        yield self._family(CounterMetricFamily, "spec_decode_drafter_fallbacks", "Steps without the drafter, by reason.", faults, "reason")
+        for kind, name, text, counts, label in (
+            (CounterMetricFamily, "num_accepted_tokens_per_pos", "Accepted by position.", accepted, "position"),
+            (GaugeMetricFamily, "info", "The rule by which drafted tokens are kept.", {metrics["acceptance"]: 1.0}, "acceptance"),
+            (CounterMetricFamily, "drafter_fallbacks", "Steps without the drafter, by reason.", metrics["drafter_faults"], "reason"),
+        ):
+            yield self._family(kind, f"spec_decode_{name}", text, counts, label)
 
 
 class ServerMetrics:

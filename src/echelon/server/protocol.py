@@ -178,8 +178,7 @@ class CompletionRequest(GenerationRequest):
     def sampling_params(self, room: int) -> SamplingParams:
         """`room`: tokens that can follow the prompt, which bounds the default of 16."""
         draws = self.best_of or self.n or 1
-        is_ranked = draws > (self.n or 1)
-        count = 0 if is_ranked and self.logprobs is None else self.logprobs
+        count = 0 if self.logprobs is None and draws > (self.n or 1) else self.logprobs  # they rank the draws
         most = min(16, room) if self.max_tokens is None else self.max_tokens
         return self.params(max(most, 1), n=draws, logprobs=count, prompt_logprobs=self.logprobs if self.echo else None)
 

@@ -149,8 +149,7 @@ class Serializer:
         config = self.llm.speculative_config
         if config is None:
             return None
-        is_one = len(job.sequences) == 1
-        speculation = speculation_of(job.sequences[0], config.num_speculative_tokens) if is_one else None
+        speculation = speculation_of(job.sequences[0], config.num_speculative_tokens) if len(job.sequences) == 1 else None
         return ResponseMetrics(acceptance=config.acceptance_name, speculative_decoding=speculation)
 
     def completion_logprobs(
@@ -191,11 +190,10 @@ class Serializer:
         """Log-probabilities of output tokens `start … end − 1`, where asked for."""
         if not job.body.logprobs:
             return None
-        entries = sequence.logprobs[start:end]
         return ChatLogprobs(
             content=[
                 TokenLogprob(**self._described(e.token, e.logprob), top_logprobs=[TopLogprob(**self._described(*t)) for t in e.top.items()])
-                for e in entries
+                for e in sequence.logprobs[start:end]
             ]
         )
 
