@@ -35,11 +35,9 @@ from echelon.bench.step import as_markdown as steps_as_markdown
 from echelon.bench.step import measure_steps
 from echelon.bench.throughput import environment
 from echelon.bench.workloads import code_texts
-from echelon.cli.latency import latency
 from echelon.cli.measured import JsonOption, OutputOption, sizes_of, write_report
-from echelon.cli.peers import peers
+from echelon.cli.runs import latency, peers, throughput
 from echelon.cli.shared import errors
-from echelon.cli.throughput import throughput
 from echelon.demo import held_out_files
 from echelon.model.load.loading import DTYPES, load_model
 from echelon.ops import compiled
@@ -47,9 +45,8 @@ from echelon.ops.devices import chosen_device, has_kernels
 from echelon.requests import read_requests
 
 app = typer.Typer(help="Measure: whole runs, or a step without its model.", no_args_is_help=True)
-app.command()(throughput)
-app.command()(latency)
-app.command()(peers)
+for command in (throughput, latency, peers):
+    app.command()(command)
 
 
 @app.command()

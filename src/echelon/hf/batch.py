@@ -52,18 +52,18 @@ class BatchStreamer(BaseStreamer):  # type: ignore[misc]
         for token in row[self._num_shown[i] :]:
             self._streamers[i].put(torch.tensor([token]))
         self._num_shown[i] = len(row)
-        if is_over and not self._has_ended[i]:
+        if is_over:
             self._end(i)
 
     def end(self) -> None:
         """End those that have not been ended."""
         for i in range(len(self._streamers)):
-            if not self._has_ended[i]:
-                self._end(i)
+            self._end(i)
 
     def _end(self, i: int) -> None:
-        self._has_ended[i] = True
-        self._streamers[i].end()
+        if not self._has_ended[i]:
+            self._has_ended[i] = True
+            self._streamers[i].end()
 
 
 @dataclass(frozen=True)
