@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from echelon.acceptance import Exact, Rejection, Rule, Typical
@@ -35,24 +34,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("echelon")
 
 
-@dataclass(frozen=True)
-class EngineParts:
-    """What an `LLM` consists of; `max_len` is the longest text in tokens, prompt included."""
-
-    engine: Engine
-    target: LoadedModel
-    storage: Storage
-    max_len: int
-
-
 def build(
     config: EngineConfig,
     spec: SpeculativeConfig | None,
     model: str | os.PathLike[str] | LoadedModel,
     draft_model: LoadedModel | None = None,
     draft_head: Head | None = None,
-) -> EngineParts:
-    """Load what is not loaded already, size the KV pool and make the engine; see `LLM` for the arguments.
+) -> tuple[Engine, Storage, int]:
+    """Load what is not loaded already, size the KV pool and make the engine; see `LLM` for the arguments. Engine, storage (whose first
+    runner is the target's), and the longest text in tokens, prompt included.
 
     Raises
     ------
@@ -66,11 +56,13 @@ def build(
         compiled.warn_once_if_missing()
     draft = _draft_model(config, spec, target, draft_model)
     head = _head(spec, target, draft_head)
-    max_len = _context(config, target)
+    max_len = config.max_model_len or target.max_len
+    if max_len > target.max_len:
+        raise ConfigError(f"max_model_len = {max_len} exceeds the model's context of {target.max_len} tokens; lower it")
     models = [target] if draft is None else [target, draft]
     storage = STRATEGIES[config.strategy](config, models, max_len, spec.num_speculative_tokens if spec else 0, head)
     logger.info("%s", storage.plan)
-    return EngineParts(_engine(config, spec, storage), target, storage, max_len)
+    return _engine(config, spec, storage), storage, max_len
 
 
 def _loaded(config: EngineConfig, model: str | os.PathLike[str] | LoadedModel, device: str, field: str) -> LoadedModel:
@@ -106,14 +98,6 @@ def _head(spec: SpeculativeConfig | None, target: LoadedModel, loaded: Head | No
     return attached
 
 
-def _context(config: EngineConfig, target: LoadedModel) -> int:
-    """Longest text: what the target can hold, or less if asked."""
-    longest = config.max_model_len or target.max_len
-    if longest > target.max_len:
-        raise ConfigError(f"max_model_len = {longest} exceeds the model's context of {target.max_len} tokens; lower it")
-    return longest
-
-
 def _engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Storage) -> Engine:
     """The first runner of `storage` is the target's, the second a draft model's; a drafter stands behind its guard."""
     target, scheduler, ahead = storage.runners[0], _scheduler(config, spec, storage), _ahead(spec, storage)
@@ -122,8 +106,7 @@ def _engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Stora
     drafter: Drafter = METHODS[spec.method].build(config, spec, storage)
     guard = GuardedDrafter(drafter, target.loaded.vocab_size, spec.grows_trees)
     passes = storage.runners[1].usage if len(storage.runners) > 1 else getattr(drafter, "usage", Usage())
-    stats = Stats(target=target.usage, draft=passes, drafter_faults=guard.faults)
-    return Engine(target, guard, scheduler, _rule(spec), ahead, stats)
+    return Engine(target, guard, scheduler, _rule(spec), ahead, Stats(target=target.usage, draft=passes, drafter_faults=guard.faults))
 
 
 def _ahead(spec: SpeculativeConfig | None, storage: Storage) -> Ahead | None:

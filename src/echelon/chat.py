@@ -62,8 +62,7 @@ def render_chat(tokenizer: ChatTokenizer, messages: SequenceOf[Mapping[str, Any]
         raise RequestError(f"the conversation becomes {answer['length']:,} characters, more than {most_characters:,} can fit; shorten it")
     if "error" in answer:
         raise RequestError(f"{trouble}: {answer['error']}; change the conversation, or the template in the model's folder")
-    text: str = answer["text"]
-    return text
+    return str(answer["text"])
 
 
 def encode_text(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
@@ -79,8 +78,7 @@ def encode_text(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int
         getattr(type(tokenizer), name) is getattr(TokenizersBackend, name) for name in ("encode", "_encode_plus")
     )
     if len(text) < LONG_TEXT or not is_plain:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return ids
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
     text.encode()
     work = {
         "encode": text,

@@ -222,12 +222,8 @@ def check_settings(**values: Any) -> None:
 
 def check_together(engine: EngineConfig, spec: SpeculativeConfig | None) -> None:
     """Raise `ConfigError` for a drafter that the strategy cannot serve."""
-    if spec is None or engine.strategy == "unpadded":
+    if spec is None or engine.strategy == "unpadded" or not (spec.is_head or spec.grows_trees):
         return
-    if spec.is_head:
-        asked, why = f"method {spec.method!r}", "its trees and its own keys and values need blocks"
-    elif spec.grows_trees:
-        asked, why = f"tree = {spec.tree!r}", "a tree's nodes need blocks"
-    else:
-        return
+    tree = f"tree = {spec.tree!r}", "a tree's nodes need blocks"
+    asked, why = (f"method {spec.method!r}", "its trees and its own keys and values need blocks") if spec.is_head else tree
     raise ConfigError(f"{asked} needs strategy = 'unpadded', not {engine.strategy!r}: {why}")

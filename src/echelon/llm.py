@@ -59,9 +59,8 @@ class LLM:
     ) -> None:
         self.config = EngineConfig(**settings)
         self.speculative_config = speculative(speculative_config)
-        parts = build(self.config, self.speculative_config, model, draft_model, draft_head)
-        self.engine, self.target, self.storage = parts.engine, parts.target, parts.storage
-        self.max_len, self.memory_plan = parts.max_len, parts.storage.plan
+        self.engine, self.storage, self.max_len = build(self.config, self.speculative_config, model, draft_model, draft_head)
+        self.target, self.memory_plan = self.storage.runners[0].loaded, self.storage.plan
         self.inputs = InputProcessor(self.target, self.max_len, self.engine.scheduler)
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread whose requests are running

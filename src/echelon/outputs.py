@@ -99,14 +99,13 @@ class OutputBuilder:
         )
 
     def _completion(self, sequence: Sequence, decoded: list[dict[int, Logprob]]) -> CompletionOutput:
-        reason = sequence.finish_reason
         has_logprobs = sequence.params.logprobs is not None
         self._decode_new(decoded, sequence.logprobs)
         return CompletionOutput(
             sequence.sampler.index,
             _text(sequence, self._decoder),
             sequence.output_tokens,
-            reason.value if reason else None,
+            sequence.finish_reason.value if sequence.finish_reason else None,
             sequence.sampler.seed,
             list(sequence.is_accepted),
             sum(p.logprob for p in sequence.logprobs) if has_logprobs else None,

@@ -59,7 +59,7 @@ def build_unpadded(
 ) -> Storage:
     """Build runners over blocks, for batches without padding (EMS-SD)."""
     layers, device = [record_layers(m.model) for m in models], models[0].device
-    captures = captures_steps(config, device)
+    captures = not config.enforce_eager and device.type == "cuda" and torch.cuda.is_available()  # steps become CUDA graphs
     per_token = bytes_per_token(models, layers) + (head.bytes_per_token if head else 0)
     longest = max_len + num_speculative_tokens  # a tree may take more slots than the text has left
     plan = plan_kv(per_token, config.block_size, config.max_num_seqs, longest, config.kv_cache_memory_bytes, device, captures)
@@ -77,11 +77,6 @@ def build_unpadded(
         for runner in runners:
             runner.captured = captured(runner.loaded, runner.cache)
     return Storage(plan, runners, head, cache(head.shapes, head.head.dtype) if head and head.shapes else None)
-
-
-def captures_steps(config: EngineConfig, device: torch.device) -> bool:
-    """Whether steps become CUDA graphs."""
-    return not config.enforce_eager and device.type == "cuda" and torch.cuda.is_available()
 
 
 def bytes_per_token(models: SequenceOf[LoadedModel], layers: SequenceOf[SequenceOf[LayerShape]]) -> int:

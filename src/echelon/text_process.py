@@ -84,8 +84,7 @@ class TextProcess:
     def _exchange(self, connection: socket.socket, work: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         deadline = time.monotonic() + WALL_SECONDS + seconds
         send(connection, json.dumps({**work, "seconds": seconds}).encode(), deadline)
-        answer: dict[str, Any] = json.loads(receive(connection, deadline))
-        return answer
+        return dict(json.loads(receive(connection, deadline)))
 
     def _connected(self) -> socket.socket:
         if self._socket is not None and self._owner == os.getpid() and self.pid is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -116,12 +116,10 @@ class Folder:
     def check_unchanged(self) -> None:
         """Raise ModelLoadError if a file that was reached through `file` has been changed or replaced since."""
         for path, before in self._stamps.items():
-            try:
-                is_same = _stamp(path) == before
-            except OSError:
-                is_same = False
-            if not is_same:
-                raise self._changed(path)
+            with suppress(OSError):  # it is gone
+                if _stamp(path) == before:
+                    continue
+            raise self._changed(path)
 
     def label(self, name: str) -> str:
         """A file of the folder, fit for a message."""

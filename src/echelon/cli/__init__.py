@@ -20,11 +20,10 @@ from echelon.cli.doctor import doctor
 from echelon.cli.generate import generate
 from echelon.cli.inflate import inflate
 from echelon.cli.inspect import inspect
-from echelon.cli.measured import verb
 from echelon.cli.serve import serve
-from echelon.cli.shared import SPECULATIVE, errors, from_argument, with_flags
+from echelon.cli.shared import SPECULATIVE, errors, from_argument
 from echelon.cli.train import train
-from echelon.cli.verify import ENGINE, VerifyOptions, verify
+from echelon.cli.verify import verify
 from echelon.ops import compiled
 
 app = typer.Typer(
@@ -34,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for command in (generate, with_flags(engine=ENGINE)(verb(VerifyOptions, verify)), inspect, doctor, inflate, serve, train, convert):
+for command in (generate, verify, inspect, doctor, inflate, serve, train, convert):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
+import torch
 import typer
+from rich.markup import escape
 from rich.progress import Progress
 
 from echelon import ConfigError
@@ -21,24 +26,88 @@ from echelon.bench.kernels import (
 )
 from echelon.bench.kernels import as_markdown as kernels_as_markdown
 from echelon.bench.overhead import measure_all
-from echelon.bench.report import table
+from echelon.bench.report import table, write_json
+from echelon.bench.serve import Goal, Traffic
+from echelon.bench.serve import as_markdown as load_as_markdown
+from echelon.bench.serve import measure as measure_server
+from echelon.bench.shapes import SHAPES, random_model
+from echelon.bench.step import as_markdown as steps_as_markdown
+from echelon.bench.step import measure_steps
 from echelon.bench.throughput import environment
-from echelon.cli.bench_serve import serve
-from echelon.cli.latency import LatencyOptions, latency
-from echelon.cli.measured import OutputOption, sizes_of, verb, write_report
-from echelon.cli.peers import PeersOptions, peers
+from echelon.bench.workloads import code_texts
+from echelon.cli.measured import JsonOption, OutputOption, sizes_of, write_report
+from echelon.cli.runs import latency, peers, throughput
 from echelon.cli.shared import errors
-from echelon.cli.step import step
-from echelon.cli.throughput import ThroughputOptions, throughput
-from echelon.model.load.loading import DTYPES
-from echelon.ops.devices import chosen_device
+from echelon.demo import held_out_files
+from echelon.model.load.loading import DTYPES, load_model
+from echelon.ops import compiled
+from echelon.ops.devices import chosen_device, has_kernels
+from echelon.requests import read_requests
 
 app = typer.Typer(help="Measure: whole runs, or a step without its model.", no_args_is_help=True)
-app.command()(verb(ThroughputOptions, throughput))
-app.command()(verb(LatencyOptions, latency))
-app.command()(verb(PeersOptions, peers))
-app.command()(step)
-app.command()(serve)
+for command in (throughput, latency, peers):
+    app.command()(command)
+
+
+@app.command()
+def step(
+    model: Annotated[str, typer.Argument(help=f"Folder or hub name; or random weights in the shape {', '.join(SHAPES)}.")] = "llama-1.1b",
+    tokens: Annotated[str, typer.Option(help="New tokens in the pass, comma-separated.")] = "1,8,16,32,40,64",
+    tokens_per_row: Annotated[int, typer.Option(help="New tokens of each row, at most.", min=1)] = 8,
+    context: Annotated[int, typer.Option(help="Tokens that each row has before them.", min=0)] = 256,
+    rounds: Annotated[int, typer.Option(help="Passes of each width, interleaved.", min=1)] = 9,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+    output: JsonOption = None,
+) -> None:
+    """One forward pass by its number of tokens, beside merely reading the weights; in milliseconds, linear layers and attention apart."""
+    if not has_kernels(torch.empty(0, device=chosen_device("auto"))):
+        raise ConfigError(f"there are no compiled kernels to measure ({compiled.REASON}); install with a C++ compiler at hand")
+    widths = sorted(sizes_of(tokens, "--tokens"))
+    with errors.status(f"making {model}"):
+        loaded = random_model(model) if model in SHAPES else load_model(model, device="auto")
+    with Progress(console=errors, transient=True) as progress:
+        task = progress.add_task("passes", total=rounds + 1)
+        results = measure_steps(loaded, widths, tokens_per_row, context, rounds, lambda: progress.advance(task))
+    report = {"environment": environment(), "model": model, "results": [asdict(r) for r in results]}
+    typer.echo(json.dumps(report) if json_output else steps_as_markdown(results))
+    if output is not None:
+        write_json(output, report)
+
+
+@app.command()
+def serve(
+    url: Annotated[str, typer.Option(help="Of any OpenAI-compatible server.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="The first that the server names by default.")] = None,
+    input: Annotated[Path | None, typer.Option(help="Prompts, .txt or .jsonl; held-out Python source by default.")] = None,
+    num_prompts: Annotated[int, typer.Option(help="Requests.", min=1)] = 64,
+    prompt_characters: Annotated[int, typer.Option(help="Of each prompt of source.", min=1)] = 400,
+    max_tokens: Annotated[int, typer.Option(help="New tokens a request.", min=1)] = 64,
+    concurrency: Annotated[int, typer.Option(help="Requests at once; 0: no bound.", min=0)] = 0,
+    request_rate: Annotated[float, typer.Option(help="Requests a second, Poisson; 0: all at once.", min=0.0)] = 0.0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of arrivals and sampling.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Ask for full length (echelon, vLLM).")] = False,
+    ttft_goal: Annotated[float | None, typer.Option(help="Milliseconds to the first token, for goodput.")] = None,
+    tpot_goal: Annotated[float | None, typer.Option(help="Milliseconds a further token, for goodput.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+    output: JsonOption = None,
+) -> None:
+    """TTFT, TPOT, ITL, goodput and acceptance of a server under load. The key is that in OPENAI_API_KEY. Exit 3 if some fail."""
+    if input is not None:
+        prompts = [r.prompt or "" for r in read_requests(input, num_prompts)]
+    else:
+        prompts = code_texts(held_out_files(), num_prompts, prompt_characters)
+    params: dict[str, Any] = {"temperature": temperature, "seed": seed} | ({"ignore_eos": True} if ignore_eos else {})
+    traffic = Traffic(prompts, max_tokens, concurrency, request_rate, params, seed)
+    with errors.status(f"{len(prompts)} requests to {url}"):
+        value = asyncio.run(measure_server(url, os.environ.get("OPENAI_API_KEY"), model, traffic, Goal(ttft_goal, tpot_goal)))
+    typer.echo(json.dumps(value) if json_output else load_as_markdown(value))
+    for problem in value["problems"]:
+        errors.print(f"[red]failed:[/] {escape(problem)}", highlight=False)
+    if output is not None:
+        write_json(output, value)
+    if value["num_failed"]:
+        raise typer.Exit(3)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -11,16 +12,15 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from echelon import LLM, CompletionOutput, ConfigError, EchelonError, EngineConfig, Logprob, RequestOutput, SamplingParams
 from echelon.cli.fingerprint import file_hash, hash_of, settings_of
 from echelon.cli.output import Mode, OutputFile
-from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, errors, speculative_mapping, with_flags
+from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, errors, progress, speculative_mapping, verb
 from echelon.requests import Request, read_requests, request_from_text
 
 
-@with_flags(
+@verb(
     sampling=Flags(
         SamplingParams,
         "max_tokens",
@@ -118,37 +118,26 @@ def _run(llm: LLM, requests: list[Request], defaults: dict[str, Any], file: Outp
             file.append(row)
 
     accepted = []
-    for request in requests:
-        if request.index in rows:
-            continue
+    for request in [r for r in requests if r.index not in rows]:
         try:
-            tokens = request.token_ids(llm)
-            params = SamplingParams(**{**defaults, **request.params})
+            tokens, params = request.token_ids(llm), SamplingParams(**{**defaults, **request.params})
             llm.inputs.check_prompt(tokens, params)
             accepted.append((request, tokens, params))
         except EchelonError as error:
             done({"index": request.index, "id": request.id, "error": str(error)})
-    with _progress() as progress:
-        task = progress.add_task("generating", total=len(accepted), rate="")
+    start = time.monotonic()
+    with progress(len(accepted), "generating") as update:
 
         def finished(i: int, out: RequestOutput) -> None:
             done(output_line(accepted[i][0], out))
-            progress.advance(task)
+            update(advance=1)
 
         def stepped() -> None:
-            elapsed = progress.tasks[0].elapsed or 0.0
-            stats = llm.stats
-            if elapsed > 0:
-                rate = f"{stats.num_emitted_tokens / elapsed:,.0f} tokens/s, {stats.tokens_per_step:.2f} tokens a step"
-                progress.update(task, rate=rate)
+            rate = llm.stats.num_emitted_tokens / (time.monotonic() - start)
+            update(note=f"{rate:,.0f} tokens/s, {llm.stats.tokens_per_step:.2f} tokens a step")
 
         llm.generate([tokens for _, tokens, _ in accepted], [params for *_, params in accepted], finished, stepped)
     return [rows[request.index] for request in requests]
-
-
-def _progress() -> Progress:
-    columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    return Progress(*columns, TextColumn("{task.fields[rate]}"), console=errors, transient=True)
 
 
 def output_line(request: Request, out: RequestOutput) -> dict[str, Any]:
@@ -171,10 +160,8 @@ def output_line(request: Request, out: RequestOutput) -> dict[str, Any]:
 
 
 def _sample(completion: CompletionOutput) -> dict[str, Any]:
-    line: dict[str, Any] = {"text": completion.text, "token_ids": completion.token_ids, "finish_reason": completion.finish_reason}
-    if completion.logprobs is not None:
-        line["logprobs"] = [_logprobs(place) for place in completion.logprobs]
-    return line
+    line = {"text": completion.text, "token_ids": completion.token_ids, "finish_reason": completion.finish_reason}
+    return line | ({} if completion.logprobs is None else {"logprobs": [_logprobs(place) for place in completion.logprobs]})
 
 
 def _logprobs(place: Mapping[int, Logprob]) -> dict[int, Any]:
@@ -194,14 +181,6 @@ def _report(rows: list[dict[str, Any]], output: Path | None, print_texts: bool) 
 
 
 def _summary(llm: LLM, lines: list[dict[str, Any]]) -> dict[str, Any]:
-    stats = llm.stats
-    return {
-        "num_requests": len(lines),
-        "num_failed": sum("error" in line for line in lines),
-        "num_steps": stats.num_steps,
-        "num_emitted_tokens": stats.num_emitted_tokens,
-        "tokens_per_step": stats.tokens_per_step,
-        "acceptance_rate": stats.acceptance_rate,
-        "acceptance": llm.acceptance_name,
-        "seconds": stats.seconds,
-    }
+    counted = {name: getattr(llm.stats, name) for name in ("num_steps", "num_emitted_tokens", "tokens_per_step", "acceptance_rate")}
+    failed = sum("error" in line for line in lines)
+    return {"num_requests": len(lines), "num_failed": failed, **counted, "acceptance": llm.acceptance_name, "seconds": llm.stats.seconds}

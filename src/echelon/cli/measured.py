@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 import shlex
 import sys
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
 from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench.inflate import inflate, plan_growth
 from echelon.bench.report import described, write_json
 from echelon.bench.workloads import WORKLOADS, workload
-from echelon.cli.shared import errors
+from echelon.cli.shared import errors, progress
 from echelon.demo import DRAFT, TARGET, held_out_files
 from echelon.errors import OutputError
 from echelon.inputs import made_folder, write_text
@@ -47,7 +45,6 @@ def writable_file(path: Path | None) -> Path | None:
     return path
 
 
-Options = TypeVar("Options")
 OutputOption = Annotated[
     Path | None,
     typer.Option(callback=writable, help="Also write JSON here; a name without .json is a folder for JSON, Markdown and plots."),
@@ -104,23 +101,6 @@ class BenchOptions:
             said(path)
 
 
-def verb(options: type[Options], run: Callable[[Options], None]) -> Callable[..., None]:
-    """A command whose flags are the fields of a dataclass, with the name and the help of `run`."""
-
-    def called(**values: Any) -> None:
-        run(options(**values))
-
-    hints, parameters = get_type_hints(options, include_extras=True), []
-    for field in fields(options):  # type: ignore[arg-type]
-        annotation = hints[field.name]
-        default = inspect.Parameter.empty if field.default is MISSING else field.default
-        parameters.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
-    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    called.__annotations__ = {p.name: p.annotation for p in parameters}
-    called.__name__, called.__doc__ = run.__name__, run.__doc__
-    return called
-
-
 def sizes_of(text: str, option: str = "--batch-sizes") -> list[int]:
     try:
         sizes = [int(part) for part in text.split(",")]
@@ -147,12 +127,10 @@ def load_grown(model: str, parameters: int) -> PreTrainedModel:
 
 
 @contextmanager
-def progress(total: int, first: str) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr with the time that is left; call it with the name of what is done."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=errors, transient=True) as bar:
-        task = bar.add_task(first, total=total)
-        yield lambda name: bar.update(task, advance=1, description=name)
+def counted(total: int, first: str) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr; call it with the name of what is done."""
+    with progress(total, first) as update:
+        yield lambda name: update(advance=1, description=name)
 
 
 def command() -> str:

@@ -11,12 +11,12 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from echelon import LLM, EngineConfig
-from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, errors, speculative_mapping, with_flags
+from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, errors, speculative_mapping, verb
 from echelon.errors import MissingExtraError
 from echelon.server.config import ServerConfig, read_keys
 
 
-@with_flags(
+@verb(
     server=Flags(
         ServerConfig, "host", "port", "served_model_name", "max_queue", "queue_timeout", "total_timeout", "drain_timeout", "metrics_prefix"
     ),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic_core import from_json
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from echelon.config import EngineConfig
 from echelon.errors import ConfigError
@@ -36,52 +38,67 @@ class Flags:
     """The fields `names` of `settings` as flags, with their type, default and description; `defaults` replace the settings' own."""
 
     def __init__(self, settings: type[Settings], *names: str, **defaults: Any) -> None:
-        self.names, self._fields, self._defaults = names, settings.model_fields, defaults
+        self._defaults, self._fields = defaults, {name: settings.model_fields[name] for name in names}
+        self._kinds = {name: _plain(field.annotation) for name, field in self._fields.items()}
 
     def parameters(self) -> list[inspect.Parameter]:
         """Parameters as the command-line library reads them."""
-        return [self._parameter(name) for name in self.names]
+        return [self._parameter(name, kind) for name, kind in self._kinds.items()]
 
-    def _parameter(self, name: str) -> inspect.Parameter:
-        field = self._fields[name]
-        kind, default, flag = _plain(field.annotation), self._defaults.get(name, field.default), "--" + name.replace("_", "-")
+    def _parameter(self, name: str, kind: Any) -> inspect.Parameter:
+        field, flag = self._fields[name], _flag(name)
+        default = self._defaults.get(name, field.default)
         if kind is bool and default:
             flag += f"/--no-{flag[2:]}"
         if get_origin(kind) is tuple:
             kind, default = list[str] | None, None
         elif _takes_word(kind):
             kind = str
-        annotation = Annotated[kind, typer.Option(flag, help=field.description)]  # type: ignore[valid-type]
+        annotation = Annotated[kind, typer.Option(flag, help=field.description)]
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
-    def values(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What the flags say, as the settings take it."""
-        return {name: self._value(name, given[name]) for name in self.names}
+    def taken(self, given: dict[str, Any]) -> dict[str, Any]:
+        """What the flags say, as the settings take it; it is taken out of `given`."""
+        return {name: self._value(name, kind, given.pop(name)) for name, kind in self._kinds.items()}
 
-    def _value(self, name: str, value: Any) -> Any:
-        kind = _plain(self._fields[name].annotation)
+    def _value(self, name: str, kind: Any, value: Any) -> Any:
         if get_origin(kind) is tuple:
             return tuple(value or ())
-        return number_or_auto(value, "--" + name.replace("_", "-")) if _takes_word(kind) else value
+        return number_or_auto(value, _flag(name)) if _takes_word(kind) else value
 
 
-def with_flags(**groups: Flags) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Put flags in the place of a verb's parameters of these names; each of them is then a mapping from field to value."""
+def verb(options: type[Any] | None = None, **groups: Flags) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command of a function. Its flags are the function's parameters, or the fields of the dataclass `options` that it takes;
+    flags in `groups` stand in the place of a parameter of that name, which is then a mapping from field to value.
+    """
 
-    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(verb)
+    def decorate(run: Callable[..., None]) -> Callable[..., None]:
+        takes, parameters = run if options is None else options, []
+        hints = get_type_hints(takes, include_extras=True)
+        for name, p in inspect.signature(takes).parameters.items():
+            parameters += groups[name].parameters() if name in groups else [p.replace(kind=p.KEYWORD_ONLY, annotation=hints[name])]
+
+        @functools.wraps(run)
         def command(**given: Any) -> None:
-            chosen = {name: flags.values(given) for name, flags in groups.items()}
-            made = {field for flags in groups.values() for field in flags.names}
-            verb(**chosen, **{name: value for name, value in given.items() if name not in made})
+            values = {name: flags.taken(given) for name, flags in groups.items()} | given
+            run(**values) if options is None else run(options(**values))
 
-        parameters = []
-        for p in inspect.signature(verb, eval_str=True).parameters.values():
-            parameters += groups[p.name].parameters() if p.name in groups else [p.replace(kind=p.KEYWORD_ONLY)]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return command
 
     return decorate
+
+
+@contextmanager
+def progress(total: int, first: str) -> Iterator[Callable[..., None]]:
+    """A bar on stderr with the time that is left; call it with what is new: `advance` or `completed`, `description`, a `note` beside it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.fields[note]}"), console=errors, transient=True) as bar:
+        yield functools.partial(bar.update, bar.add_task(first, total=total, note=""))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _plain(kind: Any) -> Any:

@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from echelon import ConfigError
-from echelon.cli.shared import ModelArgument, errors
+from echelon.cli.shared import ModelArgument, errors, progress
 from echelon.inputs import made_folder, shown
 from echelon.methods import METHODS, Can, head_class, method_names
 from echelon.model.load.loading import load_plain
@@ -51,26 +50,19 @@ def train(
     if is_model:
         train_draft_model(target, tokenizer, texts.text, out, data or out / "data", steps, RATE if rate is None else rate, every)
         return
-    is_soft = None if targets is None else targets == "soft"
-    config = TrainingConfig(method, steps, rate, every, seed, is_soft, options)
-    columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.fields[loss]}"), console=errors, transient=True) as progress:
-        task = progress.add_task(f"training {method}", total=steps, loss="")
-        train_head(target, texts, out, config, lambda done, _, loss: progress.update(task, completed=done, loss=f"loss {loss:.3f}"))
+    config = TrainingConfig(method, steps, rate, every, seed, None if targets is None else targets == "soft", options)
+    with progress(steps, f"training {method}") as update:
+        train_head(target, texts, out, config, lambda done, _, loss: update(completed=done, note=f"loss {loss:.3f}"))
     errors.print(f"{escape(str(out))} holds the {method} head, log.jsonl and curves.png", highlight=False)
 
 
 def _options(method: str, num_heads: int | None, ablate: str | None, draft_vocab_size: int | None) -> tuple[tuple[str, Any], ...]:
     """The head's own options; those of another method are refused."""
-    options: dict[str, Any] = {}
-    if num_heads is not None:
-        options["num_heads"] = num_heads
-    if draft_vocab_size is not None:
-        options["draft_vocab_size"] = draft_vocab_size
-    for name in filter(None, (ablate or "").split(",")):
-        if name not in BLOCKS:
-            raise ConfigError(f"--ablate {name!r} is no block of Clover; known: {', '.join(BLOCKS)}")
-        options[name.replace("-", "_")] = False
+    left_out = [name for name in (ablate or "").split(",") if name]
+    if unknown := [name for name in left_out if name not in BLOCKS]:
+        raise ConfigError(f"--ablate {unknown[0]!r} is no block of Clover; known: {', '.join(BLOCKS)}")
+    given = {"num_heads": num_heads, "draft_vocab_size": draft_vocab_size} | {n.replace("-", "_"): False for n in left_out}
+    options = {name: value for name, value in given.items() if value is not None}
     allowed = head_class(method).options_class.__dataclass_fields__ if METHODS[method].head else {}
     if surplus := options.keys() - allowed:
         raise ConfigError(f"method {method} has no option for {', '.join(sorted(surplus))}; leave it out")

@@ -16,15 +16,12 @@ from echelon import LLM, ConfigError, EngineConfig, SamplingParams
 from echelon.bench.throughput import environment
 from echelon.bench.verify import STRATEGIES, EqualityResult, VerificationJob, verify_model
 from echelon.bench.workloads import workload
-from echelon.cli.measured import progress, sizes_of
-from echelon.cli.shared import Flags, ModelArgument, errors
+from echelon.cli.measured import counted, sizes_of
+from echelon.cli.shared import Flags, ModelArgument, errors, verb
 from echelon.demo import held_out_files
 from echelon.requests import read_requests
 
 DRAFTERS = ("none", "ngram", "draft_model")
-
-
-ENGINE = Flags(EngineConfig, "refill", "device", "numerics")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +44,7 @@ class VerifyOptions:
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False
 
 
+@verb(VerifyOptions, engine=Flags(EngineConfig, "refill", "device", "numerics"))
 def verify(options: VerifyOptions) -> None:
     """Compare token ids with plain decoding at batch 1: exact and partial match of every strategy, drafter, batch size and dtype.
 
@@ -62,7 +60,7 @@ def verify(options: VerifyOptions) -> None:
         **options.engine,
     )
     total = len(dtypes) * (len(strategies) * len(job.drafters) * len(sizes) + options.control * sum(s > 1 for s in sizes))
-    with progress(total, "plain decoding at batch 1") as done:
+    with counted(total, "plain decoding at batch 1") as done:
         results = verify_model(job, dtypes, strategies, sizes, options.draft_model, options.control, lambda r: done(str(r.case)))
     num_faults = sum(r.num_faults for r in results)
     if options.json_output:

@@ -33,16 +33,14 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 
 from echelon.errors import RequestError
 from echelon.hf.arguments import check_arguments, check_fields, check_model, checked_mask
-from echelon.hf.batch import Batch, output_of
+from echelon.hf.batch import Batch, BatchStreamer, output_of
 from echelon.hf.drafting import Config, Drafting
 from echelon.hf.in_order import decode_in_order
 from echelon.hf.prepared import in_use, named_assistant, release
 from echelon.hf.processors import stateful
 from echelon.hf.speculation import decode_ahead
-from echelon.hf.streaming import BatchStreamer
 from echelon.llm import LLM
 from echelon.methods import METHODS
-from echelon.model.load.loading import LoadedModel
 
 __all__ = ["generate", "release", "speculate"]
 
@@ -138,7 +136,11 @@ def _decode(model: PreTrainedModel, drafting: Drafting, batch: Batch) -> Any:
     owners = [model, assistant] if isinstance(assistant, PreTrainedModel) else [model]
     with in_use(*owners) as served:
         target = served[0]
-        _check_length(target, batch)
+        if batch.max_len > target.max_len:
+            raise RequestError(
+                f"a prompt of {batch.max_len - batch.num_new} tokens and {batch.num_new} new ones exceed the context of {target.max_len}; "
+                "lower max_new_tokens"
+            )
         if isinstance(assistant, str):
             served.append(named_assistant(assistant, model, target.device.type))
         llm = LLM(
@@ -153,11 +155,3 @@ def _decode(model: PreTrainedModel, drafting: Drafting, batch: Batch) -> Any:
     if batch.stream is not None:
         batch.stream.end()
     return output_of(batch, decoded)
-
-
-def _check_length(target: LoadedModel, batch: Batch) -> None:
-    if batch.max_len > target.max_len:
-        raise RequestError(
-            f"a prompt of {batch.max_len - batch.num_new} tokens and {batch.num_new} new ones exceed the context of {target.max_len}; "
-            "lower max_new_tokens"
-        )

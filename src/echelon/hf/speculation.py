@@ -137,8 +137,5 @@ def _show(batch: Batch, sequences: list[Sequence]) -> None:
 
 def _columns(rows: list[list[tuple[Tensor, Tensor]]], width: int, which: int) -> list[Tensor]:
     """Logits (`which` = 0) or scores (1) [B, V] of each new token up to `width`; 0 in rows that have ended before."""
-    columns = []
-    for i in range(width):
-        like = next(row[i][which] for row in rows if i < len(row))
-        columns.append(torch.stack([row[i][which] if i < len(row) else torch.zeros_like(like) for row in rows]))
-    return columns
+    blank = torch.zeros_like(rows[0][0][which])
+    return [torch.stack([row[i][which] if i < len(row) else blank for row in rows]) for i in range(width)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,15 +21,8 @@ from echelon.llm import LLM
 from echelon.server.config import ServerConfig
 from echelon.server.engine_thread import EngineThread
 from echelon.server.metrics import ServerMetrics
-from echelon.server.middleware import AdmissionMiddleware
-from echelon.server.protocol import (
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    validation_error,
-)
+from echelon.server.middleware import AdmissionMiddleware, EventStream, until_disconnect
+from echelon.server.protocol import ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, unavailable
 from echelon.server.request_handle import RequestHandle, RowState
 from echelon.server.responses import (
     ChatResponse,
@@ -42,10 +34,8 @@ from echelon.server.responses import (
     TokenizeResponse,
     VersionResponse,
 )
-from echelon.server.serializers import RETRY, GenerationJob, Serializer, StreamSerializer, api_error
-from echelon.server.sse import EventStream, logged_api_error, until_disconnect
+from echelon.server.serializers import GenerationJob, Serializer, StreamSerializer, api_error
 
-logger = logging.getLogger("echelon.server")
 T = TypeVar("T")
 NUM_TEXT_THREADS = 2
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -79,41 +69,18 @@ class Service:
         if name is not None and name != self.model:
             raise ApiError(404, f"the model {name[:200]!r} does not exist here; this server has {self.model!r}", "model_not_found", "model")
 
-    def completion_job(self, body: CompletionRequest) -> GenerationJob:
-        """Tokenize and check the prompts of a completion."""
-        encoded = [self.llm.inputs.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
-        all_params = [body.sampling_params(self.llm.inputs.room_after(len(tokens))) for tokens in encoded]
-        prompts = [self.llm.inputs.samples(tokens, params, watch_text=True) for tokens, params in zip(encoded, all_params, strict=True)]
-        return GenerationJob(
-            self.model,
-            prompts,
-            body.n or 1,
-            is_chat=False,
-            stream=bool(body.stream),
-            include_usage=bool(body.stream_options and body.stream_options.include_usage),
-            continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
-            echo=[self._text_of(p) for p in body.prompts] if body.echo else None,
-            only_echo=body.max_tokens == 0,
-            has_logprobs=body.logprobs is not None,
-        )
-
-    def _text_of(self, prompt: str | list[int]) -> str:
-        return prompt if isinstance(prompt, str) else self.decode(prompt)
-
-    def chat_job(self, body: ChatRequest) -> GenerationJob:
-        """Render, tokenize and check a conversation."""
-        tokens = self.llm.inputs.encode_chat([m.for_template() for m in body.messages])
-        params = body.sampling_params(self.llm.inputs.room_after(len(tokens)))
-        return GenerationJob(
-            self.model,
-            [self.llm.inputs.samples(tokens, params, watch_text=True)],
-            body.n or 1,
-            is_chat=True,
-            stream=bool(body.stream),
-            include_usage=bool(body.stream_options and body.stream_options.include_usage),
-            continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
-            has_logprobs=bool(body.logprobs),
-        )
+    def job(self, body: CompletionRequest | ChatRequest) -> GenerationJob:
+        """Render, tokenize and check a conversation, or the prompts of a completion."""
+        inputs = self.llm.inputs
+        if isinstance(body, ChatRequest):
+            encoded = [inputs.encode_chat([m.for_template() for m in body.messages])]
+        else:
+            encoded = [inputs.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
+        all_params = [body.sampling_params(inputs.room_after(len(tokens))) for tokens in encoded]
+        prompts = [inputs.samples(tokens, params, watch_text=True) for tokens, params in zip(encoded, all_params, strict=True)]
+        given = body.prompts if isinstance(body, CompletionRequest) and body.echo else None
+        echo = None if given is None else [p if isinstance(p, str) else self.decode(p) for p in given]
+        return GenerationJob(self.model, prompts, body, echo)
 
     def decode(self, tokens: list[int]) -> str:
         """Text of token ids; `RequestError` for more than the context holds, and for those outside the vocabulary."""
@@ -123,20 +90,18 @@ class Service:
             raise RequestError(f"{len(tokens)} tokens are more than the context of {self.llm.max_len}; send them in parts")
         if bad := [t for t in tokens if t >= self.llm.target.vocab_size]:
             raise RequestError(f"token id {bad[0]} is outside the vocabulary of {self.llm.target.vocab_size}")
-        text: str = self.llm.target.tokenizer.decode(tokens)
-        return text
+        return str(self.llm.target.tokenizer.decode(tokens))
 
     def tokenize(self, body: TokenizeRequest) -> TokenizeResponse:
         """Token ids of a text or of a conversation."""
-        special = body.add_special_tokens is not False
         if body.messages is not None:
             tokens = self.llm.inputs.encode_chat([m.for_template() for m in body.messages])
         else:
-            tokens = self.llm.inputs.encode(body.prompt or "", add_special_tokens=special)
+            tokens = self.llm.inputs.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
         pieces = [self.serializer.piece(t) for t in tokens] if body.return_token_strs else None
         return TokenizeResponse(count=len(tokens), max_model_len=self.llm.max_len, tokens=tokens, token_strs=pieces)
 
-    async def respond(self, request: Request, num_sequences: int, make_job: Callable[[Any], GenerationJob], body: Any) -> Response:
+    async def respond(self, request: Request, num_sequences: int, body: CompletionRequest | ChatRequest) -> Response:
         """Answer a request for `num_sequences` sequences, whole or as a stream; its slots are taken before anything is done."""
         arrived_at = time.monotonic()
         self.check_model(body.model)
@@ -147,9 +112,9 @@ class Service:
         with ExitStack() as slots:
             self.engine_thread.reserve(num_sequences)
             slots.callback(self.engine_thread.release, num_sequences)
-            job = await self.in_thread(make_job, body)
+            job = await self.in_thread(self.job, body)
             updates = self.engine_thread.updates(job.sequences, arrived_at)
-            if job.stream:
+            if body.stream:
                 return EventStream(self._events(job, updates), slots.pop_all())
             states = await until_disconnect(self._finished(updates), request.receive)
             if states is None:
@@ -176,9 +141,9 @@ class Service:
 
 
 def _checked(states: list[RowState]) -> list[RowState]:
-    error = next((s.error for s in states if s.error is not None), None)
-    if error is not None:
-        raise error
+    for state in states:
+        if state.error is not None:
+            raise state.error
     return states
 
 
@@ -203,29 +168,25 @@ def create_app(llm: LLM, config: ServerConfig) -> AdmissionMiddleware:
         lifespan=lifespan,
         responses=ERRORS,
     )
-    _add_generation(app, service)
-    _add_text(app, service)
+    _add_texts(app, service)
     _add_state(app, service)
     _add_errors(app)
     _describe(app)
     return AdmissionMiddleware(app, config, service)
 
 
-def _add_generation(app: FastAPI, service: Service) -> None:
+def _add_texts(app: FastAPI, service: Service) -> None:
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     stream: dict[str, Any] = {"content": {"text/event-stream": {"schema": event}}}
 
     @app.post("/v1/completions", response_model=CompletionResponse, responses={200: stream})
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        num_sequences = len(body.prompts) * (body.best_of or body.n or 1)
-        return await service.respond(request, num_sequences, service.completion_job, body)
+        return await service.respond(request, len(body.prompts) * (body.best_of or body.n or 1), body)
 
     @app.post("/v1/chat/completions", response_model=ChatResponse, responses={200: stream})
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        return await service.respond(request, body.n or 1, service.chat_job, body)
+        return await service.respond(request, body.n or 1, body)
 
-
-def _add_text(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
         service.check_model(body.model)
@@ -238,8 +199,6 @@ def _add_text(app: FastAPI, service: Service) -> None:
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
-    engine_thread = service.engine_thread
-
     @app.get("/v1/models")
     async def models() -> ModelList:
         return ModelList(data=[service.card])
@@ -252,7 +211,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/health", response_class=Response)
     async def health() -> Response:
         """200 while the engine makes progress, or has none to make."""
-        return _alive(engine_thread.is_healthy)
+        return _alive(service.engine_thread.is_healthy)
 
     @app.get("/livez", response_class=Response)
     async def livez() -> Response:
@@ -262,7 +221,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/readyz", response_class=Response)
     async def readyz() -> Response:
         """200 while new requests are taken."""
-        return _alive(engine_thread.is_healthy and not engine_thread.is_draining)
+        return _alive(service.engine_thread.is_healthy and not service.engine_thread.is_draining)
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def metrics() -> Response:
@@ -274,36 +233,20 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
 
 def _alive(is_alive: bool) -> Response:
-    if is_alive:
-        return Response()
-    raise ApiError(503, "not now", "unavailable", headers=RETRY)
+    if not is_alive:
+        raise unavailable("not now")
+    return Response()
 
 
 def _add_errors(app: FastAPI) -> None:
     """Every error leaves in OpenAI's form."""
 
-    def answer(error: ApiError) -> Response:
-        return JSONResponse(error.body, error.status, error.headers)
+    async def answer(_request: Request, error: Exception) -> Response:
+        found = api_error(error, is_logged=isinstance(error, EchelonError))  # the framework passes others on, to be logged
+        return JSONResponse(found.body, found.status, found.headers)
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_request: Request, error: RequestValidationError) -> Response:
-        return answer(validation_error(error.errors(), error.body))
-
-    @app.exception_handler(HTTPException)
-    async def http(_request: Request, error: HTTPException) -> Response:
-        return answer(ApiError(error.status_code, str(error.detail), headers=error.headers))
-
-    @app.exception_handler(ApiError)
-    async def api(_request: Request, error: ApiError) -> Response:
-        return answer(error)
-
-    @app.exception_handler(EchelonError)
-    async def ours(_request: Request, error: EchelonError) -> Response:
-        return answer(logged_api_error(error))
-
-    @app.exception_handler(Exception)
-    async def unknown(_request: Request, error: Exception) -> Response:
-        return answer(api_error(error))
+    for kind in (RequestValidationError, HTTPException, EchelonError, Exception):
+        app.add_exception_handler(kind, answer)
 
 
 def _describe(app: FastAPI) -> None:

@@ -56,19 +56,17 @@ class ServerConfig(Settings):
     @property
     def is_loopback(self) -> bool:
         """Whether `host` can be reached from this machine alone."""
-        if self.host == "localhost":
-            return True
         try:
-            return ipaddress.ip_address(self.host).is_loopback
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
 
     @model_validator(mode="after")
     def _is_closed_to_strangers(self) -> Self:
-        for i, key in enumerate(self.api_keys):
+        for i, key in enumerate(self.api_keys, 1):
             if not _is_good_key(key.get_secret_value()):
                 raise ValueError(
-                    f"API key {i + 1} of {len(self.api_keys)} is shorter than {SHORTEST_KEY} characters, or holds a space or others than "
+                    f"API key {i} of {len(self.api_keys)} is shorter than {SHORTEST_KEY} characters, or holds a space or others than "
                     "printable ASCII; draw a longer one"
                 )
         if not self.api_keys and not self.is_loopback:

@@ -23,7 +23,8 @@ from echelon.llm import LLM
 from echelon.sequence import FinishReason, Sequence
 from echelon.server.config import ServerConfig
 from echelon.server.metrics import ServerMetrics
-from echelon.server.request_handle import RefusedError, RequestHandle, RequestRow, RequestTimeoutError, RowState, SlowReaderError, state_of
+from echelon.server.protocol import RETRY, ApiError, unavailable
+from echelon.server.request_handle import RequestHandle, RequestRow, RowState, state_of
 
 logger = logging.getLogger("echelon.server")
 GATHER_SECONDS = 0.005  # that a step waits for who comes in the place of a request that has just ended, and
@@ -77,21 +78,23 @@ class EngineThread:
     def _is_stalled(self) -> bool:
         return time.monotonic() - self._progress_at >= self.config.stall_timeout
 
+    def _check_health(self) -> None:
+        if not self.is_healthy:
+            raise unavailable(STOPPED if self._is_stopping else STALLED)
+
     def reserve(self, count: int) -> None:
         """Reserve slots for `count` sequences, from before their prompts are read until they are answered.
 
         Raises
         ------
-        RefusedError  there are none, or the server goes down, or the engine makes no progress
+        ApiError  there are none, or the server goes down, or the engine makes no progress
         """
         if self.is_draining:
-            raise RefusedError("the server is shutting down; ask again elsewhere or later", is_full=False)
-        if not self.is_healthy:
-            raise RefusedError(STOPPED if self._is_stopping else STALLED, is_full=False)
+            raise unavailable("the server is shutting down; ask again elsewhere or later")
+        self._check_health()
         if self.num_in_flight + count > self.capacity:
-            raise RefusedError(
-                f"the server is full: {self.num_in_flight} of {self.capacity} places are taken; ask again later", is_full=True
-            )
+            taken = f"the server is full: {self.num_in_flight} of {self.capacity} places are taken; ask again later"
+            raise ApiError(429, taken, "overloaded", headers=RETRY)
         self.num_in_flight += count
 
     def release(self, count: int) -> None:
@@ -103,9 +106,7 @@ class EngineThread:
 
         Raises
         ------
-        RequestTimeoutError  they waited or ran too long
-        RefusedError         the engine has died, or has made no step for too long
-        SlowReaderError      the client does not read what it asked for
+        ApiError  they waited or ran too long, the engine has died or made no step for too long, or the client does not read
         """
         handle = RequestHandle([RequestRow(s, arrived_at) for s in sequences], asyncio.get_running_loop())
         self._commands.put(partial(self._add, handle))
@@ -118,7 +119,8 @@ class EngineThread:
                 yield handle
                 handle.num_sent = None
                 if handle.is_dropped:
-                    raise SlowReaderError(f"more than {self.config.max_unread_bytes} bytes waited for a client that did not read")
+                    unread = f"more than {self.config.max_unread_bytes} bytes waited for a client that did not read"
+                    raise ApiError(408, f"{unread}; read faster, or ask for fewer logprobs", "slow_reader")
         finally:
             if not handle.is_finished:
                 self._commands.put(partial(self._abort, handle))
@@ -131,10 +133,9 @@ class EngineThread:
             limit = config.total_timeout if has_started else min(config.queue_timeout, config.total_timeout)
             remaining = arrived_at + limit - time.monotonic()
             if remaining <= 0.0:
-                what = "ran" if has_started else "waited"
-                raise RequestTimeoutError(f"the request {what} longer than {limit:.0f} s and was given up; ask for fewer tokens, or later")
-            if not self.is_healthy:
-                raise RefusedError(STOPPED if self._is_stopping else STALLED, is_full=False)
+                what = f"the request {'ran' if has_started else 'waited'} longer than {limit:.0f} s and was given up"
+                raise unavailable(f"{what}; ask for fewer tokens, or later", "timeout")
+            self._check_health()
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(remaining, IDLE_SECONDS)):
                     await handle.changed.wait()
@@ -302,6 +303,6 @@ class EngineThread:
         """Fail all requests at the thread's end: whoever waits is told so, and whoever comes is refused."""
         changes = []
         for row, handle in self._rows.values():
-            row.state = row.state._replace(reason=FinishReason.ERROR, error=RefusedError(STOPPED, is_full=False))
+            row.state = row.state._replace(reason=FinishReason.ERROR, error=unavailable(STOPPED))
             changes.append((handle, [r.state for r in handle.rows]))
         self._notify(changes)

@@ -116,8 +116,7 @@ def build_server(app: AdmissionMiddleware, config: ServerConfig) -> Server:
 
 def serve_until_signal(llm: LLM, config: ServerConfig) -> int:
     """Serve until SIGTERM or SIGINT, and until the requests of that moment are answered; the exit status of the process."""
-    app = create_app(llm, config)
-    server = build_server(app, config)
+    server = build_server(create_app(llm, config), config)
     server.run()
     return server.exit_status
 

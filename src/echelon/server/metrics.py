@@ -49,12 +49,12 @@ class EngineCollector:
         }
         for kind, name, text, key in ENGINE_METRICS:
             yield self._family(kind, name, text, {"": values[key]})
-        by_position = "spec_decode_num_accepted_tokens_per_pos"
-        yield self._family(CounterMetricFamily, by_position, "Accepted by position.", accepted, "position")
-        rule = {metrics["acceptance"]: 1.0}
-        yield self._family(GaugeMetricFamily, "spec_decode_info", "The rule by which drafted tokens are kept.", rule, "acceptance")
-        faults = metrics["drafter_faults"]
-        yield self._family(CounterMetricFamily, "spec_decode_drafter_fallbacks", "Steps without the drafter, by reason.", faults, "reason")
+        for kind, name, text, counts, label in (
+            (CounterMetricFamily, "num_accepted_tokens_per_pos", "Accepted by position.", accepted, "position"),
+            (GaugeMetricFamily, "info", "The rule by which drafted tokens are kept.", {metrics["acceptance"]: 1.0}, "acceptance"),
+            (CounterMetricFamily, "drafter_fallbacks", "Steps without the drafter, by reason.", metrics["drafter_faults"], "reason"),
+        ):
+            yield self._family(kind, f"spec_decode_{name}", text, counts, label)
 
 
 class ServerMetrics:
@@ -65,8 +65,7 @@ class ServerMetrics:
         self._registry.register(EngineCollector(llm, prefix, model))
 
         def histogram(name: str, text: str) -> Histogram:
-            family = Histogram(prefix + name, text, ["model_name"], registry=self._registry, buckets=SECONDS)
-            return family.labels(model)
+            return Histogram(prefix + name, text, ["model_name"], registry=self._registry, buckets=SECONDS).labels(model)
 
         self.time_to_first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self.inter_token_latency = histogram("inter_token_latency_seconds", "Between a row's steps.")
@@ -86,10 +85,8 @@ class ServerMetrics:
 
     def grew(self, row: RequestRow, before: float, now: float) -> None:
         """A row emitted tokens; `before` is when it last did, 0 if this is the first time."""
-        if before:
-            self.inter_token_latency.observe(now - before)
-        else:
-            self.time_to_first_token.observe(now - row.arrived_at)
+        histogram, since = (self.inter_token_latency, before) if before else (self.time_to_first_token, row.arrived_at)
+        histogram.observe(now - since)
 
     def finished(self, row: RequestRow, now: float, reason: str) -> None:
         """Count a row that has ended, for `reason`."""

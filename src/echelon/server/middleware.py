@@ -1,4 +1,4 @@
-"""Authentication and admission before every route: who may send a request, and how large it may be.
+"""What stands between a connection and the routes: who may send a request, and how large it may be; streams of events.
 
 Decided on the raw request, before any routing: a path that a router would read differently cannot slip through.
 """
@@ -10,14 +10,16 @@ import hashlib
 import hmac
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
+from contextlib import ExitStack, aclosing, contextmanager
 from typing import Any
+
+from fastapi import Response
 
 from echelon.errors import location_of
 from echelon.server.config import ServerConfig
-from echelon.server.protocol import ApiError
-from echelon.server.serializers import error_event
+from echelon.server.protocol import ApiError, unavailable
+from echelon.server.serializers import api_error, error_event
 
 logger = logging.getLogger("echelon.server")
 Scope = MutableMapping[str, Any]
@@ -29,12 +31,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 OPEN_PATHS = (b"/livez", b"/readyz")  # for whoever supervises the process; they tell nothing else
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 LONGEST_REQUEST_ID = 128
-SHUTTING_DOWN = ApiError(
-    503,
-    "the server shuts down before this request is finished; ask again elsewhere or later",
-    "shutting_down",
-    headers={"Retry-After": "1"},
-)
+SHUTTING_DOWN = unavailable("the server shuts down before this request is finished; ask again elsewhere or later", "shutting_down")
 
 
 class ClientDisconnectError(Exception):
@@ -191,16 +188,12 @@ def _values(scope: Scope, name: bytes) -> list[bytes]:
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
     """The body in one message, then whatever comes: a disconnect."""
-    is_read = False
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def once() -> Message:
-        nonlocal is_read
-        if is_read:
-            return await receive()
-        is_read = True
-        return {"type": "http.request", "body": body, "more_body": False}
+    async def next_message() -> Message:
+        return messages.pop() if messages else await receive()
 
-    return once
+    return next_message
 
 
 def _with_request_id(scope: Scope, send: Send) -> Send:
@@ -226,3 +219,54 @@ async def send_error(error: ApiError, send: Send, close: bool = False) -> None:
     headers += [(b"connection", b"close")] if close else []
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+class EventStream(Response):
+    """A response of server-sent events, made as they are sent. An error before the first is an error status, a later one is an event.
+
+    A client that leaves ends the making of events. `slots` are released at the end.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], slots: ExitStack) -> None:
+        super().__init__()
+        self._events, self._slots = events, slots
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        with self._slots:
+            await until_disconnect(self._send_all(send), receive)
+
+    async def _send_all(self, send: Send) -> None:
+        has_begun = False
+        async with aclosing(self._events) as events:  # type: ignore[type-var]
+            try:
+                async for event in events:
+                    if not has_begun:
+                        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+                        await send({"type": "http.response.start", "status": 200, "headers": headers})
+                        has_begun = True
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            except Exception as error:
+                problem = api_error(error)
+                if not has_begun:
+                    await send_error(problem, send)
+                    return
+                await send({"type": "http.response.body", "body": error_event(problem), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def until_disconnect(work: Any, receive: Receive) -> Any:
+    """The result of `work`, which is cancelled if the client leaves first; then `None`."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (message := await receive())["type"] != "http.disconnect":
+        assert message["type"] == "http.request"

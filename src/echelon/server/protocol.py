@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from echelon.errors import EchelonError
 from echelon.inputs import Message, TextPart, real_path
 from echelon.sampling import SamplingParams
 from echelon.server.responses import ErrorDetail, ErrorResponse
@@ -123,10 +124,9 @@ class GenerationRequest(Strict):
 
     def params(self, max_tokens: int, **more: Any) -> SamplingParams:
         """The engine's parameters; `RequestError` where they contradict each other."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         values = {
             "max_tokens": max_tokens,
-            "stop": tuple(stop),
+            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             "seed": None if self.seed is None else self.seed % 2**64,
             "top_p": None if self.top_p is None else max(self.top_p, 1e-9),
             "logit_bias": {int(token): bias for token, bias in self.logit_bias.items()} if self.logit_bias else None,
@@ -172,17 +172,13 @@ class CompletionRequest(GenerationRequest):
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts of the request, each a text or token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(self.prompt)
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
     def sampling_params(self, room: int) -> SamplingParams:
         """`room`: tokens that can follow the prompt, which bounds the default of 16."""
         draws = self.best_of or self.n or 1
-        is_ranked = draws > (self.n or 1)
-        count = 0 if is_ranked and self.logprobs is None else self.logprobs
+        count = 0 if self.logprobs is None and draws > (self.n or 1) else self.logprobs  # they rank the draws
         most = min(16, room) if self.max_tokens is None else self.max_tokens
         return self.params(max(most, 1), n=draws, logprobs=count, prompt_logprobs=self.logprobs if self.echo else None)
 
@@ -277,7 +273,10 @@ class DetokenizeRequest(Strict):
     tokens: Annotated[list[TokenId], FAST] = Field(max_length=2**20)
 
 
-class ApiError(Exception):
+RETRY = {"Retry-After": "1"}
+
+
+class ApiError(EchelonError):
     """An error response, in OpenAI's terms."""
 
     def __init__(
@@ -291,6 +290,11 @@ class ApiError(Exception):
         """The JSON object of the error response."""
         kind = "server_error" if self.status >= 500 else "rate_limit_error" if self.status == 429 else "invalid_request_error"
         return ErrorResponse(error=ErrorDetail(message=str(self), type=kind, param=self.param, code=self.code)).model_dump()
+
+
+def unavailable(message: str, code: str = "unavailable") -> ApiError:
+    """The error response where this server cannot serve now."""
+    return ApiError(503, message, code, headers=RETRY)
 
 
 def validation_error(problems: SequenceOf[Mapping[str, Any]], body: Any = None) -> ApiError:
@@ -312,8 +316,7 @@ def validation_error(problems: SequenceOf[Mapping[str, Any]], body: Any = None) 
             f"unknown field {'.'.join(path)[:100]!r}; remove it (GET /openapi.json lists the known ones)",
             param=param[:100] if param else None,
         )
-    remedy = REMEDIES.get(problem["type"], "")
-    return ApiError(400, f"{'.'.join(path) or 'body'}: {problem['msg']}{remedy}", param=param)
+    return ApiError(400, f"{'.'.join(path) or 'body'}: {problem['msg']}{REMEDIES.get(problem['type'], '')}", param=param)
 
 
 def _most_telling(problems: SequenceOf[Mapping[str, Any]], body: Any) -> Mapping[str, Any]:

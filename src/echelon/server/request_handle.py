@@ -12,22 +12,6 @@ from echelon.sequence import FinishReason, Sequence
 LOGPROB_BYTES = 128  # of memory that one token with its log-probability takes
 
 
-class RefusedError(EchelonError):
-    """A request that is not taken now: the queue is full, or the server cannot serve."""
-
-    def __init__(self, message: str, is_full: bool) -> None:
-        super().__init__(message)
-        self.is_full = is_full
-
-
-class RequestTimeoutError(EchelonError):
-    """A request waited, or ran, longer than the server allows."""
-
-
-class SlowReaderError(EchelonError):
-    """More output waits for a client than the server keeps for one that does not read."""
-
-
 class RowState(NamedTuple):
     """Output of a row so far; an immutable value, so that the loop may read it while the engine goes on."""
 

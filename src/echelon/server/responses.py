@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -75,14 +75,21 @@ class CompletionChoice(BaseModel):
     finish_reason: str | None
 
 
-class CompletionResponse(BaseModel):
+class GenerationResponse(BaseModel):
+    """What completions and conversations share; the two know what their `object` and `choices` are."""
+
     id: str
-    object: Literal["text_completion"] = "text_completion"
+    object: str
     created: int
     model: str
-    choices: list[CompletionChoice]
+    choices: list[Any]
     usage: TokenUsage | None = None
     metrics: ResponseMetrics | None = None
+
+
+class CompletionResponse(GenerationResponse):
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
 
 
 class TopLogprob(BaseModel):
@@ -113,14 +120,9 @@ class ChatChoice(BaseModel):
     finish_reason: str | None
 
 
-class ChatResponse(BaseModel):
-    id: str
+class ChatResponse(GenerationResponse):
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: TokenUsage | None = None
-    metrics: ResponseMetrics | None = None
 
 
 class ErrorDetail(BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import time
 from collections.abc import Iterator
@@ -10,12 +11,15 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
-from echelon.errors import RequestError
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from echelon.errors import RequestError, location_of
 from echelon.llm import LLM
 from echelon.sampling import Logprobs
 from echelon.sequence import Sequence
-from echelon.server.protocol import ApiError
-from echelon.server.request_handle import RefusedError, RequestTimeoutError, RowState, SlowReaderError
+from echelon.server.protocol import ApiError, ChatRequest, CompletionRequest, StreamOptions, validation_error
+from echelon.server.request_handle import RowState
 from echelon.server.responses import (
     AssistantMessage,
     ChatChoice,
@@ -32,7 +36,7 @@ from echelon.server.responses import (
 )
 from echelon.text import Detokenizer, num_held_back, text_offsets
 
-RETRY = {"Retry-After": "1"}
+logger = logging.getLogger("echelon.server")
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 SENT = Logprobs(-1, 0.0, 0, {})  # stands for what a stream has sent
 DONE = b"data: [DONE]\n\n"
@@ -44,14 +48,8 @@ class GenerationJob:
 
     model: str
     prompts: list[list[Sequence]]
-    num_shown: int  # samples a prompt
-    is_chat: bool
-    stream: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
+    body: CompletionRequest | ChatRequest
     echo: list[str] | None = None  # texts of the prompts
-    only_echo: bool = False  # max_tokens = 0
-    has_logprobs: bool = False
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -59,6 +57,26 @@ class GenerationJob:
     def sequences(self) -> list[Sequence]:
         """The samples of all prompts, in order."""
         return [s for samples in self.prompts for s in samples]
+
+    @property
+    def num_shown(self) -> int:
+        """Samples that are shown of a prompt."""
+        return self.body.n or 1
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether this is a turn of a conversation."""
+        return isinstance(self.body, ChatRequest)
+
+    @property
+    def only_echo(self) -> bool:
+        """Whether nothing but the prompt is wanted."""
+        return self.body.max_tokens == 0
+
+    @property
+    def options(self) -> StreamOptions:
+        """What the chunks of a stream show besides text."""
+        return self.body.stream_options or StreamOptions()
 
     def echo_of(self, i: int) -> str | None:
         """The prompt's text that stands before shown sample i, where asked for."""
@@ -70,65 +88,54 @@ class GenerationJob:
         return f"chatcmpl-{self.id}" if self.is_chat else f"cmpl-{self.id}"
 
 
-def api_error(error: Exception) -> ApiError:
-    """The error response for an exception while a request ran; nothing of the inside is told."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, RequestError):
-        return ApiError(400, str(error))
-    if isinstance(error, RefusedError):
-        return ApiError(429 if error.is_full else 503, str(error), "overloaded" if error.is_full else "unavailable", headers=RETRY)
-    if isinstance(error, RequestTimeoutError):
-        return ApiError(503, str(error), "timeout", headers=RETRY)
-    if isinstance(error, SlowReaderError):
-        return ApiError(408, f"{error}; read faster, or ask for fewer logprobs", "slow_reader")
+def api_error(error: Exception, is_logged: bool = True) -> ApiError:
+    """The error response for an exception while a request ran; nothing of the inside is told, but to the log."""
+    match error:
+        case ApiError():
+            return error
+        case RequestValidationError():
+            return validation_error(error.errors(), error.body)
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail), headers=error.headers)
+        case RequestError():
+            return ApiError(400, str(error))
+    if is_logged:
+        logger.error("a request failed: %s", location_of(error))
     return ApiError(500, "this request failed inside the server; others are not affected", "internal_error")
 
 
+@dataclass(frozen=True)
 class Serializer:
     """Builds the responses of one model."""
 
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
+    llm: LLM
 
     def piece(self, token: int) -> str:
         """Text of one token id."""
-        tokenizer = self._llm.target.tokenizer
+        tokenizer = self.llm.target.tokenizer
         return tokenizer.decode([token], skip_special_tokens=False) if tokenizer is not None else ""
 
     def response(self, job: GenerationJob, states: SequenceOf[RowState]) -> CompletionResponse | ChatResponse:
         """The whole response, once every row is done."""
-        chosen = self._chosen(job, states)
-        metrics = self.metrics(job)
-        usage = self.usage(job, states)
-        if job.is_chat:
-            choices = [
-                ChatChoice(
-                    index=i,
-                    message=AssistantMessage(content=state.text),
-                    logprobs=self.chat_logprobs(job, sequence, 0, state.num_tokens),
-                    finish_reason=state.reason,
-                )
-                for i, (sequence, state) in enumerate(chosen)
-            ]
-            return ChatResponse(id=job.name, created=job.created, model=job.model, choices=choices, usage=usage, metrics=metrics)
-        texts = [self._completion_choice(job, i, sequence, state) for i, (sequence, state) in enumerate(chosen)]
-        return CompletionResponse(id=job.name, created=job.created, model=job.model, choices=texts, usage=usage, metrics=metrics)
+        kind, choice = (ChatResponse, self._chat_choice) if job.is_chat else (CompletionResponse, self._completion_choice)
+        choices: list[Any] = [choice(job, i, sequence, state) for i, (sequence, state) in enumerate(self._chosen(job, states))]
+        usage, metrics = self.usage(job, states), self.metrics(job)
+        return kind(id=job.name, created=job.created, model=job.model, choices=choices, usage=usage, metrics=metrics)
 
     def _chosen(self, job: GenerationJob, states: SequenceOf[RowState]) -> list[tuple[Sequence, RowState]]:
         """The samples to show of every prompt: all, or the likeliest by mean logprob (`best_of`)."""
         by_id = {s.id: state for s, state in zip(job.sequences, states, strict=True)}
-        shown = []
-        for samples in job.prompts:
-            ranked = samples if len(samples) == job.num_shown else sorted(samples, key=_mean_logprob, reverse=True)
-            shown += [(s, by_id[s.id]) for s in ranked[: job.num_shown]]
-        return shown
+        ranked = (p if len(p) == job.num_shown else sorted(p, key=_mean_logprob, reverse=True) for p in job.prompts)
+        return [(s, by_id[s.id]) for samples in ranked for s in samples[: job.num_shown]]
+
+    def _chat_choice(self, job: GenerationJob, i: int, sequence: Sequence, state: RowState) -> ChatChoice:
+        logprobs = self.chat_logprobs(job, sequence, 0, state.num_tokens)
+        return ChatChoice(index=i, message=AssistantMessage(content=state.text), logprobs=logprobs, finish_reason=state.reason)
 
     def _completion_choice(self, job: GenerationJob, i: int, sequence: Sequence, state: RowState) -> CompletionChoice:
         echo = job.echo_of(i)
-        text, count = ("", 0) if job.only_echo else (state.text, state.num_tokens)
+        text, count, reason = ("", 0, "length") if job.only_echo else (state.text, state.num_tokens, state.reason)
         logprobs = self.completion_logprobs(job, sequence, 0, count, len(echo or ""), echo)
-        reason = "length" if job.only_echo else state.reason
         return CompletionChoice(index=i, text=(echo or "") + text, logprobs=logprobs, finish_reason=reason)
 
     def usage(self, job: GenerationJob, states: SequenceOf[RowState]) -> TokenUsage:
@@ -139,12 +146,10 @@ class Serializer:
 
     def metrics(self, job: GenerationJob) -> ResponseMetrics | None:
         """Speculation statistics of a request of one sequence, and the rule of acceptance; `None` where nothing drafts."""
-        config = self._llm.speculative_config
+        config = self.llm.speculative_config
         if config is None:
             return None
-        if len(job.sequences) > 1:
-            return ResponseMetrics(acceptance=config.acceptance_name, speculative_decoding=None)
-        speculation = speculation_of(job.sequences[0], config.num_speculative_tokens)
+        speculation = speculation_of(job.sequences[0], config.num_speculative_tokens) if len(job.sequences) == 1 else None
         return ResponseMetrics(acceptance=config.acceptance_name, speculative_decoding=speculation)
 
     def completion_logprobs(
@@ -153,7 +158,7 @@ class Serializer:
         """Log-probabilities of output tokens `start … end − 1`, where the output begins at character `offset`; before them those of
         the prompt, whose text is `echo`.
         """
-        if not job.has_logprobs:
+        if job.body.logprobs is None:
             return None
         entries: list[Logprobs | None] = [*sequence.logprobs[start:end]]
         tokens = sequence.output_tokens[start:end]
@@ -163,38 +168,38 @@ class Serializer:
             entries = [None, *_prompt_logprobs(job, sequence), *entries]
             offsets = self._prompt_offsets(prompt, echo) + offsets
             tokens = prompt + tokens
-        out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=offsets)
-        for token, entry in zip(tokens, entries, strict=True):
-            out.tokens.append(self.piece(token))
-            out.token_logprobs.append(None if entry is None else _finite(entry.logprob))
-            out.top_logprobs.append(None if entry is None else self._top(entry))
-        return out
+        return CompletionLogprobs(
+            tokens=[self.piece(token) for token, _ in zip(tokens, entries, strict=True)],
+            token_logprobs=[None if entry is None else _finite(entry.logprob) for entry in entries],
+            top_logprobs=[None if entry is None else self._top(entry) for entry in entries],
+            text_offset=offsets,
+        )
 
     def _prompt_offsets(self, tokens: list[int], text: str) -> list[int]:
-        tokenizer = self._llm.target.tokenizer
+        tokenizer = self.llm.target.tokenizer
         return text_offsets(tokenizer, tokens, text) if tokenizer is not None else [0] * len(tokens)
 
     def _top(self, entry: Logprobs) -> dict[str, float]:
         """By text; of tokens with the same text the likeliest."""
         top: dict[str, float] = {}
-        for token, logprob in entry.top.items():
+        for token, logprob in (*entry.top.items(), (entry.token, entry.logprob)):
             top.setdefault(self.piece(token), _finite(logprob))
-        top.setdefault(self.piece(entry.token), _finite(entry.logprob))
         return top
 
     def chat_logprobs(self, job: GenerationJob, sequence: Sequence, start: int, end: int) -> ChatLogprobs | None:
         """Log-probabilities of output tokens `start … end − 1`, where asked for."""
-        if not job.has_logprobs:
+        if not job.body.logprobs:
             return None
-        content = []
-        for entry in sequence.logprobs[start:end]:
-            top = [self._top_logprob(token, logprob) for token, logprob in entry.top.items()]
-            content.append(TokenLogprob(**self._top_logprob(entry.token, entry.logprob).model_dump(), top_logprobs=top))
-        return ChatLogprobs(content=content)
+        return ChatLogprobs(
+            content=[
+                TokenLogprob(**self._described(e.token, e.logprob), top_logprobs=[TopLogprob(**self._described(*t)) for t in e.top.items()])
+                for e in sequence.logprobs[start:end]
+            ]
+        )
 
-    def _top_logprob(self, token: int, logprob: float) -> TopLogprob:
+    def _described(self, token: int, logprob: float) -> dict[str, Any]:
         piece = self.piece(token)
-        return TopLogprob(token=piece, logprob=_finite(logprob), bytes=list(piece.encode("utf-8", "replace")))
+        return {"token": piece, "logprob": _finite(logprob), "bytes": list(piece.encode("utf-8", "replace"))}
 
 
 class StreamSerializer:
@@ -230,13 +235,9 @@ class StreamSerializer:
             self._num_characters[i] = max(end, self._num_characters[i])
             self._is_over[i] = is_last
             yield self._chunk(i, sequence, text, state)
-            self._forget_sent(sequence, self._num_tokens[i], state.num_tokens)
+            if sequence.logprobs:  # those that have been sent are freed; the engine goes on appending to their list
+                sequence.logprobs[self._num_tokens[i] : state.num_tokens] = [SENT] * (state.num_tokens - self._num_tokens[i])
             self._num_tokens[i] = state.num_tokens
-
-    def _forget_sent(self, sequence: Sequence, start: int, end: int) -> None:
-        """Free the log-probabilities that have been sent; the engine goes on appending to their list."""
-        if self._job.has_logprobs:
-            sequence.logprobs[start:end] = [SENT] * (end - start)
 
     def _chunk(self, i: int, sequence: Sequence, text: str, state: RowState) -> bytes:
         job, start, end = self._job, self._num_tokens[i], state.num_tokens
@@ -249,7 +250,7 @@ class StreamSerializer:
 
     def end(self, states: SequenceOf[RowState]) -> Iterator[bytes]:
         """Usage, where asked for, and the end."""
-        if self._job.include_usage:
+        if self._job.options.include_usage:
             metrics = self._serializer.metrics(self._job)
             more = {} if metrics is None else {"metrics": metrics.model_dump()}
             yield self._wrap([], usage=self._serializer.usage(self._job, states).model_dump(), **more)
@@ -263,7 +264,7 @@ class StreamSerializer:
         job = self._job
         kind = "chat.completion.chunk" if job.is_chat else "text_completion"
         chunk = {"id": job.name, "object": kind, "created": job.created, "model": job.model, "choices": choices, **more}
-        if job.continuous_usage:
+        if job.options.continuous_usage_stats:
             chunk.setdefault("usage", self._serializer.usage(job, [RowState(n) for n in self._num_tokens]).model_dump())
         return event(chunk)
 

@@ -103,19 +103,15 @@ def load_checkpoint(path: Path) -> dict[str, Any] | None:
     ------
     ModelLoadError  all are damaged
     """
-    damaged: list[str] = []
-    for candidate in (path, previous(path)):
-        if not candidate.exists():
-            continue
-        if _is_whole(candidate):
-            state: dict[str, Any] = torch.load(candidate, weights_only=True)
-            if damaged:
-                logger.warning("%s is damaged; training goes on from the checkpoint before, %s", damaged[0], candidate)
-            return state
-        damaged.append(str(candidate))
-    if damaged:
-        raise ModelLoadError(f"damaged: {', '.join(damaged)}; remove the file to begin anew, or put a whole copy there")
-    return None
+    written = [p for p in (path, previous(path)) if p.exists()]
+    whole = next((p for p in written if _is_whole(p)), None)
+    if whole is None:
+        if written:
+            raise ModelLoadError(f"damaged: {', '.join(map(str, written))}; remove the file to begin anew, or put a whole copy there")
+        return None
+    if whole != written[0]:
+        logger.warning("%s is damaged; training goes on from the checkpoint before, %s", written[0], whole)
+    return dict(torch.load(whole, weights_only=True))
 
 
 class _Hashing:

@@ -23,12 +23,11 @@ from echelon.heads.base import Head, Recipe
 from echelon.heads.checkpoints import build_head, save_head
 from echelon.inputs import check_callable, check_fields, check_kind, name_of, shown
 from echelon.methods import Can, head_class, method_names
-from echelon.train.curves import draw
 from echelon.train.examples import Teacher, unroll
 from echelon.train.files import only_trainer, replacing, writing
 from echelon.train.losses import depth_loss, noised
 from echelon.train.text import Data, fingerprint
-from echelon.train.trainer import Log, Trainer
+from echelon.train.trainer import Log, Trainer, draw
 
 ROWS_PER_BATCH = 8
 MOST_SEEDS = 2**31  # a batch's seed is ten million times this one's, and 64 bits hold it
@@ -114,8 +113,7 @@ def _train(teacher: Teacher, data: Data, out: Path, config: TrainingConfig, repo
 
     def learn_step(step: int) -> dict[str, float]:
         depth = config.depth_at(step)
-        ids = data.batch(config.seed, step, ROWS_PER_BATCH)
-        return {"loss": learn(teacher, ids, min(depth, head.max_depth or depth), config, step)}
+        return {"loss": learn(teacher, data.batch(config.seed, step, ROWS_PER_BATCH), min(depth, head.max_depth or depth), config, step)}
 
     trainer.run(
         learn_step,

@@ -158,19 +158,13 @@ def main(
 ) -> None:
     """Train the embedded pair again, or go on where an interrupted run stopped."""
     with only_trainer(work):
-        _train_pair(out, work, steps, decay, draft_steps, rate, every)
-
-
-def _train_pair(out: Path, work: Path, steps: int, decay: int, draft_steps: int, rate: float, every: int) -> None:
-    """Train both models in a folder that no other process trains in, and write them out."""
-    tokenizer, tokens = prepare_pair(work)
-    print({group: len(array) for group, array in tokens.items()}, flush=True)
-    torch.manual_seed(0)
-    target = LlamaForCausalLM._from_config(TARGET, attn_implementation="sdpa")
-    draft = LlamaForCausalLM._from_config(DRAFT, attn_implementation="sdpa")
-    train_together(target, draft, tokens, work, steps, decay, rate, every)
-    distil(target.eval().requires_grad_(False), draft, tokens, work, work / "continuations.npy", draft_steps, rate, every)
-    export(out, tokenizer, target, draft, work)
+        tokenizer, tokens = prepare_pair(work)
+        print({group: len(array) for group, array in tokens.items()}, flush=True)
+        torch.manual_seed(0)
+        target, draft = (LlamaForCausalLM._from_config(config, attn_implementation="sdpa") for config in (TARGET, DRAFT))
+        train_together(target, draft, tokens, work, steps, decay, rate, every)
+        distil(target.eval().requires_grad_(False), draft, tokens, work, work / "continuations.npy", draft_steps, rate, every)
+        export(out, tokenizer, target, draft, work)
 
 
 if __name__ == "__main__":

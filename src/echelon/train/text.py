@@ -62,9 +62,8 @@ def _read(path: Path) -> str | None:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError):
         return None
-    if not text.strip() or len(text) > MAX_FILE_BYTES or len(text) > MAX_MEAN_LINE * (text.count("\n") + 1):
-        return None
-    return text
+    is_odd = not text.strip() or len(text) > MAX_FILE_BYTES or len(text) > MAX_MEAN_LINE * (text.count("\n") + 1)
+    return None if is_odd else text
 
 
 def _standard_library() -> Iterator[Document]:
@@ -73,12 +72,9 @@ def _standard_library() -> Iterator[Document]:
         relative = path.relative_to(root)
         if "site-packages" in relative.parts or (text := _read(path)) is None:
             continue
-        if TEST_FOLDERS.intersection(relative.parts):
-            group = "stdlib-tests"
-        else:
-            digest = int(hashlib.sha256(str(relative).encode()).hexdigest(), 16)
-            group = "held-out" if digest % HELD_OUT_SHARE == 0 else "stdlib"
-        yield Document(group, str(relative), text)
+        digest = int(hashlib.sha256(str(relative).encode()).hexdigest(), 16)
+        group = "held-out" if digest % HELD_OUT_SHARE == 0 else "stdlib"
+        yield Document("stdlib-tests" if TEST_FOLDERS.intersection(relative.parts) else group, str(relative), text)
 
 
 def _wheels(names: Iterable[str]) -> Iterator[Document]:
@@ -250,12 +246,9 @@ def _tokens(tokenizer: Any, files: Sequence[Path] | None, file: Path) -> Tokens:
             np.savez(part, **arrays)
     tokens = dict(np.load(file))
     if HELD_OUT not in tokens:
-        tokens = {g: a[: -len(a) // HELD_OUT_SHARE] for g, a in tokens.items()} | {HELD_OUT: _tail(tokens)}
+        held_out = np.concatenate([a[-len(a) // HELD_OUT_SHARE :] for a in tokens.values()])
+        tokens = {g: a[: -len(a) // HELD_OUT_SHARE] for g, a in tokens.items()} | {HELD_OUT: held_out}
     return tokens
-
-
-def _tail(tokens: Tokens) -> np.ndarray:
-    return np.concatenate([a[-len(a) // HELD_OUT_SHARE :] for a in tokens.values()])
 
 
 def _groups(files: Sequence[Path] | None) -> dict[str, list[Document]]:

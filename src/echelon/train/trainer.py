@@ -1,4 +1,4 @@
-"""The one training loop: learning rate, optimisers, log, evaluations and checkpoints that survive being killed."""
+"""The one training loop: learning rate, optimisers, log and its curves, evaluations and checkpoints that survive being killed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from echelon.errors import MissingExtraError
 from echelon.train.files import load_checkpoint, replacing, save_checkpoint, writing
 
 
@@ -91,8 +92,7 @@ class Log:
     def __init__(self, file: Path, first: int, **fields: str) -> None:
         self._file, self._fields = file, fields
         lines = file.read_text("utf-8").splitlines() if file.exists() else []
-        kept = [x for line in lines if (x := _whole(line)) and (x["step"] <= first or not fields.items() <= x.items())]
-        self.lines: list[dict[str, Any]] = kept
+        self.lines = [x for line in lines if (x := _whole(line)) and (x["step"] <= first or not fields.items() <= x.items())]
         with replacing(file) as part:
             part.write_text("".join(json.dumps(x) + "\n" for x in self.lines), "utf-8")
 
@@ -107,7 +107,30 @@ class Log:
 def _whole(line: str) -> dict[str, Any] | None:
     """A line of the log, or None where the run was killed in the middle of it."""
     try:
-        values: dict[str, Any] = json.loads(line)
+        return dict(json.loads(line))
     except ValueError:
         return None
-    return values
+
+
+def draw(lines: list[dict[str, Any]], file: Path, title: str) -> None:
+    """Loss, and top-1 and top-5 accuracy by depth, over the steps of a log."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise MissingExtraError("curves need matplotlib: pip install 'echelon[plot]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    losses = [x for x in lines if "loss" in x]
+    measured = [x for x in lines if "top1" in x]
+    figure, (left, *rest) = pyplot.subplots(1, 3, figsize=(13, 4))
+    left.plot([x["step"] for x in losses], [x["loss"] for x in losses], linewidth=0.8)
+    left.set(title=f"{title}: loss", xlabel="step", ylabel="nats a place")
+    for axes, key in zip(rest, ("top1", "top5"), strict=True):
+        for depth in range(len(measured[0][key]) if measured else 0):
+            axes.plot([x["step"] for x in measured], [100 * x[key][depth] for x in measured], marker=".", label=f"depth {depth}")
+        axes.set(title=f"{key[:3]}-{key[3:]} accuracy on held-out text of the target", xlabel="step", ylabel="%", ylim=(0, 100))
+        axes.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,185 @@
+"""The verbs of `echelon bench` that run models on prompts: throughput, latency, and other engines beside ours."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import torch
+import typer
+
+from echelon import ConfigError
+from echelon.bench.framework import framework_runs
+from echelon.bench.latency import as_json as latencies_as_json
+from echelon.bench.latency import as_markdown as latencies_as_markdown
+from echelon.bench.latency import measure_latency
+from echelon.bench.peers import MODES, Peer, job, measure_peers
+from echelon.bench.peers import as_markdown as peers_as_markdown
+from echelon.bench.plot import latency_charts, throughput_charts
+from echelon.bench.report import positions_as_markdown, speeds_as_markdown, steps_as_markdown, throughput_as_markdown
+from echelon.bench.throughput import CONFIDENT, Contender, default_methods, environment, measure, methods_of, plain_outputs
+from echelon.bench.throughput import as_json as speeds_as_json
+from echelon.bench.verify import STRATEGIES
+from echelon.cli.measured import BenchOptions, ParametersOption, RoundsOption, command, counted, load_grown, load_target
+from echelon.cli.shared import RefillOption, errors, verb
+from echelon.model.load.loading import LoadedModel, load_model, load_plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputOptions(BenchOptions):
+    """The flags of `echelon bench throughput`."""
+
+    parameters: ParametersOption = 0
+    strategies: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(STRATEGIES)}.")] = "unpadded,padded,realign"
+    drafters: Annotated[
+        str,
+        typer.Option(help="Comma-separated, of ngram, draft_model, confident (a draft model that stops where it is not sure), none."),
+    ] = "ngram,draft_model"
+    batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,4,8,16"
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0
+    rounds: RoundsOption = 3
+    refill: RefillOption = True
+    baselines: Annotated[bool, typer.Option("--transformers/--no-transformers", help="Also run `transformers` itself.")] = True
+
+    def framework(self, target: LoadedModel) -> dict[int, list[Contender]]:
+        """`transformers` itself by batch size, where it is asked for and greedy."""
+        if not self.baselines or self.temperature > 0.0:
+            return {}
+        model, draft = (m.to(target.device) for m in (load_grown(self.model, self.parameters), load_plain(self.draft_model)[0]))
+        lookup = default_methods()[1].config or {}
+        return {size: framework_runs(model, draft, size, lookup, self.num_speculative_tokens) for size in self.sizes}
+
+
+@verb(ThroughputOptions)
+def throughput(options: ThroughputOptions) -> None:
+    """Strategies and drafters on the same prompts: tokens/s, where a step's time goes, what is padded, and whether the text is the same.
+
+    Our plain decoding runs beside them at every batch, and so does `transformers`: plain, and assisted at batch 1.
+    """
+    sizes, rounds = options.sizes, options.rounds
+    methods = methods_of(
+        options.strategies.split(","),
+        options.drafters.split(","),
+        num_draft_tokens=options.num_speculative_tokens,
+    )
+    target = load_target(options.model, options.parameters)
+    draft, others = load_model(options.draft_model, device=target.device.type), options.framework(target)
+    prompts, params = options.prompts(target), options.params(options.temperature)
+    total = 1 + rounds * (len(sizes) * len(methods) + sum(map(len, others.values())))
+    results = []
+    with counted(total, "plain decoding, row by row") as done:
+        truth = plain_outputs(target, prompts, params)
+        done("plain decoding, row by row")
+        for size in sizes:
+            beside = others.get(size, [])
+            results += measure(target, draft, methods, prompts, params, size, rounds, truth, done, beside, refill=options.refill)
+    where = environment()
+    tables = "\n\n".join(t for t in (speeds_as_markdown(results), steps_as_markdown(results), positions_as_markdown(results)) if t)
+    report = throughput_as_markdown(results, where, command())
+    options.publish("throughput", speeds_as_json(results), where, tables, report, lambda folder: throughput_charts(folder, results))
+    if any(r.num_identical < r.num_rows for r in results if r.strategy == "unpadded"):
+        errors.print("[red]some rows differ from plain decoding[/]")
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyOptions(BenchOptions):
+    """The flags of `echelon bench latency`."""
+
+    parameters: ParametersOption = 0
+    strategies: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(STRATEGIES)}; the first one's speed sets the rates.")] = (
+        "unpadded,realign,same-length"
+    )
+    drafter: Annotated[str, typer.Option(help="ngram, draft_model, confident or none.")] = "draft_model"
+    loads: Annotated[str, typer.Option(help="Arrivals over what the first strategy can serve, comma-separated.")] = "0.5,0.9"
+    num_prompts: Annotated[int, typer.Option(help="Number of prompts.", min=1)] = 48
+    seed: Annotated[int, typer.Option(help="Of the arrivals.", min=0)] = 0
+    refill: RefillOption = True
+
+
+@verb(LatencyOptions)
+def latency(options: LatencyOptions) -> None:
+    """Latencies P50, P90 and P99 of requests that arrive at random, the same moments for every strategy; prompts of different lengths."""
+    sizes, loads = options.sizes, _loads(options.loads)
+    methods = methods_of(options.strategies.split(","), [options.drafter], num_draft_tokens=options.num_speculative_tokens)
+    methods = [m for m in methods if options.drafter == "none" or m.config]
+    target = load_target(options.model, options.parameters)
+    draft = load_model(options.draft_model, device=target.device.type)
+    prompts, params = options.prompts(target, is_ragged=True), options.params()
+    results = []
+    with counted(len(sizes) * len(loads) * len(methods), "warming up") as done:
+        for size in sizes:
+            results += measure_latency(target, draft, methods, prompts, params, size, loads, options.seed, done, refill=options.refill)
+    options.publish(
+        "latency",
+        latencies_as_json(results),
+        environment(),
+        latencies_as_markdown(results),
+        charts=lambda folder: latency_charts(folder, results),
+    )
+
+
+def _loads(text: str) -> list[float]:
+    try:
+        loads = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--loads {text!r} are no numbers; write 0.5,0.9") from None
+    if min(loads) <= 0.0:
+        raise ConfigError(f"--loads {text!r}: a load is above 0")
+    return loads
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeersOptions(BenchOptions):
+    """The flags of `echelon bench peers`."""
+
+    vllm_python: Annotated[str | None, typer.Option(help="Python with vLLM's CPU build (benchmarks/workers/requirements-vllm.txt).")] = None
+    openvino_python: Annotated[
+        str | None, typer.Option(help="Python with OpenVINO GenAI (benchmarks/workers/requirements-openvino.txt).")
+    ] = None
+    modes: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(MODES)}.")] = ",".join(MODES)
+    batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,8,16"
+    prompt_tokens: Annotated[int, typer.Option(help="Most tokens of a prompt.", min=1)] = 256
+    max_tokens: Annotated[int, typer.Option(help="New tokens a prompt.", min=1)] = 128
+    rounds: RoundsOption = 3
+    timeout: Annotated[float, typer.Option(help="Seconds that one job of a worker may take.", min=1.0)] = 1800.0
+
+    @property
+    def others(self) -> list[Peer]:
+        found = [Peer(name, python) for name, python in (("vllm", self.vllm_python), ("openvino", self.openvino_python)) if python]
+        if not found:
+            raise ConfigError(
+                "there is nobody to compare with; give --vllm-python or --openvino-python: the Python of an environment that has it"
+            )
+        return found
+
+    @property
+    def chosen_modes(self) -> list[str]:
+        chosen = self.modes.split(",")
+        if unknown := [m for m in chosen if m not in MODES]:
+            raise ConfigError(f"there is no mode {unknown[0]!r}; known: {', '.join(MODES)}")
+        return chosen
+
+
+@verb(PeersOptions)
+def peers(options: PeersOptions) -> None:
+    """vLLM and OpenVINO GenAI beside our own engine: the same prompts, the same model folder, greedy; versions are recorded."""
+    others, modes, sizes, rounds = options.others, options.chosen_modes, options.sizes, options.rounds
+    for peer in others:
+        _ = peer.worker  # refused before anything is measured where it is not there
+    target, draft = load_model(options.model, device="cpu"), load_model(options.draft_model, device="cpu")
+    prompts, params, num_drafted = options.prompts(target), options.params(), options.num_speculative_tokens
+    methods = [m for m in default_methods(num_draft_tokens=num_drafted) if m.name in {MODES[mode] for mode in modes}]
+    methods += [CONFIDENT] if "draft_model" in modes else []
+    lookup, threads, folders = default_methods()[1].config or {}, torch.get_num_threads(), (options.model, options.draft_model)
+    tasks = [
+        job(*folders, prompts, mode, size, options.max_tokens, rounds, threads, lookup, num_drafted) for size in sizes for mode in modes
+    ]
+    with counted(len(sizes) * len(methods) * rounds + len(tasks) * len(others), "plain decoding, row by row") as done:
+        truth = plain_outputs(target, prompts, params)
+        ours = [r for size in sizes for r in measure(target, draft, methods, prompts, params, size, rounds, truth, done)]
+        theirs = measure_peers(others, tasks, truth, options.timeout, done)
+    where, versions = environment(), {package: version for r in theirs for package, version in r.versions.items()}
+    results = {"ours": [asdict(r) for r in ours], "peers": [asdict(r) for r in theirs]}
+    value = {"command": command(), "environment": where, "versions": versions, **results}
+    options.publish("peers", value, where, peers_as_markdown([*ours, *(r.result for r in theirs)], versions))
