@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.ablation_document import write_document
 from benchmarks.cells import Cell, Record, Records, chosen, run_cells
+from benchmarks.options import parser_of
 from benchmarks.workloads import EVIDENCE, ROOT, source
 from echelon import LLM, SamplingParams
 from echelon.bench.report import write_json
@@ -43,6 +44,17 @@ EAGLE_TREES = {
     "static": {"tree": "static", "num_speculative_tokens": 25},
 }
 CHAIN = {"chain": {"tree": "chain", "num_speculative_tokens": 6}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "prefixes": {"nargs": "*", "metavar": "PREFIX", "help": "only the variants whose names begin so"},
+    "--minutes": {"type": float, "default": 4.0, "help": "of the slowest training of each family"},
+    "--steps": {"type": int, "default": 0, "help": "batches of every training, instead of --minutes"},
+    "--seeds": {"type": int, "default": 3},
+    "--num-continuations": {"type": int, "default": 2048, "help": "texts that the target writes to be learned from"},
+    "--num-prompts": {"type": int, "default": 64},
+    "--max-tokens": {"type": int, "default": 128},
+    "--runs": {"type": Path, "default": ROOT / "build" / "ablation"},
+    "--output": {"type": Path, "default": EVIDENCE},
+}
 Trees = dict[str, dict[str, Any]]
 
 
@@ -160,17 +172,7 @@ def said(name: str, seed: int, done: int, of: int, loss: float) -> None:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("prefixes", nargs="*", metavar="PREFIX", help="only the variants whose names begin so")
-    options.add_argument("--minutes", type=float, default=4.0, help="of the slowest training of each family")
-    options.add_argument("--steps", type=int, default=0, help="batches of every training, instead of --minutes")
-    options.add_argument("--seeds", type=int, default=3)
-    options.add_argument("--num-continuations", type=int, default=2048, help="texts that the target writes to be learned from")
-    options.add_argument("--num-prompts", type=int, default=64)
-    options.add_argument("--max-tokens", type=int, default=128)
-    options.add_argument("--runs", type=Path, default=ROOT / "build" / "ablation")
-    options.add_argument("--output", type=Path, default=EVIDENCE)
-    asked = options.parse_args()
+    asked = parser_of(__doc__, OPTIONS).parse_args()
     transformers.logging.set_verbosity_error()
     logging.basicConfig(level=logging.WARNING)
     where = environment()  # its commit is that of the code as it was loaded: a run takes hours, and the tree may move on meanwhile

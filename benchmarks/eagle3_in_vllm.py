@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from benchmarks.options import parser_of
 from benchmarks.workloads import EVIDENCE, ROOT
 from echelon import LLM, ConfigError, EchelonError, SamplingParams
 from echelon.bench.peers import Peer, run_worker
@@ -35,6 +36,11 @@ NUM_PROMPTS, PROMPT_TOKENS, MAX_TOKENS, NUM_DRAFT_TOKENS, BATCH_SIZE = 16, 96, 6
 MARGIN = 1e-4  # between two logits: float32 sums in another order move it by about 1e-5 where logits are about 9
 LEAST_SHARED = 0.9  # of vLLM's drafts: those after a text that we drafted after too
 TIMEOUT = 480.0
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--head": {"type": Path, "default": ROOT / "build" / "heads" / "eagle3", "help": "of `echelon train TARGET --method eagle3`"},
+    "--vllm-python": {"type": Path, "default": ROOT / "build" / "peers" / "vllm" / "bin" / "python"},
+    "--output": {"type": Path, "default": EVIDENCE / "eagle3_in_vllm.json"},
+}
 
 
 @dataclass(frozen=True)
@@ -62,11 +68,7 @@ class Difference:
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--head", type=Path, default=ROOT / "build" / "heads" / "eagle3", help="of `echelon train TARGET --method eagle3`")
-    options.add_argument("--vllm-python", type=Path, default=ROOT / "build" / "peers" / "vllm" / "bin" / "python")
-    options.add_argument("--output", type=Path, default=EVIDENCE / "eagle3_in_vllm.json")
-    return options
+    return parser_of(__doc__, OPTIONS)
 
 
 def watch(drafter: HeadDrafter) -> list[Note]:

@@ -8,7 +8,6 @@ speeds mean nothing. Exit 1: something does not hold, or has not been measured.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import logging
@@ -25,11 +24,11 @@ import torch
 import transformers
 from transformers import OPTConfig
 
-from benchmarks.cells import Cell, Record, Records, chosen, run_cells
-from benchmarks.gpu_report import gpu_table
+from benchmarks.cells import Cell, Record, Records, chosen, run_cells, said
+from benchmarks.document_parts import PUBLISHED, gpu_table
+from benchmarks.options import parser_of
 from benchmarks.prefill import PrefilledRun, Prefix, begin, bytes_per_token, decode
 from benchmarks.replayed import AcceptanceHistogram, replay, rescaled
-from benchmarks.results import PUBLISHED
 from benchmarks.workloads import EVIDENCE, NUM_TEXTS, ROOT, Beginnings, source
 from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench.clock import clock_of, kernel_seconds
@@ -59,6 +58,15 @@ EQUALITY = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 2},
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 4},
     "tree": {"method": "draft_model", "tree": "dynamic", "num_speculative_tokens": 8, "tree_top_k": 3, "tree_depth": 4},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "cells": {"nargs": "*", "metavar": "PREFIX", "help": "measure only cells whose names begin so"},
+    "--device": {"choices": ("cuda", "cpu"), "default": "cuda"},
+    "--small": {"action": "store_true", "help": "tiny models and runs: does everything work?"},
+    "--numerics": {"choices": ("invariant", "fast"), "default": "invariant", "help": "of linear layers in EMS-SD's table"},
+    "--minutes": {"type": float, "default": 8.5, "help": "begin no cell after these"},
+    "--fresh": {"action": "store_true", "help": "measure again what was measured"},
+    "--output": {"type": Path, "default": OUTPUT},
 }
 Line = list[Any]
 
@@ -324,10 +332,6 @@ def tests() -> Record:
     return {"lines": [["pytest -m gpu", said, "all pass", done.returncode == 0]], "output": done.stdout[-4000:]}
 
 
-def said(name: str) -> None:
-    print(f"  {name}", flush=True)
-
-
 def is_alike(record: Record, other: Record) -> bool:
     """Measured alike: settings, commit and device. Of a tree without history nobody knows."""
     commit = other["environment"]["commit"]
@@ -335,15 +339,7 @@ def is_alike(record: Record, other: Record) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cells", nargs="*", metavar="PREFIX", help="measure only cells whose names begin so")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--small", action="store_true", help="tiny models and runs: does everything work?")
-    parser.add_argument("--numerics", choices=("invariant", "fast"), default="invariant", help="of linear layers in EMS-SD's table")
-    parser.add_argument("--minutes", type=float, default=8.5, help="begin no cell after these")
-    parser.add_argument("--fresh", action="store_true", help="measure again what was measured")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    options = parser.parse_args(arguments)
+    options = parser_of(__doc__, OPTIONS).parse_args(arguments)
     try:
         device = chosen_device(options.device)
     except ConfigError as error:

@@ -8,7 +8,6 @@ process of its own, as clients do.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -25,6 +24,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.options import parser_of
 from echelon import LLM, SamplingParams
 from echelon.bench.report import table, write_json
 from echelon.bench.serve import ask
@@ -41,6 +41,12 @@ from echelon.stats import StepRecord
 NUM_PROMPTS, NUM_CHARACTERS, CONCURRENCY = 64, 300, 32
 LONG_PROMPT = 1500  # tokens
 SECONDS = 60.0
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--parameters": {"type": int, "default": 500_000_000, "help": "grow the embedded target to so many; 0: as it is"},
+    "--max-tokens": {"type": int, "default": 32, "help": "new tokens a prompt"},
+    "--rounds": {"type": int, "default": 5, "help": "of each measurement, interleaved"},
+    "--output": {"type": Path},
+}
 
 
 @dataclass(frozen=True)
@@ -162,12 +168,7 @@ def as_markdown(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--parameters", type=int, default=500_000_000, help="grow the embedded target to so many; 0: as it is")
-    options.add_argument("--max-tokens", type=int, default=32, help="new tokens a prompt")
-    options.add_argument("--rounds", type=int, default=5, help="of each measurement, interleaved")
-    options.add_argument("--output", type=Path)
-    asked = options.parse_args()
+    asked = parser_of(__doc__, OPTIONS).parse_args()
     target = load_target(str(TARGET), asked.parameters)
     draft = load_model(str(DRAFT), device=target.device.type)
     config = {"method": "draft_model", "num_speculative_tokens": 4}

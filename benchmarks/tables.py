@@ -7,7 +7,6 @@ end of every run, also of one that is stopped (Ctrl-C), and says which cells it 
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import signal
@@ -21,8 +20,9 @@ from typing import Any
 
 import transformers
 
-from benchmarks.cells import Cell, Record, Records, chosen, run_cells
+from benchmarks.cells import Cell, Record, Records, chosen, run_cells, said
 from benchmarks.document import write_document
+from benchmarks.options import parser_of
 from benchmarks.prefill import PrefilledRun
 from benchmarks.replayed import AcceptanceHistogram, replay, rescaled
 from benchmarks.workloads import PADDINGS, ROOT, SMALL, Models, Size, source
@@ -67,6 +67,11 @@ SECONDS = {  # experiment: of a round, and of a row in it
     "equality": (40, 0),
     "latency": (45, 0),
     "gain": (75, 20),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "cells": {"nargs": "*", "metavar": "PREFIX", "help": "measure only cells whose names begin so"},
+    "--small": {"action": "store_true", "help": "tiny models and runs: does everything work?"},
+    "--output": {"type": Path, "default": ROOT / "docs", "help": "folder of the document; evidence and plots lie below it"},
 }
 REPEATED = ("table-opt", "table-pair", "table-confident")  # what something is promised for
 
@@ -250,16 +255,8 @@ class Tables:
         return {"equality": [verified_as_json(r) for r in verified]}
 
 
-def said(name: str) -> None:
-    print(f"  {name}", flush=True)
-
-
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cells", nargs="*", metavar="PREFIX", help="measure only cells whose names begin so")
-    parser.add_argument("--small", action="store_true", help="tiny models and runs: does everything work?")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs", help="folder of the document; evidence and plots lie below it")
-    options = parser.parse_args(arguments)
+    options = parser_of(__doc__, OPTIONS).parse_args(arguments)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     tables = Tables(SMALL if options.small else Size(), options.output / "evidence" / "benchmarks")

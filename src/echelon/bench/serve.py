@@ -11,8 +11,10 @@ import json
 import random
 import re
 import time
+from collections import defaultdict
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from echelon.errors import ConfigError, MissingExtraError, RequestError
@@ -38,11 +40,9 @@ class Traffic:
 
     def arrivals(self) -> list[float]:
         """Seconds from the start, one a prompt."""
-        rng, at, times = random.Random(self.seed), 0.0, []
-        for _ in self.prompts:
-            times.append(at)
-            at += rng.expovariate(self.request_rate) if self.request_rate else 0.0
-        return times
+        rng = random.Random(self.seed)
+        gaps = [rng.expovariate(self.request_rate) if self.request_rate else 0.0 for _ in self.prompts]
+        return list(accumulate(gaps[:-1], initial=0.0))
 
 
 @dataclass
@@ -165,11 +165,14 @@ async def counters(client: httpx.AsyncClient) -> dict[str, float]:
         text = (await client.get("/metrics")).text
     except httpx.HTTPError:
         return {}
-    found: dict[str, float] = {}
-    for line in text.splitlines():
-        match = re.match(r"(?:\w+:)?(\w+?)_total(?:\{[^}]*\})? (\S+)", line)
-        if match and match[1] in COUNTERS:
-            found[match[1]] = found.get(match[1], 0.0) + float(match[2])
+    return {name: total for name, total in totals(text).items() if name in COUNTERS}
+
+
+def totals(text: str) -> dict[str, float]:
+    """Counters of a page of metrics by their names without a prefix, over all labels."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for name, value in re.findall(r"^(?:\w+:)?(\w+?)_total(?:\{[^}]*\})? (\S+)", text, re.MULTILINE):
+        found[name] += float(value)
     return found
 
 

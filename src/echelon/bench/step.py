@@ -20,7 +20,7 @@ import torch
 
 from echelon.batch import RaggedBatch, Span
 from echelon.bench.clock import clock_of, kernel_seconds, seconds_of
-from echelon.bench.report import table
+from echelon.bench.report import columns
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.model.attention import record_layers
@@ -144,10 +144,17 @@ def _result(width: int, tokens_per_row: int, context: int, taken: list[tuple[flo
 
 
 def as_markdown(results: SequenceOf[StepSpeed]) -> str:
-    one = results[0].milliseconds
-    head = ["tokens", "ms", f"× the pass over {results[0].tokens}", "linear", "attention", "other", "reading the weights", "pass / reading"]
-    rows = []
-    for r in results:
-        parts = (f"{value:.1f}" for value in (r.linear, r.attention, r.other, r.reading))
-        rows.append((r.tokens, f"{r.milliseconds:.1f}", f"{r.milliseconds / one:.2f}", *parts, f"{r.milliseconds / r.reading:.2f}"))
-    return table(head, rows)
+    one = results[0]
+    return columns(
+        results,
+        {
+            "tokens": lambda r: r.tokens,
+            "ms": lambda r: f"{r.milliseconds:.1f}",
+            f"× the pass over {one.tokens}": lambda r: f"{r.milliseconds / one.milliseconds:.2f}",
+            "linear": lambda r: f"{r.linear:.1f}",
+            "attention": lambda r: f"{r.attention:.1f}",
+            "other": lambda r: f"{r.other:.1f}",
+            "reading the weights": lambda r: f"{r.reading:.1f}",
+            "pass / reading": lambda r: f"{r.milliseconds / r.reading:.2f}",
+        },
+    )

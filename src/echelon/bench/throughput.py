@@ -59,10 +59,8 @@ def methods_of(
     for kind, names, known in (("strategy", strategies, STRATEGIES), ("drafter", drafters, DRAFTERS)):
         if unknown := [n for n in names if n not in known]:
             raise ConfigError(f"there is no {kind} {unknown[0]!r} here; known: {', '.join(known)}")
-    configs = {m.name: m.config for m in default_methods(num_ngram_tokens, num_draft_tokens)}
-    configs[CONFIDENT.name] = CONFIDENT.config
-    found = [DecodingMethod("plain", None)]
-    found += [DecodingMethod(DRAFTERS[d], configs[DRAFTERS[d]], s) for d in drafters for s in strategies]
+    configs = {m.name: m.config for m in [*default_methods(num_ngram_tokens, num_draft_tokens), CONFIDENT]}
+    found = [DecodingMethod("plain", None), *(DecodingMethod(DRAFTERS[d], configs[DRAFTERS[d]], s) for d in drafters for s in strategies)]
     return list({(m.name, m.strategy): m for m in found}.values())
 
 
@@ -107,10 +105,6 @@ class ThroughputResult:
     @property
     def decode_median(self) -> float:
         return statistics.median(self.decode_tokens_per_second or [0.0])
-
-    @property
-    def spread(self) -> str:
-        return f"{min(self.tokens_per_second):,.0f}–{max(self.tokens_per_second):,.0f}"
 
     @property
     def name(self) -> str:
@@ -163,7 +157,7 @@ class EngineRun:
         self._decode, self._stats = Sums(), Stats()
 
     def warm_up(self, prompts: Prompts, params: SamplingParams) -> None:
-        self._uncounted(prompts, params)
+        self._timed(prompts, params)
 
     def run(self, prompts: Prompts, params: SamplingParams) -> Run:
         with self._llm.engine.observed(self._stats.count):
@@ -171,19 +165,15 @@ class EngineRun:
         self._decode += decode
         if not self._llm.config.refill:
             return Run(outputs, seconds, (decode["tokens"], decode["seconds"]))
-        num_head, head_seconds = self._uncounted(prompts, params.model_copy(update={"max_tokens": min(HEAD_TOKENS, params.max_tokens)}))
-        later = sum(map(len, outputs)) - num_head
+        until_head = params.model_copy(update={"max_tokens": min(HEAD_TOKENS, params.max_tokens)})
+        heads, head_seconds, _ = self._timed(prompts, until_head)  # observed by nobody: it must not enter the counts of acceptance
+        later = sum(map(len, outputs)) - sum(map(len, heads))
         return Run(outputs, seconds, (later, seconds - head_seconds if later else 0.0))
 
     def _timed(self, prompts: Prompts, params: SamplingParams) -> tuple[list[list[int]], float, Sums]:
         recorder, start = Recorder(self._llm.stats), time.perf_counter()
         done = self._llm.generate(list(prompts), params, on_step=recorder)
         return [o.outputs[0].token_ids for o in done], time.perf_counter() - start, recorder.decode
-
-    def _uncounted(self, prompts: Prompts, params: SamplingParams) -> tuple[int, float]:
-        """Tokens and seconds of a run that must not enter the counts of acceptance."""
-        outputs, seconds, _ = self._timed(prompts, params)
-        return sum(map(len, outputs)), seconds
 
     def result(self, batch_size: int, runs: SequenceOf[Run]) -> ThroughputResult:
         return engine_result(self._method, batch_size, runs, self._stats, self._decode)
@@ -238,8 +228,7 @@ def measure(
     `truth` is found by plain decoding, row by row, if it is not given; an empty one compares nothing.
     """
     truth = plain_outputs(target, prompts, params) if truth is None else truth
-    contenders: list[Contender] = [EngineRun(m, target, draft, batch_size, settings) for m in methods]
-    contenders += others
+    contenders: list[Contender] = [*(EngineRun(m, target, draft, batch_size, settings) for m in methods), *others]
     warm_up = params.model_copy(update={"max_tokens": 4})
     for contender in contenders:
         contender.warm_up(prompts[:batch_size], warm_up)
@@ -261,11 +250,9 @@ def compared(result: ThroughputResult, outputs: SequenceOf[SequenceOf[int]], tru
 def cpu_name() -> str:
     """The processor as the system names it."""
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def environment() -> dict[str, str]:
