@@ -36,11 +36,6 @@ NUM_PROMPTS, PROMPT_TOKENS, MAX_TOKENS, NUM_DRAFT_TOKENS, BATCH_SIZE = 16, 96, 6
 MARGIN = 1e-4  # between two logits: float32 sums in another order move it by about 1e-5 where logits are about 9
 LEAST_SHARED = 0.9  # of vLLM's drafts: those after a text that we drafted after too
 TIMEOUT = 480.0
-OPTIONS: dict[str, dict[str, Any]] = {
-    "--head": {"type": Path, "default": ROOT / "build" / "heads" / "eagle3", "help": "of `echelon train TARGET --method eagle3`"},
-    "--vllm-python": {"type": Path, "default": ROOT / "build" / "peers" / "vllm" / "bin" / "python"},
-    "--output": {"type": Path, "default": EVIDENCE / "eagle3_in_vllm.json"},
-}
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,14 @@ class Difference:
 
 
 def parser() -> argparse.ArgumentParser:
-    return parser_of(__doc__, OPTIONS)
+    return parser_of(
+        __doc__,
+        {
+            "--head": {"type": Path, "default": ROOT / "build" / "heads" / "eagle3", "help": "of `echelon train TARGET --method eagle3`"},
+            "--vllm-python": {"type": Path, "default": ROOT / "build" / "peers" / "vllm" / "bin" / "python"},
+            "--output": {"type": Path, "default": EVIDENCE / "eagle3_in_vllm.json"},
+        },
+    )
 
 
 def watch(drafter: HeadDrafter) -> list[Note]:
@@ -105,10 +107,8 @@ def by_us(task: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def difference(ours: Note, vllm: Note) -> Difference | None:
-    for i, (own, other, margin) in enumerate(zip(ours.tokens, vllm.tokens, ours.margins, strict=False)):  # our last ones of a row are short
-        if own != other:
-            return Difference(ours.text, i, own, other, margin)
-    return None
+    pairs = enumerate(zip(ours.tokens, vllm.tokens, ours.margins, strict=False))  # our last ones of a row are short
+    return next((Difference(ours.text, i, own, other, margin) for i, (own, other, margin) in pairs if own != other), None)
 
 
 def compare(ours: SequenceOf[Note], vllm: SequenceOf[Note]) -> tuple[int, list[Difference]]:

@@ -59,15 +59,6 @@ EQUALITY = {
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 4},
     "tree": {"method": "draft_model", "tree": "dynamic", "num_speculative_tokens": 8, "tree_top_k": 3, "tree_depth": 4},
 }
-OPTIONS: dict[str, dict[str, Any]] = {
-    "cells": {"nargs": "*", "metavar": "PREFIX", "help": "measure only cells whose names begin so"},
-    "--device": {"choices": ("cuda", "cpu"), "default": "cuda"},
-    "--small": {"action": "store_true", "help": "tiny models and runs: does everything work?"},
-    "--numerics": {"choices": ("invariant", "fast"), "default": "invariant", "help": "of linear layers in EMS-SD's table"},
-    "--minutes": {"type": float, "default": 8.5, "help": "begin no cell after these"},
-    "--fresh": {"action": "store_true", "help": "measure again what was measured"},
-    "--output": {"type": Path, "default": OUTPUT},
-}
 Line = list[Any]
 
 
@@ -175,18 +166,18 @@ class DeviceCells:
     @cached_property
     def all(self) -> list[Cell]:
         size, main = self.size, self.size.models[0][0]
-        cells: dict[str, Callable[[], Record]] = {"tests": tests, "attention": self.attention}
-        for dtype in ("float32", "bfloat16", "float16"):
-            cells[f"equality-{dtype}"] = partial(self.equality, dtype, "invariant", size.equality_batches)
-        cells |= {f"table-{main}-{batch:02d}": partial(self.table, main, batch) for batch in size.table_batches}
         other = "fast" if self.numerics == "invariant" else "invariant"
-        for numerics, batches in ((self.numerics, size.plain_batches), (other, size.fast_batches)):
-            cells |= {f"plain-{numerics}-{batch:02d}": partial(self.plain, numerics, batch) for batch in batches}
-        for name, _ in size.models[1:]:
-            cells |= {f"table-{name}-{batch:02d}": partial(self.table, name, batch) for batch in size.table_batches}
-        for dtype in ("bfloat16", "float16"):
-            cells[f"fast-{dtype}"] = partial(self.equality, dtype, "fast", size.equality_batches[1:])
-        cells |= {f"transformers-{batch:02d}": partial(self.framework, batch) for batch in size.framework_batches}
+        cells: dict[str, Callable[[], Record]] = {
+            "tests": tests,
+            "attention": self.attention,
+            **{f"equality-{d}": partial(self.equality, d, "invariant", size.equality_batches) for d in ("float32", "bfloat16", "float16")},
+            **{f"table-{main}-{batch:02d}": partial(self.table, main, batch) for batch in size.table_batches},
+            **{f"plain-{self.numerics}-{batch:02d}": partial(self.plain, self.numerics, batch) for batch in size.plain_batches},
+            **{f"plain-{other}-{batch:02d}": partial(self.plain, other, batch) for batch in size.fast_batches},
+            **{f"table-{name}-{b:02d}": partial(self.table, name, b) for name, _ in size.models[1:] for b in size.table_batches},
+            **{f"fast-{d}": partial(self.equality, d, "fast", size.equality_batches[1:]) for d in ("bfloat16", "float16")},
+            **{f"transformers-{batch:02d}": partial(self.framework, batch) for batch in size.framework_batches},
+        }
         return [Cell(name, measure) for name, measure in cells.items()]
 
     def params(self, num_tokens: int) -> SamplingParams:
@@ -236,14 +227,13 @@ class DeviceCells:
         name = self.size.models[0][0]
         seconds, busy, num_bytes = self._plain_step(name, numerics, batch)
         share, what = num_bytes / seconds / 1e9 / self.models.copy_gb, f"plain decoding, {name}, {numerics}, batch {batch}"
-        is_ours = numerics == self.numerics
         lines: list[Line] = [
             [f"{what}: share of copying", f"{share:.2f} ({1e3 * seconds:.2f} ms)", f"{SHARE_OF_COPY}", share >= SHARE_OF_COPY]
         ]
         if busy is not None:
             gap = max(0.0, 1.0 - busy / seconds)
             lines.append([f"{what}: the device waits", f"{gap:.1%}", f"{GREATEST_GAP:.0%}", gap <= GREATEST_GAP])
-        if not is_ours:
+        if numerics != self.numerics:
             lines = [[*line[:3], None] for line in lines]
         return {"lines": lines, "seconds_a_step": seconds, "busy": busy, "bytes": num_bytes, "copy_gb": self.models.copy_gb}
 
@@ -339,7 +329,18 @@ def is_alike(record: Record, other: Record) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser_of(__doc__, OPTIONS).parse_args(arguments)
+    options = parser_of(
+        __doc__,
+        {
+            "cells": {"nargs": "*", "metavar": "PREFIX", "help": "measure only cells whose names begin so"},
+            "--device": {"choices": ("cuda", "cpu"), "default": "cuda"},
+            "--small": {"action": "store_true", "help": "tiny models and runs: does everything work?"},
+            "--numerics": {"choices": ("invariant", "fast"), "default": "invariant", "help": "of linear layers in EMS-SD's table"},
+            "--minutes": {"type": float, "default": 8.5, "help": "begin no cell after these"},
+            "--fresh": {"action": "store_true", "help": "measure again what was measured"},
+            "--output": {"type": Path, "default": OUTPUT},
+        },
+    ).parse_args(arguments)
     try:
         device = chosen_device(options.device)
     except ConfigError as error:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +22,6 @@ from echelon.model.load.loading import load_model, load_plain
 TEMPERATURE = 0.8
 PROMPT_TOKENS = 128
 WINDOW = 1024
-OPTIONS: dict[str, dict[str, Any]] = {
-    "--num-prompts": {"type": int, "default": 128, "help": "continuations of held-out Python source"},
-    "--max-tokens": {"type": int, "default": 128, "help": "tokens of each"},
-    "--output": {"type": Path},
-}
 
 
 def repeated_share(tokens: SequenceOf[int], length: int = 8) -> float:
@@ -70,7 +64,14 @@ def evaluate_pair(num_prompts: int, max_tokens: int) -> dict[str, float]:
 
 
 def main() -> None:
-    asked = parser_of(__doc__, OPTIONS).parse_args()
+    asked = parser_of(
+        __doc__,
+        {
+            "--num-prompts": {"type": int, "default": 128, "help": "continuations of held-out Python source"},
+            "--max-tokens": {"type": int, "default": 128, "help": "tokens of each"},
+            "--output": {"type": Path},
+        },
+    ).parse_args()
     report = evaluate_pair(asked.num_prompts, asked.max_tokens)
     print(*(f"{key}: {value:.3f}" for key, value in report.items()), sep="\n")
     if asked.output is not None:

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import transformers
@@ -38,11 +37,6 @@ HEADS = method_names(needs="head")
 TOLERANCE, SMOOTHED = 0.02, 0.05  # of the loss; of a run's batches
 MINUTES, BYTES = 20.0, 2e9  # what is promised
 BATCHES = 16  # enough for the allocator to reach its peak
-OPTIONS: dict[str, dict[str, Any]] = {
-    "methods": {"nargs": "*", "metavar": "METHOD", "default": HEADS},
-    "--runs": {"type": Path, "default": ROOT / "build" / "heads"},
-    "--output": {"type": Path, "default": EVIDENCE},
-}
 
 
 @dataclass(frozen=True)
@@ -146,7 +140,14 @@ def as_markdown(found: Sequence[Learnt], where: dict[str, str]) -> str:
 
 
 def main() -> int:
-    asked = parser_of(__doc__, OPTIONS).parse_args()
+    asked = parser_of(
+        __doc__,
+        {
+            "methods": {"nargs": "*", "metavar": "METHOD", "default": HEADS},
+            "--runs": {"type": Path, "default": ROOT / "build" / "heads"},
+            "--output": {"type": Path, "default": EVIDENCE},
+        },
+    ).parse_args()
     transformers.logging.set_verbosity_error()
     where, file = environment(), asked.output / "training.json"
     found = [learnt(asked.runs / method, asked.runs / "data", where["commit"]) for method in asked.methods]

@@ -168,9 +168,8 @@ class PrefilledRun:
 
     def run(self, prompts: Prompts, params: SamplingParams) -> Run:
         llm = self._engine(len(prompts))
-        for _ in range(self._num_rehearsals):
-            decode(llm, prompts, params, self._prefixes[: len(prompts)])
-        outputs, recorder = decode(llm, prompts, params, self._prefixes[: len(prompts)])
+        for _ in range(self._num_rehearsals + 1):
+            outputs, recorder = decode(llm, prompts, params, self._prefixes[: len(prompts)])
         self._decode += recorder.decode
         self._stats = llm.stats
         return Run(outputs, recorder.whole["seconds"], (recorder.decode["tokens"], recorder.decode["seconds"]))

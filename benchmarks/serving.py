@@ -41,12 +41,6 @@ from echelon.stats import StepRecord
 NUM_PROMPTS, NUM_CHARACTERS, CONCURRENCY = 64, 300, 32
 LONG_PROMPT = 1500  # tokens
 SECONDS = 60.0
-OPTIONS: dict[str, dict[str, Any]] = {
-    "--parameters": {"type": int, "default": 500_000_000, "help": "grow the embedded target to so many; 0: as it is"},
-    "--max-tokens": {"type": int, "default": 32, "help": "new tokens a prompt"},
-    "--rounds": {"type": int, "default": 5, "help": "of each measurement, interleaved"},
-    "--output": {"type": Path},
-}
 
 
 @dataclass(frozen=True)
@@ -168,7 +162,15 @@ def as_markdown(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    asked = parser_of(__doc__, OPTIONS).parse_args()
+    asked = parser_of(
+        __doc__,
+        {
+            "--parameters": {"type": int, "default": 500_000_000, "help": "grow the embedded target to so many; 0: as it is"},
+            "--max-tokens": {"type": int, "default": 32, "help": "new tokens a prompt"},
+            "--rounds": {"type": int, "default": 5, "help": "of each measurement, interleaved"},
+            "--output": {"type": Path},
+        },
+    ).parse_args()
     target = load_target(str(TARGET), asked.parameters)
     draft = load_model(str(DRAFT), device=target.device.type)
     config = {"method": "draft_model", "num_speculative_tokens": 4}

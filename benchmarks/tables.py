@@ -68,11 +68,6 @@ SECONDS = {  # experiment: of a round, and of a row in it
     "latency": (45, 0),
     "gain": (75, 20),
 }
-OPTIONS: dict[str, dict[str, Any]] = {
-    "cells": {"nargs": "*", "metavar": "PREFIX", "help": "measure only cells whose names begin so"},
-    "--small": {"action": "store_true", "help": "tiny models and runs: does everything work?"},
-    "--output": {"type": Path, "default": ROOT / "docs", "help": "folder of the document; evidence and plots lie below it"},
-}
 REPEATED = ("table-opt", "table-pair", "table-confident")  # what something is promised for
 
 
@@ -104,14 +99,12 @@ class Tables:
             ("equality", self.equality, ()),
             ("latency", self.latency, size.latency_batches),
         ]
-        cells = []
+        cells: list[Cell] = []
         for name, measured, batches in experiments:
             a_round, a_row = SECONDS[name]
-            for batch in batches:
-                seconds = num_rounds(name, batch) * (a_round + a_row * batch)
-                cells.append(Cell(f"{name}-{batch:02d}", partial(measured, batch), seconds))
-            if not batches:
-                cells.append(Cell(name, measured, a_round))
+            cells += [Cell(f"{name}-{b:02d}", partial(measured, b), num_rounds(name, b) * (a_round + a_row * b)) for b in batches] or [
+                Cell(name, measured, a_round)
+            ]
         return cells
 
     def params(self, max_tokens: int) -> SamplingParams:
@@ -139,9 +132,8 @@ class Tables:
         target, draft, prompts, prefixes = self.models.opt
         law = AcceptanceHistogram.from_counts(measured["draft model"], "the measured histogram")
         runs = self._replays({"replay LLMA": measured["LLMA"]})
-        for strategy in PADDINGS:
-            method = DecodingMethod("replay, draft model", default_methods()[2].config, strategy, partial(replay, law=law))
-            runs.append(PrefilledRun(method, target, draft, prefixes, self.longest(strategy)))
+        modelled = [DecodingMethod("replay, draft model", default_methods()[2].config, s, partial(replay, law=law)) for s in PADDINGS]
+        runs += [PrefilledRun(m, target, draft, prefixes, self.longest(m.strategy)) for m in modelled]
         return self._table(target, prompts[:batch], runs, num_rounds("table-opt", batch))
 
     def rescaled_table(self, batch: int) -> dict[str, Any]:
@@ -256,7 +248,14 @@ class Tables:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser_of(__doc__, OPTIONS).parse_args(arguments)
+    options = parser_of(
+        __doc__,
+        {
+            "cells": {"nargs": "*", "metavar": "PREFIX", "help": "measure only cells whose names begin so"},
+            "--small": {"action": "store_true", "help": "tiny models and runs: does everything work?"},
+            "--output": {"type": Path, "default": ROOT / "docs", "help": "folder of the document; evidence and plots lie below it"},
+        },
+    ).parse_args(arguments)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     tables = Tables(SMALL if options.small else Size(), options.output / "evidence" / "benchmarks")

@@ -11,12 +11,12 @@ import hashlib
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import venv
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from echelon import LLM, SamplingParams
+from echelon.bench.serve import totals
 from echelon.bench.workloads import code_texts
 from echelon.demo import TARGET, held_out_files
 
@@ -65,9 +66,11 @@ def lm_eval(url: str) -> str:
         (ROOM / "tasks" / f"{name}.yaml").write_text(text, "utf-8")
     found = _harness(url)
     llm = servers.build("plain")
-    _compare("log-likelihood", found["echelon_line"], _lines(llm, cases))
-    _compare("choice", found["echelon_choice"], _choices(llm, cases))
-    _compare("text", found["echelon_text"], _texts(llm, cases))
+    params = SamplingParams(temperature=0.0, max_tokens=LONGEST, stop=tuple(UNTIL))
+    texts = llm.generate([c["head"] for c in cases], params)
+    _compare("log-likelihood", found["echelon_line"], [[_score(llm, c["head"], c["line"])] for c in cases])
+    _compare("choice", found["echelon_choice"], [[_score(llm, c["head"], "\n" + choice) for choice in c["choices"]] for c in cases])
+    _compare("text", found["echelon_text"], [[o.outputs[0].text] for o in texts])
     return f"lm-eval: {3 * len(cases)} scores and texts are those of LLM.generate"
 
 
@@ -129,26 +132,13 @@ def _compare(what: str, found: SequenceOf[Any], truth: SequenceOf[Any]) -> None:
         assert read == other, f"{what} of case {case}: lm-eval has {read}, LLM.generate {other}"
 
 
-def _lines(llm: LLM, cases: SequenceOf[Mapping[str, Any]]) -> list[list[list[Any]]]:
-    return [[_score(llm, c["head"], c["line"])] for c in cases]
-
-
-def _choices(llm: LLM, cases: SequenceOf[Mapping[str, Any]]) -> list[list[list[Any]]]:
-    return [[_score(llm, c["head"], "\n" + choice) for choice in c["choices"]] for c in cases]
-
-
-def _texts(llm: LLM, cases: SequenceOf[Mapping[str, Any]]) -> list[list[str]]:
-    params = SamplingParams(temperature=0.0, max_tokens=LONGEST, stop=tuple(UNTIL))
-    return [[o.outputs[0].text] for o in llm.generate([c["head"] for c in cases], params)]
-
-
-_REFERENCE: list[Any] = []
+@cache
+def _reference() -> Any:
+    return AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
 
 
 def _score(llm: LLM, head: str, tail: str) -> list[Any]:
     """Log-likelihood of `tail` after `head`, and whether it is the greedy text; that of `transformers` must agree."""
-    if not _REFERENCE:
-        _REFERENCE.append(AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval())
     tokens, start = llm.inputs.encode(head + tail), len(llm.inputs.encode(head))
     places = llm.generate([tokens], SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1))[0].prompt_logprobs
     assert places is not None
@@ -159,7 +149,7 @@ def _score(llm: LLM, head: str, tail: str) -> list[Any]:
     ]
     total = sum(own for own, _ in asked)
     with torch.no_grad():
-        logits = _REFERENCE[0](torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+        logits = _reference()(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
     reference = float(logits[torch.arange(start - 1, len(tokens) - 1), torch.tensor(tokens[start:])].sum())
     assert math.isclose(total, reference, rel_tol=1e-5, abs_tol=MARGIN), (total, reference)
     return [total, all(own == best for own, best in asked)]
@@ -168,7 +158,7 @@ def _score(llm: LLM, head: str, tail: str) -> list[Any]:
 def guidellm(url: str) -> str:
     """A synthetic load at a fixed concurrency on both routes; the server's counters grow by what the client has counted."""
     for route in ("/v1/completions", "/v1/chat/completions"):
-        before, output = _counters(url), ROOM / "guidellm.json"
+        before, output = totals(httpx.get(url + "/metrics").text), ROOM / "guidellm.json"
         run(
             *("-m", "guidellm", "run", "--disable-console-interactive"),
             *("--backend", f"kind=openai_http,target={url},model={servers.MODEL},request_format={route}"),
@@ -176,7 +166,7 @@ def guidellm(url: str) -> str:
             *("--data", f"kind=synthetic_text,prompt_tokens=64,output_tokens={NUM_NEW}"),
             *("--tokenizer", f"kind=huggingface_auto,model={TARGET}", "--output", f"kind=json,path={output}"),
         )
-        after = _counters(url)
+        after = totals(httpx.get(url + "/metrics").text)
         _check_report(json.loads(output.read_text("utf-8")), {name: after[name] - before.get(name, 0.0) for name in after})
     return f"guidellm: {2 * NUM_REQUESTS} requests, none failed; the server counted the same"
 
@@ -189,14 +179,6 @@ def _check_report(report: Mapping[str, Any], counted: Mapping[str, float]) -> No
     for theirs, ours in (("prompt_token_count", "prompt_tokens"), ("output_token_count", "generation_tokens")):
         assert metrics[theirs]["successful"]["total_sum"] == counted[ours] > 0, (theirs, counted)
     assert 0 < counted["spec_decode_num_accepted_tokens"] < counted["spec_decode_num_draft_tokens"], counted
-
-
-def _counters(url: str) -> dict[str, float]:
-    """Totals at /metrics, over all labels."""
-    totals: dict[str, float] = {}
-    for name, value in re.findall(r"^vllm:(\w+?)_total(?:\{[^}]*\})? (\S+)$", httpx.get(url + "/metrics").text, re.MULTILINE):
-        totals[name] = totals.get(name, 0.0) + float(value)
-    return totals
 
 
 CLIENTS: dict[str, Callable[[str], str]] = {"lm-eval": lm_eval, "guidellm": guidellm}

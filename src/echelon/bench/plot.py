@@ -100,7 +100,9 @@ def line_chart(path: Path, panels: Mapping[str, SequenceOf[Curve]], ylabel: str,
                 x, y = [p[0] for p in line.points], [p[1] for p in line.points]
                 axis.plot(x, y, line.style, marker="o", markersize=4, color=line.colour, label=line.name)
                 if line.ranges:
-                    axis.fill_between(x, [r[0] for r in line.ranges], [r[1] for r in line.ranges], color=line.colour, alpha=0.15, linewidth=0)
+                    axis.fill_between(
+                        x, [r[0] for r in line.ranges], [r[1] for r in line.ranges], color=line.colour, alpha=0.15, linewidth=0
+                    )
             ticks = sorted({p[0] for line in lines for p in line.points})
             axis.set_xscale("log", base=2)
             axis.set_xticks(ticks, [str(t) for t in ticks])
