@@ -13,19 +13,20 @@ from benchmarks.cells import Record, Records
 from benchmarks.document_parts import (
     PUBLISHED,
     Cells,
-    PeersRun,
     by_batch,
+    crossovers,
     drafting,
     gpu_part,
-    heads_findings,
     heads_part,
     listed,
     peers_findings,
     peers_part,
+    peers_run,
     picture,
     plain_speed,
     results_of,
     tokens_per_step,
+    verified_findings,
 )
 from benchmarks.replayed import mean_tokens_per_step
 from echelon.bench.latency import Latency
@@ -56,10 +57,10 @@ KINDS = {"random": "random lengths", "equal": "equal lengths"}
 
 def write_document(folder: Path, expected: SequenceOf[str], settings: dict[str, Any]) -> Path:
     """From the cells that were measured with these settings; of those `expected`, it says which are missing."""
-    found = Records(folder / "evidence" / "benchmarks").read()
-    cells = {name: cell for name, cell in found.items() if name in expected and cell["settings"] == settings}
     evidence, plots = folder / "evidence", folder / "plots"
-    runs = [PeersRun.read(path) for path in sorted((evidence / "peers").glob("*.json"))]
+    found = Records(evidence / "benchmarks").read()
+    cells = {name: cell for name, cell in found.items() if name in expected and cell["settings"] == settings}
+    runs = [peers_run(path) for path in sorted((evidence / "peers").glob("*.json"))]
     parts = [
         introduction(cells, expected),
         "\n".join([findings(cells), *peers_findings(runs)]),
@@ -113,7 +114,8 @@ def introduction(cells: Cells, expected: SequenceOf[str]) -> str:
 
 def findings(cells: Cells) -> str:
     """What the figures say about the promises, and where speculation loses; every sentence is computed."""
-    said = [*slower_than_others(cells), *ratios_missed(cells), *gains_missed(cells), *losses(cells), *heads_findings(cells)]
+    found = (slower_than_others, ratios_missed, gains_missed, losses, crossovers, verified_findings)
+    said = [line for finding in found for line in finding(cells)]
     return "\n".join(["## What the figures say", "", *(said or ["- nothing has been measured yet"])])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -131,10 +130,6 @@ def verified(cells: Cells) -> dict[tuple[float, str, int], float]:
     return {(t, name, n): value for t, name, n, value in rows}
 
 
-def heads_findings(cells: Cells) -> list[str]:
-    return [*crossovers(cells), *verified_findings(cells)]
-
-
 def crossovers(cells: Cells) -> list[str]:
     """At which batches a tree beats its chain, and plain decoding."""
     found = results_of(cells, "heads-")
@@ -169,39 +164,29 @@ def verified_findings(cells: Cells) -> list[str]:
 # other engines
 
 
-@dataclass(frozen=True)
-class PeersRun:
-    """One call of `echelon bench peers --output docs/evidence/peers/NAME.json`."""
-
-    command: str
-    environment: dict[str, Any]
-    versions: dict[str, str]
-    ours: list[ThroughputResult]
-    theirs: list[ThroughputResult]
-
-    @classmethod
-    def read(cls, path: Path) -> PeersRun:
-        value = json.loads(path.read_text("utf-8"))
-        ours, theirs = [ThroughputResult(**r) for r in value["ours"]], [ThroughputResult(**p["result"]) for p in value["peers"]]
-        return cls(value["command"], value["environment"], value["versions"], ours, theirs)
+def peers_run(path: Path) -> Record:
+    """One call of `echelon bench peers --output docs/evidence/peers/NAME.json`, with the results of `ours` and `theirs`."""
+    value: Record = json.loads(path.read_text("utf-8"))
+    found = {"ours": value["ours"], "theirs": [peer["result"] for peer in value["peers"]]}
+    return value | {side: [ThroughputResult(**r) for r in results] for side, results in found.items()}
 
 
-def peers_part(runs: SequenceOf[PeersRun]) -> list[str]:
+def peers_part(runs: SequenceOf[Record]) -> list[str]:
     text = "The same prompts and the same model folder, greedy, bfloat16, a process each."
-    tables = [(f"`{r.command}` on {described(r.environment)}:", as_markdown([*r.ours, *r.theirs], r.versions)) for r in runs]
+    tables = [(f"`{r['command']}` on {described(r['environment'])}:", as_markdown([*r["ours"], *r["theirs"]], r["versions"])) for r in runs]
     return ["## (e) Beside vLLM and OpenVINO GenAI", text, *chain.from_iterable(tables)] if runs else []
 
 
-def peers_findings(runs: SequenceOf[PeersRun]) -> list[str]:
+def peers_findings(runs: SequenceOf[Record]) -> list[str]:
     """Plain decoding against the faster plain one, our better drafter against their best mode, at every batch size."""
     lines = [line for run in runs for line in _comparisons(run)]
     return listed("- Beside other engines (decoding speed, ours over the best of theirs):", lines)
 
 
-def _comparisons(run: PeersRun) -> Iterator[str]:
-    for batch in sorted({r.batch_size for r in run.ours}):
-        ours = {r.method: r for r in run.ours if r.batch_size == batch}
-        theirs = [r for r in run.theirs if r.batch_size == batch]
+def _comparisons(run: Record) -> Iterator[str]:
+    for batch in sorted({r.batch_size for r in run["ours"]}):
+        ours = {r.method: r for r in run["ours"] if r.batch_size == batch}
+        theirs = [r for r in run["theirs"] if r.batch_size == batch]
         rivals = [r for r in theirs if r.method.endswith(", plain")]
         if "plain" in ours and rivals:
             yield _compared(f"batch {batch}, plain decoding", ours.pop("plain"), rivals)
@@ -222,8 +207,8 @@ def gpu_table(names: Iterable[str], records: dict[str, Record]) -> tuple[str, bo
     """The lines of these cells, which `scripts/gpu_check.sh` prints, and whether all of them were measured and hold."""
     lines = [line for name in names for line in _lines(name, records.get(name))]
     verdicts = [holds for *_, holds in lines]
-    seconds = sum(r["seconds"] for r in records.values())
-    summary = f"{verdicts.count(True)} hold, {verdicts.count(False)} do not or were not measured; {seconds / 60:.1f} min of measuring."
+    minutes = sum(r["seconds"] for r in records.values()) / 60
+    summary = f"{verdicts.count(True)} hold, {verdicts.count(False)} do not or were not measured; {minutes:.1f} min of measuring."
     rows = [(*line[:3], VERDICTS[line[3]]) for line in lines]
     return f"{table(['what', 'measured', 'goal', ''], rows)}\n\n{summary}", False not in verdicts
 

@@ -144,8 +144,7 @@ class DeviceModels:
         if self._held is None or self._held[0] != (name, numerics):
             self._held = None
             self.free()
-            config = self.config(dict(self.size.models)[name])
-            loaded = with_random_weights(config, name, torch.float16, self.device.type, numerics)
+            loaded = with_random_weights(self.config(dict(self.size.models)[name]), name, torch.float16, self.device.type, numerics)
             self._held = (name, numerics), loaded, Beginnings.read(loaded, self.texts, numerics=numerics)
         return self._held[1:]
 
@@ -248,12 +247,11 @@ class DeviceCells:
         decode(llm, prompts, self.params(2 * num_steps + 2), prefixes)  # compiles, and captures every bucket that will be met
         begin(llm, prompts, self.params(2 * num_steps + 2), prefixes)
         llm.engine.step()
+        steps = partial(step_often, llm, num_steps)
         start = now()
-        step_often(llm, num_steps)
+        steps()
         seconds = (now() - start) / num_steps
-        busy = None
-        if self.device.type == "cuda":
-            busy = sum(kernel_seconds(partial(step_often, llm, num_steps), self.device).values()) / num_steps
+        busy = sum(kernel_seconds(steps, self.device).values()) / num_steps if self.device.type == "cuda" else None
         weights = sum(w.nbytes for w in packed_weights(target))
         return seconds, busy, weights + batch * (size.plain_context + num_steps / 2) * bytes_per_token(target)
 
@@ -280,8 +278,8 @@ class DeviceCells:
         theirs = tokens / seconds
         how = "compiled" if self.device.type == "cuda" else "not compiled"
         figures = f"{theirs:,.0f} tokens/s; ours {batch / ours:,.0f}"
-        line = [f"transformers, static cache, {how}, {name}, batch {batch}", figures, "", None]
-        return {"lines": [line], "tokens_per_second": theirs, "ours": batch / ours}
+        lines = [[f"transformers, static cache, {how}, {name}, batch {batch}", figures, "", None]]
+        return {"lines": lines, "tokens_per_second": theirs, "ours": batch / ours}
 
 
 def table_lines(name: str, batch: int, results: list[ThroughputResult]) -> list[Line]:
@@ -293,18 +291,17 @@ def table_lines(name: str, batch: int, results: list[ThroughputResult]) -> list[
         all_of_them = ", ".join(f"{PADDINGS[s]} {speed[method, s] / plain:.2f}" for s in PADDINGS if (method, s) in speed)
         what = f"{name}, batch {batch}, {method.removeprefix('replay ')} at {per_step:.2f} tokens a step"
         lines.append([f"{what}: × plain decoding ({plain:,.0f} tokens/s)", all_of_them, "", None])
-        if method != "replay LLMA":
-            continue
-        gain, ratio = speed[method, "unpadded"] / plain, speed[method, "unpadded"] / speed[method, "padded"]
-        lines.append(
-            [f"{what}: unpadded / padded, both without graphs", f"{speed[LAUNCHED, 'unpadded'] / speed[method, 'padded']:.2f}", "", None]
-        )
-        for text, value, published in (
-            ("unpadded / plain", gain, SPEED_UPS.get(batch)),
-            ("unpadded / padded", ratio, PUBLISHED.get(batch)),
-        ):
-            if published is not None:
-                lines.append([f"{what}: {text}", f"{value:.2f}", f"above {published}", value > published if batch > 1 else None])
+        if method == "replay LLMA":
+            padded, unpadded = speed[method, "padded"], speed[method, "unpadded"]
+            goals = [("plain", unpadded / plain, SPEED_UPS.get(batch)), ("padded", unpadded / padded, PUBLISHED.get(batch))]
+            lines += [
+                [f"{what}: unpadded / padded, both without graphs", f"{speed[LAUNCHED, 'unpadded'] / padded:.2f}", "", None],
+                *(
+                    [f"{what}: unpadded / {other}", f"{value:.2f}", f"above {published}", value > published if batch > 1 else None]
+                    for other, value, published in goals
+                    if published is not None
+                ),
+            ]
     return lines
 
 

@@ -36,9 +36,8 @@ def held_out_loss(folder: Path, num_windows: int = 48) -> float:
     model, tokenizer = load_plain(str(folder))
     assert tokenizer is not None
     text = [token for source in source_texts(held_out_files()) for token in [0, *tokenizer.encode(source)]]
-    starts = torch.linspace(0, len(text) - WINDOW - 1, num_windows).long().tolist()
     losses = []
-    for start in starts:
+    for start in torch.linspace(0, len(text) - WINDOW - 1, num_windows).long().tolist():
         ids = torch.tensor(text[start : start + WINDOW + 1])
         logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0].float()
         losses.append(float(F.cross_entropy(logits, ids[1:])))

@@ -92,8 +92,9 @@ def cost(run: Path, data: Path) -> tuple[dict[int, float], int]:
 
 def plan_of(run: Path) -> TrainingConfig:
     settings = json.loads((run / "training.json").read_text("utf-8"))
-    options = tuple((name, value) for name, value in settings["options"])
-    return TrainingConfig(**{f.name: settings[f.name] for f in fields(TrainingConfig)} | {"options": options})
+    return TrainingConfig(
+        **{f.name: settings[f.name] for f in fields(TrainingConfig)} | {"options": tuple(map(tuple, settings["options"]))}
+    )
 
 
 def learnt(run: Path, data: Path, commit: str) -> Learnt:

@@ -67,8 +67,7 @@ def check_memory(num_bytes: int, what: str, device: torch.device) -> None:
 
 def read_prefixes(loaded: LoadedModel, prompts: SequenceOf[SequenceOf[int]], **settings: Any) -> list[Prefix]:
     """Each prompt alone through the unpadded engine, which gives every row the same bits in any batch; `settings` are the engine's."""
-    longest = max(map(len, prompts))
-    llm = LLM(loaded, max_num_seqs=1, max_model_len=longest + 1, **settings)
+    llm = LLM(loaded, max_num_seqs=1, max_model_len=max(map(len, prompts)) + 1, **settings)
     with llm.exclusive() as engine:
         return [_read(engine.target, row, list(prompt[:-1])) for row, prompt in enumerate(prompts)]
 

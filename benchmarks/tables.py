@@ -169,8 +169,9 @@ class Tables:
     def gain(self, batch: int) -> dict[str, Any]:
         """What speculation brings where places never stay empty: code continuation on the grown pair, rows enter as others finish."""
         prompts = source(self.models.grown, 4 * batch, self.size.gain_prompt_tokens, is_ragged=False)
-        methods = [*default_methods(), CONFIDENT]
-        return self._measured(self.models.grown, methods, prompts, self.size.gain_tokens, batch, num_rounds("gain", batch))
+        return self._measured(
+            self.models.grown, [*default_methods(), CONFIDENT], prompts, self.size.gain_tokens, batch, num_rounds("gain", batch)
+        )
 
     def heads(self, batch: int) -> dict[str, Any]:
         """Trained heads as chains and as trees beside the draft model, on the grown pair; rows enter as others finish."""
@@ -268,7 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         asked = chosen(cells, options.cells)
         found = run_cells(asked, Records(tables.folder), {"settings": settings, "environment": where}, is_current)
-        return 1 if any("failed" in record for record in found.values()) else 0
+        return int(any("failed" in record for record in found.values()))
     except KeyboardInterrupt:
         return 130
     finally:

@@ -48,13 +48,10 @@ def digest(files: frozenset[Path], *more: str) -> str:
 
 def closure(files: set[Path]) -> frozenset[Path]:
     """Files and everything that they import, directly or not."""
-    found: set[Path] = set()
-    todo = list(files)
-    while todo:
-        path = todo.pop()
-        if path not in found:
-            found.add(path)
-            todo += _needed_by(path)
+    found, new = set[Path](), set(files)
+    while new:
+        found |= new
+        new = {needed for path in new for needed in _needed_by(path)} - found
     return frozenset(found)
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -141,12 +142,9 @@ class Copy:
 
 def verdicts(chosen: list[Mutant], copy: Copy) -> dict[str, str]:
     """Name → "killed", "SURVIVED", or "NO CONTROL" where the killer fails without the fault too and so shows nothing."""
-    controls: dict[str, bool] = {}
-    found = {}
+    control, found = cache(copy.passes), {}
     for mutant in chosen:
-        if mutant.killer not in controls:
-            controls[mutant.killer] = copy.passes(mutant.killer)
-        found[mutant.name] = "NO CONTROL" if not controls[mutant.killer] else "SURVIVED" if copy.survives(mutant) else "killed"
+        found[mutant.name] = "NO CONTROL" if not control(mutant.killer) else "SURVIVED" if copy.survives(mutant) else "killed"
         print(f"{found[mutant.name]:10}  {mutant.name}  ({mutant.killer})", flush=True)
     return found
 

@@ -103,19 +103,10 @@ def _harness(url: str) -> dict[str, list[Any]]:
     for old in results.rglob("*.json*"):
         old.unlink()
     model = f"model={servers.MODEL},base_url={url}/v1/completions,tokenizer_backend=huggingface,tokenizer={TARGET},num_concurrent=8"
-    chosen = ["--tasks", ",".join(TASKS), "--include_path", str(ROOM / "tasks"), "--batch_size", "2"]
     run(
-        "-m",
-        "lm_eval",
-        "run",
-        "--model",
-        "local-completions",
-        "--model_args",
-        model,
-        *chosen,
-        "--log_samples",
-        "--output_path",
-        str(results),
+        *("-m", "lm_eval", "run", "--model", "local-completions", "--model_args", model),
+        *("--tasks", ",".join(TASKS), "--include_path", str(ROOM / "tasks"), "--batch_size", "2"),
+        *("--log_samples", "--output_path", str(results)),
     )
     found = {}
     for name in TASKS:

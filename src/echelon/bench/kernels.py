@@ -136,8 +136,7 @@ def measure_linear(shape: tuple[int, int], counts: SequenceOf[int], dtype: str, 
     packed = [devices.backend_of(w).pack(w) for w in plain]
     for rows in counts:
         x = torch.randn(rows, depth, generator=generator).to(device, weight.dtype)
-        calls = _calls(x, plain, packed)
-        ours, read, framework, *onednn = interleaved(calls, device)
+        ours, read, framework, *onednn = interleaved(_calls(x, plain, packed), device)
         yield LinearSpeed(
             columns=columns,
             depth=depth,

@@ -87,11 +87,6 @@ class Sums:
         """0 where there is none of the unit."""
         return self[name] / self[unit] if self[unit] else 0.0
 
-    @property
-    def split_ms(self) -> dict[str, float]:
-        """Milliseconds of a step, by part."""
-        return {part: 1e3 * self.per(part, "steps") for part in SPLIT}
-
 
 class Recorder:
     """Call it after every step: `whole` sums all of them, `decode` those that read no prompt. What a step settles the device has done."""

@@ -214,10 +214,9 @@ def as_markdown(value: dict[str, Any]) -> str:
     lines = ["| | |", "|---|---|"]
     counts = ("num_requests", "num_failed", "seconds", "requests_per_second", "goodput_requests_per_second", "tokens_per_second")
     lines += [f"| {name} | {value[name]:,.2f} |".replace(".00 |", " |") for name in counts]
-    shares = ("tokens_per_step", "acceptance_rate")
-    lines += [f"| {name} | {'not reported' if value[name] is None else format(value[name], '.2f')} |" for name in shares]
+    shares = {name: value[name] for name in ("tokens_per_step", "acceptance_rate")}
+    lines += [f"| {name} | {'not reported' if share is None else f'{share:.2f}'} |" for name, share in shares.items()]
     lines += ["", "| ms | mean | " + " | ".join(f"p{p}" for p in PERCENTILES) + " |", "|---|---|" + "---|" * len(PERCENTILES)]
-    for name in ("ttft_ms", "tpot_ms", "itl_ms", "end_to_end_ms"):
-        if value[name]:
-            lines.append(f"| {name.removesuffix('_ms')} | " + " | ".join(f"{v:,.1f}" for v in value[name].values()) + " |")
+    spreads = {name: value[f"{name}_ms"].values() for name in ("ttft", "tpot", "itl", "end_to_end")}
+    lines += [f"| {name} | " + " | ".join(f"{v:,.1f}" for v in spread) + " |" for name, spread in spreads.items() if spread]
     return "\n".join(lines)

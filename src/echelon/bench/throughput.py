@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ import transformers
 
 from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench.clock import time_parts
-from echelon.bench.phases import Recorder, Sums
+from echelon.bench.phases import SPLIT, Recorder, Sums
 from echelon.bench.verify import STRATEGIES
 from echelon.memory import mebibytes
 from echelon.model.load.loading import LoadedModel
@@ -194,7 +195,7 @@ def engine_result(method: DecodingMethod, batch_size: int, runs: SequenceOf[Run]
         method.strategy,
         [tokens / seconds if seconds else 0.0 for tokens, seconds in (r.decode for r in runs)],
         [a / d for a, d in zip(accepted, drafted, strict=True)],
-        decode.split_ms,
+        {part: 1e3 * decode.per(part, "steps") for part in SPLIT},
         1.0 - decode.per("fed", "inputs") if decode["inputs"] else 0.0,
         1.0 - decode.per("live", "touched") if decode["touched"] else 0.0,
         decode.per("kv_bytes_reserved", "passes"),
@@ -232,12 +233,11 @@ def measure(
     warm_up = params.model_copy(update={"max_tokens": 4})
     for contender in contenders:
         contender.warm_up(prompts[:batch_size], warm_up)
-    runs: list[list[Run]] = [[] for _ in contenders]
-    for _ in range(rounds):
-        for contender, own in zip(contenders, runs, strict=True):
-            own.append(contender.run(prompts, params))
-            on_run(contender.name)
-    return [compared(c.result(batch_size, own), own[-1].outputs, truth) for c, own in zip(contenders, runs, strict=True)]
+    runs: dict[Contender, list[Run]] = {contender: [] for contender in contenders}
+    for _, (contender, own) in product(range(rounds), runs.items()):
+        own.append(contender.run(prompts, params))
+        on_run(contender.name)
+    return [compared(contender.result(batch_size, own), own[-1].outputs, truth) for contender, own in runs.items()]
 
 
 def compared(result: ThroughputResult, outputs: SequenceOf[SequenceOf[int]], truth: SequenceOf[SequenceOf[int]]) -> ThroughputResult:

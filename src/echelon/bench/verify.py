@@ -201,10 +201,9 @@ def _control(request: VerificationJob, dtype: str, batch_sizes: SequenceOf[int],
     """What batching costs in equality elsewhere: reported, not judged."""
     model = load_plain(request.model)[0].to(chosen_device(request.device), DTYPES[dtype])
     truth = _framework_generate(model, request, 1, end_tokens)
-    for size in batch_sizes:
-        if size > 1:
-            outputs = _framework_generate(model, request, size, end_tokens)
-            yield compare(Case(dtype, FRAMEWORK, "none", size), outputs, truth, request, None)
+    for size in (s for s in batch_sizes if s > 1):
+        outputs = _framework_generate(model, request, size, end_tokens)
+        yield compare(Case(dtype, FRAMEWORK, "none", size), outputs, truth, request, None)
 
 
 def _framework_generate(model: PreTrainedModel, request: VerificationJob, batch_size: int, end_tokens: frozenset[int]) -> list[Tokens]:

@@ -129,8 +129,7 @@ def _finish(
     charted: dict[str, list[ThroughputResult]],
 ) -> None:
     """One continuation in colours, the bar chart, and where to go on."""
-    llm = LLM(target, default_methods()[2].config, draft)
-    sample = coloured_sample(llm, prompt, params.model_copy(update={"max_tokens": 80}))
+    sample = coloured_sample(LLM(target, default_methods()[2].config, draft), prompt, params.model_copy(update={"max_tokens": 80}))
     console.print("3. One continuation: [green]drafted and accepted[/], [bold yellow]the target's own[/]")
     console.print(sample)
     console.print()
