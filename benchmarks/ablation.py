@@ -26,8 +26,8 @@ from transformers import PreTrainedModel
 
 from benchmarks.cells import Cell, Record, Records, chosen, run_cells
 from benchmarks.options import parser_of
-from benchmarks.workloads import EVIDENCE, ROOT, source
-from echelon import LLM, SamplingParams
+from benchmarks.workloads import EVIDENCE, ROOT, greedy, source
+from echelon import LLM
 from echelon.bench.report import columns, described, table, write_json
 from echelon.bench.throughput import environment
 from echelon.demo import TARGET
@@ -152,9 +152,8 @@ class Study:
         """What the engine accepts of a head's drafts on held-out prompts; greedy, so that every drafter is asked about the same text."""
         config = {"method": head.method, "model": str(folder), **config}
         llm = LLM(self.served, config, max_num_seqs=BATCH_SIZE)
-        params = SamplingParams(temperature=0.0, max_tokens=self.asked.max_tokens, ignore_eos=True)
         start = time.perf_counter()
-        llm.generate(self.prompts, params)
+        llm.generate(self.prompts, greedy(self.asked.max_tokens))
         stats = llm.stats
         return {
             "config": config | {"model": folder.name},

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from benchmarks.options import parser_of
-from benchmarks.workloads import EVIDENCE, ROOT
-from echelon import LLM, ConfigError, EchelonError, SamplingParams
+from benchmarks.workloads import EVIDENCE, ROOT, greedy
+from echelon import LLM, ConfigError, EchelonError
 from echelon.bench.peers import Peer, run_worker
 from echelon.bench.report import table, write_json
 from echelon.bench.throughput import environment
@@ -101,7 +101,7 @@ def by_us(task: Mapping[str, Any]) -> dict[str, Any]:
     drafting = {"method": "eagle3", "model": task["head"], "num_speculative_tokens": task["num_draft_tokens"], "tree": "chain"}
     llm = LLM(task["model"], drafting, dtype=task["dtype"], max_num_seqs=1)
     notes = watch(llm.engine.drafter.drafter)  # type: ignore[attr-defined]
-    outputs = llm.generate(task["prompts"], SamplingParams(temperature=0.0, max_tokens=task["max_tokens"], ignore_eos=True))
+    outputs = llm.generate(task["prompts"], greedy(task["max_tokens"]))
     rates = {"tokens_per_step": llm.stats.tokens_per_step, "acceptance_rate": llm.stats.acceptance_rate}
     return {"outputs": [list(o.outputs[0].token_ids) for o in outputs], "drafts": notes, **rates}
 

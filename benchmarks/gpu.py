@@ -29,8 +29,8 @@ from benchmarks.document_parts import PUBLISHED, gpu_table
 from benchmarks.options import parser_of
 from benchmarks.prefill import PrefilledRun, Prefix, begin, bytes_per_token, decode
 from benchmarks.replayed import AcceptanceHistogram, replay, rescaled
-from benchmarks.workloads import EVIDENCE, NUM_TEXTS, ROOT, Beginnings, source
-from echelon import LLM, ConfigError, SamplingParams
+from benchmarks.workloads import EVIDENCE, NUM_TEXTS, ROOT, Beginnings, greedy, source
+from echelon import LLM, ConfigError
 from echelon.bench.clock import clock_of, kernel_seconds
 from echelon.bench.framework import FrameworkRun
 from echelon.bench.kernels import measure_attention, measure_machine
@@ -121,8 +121,7 @@ class DeviceModels:
     @cached_property
     def texts(self) -> list[list[int]]:
         longest = max(self.size.prompt_tokens[1], self.size.plain_context)
-        texts: list[list[int]] = np.random.default_rng(0).integers(5, self.size.vocabulary, (NUM_TEXTS, longest)).tolist()
-        return texts
+        return list(np.random.default_rng(0).integers(5, self.size.vocabulary, (NUM_TEXTS, longest)).tolist())
 
     def config(self, shape: tuple[int, int, int]) -> OPTConfig:
         """With places enough for the dead slots that padding leaves in a row."""
@@ -132,8 +131,7 @@ class DeviceModels:
 
     def lengths(self, count: int) -> list[int]:
         """Of prompts of random tokens."""
-        drawn: list[int] = np.random.default_rng(1).integers(*self.size.prompt_tokens, count, endpoint=True).tolist()
-        return drawn
+        return list(np.random.default_rng(1).integers(*self.size.prompt_tokens, count, endpoint=True).tolist())
 
     @cached_property
     def draft(self) -> LoadedModel:
@@ -179,9 +177,6 @@ class DeviceCells:
         }
         return [Cell(name, measure) for name, measure in cells.items()]
 
-    def params(self, num_tokens: int) -> SamplingParams:
-        return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-
     def equality(self, dtype: str, numerics: str, batches: tuple[int, ...]) -> Record:
         """The lossless suite on the embedded pair, through `verify`: drafters × batch sizes, rows entering as others finish."""
         size = self.size
@@ -213,7 +208,7 @@ class DeviceCells:
         methods += [DecodingMethod("replay draft model", small, strategy, drafted) for strategy in ablated]
         runs = [self._run(method, target, prefixes) for method in methods]
         runs.insert(1, self._run(DecodingMethod(LAUNCHED, copies, "unpadded", copied), target, prefixes, enforce_eager=True))
-        results = measure(target, self.models.draft, [], prompts, self.params(self.size.new_tokens), batch, 1, [], said, runs)
+        results = measure(target, self.models.draft, [], prompts, greedy(self.size.new_tokens), batch, 1, [], said, runs)
         return {"lines": table_lines(name, batch, results), "results": [asdict(r) for r in results]}
 
     def _run(self, method: DecodingMethod, target: LoadedModel, prefixes: list[Prefix], **settings: Any) -> PrefilledRun:
@@ -244,8 +239,8 @@ class DeviceCells:
         prompts, prefixes = random.prompts([size.plain_context] * batch), random.of([size.plain_context] * batch)
         longest = size.plain_context + 2 * num_steps + 2
         llm = LLM(target, max_num_seqs=batch, max_model_len=longest, refill=False, numerics=numerics)
-        decode(llm, prompts, self.params(2 * num_steps + 2), prefixes)  # compiles, and captures every bucket that will be met
-        begin(llm, prompts, self.params(2 * num_steps + 2), prefixes)
+        decode(llm, prompts, greedy(2 * num_steps + 2), prefixes)  # compiles, and captures every bucket that will be met
+        begin(llm, prompts, greedy(2 * num_steps + 2), prefixes)
         llm.engine.step()
         steps = partial(step_often, llm, num_steps)
         start = now()
@@ -272,7 +267,7 @@ class DeviceCells:
         prompts = Beginnings(self.models.texts, []).prompts([self.size.plain_context] * batch)
         model = plain_with_random_weights(self.models.config(shape), torch.float16, self.device.type).eval()
         run = FrameworkRun("transformers", model, batch, cache_implementation="static")
-        params = self.params(self.size.plain_steps + 2)
+        params = greedy(self.size.plain_steps + 2)
         run.run(prompts, params)  # compiles
         tokens, seconds = run.run(prompts, params).decode
         theirs = tokens / seconds

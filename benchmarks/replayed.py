@@ -120,8 +120,7 @@ class ReplayDrafter:
         return Draft.chains([self._tokens(row.sequence, min(self._law.draw_for(row.sequence)[0], row.max_draft_tokens)) for row in rows])
 
     def _tokens(self, sequence: Sequence, count: int) -> list[int]:
-        tokens: list[int] = (_noise(sequence, np.arange(1, count + 1)) * self._vocab_size).astype(np.int64).tolist()
-        return tokens
+        return list((_noise(sequence, np.arange(1, count + 1)) * self._vocab_size).astype(np.int64).tolist())
 
     def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None: ...
 

@@ -69,8 +69,7 @@ def _load(url: str, max_tokens: int) -> dict[str, Any]:
     sizes = {"num-prompts": NUM_PROMPTS, "prompt-characters": NUM_CHARACTERS, "max-tokens": max_tokens, "concurrency": CONCURRENCY}
     options = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "echelon", "bench", "serve", "--url", url, "--ignore-eos", "--json", *options]
-    report: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
-    return report
+    return dict(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout))
 
 
 def measure_short_waits(llm: LLM, url: str, rounds: int) -> list[ShortWait]:

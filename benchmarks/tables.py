@@ -25,8 +25,8 @@ from benchmarks.document import write_document
 from benchmarks.options import parser_of
 from benchmarks.prefill import PrefilledRun
 from benchmarks.replayed import AcceptanceHistogram, replay, rescaled
-from benchmarks.workloads import PADDINGS, ROOT, SMALL, Models, Size, source
-from echelon import LLM, SamplingParams
+from benchmarks.workloads import PADDINGS, ROOT, SMALL, Models, Size, greedy, source
+from echelon import LLM
 from echelon.bench.latency import measure_latency
 from echelon.bench.throughput import CONFIDENT, DecodingMethod, default_methods, environment, measure
 from echelon.bench.verify import VerificationJob, verify_model
@@ -107,9 +107,6 @@ class Tables:
             ]
         return cells
 
-    def params(self, max_tokens: int) -> SamplingParams:
-        return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-
     def histogram(self) -> dict[str, Any]:
         """What LLMA and the draft model draft and accept on the embedded pair: held-out source, greedy."""
         target, size = self.models.target, self.size
@@ -117,14 +114,13 @@ class Tables:
         found = {}
         for method in default_methods()[1:]:
             llm = LLM(target, method.config, self.models.draft, max_num_seqs=32)
-            llm.generate(prompts, self.params(size.table_tokens))
+            llm.generate(prompts, greedy(size.table_tokens))
             found[method.name] = llm.stats.histogram()
         return {"histograms": found}
 
     def measured(self) -> dict[str, list[list[float]]]:
         """The histograms of the first cell."""
-        histograms: dict[str, list[list[float]]] = json.loads((self.folder / "histogram.json").read_text("utf-8"))["histograms"]
-        return histograms
+        return dict(json.loads((self.folder / "histogram.json").read_text("utf-8"))["histograms"])
 
     def opt_table(self, batch: int) -> dict[str, Any]:
         """EMS-SD's Table 2 on random weights: acceptance replayed as it was measured."""
@@ -198,7 +194,7 @@ class Tables:
 
         def emitted(temperature: float, config: dict[str, Any]) -> float:
             llm = LLM(target, config, self.models.draft, max_num_seqs=16)
-            llm.generate(prompts, self.params(size.table_tokens).model_copy(update={"temperature": temperature, "seed": 0}))
+            llm.generate(prompts, greedy(size.table_tokens).model_copy(update={"temperature": temperature, "seed": 0}))
             return llm.stats.tokens_per_step
 
         found = [
@@ -227,7 +223,7 @@ class Tables:
         rounds: int,
         others: Sequence[PrefilledRun] = (),
     ) -> dict[str, Any]:
-        results = measure(target, self.models.draft, methods, prompts, self.params(max_tokens), batch, rounds, [], said, others)
+        results = measure(target, self.models.draft, methods, prompts, greedy(max_tokens), batch, rounds, [], said, others)
         return {"results": [asdict(r) for r in results]}
 
     def latency(self, batch: int) -> dict[str, Any]:
@@ -235,7 +231,7 @@ class Tables:
         target = self.models.realigned
         prompts = source(target, self.size.latency_requests, self.size.short_prompt_tokens)
         methods = [DecodingMethod("draft model", default_methods()[2].config, s) for s in REALIGNMENTS]
-        params = self.params(self.size.latency_tokens)
+        params = greedy(self.size.latency_tokens)
         results = measure_latency(target, self.models.draft, methods, prompts, params, batch, (0.8,), on_run=said)
         return {"latencies": [asdict(r) for r in results]}
 

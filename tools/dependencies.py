@@ -15,7 +15,8 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tools import ROOT
+
 PACKAGE = ROOT / "src" / "echelon"
 ROOMS = {"echelon": PACKAGE, "benchmarks": ROOT / "benchmarks", "tools": ROOT / "tools"}  # what is imported by its full name
 FOLDERS = (*sorted(p for p in (ROOT / "tests").iterdir() if p.is_dir()), ROOT / "scripts")  # whose modules import each other by bare name

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tools import ROOT
+
 BLOCKS = "tests/ops/test_triton.py::test_blocks_of_their_own_size_are_right"
 LOSSLESS = "tests/promises/test_lossless.py::test_speculation_changes_no_token"
 HEADS = "tests/promises/test_heads_lossless.py::test_heads"

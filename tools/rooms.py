@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 from echelon.bench.plot import pyplot_or_refusal
-from tools.dependencies import PACKAGE, ROOT, public_names
+from tools import ROOT
+from tools.dependencies import PACKAGE, public_names
 
 Graph = dict[str, set[str]]  # room → rooms that it imports
 

@@ -17,7 +17,6 @@ import venv
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -29,10 +28,10 @@ from echelon import LLM, SamplingParams
 from echelon.bench.serve import totals
 from echelon.bench.workloads import code_texts
 from echelon.demo import TARGET, held_out_files
+from tools import ROOT
 
-ROOT = Path(__file__).parents[1]
 ROOM = ROOT / "build" / "third-party"
-PINS = Path(__file__).with_name("third_party.txt")
+PINS = ROOT / "tools" / "third_party.txt"
 TOOLS = ("lm-eval[api]", "guidellm")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(ROOM / "hub"), "TOKENIZERS_PARALLELISM": "false"}
 MARGIN = 2e-4  # in a log-likelihood of some twenty tokens: float32 sums in another order

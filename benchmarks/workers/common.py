@@ -12,8 +12,7 @@ Outputs = list[list[int]]  # token ids of every prompt
 
 
 def read_job(path: str) -> dict[str, Any]:
-    job: dict[str, Any] = json.loads(Path(path).read_text("utf-8"))
-    return job
+    return dict(json.loads(Path(path).read_text("utf-8")))
 
 
 def timed(generate: Callable[[int], Outputs], num_tokens: int) -> tuple[float, Outputs]:

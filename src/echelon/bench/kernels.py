@@ -23,11 +23,11 @@ from echelon.bench.report import columns
 from echelon.errors import ConfigError
 from echelon.kv.blocks import BlockTables
 from echelon.model import pack as unpadded
+from echelon.model.load.loading import DTYPES
 from echelon.ops import compiled, devices
 from echelon.ops.contract import PackedWeight
 
 LINEAR_SHAPES = "2048x2048,8192x2048,2048x8192,5632x2048,50272x2048"
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ATTENTION_SHAPES = ((32, 32, 64), (32, 8, 128), (32, 4, 64))  # heads, key/value heads, head size: OPT-1.3B, Llama-3 8B, Llama 1.1B
 ATTENTION_ROWS, ATTENTION_CONTEXT = 8, 1024
 COLD_BYTES = 256 * 2**20
@@ -126,8 +126,6 @@ def interleaved(calls: SequenceOf[Call], device: torch.device) -> list[float]:
 
 def measure_linear(shape: tuple[int, int], counts: SequenceOf[int], dtype: str, device: torch.device) -> Iterator[LinearSpeed]:
     """One result for each number of rows; `shape` is [N, K]."""
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype!r} is not served; choose from {', '.join(DTYPES)}")
     columns, depth = shape
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(columns, depth, generator=generator) / depth**0.5).to(device, DTYPES[dtype])

@@ -114,8 +114,7 @@ def generate_padded(model: PreTrainedModel, rows: SequenceOf[SequenceOf[int]], m
     ids = torch.tensor([[PAD] * (width - len(row)) + list(row) for row in rows], device=model.device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
     done = model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=PAD, **extra)
-    new: list[Tokens] = done[:, width:].tolist()
-    return new
+    return list(done[:, width:].tolist())
 
 
 def logits_after(llm: LLM, tokens: SequenceOf[int]) -> Tensor:
