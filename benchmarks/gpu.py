@@ -202,12 +202,14 @@ class DeviceCells:
         copied, drafted = (partial(replay, law=AcceptanceHistogram.from_counts(entries, str(HISTOGRAMS))) for entries in laws)
         copies = {"method": "ngram", "num_speculative_tokens": COPIED}
         small = {"method": "draft_model", "num_speculative_tokens": DRAFTED}
-        methods = [DecodingMethod("plain", None)]
-        methods += [DecodingMethod("replay LLMA", copies, strategy, copied) for strategy in PADDINGS]
         ablated = PADDINGS if name == self.size.models[0][0] else ("padded", "unpadded")
-        methods += [DecodingMethod("replay draft model", small, strategy, drafted) for strategy in ablated]
-        runs = [self._run(method, target, prefixes) for method in methods]
-        runs.insert(1, self._run(DecodingMethod(LAUNCHED, copies, "unpadded", copied), target, prefixes, enforce_eager=True))
+        methods = [
+            DecodingMethod("plain", None),
+            DecodingMethod(LAUNCHED, copies, "unpadded", copied),
+            *(DecodingMethod("replay LLMA", copies, strategy, copied) for strategy in PADDINGS),
+            *(DecodingMethod("replay draft model", small, strategy, drafted) for strategy in ablated),
+        ]
+        runs = [self._run(method, target, prefixes, enforce_eager=method.name == LAUNCHED) for method in methods]
         results = measure(target, self.models.draft, [], prompts, greedy(self.size.new_tokens), batch, 1, [], said, runs)
         return {"lines": table_lines(name, batch, results), "results": [asdict(r) for r in results]}
 

@@ -82,8 +82,7 @@ def _read(runner: Runner[Any], row: int, tokens: list[int]) -> Prefix:
         slots.append(batch.slots)
         runner.run(batch)
         tables.advance(row, start + len(span.tokens))
-    where = torch.cat(slots) if slots else torch.zeros(0, dtype=torch.int64)
-    where = where.to(cache.device)
+    where = (torch.cat(slots) if slots else torch.zeros(0, dtype=torch.int64)).to(cache.device)
     prefix = Prefix(tokens, [gather_slots(k, where) for k in cache.keys], [gather_slots(v, where) for v in cache.values])
     tables.release(row)
     return prefix

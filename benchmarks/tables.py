@@ -102,9 +102,9 @@ class Tables:
         cells: list[Cell] = []
         for name, measured, batches in experiments:
             a_round, a_row = SECONDS[name]
-            cells += [Cell(f"{name}-{b:02d}", partial(measured, b), num_rounds(name, b) * (a_round + a_row * b)) for b in batches] or [
-                Cell(name, measured, a_round)
-            ]
+            if not batches:
+                cells.append(Cell(name, measured, a_round))
+            cells += [Cell(f"{name}-{b:02d}", partial(measured, b), num_rounds(name, b) * (a_round + a_row * b)) for b in batches]
         return cells
 
     def histogram(self) -> dict[str, Any]:
