@@ -83,6 +83,11 @@ def run_cells(
     return known
 
 
+def said(name: str) -> None:
+    """A part of a cell is done."""
+    print(f"  {name}", flush=True)
+
+
 def _measured(cell: Cell) -> Record:
     start = time.monotonic()
     try:

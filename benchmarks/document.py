@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import Records
-from benchmarks.document_heads import heads_findings, heads_part
-from benchmarks.document_peers import peers_findings, peers_part, read_runs
-from benchmarks.gpu_report import gpu_part
+from benchmarks.cells import Record, Records
+from benchmarks.document_parts import (
+    PUBLISHED,
+    Cells,
+    by_batch,
+    crossovers,
+    drafting,
+    gpu_part,
+    heads_part,
+    listed,
+    peers_findings,
+    peers_part,
+    peers_run,
+    picture,
+    plain_speed,
+    results_of,
+    tokens_per_step,
+    verified_findings,
+)
 from benchmarks.replayed import mean_tokens_per_step
-from benchmarks.results import PUBLISHED, Cells, picture, plain_speed, results_of, tokens_per_step
 from echelon.bench.latency import Latency
 from echelon.bench.latency import as_markdown as latency_as_markdown
 from echelon.bench.phases import SPLIT
 from echelon.bench.plot import STRATEGY_COLOURS, Curve, line_chart, split_chart, strategy_lines
-from echelon.bench.report import described, steps_as_markdown, table
+from echelon.bench.report import columns, described, over, percent, steps_as_markdown, table
 from echelon.bench.throughput import CONFIDENT, ThroughputResult
+from echelon.inputs import write_text
 
 GAINS = {8: 0.70, 16: 0.55}  # of tokens_per_step, set for processors whose matrix units leave 40 to 80 tokens a step nearly free
 COLUMNS = {  # ours → the columns of that table
@@ -40,18 +57,21 @@ KINDS = {"random": "random lengths", "equal": "equal lengths"}
 
 def write_document(folder: Path, expected: SequenceOf[str], settings: dict[str, Any]) -> Path:
     """From the cells that were measured with these settings; of those `expected`, it says which are missing."""
-    found = Records(folder / "evidence" / "benchmarks").read()
+    evidence, plots = folder / "evidence", folder / "plots"
+    found = Records(evidence / "benchmarks").read()
     cells = {name: cell for name, cell in found.items() if name in expected and cell["settings"] == settings}
-    plots = folder / "plots"
-    runs = read_runs(folder / "evidence" / "peers")
-    heads = [introduction(cells, expected), "\n".join([findings(cells), *peers_findings(runs)])]
-    measured = [*padding_part(cells, plots), *realign_part(cells, plots), *gain_part(cells, plots)]
-    parts = [*heads, *measured, *heads_part(cells, plots, folder / "evidence"), *peers_part(runs)]
-    parts += gpu_part(folder / "evidence" / "gpu_check.json")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "benchmarks.md"
-    path.write_text("\n\n".join(p for p in parts if p) + "\n", "utf-8")
-    return path
+    runs = [peers_run(path) for path in sorted((evidence / "peers").glob("*.json"))]
+    parts = [
+        introduction(cells, expected),
+        "\n".join([findings(cells), *peers_findings(runs)]),
+        *padding_part(cells, plots),
+        *realign_part(cells, plots),
+        *gain_part(cells, plots),
+        *heads_part(cells, plots, evidence),
+        *peers_part(runs),
+        *gpu_part(evidence / "gpu_check.json"),
+    ]
+    return write_text(folder / "benchmarks.md", "\n\n".join(p for p in parts if p) + "\n", "--output")
 
 
 def missing(cells: Cells, expected: SequenceOf[str]) -> list[str]:
@@ -60,11 +80,9 @@ def missing(cells: Cells, expected: SequenceOf[str]) -> list[str]:
     for name in sorted(n for n in expected if n not in cells):
         experiment, _, batch = name.rpartition("-")
         gone.setdefault(experiment if batch.isdigit() else name, []).append(batch.lstrip("0") if batch.isdigit() else "")
-    if not gone:
-        return []
     count = sum(map(len, gone.values()))
     lines = [f"  - `{name}`" + (f" at batch {', '.join(batches)}" if batches[0] else "") for name, batches in gone.items()]
-    return [f"- **This is a part**: {count} of {len(expected)} cells have not been measured:", *lines]
+    return listed(f"- **This is a part**: {count} of {len(expected)} cells have not been measured:", lines)
 
 
 def introduction(cells: Cells, expected: SequenceOf[str]) -> str:
@@ -96,46 +114,42 @@ def introduction(cells: Cells, expected: SequenceOf[str]) -> str:
 
 def findings(cells: Cells) -> str:
     """What the figures say about the promises, and where speculation loses; every sentence is computed."""
-    lines = ["## What the figures say", ""]
-    lines += slower_than_others(cells)
-    lines += ratios_missed(cells)
-    lines += gains_missed(cells)
-    lines += losses(cells)
-    lines += heads_findings(cells)
-    return "\n".join(lines if len(lines) > 2 else [*lines, "- nothing has been measured yet"])
+    found = (slower_than_others, ratios_missed, gains_missed, losses, crossovers, verified_findings)
+    said = [line for finding in found for line in finding(cells)]
+    return "\n".join(["## What the figures say", "", *(said or ["- nothing has been measured yet"])])
 
 
-def groups(cells: Cells) -> Iterable[tuple[str, str, int, list[ThroughputResult]]]:
-    """(experiment, method, batch size, its strategies) of every comparison."""
+def groups(cells: Cells) -> Iterator[tuple[str, str, int, dict[str, ThroughputResult]]]:
+    """(experiment, method, batch size, its results by strategy) of every comparison."""
     for name in (*TABLES, "gain", "realign-random", "realign-equal"):
         found = results_of(cells, name)
-        for method in dict.fromkeys(r.method for r in found if r.method != "plain"):
-            for batch in sorted({r.batch_size for r in found}):
-                yield name, method, batch, [r for r in found if r.method == method and r.batch_size == batch]
+        for method, batch in product(drafting(found), sorted({r.batch_size for r in found})):
+            yield name, method, batch, {r.strategy: r for r in found if r.method == method and r.batch_size == batch}
 
 
 def slower_than_others(cells: Cells) -> list[str]:
-    count, beaten = 0, []
-    for name, method, batch, found in groups(cells):
-        ours = next((r for r in found if r.strategy == "unpadded"), None)
-        if ours is None or batch < 2 or len(found) < 2:
-            continue
-        count += 1
-        best = max(found, key=lambda r: r.decode_median)
-        if best is not ours:
-            beaten.append(f"  - {name}, {method}, batch {batch}: {best.strategy} by {best.decode_median / ours.decode_median - 1:.0%}")
-    if not count:
+    compared = [
+        (f"{name}, {method}, batch {batch}", found["unpadded"], max(found.values(), key=lambda r: r.decode_median))
+        for name, method, batch, found in groups(cells)
+        if batch > 1 and len(found) > 1 and "unpadded" in found
+    ]
+    if not compared:
         return []
+    beaten = [
+        f"  - {what}: {best.strategy} by {best.decode_median / ours.decode_median - 1:.0%}"
+        for what, ours, best in compared
+        if best is not ours
+    ]
     return [
-        f"- `unpadded` is the fastest strategy in {count - len(beaten)} of {count} comparisons at batch 2 and more{':' if beaten else '.'} "
-        "It has attention kernels of its own, the others the framework's.",
+        f"- `unpadded` is the fastest strategy in {len(compared) - len(beaten)} of {len(compared)} comparisons at batch 2 and "
+        f"more{':' if beaten else '.'} It has attention kernels of its own, the others the framework's.",
         *beaten,
     ]
 
 
-def ratio(found: list[ThroughputResult]) -> float | None:
+def ratio(found: dict[str, ThroughputResult]) -> float | None:
     """unpadded over padded."""
-    speed = {r.strategy: r.decode_median for r in found}
+    speed = {strategy: r.decode_median for strategy, r in found.items()}
     return speed["unpadded"] / speed["padded"] if speed.get("padded") and "unpadded" in speed else None
 
 
@@ -143,20 +157,19 @@ def ratios_missed(cells: Cells) -> list[str]:
     """Against ratios that were published for LLMA. A draft model that proposes equally many tokens for every row pads no inputs; one that
     stops where it is not sure proposes unequally many, as LLMA does.
     """
-    reached, missed = 0, []
-    for name, method, batch, found in groups(cells):
-        value = ratio(found)
-        if value is None or batch not in (8, 16) or method in EQUAL_DRAFTS:
-            continue
-        if value >= PUBLISHED[batch]:
-            reached += 1
-        else:
-            missed.append(f"  - {name}, {method}, batch {batch}: {value:.2f} against {PUBLISHED[batch]:.2f}")
-    if not reached and not missed:
+    ratios = [
+        (f"{name}, {method}, batch {batch}", value, PUBLISHED[batch])
+        for name, method, batch, found in groups(cells)
+        if batch in (8, 16) and method not in EQUAL_DRAFTS and (value := ratio(found)) is not None
+    ]
+    if not ratios:
         return []
-    total = reached + len(missed)
-    text = f"{reached} of {total} comparisons at batch 8 and 16 whose drafts differ in length, as LLMA's do"
-    return [f"- `unpadded` over `padded` {of_other_kernels(cells)} reaches the published ratio in {text}{':' if missed else '.'}", *missed]
+    missed = [f"  - {what}: {value:.2f} against {published:.2f}" for what, value, published in ratios if value < published]
+    reached = f"{len(ratios) - len(missed)} of {len(ratios)} comparisons at batch 8 and 16 whose drafts differ in length, as LLMA's do"
+    return [
+        f"- `unpadded` over `padded` {of_other_kernels(cells)} reaches the published ratio in {reached}{':' if missed else '.'}",
+        *missed,
+    ]
 
 
 def of_other_kernels(cells: Cells) -> str:
@@ -170,29 +183,29 @@ def gains_missed(cells: Cells) -> list[str]:
     """Speed-ups against the share of tokens_per_step that the project has set itself."""
     found = results_of(cells, "gain")
     plain = plain_speed(found)
-    lines = []
-    for result in found:
-        if result.method == "plain" or result.batch_size not in GAINS:
-            continue
-        share = result.decode_median / plain[result.batch_size] / result.tokens_per_step
-        verdict = "reaches" if share >= GAINS[result.batch_size] else "misses"
-        lines.append(f"  - {result.method}, batch {result.batch_size}: {share:.2f} {verdict} {GAINS[result.batch_size]:.2f}")
-    return ["- Speed-up over plain decoding as a share of tokens_per_step, code continuation on the grown pair:", *lines] if lines else []
+    shares = [
+        (r, r.decode_median / plain[r.batch_size] / r.tokens_per_step, GAINS[r.batch_size])
+        for r in found
+        if r.method != "plain" and r.batch_size in GAINS
+    ]
+    lines = [
+        f"  - {r.method}, batch {r.batch_size}: {share:.2f} {'reaches' if share >= goal else 'misses'} {goal:.2f}"
+        for r, share, goal in shares
+    ]
+    return listed("- Speed-up over plain decoding as a share of tokens_per_step, code continuation on the grown pair:", lines)
 
 
 def losses(cells: Cells) -> list[str]:
     """Where unpadded speculation is slower than plain decoding at the same batch."""
-    lost, count = [], 0
-    for name, method, batch, found in groups(cells):
-        plain = plain_speed(results_of(cells, name)).get(batch)
-        ours = next((r for r in found if r.strategy == "unpadded"), None)
-        if plain and ours:
-            count += 1
-            if ours.decode_median < plain:
-                lost.append(f"  - {name}, {method}, batch {batch}: {ours.decode_median / plain:.2f} × plain decoding")
-    if not count:
+    gains = [
+        (f"{name}, {method}, batch {batch}", found["unpadded"].decode_median / plain)
+        for name, method, batch, found in groups(cells)
+        if "unpadded" in found and (plain := plain_speed(results_of(cells, name)).get(batch))
+    ]
+    if not gains:
         return []
-    head = f"- **Where speculation loses**: in {len(lost)} of {count} comparisons `unpadded` speculation is slower than plain decoding"
+    lost = [f"  - {what}: {gain:.2f} × plain decoding" for what, gain in gains if gain < 1]
+    head = f"- **Where speculation loses**: in {len(lost)} of {len(gains)} comparisons `unpadded` speculation is slower than plain decoding"
     return [head + (":" if lost else "."), *lost]
 
 
@@ -206,24 +219,21 @@ def padding_part(cells: Cells, plots: Path) -> list[str]:
     ]
     for name, title in TABLES.items():
         found = results_of(cells, name)
-        methods = list(dict.fromkeys(r.method for r in found if r.method != "plain"))
+        methods = drafting(found)
         if not methods:
             continue
+        panels = {m: strategy_lines(found, m) for m in methods}
+        largest = max(r.batch_size for r in found)
+        bars = {r.name: r.step_ms for r in sorted(found, key=lambda r: r.method) if r.batch_size == largest}
         parts.append(f"### {title}: {model_text(cells, name)}")
         for method in methods:
             own = [r for r in found if r.method == method]
             parts += [f"**{method}**, tokens_per_step {tokens_per_step(own)}", padding_table(own, plain_speed(found))]
-        panels = {m: strategy_lines(found, m) for m in methods}
-        parts.append(
-            picture(plots, name, "decoding speed by batch size", lambda path, p=panels: line_chart(path, p, "tokens per second, decoding"))
-        )
-        largest = max(r.batch_size for r in found)
-        bars = {r.name: r.step_ms for r in sorted(found, key=lambda r: r.method) if r.batch_size == largest}
-        parts.append(picture(plots, f"{name}-steps", f"a step at batch {largest}", lambda path, b=bars: split_chart(path, b)))
-        shown = [r for r in found if r.batch_size in (8, largest) and r.method in ("plain", methods[0])]
         parts += [
+            picture(plots, name, "decoding speed by batch size", partial(line_chart, panels=panels, ylabel="tokens per second, decoding")),
+            picture(plots, f"{name}-steps", f"a step at batch {largest}", partial(split_chart, bars=bars)),
             "Where a step's time goes and what is padded, held and loaded (all of it: in the evidence files):",
-            steps_as_markdown(shown),
+            steps_as_markdown([r for r in found if r.batch_size in (8, largest) and r.method in ("plain", methods[0])]),
         ]
     return parts
 
@@ -263,7 +273,7 @@ def padding_table(found: list[ThroughputResult], plain: dict[int, float]) -> str
         own = {r.strategy: r for r in found if r.batch_size == batch}
         base = plain.get(batch, 0.0)
         speeds = [f"{own[s].decode_median:,.1f} ({own[s].decode_median / base:.2f})" if s in own and base else "–" for s in COLUMNS]
-        value = ratio(list(own.values()))
+        value = ratio(own)
         rows.append((batch, f"{base:,.1f}", *speeds, "–" if value is None else f"**{value:.2f}**", PUBLISHED.get(batch, "–")))
     return table(["B", "plain", *COLUMNS.values(), "unpadded / padded, other attention kernels too", "published"], rows)
 
@@ -281,12 +291,10 @@ def realign_part(cells: Cells, plots: Path) -> list[str]:
             panels[title] = [system_line(found, s, lambda r: r.decode_median) for s in SYSTEMS]
             shares[title] = [system_line(found, s, overhead) for s in SYSTEMS]
     if panels:
-        parts.append(
-            picture(plots, "realign", "decoding speed by batch size", lambda p: line_chart(p, panels, "tokens per second, decoding"))
-        )
-        parts.append(
-            picture(plots, "realign-overhead", "overhead share", lambda p: line_chart(p, shares, "share of a step in layout and host"))
-        )
+        parts += [
+            picture(plots, "realign", "decoding speed by batch size", lambda p: line_chart(p, panels, "tokens per second, decoding")),
+            picture(plots, "realign-overhead", "overhead share", lambda p: line_chart(p, shares, "share of a step in layout and host")),
+        ]
     rest = [*equality_part(cells), *latency_part(cells)]
     return [*parts, *rest] if panels or rest else []
 
@@ -297,47 +305,55 @@ def overhead(result: ThroughputResult) -> float:
     return (result.step_ms["layout"] + result.step_ms["host"]) / total if total else 0.0
 
 
-def system_line(found: list[ThroughputResult], strategy: str, value: Any) -> Curve:
+def system_line(found: list[ThroughputResult], strategy: str, value: Callable[[ThroughputResult], float]) -> Curve:
     own = sorted((r for r in found if r.strategy == strategy and r.method != "plain"), key=lambda r: r.batch_size)
     return Curve(SYSTEMS[strategy], [(r.batch_size, value(r)) for r in own], STRATEGY_COLOURS[strategy])
 
 
 def realign_table(found: list[ThroughputResult]) -> str:
-    rows = []
     plain = plain_speed(found)
-    for r in found:
-        if r.method == "plain":
-            continue
-        group = "–" if r.group_rate is None else f"{r.group_rate:.0%}"
-        gain = f"{r.decode_median / plain[r.batch_size]:.2f}" if plain.get(r.batch_size) else "–"
-        speeds = f"{plain.get(r.batch_size, 0.0):,.1f}", f"{r.decode_median:,.1f}", gain, f"{r.median:,.1f}"
-        rows.append((r.batch_size, SYSTEMS[r.strategy], *speeds, f"{overhead(r):.0%}", group, f"{r.tokens_per_step:.2f}"))
-    head = ["B", "system", "plain, tokens/s", "tokens/s, decoding", "× plain", "tokens/s, all", "overhead", "group rate", "tokens_per_step"]
-    return table(head, rows)
+    return columns(
+        [r for r in found if r.method != "plain"],
+        {
+            "B": lambda r: r.batch_size,
+            "system": lambda r: SYSTEMS[r.strategy],
+            "plain, tokens/s": lambda r: f"{plain.get(r.batch_size, 0.0):,.1f}",
+            "tokens/s, decoding": lambda r: f"{r.decode_median:,.1f}",
+            "× plain": lambda r: over(r.decode_median, plain.get(r.batch_size)),
+            "tokens/s, all": lambda r: f"{r.median:,.1f}",
+            "overhead": lambda r: f"{overhead(r):.0%}",
+            "group rate": lambda r: percent(r.group_rate),
+            "tokens_per_step": lambda r: f"{r.tokens_per_step:.2f}",
+        },
+    )
 
 
 def equality_part(cells: Cells) -> list[str]:
-    found = cells.get("equality", {}).get("equality", [])
-    rows = [
-        (r["batch_size"], SYSTEMS.get(r["strategy"], r["strategy"]), r["drafter"], f"{r['exact_match']:.0%}", f"{r['partial_match']:.1%}")
-        for r in sorted(found, key=lambda r: ([*SYSTEMS, r["strategy"]].index(r["strategy"]), r["batch_size"]))
-    ]
-    if not rows:
+    found: list[Record] = cells.get("equality", {}).get("equality", [])
+    if not found:
         return []
-    faults = sum(r["num_faults"] for r in found)
     text = (
         "**Equality** with plain decoding at batch 1, embedded pair, bfloat16, token ids cut at the end of the text; "
-        f"differences that are no tie of rounding: {faults}. The papers report 90.8 to 96.7 %. `transformers` is compared with itself."
+        f"differences that are no tie of rounding: {sum(r['num_faults'] for r in found)}. "
+        "The papers report 90.8 to 96.7 %. `transformers` is compared with itself."
     )
-    return [text, table(["B", "system", "drafter", "exact match", "partial match"], rows)]
+    by_system = columns(
+        sorted(found, key=lambda r: ([*SYSTEMS, r["strategy"]].index(r["strategy"]), r["batch_size"])),
+        {
+            "B": lambda r: r["batch_size"],
+            "system": lambda r: SYSTEMS.get(r["strategy"], r["strategy"]),
+            "drafter": lambda r: r["drafter"],
+            "exact match": lambda r: f"{r['exact_match']:.0%}",
+            "partial match": lambda r: f"{r['partial_match']:.1%}",
+        },
+    )
+    return [text, by_system]
 
 
 def latency_part(cells: Cells) -> list[str]:
     found = [Latency(**r) for cell in cells.values() for r in cell.get("latencies", [])]
-    if not found:
-        return []
     text = "**Latencies** under arrivals (their Table 4): Poisson, the same moments for all, at 80 % of what ours serves."
-    return [text, latency_as_markdown(found)]
+    return [text, latency_as_markdown(found)] if found else []
 
 
 def gain_part(cells: Cells, plots: Path) -> list[str]:
@@ -346,8 +362,8 @@ def gain_part(cells: Cells, plots: Path) -> list[str]:
     for name, title in (TABLES | {"gain": "grown pair, rows enter as others finish"}).items():
         found = results_of(cells, name)
         plain, steps, lines = plain_speed(found), {r.batch_size: step_seconds(r) for r in found if r.method == "plain"}, []
-        for place, method in enumerate(dict.fromkeys(r.method for r in found if r.method != "plain")):
-            own = sorted((r for r in found if r.method == method and r.strategy == "unpadded"), key=lambda r: r.batch_size)
+        for place, method in enumerate(drafting(found)):
+            own = [r for r in by_batch(found, method) if r.strategy == "unpadded"]
             gains = [(r, r.decode_median / plain[r.batch_size]) for r in own if plain.get(r.batch_size)]
             lines.append(Curve(f"{method}, τ {tokens_per_step(own)}", [(r.batch_size, gain) for r, gain in gains], f"C{place}"))
             rows += [gain_row(name, r, gain, plain[r.batch_size], step_seconds(r) / steps[r.batch_size]) for r, gain in gains]

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from benchmarks.workloads import EVIDENCE, ROOT
-from echelon import LLM, ConfigError, EchelonError, SamplingParams
+from benchmarks.options import parser_of
+from benchmarks.workloads import EVIDENCE, ROOT, greedy
+from echelon import LLM, ConfigError, EchelonError
 from echelon.bench.peers import Peer, run_worker
 from echelon.bench.report import table, write_json
 from echelon.bench.throughput import environment
@@ -62,11 +63,14 @@ class Difference:
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--head", type=Path, default=ROOT / "build" / "heads" / "eagle3", help="of `echelon train TARGET --method eagle3`")
-    options.add_argument("--vllm-python", type=Path, default=ROOT / "build" / "peers" / "vllm" / "bin" / "python")
-    options.add_argument("--output", type=Path, default=EVIDENCE / "eagle3_in_vllm.json")
-    return options
+    return parser_of(
+        __doc__,
+        {
+            "--head": {"type": Path, "default": ROOT / "build" / "heads" / "eagle3", "help": "of `echelon train TARGET --method eagle3`"},
+            "--vllm-python": {"type": Path, "default": ROOT / "build" / "peers" / "vllm" / "bin" / "python"},
+            "--output": {"type": Path, "default": EVIDENCE / "eagle3_in_vllm.json"},
+        },
+    )
 
 
 def watch(drafter: HeadDrafter) -> list[Note]:
@@ -97,16 +101,14 @@ def by_us(task: Mapping[str, Any]) -> dict[str, Any]:
     drafting = {"method": "eagle3", "model": task["head"], "num_speculative_tokens": task["num_draft_tokens"], "tree": "chain"}
     llm = LLM(task["model"], drafting, dtype=task["dtype"], max_num_seqs=1)
     notes = watch(llm.engine.drafter.drafter)  # type: ignore[attr-defined]
-    outputs = llm.generate(task["prompts"], SamplingParams(temperature=0.0, max_tokens=task["max_tokens"], ignore_eos=True))
+    outputs = llm.generate(task["prompts"], greedy(task["max_tokens"]))
     rates = {"tokens_per_step": llm.stats.tokens_per_step, "acceptance_rate": llm.stats.acceptance_rate}
     return {"outputs": [list(o.outputs[0].token_ids) for o in outputs], "drafts": notes, **rates}
 
 
 def difference(ours: Note, vllm: Note) -> Difference | None:
-    for i, (own, other, margin) in enumerate(zip(ours.tokens, vllm.tokens, ours.margins, strict=False)):  # our last ones of a row are short
-        if own != other:
-            return Difference(ours.text, i, own, other, margin)
-    return None
+    pairs = enumerate(zip(ours.tokens, vllm.tokens, ours.margins, strict=False))  # our last ones of a row are short
+    return next((Difference(ours.text, i, own, other, margin) for i, (own, other, margin) in pairs if own != other), None)
 
 
 def compare(ours: SequenceOf[Note], vllm: SequenceOf[Note]) -> tuple[int, list[Difference]]:

@@ -8,7 +8,6 @@ speeds mean nothing. Exit 1: something does not hold, or has not been measured.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import logging
@@ -25,13 +24,13 @@ import torch
 import transformers
 from transformers import OPTConfig
 
-from benchmarks.cells import Cell, Record, Records, chosen, run_cells
-from benchmarks.gpu_report import gpu_table
+from benchmarks.cells import Cell, Record, Records, chosen, run_cells, said
+from benchmarks.document_parts import PUBLISHED, gpu_table
+from benchmarks.options import parser_of
 from benchmarks.prefill import PrefilledRun, Prefix, begin, bytes_per_token, decode
 from benchmarks.replayed import AcceptanceHistogram, replay, rescaled
-from benchmarks.results import PUBLISHED
-from benchmarks.workloads import EVIDENCE, NUM_TEXTS, ROOT, Beginnings, source
-from echelon import LLM, ConfigError, SamplingParams
+from benchmarks.workloads import EVIDENCE, NUM_TEXTS, ROOT, Beginnings, greedy, source
+from echelon import LLM, ConfigError
 from echelon.bench.clock import clock_of, kernel_seconds
 from echelon.bench.framework import FrameworkRun
 from echelon.bench.kernels import measure_attention, measure_machine
@@ -122,8 +121,7 @@ class DeviceModels:
     @cached_property
     def texts(self) -> list[list[int]]:
         longest = max(self.size.prompt_tokens[1], self.size.plain_context)
-        texts: list[list[int]] = np.random.default_rng(0).integers(5, self.size.vocabulary, (NUM_TEXTS, longest)).tolist()
-        return texts
+        return list(np.random.default_rng(0).integers(5, self.size.vocabulary, (NUM_TEXTS, longest)).tolist())
 
     def config(self, shape: tuple[int, int, int]) -> OPTConfig:
         """With places enough for the dead slots that padding leaves in a row."""
@@ -133,8 +131,7 @@ class DeviceModels:
 
     def lengths(self, count: int) -> list[int]:
         """Of prompts of random tokens."""
-        drawn: list[int] = np.random.default_rng(1).integers(*self.size.prompt_tokens, count, endpoint=True).tolist()
-        return drawn
+        return list(np.random.default_rng(1).integers(*self.size.prompt_tokens, count, endpoint=True).tolist())
 
     @cached_property
     def draft(self) -> LoadedModel:
@@ -145,8 +142,7 @@ class DeviceModels:
         if self._held is None or self._held[0] != (name, numerics):
             self._held = None
             self.free()
-            config = self.config(dict(self.size.models)[name])
-            loaded = with_random_weights(config, name, torch.float16, self.device.type, numerics)
+            loaded = with_random_weights(self.config(dict(self.size.models)[name]), name, torch.float16, self.device.type, numerics)
             self._held = (name, numerics), loaded, Beginnings.read(loaded, self.texts, numerics=numerics)
         return self._held[1:]
 
@@ -167,22 +163,19 @@ class DeviceCells:
     @cached_property
     def all(self) -> list[Cell]:
         size, main = self.size, self.size.models[0][0]
-        cells: dict[str, Callable[[], Record]] = {"tests": tests, "attention": self.attention}
-        for dtype in ("float32", "bfloat16", "float16"):
-            cells[f"equality-{dtype}"] = partial(self.equality, dtype, "invariant", size.equality_batches)
-        cells |= {f"table-{main}-{batch:02d}": partial(self.table, main, batch) for batch in size.table_batches}
         other = "fast" if self.numerics == "invariant" else "invariant"
-        for numerics, batches in ((self.numerics, size.plain_batches), (other, size.fast_batches)):
-            cells |= {f"plain-{numerics}-{batch:02d}": partial(self.plain, numerics, batch) for batch in batches}
-        for name, _ in size.models[1:]:
-            cells |= {f"table-{name}-{batch:02d}": partial(self.table, name, batch) for batch in size.table_batches}
-        for dtype in ("bfloat16", "float16"):
-            cells[f"fast-{dtype}"] = partial(self.equality, dtype, "fast", size.equality_batches[1:])
-        cells |= {f"transformers-{batch:02d}": partial(self.framework, batch) for batch in size.framework_batches}
+        cells: dict[str, Callable[[], Record]] = {
+            "tests": tests,
+            "attention": self.attention,
+            **{f"equality-{d}": partial(self.equality, d, "invariant", size.equality_batches) for d in ("float32", "bfloat16", "float16")},
+            **{f"table-{main}-{batch:02d}": partial(self.table, main, batch) for batch in size.table_batches},
+            **{f"plain-{self.numerics}-{batch:02d}": partial(self.plain, self.numerics, batch) for batch in size.plain_batches},
+            **{f"plain-{other}-{batch:02d}": partial(self.plain, other, batch) for batch in size.fast_batches},
+            **{f"table-{name}-{b:02d}": partial(self.table, name, b) for name, _ in size.models[1:] for b in size.table_batches},
+            **{f"fast-{d}": partial(self.equality, d, "fast", size.equality_batches[1:]) for d in ("bfloat16", "float16")},
+            **{f"transformers-{batch:02d}": partial(self.framework, batch) for batch in size.framework_batches},
+        }
         return [Cell(name, measure) for name, measure in cells.items()]
-
-    def params(self, num_tokens: int) -> SamplingParams:
-        return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
 
     def equality(self, dtype: str, numerics: str, batches: tuple[int, ...]) -> Record:
         """The lossless suite on the embedded pair, through `verify`: drafters × batch sizes, rows entering as others finish."""
@@ -209,13 +202,15 @@ class DeviceCells:
         copied, drafted = (partial(replay, law=AcceptanceHistogram.from_counts(entries, str(HISTOGRAMS))) for entries in laws)
         copies = {"method": "ngram", "num_speculative_tokens": COPIED}
         small = {"method": "draft_model", "num_speculative_tokens": DRAFTED}
-        methods = [DecodingMethod("plain", None)]
-        methods += [DecodingMethod("replay LLMA", copies, strategy, copied) for strategy in PADDINGS]
         ablated = PADDINGS if name == self.size.models[0][0] else ("padded", "unpadded")
-        methods += [DecodingMethod("replay draft model", small, strategy, drafted) for strategy in ablated]
-        runs = [self._run(method, target, prefixes) for method in methods]
-        runs.insert(1, self._run(DecodingMethod(LAUNCHED, copies, "unpadded", copied), target, prefixes, enforce_eager=True))
-        results = measure(target, self.models.draft, [], prompts, self.params(self.size.new_tokens), batch, 1, [], said, runs)
+        methods = [
+            DecodingMethod("plain", None),
+            DecodingMethod(LAUNCHED, copies, "unpadded", copied),
+            *(DecodingMethod("replay LLMA", copies, strategy, copied) for strategy in PADDINGS),
+            *(DecodingMethod("replay draft model", small, strategy, drafted) for strategy in ablated),
+        ]
+        runs = [self._run(method, target, prefixes, enforce_eager=method.name == LAUNCHED) for method in methods]
+        results = measure(target, self.models.draft, [], prompts, greedy(self.size.new_tokens), batch, 1, [], said, runs)
         return {"lines": table_lines(name, batch, results), "results": [asdict(r) for r in results]}
 
     def _run(self, method: DecodingMethod, target: LoadedModel, prefixes: list[Prefix], **settings: Any) -> PrefilledRun:
@@ -228,14 +223,13 @@ class DeviceCells:
         name = self.size.models[0][0]
         seconds, busy, num_bytes = self._plain_step(name, numerics, batch)
         share, what = num_bytes / seconds / 1e9 / self.models.copy_gb, f"plain decoding, {name}, {numerics}, batch {batch}"
-        is_ours = numerics == self.numerics
         lines: list[Line] = [
             [f"{what}: share of copying", f"{share:.2f} ({1e3 * seconds:.2f} ms)", f"{SHARE_OF_COPY}", share >= SHARE_OF_COPY]
         ]
         if busy is not None:
             gap = max(0.0, 1.0 - busy / seconds)
             lines.append([f"{what}: the device waits", f"{gap:.1%}", f"{GREATEST_GAP:.0%}", gap <= GREATEST_GAP])
-        if not is_ours:
+        if numerics != self.numerics:
             lines = [[*line[:3], None] for line in lines]
         return {"lines": lines, "seconds_a_step": seconds, "busy": busy, "bytes": num_bytes, "copy_gb": self.models.copy_gb}
 
@@ -247,15 +241,14 @@ class DeviceCells:
         prompts, prefixes = random.prompts([size.plain_context] * batch), random.of([size.plain_context] * batch)
         longest = size.plain_context + 2 * num_steps + 2
         llm = LLM(target, max_num_seqs=batch, max_model_len=longest, refill=False, numerics=numerics)
-        decode(llm, prompts, self.params(2 * num_steps + 2), prefixes)  # compiles, and captures every bucket that will be met
-        begin(llm, prompts, self.params(2 * num_steps + 2), prefixes)
+        decode(llm, prompts, greedy(2 * num_steps + 2), prefixes)  # compiles, and captures every bucket that will be met
+        begin(llm, prompts, greedy(2 * num_steps + 2), prefixes)
         llm.engine.step()
+        steps = partial(step_often, llm, num_steps)
         start = now()
-        step_often(llm, num_steps)
+        steps()
         seconds = (now() - start) / num_steps
-        busy = None
-        if self.device.type == "cuda":
-            busy = sum(kernel_seconds(partial(step_often, llm, num_steps), self.device).values()) / num_steps
+        busy = sum(kernel_seconds(steps, self.device).values()) / num_steps if self.device.type == "cuda" else None
         weights = sum(w.nbytes for w in packed_weights(target))
         return seconds, busy, weights + batch * (size.plain_context + num_steps / 2) * bytes_per_token(target)
 
@@ -276,14 +269,14 @@ class DeviceCells:
         prompts = Beginnings(self.models.texts, []).prompts([self.size.plain_context] * batch)
         model = plain_with_random_weights(self.models.config(shape), torch.float16, self.device.type).eval()
         run = FrameworkRun("transformers", model, batch, cache_implementation="static")
-        params = self.params(self.size.plain_steps + 2)
+        params = greedy(self.size.plain_steps + 2)
         run.run(prompts, params)  # compiles
         tokens, seconds = run.run(prompts, params).decode
         theirs = tokens / seconds
         how = "compiled" if self.device.type == "cuda" else "not compiled"
         figures = f"{theirs:,.0f} tokens/s; ours {batch / ours:,.0f}"
-        line = [f"transformers, static cache, {how}, {name}, batch {batch}", figures, "", None]
-        return {"lines": [line], "tokens_per_second": theirs, "ours": batch / ours}
+        lines = [[f"transformers, static cache, {how}, {name}, batch {batch}", figures, "", None]]
+        return {"lines": lines, "tokens_per_second": theirs, "ours": batch / ours}
 
 
 def table_lines(name: str, batch: int, results: list[ThroughputResult]) -> list[Line]:
@@ -295,18 +288,17 @@ def table_lines(name: str, batch: int, results: list[ThroughputResult]) -> list[
         all_of_them = ", ".join(f"{PADDINGS[s]} {speed[method, s] / plain:.2f}" for s in PADDINGS if (method, s) in speed)
         what = f"{name}, batch {batch}, {method.removeprefix('replay ')} at {per_step:.2f} tokens a step"
         lines.append([f"{what}: × plain decoding ({plain:,.0f} tokens/s)", all_of_them, "", None])
-        if method != "replay LLMA":
-            continue
-        gain, ratio = speed[method, "unpadded"] / plain, speed[method, "unpadded"] / speed[method, "padded"]
-        lines.append(
-            [f"{what}: unpadded / padded, both without graphs", f"{speed[LAUNCHED, 'unpadded'] / speed[method, 'padded']:.2f}", "", None]
-        )
-        for text, value, published in (
-            ("unpadded / plain", gain, SPEED_UPS.get(batch)),
-            ("unpadded / padded", ratio, PUBLISHED.get(batch)),
-        ):
-            if published is not None:
-                lines.append([f"{what}: {text}", f"{value:.2f}", f"above {published}", value > published if batch > 1 else None])
+        if method == "replay LLMA":
+            padded, unpadded = speed[method, "padded"], speed[method, "unpadded"]
+            goals = [("plain", unpadded / plain, SPEED_UPS.get(batch)), ("padded", unpadded / padded, PUBLISHED.get(batch))]
+            lines += [
+                [f"{what}: unpadded / padded, both without graphs", f"{speed[LAUNCHED, 'unpadded'] / padded:.2f}", "", None],
+                *(
+                    [f"{what}: unpadded / {other}", f"{value:.2f}", f"above {published}", value > published if batch > 1 else None]
+                    for other, value, published in goals
+                    if published is not None
+                ),
+            ]
     return lines
 
 
@@ -324,10 +316,6 @@ def tests() -> Record:
     return {"lines": [["pytest -m gpu", said, "all pass", done.returncode == 0]], "output": done.stdout[-4000:]}
 
 
-def said(name: str) -> None:
-    print(f"  {name}", flush=True)
-
-
 def is_alike(record: Record, other: Record) -> bool:
     """Measured alike: settings, commit and device. Of a tree without history nobody knows."""
     commit = other["environment"]["commit"]
@@ -335,15 +323,18 @@ def is_alike(record: Record, other: Record) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cells", nargs="*", metavar="PREFIX", help="measure only cells whose names begin so")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--small", action="store_true", help="tiny models and runs: does everything work?")
-    parser.add_argument("--numerics", choices=("invariant", "fast"), default="invariant", help="of linear layers in EMS-SD's table")
-    parser.add_argument("--minutes", type=float, default=8.5, help="begin no cell after these")
-    parser.add_argument("--fresh", action="store_true", help="measure again what was measured")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    options = parser.parse_args(arguments)
+    options = parser_of(
+        __doc__,
+        {
+            "cells": {"nargs": "*", "metavar": "PREFIX", "help": "measure only cells whose names begin so"},
+            "--device": {"choices": ("cuda", "cpu"), "default": "cuda"},
+            "--small": {"action": "store_true", "help": "tiny models and runs: does everything work?"},
+            "--numerics": {"choices": ("invariant", "fast"), "default": "invariant", "help": "of linear layers in EMS-SD's table"},
+            "--minutes": {"type": float, "default": 8.5, "help": "begin no cell after these"},
+            "--fresh": {"action": "store_true", "help": "measure again what was measured"},
+            "--output": {"type": Path, "default": OUTPUT},
+        },
+    ).parse_args(arguments)
     try:
         device = chosen_device(options.device)
     except ConfigError as error:

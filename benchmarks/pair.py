@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+from benchmarks.options import parser_of
 from echelon import LLM, SamplingParams
 from echelon.bench.report import write_json
 from echelon.bench.throughput import default_methods, environment
@@ -36,9 +36,8 @@ def held_out_loss(folder: Path, num_windows: int = 48) -> float:
     model, tokenizer = load_plain(str(folder))
     assert tokenizer is not None
     text = [token for source in source_texts(held_out_files()) for token in [0, *tokenizer.encode(source)]]
-    starts = torch.linspace(0, len(text) - WINDOW - 1, num_windows).long().tolist()
     losses = []
-    for start in starts:
+    for start in torch.linspace(0, len(text) - WINDOW - 1, num_windows).long().tolist():
         ids = torch.tensor(text[start : start + WINDOW + 1])
         logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0].float()
         losses.append(float(F.cross_entropy(logits, ids[1:])))
@@ -64,11 +63,14 @@ def evaluate_pair(num_prompts: int, max_tokens: int) -> dict[str, float]:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--num-prompts", type=int, default=128, help="continuations of held-out Python source")
-    options.add_argument("--max-tokens", type=int, default=128, help="tokens of each")
-    options.add_argument("--output", type=Path)
-    asked = options.parse_args()
+    asked = parser_of(
+        __doc__,
+        {
+            "--num-prompts": {"type": int, "default": 128, "help": "continuations of held-out Python source"},
+            "--max-tokens": {"type": int, "default": 128, "help": "tokens of each"},
+            "--output": {"type": Path},
+        },
+    ).parse_args()
     report = evaluate_pair(asked.num_prompts, asked.max_tokens)
     print(*(f"{key}: {value:.3f}" for key, value in report.items()), sep="\n")
     if asked.output is not None:

@@ -8,7 +8,6 @@ Written to docs/evidence/training.md and .json, beside what stands there of othe
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import resource
@@ -24,8 +23,9 @@ from pathlib import Path
 import numpy as np
 import transformers
 
+from benchmarks.options import parser_of
 from benchmarks.workloads import EVIDENCE, ROOT
-from echelon.bench.report import described, table, write_json
+from echelon.bench.report import columns, described, write_json
 from echelon.bench.throughput import environment
 from echelon.demo import TARGET
 from echelon.methods import method_names
@@ -92,8 +92,9 @@ def cost(run: Path, data: Path) -> tuple[dict[int, float], int]:
 
 def plan_of(run: Path) -> TrainingConfig:
     settings = json.loads((run / "training.json").read_text("utf-8"))
-    options = tuple((name, value) for name, value in settings["options"])
-    return TrainingConfig(**{f.name: settings[f.name] for f in fields(TrainingConfig)} | {"options": options})
+    return TrainingConfig(
+        **{f.name: settings[f.name] for f in fields(TrainingConfig)} | {"options": tuple(map(tuple, settings["options"]))}
+    )
 
 
 def learnt(run: Path, data: Path, commit: str) -> Learnt:
@@ -116,27 +117,38 @@ def others(file: Path, methods: Sequence[str]) -> list[Learnt]:
 
 
 def as_markdown(found: Sequence[Learnt], where: dict[str, str]) -> str:
-    head = ["head", "batches", "within 2 % of the last loss after", "seconds a batch", "minutes until then", "memory, GB", "loss"]
-    head += ["top-1 of held-out text by depth, %", "tokens_per_step of a greedy chain", "commit"]
-    rows = []
-    for f in found:
-        cost = f"{f.seconds_a_batch:.2f}", f"{f.minutes:.1f}", f"{f.memory_bytes / 1e9:.2f}"
-        top1 = ", ".join(f"{100 * x:.0f}" for x in f.top1)
-        rows.append((f.method, f.batches, f.reached, *cost, f"{f.loss:.3f}", top1, f"{f.tokens_per_step:.2f}", f.commit))
     text = (
         f"`python -m benchmarks.plateau` after `make heads`, on {described(where)}. Batches are of 2,056 tokens; the rate falls in the "
         "last quarter of a run, EAGLE-3's all along, and the loss with it, so a run is at its plateau when it ends, and a longer one has a "
         "lower plateau of its own."
     )
-    return "\n\n".join(["# How long heads learn", text, table(head, rows)]) + "\n"
+    by_head = columns(
+        found,
+        {
+            "head": lambda f: f.method,
+            "batches": lambda f: f.batches,
+            "within 2 % of the last loss after": lambda f: f.reached,
+            "seconds a batch": lambda f: f"{f.seconds_a_batch:.2f}",
+            "minutes until then": lambda f: f"{f.minutes:.1f}",
+            "memory, GB": lambda f: f"{f.memory_bytes / 1e9:.2f}",
+            "loss": lambda f: f"{f.loss:.3f}",
+            "top-1 of held-out text by depth, %": lambda f: ", ".join(f"{100 * x:.0f}" for x in f.top1),
+            "tokens_per_step of a greedy chain": lambda f: f"{f.tokens_per_step:.2f}",
+            "commit": lambda f: f.commit,
+        },
+    )
+    return f"# How long heads learn\n\n{text}\n\n{by_head}\n"
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("methods", nargs="*", metavar="METHOD", default=HEADS)
-    options.add_argument("--runs", type=Path, default=ROOT / "build" / "heads")
-    options.add_argument("--output", type=Path, default=EVIDENCE)
-    asked = options.parse_args()
+    asked = parser_of(
+        __doc__,
+        {
+            "methods": {"nargs": "*", "metavar": "METHOD", "default": HEADS},
+            "--runs": {"type": Path, "default": ROOT / "build" / "heads"},
+            "--output": {"type": Path, "default": EVIDENCE},
+        },
+    ).parse_args()
     transformers.logging.set_verbosity_error()
     where, file = environment(), asked.output / "training.json"
     found = [learnt(asked.runs / method, asked.runs / "data", where["commit"]) for method in asked.methods]

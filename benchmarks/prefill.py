@@ -67,8 +67,7 @@ def check_memory(num_bytes: int, what: str, device: torch.device) -> None:
 
 def read_prefixes(loaded: LoadedModel, prompts: SequenceOf[SequenceOf[int]], **settings: Any) -> list[Prefix]:
     """Each prompt alone through the unpadded engine, which gives every row the same bits in any batch; `settings` are the engine's."""
-    longest = max(map(len, prompts))
-    llm = LLM(loaded, max_num_seqs=1, max_model_len=longest + 1, **settings)
+    llm = LLM(loaded, max_num_seqs=1, max_model_len=max(map(len, prompts)) + 1, **settings)
     with llm.exclusive() as engine:
         return [_read(engine.target, row, list(prompt[:-1])) for row, prompt in enumerate(prompts)]
 
@@ -83,8 +82,7 @@ def _read(runner: Runner[Any], row: int, tokens: list[int]) -> Prefix:
         slots.append(batch.slots)
         runner.run(batch)
         tables.advance(row, start + len(span.tokens))
-    where = torch.cat(slots) if slots else torch.zeros(0, dtype=torch.int64)
-    where = where.to(cache.device)
+    where = (torch.cat(slots) if slots else torch.zeros(0, dtype=torch.int64)).to(cache.device)
     prefix = Prefix(tokens, [gather_slots(k, where) for k in cache.keys], [gather_slots(v, where) for v in cache.values])
     tables.release(row)
     return prefix
@@ -168,9 +166,8 @@ class PrefilledRun:
 
     def run(self, prompts: Prompts, params: SamplingParams) -> Run:
         llm = self._engine(len(prompts))
-        for _ in range(self._num_rehearsals):
-            decode(llm, prompts, params, self._prefixes[: len(prompts)])
-        outputs, recorder = decode(llm, prompts, params, self._prefixes[: len(prompts)])
+        for _ in range(self._num_rehearsals + 1):
+            outputs, recorder = decode(llm, prompts, params, self._prefixes[: len(prompts)])
         self._decode += recorder.decode
         self._stats = llm.stats
         return Run(outputs, recorder.whole["seconds"], (recorder.decode["tokens"], recorder.decode["seconds"]))

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from echelon.acceptance import DraftedRow, Exact
 from echelon.draft import Draft, Verdict
-from echelon.drafters.base import Drafter
 from echelon.errors import ConfigError
 from echelon.llm import LLM
 from echelon.sampling import uniform_noise
@@ -110,29 +109,22 @@ def _noise(sequence: Sequence, ids: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 class ReplayDrafter:
-    """Proposes arbitrary tokens, as many as the law says; with a `drafter`, that one's, so that its time is spent."""
+    """Proposes arbitrary tokens, as many as the law says."""
 
     hidden_state_names: tuple[str, ...] = ()
 
-    def __init__(self, law: AcceptanceHistogram, vocab_size: int, drafter: Drafter | None = None) -> None:
-        self._law, self._vocab_size, self._drafter = law, vocab_size, drafter
+    def __init__(self, law: AcceptanceHistogram, vocab_size: int) -> None:
+        self._law, self._vocab_size = law, vocab_size
 
     def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
-        if self._drafter is not None:
-            return self._drafter.propose(rows)
         return Draft.chains([self._tokens(row.sequence, min(self._law.draw_for(row.sequence)[0], row.max_draft_tokens)) for row in rows])
 
     def _tokens(self, sequence: Sequence, count: int) -> list[int]:
-        tokens: list[int] = (_noise(sequence, np.arange(1, count + 1)) * self._vocab_size).astype(np.int64).tolist()
-        return tokens
+        return list((_noise(sequence, np.arange(1, count + 1)) * self._vocab_size).astype(np.int64).tolist())
 
-    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:
-        if self._drafter is not None:
-            self._drafter.observe(rows, verdict, hidden_states)
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None: ...
 
-    def forget(self, row: int) -> None:
-        if self._drafter is not None:
-            self._drafter.forget(row)
+    def forget(self, row: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -148,7 +140,7 @@ class Replayed(Exact):
 def replay(llm: LLM, law: AcceptanceHistogram) -> None:
     """From now on this engine's drafts are kept as the law says: those of its draft model, or arbitrary ones."""
     engine, config = llm.engine, llm.speculative_config
-    is_modelled = config is not None and config.method == "draft_model"
-    engine.drafter = ReplayDrafter(law, llm.target.vocab_size, engine.drafter if is_modelled else None)
+    if config is None or config.method != "draft_model":
+        engine.drafter = ReplayDrafter(law, llm.target.vocab_size)
     engine.rule = Replayed(law)
     engine.ahead = None  # the device keeps what the target says

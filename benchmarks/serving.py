@@ -8,7 +8,6 @@ process of its own, as clients do.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -16,15 +15,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from benchmarks.options import parser_of
 from echelon import LLM, SamplingParams
 from echelon.bench.report import table, write_json
 from echelon.bench.serve import ask
@@ -44,18 +42,6 @@ SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Throughput:
-    """New tokens a second of one round."""
-
-    generate: float
-    http: float
-
-    @property
-    def ratio(self) -> float:
-        return self.http / self.generate
-
-
-@dataclass(frozen=True)
 class ShortWait:
     """Seconds from asking to the first token of a short request that comes while a long prompt is read; of a step that read a piece of
     that prompt; and how many steps ran in between."""
@@ -64,22 +50,9 @@ class ShortWait:
     mixed_step: float
     num_steps: int
 
-    @property
-    def in_steps(self) -> float:
-        return self.ttft / self.mixed_step
 
-
-@contextmanager
-def served(llm: LLM) -> Iterator[str]:
-    """The URL of a server of `llm` in threads of this process."""
-    config = ServerConfig(port=0)
-    app = create_app(llm, config)
-    with serving_in_thread(app, config) as (url, _):
-        yield url
-
-
-def measure_throughput(direct: LLM, url: str, max_tokens: int, rounds: int) -> list[Throughput]:
-    """The same prompts by both ways, in turns; a round before the first is not counted."""
+def measure_throughput(direct: LLM, url: str, max_tokens: int, rounds: int) -> list[tuple[float, float]]:
+    """New tokens a second by `generate` and over HTTP, the same prompts in turns; a round before the first is not counted."""
     texts = code_texts(held_out_files(), NUM_PROMPTS, NUM_CHARACTERS)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     results = []
@@ -87,7 +60,7 @@ def measure_throughput(direct: LLM, url: str, max_tokens: int, rounds: int) -> l
         start = time.perf_counter()
         outputs = direct.generate(texts, params)
         speed = sum(len(o.outputs[0].token_ids) for o in outputs) / (time.perf_counter() - start)
-        results.append(Throughput(speed, _load(url, max_tokens)["tokens_per_second"]))
+        results.append((speed, _load(url, max_tokens)["tokens_per_second"]))
     return results[1:]
 
 
@@ -96,8 +69,7 @@ def _load(url: str, max_tokens: int) -> dict[str, Any]:
     sizes = {"num-prompts": NUM_PROMPTS, "prompt-characters": NUM_CHARACTERS, "max-tokens": max_tokens, "concurrency": CONCURRENCY}
     options = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "echelon", "bench", "serve", "--url", url, "--ignore-eos", "--json", *options]
-    report: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
-    return report
+    return dict(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout))
 
 
 def measure_short_waits(llm: LLM, url: str, rounds: int) -> list[ShortWait]:
@@ -133,17 +105,17 @@ async def _short_wait(long: list[int], url: str, steps: list[tuple[float, float,
     return ShortWait(short.ttft, statistics.median(mixed), len(between))
 
 
-def as_json(throughput: SequenceOf[Throughput], waits: SequenceOf[ShortWait]) -> dict[str, Any]:
+def as_json(throughput: SequenceOf[tuple[float, float]], waits: SequenceOf[ShortWait]) -> dict[str, Any]:
     """Medians with the least and the largest of all rounds."""
     return {
         "concurrency": CONCURRENCY,
-        "generate_tokens_per_second": _spread([t.generate for t in throughput]),
-        "http_tokens_per_second": _spread([t.http for t in throughput]),
-        "http_over_generate": _spread([t.ratio for t in throughput]),
+        "generate_tokens_per_second": _spread([generate for generate, _ in throughput]),
+        "http_tokens_per_second": _spread([http for _, http in throughput]),
+        "http_over_generate": _spread([http / generate for generate, http in throughput]),
         "long_prompt_tokens": LONG_PROMPT,
         "short_ttft_ms": _spread([1e3 * w.ttft for w in waits]),
         "mixed_step_ms": _spread([1e3 * w.mixed_step for w in waits]),
-        "short_ttft_in_mixed_steps": _spread([w.in_steps for w in waits]),
+        "short_ttft_in_mixed_steps": _spread([w.ttft / w.mixed_step for w in waits]),
         "steps_until_first_token": _spread([float(w.num_steps) for w in waits]),
     }
 
@@ -162,17 +134,21 @@ def as_markdown(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--parameters", type=int, default=500_000_000, help="grow the embedded target to so many; 0: as it is")
-    options.add_argument("--max-tokens", type=int, default=32, help="new tokens a prompt")
-    options.add_argument("--rounds", type=int, default=5, help="of each measurement, interleaved")
-    options.add_argument("--output", type=Path)
-    asked = options.parse_args()
+    asked = parser_of(
+        __doc__,
+        {
+            "--parameters": {"type": int, "default": 500_000_000, "help": "grow the embedded target to so many; 0: as it is"},
+            "--max-tokens": {"type": int, "default": 32, "help": "new tokens a prompt"},
+            "--rounds": {"type": int, "default": 5, "help": "of each measurement, interleaved"},
+            "--output": {"type": Path},
+        },
+    ).parse_args()
     target = load_target(str(TARGET), asked.parameters)
     draft = load_model(str(DRAFT), device=target.device.type)
     config = {"method": "draft_model", "num_speculative_tokens": 4}
     direct, behind = (LLM(target, config, draft, max_num_seqs=CONCURRENCY, max_num_batched_tokens=512) for _ in range(2))
-    with served(behind) as url:
+    server = ServerConfig(port=0)
+    with serving_in_thread(create_app(behind, server), server) as (url, _):
         report = as_json(measure_throughput(direct, url, asked.max_tokens, asked.rounds), measure_short_waits(behind, url, asked.rounds))
     print(as_markdown(report))
     if asked.output is not None:

@@ -7,7 +7,6 @@ end of every run, also of one that is stopped (Ctrl-C), and says which cells it 
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import signal
@@ -21,12 +20,13 @@ from typing import Any
 
 import transformers
 
-from benchmarks.cells import Cell, Record, Records, chosen, run_cells
+from benchmarks.cells import Cell, Record, Records, chosen, run_cells, said
 from benchmarks.document import write_document
+from benchmarks.options import parser_of
 from benchmarks.prefill import PrefilledRun
 from benchmarks.replayed import AcceptanceHistogram, replay, rescaled
-from benchmarks.workloads import PADDINGS, ROOT, SMALL, Models, Size, source
-from echelon import LLM, SamplingParams
+from benchmarks.workloads import PADDINGS, ROOT, SMALL, Models, Size, greedy, source
+from echelon import LLM
 from echelon.bench.latency import measure_latency
 from echelon.bench.throughput import CONFIDENT, DecodingMethod, default_methods, environment, measure
 from echelon.bench.verify import VerificationJob, verify_model
@@ -99,18 +99,13 @@ class Tables:
             ("equality", self.equality, ()),
             ("latency", self.latency, size.latency_batches),
         ]
-        cells = []
+        cells: list[Cell] = []
         for name, measured, batches in experiments:
             a_round, a_row = SECONDS[name]
-            for batch in batches:
-                seconds = num_rounds(name, batch) * (a_round + a_row * batch)
-                cells.append(Cell(f"{name}-{batch:02d}", partial(measured, batch), seconds))
             if not batches:
                 cells.append(Cell(name, measured, a_round))
+            cells += [Cell(f"{name}-{b:02d}", partial(measured, b), num_rounds(name, b) * (a_round + a_row * b)) for b in batches]
         return cells
-
-    def params(self, max_tokens: int) -> SamplingParams:
-        return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
     def histogram(self) -> dict[str, Any]:
         """What LLMA and the draft model draft and accept on the embedded pair: held-out source, greedy."""
@@ -119,14 +114,13 @@ class Tables:
         found = {}
         for method in default_methods()[1:]:
             llm = LLM(target, method.config, self.models.draft, max_num_seqs=32)
-            llm.generate(prompts, self.params(size.table_tokens))
+            llm.generate(prompts, greedy(size.table_tokens))
             found[method.name] = llm.stats.histogram()
         return {"histograms": found}
 
     def measured(self) -> dict[str, list[list[float]]]:
         """The histograms of the first cell."""
-        histograms: dict[str, list[list[float]]] = json.loads((self.folder / "histogram.json").read_text("utf-8"))["histograms"]
-        return histograms
+        return dict(json.loads((self.folder / "histogram.json").read_text("utf-8"))["histograms"])
 
     def opt_table(self, batch: int) -> dict[str, Any]:
         """EMS-SD's Table 2 on random weights: acceptance replayed as it was measured."""
@@ -134,9 +128,8 @@ class Tables:
         target, draft, prompts, prefixes = self.models.opt
         law = AcceptanceHistogram.from_counts(measured["draft model"], "the measured histogram")
         runs = self._replays({"replay LLMA": measured["LLMA"]})
-        for strategy in PADDINGS:
-            method = DecodingMethod("replay, draft model", default_methods()[2].config, strategy, partial(replay, law=law))
-            runs.append(PrefilledRun(method, target, draft, prefixes, self.longest(strategy)))
+        modelled = [DecodingMethod("replay, draft model", default_methods()[2].config, s, partial(replay, law=law)) for s in PADDINGS]
+        runs += [PrefilledRun(m, target, draft, prefixes, self.longest(m.strategy)) for m in modelled]
         return self._table(target, prompts[:batch], runs, num_rounds("table-opt", batch))
 
     def rescaled_table(self, batch: int) -> dict[str, Any]:
@@ -172,8 +165,9 @@ class Tables:
     def gain(self, batch: int) -> dict[str, Any]:
         """What speculation brings where places never stay empty: code continuation on the grown pair, rows enter as others finish."""
         prompts = source(self.models.grown, 4 * batch, self.size.gain_prompt_tokens, is_ragged=False)
-        methods = [*default_methods(), CONFIDENT]
-        return self._measured(self.models.grown, methods, prompts, self.size.gain_tokens, batch, num_rounds("gain", batch))
+        return self._measured(
+            self.models.grown, [*default_methods(), CONFIDENT], prompts, self.size.gain_tokens, batch, num_rounds("gain", batch)
+        )
 
     def heads(self, batch: int) -> dict[str, Any]:
         """Trained heads as chains and as trees beside the draft model, on the grown pair; rows enter as others finish."""
@@ -200,7 +194,7 @@ class Tables:
 
         def emitted(temperature: float, config: dict[str, Any]) -> float:
             llm = LLM(target, config, self.models.draft, max_num_seqs=16)
-            llm.generate(prompts, self.params(size.table_tokens).model_copy(update={"temperature": temperature, "seed": 0}))
+            llm.generate(prompts, greedy(size.table_tokens).model_copy(update={"temperature": temperature, "seed": 0}))
             return llm.stats.tokens_per_step
 
         found = [
@@ -229,7 +223,7 @@ class Tables:
         rounds: int,
         others: Sequence[PrefilledRun] = (),
     ) -> dict[str, Any]:
-        results = measure(target, self.models.draft, methods, prompts, self.params(max_tokens), batch, rounds, [], said, others)
+        results = measure(target, self.models.draft, methods, prompts, greedy(max_tokens), batch, rounds, [], said, others)
         return {"results": [asdict(r) for r in results]}
 
     def latency(self, batch: int) -> dict[str, Any]:
@@ -237,7 +231,7 @@ class Tables:
         target = self.models.realigned
         prompts = source(target, self.size.latency_requests, self.size.short_prompt_tokens)
         methods = [DecodingMethod("draft model", default_methods()[2].config, s) for s in REALIGNMENTS]
-        params = self.params(self.size.latency_tokens)
+        params = greedy(self.size.latency_tokens)
         results = measure_latency(target, self.models.draft, methods, prompts, params, batch, (0.8,), on_run=said)
         return {"latencies": [asdict(r) for r in results]}
 
@@ -250,16 +244,15 @@ class Tables:
         return {"equality": [verified_as_json(r) for r in verified]}
 
 
-def said(name: str) -> None:
-    print(f"  {name}", flush=True)
-
-
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cells", nargs="*", metavar="PREFIX", help="measure only cells whose names begin so")
-    parser.add_argument("--small", action="store_true", help="tiny models and runs: does everything work?")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs", help="folder of the document; evidence and plots lie below it")
-    options = parser.parse_args(arguments)
+    options = parser_of(
+        __doc__,
+        {
+            "cells": {"nargs": "*", "metavar": "PREFIX", "help": "measure only cells whose names begin so"},
+            "--small": {"action": "store_true", "help": "tiny models and runs: does everything work?"},
+            "--output": {"type": Path, "default": ROOT / "docs", "help": "folder of the document; evidence and plots lie below it"},
+        },
+    ).parse_args(arguments)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     tables = Tables(SMALL if options.small else Size(), options.output / "evidence" / "benchmarks")
@@ -272,7 +265,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         asked = chosen(cells, options.cells)
         found = run_cells(asked, Records(tables.folder), {"settings": settings, "environment": where}, is_current)
-        return 1 if any("failed" in record for record in found.values()) else 0
+        return int(any("failed" in record for record in found.values()))
     except KeyboardInterrupt:
         return 130
     finally:

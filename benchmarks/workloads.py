@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.prefill import Prefix, read_prefixes
-from echelon import ConfigError
+from echelon import ConfigError, SamplingParams
 from echelon.bench.inflate import inflate, inflate_with_heads, plan_growth
 from echelon.bench.shapes import opt, with_random_weights
 from echelon.bench.workloads import code_prompts
@@ -45,6 +45,11 @@ class Beginnings:
     def of(self, lengths: list[int]) -> list[Prefix]:
         """Keys and values of these prompts, a copy of none."""
         return [self.prefixes[row % len(self.prefixes)].first(length - 1) for row, length in enumerate(lengths)]
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    """The likeliest tokens, as many for every row, whatever they are."""
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
 
 def source(target: LoadedModel, count: int, longest: int, is_ragged: bool = True) -> list[list[int]]:
@@ -111,12 +116,8 @@ class Models:
 
     def __init__(self, size: Size) -> None:
         self.size = size
-        self._scratch = tempfile.TemporaryDirectory(prefix="echelon-benchmarks-")
-
-    @property
-    def scratch(self) -> Path:
-        """A folder that lasts as long as the run."""
-        return Path(self._scratch.name)
+        self._lasting = tempfile.TemporaryDirectory(prefix="echelon-benchmarks-")  # as long as the run
+        self.scratch = Path(self._lasting.name)
 
     @cached_property
     def target(self) -> LoadedModel:

@@ -29,21 +29,25 @@ DRAFTERS = {
     "LLMA": {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 2, "prompt_lookup_source": "prompt"},
     "draft model": {"method": "draft_model", "num_speculative_tokens": 4},
 }
+OPTIONS = {
+    "--sizes": {"default": "350m,1.3b,2.7b,6.7b,13b", "help": "of OPT, comma-separated"},
+    "--model": {"action": "append", "help": "a folder or hub name instead of --sizes; may be repeated"},
+    "--draft-model": {"default": "facebook/opt-125m"},
+    "--articles": {"type": Path, "help": "JSONL with a key `article`, instead of the data set of the hub"},
+    "--num-articles": {"type": int, "default": 480},
+    "--batch-sizes": {"default": "1,2,4,8,12,16,20,24"},
+    "--max-tokens": {"type": int, "default": 128},
+    "--rounds": {"type": int, "default": 3},
+    "--dtype": {"default": "bfloat16", "choices": ("bfloat16", "float16", "float32")},
+    "--output": {"type": Path, "default": Path("build/opt_cnn_dailymail")},
+}
 DATASET = ("abisee/cnn_dailymail", "3.0.0")
 
 
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--sizes", default="350m,1.3b,2.7b,6.7b,13b", help="of OPT, comma-separated")
-    options.add_argument("--model", action="append", help="a folder or hub name instead of --sizes; may be repeated")
-    options.add_argument("--draft-model", default="facebook/opt-125m")
-    options.add_argument("--articles", type=Path, help="JSONL with a key `article`, instead of the data set of the hub")
-    options.add_argument("--num-articles", type=int, default=480)
-    options.add_argument("--batch-sizes", default="1,2,4,8,12,16,20,24")
-    options.add_argument("--max-tokens", type=int, default=128)
-    options.add_argument("--rounds", type=int, default=3)
-    options.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    options.add_argument("--output", type=Path, default=Path("build/opt_cnn_dailymail"))
+    for name, told in OPTIONS.items():
+        options.add_argument(name, **told)
     return options
 
 

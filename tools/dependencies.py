@@ -15,7 +15,8 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tools import ROOT
+
 PACKAGE = ROOT / "src" / "echelon"
 ROOMS = {"echelon": PACKAGE, "benchmarks": ROOT / "benchmarks", "tools": ROOT / "tools"}  # what is imported by its full name
 FOLDERS = (*sorted(p for p in (ROOT / "tests").iterdir() if p.is_dir()), ROOT / "scripts")  # whose modules import each other by bare name
@@ -48,13 +49,10 @@ def digest(files: frozenset[Path], *more: str) -> str:
 
 def closure(files: set[Path]) -> frozenset[Path]:
     """Files and everything that they import, directly or not."""
-    found: set[Path] = set()
-    todo = list(files)
-    while todo:
-        path = todo.pop()
-        if path not in found:
-            found.add(path)
-            todo += _needed_by(path)
+    found, new = set[Path](), set(files)
+    while new:
+        found |= new
+        new = {needed for path in new for needed in _needed_by(path)} - found
     return frozenset(found)
 
 

@@ -9,14 +9,13 @@ import json
 import logging
 import sys
 import warnings
-from pathlib import Path
 
 import census
 import transformers
 
 from echelon.errors import Refusal
+from tools import ROOT
 
-ROOT = Path(__file__).parents[1]
 EVIDENCE = ROOT / "docs" / "evidence" / "census.json"
 DOCUMENT = ROOT / "docs" / "models.md"
 HEAD = """# Models

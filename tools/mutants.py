@@ -12,9 +12,11 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tools import ROOT
+
 BLOCKS = "tests/ops/test_triton.py::test_blocks_of_their_own_size_are_right"
 LOSSLESS = "tests/promises/test_lossless.py::test_speculation_changes_no_token"
 HEADS = "tests/promises/test_heads_lossless.py::test_heads"
@@ -141,12 +143,9 @@ class Copy:
 
 def verdicts(chosen: list[Mutant], copy: Copy) -> dict[str, str]:
     """Name → "killed", "SURVIVED", or "NO CONTROL" where the killer fails without the fault too and so shows nothing."""
-    controls: dict[str, bool] = {}
-    found = {}
+    control, found = cache(copy.passes), {}
     for mutant in chosen:
-        if mutant.killer not in controls:
-            controls[mutant.killer] = copy.passes(mutant.killer)
-        found[mutant.name] = "NO CONTROL" if not controls[mutant.killer] else "SURVIVED" if copy.survives(mutant) else "killed"
+        found[mutant.name] = "NO CONTROL" if not control(mutant.killer) else "SURVIVED" if copy.survives(mutant) else "killed"
         print(f"{found[mutant.name]:10}  {mutant.name}  ({mutant.killer})", flush=True)
     return found
 

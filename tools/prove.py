@@ -13,14 +13,12 @@ import subprocess
 import sys
 from dataclasses import astuple, dataclass, field
 from functools import partial
-from pathlib import Path
 
 from benchmarks.cells import Cell, Record, Records, run_cells
 from echelon.bench.throughput import environment
-from tools import dependencies
+from tools import ROOT, dependencies
 from tools.mutants import MUTANTS, Mutant
 
-ROOT = Path(__file__).parents[1]
 EVIDENCE = ROOT / "docs" / "evidence" / "prove.json"
 
 

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 from echelon.bench.plot import pyplot_or_refusal
-from tools.dependencies import PACKAGE, ROOT, public_names
+from tools import ROOT
+from tools.dependencies import PACKAGE, public_names
 
 Graph = dict[str, set[str]]  # room → rooms that it imports
 
@@ -75,20 +76,12 @@ def draw(path: Path, graph: Graph) -> None:
         for other in sorted(arrows[name]):
             (x, y), (other_x, other_y) = at[name], at[other]
             bend = 0.3 if x == other_x and y - other_y > 1 else 0.0  # round the rooms between
-            line = {
-                "arrowstyle": "->",
-                "color": "#8aa0b8",
-                "linewidth": 0.8,
-                "shrinkA": 0,
-                "shrinkB": 0,
-                "connectionstyle": f"arc3,rad={bend}",
-            }
-            axis.annotate("", (other_x, other_y + 0.2), (x, y - 0.2), arrowprops=line)
+            arrow = {"arrowstyle": "->", "connectionstyle": f"arc3,rad={bend}", "shrinkA": 0, "shrinkB": 0}
+            axis.annotate("", (other_x, other_y + 0.2), (x, y - 0.2), arrowprops=arrow | {"color": "#8aa0b8", "linewidth": 0.8})
+    box = {"boxstyle": "round,pad=0.4", "facecolor": "#eef3f8", "edgecolor": "#4575b4"}
     for name, (x, y) in at.items():
-        box = {"boxstyle": "round,pad=0.4", "facecolor": "#eef3f8", "edgecolor": "#4575b4"}
         axis.text(x, y, name, ha="center", va="center", fontsize=9, bbox=box)
-    axis.set_xlim(0, 1)
-    axis.set_ylim(-0.5, len(levels) - 0.5)
+    axis.set(xlim=(0, 1), ylim=(-0.5, len(levels) - 0.5))
     axis.axis("off")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, metadata={"Software": None})

@@ -11,13 +11,12 @@ import hashlib
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import venv
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import httpx
@@ -26,12 +25,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from echelon import LLM, SamplingParams
+from echelon.bench.serve import totals
 from echelon.bench.workloads import code_texts
 from echelon.demo import TARGET, held_out_files
+from tools import ROOT
 
-ROOT = Path(__file__).parents[1]
 ROOM = ROOT / "build" / "third-party"
-PINS = Path(__file__).with_name("third_party.txt")
+PINS = ROOT / "tools" / "third_party.txt"
 TOOLS = ("lm-eval[api]", "guidellm")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(ROOM / "hub"), "TOKENIZERS_PARALLELISM": "false"}
 MARGIN = 2e-4  # in a log-likelihood of some twenty tokens: float32 sums in another order
@@ -65,9 +65,11 @@ def lm_eval(url: str) -> str:
         (ROOM / "tasks" / f"{name}.yaml").write_text(text, "utf-8")
     found = _harness(url)
     llm = servers.build("plain")
-    _compare("log-likelihood", found["echelon_line"], _lines(llm, cases))
-    _compare("choice", found["echelon_choice"], _choices(llm, cases))
-    _compare("text", found["echelon_text"], _texts(llm, cases))
+    params = SamplingParams(temperature=0.0, max_tokens=LONGEST, stop=tuple(UNTIL))
+    texts = llm.generate([c["head"] for c in cases], params)
+    _compare("log-likelihood", found["echelon_line"], [[_score(llm, c["head"], c["line"])] for c in cases])
+    _compare("choice", found["echelon_choice"], [[_score(llm, c["head"], "\n" + choice) for choice in c["choices"]] for c in cases])
+    _compare("text", found["echelon_text"], [[o.outputs[0].text] for o in texts])
     return f"lm-eval: {3 * len(cases)} scores and texts are those of LLM.generate"
 
 
@@ -100,19 +102,10 @@ def _harness(url: str) -> dict[str, list[Any]]:
     for old in results.rglob("*.json*"):
         old.unlink()
     model = f"model={servers.MODEL},base_url={url}/v1/completions,tokenizer_backend=huggingface,tokenizer={TARGET},num_concurrent=8"
-    chosen = ["--tasks", ",".join(TASKS), "--include_path", str(ROOM / "tasks"), "--batch_size", "2"]
     run(
-        "-m",
-        "lm_eval",
-        "run",
-        "--model",
-        "local-completions",
-        "--model_args",
-        model,
-        *chosen,
-        "--log_samples",
-        "--output_path",
-        str(results),
+        *("-m", "lm_eval", "run", "--model", "local-completions", "--model_args", model),
+        *("--tasks", ",".join(TASKS), "--include_path", str(ROOM / "tasks"), "--batch_size", "2"),
+        *("--log_samples", "--output_path", str(results)),
     )
     found = {}
     for name in TASKS:
@@ -129,26 +122,13 @@ def _compare(what: str, found: SequenceOf[Any], truth: SequenceOf[Any]) -> None:
         assert read == other, f"{what} of case {case}: lm-eval has {read}, LLM.generate {other}"
 
 
-def _lines(llm: LLM, cases: SequenceOf[Mapping[str, Any]]) -> list[list[list[Any]]]:
-    return [[_score(llm, c["head"], c["line"])] for c in cases]
-
-
-def _choices(llm: LLM, cases: SequenceOf[Mapping[str, Any]]) -> list[list[list[Any]]]:
-    return [[_score(llm, c["head"], "\n" + choice) for choice in c["choices"]] for c in cases]
-
-
-def _texts(llm: LLM, cases: SequenceOf[Mapping[str, Any]]) -> list[list[str]]:
-    params = SamplingParams(temperature=0.0, max_tokens=LONGEST, stop=tuple(UNTIL))
-    return [[o.outputs[0].text] for o in llm.generate([c["head"] for c in cases], params)]
-
-
-_REFERENCE: list[Any] = []
+@cache
+def _reference() -> Any:
+    return AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
 
 
 def _score(llm: LLM, head: str, tail: str) -> list[Any]:
     """Log-likelihood of `tail` after `head`, and whether it is the greedy text; that of `transformers` must agree."""
-    if not _REFERENCE:
-        _REFERENCE.append(AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval())
     tokens, start = llm.inputs.encode(head + tail), len(llm.inputs.encode(head))
     places = llm.generate([tokens], SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1))[0].prompt_logprobs
     assert places is not None
@@ -159,7 +139,7 @@ def _score(llm: LLM, head: str, tail: str) -> list[Any]:
     ]
     total = sum(own for own, _ in asked)
     with torch.no_grad():
-        logits = _REFERENCE[0](torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+        logits = _reference()(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
     reference = float(logits[torch.arange(start - 1, len(tokens) - 1), torch.tensor(tokens[start:])].sum())
     assert math.isclose(total, reference, rel_tol=1e-5, abs_tol=MARGIN), (total, reference)
     return [total, all(own == best for own, best in asked)]
@@ -168,7 +148,7 @@ def _score(llm: LLM, head: str, tail: str) -> list[Any]:
 def guidellm(url: str) -> str:
     """A synthetic load at a fixed concurrency on both routes; the server's counters grow by what the client has counted."""
     for route in ("/v1/completions", "/v1/chat/completions"):
-        before, output = _counters(url), ROOM / "guidellm.json"
+        before, output = totals(httpx.get(url + "/metrics").text), ROOM / "guidellm.json"
         run(
             *("-m", "guidellm", "run", "--disable-console-interactive"),
             *("--backend", f"kind=openai_http,target={url},model={servers.MODEL},request_format={route}"),
@@ -176,7 +156,7 @@ def guidellm(url: str) -> str:
             *("--data", f"kind=synthetic_text,prompt_tokens=64,output_tokens={NUM_NEW}"),
             *("--tokenizer", f"kind=huggingface_auto,model={TARGET}", "--output", f"kind=json,path={output}"),
         )
-        after = _counters(url)
+        after = totals(httpx.get(url + "/metrics").text)
         _check_report(json.loads(output.read_text("utf-8")), {name: after[name] - before.get(name, 0.0) for name in after})
     return f"guidellm: {2 * NUM_REQUESTS} requests, none failed; the server counted the same"
 
@@ -189,14 +169,6 @@ def _check_report(report: Mapping[str, Any], counted: Mapping[str, float]) -> No
     for theirs, ours in (("prompt_token_count", "prompt_tokens"), ("output_token_count", "generation_tokens")):
         assert metrics[theirs]["successful"]["total_sum"] == counted[ours] > 0, (theirs, counted)
     assert 0 < counted["spec_decode_num_accepted_tokens"] < counted["spec_decode_num_draft_tokens"], counted
-
-
-def _counters(url: str) -> dict[str, float]:
-    """Totals at /metrics, over all labels."""
-    totals: dict[str, float] = {}
-    for name, value in re.findall(r"^vllm:(\w+?)_total(?:\{[^}]*\})? (\S+)$", httpx.get(url + "/metrics").text, re.MULTILINE):
-        totals[name] = totals.get(name, 0.0) + float(value)
-    return totals
 
 
 CLIENTS: dict[str, Callable[[str], str]] = {"lm-eval": lm_eval, "guidellm": guidellm}

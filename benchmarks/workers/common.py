@@ -12,8 +12,7 @@ Outputs = list[list[int]]  # token ids of every prompt
 
 
 def read_job(path: str) -> dict[str, Any]:
-    job: dict[str, Any] = json.loads(Path(path).read_text("utf-8"))
-    return job
+    return dict(json.loads(Path(path).read_text("utf-8")))
 
 
 def timed(generate: Callable[[int], Outputs], num_tokens: int) -> tuple[float, Outputs]:
@@ -25,13 +24,9 @@ def timed(generate: Callable[[int], Outputs], num_tokens: int) -> tuple[float, O
 def measured(job: dict[str, Any], generate: Callable[[int], Outputs], packages: list[str]) -> dict[str, Any]:
     """Rounds of the whole job, each after one that ends with the head; `generate` takes the number of new tokens a prompt."""
     generate(job["head_tokens"])  # warm-up
-    seconds, head_seconds = list[float](), list[float]()
-    outputs: Outputs = []
-    for _ in range(job["rounds"]):
-        head_seconds.append(timed(generate, job["head_tokens"])[0])
-        elapsed, outputs = timed(generate, job["max_tokens"])
-        seconds.append(elapsed)
-    return {"versions": versions(packages), "outputs": outputs, "seconds": seconds, "head_seconds": head_seconds}
+    rounds = [(timed(generate, job["head_tokens"])[0], *timed(generate, job["max_tokens"])) for _ in range(job["rounds"])]
+    head_seconds, seconds, outputs = zip(*rounds, strict=True)
+    return {"versions": versions(packages), "outputs": outputs[-1], "seconds": list(seconds), "head_seconds": list(head_seconds)}
 
 
 def versions(packages: list[str]) -> dict[str, str]:

@@ -11,7 +11,6 @@ import toys
 from test_train_heads import counting, tiny_target
 
 from benchmarks import ablation
-from benchmarks.ablation_document import write_document
 from benchmarks.cells import Records
 from echelon.bench.throughput import environment
 
@@ -37,7 +36,7 @@ def test_every_variant_is_trained_and_measured(tmp_path: Path) -> None:
     sizes = {n: json.loads((tmp_path / "cells" / f"{n}-0.json").read_text())["parameters"] for n in ablation.VARIANTS}
     ladder = [sizes[f"clover-{n}"] for n in ("medusa", "augmenting", "regressive", "full")]
     assert ladder[0] < ladder[1] < ladder[2] and ladder[3] > ladder[1]
-    write_document(Records(tmp_path / "cells"), tmp_path, {"steps": 3})
+    ablation.write_document(Records(tmp_path / "cells"), tmp_path, {"steps": 3})
     text = (tmp_path / "ablation.md").read_text()
     for words in (
         f"{', '.join(sorted(ablation.VARIANTS))}: ",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.gpu_report import gpu_part, gpu_table
+from benchmarks.document_parts import gpu_part, gpu_table
 from echelon.bench.throughput import ThroughputResult, environment
 
 

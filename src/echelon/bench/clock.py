@@ -56,8 +56,7 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 
 def kernel_seconds(call: Callable[[], object], device: torch.device) -> dict[str, float]:
     """Seconds that a CUDA device spends in each kernel or copy by name while `call` runs; no gaps between them."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize(device)
     return {event.key: event.self_device_time_total / 1e6 for event in profile.key_averages() if event.self_device_time_total > 0}

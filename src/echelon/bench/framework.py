@@ -13,9 +13,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from echelon import SamplingParams
 from echelon.bench.clock import clock_of
 from echelon.bench.throughput import Contender, Prompts, Run, ThroughputResult
-from echelon.bench.verify import cut
-
-PAD = 0  # masked, and never looked for
+from echelon.bench.verify import cut, generate_padded
 
 
 class StepTimes(StoppingCriteria):  # type: ignore[misc]
@@ -60,20 +58,11 @@ class FrameworkRun:
         return Run(outputs, now() - start, (tokens, seconds))
 
     def _generate(self, rows: Prompts, params: SamplingParams, clock: StepTimes) -> list[list[int]]:
-        width = max(map(len, rows))
-        ends = self._model.generation_config.eos_token_id
-        done = self._model.generate(
-            torch.tensor([[PAD] * (width - len(row)) + list(row) for row in rows], device=self._model.device),
-            attention_mask=torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=self._model.device),
-            max_new_tokens=params.max_tokens,
-            do_sample=False,
-            pad_token_id=PAD,
-            eos_token_id=None if params.ignore_eos else ends,
-            stopping_criteria=StoppingCriteriaList([clock]),
-            **self._extra,
-        )
-        stops = frozenset() if params.ignore_eos or ends is None else frozenset([ends] if isinstance(ends, int) else ends)
-        return [cut(row[width:].tolist(), stops) for row in done]
+        eos = None if params.ignore_eos else self._model.generation_config.eos_token_id
+        timed = StoppingCriteriaList([clock])
+        done = generate_padded(self._model, rows, params.max_tokens, eos_token_id=eos, stopping_criteria=timed, **self._extra)
+        stops = frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
+        return [cut(row, stops) for row in done]
 
     def result(self, batch_size: int, runs: SequenceOf[Run]) -> ThroughputResult:
         """tokens_per_step is emitted tokens over steps of one row; acceptance is not reported by the framework."""

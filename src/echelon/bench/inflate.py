@@ -25,7 +25,7 @@ from echelon.heads.clover import CloverHead
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
 LARGEST_HIDDEN = 2048  # `plan_growth` widens up to here, then deepens
-WIDENED = ("hidden_size", "intermediate_size", "ffn_dim", "num_attention_heads", "num_key_value_heads")
+WIDENED = {"hidden_size", "intermediate_size", "ffn_dim", "num_attention_heads", "num_key_value_heads"}
 TABLES = ("rows", "clover_embed_tokens.weight")  # of a head: a row a token
 HEAD_OUTPUTS = ("lm_head.", "outputs.")  # of a head: logits
 RESIDUAL_OUTPUTS = ("o_proj", "down_proj", "out_proj", "fc2")
@@ -60,10 +60,7 @@ def inflate(model: PreTrainedModel, growth: Inflation) -> PreTrainedModel:
     ConfigError             the growth shrinks the model, or its width is no power of two
     """
     _check(model, growth)
-    config = copy.deepcopy(model.config)
-    for key in WIDENED:
-        if key in config.to_dict():
-            setattr(config, key, getattr(config, key) * growth.width)
+    config = _widened(model.config, growth.width)
     config.num_hidden_layers = growth.num_layers
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[i % model.config.num_hidden_layers] for i in range(growth.num_layers)]
@@ -74,6 +71,13 @@ def inflate(model: PreTrainedModel, growth: Inflation) -> PreTrainedModel:
     grown: PreTrainedModel = type(model).from_pretrained(None, config=config, state_dict=_grown_state(model, growth), dtype=model.dtype)
     grown.generation_config = copy.deepcopy(model.generation_config)
     return grown.eval()
+
+
+def _widened(config: Any, width: int) -> Any:
+    config = copy.deepcopy(config)
+    for key in WIDENED & config.to_dict().keys():
+        setattr(config, key, getattr(config, key) * width)
+    return config
 
 
 def _check(model: PreTrainedModel, growth: Inflation) -> None:
@@ -99,21 +103,15 @@ def _layer_of(name: str) -> int | None:
 
 def _grown_state(model: PreTrainedModel, growth: Inflation) -> dict[str, Tensor]:
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    state: dict[str, Tensor] = {}
-    appended: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, tensor in model.state_dict().items():
-        if tied and name == "lm_head.weight":
-            continue
-        grown = _grown(model, name, tensor, growth.width, tied)
-        state[name] = grown
-        layer = _layer_of(name)
-        if layer is not None:
-            appended.setdefault(layer, []).append((name, grown))
+    own = {name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+    state = {name: _grown(model, name, tensor, growth.width, tied) for name, tensor in own.items()}
     for i in range(model.config.num_hidden_layers, growth.num_layers):
         source = i % model.config.num_hidden_layers
-        for name, tensor in appended[source]:
-            is_output = any(f".{part}." in name for part in RESIDUAL_OUTPUTS)
-            state[name.replace(f"layers.{source}.", f"layers.{i}.")] = torch.zeros_like(tensor) if is_output else tensor.clone()
+        for name in own:
+            if _layer_of(name) == source:
+                is_output = any(f".{part}." in name for part in RESIDUAL_OUTPUTS)
+                copied = torch.zeros_like(state[name]) if is_output else state[name].clone()
+                state[name.replace(f"layers.{source}.", f"layers.{i}.")] = copied
     return state
 
 
@@ -154,11 +152,7 @@ def inflate_head(head: Any, target: PreTrainedModel, width: int) -> Head:
     """
     if target.config.tie_word_embeddings:
         raise ConfigError("heads grow beside a target with an output layer of its own; untie it before it is grown")
-    config = copy.deepcopy(head.config)
-    for key in WIDENED:
-        if key in config.to_dict():
-            setattr(config, key, getattr(config, key) * width)
-    grown: Head = type(head)(config, shared_parts(target), head.options)
+    grown: Head = type(head)(_widened(head.config, width), shared_parts(target), head.options)
     state = {name: _grown_head(name, tensor, width, head.config.hidden_size) for name, tensor in head.state_dict().items()}
     if isinstance(head, CloverHead) and head.options.regressive:
         _undo_normalisation(state, width)

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from echelon.batch import RaggedBatch, Span
 from echelon.bench.clock import seconds_of
-from echelon.bench.report import table
+from echelon.bench.report import columns
 from echelon.errors import ConfigError
 from echelon.kv.blocks import BlockTables
 from echelon.model import pack as unpadded
+from echelon.model.load.loading import DTYPES
 from echelon.ops import compiled, devices
 from echelon.ops.contract import PackedWeight
 
 LINEAR_SHAPES = "2048x2048,8192x2048,2048x8192,5632x2048,50272x2048"
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ATTENTION_SHAPES = ((32, 32, 64), (32, 8, 128), (32, 4, 64))  # heads, key/value heads, head size: OPT-1.3B, Llama-3 8B, Llama 1.1B
 ATTENTION_ROWS, ATTENTION_CONTEXT = 8, 1024
 COLD_BYTES = 256 * 2**20
@@ -126,8 +126,6 @@ def interleaved(calls: SequenceOf[Call], device: torch.device) -> list[float]:
 
 def measure_linear(shape: tuple[int, int], counts: SequenceOf[int], dtype: str, device: torch.device) -> Iterator[LinearSpeed]:
     """One result for each number of rows; `shape` is [N, K]."""
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype!r} is not served; choose from {', '.join(DTYPES)}")
     columns, depth = shape
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(columns, depth, generator=generator) / depth**0.5).to(device, DTYPES[dtype])
@@ -136,8 +134,7 @@ def measure_linear(shape: tuple[int, int], counts: SequenceOf[int], dtype: str, 
     packed = [devices.backend_of(w).pack(w) for w in plain]
     for rows in counts:
         x = torch.randn(rows, depth, generator=generator).to(device, weight.dtype)
-        calls = _calls(x, plain, packed)
-        ours, read, framework, *onednn = interleaved(calls, device)
+        ours, read, framework, *onednn = interleaved(_calls(x, plain, packed), device)
         yield LinearSpeed(
             columns=columns,
             depth=depth,
@@ -200,20 +197,34 @@ def _attend(query: Tensor, copies: list[tuple[Tensor, Tensor]], batch: RaggedBat
 
 
 def attention_as_markdown(results: SequenceOf[AttentionSpeed]) -> str:
-    head = ["heads / key-value heads × size", "new tokens a row", "ms", "GB/s of keys and values", "of reading", "GFLOP/s"]
-    rows = [
-        (f"{r.heads} / {r.kv_heads} × {r.size}", r.new_tokens, f"{r.milliseconds:.3f}", f"{r.gb:.1f}", f"{r.read:.2f}", f"{r.gflop:.0f}")
-        for r in results
-    ]
-    return f"attention of {ATTENTION_ROWS} rows × {ATTENTION_CONTEXT:,} tokens of context\n\n{table(head, rows)}"
+    by_shape = columns(
+        results,
+        {
+            "heads / key-value heads × size": lambda r: f"{r.heads} / {r.kv_heads} × {r.size}",
+            "new tokens a row": lambda r: r.new_tokens,
+            "ms": lambda r: f"{r.milliseconds:.3f}",
+            "GB/s of keys and values": lambda r: f"{r.gb:.1f}",
+            "of reading": lambda r: f"{r.read:.2f}",
+            "GFLOP/s": lambda r: f"{r.gflop:.0f}",
+        },
+    )
+    return f"attention of {ATTENTION_ROWS} rows × {ATTENTION_CONTEXT:,} tokens of context\n\n{by_shape}"
 
 
 def as_markdown(machine: Machine, results: SequenceOf[LinearSpeed]) -> str:
-    head = ["[N, K]", "rows", "ms", "GB/s", "of reading", "GFLOP/s", "of the matmul", "oneDNN packed / ours", "F.linear / ours"]
-    rows = []
-    for r in results:
-        speeds = f"{r.milliseconds:.3f}", f"{r.gb:.1f}", f"{r.read:.2f}", f"{r.gflop:.0f}", f"{r.gflop / machine.matmul_gflop:.2f}"
-        onednn = "–" if r.onednn is None else f"{r.onednn:.2f}"
-        rows.append((f"{r.columns} × {r.depth}", r.rows, *speeds, onednn, f"{r.plain:.2f}"))
+    by_shape = columns(
+        results,
+        {
+            "[N, K]": lambda r: f"{r.columns} × {r.depth}",
+            "rows": lambda r: r.rows,
+            "ms": lambda r: f"{r.milliseconds:.3f}",
+            "GB/s": lambda r: f"{r.gb:.1f}",
+            "of reading": lambda r: f"{r.read:.2f}",
+            "GFLOP/s": lambda r: f"{r.gflop:.0f}",
+            "of the matmul": lambda r: f"{r.gflop / machine.matmul_gflop:.2f}",
+            "oneDNN packed / ours": lambda r: "–" if r.onednn is None else f"{r.onednn:.2f}",
+            "F.linear / ours": lambda r: f"{r.plain:.2f}",
+        },
+    )
     limits = f"read {machine.read_gb:.1f} GB/s, copy {machine.copy_gb:.1f} GB/s, matmul {machine.matmul_gflop:.0f} GFLOP/s"
-    return f"{limits}\n\n{table(head, rows)}"
+    return f"{limits}\n\n{by_shape}"

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from echelon import LLM, SamplingParams
-from echelon.bench.report import table
+from echelon.bench.report import columns, percent
 from echelon.bench.throughput import DecodingMethod, Prompts, display_name, environment
 from echelon.bench.verify import STRATEGIES
 from echelon.model.load.loading import LoadedModel
@@ -141,10 +141,22 @@ def as_json(results: SequenceOf[Latency]) -> dict[str, Any]:
 
 def as_markdown(results: SequenceOf[Latency]) -> str:
     """One line a batch size, load and method; milliseconds."""
-    head = ["batch", "load", "method", "tokens/s", "P50 ms", "P90 ms", "P99 ms", "first token P50 ms", "first token P99 ms", "group rate"]
-    rows = []
-    for r in results:
-        milliseconds = [f"{1e3 * s:,.0f}" for s in (r.p50, r.p90, r.p99, r.first_p50, r.first_p99)]
-        group = "–" if r.group_rate is None else f"{r.group_rate:.0%}"
-        rows.append((r.batch_size, f"{r.load:.0%}", r.name, f"{r.tokens_per_second:,.0f}", *milliseconds, group))
-    return table(head, rows)
+    return columns(
+        results,
+        {
+            "batch": lambda r: r.batch_size,
+            "load": lambda r: f"{r.load:.0%}",
+            "method": lambda r: r.name,
+            "tokens/s": lambda r: f"{r.tokens_per_second:,.0f}",
+            "P50 ms": lambda r: _milliseconds(r.p50),
+            "P90 ms": lambda r: _milliseconds(r.p90),
+            "P99 ms": lambda r: _milliseconds(r.p99),
+            "first token P50 ms": lambda r: _milliseconds(r.first_p50),
+            "first token P99 ms": lambda r: _milliseconds(r.first_p99),
+            "group rate": lambda r: percent(r.group_rate),
+        },
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f}"

@@ -138,7 +138,4 @@ def measure_overhead(
 def measure_all(has_trees: bool = False) -> list[Overhead]:
     """Chains, or trees of TREE_NODES tokens."""
     sizes = (TREE_NODES,) if has_trees else (0, 4)
-    cases: list[dict[str, Any]] = [
-        {"batch_size": b, "num_draft_tokens": k, "temperature": t} for b in (8, 64) for k in sizes for t in (0.0, 0.8)
-    ]
-    return [measure_overhead(**case, has_trees=has_trees) for case in cases]
+    return [measure_overhead(b, k, t, has_trees=has_trees) for b in (8, 64) for k in sizes for t in (0.0, 0.8)]

@@ -9,88 +9,57 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
-from numpy.typing import NDArray
-
 from echelon.stats import Stats
 
 SPLIT = ("draft", "forward", "verify", "layout", "host")
-NAMES = (
-    "seconds",
-    *SPLIT,
-    "steps",
-    "row_steps",
-    "tokens",
-    "draft_tokens",
-    "fed",
-    "draft_fed",
-    "inputs",
-    "live",
-    "touched",
-    "kv_bytes_touched",
-    "kv_bytes_reserved",
-    "index_bytes",
-    "passes",
-    "group_choices",
-    "group_hits",
-)
 
 
-def read(stats: Stats) -> NDArray[np.float64]:
-    """float64 [len(NAMES)]: the engine's counters now; "seconds" and "host" are 0, the recorder's clock knows them.
+def read(stats: Stats) -> dict[str, float]:
+    """The engine's counters now.
 
     "layout" is choosing slots, building the batch, and moving keys and values; the last happens inside the passes of the two models.
     """
     part, target, draft = stats.seconds, stats.target, stats.draft
-    return np.array(
-        [
-            0.0,
-            part["draft"] - draft.layout_seconds,
-            part["forward"] - target.layout_seconds,
-            part["verify"],
-            part["layout"] + target.layout_seconds + draft.layout_seconds,
-            0.0,
-            stats.num_steps,
-            stats.num_row_steps,
-            stats.num_emitted_tokens,
-            stats.num_draft_tokens,
-            target.num_tokens,
-            draft.num_tokens,
-            target.num_inputs,
-            target.num_live,
-            target.num_touched,
-            target.kv_bytes_touched,
-            target.kv_bytes_reserved,
-            target.index_bytes,
-            target.num_passes,
-            stats.num_group_choices,
-            stats.num_group_hits,
-        ]
-    )
+    return {
+        "draft": part["draft"] - draft.layout_seconds,
+        "forward": part["forward"] - target.layout_seconds,
+        "verify": part["verify"],
+        "layout": part["layout"] + target.layout_seconds + draft.layout_seconds,
+        "steps": stats.num_steps,
+        "row_steps": stats.num_row_steps,
+        "tokens": stats.num_emitted_tokens,
+        "draft_tokens": stats.num_draft_tokens,
+        "fed": target.num_tokens,
+        "draft_fed": draft.num_tokens,
+        "inputs": target.num_inputs,
+        "live": target.num_live,
+        "touched": target.num_touched,
+        "kv_bytes_touched": target.kv_bytes_touched,
+        "kv_bytes_reserved": target.kv_bytes_reserved,
+        "index_bytes": target.index_bytes,
+        "passes": target.num_passes,
+        "group_choices": stats.num_group_choices,
+        "group_hits": stats.num_group_hits,
+    }
 
 
 class Sums:
-    """What happened in some steps, by the names above; "host" is what is left of the time."""
+    """What happened in some steps, by the names above, and "seconds"; "host" is what is left of the time."""
 
-    def __init__(self, values: NDArray[np.float64] | None = None) -> None:
-        self.values = np.zeros(len(NAMES)) if values is None else values
+    def __init__(self, values: dict[str, float] | None = None) -> None:
+        self._values = values or {}
 
     def __add__(self, other: Sums) -> Sums:
-        return Sums(self.values + other.values)
+        return Sums({name: self[name] + other[name] for name in self._values | other._values})
 
     def __getitem__(self, name: str) -> float:
         if name == "host":
             return self["seconds"] - sum(self[part] for part in SPLIT if part != "host")
-        return float(self.values[NAMES.index(name)])
+        return float(self._values.get(name, 0.0))
 
     def per(self, name: str, unit: str) -> float:
         """0 where there is none of the unit."""
         return self[name] / self[unit] if self[unit] else 0.0
-
-    @property
-    def split_ms(self) -> dict[str, float]:
-        """Milliseconds of a step, by part."""
-        return {part: 1e3 * self.per(part, "steps") for part in SPLIT}
 
 
 class Recorder:
@@ -107,8 +76,7 @@ class Recorder:
 
     def __call__(self) -> None:
         now, after = time.perf_counter(), read(self._stats)
-        step = Sums(after - self._before)
-        step.values[0] = now - self._clock
+        step = Sums({name: after[name] - self._before[name] for name in after} | {"seconds": now - self._clock})
         self.whole += step
         last_and_drafted = step["row_steps"] + step["draft_tokens"]  # a head is fed these, and once more what was kept of them
         if step["fed"] <= last_and_drafted and step["draft_fed"] <= last_and_drafted + step["draft_tokens"]:

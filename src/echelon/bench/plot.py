@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,24 @@ def pyplot_or_refusal() -> Any:
     return pyplot
 
 
+@contextmanager
+def panels_in(path: Path, count: int, width: float, height: float, dpi: int = 130) -> Iterator[list[Any]]:
+    """Axes in a row, to be drawn on; the picture is kept as PNG in the end.
+
+    Raises
+    ------
+    MissingExtraError  matplotlib is not installed
+    """
+    pyplot = pyplot_or_refusal()
+    figure, axes = pyplot.subplots(1, count, figsize=(width, height), constrained_layout=True, squeeze=False)
+    yield axes[0]
+    for axis in axes[0]:
+        axis.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=dpi)
+    pyplot.close(figure)
+
+
 def bar_chart(path: Path, groups: Mapping[str, SequenceOf[ThroughputResult]]) -> None:
     """One panel a group: median tokens per second of each method, the range as an error bar, τ written on the bar.
 
@@ -49,21 +69,16 @@ def bar_chart(path: Path, groups: Mapping[str, SequenceOf[ThroughputResult]]) ->
     ------
     MissingExtraError  matplotlib is not installed
     """
-    pyplot = pyplot_or_refusal()
-    figure, axes = pyplot.subplots(1, len(groups), figsize=(5.2 * len(groups), 3.6), constrained_layout=True, squeeze=False)
-    for axis, (title, results) in zip(axes[0], groups.items(), strict=True):
-        names = [r.method for r in results]
-        medians = [r.median for r in results]
-        errors = [[r.median - min(r.tokens_per_second) for r in results], [max(r.tokens_per_second) - r.median for r in results]]
-        bars = axis.bar(names, medians, yerr=errors, capsize=4, color=[COLOURS.get(n, "#777777") for n in names])
-        axis.bar_label(bars, [f"{r.median:,.0f}\nτ {r.tokens_per_step:.2f}" for r in results], padding=3, fontsize=9)
-        axis.set_title(f"{title}, batch {results[0].batch_size}", fontsize=11)
-        axis.set_ylabel("new tokens per second")
-        axis.set_ylim(0, max(medians) * 1.3)
-        axis.tick_params(axis="x", labelsize=8.5)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with panels_in(path, len(groups), 5.2 * len(groups), 3.6, dpi=150) as axes:
+        for axis, (title, results) in zip(axes, groups.items(), strict=True):
+            names = [r.method for r in results]
+            medians = [r.median for r in results]
+            errors = [[r.median - min(r.tokens_per_second) for r in results], [max(r.tokens_per_second) - r.median for r in results]]
+            bars = axis.bar(names, medians, yerr=errors, capsize=4, color=[COLOURS.get(n, "#777777") for n in names])
+            axis.bar_label(bars, [f"{r.median:,.0f}\nτ {r.tokens_per_step:.2f}" for r in results], padding=3, fontsize=9)
+            axis.set_title(f"{title}, batch {results[0].batch_size}", fontsize=11)
+            axis.set(ylabel="new tokens per second", ylim=(0, max(medians) * 1.3))
+            axis.tick_params(axis="x", labelsize=8.5)
 
 
 @dataclass(frozen=True)
@@ -79,64 +94,51 @@ class Curve:
 
 def line_chart(path: Path, panels: Mapping[str, SequenceOf[Curve]], ylabel: str, level: float | None = None) -> None:
     """Draw one panel a key as PNG, batch size to the right; `level` draws a horizontal line there."""
-    pyplot = pyplot_or_refusal()
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.8 * len(panels), 4.2), constrained_layout=True, squeeze=False)
-    for axis, (title, lines) in zip(axes[0], panels.items(), strict=True):
-        for line in lines:
-            x, y = [p[0] for p in line.points], [p[1] for p in line.points]
-            axis.plot(x, y, line.style, marker="o", markersize=4, color=line.colour, label=line.name)
-            if line.ranges:
-                axis.fill_between(x, [r[0] for r in line.ranges], [r[1] for r in line.ranges], color=line.colour, alpha=0.15, linewidth=0)
-        ticks = sorted({p[0] for line in lines for p in line.points})
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(ticks, [str(t) for t in ticks])
-        axis.minorticks_off()
-        axis.set_xlabel("batch size")
-        axis.set_ylabel(ylabel)
-        axis.set_ylim(bottom=0)
-        if level is not None:
-            axis.axhline(level, color="#777777", linewidth=0.8)
-        axis.set_title(title, fontsize=10.5)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(fontsize=8, frameon=False)
-    _save(pyplot, figure, path)
+    with panels_in(path, len(panels), 4.8 * len(panels), 4.2) as axes:
+        for axis, (title, lines) in zip(axes, panels.items(), strict=True):
+            for line in lines:
+                x, y = [p[0] for p in line.points], [p[1] for p in line.points]
+                axis.plot(x, y, line.style, marker="o", markersize=4, color=line.colour, label=line.name)
+                if line.ranges:
+                    axis.fill_between(
+                        x, [r[0] for r in line.ranges], [r[1] for r in line.ranges], color=line.colour, alpha=0.15, linewidth=0
+                    )
+            ticks = sorted({p[0] for line in lines for p in line.points})
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(ticks, [str(t) for t in ticks])
+            axis.minorticks_off()
+            axis.set(xlabel="batch size", ylabel=ylabel)
+            axis.set_ylim(bottom=0)
+            if level is not None:
+                axis.axhline(level, color="#777777", linewidth=0.8)
+            axis.set_title(title, fontsize=10.5)
+            axis.legend(fontsize=8, frameon=False)
 
 
 def split_chart(path: Path, bars: Mapping[str, Mapping[str, float]]) -> None:
     """Where a step's milliseconds go: one horizontal bar a key, cut into the parts of a step."""
-    pyplot = pyplot_or_refusal()
-    figure, axis = pyplot.subplots(figsize=(8.5, 1.2 + 0.32 * len(bars)), constrained_layout=True)
-    names, left = list(bars), [0.0] * len(bars)
-    for part in SPLIT:
-        values = [bars[n].get(part, 0.0) for n in names]
-        axis.barh(names, values, left=left, color=SPLIT_COLOURS[part], label=part)
-        left = [a + b for a, b in zip(left, values, strict=True)]
-    axis.invert_yaxis()
-    axis.set_xlabel("milliseconds a decoding step")
-    axis.tick_params(axis="y", labelsize=8)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=8, frameon=False, ncols=len(SPLIT), loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    _save(pyplot, figure, path)
-
-
-def _save(pyplot: Any, figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    with panels_in(path, 1, 8.5, 1.2 + 0.32 * len(bars)) as (axis,):
+        names, left = list(bars), [0.0] * len(bars)
+        for part in SPLIT:
+            values = [bars[n].get(part, 0.0) for n in names]
+            axis.barh(names, values, left=left, color=SPLIT_COLOURS[part], label=part)
+            left = [a + b for a, b in zip(left, values, strict=True)]
+        axis.invert_yaxis()
+        axis.set_xlabel("milliseconds a decoding step")
+        axis.tick_params(axis="y", labelsize=8)
+        axis.legend(fontsize=8, frameon=False, ncols=len(SPLIT), loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def strategy_lines(results: SequenceOf[ThroughputResult], drafter: str) -> list[Curve]:
     """Decoding speed of every strategy with one drafter, and of plain decoding, by batch size."""
-    lines = []
-    for strategy, colour in STRATEGY_COLOURS.items():
-        found = sorted((r for r in results if r.method == drafter and r.strategy == strategy), key=lambda r: r.batch_size)
-        if found:
-            lines.append(_line(strategy, found, colour))
-    plain = sorted((r for r in results if r.name == "plain"), key=lambda r: r.batch_size)
-    return [*lines, _line("plain decoding", plain, "#555555", "--")] if plain else lines
+    drafted = [r for r in results if r.method == drafter]
+    lines = [_line(name, [r for r in drafted if r.strategy == name], colour) for name, colour in STRATEGY_COLOURS.items()]
+    lines.append(_line("plain decoding", [r for r in results if r.name == "plain"], "#555555", "--"))
+    return [line for line in lines if line.points]
 
 
-def _line(name: str, found: SequenceOf[ThroughputResult], colour: str, style: str = "-") -> Curve:
+def _line(name: str, results: SequenceOf[ThroughputResult], colour: str, style: str = "-") -> Curve:
+    found = sorted(results, key=lambda r: r.batch_size)
     speeds = [r.decode_tokens_per_second or [0.0] for r in found]
     return Curve(name, [(r.batch_size, r.decode_median) for r in found], colour, style, [(min(s), max(s)) for s in speeds])
 
@@ -154,14 +156,11 @@ def throughput_charts(folder: Path, results: SequenceOf[ThroughputResult]) -> li
 
 def latency_charts(folder: Path, results: SequenceOf[Latency]) -> list[Path]:
     """P50 and P99 of every strategy by batch size, one panel a load."""
-    panels = {}
-    for load in dict.fromkeys(r.load for r in results):
-        lines = []
-        for strategy, colour in STRATEGY_COLOURS.items():
-            found = [r for r in results if r.load == load and r.strategy == strategy]
-            if found:
-                lines.append(Curve(f"{strategy}, P50", [(r.batch_size, 1e3 * r.p50) for r in found], colour))
-                lines.append(Curve(f"{strategy}, P99", [(r.batch_size, 1e3 * r.p99) for r in found], colour, ":"))
-        panels[f"arrivals at {load:.0%} of capacity"] = lines
+    panels: dict[str, list[Curve]] = {}
+    for load, (strategy, colour) in product(dict.fromkeys(r.load for r in results), STRATEGY_COLOURS.items()):
+        lines = panels.setdefault(f"arrivals at {load:.0%} of capacity", [])
+        if found := [r for r in results if r.load == load and r.strategy == strategy]:
+            lines.append(Curve(f"{strategy}, P50", [(r.batch_size, 1e3 * r.p50) for r in found], colour))
+            lines.append(Curve(f"{strategy}, P99", [(r.batch_size, 1e3 * r.p99) for r in found], colour, ":"))
     line_chart(folder / "latency.png", panels, "milliseconds from arrival to last token")
     return [folder / "latency.png"]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from echelon.bench.phases import SPLIT
 from echelon.bench.throughput import ThroughputResult
 from echelon.inputs import write_text
 from echelon.memory import mebibytes
+
+Result = TypeVar("Result")
 
 
 def described(environment: dict[str, str]) -> str:
@@ -26,40 +29,65 @@ def table(head: SequenceOf[str], rows: SequenceOf[SequenceOf[object]]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
+def columns(results: Iterable[Result], cells: Mapping[str, Callable[[Result], object]]) -> str:
+    """A Markdown table with a line for each result: the head of every column, and what stands below it."""
+    return table(list(cells), [[cell(r) for cell in cells.values()] for r in results])
+
+
+def percent(share: float | None) -> str:
+    """A share that may be unknown."""
+    return "–" if share is None else f"{share:.0%}"
+
+
+def over(value: float, other: float | None) -> str:
+    """How often `other` goes into a value; it may be unknown, or 0."""
+    return f"{value / other:.2f}" if other else "–"
+
+
+def with_range(middle: float, values: SequenceOf[float]) -> str:
+    """A median with the least and the largest value, which may be missing."""
+    return f"{middle:,.0f} ({f'{min(values):,.0f}–{max(values):,.0f}' if values else '–'})"
+
+
 def speeds_as_markdown(results: SequenceOf[ThroughputResult]) -> str:
     """Speeds with and without prefill, speed-up over our plain decoding at the same batch, acceptance, equality."""
     plain = {r.batch_size: r.decode_median for r in results if r.name == "plain"}
-    head = [
-        "batch",
-        "method",
-        "tokens/s, decoding (min–max)",
-        "× plain",
-        "tokens/s, all (min–max)",
-        "tokens_per_step",
-        "accepted",
-        "identical",
-    ]
-    rows = []
-    for r in results:
-        low_high = f"{min(r.decode_tokens_per_second):,.0f}–{max(r.decode_tokens_per_second):,.0f}" if r.decode_tokens_per_second else "–"
-        gain = f"{r.decode_median / plain[r.batch_size]:.2f}" if plain.get(r.batch_size) else "–"
-        same = f"{r.num_identical} of {r.num_rows}" if r.num_rows else "–"
-        speeds = f"{r.decode_median:,.0f} ({low_high})", gain, f"{r.median:,.0f} ({r.spread})"
-        rows.append((r.batch_size, r.name, *speeds, f"{r.tokens_per_step:.2f}", f"{r.acceptance_rate:.2f}", same))
-    return table(head, rows)
+    return columns(
+        results,
+        {
+            "batch": lambda r: r.batch_size,
+            "method": lambda r: r.name,
+            "tokens/s, decoding (min–max)": lambda r: with_range(r.decode_median, r.decode_tokens_per_second),
+            "× plain": lambda r: over(r.decode_median, plain.get(r.batch_size)),
+            "tokens/s, all (min–max)": lambda r: with_range(r.median, r.tokens_per_second),
+            "tokens_per_step": lambda r: f"{r.tokens_per_step:.2f}",
+            "accepted": lambda r: f"{r.acceptance_rate:.2f}",
+            "identical": lambda r: f"{r.num_identical} of {r.num_rows}" if r.num_rows else "–",
+        },
+    )
 
 
 def steps_as_markdown(results: SequenceOf[ThroughputResult]) -> str:
     """Where a decoding step's time goes, and what is padded, held and loaded."""
-    head = ["batch", "method", "ms a step", *SPLIT, "padded inputs", "padded KV", "KV reserved", "KV loaded a step", "index", "group rate"]
-    rows = []
-    for r in (r for r in results if r.step_ms):
-        split = [f"{r.step_ms[part]:.2f}" for part in SPLIT]
-        held = mebibytes(int(r.kv_bytes_reserved)), mebibytes(int(r.kv_bytes_touched)), f"{r.index_bytes / 1024:,.1f} KiB"
-        group = "–" if r.group_rate is None else f"{r.group_rate:.0%}"
-        shares = f"{r.padded_input_share:.0%}", f"{r.padded_kv_share:.0%}"
-        rows.append((r.batch_size, r.name, f"{sum(r.step_ms.values()):.2f}", *split, *shares, *held, group))
-    return table(head, rows)
+    return columns(
+        [r for r in results if r.step_ms],
+        {
+            "batch": lambda r: r.batch_size,
+            "method": lambda r: r.name,
+            "ms a step": lambda r: f"{sum(r.step_ms.values()):.2f}",
+            **{part: _milliseconds_of(part) for part in SPLIT},
+            "padded inputs": lambda r: f"{r.padded_input_share:.0%}",
+            "padded KV": lambda r: f"{r.padded_kv_share:.0%}",
+            "KV reserved": lambda r: mebibytes(int(r.kv_bytes_reserved)),
+            "KV loaded a step": lambda r: mebibytes(int(r.kv_bytes_touched)),
+            "index": lambda r: f"{r.index_bytes / 1024:,.1f} KiB",
+            "group rate": lambda r: percent(r.group_rate),
+        },
+    )
+
+
+def _milliseconds_of(part: str) -> Callable[[ThroughputResult], str]:
+    return lambda r: f"{r.step_ms[part]:.2f}"
 
 
 def positions_as_markdown(results: SequenceOf[ThroughputResult]) -> str:

@@ -11,8 +11,10 @@ import json
 import random
 import re
 import time
+from collections import defaultdict
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from echelon.errors import ConfigError, MissingExtraError, RequestError
@@ -38,11 +40,9 @@ class Traffic:
 
     def arrivals(self) -> list[float]:
         """Seconds from the start, one a prompt."""
-        rng, at, times = random.Random(self.seed), 0.0, []
-        for _ in self.prompts:
-            times.append(at)
-            at += rng.expovariate(self.request_rate) if self.request_rate else 0.0
-        return times
+        rng = random.Random(self.seed)
+        gaps = [rng.expovariate(self.request_rate) if self.request_rate else 0.0 for _ in self.prompts]
+        return list(accumulate(gaps[:-1], initial=0.0))
 
 
 @dataclass
@@ -165,11 +165,14 @@ async def counters(client: httpx.AsyncClient) -> dict[str, float]:
         text = (await client.get("/metrics")).text
     except httpx.HTTPError:
         return {}
-    found: dict[str, float] = {}
-    for line in text.splitlines():
-        match = re.match(r"(?:\w+:)?(\w+?)_total(?:\{[^}]*\})? (\S+)", line)
-        if match and match[1] in COUNTERS:
-            found[match[1]] = found.get(match[1], 0.0) + float(match[2])
+    return {name: total for name, total in totals(text).items() if name in COUNTERS}
+
+
+def totals(text: str) -> dict[str, float]:
+    """Counters of a page of metrics by their names without a prefix, over all labels."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for name, value in re.findall(r"^(?:\w+:)?(\w+?)_total(?:\{[^}]*\})? (\S+)", text, re.MULTILINE):
+        found[name] += float(value)
     return found
 
 
@@ -211,10 +214,9 @@ def as_markdown(value: dict[str, Any]) -> str:
     lines = ["| | |", "|---|---|"]
     counts = ("num_requests", "num_failed", "seconds", "requests_per_second", "goodput_requests_per_second", "tokens_per_second")
     lines += [f"| {name} | {value[name]:,.2f} |".replace(".00 |", " |") for name in counts]
-    shares = ("tokens_per_step", "acceptance_rate")
-    lines += [f"| {name} | {'not reported' if value[name] is None else format(value[name], '.2f')} |" for name in shares]
+    shares = {name: value[name] for name in ("tokens_per_step", "acceptance_rate")}
+    lines += [f"| {name} | {'not reported' if share is None else f'{share:.2f}'} |" for name, share in shares.items()]
     lines += ["", "| ms | mean | " + " | ".join(f"p{p}" for p in PERCENTILES) + " |", "|---|---|" + "---|" * len(PERCENTILES)]
-    for name in ("ttft_ms", "tpot_ms", "itl_ms", "end_to_end_ms"):
-        if value[name]:
-            lines.append(f"| {name.removesuffix('_ms')} | " + " | ".join(f"{v:,.1f}" for v in value[name].values()) + " |")
+    spreads = {name: value[f"{name}_ms"].values() for name in ("ttft", "tpot", "itl", "end_to_end")}
+    lines += [f"| {name} | " + " | ".join(f"{v:,.1f}" for v in spread) + " |" for name, spread in spreads.items() if spread]
     return "\n".join(lines)

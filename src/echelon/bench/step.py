@@ -20,7 +20,7 @@ import torch
 
 from echelon.batch import RaggedBatch, Span
 from echelon.bench.clock import clock_of, kernel_seconds, seconds_of
-from echelon.bench.report import table
+from echelon.bench.report import columns
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.model.attention import record_layers
@@ -47,31 +47,25 @@ class StepSpeed:
     reading: float  # merely reading the packed weights, between the passes
 
 
-class KernelSeconds:
-    """Seconds spent in compiled kernels, by kind."""
+@contextmanager
+def clocked() -> Iterator[dict[str, float]]:
+    """Seconds spent in the compiled kernels of linear layers and of attention while this lasts."""
+    seconds = {"linear": 0.0, "attention": 0.0}
 
-    def __init__(self) -> None:
-        self.seconds = {"linear": 0.0, "attention": 0.0}
-
-    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
             start = time.perf_counter()
             out = call(*arguments)
-            self.seconds[name] += time.perf_counter() - start
+            seconds[name] += time.perf_counter() - start
             return out
 
         return run
 
-
-@contextmanager
-def clocked() -> Iterator[KernelSeconds]:
-    """Time the kernels of linear layers and attention while this lasts."""
-    clock = KernelSeconds()
     kernels, names = compiled.kernels, {"packed_linear": "linear", "ragged_attention": "attention"}
     if compiled.is_built():
-        compiled.kernels = SimpleNamespace(**{n: clock.timed(names[n], f) if n in names else f for n, f in vars(kernels).items()})
+        compiled.kernels = SimpleNamespace(**{n: timed(names[n], f) if n in names else f for n, f in vars(kernels).items()})
     try:
-        yield clock
+        yield seconds
     finally:
         compiled.kernels = kernels
 
@@ -103,11 +97,11 @@ def measure_steps(
     weights = packed_weights(loaded)
     taken: list[list[tuple[float, float, float]]] = [[] for _ in widths]
     reads = []
-    with clocked() as clock:
+    with clocked() as parts:
         for _ in range(rounds + 1):
             reads.append(seconds_of(partial(_read, weights), loaded.device))
             for batch, results in zip(batches, taken, strict=True):
-                results.append(_timed(runner, batch, clock))
+                results.append(_timed(runner, batch, parts))
             on_round()
     reading = statistics.median(reads[1:]) * 1e3
     return [_result(width, tokens_per_row, context, results[1:], reading) for width, results in zip(widths, taken, strict=True)]
@@ -118,10 +112,10 @@ def _read(weights: SequenceOf[torch.Tensor]) -> None:
         devices.backend_of(weight).read_memory(weight)
 
 
-def _timed(runner: ModelRunner, batch: RaggedBatch, parts: KernelSeconds) -> tuple[float, float, float]:
+def _timed(runner: ModelRunner, batch: RaggedBatch, parts: dict[str, float]) -> tuple[float, float, float]:
     """Seconds of a pass, and of linear layers and attention in it; on a CUDA device the parts are those of a second pass, by kernel."""
     device, now = runner.cache.device, clock_of(runner.cache.device)
-    parts.seconds = dict.fromkeys(parts.seconds, 0.0)
+    parts.update(dict.fromkeys(parts, 0.0))
     batch.plans.clear()
     start = now()
     runner.run(batch)
@@ -129,8 +123,8 @@ def _timed(runner: ModelRunner, batch: RaggedBatch, parts: KernelSeconds) -> tup
     if device.type == "cuda":
         batch.plans.clear()
         by_kernel = kernel_seconds(partial(runner.run, batch), device)
-        parts.seconds = {part: sum(s for name, s in by_kernel.items() if any(word in name for word in KERNELS[part])) for part in KERNELS}
-    return total, parts.seconds["linear"], parts.seconds["attention"]
+        parts = {part: sum(s for name, s in by_kernel.items() if any(word in name for word in KERNELS[part])) for part in KERNELS}
+    return total, parts["linear"], parts["attention"]
 
 
 def _batch(runner: ModelRunner, width: int, tokens_per_row: int, context: int) -> RaggedBatch:
@@ -144,10 +138,17 @@ def _result(width: int, tokens_per_row: int, context: int, taken: list[tuple[flo
 
 
 def as_markdown(results: SequenceOf[StepSpeed]) -> str:
-    one = results[0].milliseconds
-    head = ["tokens", "ms", f"× the pass over {results[0].tokens}", "linear", "attention", "other", "reading the weights", "pass / reading"]
-    rows = []
-    for r in results:
-        parts = (f"{value:.1f}" for value in (r.linear, r.attention, r.other, r.reading))
-        rows.append((r.tokens, f"{r.milliseconds:.1f}", f"{r.milliseconds / one:.2f}", *parts, f"{r.milliseconds / r.reading:.2f}"))
-    return table(head, rows)
+    one = results[0]
+    return columns(
+        results,
+        {
+            "tokens": lambda r: r.tokens,
+            "ms": lambda r: f"{r.milliseconds:.1f}",
+            f"× the pass over {one.tokens}": lambda r: f"{r.milliseconds / one.milliseconds:.2f}",
+            "linear": lambda r: f"{r.linear:.1f}",
+            "attention": lambda r: f"{r.attention:.1f}",
+            "other": lambda r: f"{r.other:.1f}",
+            "reading the weights": lambda r: f"{r.reading:.1f}",
+            "pass / reading": lambda r: f"{r.milliseconds / r.reading:.2f}",
+        },
+    )

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ import transformers
 
 from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench.clock import time_parts
-from echelon.bench.phases import Recorder, Sums
+from echelon.bench.phases import SPLIT, Recorder, Sums
 from echelon.bench.verify import STRATEGIES
 from echelon.memory import mebibytes
 from echelon.model.load.loading import LoadedModel
@@ -59,10 +60,8 @@ def methods_of(
     for kind, names, known in (("strategy", strategies, STRATEGIES), ("drafter", drafters, DRAFTERS)):
         if unknown := [n for n in names if n not in known]:
             raise ConfigError(f"there is no {kind} {unknown[0]!r} here; known: {', '.join(known)}")
-    configs = {m.name: m.config for m in default_methods(num_ngram_tokens, num_draft_tokens)}
-    configs[CONFIDENT.name] = CONFIDENT.config
-    found = [DecodingMethod("plain", None)]
-    found += [DecodingMethod(DRAFTERS[d], configs[DRAFTERS[d]], s) for d in drafters for s in strategies]
+    configs = {m.name: m.config for m in [*default_methods(num_ngram_tokens, num_draft_tokens), CONFIDENT]}
+    found = [DecodingMethod("plain", None), *(DecodingMethod(DRAFTERS[d], configs[DRAFTERS[d]], s) for d in drafters for s in strategies)]
     return list({(m.name, m.strategy): m for m in found}.values())
 
 
@@ -107,10 +106,6 @@ class ThroughputResult:
     @property
     def decode_median(self) -> float:
         return statistics.median(self.decode_tokens_per_second or [0.0])
-
-    @property
-    def spread(self) -> str:
-        return f"{min(self.tokens_per_second):,.0f}–{max(self.tokens_per_second):,.0f}"
 
     @property
     def name(self) -> str:
@@ -163,7 +158,7 @@ class EngineRun:
         self._decode, self._stats = Sums(), Stats()
 
     def warm_up(self, prompts: Prompts, params: SamplingParams) -> None:
-        self._uncounted(prompts, params)
+        self._timed(prompts, params)
 
     def run(self, prompts: Prompts, params: SamplingParams) -> Run:
         with self._llm.engine.observed(self._stats.count):
@@ -171,19 +166,15 @@ class EngineRun:
         self._decode += decode
         if not self._llm.config.refill:
             return Run(outputs, seconds, (decode["tokens"], decode["seconds"]))
-        num_head, head_seconds = self._uncounted(prompts, params.model_copy(update={"max_tokens": min(HEAD_TOKENS, params.max_tokens)}))
-        later = sum(map(len, outputs)) - num_head
+        until_head = params.model_copy(update={"max_tokens": min(HEAD_TOKENS, params.max_tokens)})
+        heads, head_seconds, _ = self._timed(prompts, until_head)  # observed by nobody: it must not enter the counts of acceptance
+        later = sum(map(len, outputs)) - sum(map(len, heads))
         return Run(outputs, seconds, (later, seconds - head_seconds if later else 0.0))
 
     def _timed(self, prompts: Prompts, params: SamplingParams) -> tuple[list[list[int]], float, Sums]:
         recorder, start = Recorder(self._llm.stats), time.perf_counter()
         done = self._llm.generate(list(prompts), params, on_step=recorder)
         return [o.outputs[0].token_ids for o in done], time.perf_counter() - start, recorder.decode
-
-    def _uncounted(self, prompts: Prompts, params: SamplingParams) -> tuple[int, float]:
-        """Tokens and seconds of a run that must not enter the counts of acceptance."""
-        outputs, seconds, _ = self._timed(prompts, params)
-        return sum(map(len, outputs)), seconds
 
     def result(self, batch_size: int, runs: SequenceOf[Run]) -> ThroughputResult:
         return engine_result(self._method, batch_size, runs, self._stats, self._decode)
@@ -204,7 +195,7 @@ def engine_result(method: DecodingMethod, batch_size: int, runs: SequenceOf[Run]
         method.strategy,
         [tokens / seconds if seconds else 0.0 for tokens, seconds in (r.decode for r in runs)],
         [a / d for a, d in zip(accepted, drafted, strict=True)],
-        decode.split_ms,
+        {part: 1e3 * decode.per(part, "steps") for part in SPLIT},
         1.0 - decode.per("fed", "inputs") if decode["inputs"] else 0.0,
         1.0 - decode.per("live", "touched") if decode["touched"] else 0.0,
         decode.per("kv_bytes_reserved", "passes"),
@@ -238,17 +229,15 @@ def measure(
     `truth` is found by plain decoding, row by row, if it is not given; an empty one compares nothing.
     """
     truth = plain_outputs(target, prompts, params) if truth is None else truth
-    contenders: list[Contender] = [EngineRun(m, target, draft, batch_size, settings) for m in methods]
-    contenders += others
+    contenders: list[Contender] = [*(EngineRun(m, target, draft, batch_size, settings) for m in methods), *others]
     warm_up = params.model_copy(update={"max_tokens": 4})
     for contender in contenders:
         contender.warm_up(prompts[:batch_size], warm_up)
-    runs: list[list[Run]] = [[] for _ in contenders]
-    for _ in range(rounds):
-        for contender, own in zip(contenders, runs, strict=True):
-            own.append(contender.run(prompts, params))
-            on_run(contender.name)
-    return [compared(c.result(batch_size, own), own[-1].outputs, truth) for c, own in zip(contenders, runs, strict=True)]
+    runs: dict[Contender, list[Run]] = {contender: [] for contender in contenders}
+    for _, (contender, own) in product(range(rounds), runs.items()):
+        own.append(contender.run(prompts, params))
+        on_run(contender.name)
+    return [compared(contender.result(batch_size, own), own[-1].outputs, truth) for contender, own in runs.items()]
 
 
 def compared(result: ThroughputResult, outputs: SequenceOf[SequenceOf[int]], truth: SequenceOf[SequenceOf[int]]) -> ThroughputResult:
@@ -261,11 +250,9 @@ def compared(result: ThroughputResult, outputs: SequenceOf[SequenceOf[int]], tru
 def cpu_name() -> str:
     """The processor as the system names it."""
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def environment() -> dict[str, str]:

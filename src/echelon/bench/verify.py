@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from itertools import product, zip_longest
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "realign": {"strategy": "realign"},
     "same-length": {"strategy": "realign", "grouping": "same_length"},
 }
+PAD = 0  # of the framework's batches: masked, and never looked for
 FRAMEWORK = "transformers"  # a control: `generate` at a batch against itself at batch 1
 Tokens = list[int]
 
@@ -97,18 +99,22 @@ class VerificationJob:
 
 def cut(tokens: SequenceOf[int], end_tokens: frozenset[int]) -> Tokens:
     """Up to and including the first end-of-text token."""
-    for place, token in enumerate(tokens):
-        if token in end_tokens:
-            return list(tokens[: place + 1])
-    return list(tokens)
+    ends = (place + 1 for place, token in enumerate(tokens) if token in end_tokens)
+    return list(tokens[: next(ends, len(tokens))])
 
 
 def first_difference(tokens: SequenceOf[int], expected: SequenceOf[int]) -> int | None:
     """Where two texts part; the length of the shorter where one is the beginning of the other; `None` if they are equal."""
-    for place, (one, other) in enumerate(zip(tokens, expected, strict=False)):
-        if one != other:
-            return place
-    return None if len(tokens) == len(expected) else min(len(tokens), len(expected))
+    return next((place for place, (one, other) in enumerate(zip_longest(tokens, expected)) if one != other), None)
+
+
+def generate_padded(model: PreTrainedModel, rows: SequenceOf[SequenceOf[int]], max_new_tokens: int, **extra: Any) -> list[Tokens]:
+    """New tokens of every row by greedy `generate` of `transformers`, on one rectangle that is padded on the left; `extra` is for it."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[PAD] * (width - len(row)) + list(row) for row in rows], device=model.device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
+    done = model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=PAD, **extra)
+    return list(done[:, width:].tolist())
 
 
 def logits_after(llm: LLM, tokens: SequenceOf[int]) -> Tensor:
@@ -170,11 +176,9 @@ def verify_dtype(
     truth = [alone.generate([p], params)[0].outputs[0].token_ids for p in request.prompts]
     precise = alone if dtype == "float32" else LLM(request.model, dtype="float32", device=request.device, max_num_seqs=1)
     judge = Judge(precise, alone)
-    for strategy in strategies:
-        for drafter, config in request.drafters.items():
-            for size in batch_sizes:
-                outputs = _generate(target, draft, config, STRATEGIES[strategy], size, request, params)
-                yield compare(Case(dtype, strategy, drafter, size), outputs, truth, request, judge)
+    for strategy, (drafter, config), size in product(strategies, request.drafters.items(), batch_sizes):
+        outputs = _generate(target, draft, config, STRATEGIES[strategy], size, request, params)
+        yield compare(Case(dtype, strategy, drafter, size), outputs, truth, request, judge)
     if has_control:
         yield from _control(request, dtype, batch_sizes, target.eos_token_ids)
 
@@ -196,23 +200,15 @@ def _control(request: VerificationJob, dtype: str, batch_sizes: SequenceOf[int],
     """What batching costs in equality elsewhere: reported, not judged."""
     model = load_plain(request.model)[0].to(chosen_device(request.device), DTYPES[dtype])
     truth = _framework_generate(model, request, 1, end_tokens)
-    for size in batch_sizes:
-        if size > 1:
-            outputs = _framework_generate(model, request, size, end_tokens)
-            yield compare(Case(dtype, FRAMEWORK, "none", size), outputs, truth, request, None)
+    for size in (s for s in batch_sizes if s > 1):
+        outputs = _framework_generate(model, request, size, end_tokens)
+        yield compare(Case(dtype, FRAMEWORK, "none", size), outputs, truth, request, None)
 
 
 def _framework_generate(model: PreTrainedModel, request: VerificationJob, batch_size: int, end_tokens: frozenset[int]) -> list[Tokens]:
-    """Left-padded static batches through `generate`."""
-    outputs: list[Tokens] = []
-    for start in range(0, len(request.prompts), batch_size):
-        rows = request.prompts[start : start + batch_size]
-        width = max(map(len, rows))
-        ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=model.device)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
-        done = model.generate(ids, attention_mask=mask, max_new_tokens=request.max_tokens, do_sample=False, pad_token_id=0)
-        outputs += [cut(row[width:].tolist(), end_tokens) for row in done]
-    return outputs
+    """Static batches through `generate`."""
+    batches = [request.prompts[start : start + batch_size] for start in range(0, len(request.prompts), batch_size)]
+    return [cut(row, end_tokens) for rows in batches for row in generate_padded(model, rows, request.max_tokens)]
 
 
 def verify_model(

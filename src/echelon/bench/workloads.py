@@ -49,8 +49,11 @@ def workload(
         raise ConfigError(f"workload {name!r} reads its prompts from a file; give --input")
     if name == "prompts":
         found = [r.token_ids(llm) for r in read_requests(path)]
-    else:
-        found = [llm.inputs.encode(text) for text in (question_texts(path) if name == "questions" else summary_texts(path))]
+    elif name == "questions":  # as they are, without a chat template, as in Zhang et al. 2025
+        found = [llm.inputs.encode(text) for _, text in spec_bench(path)]
+    else:  # as EMS-SD prompts for them
+        articles = [text.removeprefix("Summarize:") for category, text in spec_bench(path) if category == "summarization"]
+        found = [llm.inputs.encode(ems_prompt(article)) for article in articles]
     if len(found) < count:
         raise ConfigError(f"{str(path)!r} gives {len(found)} prompts for the workload {name!r}, {count} were asked for; ask for fewer")
     return [found[i * len(found) // count][-num_tokens:] for i in range(count)]
@@ -118,16 +121,6 @@ def spec_bench(path: Path) -> list[tuple[str, str]]:
         except (ValueError, KeyError, IndexError, TypeError, RecursionError):
             raise ConfigError(f"{str(path)!r}, line {number}: not a question with `category` and `turns`; give Spec-Bench's file") from None
     return found
-
-
-def question_texts(path: Path) -> list[str]:
-    """First turns as they are, without a chat template, as in Zhang et al. 2025."""
-    return [text for _, text in spec_bench(path)]
-
-
-def summary_texts(path: Path) -> list[str]:
-    """The articles of the category `summarization` as EMS-SD prompts for them."""
-    return [ems_prompt(text.removeprefix("Summarize:")) for category, text in spec_bench(path) if category == "summarization"]
 
 
 def ems_prompt(article: str) -> str:

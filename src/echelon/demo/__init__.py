@@ -14,5 +14,4 @@ EAGLE = FOLDER / "eagle"
 
 def held_out_files() -> list[str]:
     """Files of the standard library that the pair has not been trained on, as paths below its folder."""
-    manifest = json.loads((FOLDER / "manifest.json").read_text("utf-8"))
-    return list(manifest["held_out"])
+    return list(json.loads((FOLDER / "manifest.json").read_text("utf-8"))["held_out"])

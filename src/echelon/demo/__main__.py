@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import tempfile
-import time
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import transformers
 import typer
 from rich import box
@@ -20,9 +18,11 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from echelon import LLM, SamplingParams
+from echelon.bench.framework import FrameworkRun
 from echelon.bench.inflate import describe, inflate_with_heads
 from echelon.bench.plot import bar_chart
-from echelon.bench.throughput import DecodingMethod, ThroughputResult, default_methods, environment, measure, plain_outputs
+from echelon.bench.throughput import DecodingMethod, ThroughputResult, compared, default_methods, environment, measure, plain_outputs
+from echelon.bench.verify import generate_padded
 from echelon.bench.workloads import code_prompts
 from echelon.demo import DRAFT, EAGLE, TARGET, held_out_files
 from echelon.errors import MissingExtraError
@@ -34,34 +34,10 @@ GROWN_PARAMETERS = 500_000_000
 console = Console()
 
 
-def padded_batch(prompts: list[list[int]], pad: int) -> dict[str, torch.Tensor]:
-    """What `transformers` needs: one rectangle, padded on the left."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def transformers_plain(
-    model: PreTrainedModel, prompts: list[list[int]], num_tokens: int, truth: list[list[int]], rounds: int
-) -> ThroughputResult:
-    """`model.generate` of transformers on the padded batch."""
-    inputs = padded_batch(prompts, 0)
-    speeds, rows = [], []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        out = model.generate(**inputs, max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
-        new = out[:, inputs["input_ids"].shape[1] :]
-        speeds.append(new.numel() / (time.perf_counter() - start))
-        rows = new.tolist()
-    num_identical = sum(a == b for a, b in zip(rows, truth, strict=True))
-    return ThroughputResult("transformers", len(prompts), speeds, 1.0, 0.0, num_identical, len(truth))
-
-
 def transformers_refusal(model: PreTrainedModel, draft: PreTrainedModel, prompts: list[list[int]]) -> str:
     """What `transformers` says to a batch with a draft model."""
     try:
-        model.generate(**padded_batch(prompts, 0), assistant_model=draft, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        generate_padded(model, prompts, 4, assistant_model=draft)
     except ValueError as error:
         return str(error).splitlines()[0]
     return "accepted (this version of transformers batches assisted generation)"
@@ -134,7 +110,9 @@ def main(
         big = adopt_model(copy.deepcopy(grown), tokenizer, "embedded target, grown")
         large, truth = run_all(big, draft, heads["eagle"], prompts, params, 1, "grown target")
     with console.status("transformers"):
-        large.append(transformers_plain(grown, prompts, max_tokens, truth, rounds=1))
+        baseline = FrameworkRun("transformers", grown, BATCH_SIZE)
+        run = baseline.run(prompts, params)
+        large.append(compared(baseline.result(BATCH_SIZE, [run]), run.outputs, truth))
         refusal = transformers_refusal(grown, plain_draft, prompts)
     console.print(table_of(f"2. The same target grown in memory to {describe(grown)}: same function, real cost", large))
     console.print(f"transformers with a draft model and {BATCH_SIZE} prompts: [red]{escape(refusal)}[/]\n")
@@ -151,8 +129,7 @@ def _finish(
     charted: dict[str, list[ThroughputResult]],
 ) -> None:
     """One continuation in colours, the bar chart, and where to go on."""
-    llm = LLM(target, default_methods()[2].config, draft)
-    sample = coloured_sample(llm, prompt, params.model_copy(update={"max_tokens": 80}))
+    sample = coloured_sample(LLM(target, default_methods()[2].config, draft), prompt, params.model_copy(update={"max_tokens": 80}))
     console.print("3. One continuation: [green]drafted and accepted[/], [bold yellow]the target's own[/]")
     console.print(sample)
     console.print()
