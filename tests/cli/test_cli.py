@@ -203,3 +203,10 @@ def test_kernels_are_measured(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
     assert run("bench", "kernels", "--shapes", "64x96", "--dtype", "int8").returncode == 2
     monkeypatch.setattr(compiled, "kernels", compiled.MISSING)
     assert run("bench", "kernels").returncode == 2
+
+
+def test_a_family_of_instructions_that_the_machine_lacks_is_refused(run: Run) -> None:
+    for verb in ("step", "kernels", "throughput"):
+        done = run("bench", verb, "--isa", "mmx")
+        assert done.returncode == 2
+        assert "no instruction family mmx on this machine; it offers generic" in done.stderr

@@ -20,6 +20,7 @@ def described(environment: dict[str, str]) -> str:
     """The machine and the versions in one line."""
     e = environment
     where = f"{e['gpu']}, {e['cpu']}" if "gpu" in e else e["cpu"]
+    where += f", kernels for {e['isa']}" if "isa" in e else ""
     return f"{where}, {e['threads']} threads, torch {e['torch']}, transformers {e['transformers']}, commit {e['commit']}"
 
 

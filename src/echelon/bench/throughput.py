@@ -23,6 +23,7 @@ from echelon.bench.phases import SPLIT, Recorder, Sums
 from echelon.bench.verify import STRATEGIES
 from echelon.memory import mebibytes
 from echelon.model.load.loading import LoadedModel
+from echelon.ops import compiled
 from echelon.stats import Stats
 
 Prompts = SequenceOf[SequenceOf[int]]
@@ -259,6 +260,7 @@ def environment() -> dict[str, str]:
     """What the figures were measured on."""
     return gpu() | {
         "cpu": f"{cpu_name()} ({os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()})",
+        "isa": compiled.isa() if compiled.is_built() else "none",
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

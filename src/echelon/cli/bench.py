@@ -35,7 +35,7 @@ from echelon.bench.step import as_markdown as steps_as_markdown
 from echelon.bench.step import measure_steps
 from echelon.bench.throughput import environment
 from echelon.bench.workloads import code_texts
-from echelon.cli.measured import JsonOption, OutputOption, sizes_of, write_report
+from echelon.cli.measured import IsaOption, JsonOption, OutputOption, sizes_of, write_report
 from echelon.cli.runs import latency, peers, throughput
 from echelon.cli.shared import errors
 from echelon.demo import held_out_files
@@ -56,6 +56,7 @@ def step(
     tokens_per_row: Annotated[int, typer.Option(help="New tokens of each row, at most.", min=1)] = 8,
     context: Annotated[int, typer.Option(help="Tokens that each row has before them.", min=0)] = 256,
     rounds: Annotated[int, typer.Option(help="Passes of each width, interleaved.", min=1)] = 9,
+    isa: IsaOption = None,  # noqa: ARG001
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
     output: JsonOption = None,
 ) -> None:
@@ -68,7 +69,8 @@ def step(
     with Progress(console=errors, transient=True) as progress:
         task = progress.add_task("passes", total=rounds + 1)
         results = measure_steps(loaded, widths, tokens_per_row, context, rounds, lambda: progress.advance(task))
-    report = {"environment": environment(), "model": model, "results": [asdict(r) for r in results]}
+    kind = {"model": model, "isa": compiled.isa(), "dtype": str(loaded.model.dtype).removeprefix("torch.")}
+    report = {"environment": environment(), **kind, "results": [asdict(r) for r in results]}
     typer.echo(json.dumps(report) if json_output else steps_as_markdown(results))
     if output is not None:
         write_json(output, report)
@@ -127,6 +129,7 @@ def kernels(
     shapes: Annotated[str, typer.Option(help="Weights of linear layers, N x K, comma-separated.")] = LINEAR_SHAPES,
     rows: Annotated[str, typer.Option(help="Rows of a call, comma-separated.")] = "1,2,4,8,16,32,40,64,128,512",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    isa: IsaOption = None,  # noqa: ARG001
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
     output: OutputOption = None,
 ) -> None:

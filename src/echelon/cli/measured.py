@@ -24,6 +24,7 @@ from echelon.demo import DRAFT, TARGET, held_out_files
 from echelon.errors import OutputError
 from echelon.inputs import made_folder, write_text
 from echelon.model.load.loading import LoadedModel, adopt_model, load_model, load_plain
+from echelon.ops import compiled
 from echelon.ops.devices import chosen_device
 
 
@@ -45,6 +46,21 @@ def writable_file(path: Path | None) -> Path | None:
     return path
 
 
+def use_isa(name: str | None) -> str | None:
+    """Hold the kernels to a family before anything is measured."""
+    if name is not None:
+        compiled.set_isa(name)
+    return name
+
+
+IsaOption = Annotated[
+    str | None,
+    typer.Option(
+        "--isa",
+        callback=use_isa,
+        help="Instructions that kernels may use: generic, avx2, avx512, avx512_bf16 or amx; by default ECHELON_ISA, or all that there are.",
+    ),
+]
 OutputOption = Annotated[
     Path | None,
     typer.Option(callback=writable, help="Also write JSON here; a name without .json is a folder for JSON, Markdown and plots."),

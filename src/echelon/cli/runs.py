@@ -20,7 +20,7 @@ from echelon.bench.report import positions_as_markdown, speeds_as_markdown, step
 from echelon.bench.throughput import CONFIDENT, Contender, default_methods, environment, measure, methods_of, plain_outputs
 from echelon.bench.throughput import as_json as speeds_as_json
 from echelon.bench.verify import STRATEGIES
-from echelon.cli.measured import BenchOptions, ParametersOption, RoundsOption, command, counted, load_grown, load_target
+from echelon.cli.measured import BenchOptions, IsaOption, ParametersOption, RoundsOption, command, counted, load_grown, load_target
 from echelon.cli.shared import RefillOption, errors, verb
 from echelon.model.load.loading import LoadedModel, load_model, load_plain
 
@@ -38,6 +38,7 @@ class ThroughputOptions(BenchOptions):
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,4,8,16"
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0
     rounds: RoundsOption = 3
+    isa: IsaOption = None
     refill: RefillOption = True
     baselines: Annotated[bool, typer.Option("--transformers/--no-transformers", help="Also run `transformers` itself.")] = True
 

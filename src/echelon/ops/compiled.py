@@ -93,5 +93,8 @@ def offered_isas() -> list[str]:
 
 
 def set_isa(name: str) -> None:
-    """Use a lesser set of instructions than the machine offers; ValueError for one that it lacks."""
-    kernels.set_isa(name)
+    """Use a lesser set of instructions than the machine offers; ConfigError for one that it lacks."""
+    try:
+        kernels.set_isa(name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
