@@ -19,7 +19,7 @@ from setuptools.command.build_py import build_py
 
 CSRC = Path("src/echelon/csrc")
 NOTE = "_kernels.txt"
-FLAGS = ["-O3", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wno-unknown-pragmas", "-Wno-psabi"]
+FLAGS = ["-O3", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-unknown-pragmas", "-Wno-psabi"]
 FLAGS += ["-mprefer-vector-width=512"] * (platform.machine() in ("x86_64", "AMD64"))  # where there are such vectors
 
 

@@ -10,6 +10,7 @@
 
 #define ALWAYS_INLINE __attribute__((always_inline))
 #define INLINE static inline ALWAYS_INLINE
+#define INLINE_METHOD inline ALWAYS_INLINE
 
 namespace echelon {
 
@@ -99,14 +100,15 @@ INLINE Float reduced_exponential(Float& x) {
 
 // eˣ with a relative error below 3e-7. x is cut to [−87, 88].
 INLINE float exponential(float x) {
-  x = std::min(std::max(x, -87.0f), 88.0f);
+  x = x < -87.0f ? -87.0f : x;  // not std::max, whose references keep a loop from being vectorised
+  x = x > 88.0f ? 88.0f : x;
   const float n = reduced_exponential(x);
   return x * std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
 }
 
 // eˣ for x ≤ 0, with a relative error below 1e-15. x is cut to −700.
 INLINE double exponential(double x) {
-  x = std::max(x, -700.0);
+  x = x < -700.0 ? -700.0 : x;
   const double n = (x * 1.4426950408889634 + 6755399441055744.0) - 6755399441055744.0;
   const double r = (x - n * 0x1.62e42fee00000p-1) - n * 0x1.a39ef35793c76p-33;
   double p = 1.0 / 6227020800.0;

@@ -12,16 +12,16 @@ struct FloatMath {
   using Stored = typename Number<type>::Stored;
   static constexpr int64_t grain = 1, bytes = sizeof(Stored);
 
-  METHOD static Register broadcast(const float* p) { return splat(*p); }
-  METHOD static Register multiply_add(Register a, Register b, Register c) { return fma(a, b, c); }
-  METHOD static Lanes round_weights(const Lanes& weights) { return weights; }
-  METHOD static void pack_weights(float*) {}
+  INLINE_METHOD static Register broadcast(const float* p) { return splat(*p); }
+  INLINE_METHOD static Register multiply_add(Register a, Register b, Register c) { return fma(a, b, c); }
+  INLINE_METHOD static Lanes round_weights(const Lanes& weights) { return weights; }
+  INLINE_METHOD static void pack_weights(float*) {}
 
-  METHOD static Register widen(const float* p) { return load_register(p); }
-  METHOD static Register widen(const uint16_t* p) {
+  INLINE_METHOD static Register widen(const float* p) { return load_register(p); }
+  INLINE_METHOD static Register widen(const uint16_t* p) {
     return (Register)(__builtin_convertvector(load_as<Halves>(p), Words) << 16);
   }
-  METHOD static void copy_row(const char* from, int64_t size, int64_t width, float* to) {
+  INLINE_METHOD static void copy_row(const char* from, int64_t size, int64_t width, float* to) {
     const auto* in = reinterpret_cast<const Stored*>(from);
     int64_t i = 0;
     if constexpr (type != Storage::float16)
@@ -29,27 +29,27 @@ struct FloatMath {
     for (; i < size; ++i) to[i] = Number<type>::widen(in[i]);
     for (int64_t i = size; i < width; ++i) to[i] = 0.0f;
   }
-  METHOD static const float* row(const char* from, int64_t size, int64_t width, float* staged) {
+  INLINE_METHOD static const float* row(const char* from, int64_t size, int64_t width, float* staged) {
     copy_row(from, size, width, staged);
     return staged;
   }
-  METHOD static void entries(const char* const* rows, int64_t offset, Register* to) {
+  INLINE_METHOD static void entries(const char* const* rows, int64_t offset, Register* to) {
     float columns[value_columns];
     copy_row(rows[0] + offset, value_columns, value_columns, columns);
     for (int64_t i = 0; i < value_columns / register_lanes; ++i) to[i] = load_register(columns + i * register_lanes);
   }
-  METHOD static void interleave(const char* const* rows, int64_t size, float* to) {
+  INLINE_METHOD static void interleave(const char* const* rows, int64_t size, float* to) {
     if (rows[0])
       copy_row(rows[0], size, whole_lanes(size), to);
     else
       zero(to, whole_lanes(size));
   }
-  METHOD static bool are_finite(const float* values, int64_t count) {
+  INLINE_METHOD static bool are_finite(const float* values, int64_t count) {
     float sum = 0.0f;  // x − x is 0, or NaN
     for (int64_t i = 0; i < count; ++i) sum += values[i] - values[i];
     return sum == 0.0f;
   }
-  METHOD static void write_row(const float* sums, float total, int64_t size, char* to) {
+  INLINE_METHOD static void write_row(const float* sums, float total, int64_t size, char* to) {
     auto* out = reinterpret_cast<Stored*>(to);
     for (int64_t i = 0; i < size; ++i) out[i] = Number<type>::narrow(sums[i] / total);
   }

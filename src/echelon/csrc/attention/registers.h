@@ -12,7 +12,6 @@
 
 #include "attention.h"
 
-#define METHOD ALWAYS_INLINE inline
 
 namespace echelon {
 namespace {

@@ -32,7 +32,7 @@ struct Prefetch {
   const char* const* rows = nullptr;
   int64_t offset = 0, lines = 0;
 
-  METHOD void fetch(int64_t row) const {
+  INLINE_METHOD void fetch(int64_t row) const {
     for (int64_t i = 0; i < lines; ++i) {
       const auto at = reinterpret_cast<uintptr_t>(rows[row]) + static_cast<uintptr_t>(offset + i * 64);
       __builtin_prefetch(reinterpret_cast<const void*>(at));  // a null row fetches nothing
@@ -198,11 +198,11 @@ INLINE float hyperbolic_tangent(float x) {
 struct States {
   float *out, *weights, *highest;
 
-  METHOD static int64_t size(int64_t count, int64_t width) { return count * (width + lanes + 1); }
-  METHOD static States at(float* memory, int64_t count, int64_t width) {
+  INLINE_METHOD static int64_t size(int64_t count, int64_t width) { return count * (width + lanes + 1); }
+  INLINE_METHOD static States at(float* memory, int64_t count, int64_t width) {
     return {memory, memory + count * width, memory + count * (width + lanes)};
   }
-  METHOD void clear(int64_t count, int64_t width) const {
+  INLINE_METHOD void clear(int64_t count, int64_t width) const {
     zero(out, count * (width + lanes));
     for (int64_t i = 0; i < count; ++i) highest[i] = minus_infinity;
   }
@@ -292,7 +292,7 @@ INLINE Tree tree_of(const AttentionCall& call, const AttentionUnit& unit) {
 
 // 32-bit entries that a key takes: of an odd size the last pair is half zeros.
 template <class Math>
-METHOD int64_t key_steps(const AttentionCall& call) {
+INLINE_METHOD int64_t key_steps(const AttentionCall& call) {
   return whole_lanes((call.key_size + Math::grain - 1) / Math::grain);
 }
 
@@ -302,7 +302,7 @@ struct Memory {
   States section, all;
 
   template <class Math>
-  METHOD static Memory at(float* memory, const AttentionCall& call, int64_t heads, int64_t pairs) {
+  INLINE_METHOD static Memory at(float* memory, const AttentionCall& call, int64_t heads, int64_t pairs) {
     const int64_t steps = key_steps<Math>(call), width = whole_lanes(call.value_size), states = heads * pairs;
     Memory m{};
     const auto take = [&](int64_t size) ALWAYS_INLINE {
@@ -350,7 +350,7 @@ struct Unit {
   PrefetchCursor cursor{};
   int64_t path[key_tile];          // of one token: its drafted ancestors in the tile, as nodes; −1 elsewhere
 
-  METHOD Unit(const AttentionCall& c, const AttentionUnit& u, float* memory)
+  INLINE_METHOD Unit(const AttentionCall& c, const AttentionUnit& u, float* memory)
       : call(c), unit(u), m(Memory::at<Math>(memory, c, u.head_end - u.head_begin, (u.token_end - u.token_begin) * (c.num_heads / c.num_kv_heads))),
         group(c.num_heads / c.num_kv_heads), pairs((u.token_end - u.token_begin) * group), steps(key_steps<Math>(c)),
         width(whole_lanes(c.value_size)), is_few(pairs <= few_pairs), tree(tree_of(c, u)), table(c.block_table + u.row * c.table_stride), all(seen_by(c, u.token_begin)) {
@@ -360,10 +360,10 @@ struct Unit {
     }
   }
 
-  METHOD int64_t key_bytes() const { return call.key_size * Math::bytes; }
-  METHOD int64_t value_bytes() const { return call.value_size * Math::bytes; }
-  METHOD int64_t key_offset(int64_t head) const { return head * call.block_size * key_bytes(); }
-  METHOD int64_t value_offset(int64_t head) const { return head * call.block_size * value_bytes(); }
+  INLINE_METHOD int64_t key_bytes() const { return call.key_size * Math::bytes; }
+  INLINE_METHOD int64_t value_bytes() const { return call.value_size * Math::bytes; }
+  INLINE_METHOD int64_t key_offset(int64_t head) const { return head * call.block_size * key_bytes(); }
+  INLINE_METHOD int64_t value_offset(int64_t head) const { return head * call.block_size * value_bytes(); }
 
   // Entries `first` to `last` of the row, among key_tile from `start` on.
   void find(int64_t start, int64_t first, int64_t last, TileRows& found) const {
@@ -376,9 +376,9 @@ struct Unit {
       if (++offset == call.block_size) ++block, offset = 0;
     }
   }
-  METHOD void find_tile(int64_t start, TileRows& found) const { find(start, all.first, least(all.last, tree.start - 1), found); }
+  INLINE_METHOD void find_tile(int64_t start, TileRows& found) const { find(start, all.first, least(all.last, tree.start - 1), found); }
 
-  METHOD const char* drafted_value(int64_t node) const {
+  INLINE_METHOD const char* drafted_value(int64_t node) const {
     const int64_t entry = tree.start + node;
     const int64_t row = table[entry / call.block_size] * call.num_kv_heads * call.block_size + entry % call.block_size;
     return static_cast<const char*>(call.values) + row * value_bytes();
@@ -393,14 +393,14 @@ struct Unit {
   }
 
   // Prefetch rows, a few at a time: rows of one head lie apart, which no processor foresees.
-  METHOD static void prefetch_rows(const char* const* rows, int64_t count, int64_t offset, int64_t bytes) {
+  INLINE_METHOD static void prefetch_rows(const char* const* rows, int64_t count, int64_t offset, int64_t bytes) {
     for (int64_t k = 0; k < count; ++k)
       if (rows[k])
         for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(rows[k] + offset + i);
   }
 
   // The next chunk that has not been prefetched, up to chunk `last`.
-  METHOD Prefetch next_prefetch(const TileRows& here, const TileRows& next, int64_t last) {
+  INLINE_METHOD Prefetch next_prefetch(const TileRows& here, const TileRows& next, int64_t last) {
     if (cursor.chunk > last) return {};
     const TileRows& from = cursor.part < 2 ? here : next;
     const int64_t head = unit.head_begin + cursor.head;
@@ -412,16 +412,16 @@ struct Unit {
     return prefetch;
   }
 
-  METHOD float* scores_of(int64_t head) const { return m.scores + (is_few ? (head - unit.head_begin) * pairs * key_tile : 0); }
-  METHOD const float* queries_of(int64_t head) const { return m.query + (head - unit.head_begin) * pairs * steps; }
+  INLINE_METHOD float* scores_of(int64_t head) const { return m.scores + (is_few ? (head - unit.head_begin) * pairs * key_tile : 0); }
+  INLINE_METHOD const float* queries_of(int64_t head) const { return m.query + (head - unit.head_begin) * pairs * steps; }
 
   // 16 keys of a head from the k-th on; zeros where there is none.
-  METHOD void find_rows(const TileRows& from, int64_t k, int64_t head, const float** rows) const {
+  INLINE_METHOD void find_rows(const TileRows& from, int64_t k, int64_t head, const float** rows) const {
     for (int64_t i = 0; i < lanes; ++i)
       rows[i] = from.keys[k + i] ? Math::row(from.keys[k + i] + key_offset(head), call.key_size, steps, m.staged + i * steps) : m.zeros;
   }
   // Scores of all pairs against these 16 keys; prefetches on the way.
-  METHOD void score_few(const TileRows& from, int64_t k, int64_t head, float* scores, const Prefetch& prefetch) const {
+  INLINE_METHOD void score_few(const TileRows& from, int64_t k, int64_t head, float* scores, const Prefetch& prefetch) const {
     const float* rows[lanes];
     find_rows(from, k, head, rows);
     constexpr int usual = 4 / Math::grain, large = 4;  // chunks of a head of 64; of 128 in pairs
@@ -477,7 +477,7 @@ struct Unit {
 
   // Softmax of all pairs over a tile, online: scores become weights, and what was summed before shrinks where a higher score has come. 16
   // pairs at a time take each step together, so that none waits for another.
-  METHOD void soften(int64_t start, int64_t head) const {
+  INLINE_METHOD void soften(int64_t start, int64_t head) const {
     for (int64_t first = 0; first < pairs; first += lanes) {
       const int64_t count = least(lanes, pairs - first), at = (head - unit.head_begin) * pairs + first;
       alignas(64) float before[lanes], now[lanes], shrink[lanes];
@@ -499,7 +499,7 @@ struct Unit {
     }
   }
 
-  METHOD bool is_seen_by_all(int64_t start) const {
+  INLINE_METHOD bool is_seen_by_all(int64_t start) const {
     for (int64_t token = unit.token_begin; token < unit.token_end; ++token) {
       const Seen seen = seen_by(call, token);
       if (seen.first > start || seen.last < start + key_tile - 1) return false;
@@ -508,7 +508,7 @@ struct Unit {
   }
 
   // Rows of values, as many as an entry holds.
-  METHOD void load_values(const char* const* values, int64_t head, float* to) const {
+  INLINE_METHOD void load_values(const char* const* values, int64_t head, float* to) const {
     const char* rows[Math::grain];
     for (int64_t i = 0; i < Math::grain; ++i) rows[i] = values[i] ? values[i] + value_offset(head) : nullptr;
     Math::interleave(rows, call.value_size, to);
@@ -516,7 +516,7 @@ struct Unit {
 
   // out[M][value_columns] += weights[M][16] · values, in the order of `multiply`.
   template <int M>
-  METHOD void add_columns(const float* weights, const char* const* values, int64_t offset, float* out, const Prefetch& prefetch) const {
+  INLINE_METHOD void add_columns(const float* weights, const char* const* values, int64_t offset, float* out, const Prefetch& prefetch) const {
     constexpr int registers = value_columns / register_lanes;
     Register sum[M][registers];
 #pragma GCC unroll 4
@@ -540,7 +540,7 @@ struct Unit {
       for (int j = 0; j < registers; ++j) store(out + i * width + j * register_lanes, sum[i][j]);
   }
   // Weights times the 16 values of a head from the k-th on, which every token sees.
-  METHOD void add_few(const TileRows& here, int64_t k, int64_t head, Prefetch prefetch) const {
+  INLINE_METHOD void add_few(const TileRows& here, int64_t k, int64_t head, Prefetch prefetch) const {
     const float* weights = scores_of(head) + k / Math::grain;
     float* out = m.section.out + (head - unit.head_begin) * pairs * width;
     for (int64_t from = 0; from < width; from += value_columns, out += value_columns) {

@@ -12,7 +12,8 @@ namespace echelon {
 namespace {
 
 constexpr int64_t num_bins = 4096, bins_per_unit = 64;  // of values by their distance from the largest
-constexpr int64_t block = 256;         // tokens whose noise is bounded at a time
+constexpr int64_t block = 256;         // tokens that are passed over together
+constexpr int64_t lanes = 16;
 constexpr float infinity = std::numeric_limits<float>::infinity();
 
 // Larger values have smaller bins.
@@ -20,31 +21,36 @@ INLINE size_t bin_of(float value, float highest) {
   return static_cast<size_t>(std::min((highest - value) * static_cast<float>(bins_per_unit), static_cast<float>(num_bins - 1)));
 }
 
-// Divides by the temperature; returns the largest result, or NaN where one is among them.
-INLINE float scale(const float* logits, float temperature, float* out, int64_t size) {
-  float highest[16];
-  int32_t has_nan[16] = {};
-  std::fill(highest, highest + 16, -infinity);
-  int64_t i = 0;
-  for (; i + 16 <= size; i += 16)
-    for (int64_t j = 0; j < 16; ++j) {
+// Divides by the temperature; returns the largest result, or NaN where one is among them, and leaves the largest of every block.
+INLINE float scale(const float* logits, float temperature, float* out, float* maxima, int64_t size) {
+  int32_t has_nan[lanes] = {};
+  float best = -infinity;
+  for (int64_t first = 0; first < size; first += block, ++maxima) {
+    float highest[lanes];
+    for (int64_t j = 0; j < lanes; ++j) highest[j] = -infinity;
+    const int64_t end = std::min(size, first + block);
+    int64_t i = first;
+    for (; i + lanes <= end; i += lanes)
+      for (int64_t j = 0; j < lanes; ++j) {
+        const float value = logits[i + j] / temperature;
+        out[i + j] = value;
+        highest[j] = value > highest[j] ? value : highest[j];
+        has_nan[j] |= value != value;
+      }
+    for (int64_t j = 0; i + j < end; ++j) {
       const float value = logits[i + j] / temperature;
       out[i + j] = value;
       highest[j] = value > highest[j] ? value : highest[j];
       has_nan[j] |= value != value;
     }
-  for (int64_t j = 0; i + j < size; ++j) {
-    const float value = logits[i + j] / temperature;
-    out[i + j] = value;
-    highest[j] = value > highest[j] ? value : highest[j];
-    has_nan[j] |= value != value;
+    float largest = -infinity;
+    for (int64_t j = 0; j < lanes; ++j) largest = highest[j] > largest ? highest[j] : largest;
+    *maxima = largest;
+    best = largest > best ? largest : best;
   }
-  float best = -infinity;
-  for (int64_t j = 0; j < 16; ++j) {
-    if (has_nan[j]) return std::numeric_limits<float>::quiet_NaN();
-    best = std::max(best, highest[j]);
-  }
-  return best;
+  int32_t any = 0;
+  for (int64_t j = 0; j < lanes; ++j) any |= has_nan[j];
+  return any ? std::numeric_limits<float>::quiet_NaN() : best;
 }
 
 INLINE void weights_of(const float* scaled, float highest, double* out, int64_t size) {
@@ -53,8 +59,9 @@ INLINE void weights_of(const float* scaled, float highest, double* out, int64_t 
 
 // What a row's work needs besides its logits; one a thread, kept.
 struct Scratch {
-  std::vector<float> scaled, members;
+  std::vector<float> scaled, maxima, members, rough_weights;  // scaled: whole blocks, filled up with −∞; maxima: of these
   std::vector<double> weights;
+  std::vector<int64_t> near;  // blocks whose weights count
 };
 
 // The k-th largest value: a histogram by leading bits, then a selection within one bin.
@@ -70,9 +77,104 @@ float kth_largest(Scratch& s, float highest, int64_t k) {
   return s.members[static_cast<size_t>(k - 1)];
 }
 
+// Mass by distance from the highest value, in bins of one width from `origin` on.
+struct Masses {
+  static constexpr int64_t count = 1024, copies = 4;  // a copy for each of four tokens, so that one bin's additions do not wait for each other
+  float origin, bins_per_unit;
+  std::array<std::array<double, count>, copies> by_copy{};
+
+  double operator[](size_t bin) const { return (by_copy[0][bin] + by_copy[1][bin]) + (by_copy[2][bin] + by_copy[3][bin]); }
+  INLINE_METHOD size_t bin_of(float distance) const {
+    return static_cast<size_t>(static_cast<int32_t>(std::min((distance - origin) * bins_per_unit, static_cast<float>(count - 1))));
+  }
+  INLINE_METHOD void add(int64_t i, float distance, double mass) { by_copy[static_cast<size_t>(i) % copies][bin_of(distance)] += mass; }
+
+  // The bin in which `wanted` is reached or, if it is not, the last; `larger` grows by the mass of those before it.
+  size_t reach(double wanted, double& larger) const {
+    size_t bin = 0;
+    for (; bin + 1 < count && larger + (*this)[bin] < wanted; ++bin) larger += (*this)[bin];
+    return bin;
+  }
+};
+
+// Weights of a block, those below the threshold 0, and their distances from the highest value.
+template <class Weight>
+INLINE void weigh_block(const float* values, float highest, float threshold, Weight* weights, float* distances) {
+  for (int64_t i = 0; i < block; ++i) {
+    const Weight weight = exponential(static_cast<Weight>(values[i] - highest));
+    weights[i] = values[i] >= threshold ? weight : Weight{0};
+    distances[i] = highest - values[i];
+  }
+}
+
+// The mass of a block in float32: within 1.3e-6 of itself.
+INLINE double rough_mass(const float* values, float highest, float threshold) {
+  float sums[lanes] = {};
+  for (int64_t i = 0; i < block; i += lanes)
+    for (int64_t j = 0; j < lanes; ++j) sums[j] += values[i + j] >= threshold ? exponential(values[i + j] - highest) : 0.0f;
+  double total = 0.0;
+  for (int64_t j = 0; j < lanes; ++j) total += static_cast<double>(sums[j]);
+  return total;
+}
+
+// What `nucleus` returns, from weights that are within `error` of themselves, sums in another order and rough ones of what lies far below,
+// if the bounds of their errors leave no doubt about it; else NaN. Where the wanted mass is reached, finer bins are looked at, and the
+// values in one of these one by one.
+template <class Weight>
+float quick_nucleus(Scratch& s, std::vector<Weight>& all_weights, float highest, float threshold, double top_p, double error, float near) {
+  constexpr float coarse = 16.0f, fine = coarse * Masses::count;
+  Masses masses{0.0f, coarse};
+  double far = 0.0, larger = 0.0;
+  all_weights.resize(s.scaled.size());
+  s.near.clear();
+  for (size_t i = 0; i < s.maxima.size(); ++i) {
+    const int64_t first = static_cast<int64_t>(i) * block;
+    const float* const values = s.scaled.data() + first;
+    Weight* const weights = all_weights.data() + first;
+    if (s.maxima[i] < threshold) continue;
+    if (s.maxima[i] < highest - near) {
+      far += by_features([&]() ALWAYS_INLINE { return rough_mass(values, highest, threshold); });
+      continue;
+    }
+    s.near.push_back(first);
+    alignas(64) float distances[block];
+    by_features([&]() ALWAYS_INLINE { weigh_block(values, highest, threshold, weights, distances); });
+    for (int64_t j = 0; j < block; ++j) masses.add(j, distances[j], static_cast<double>(weights[j]));
+  }
+  double total = far;
+  for (size_t bin = 0; bin < Masses::count; ++bin) total += masses[bin];
+  const double wanted = top_p * total, doubt = 2.0 * error * total + 1.3e-6 * far;
+  const size_t bin = masses.reach(wanted, larger);
+  Masses finer{static_cast<float>(bin) / coarse, fine};
+  s.members.clear();
+  for (const int64_t first : s.near) {
+    if (masses.bin_of(highest - s.maxima[static_cast<size_t>(first / block)]) > bin) continue;
+    for (int64_t i = first; i < first + block; ++i) {
+      const float value = s.scaled[static_cast<size_t>(i)];
+      if (value < threshold || masses.bin_of(highest - value) != bin) continue;
+      s.members.push_back(value);
+      finer.add(i, highest - value, static_cast<double>(all_weights[static_cast<size_t>(i)]));
+    }
+  }
+  const size_t part = finer.reach(wanted, larger);
+  std::erase_if(s.members, [&](float value) { return finer.bin_of(highest - value) != part; });
+  std::sort(s.members.begin(), s.members.end(), std::greater<>());
+  const float reached = static_cast<float>(bin + 1) / coarse;  // whatever is nearer is in a block that counts as near
+  for (const float value : s.members) {
+    if (larger > wanted - doubt || reached > near) break;
+    larger += exponential(static_cast<double>(value - highest));
+    if (larger > wanted + doubt) return value;
+  }
+  return std::numeric_limits<float>::quiet_NaN();
+}
+
 // The smallest value that top_p keeps among those of at least `threshold`: the mass of all larger ones is less than top_p of the whole.
 // Sums are float64, in order of token within a bin, and of bins.
 float nucleus(Scratch& s, float highest, float threshold, double top_p) {
+  float quick = quick_nucleus(s, s.rough_weights, highest, threshold, top_p, 3e-7, 5.0f);
+  if (quick != quick) quick = quick_nucleus(s, s.rough_weights, highest, threshold, top_p, 3e-7, 16.0f);
+  if (quick != quick) quick = quick_nucleus(s, s.weights, highest, threshold, top_p, 1e-10, 16.0f);
+  if (quick == quick) return quick;
   const auto size = static_cast<int64_t>(s.scaled.size());
   s.weights.resize(s.scaled.size());
   by_features([&]() ALWAYS_INLINE { weights_of(s.scaled.data(), highest, s.weights.data(), size); });
@@ -114,17 +216,29 @@ struct Best {
   }
 };
 
-// Marks tokens of a block that may still win. With w = exp(value − highest), a token's noise −log(−log u) lifts it above `best` only if
+float bound_of(float highest, double best) { return static_cast<float>(std::exp(std::min(static_cast<double>(highest) - best, 80.0))) * 1.0001f; }
+
+// Whether a token may still win. With w = exp(value − highest), its noise −log(−log u) lifts it above `best` only if
 // −log u < w · exp(highest − best), and 1 − u ≤ −log u; 1 − u needs no logarithm. `bound` is exp(highest − best), a little more.
-INLINE int64_t candidates(const float* scaled, float highest, float bound, uint64_t key, int64_t first, int64_t count,
-                                       uint8_t* marks) {
-  int64_t found = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const uint64_t complement = (uint64_t{1} << 52) - 1 - noise_bits(key, first + i);
-    const float distance = static_cast<float>(static_cast<int64_t>(complement)) * 0x1p-52f;
-    const uint8_t may_win = distance <= exponential(scaled[first + i] - highest) * bound;
-    marks[i] = may_win;
-    found += may_win;
+INLINE bool may_win(float value, float highest, float bound, uint64_t key, int64_t token) {
+  const uint64_t complement = (uint64_t{1} << 52) - 1 - noise_bits(key, token);
+  const float distance = static_cast<float>(static_cast<int64_t>(complement)) * 0x1p-52f;
+  return distance <= exponential(value - highest) * bound;
+}
+
+// Marks tokens of a block that reach the threshold and, where there are many, may still win; returns how many.
+INLINE int64_t candidates(const float* values, float highest, float threshold, float bound, uint64_t key, int64_t first, int32_t* marks) {
+  constexpr int64_t few = block / 8;
+  int32_t found = 0;
+  for (int64_t i = 0; i < block; ++i) {
+    marks[i] = values[i] >= threshold;
+    found += marks[i];
+  }
+  if (found <= few) return found;
+  found = 0;
+  for (int64_t i = 0; i < block; ++i) {
+    marks[i] &= may_win(values[i], highest, bound, key, first + i);
+    found += marks[i];
   }
   return found;
 }
@@ -132,19 +246,20 @@ INLINE int64_t candidates(const float* scaled, float highest, float bound, uint6
 // The token with the largest value plus noise among those of at least `threshold`.
 int64_t draw(const Scratch& s, float highest, float threshold, uint64_t key) {
   const auto size = static_cast<int64_t>(s.scaled.size());
-  const int64_t likeliest = std::find(s.scaled.begin(), s.scaled.end(), highest) - s.scaled.begin();
+  const int64_t start = (std::find(s.maxima.begin(), s.maxima.end(), highest) - s.maxima.begin()) * block;
+  const int64_t likeliest = std::find(s.scaled.begin() + start, s.scaled.end(), highest) - s.scaled.begin();
   Best best{highest + gumbel(noise_bits(key, likeliest)), likeliest};
-  std::array<uint8_t, block> marks;
+  std::array<int32_t, block> marks;
+  float bound = bound_of(highest, best.score);
   for (int64_t first = 0; first < size; first += block) {
-    const int64_t count = std::min(block, size - first);
-    const float bound = static_cast<float>(std::exp(std::min(static_cast<double>(highest) - best.score, 80.0))) * 1.0001f;
-    const int64_t found =
-        by_features([&]() ALWAYS_INLINE { return candidates(s.scaled.data(), highest, bound, key, first, count, marks.data()); });
-    if (found == 0) continue;
-    for (int64_t i = 0; i < count; ++i) {
-      const float value = s.scaled[static_cast<size_t>(first + i)];
-      if (marks[static_cast<size_t>(i)] && value >= threshold && value > -infinity) best.offer(value + gumbel(noise_bits(key, first + i)), first + i);
-    }
+    const float maximum = s.maxima[static_cast<size_t>(first / block)];
+    if (maximum < threshold || maximum == -infinity) continue;
+    const float* const values = s.scaled.data() + first;
+    if (by_features([&]() ALWAYS_INLINE { return candidates(values, highest, threshold, bound, key, first, marks.data()); }) == 0) continue;
+    for (int64_t i = 0; i < block; ++i)
+      if (marks[static_cast<size_t>(i)] && values[i] > -infinity && may_win(values[i], highest, bound, key, first + i))
+        best.offer(values[i] + gumbel(noise_bits(key, first + i)), first + i);
+    bound = bound_of(highest, best.score);
   }
   return best.token;
 }
@@ -153,8 +268,10 @@ int64_t draw(const Scratch& s, float highest, float threshold, uint64_t key) {
 
 int64_t sample(const SampleRow& row, int64_t vocabulary) {
   thread_local Scratch s;
-  s.scaled.resize(static_cast<size_t>(vocabulary));
-  const float highest = by_features([&]() ALWAYS_INLINE { return scale(row.logits, row.temperature, s.scaled.data(), vocabulary); });
+  s.maxima.resize(static_cast<size_t>((vocabulary + block - 1) / block));
+  s.scaled.assign(s.maxima.size() * static_cast<size_t>(block), -infinity);
+  const float highest =
+      by_features([&]() ALWAYS_INLINE { return scale(row.logits, row.temperature, s.scaled.data(), s.maxima.data(), vocabulary); });
   if (!(std::abs(highest) < infinity)) return -1;
   const uint64_t key = noise_key(row.seed, row.index, row.position);
   return draw(s, highest, threshold_of(row, s, highest), key);
