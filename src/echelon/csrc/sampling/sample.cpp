@@ -171,9 +171,12 @@ float quick_nucleus(Scratch& s, std::vector<Weight>& all_weights, float highest,
 // The smallest value that top_p keeps among those of at least `threshold`: the mass of all larger ones is less than top_p of the whole.
 // Sums are float64, in order of token within a bin, and of bins.
 float nucleus(Scratch& s, float highest, float threshold, double top_p) {
-  float quick = quick_nucleus(s, s.rough_weights, highest, threshold, top_p, 3e-7, 5.0f);
-  if (quick != quick) quick = quick_nucleus(s, s.rough_weights, highest, threshold, top_p, 3e-7, 16.0f);
-  if (quick != quick) quick = quick_nucleus(s, s.weights, highest, threshold, top_p, 1e-10, 16.0f);
+  constexpr float usual = 5.0f, farthest = 16.0f;  // how far below the highest value the wanted mass is usually reached
+  const auto num_near = std::count_if(s.maxima.begin(), s.maxima.end(), [&](float maximum) { return maximum >= highest - usual; });
+  const bool is_peaked = num_near * 10 < static_cast<int64_t>(s.maxima.size()) * 9;
+  float quick = is_peaked ? quick_nucleus(s, s.rough_weights, highest, threshold, top_p, 3e-7, usual) : std::numeric_limits<float>::quiet_NaN();
+  if (quick != quick) quick = quick_nucleus(s, s.rough_weights, highest, threshold, top_p, 3e-7, farthest);
+  if (quick != quick) quick = quick_nucleus(s, s.weights, highest, threshold, top_p, 1e-10, farthest);
   if (quick == quick) return quick;
   const auto size = static_cast<int64_t>(s.scaled.size());
   s.weights.resize(s.scaled.size());
