@@ -35,7 +35,7 @@ def logits_of(kind: str, size: int, rng: np.random.Generator) -> Tensor:
 
 @pytest.mark.parametrize("size", [2, 255, 256, 257, 3000, 20_011])
 @pytest.mark.parametrize("kind", ["equal", "two values", "few values", "halves", "flat", "wide", "peaked", "far", "forbidden", "huge"])
-def test_close_decisions_are_those_of_the_definition(kind: str, size: int, family: str) -> None:  # noqa: ARG001
+def test_close_decisions_are_those_of_the_definition(kind: str, size: int, family: str) -> None:
     rng = np.random.default_rng(size)
     logits = list(logits_of(kind, size, rng))
     for top_p in TOP_P:
