@@ -7,14 +7,10 @@ free. Passes of all widths and reads of the weights are interleaved; figures are
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -27,7 +23,7 @@ from echelon.model.attention import record_layers
 from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.weights import PackedParameter
 from echelon.model.runner import ModelRunner
-from echelon.ops import compiled, devices
+from echelon.ops import compiled, cpu, devices
 
 BLOCK = 16
 KERNELS = {"linear": ("_linear", "gemm", "nvjet", "cutlass"), "attention": ("_attend", "_merge_splits")}  # on CUDA, in their names
@@ -45,29 +41,6 @@ class StepSpeed:
     attention: float
     other: float  # everything else: norms, rotary embeddings, activations, the framework's own work
     reading: float  # merely reading the packed weights, between the passes
-
-
-@contextmanager
-def clocked() -> Iterator[dict[str, float]]:
-    """Seconds spent in the compiled kernels of linear layers and of attention while this lasts."""
-    seconds = {"linear": 0.0, "attention": 0.0}
-
-    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            start = time.perf_counter()
-            out = call(*arguments)
-            seconds[name] += time.perf_counter() - start
-            return out
-
-        return run
-
-    kernels, names = compiled.kernels, {"packed_linear": "linear", "ragged_attention": "attention"}
-    if compiled.is_built():
-        compiled.kernels = SimpleNamespace(**{n: timed(names[n], f) if n in names else f for n, f in vars(kernels).items()})
-    try:
-        yield seconds
-    finally:
-        compiled.kernels = kernels
 
 
 def packed_weights(loaded: LoadedModel) -> list[torch.Tensor]:
@@ -97,12 +70,11 @@ def measure_steps(
     weights = packed_weights(loaded)
     taken: list[list[tuple[float, float, float]]] = [[] for _ in widths]
     reads = []
-    with clocked() as parts:
-        for _ in range(rounds + 1):
-            reads.append(seconds_of(partial(_read, weights), loaded.device))
-            for batch, results in zip(batches, taken, strict=True):
-                results.append(_timed(runner, batch, parts))
-            on_round()
+    for _ in range(rounds + 1):
+        reads.append(seconds_of(partial(_read, weights), loaded.device))
+        for batch, results in zip(batches, taken, strict=True):
+            results.append(_timed(runner, batch))
+        on_round()
     reading = statistics.median(reads[1:]) * 1e3
     return [_result(width, tokens_per_row, context, results[1:], reading) for width, results in zip(widths, taken, strict=True)]
 
@@ -112,19 +84,24 @@ def _read(weights: SequenceOf[torch.Tensor]) -> None:
         devices.backend_of(weight).read_memory(weight)
 
 
-def _timed(runner: ModelRunner, batch: RaggedBatch, parts: dict[str, float]) -> tuple[float, float, float]:
+def _timed(runner: ModelRunner, batch: RaggedBatch) -> tuple[float, float, float]:
     """Seconds of a pass, and of linear layers and attention in it; on a CUDA device the parts are those of a second pass, by kernel."""
     device, now = runner.cache.device, clock_of(runner.cache.device)
-    parts.update(dict.fromkeys(parts, 0.0))
     batch.plans.clear()
-    start = now()
+    before, start = _seconds_in_kernels(), now()
     runner.run(batch)
     total = now() - start
     if device.type == "cuda":
         batch.plans.clear()
         by_kernel = kernel_seconds(partial(runner.run, batch), device)
-        parts = {part: sum(s for name, s in by_kernel.items() if any(word in name for word in KERNELS[part])) for part in KERNELS}
-    return total, parts["linear"], parts["attention"]
+        linear, attention = (sum(s for name, s in by_kernel.items() if any(word in name for word in words)) for words in KERNELS.values())
+    else:
+        linear, attention = (after - earlier for after, earlier in zip(_seconds_in_kernels(), before, strict=True))
+    return total, linear, attention
+
+
+def _seconds_in_kernels() -> tuple[float, float]:
+    return cpu.seconds_in_kernels() if compiled.is_built() else (0.0, 0.0)
 
 
 def _batch(runner: ModelRunner, width: int, tokens_per_row: int, context: int) -> RaggedBatch:

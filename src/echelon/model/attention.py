@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from echelon.batch import RaggedBatch
 from echelon.errors import Refusal, UnsupportedModelError
 from echelon.kv.cache import KVCache, LayerShape
-from echelon.ops import devices
+from echelon.ops import cpu, devices
 
 IMPLEMENTATION = "echelon"
 CONTEXT_KEYWORD = "echelon_context"
@@ -71,6 +71,10 @@ class CachedAttention:
         backend = devices.backend_of(query)
         out = backend.ragged_attention(query, keys, values, self.batch, call.scale, call.window, call.softcap, call.sinks)
         return F.pad(out, (0, 0, 0, 0, 0, num_inputs - num_tokens)) if num_inputs > num_tokens else out
+
+    def run_layer(self, layer: Any, index: int, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Run a whole layer (`ops.cpu.decoder_layer`), the model's `index`-th: hidden [1, T, d], cos and sin [1, T, R] → [1, T, d]."""
+        return cpu.run_layer(layer, hidden, cos, sin, self.cache.keys[index], self.cache.values[index], self.slots, self.batch)
 
 
 class RecordingAttention:

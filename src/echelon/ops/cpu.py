@@ -34,7 +34,7 @@ def ragged_attention(
     """query [T, H, D], keys and values [blocks, Hkv, block_size, D or Dv], sinks [H] → [T, H, Dv]. Keys and values of a row are read once
     for all heads of a group and up to 64 (token, head) pairs.
     """
-    where = (batch.positions, batch.indptr, batch.block_table, batch.block_size)
+    where = (batch.positions, batch.indptr, batch.block_table)
     trees = (batch.parents, batch.node_indptr, batch.text_lens)
     return compiled.kernels.ragged_attention(query, keys, values, *where, scale, window, softcap, sinks, *trees)
 
@@ -97,6 +97,34 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def write_slots(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
     """keys [T, Hkv, D] and values [T, Hkv, Dv] to `slots` int64 [T]."""
     compiled.kernels.write_slots(keys, values, key_cache, value_cache, slots)
+
+
+def decoder_layer(
+    norms: Sequence[tuple[Tensor, float, RmsWeight] | None],
+    projections: Sequence[tuple[PackedWeight, Tensor | None]],
+    activation: Activation,
+    num_heads: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Any:
+    """Weights of a decoder layer as `run_layer` takes them: norms of its input and its MLP's, of the heads of queries and keys (or None), each
+    with its epsilon; projections to query, key, value, output, gate, up and down, each with its bias float32 or None.
+    """
+    weights = [(packed.data, packed.columns, packed.depth, bias) for packed, bias in projections]
+    return compiled.kernels.DecoderLayer(norms, weights, activation, num_heads, scale, window, softcap, sinks)
+
+
+def run_layer(layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, slots: Tensor, batch: RaggedBatch) -> Tensor:
+    """A whole layer: hidden [1, T, d], cos and sin [1, T, R] → [1, T, d]; keys and values of the new tokens go to `slots` int64 [T]."""
+    trees = (batch.parents, batch.node_indptr, batch.text_lens)
+    return layer.run(hidden, cos, sin, keys, values, slots, batch.positions, batch.indptr, batch.block_table, *trees)
+
+
+def seconds_in_kernels() -> tuple[float, float]:
+    """Seconds that this thread has spent so far in linear layers and in attention."""
+    return compiled.kernels.seconds_in()
 
 
 def sample_rows(logits: Sequence[Tensor], samplers: Sequence[Sampler], positions: Sequence[int]) -> list[int]:

@@ -4,7 +4,11 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "../types.h"
+#include <optional>
+
+#include "../attention/attention.h"
+#include "../elementwise/elementwise.h"
+#include "../linear/linear.h"
 
 namespace echelon {
 
@@ -20,9 +24,30 @@ inline Activation activation_of(int64_t number) {
   return static_cast<Activation>(number);
 }
 
+// Checked views of tensors, as several operations take them.
+linear::Weight weight_of(const at::Tensor& packed, int64_t columns, int64_t depth);
+const float* bias_of(const std::optional<at::Tensor>& bias, int64_t columns);  // null where there is none
+HeadSlots slots_of(const at::Tensor& cache);  // [blocks, heads, block_size, size]
+void check_slots(const at::Tensor& slots, const at::Tensor& keys, const at::Tensor& values);
+
+// Where new tokens and their keys lie: positions [T], indptr [B+1], block_table [B, M], text_lens [B], and in trees parents [P] and
+// node_indptr [B+1], all int32.
+struct Places {
+  const at::Tensor &positions, &indptr, &block_table, &text_lens;
+  const std::optional<at::Tensor>&parents, &node_indptr;
+};
+
+// A call of attention without its query and out, after checks.
+AttentionCall attention_of(const Places& places, const at::Tensor& keys, const at::Tensor& values, int64_t num_heads, double scale,
+                           std::optional<int64_t> window, std::optional<double> softcap);
+
+// Memory that a calling thread keeps between calls, aligned to a large page.
+char* scratch(int64_t bytes);
+
 void bind_attention(pybind11::module_& module);
 void bind_baseline(pybind11::module_& module);
 void bind_elementwise(pybind11::module_& module);
+void bind_layer(pybind11::module_& module);
 void bind_linear(pybind11::module_& module);
 void bind_rank(pybind11::module_& module);
 void bind_sample(pybind11::module_& module);

@@ -5,7 +5,6 @@
 #include <string>
 
 #include "bindings.h"
-#include "../elementwise/elementwise.h"
 
 namespace echelon {
 namespace {
@@ -86,31 +85,36 @@ Tensor rotate_tensor(const Tensor& given, const Tensor& cos, const Tensor& sin) 
 
 // Rows of `from` [T, H, D] go to `slots` of `to` [blocks, H, block_size, D].
 void scatter_rows(const Tensor& from, const Tensor& to, const int64_t* slots) {
-  TORCH_CHECK(to.dim() == 4 && from.dim() == 3 && to.is_contiguous() && from.scalar_type() == to.scalar_type() && from.size(1) == to.size(1) &&
-                  from.size(2) == to.size(3), "rows must fit the cache in dtype and size");
   const Tensor rows = from.stride(2) == 1 ? from : from.contiguous();
-  const int64_t heads = to.size(1), block = to.size(2), item = to.element_size(), size = to.size(3) * item, limit = to.size(0) * block;
-  const auto* source = static_cast<const char*>(rows.const_data_ptr());
-  auto* target = static_cast<char*>(to.mutable_data_ptr());
-  over_rows(rows.size(0), heads * to.size(3), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      TORCH_CHECK(slots[i] >= 0 && slots[i] < limit, "slot ", slots[i], " is outside the cache of ", limit);
-      char* slot = target + (slots[i] / block * heads * block + slots[i] % block) * size;
-      for (int64_t head = 0; head < heads; ++head)
-        std::memcpy(slot + head * block * size, source + (i * rows.stride(0) + head * rows.stride(1)) * item, static_cast<size_t>(size));
-    }
+  TORCH_CHECK(from.dim() == 3 && from.size(1) == to.size(1) && from.size(2) == to.size(3) && from.scalar_type() == to.scalar_type(),
+              "rows must fit the cache in dtype and size");
+  const int64_t item = to.element_size();
+  over_rows(rows.size(0), to.size(1) * to.size(3), [&](int64_t begin, int64_t end) {
+    write_slots(rows.const_data_ptr(), rows.stride(0) * item, rows.stride(1) * item, slots, begin, end, slots_of(to));
   });
 }
 
-void write_slots(const Tensor& keys, const Tensor& values, const Tensor& key_cache, const Tensor& value_cache, const Tensor& slots) {
-  TORCH_CHECK(slots.scalar_type() == at::kLong && slots.is_contiguous() && slots.numel() == keys.size(0) && slots.numel() == values.size(0),
-              "slots must be int64, one a token");
-  if (slots.numel() == 0) return;
+void write_slots_tensor(const Tensor& keys, const Tensor& values, const Tensor& key_cache, const Tensor& value_cache, const Tensor& slots) {
+  TORCH_CHECK(slots.numel() == keys.size(0) && slots.numel() == values.size(0), "slots must be one a token");
+  check_slots(slots, key_cache, value_cache);
   scatter_rows(keys, key_cache, slots.const_data_ptr<int64_t>());
   scatter_rows(values, value_cache, slots.const_data_ptr<int64_t>());
 }
 
 }  // namespace
+
+HeadSlots slots_of(const Tensor& cache) { return {cache.mutable_data_ptr(), cache.size(1), cache.size(2), cache.size(3) * cache.element_size()}; }
+
+void check_slots(const Tensor& slots, const Tensor& keys, const Tensor& values) {
+  TORCH_CHECK(slots.scalar_type() == at::kLong && slots.is_contiguous(), "slots must be int64");
+  const int64_t* slot = slots.const_data_ptr<int64_t>();
+  for (const Tensor* cache : {&keys, &values}) {
+    TORCH_CHECK(cache->dim() == 4 && cache->is_contiguous(), "keys and values must be contiguous [blocks, heads, block_size, size]");
+    const int64_t limit = cache->size(0) * cache->size(2);
+    for (int64_t i = 0; i < slots.numel(); ++i)
+      TORCH_CHECK(slot[i] >= 0 && slot[i] < limit, "slot ", slot[i], " is outside the cache of ", limit);
+  }
+}
 
 void bind_elementwise(pybind11::module_& module) {
   using Unlocked = pybind11::call_guard<pybind11::gil_scoped_release>;
@@ -118,7 +122,7 @@ void bind_elementwise(pybind11::module_& module) {
   module.def("layer_norm", &layer_norm_tensor, Unlocked());
   module.def("activate", &activate_tensor, Unlocked());
   module.def("rotate", &rotate_tensor, Unlocked());
-  module.def("write_slots", &write_slots, Unlocked());
+  module.def("write_slots", &write_slots_tensor, Unlocked());
 }
 
 }  // namespace echelon

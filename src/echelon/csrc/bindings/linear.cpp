@@ -9,7 +9,7 @@
 #include <optional>
 #include <string>
 
-#include "../linear/linear.h"
+#include "../clock.h"
 #include "bindings.h"
 
 namespace echelon {
@@ -62,43 +62,32 @@ Tensor pack(const Tensor& weight) {
   return packed;
 }
 
-linear::Weight weight_of(const Tensor& packed, int64_t columns, int64_t depth) {
-  const Storage type = storage_of(packed.scalar_type());
-  TORCH_CHECK(packed.dim() == 4 && packed.is_contiguous() && packed.size(0) == linear::tiles(columns) &&
-                  packed.size(1) * packed.size(3) == linear::padded_depth(depth, type) && packed.size(2) == linear::tile,
-              "a packed weight of shape ", packed.sizes(), " does not hold ", columns, " × ", depth, " entries");
-  return {packed.data_ptr(), columns, depth, type};
-}
-
-void work(const linear::Pass& pass, int64_t part, int64_t parts, char* x, char* sums, bool together) {
-  pass.pack(part, parts, x);
-  if (together) {
-#pragma omp barrier
-  }
-  pass.multiply(part, parts, x, reinterpret_cast<float*>(sums + part * pass.sums_bytes()));
+void work(const linear::Pass& pass, Worker worker, char* x, char* sums) {
+  const int64_t tiles = linear::tiles(pass.problem.weight.columns);
+  pass.pack(worker, x);
+  worker.wait();
+  pass.multiply(worker.first(tiles), worker.last(tiles), x, reinterpret_cast<float*>(sums + worker.part * pass.sums_bytes()));
 }
 
 void run(const linear::Pass& pass, int64_t weight_bytes) {
-  thread_local Scratch scratch;
   const bool alone = at::in_parallel_region() || weight_bytes * (1 + pass.rows / 16) < worth_sharing;
   const int64_t parts = alone ? 1 : at::get_num_threads();
   const int64_t x_bytes = (pass.x_bytes() + 63) / 64 * 64;
-  char* x = scratch.reserve(x_bytes + parts * pass.sums_bytes());
-  if (parts == 1) return work(pass, 0, 1, x, x + x_bytes, false);
+  char* x = scratch(x_bytes + parts * pass.sums_bytes());
+  if (parts == 1) return work(pass, {}, x, x + x_bytes);
 #pragma omp parallel num_threads(parts)
-  work(pass, omp_get_thread_num(), omp_get_num_threads(), x, x + x_bytes, true);
+  work(pass, {omp_get_thread_num(), omp_get_num_threads()}, x, x + x_bytes);
 }
 
 Tensor multiply(const linear::Family& family, const Tensor& input, const Tensor& packed, int64_t columns, const std::optional<Tensor>& bias,
                 int64_t activation, bool float32) {
+  const Clocked clocked(Part::linear);
   TORCH_CHECK(input.dim() >= 1, "packed_linear takes x [..., K], not a number");
   TORCH_CHECK(input.scalar_type() == packed.scalar_type(), "x is ", input.scalar_type(), ", the weight ", packed.scalar_type());
   const Tensor flat = input.dim() == 2 ? input : input.reshape({-1, input.size(-1)});
   const Tensor x = flat.stride(1) == 1 ? flat : flat.contiguous();
   const int64_t rows = x.size(0);
   const linear::Weight weight = weight_of(packed, columns, x.size(1));
-  TORCH_CHECK(!bias || (bias->scalar_type() == at::kFloat && bias->is_contiguous() && bias->numel() == columns),
-              "the bias must be float32 [", columns, "]");
   at::DimVector shape(input.sizes());
   shape.back() = columns;
   Tensor out = at::empty(shape, x.options().dtype(float32 ? at::kFloat : x.scalar_type()));
@@ -106,7 +95,7 @@ Tensor multiply(const linear::Family& family, const Tensor& input, const Tensor&
                                 rows,
                                 x.stride(0),
                                 weight,
-                                bias ? bias->data_ptr<float>() : nullptr,
+                                bias_of(bias, columns),
                                 activation_of(activation),
                                 out.data_ptr(),
                                 columns,
@@ -146,6 +135,25 @@ Tensor emulated_amx_linear(const Tensor& x, const Tensor& packed, int64_t column
 }
 
 }  // namespace
+
+char* scratch(int64_t bytes) {
+  thread_local Scratch memory;
+  return memory.reserve(bytes);
+}
+
+linear::Weight weight_of(const Tensor& packed, int64_t columns, int64_t depth) {
+  const Storage type = storage_of(packed.scalar_type());
+  TORCH_CHECK(packed.dim() == 4 && packed.is_contiguous() && packed.size(0) == linear::tiles(columns) &&
+                  packed.size(1) * packed.size(3) == linear::padded_depth(depth, type) && packed.size(2) == linear::tile,
+              "a packed weight of shape ", packed.sizes(), " does not hold ", columns, " × ", depth, " entries");
+  return {packed.data_ptr(), columns, depth, type};
+}
+
+const float* bias_of(const std::optional<Tensor>& bias, int64_t columns) {
+  TORCH_CHECK(!bias || (bias->scalar_type() == at::kFloat && bias->is_contiguous() && bias->numel() == columns),
+              "the bias must be float32 [", columns, "]");
+  return bias ? bias->const_data_ptr<float>() : nullptr;
+}
 
 void bind_linear(pybind11::module_& module) {
   using Release = pybind11::call_guard<pybind11::gil_scoped_release>;

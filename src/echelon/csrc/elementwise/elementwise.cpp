@@ -132,6 +132,14 @@ INLINE void rotate_tokens(const void* x, int64_t token_stride, int64_t head_stri
 }
 
 template <Storage type>
+INLINE void add_numbers(const void* a, const void* b, void* out, int64_t count) {
+  using N = Number<type>;
+  const auto *x = static_cast<const typename N::Stored*>(a), *y = static_cast<const typename N::Stored*>(b);
+  auto* to = static_cast<typename N::Stored*>(out);
+  for (int64_t i = 0; i < count; ++i) to[i] = N::narrow(N::widen(x[i]) + N::widen(y[i]));
+}
+
+template <Storage type>
 INLINE void activate_kind(Activation kind, Rows x, Rows other, void* out, int64_t begin, int64_t end, int64_t size) {
   switch (kind) {
     case Activation::none: return activate_rows<type, Activation::none>(x, other, out, begin, end, size);
@@ -177,6 +185,17 @@ void activate(Storage type, Activation kind, Rows x, Rows other, void* out, int6
 void rotate(Storage type, Storage angle_type, const void* x, int64_t token_stride, int64_t head_stride, const void* cos, const void* sin, void* out,
             int64_t begin, int64_t end, int64_t heads, int64_t size, int64_t rotary) {
   BY_STORAGE(rotate_type, angle_type, x, token_stride, head_stride, cos, sin, out, begin, end, heads, size, rotary);
+}
+
+void add(Storage type, const void* a, const void* b, void* out, int64_t count) { BY_STORAGE(add_numbers, a, b, out, count); }
+
+void write_slots(const void* from, int64_t token_stride, int64_t head_stride, const int64_t* slots, int64_t begin, int64_t end, HeadSlots to) {
+  const auto* source = static_cast<const char*>(from);
+  for (int64_t i = begin; i < end; ++i) {
+    char* slot = static_cast<char*>(to.data) + (slots[i] / to.block_size * to.heads * to.block_size + slots[i] % to.block_size) * to.bytes;
+    for (int64_t head = 0; head < to.heads; ++head)
+      std::memcpy(slot + head * to.block_size * to.bytes, source + i * token_stride + head * head_stride, static_cast<size_t>(to.bytes));
+  }
 }
 
 }  // namespace echelon

@@ -35,4 +35,16 @@ void activate(Storage type, Activation kind, Rows x, Rows other, void* out, int6
 void rotate(Storage type, Storage angle_type, const void* x, int64_t token_stride, int64_t head_stride, const void* cos, const void* sin, void* out, int64_t begin,
             int64_t end, int64_t heads, int64_t size, int64_t rotary);
 
+// out [count] = a + b.
+void add(Storage type, const void* a, const void* b, void* out, int64_t count);
+
+// A layer's keys, or its values: [blocks, heads, block_size] of `bytes` each.
+struct HeadSlots {
+  void* data;
+  int64_t heads, block_size, bytes;
+};
+
+// Rows begin … end − 1 of `from` [T, heads], with strides in bytes, go to their `slots` [T].
+void write_slots(const void* from, int64_t token_stride, int64_t head_stride, const int64_t* slots, int64_t begin, int64_t end, HeadSlots to);
+
 }  // namespace echelon

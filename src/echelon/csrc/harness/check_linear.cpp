@@ -59,10 +59,11 @@ void run(const Problem& problem, const Family& family, int64_t parts) {
   for (int64_t first = 0; first < problem.rows; first += most_rows) {
     const Pass pass{problem, family, first, std::min(most_rows, problem.rows - first)};
     const Bytes x(pass.x_bytes());
-    for (int64_t part = 0; part < parts; ++part) pass.pack(part, parts, x.as());
+    for (int64_t part = 0; part < parts; ++part) pass.pack({part, parts}, x.as());
     for (int64_t part = 0; part < parts; ++part) {
+      const echelon::Worker worker{part, parts};
       const Bytes sums(pass.sums_bytes());
-      pass.multiply(part, parts, x.as(), sums.as<float>());
+      pass.multiply(worker.first(tiles(problem.weight.columns)), worker.last(tiles(problem.weight.columns)), x.as(), sums.as<float>());
     }
   }
 }

@@ -78,10 +78,9 @@ int64_t Pass::group() const {
 }
 
 // Packed x is [depth block][row][depth_block entries and padding].
-void Pass::pack(int64_t part, int64_t parts, void* packed_x) const {
+void Pass::pack(Worker worker, void* packed_x) const {
   const int64_t depth = problem.weight.depth, size = size_of(problem.weight.type);
-  const int64_t last = share(padded_rows(), part + 1, parts);
-  for (int64_t row = share(padded_rows(), part, parts); row < last; ++row) {
+  for (int64_t row = worker.first(padded_rows()); row < worker.last(padded_rows()); ++row) {
     const char* from = static_cast<const char*>(problem.x) + (first_row + row) * problem.x_stride * size;
     char* to = static_cast<char*>(packed_x) + row * row_bytes();
     for (int64_t k = 0; k < depth; k += family.depth_block, to += padded_rows() * row_bytes()) {
@@ -94,15 +93,14 @@ void Pass::pack(int64_t part, int64_t parts, void* packed_x) const {
   }
 }
 
-void Pass::multiply(int64_t part, int64_t parts, const void* packed_x, float* sums) const {
+void Pass::multiply(int64_t first, int64_t last, const void* packed_x, float* sums) const {
   const Storage type = problem.weight.type;
-  const int64_t padded = padded_depth(problem.weight.depth, type), num_tiles = tiles(problem.weight.columns);
-  const int64_t first = share(num_tiles, part, parts), last = share(num_tiles, part + 1, parts);
+  const int64_t padded = padded_depth(problem.weight.depth, type);
   const int64_t units = padded_rows() / family.unit, blocks = (units + family.most_units - 1) / family.most_units;
   const int64_t visit = blocks <= 2 ? family.depth_block / 2 : family.depth_block;
   const int64_t sums_per_tile = padded_rows() * tile, side_by_side = group();
   const char* data = static_cast<const char*>(problem.weight.data);
-  if (first == last) return;
+  if (first >= last) return;
   family.enter();
   for (int64_t start = first; start < last; start += side_by_side) {
     const int64_t end = std::min(start + side_by_side, last);

@@ -12,6 +12,7 @@
 
 #include "../isa.h"
 #include "../numbers.h"
+#include "../workers.h"
 
 namespace echelon::linear {
 
@@ -80,8 +81,9 @@ const Family& family(Features features, Storage type);
 // The tile registers' control flow on emulated tiles, for tests on machines without them. bfloat16 only.
 const Family& emulated_amx();
 
-// The work on rows first_row … first_row + rows − 1 (at most most_rows), by `parts` workers in two phases: all workers pack their share
-// of x, and when all have, multiply. `packed_x` is shared, `sums` is each worker's own; both are aligned to 64 bytes.
+// The work on rows first_row … first_row + rows − 1 (at most most_rows) in two phases: all workers pack their share of the rows of x, and
+// when all have, multiply by tiles of the weight. `packed_x` is shared, `sums` is each worker's own; both are aligned to 64 bytes. What is
+// packed serves every weight of this type and depth.
 struct Pass {
   const Problem& problem;
   const Family& family;
@@ -94,8 +96,8 @@ struct Pass {
   int64_t group() const;  // tiles worked on side by side
   int64_t sums_bytes() const { return group() * padded_rows() * tile * 4; }
 
-  void pack(int64_t part, int64_t parts, void* packed_x) const;
-  void multiply(int64_t part, int64_t parts, const void* packed_x, float* sums) const;
+  void pack(Worker worker, void* packed_x) const;
+  void multiply(int64_t first_tile, int64_t last_tile, const void* packed_x, float* sums) const;
 };
 
 const Family& generic_family(Storage type);

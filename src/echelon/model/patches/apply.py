@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from echelon.model.patches.causal_lm import patch_causal_lm
 from echelon.model.patches.decoder_layer import patch_decoder_layers
 from echelon.model.patches.elementwise import patch_elementwise
 from echelon.model.patches.linear import patch_linear
@@ -25,5 +26,6 @@ def patch_model(
         replaced = patch_elementwise(model)
     replaced |= patch_linear(model, keep_weights, is_fast, in_place)
     replaced |= patch_decoder_layers(model)
+    replaced |= patch_causal_lm(model)
     patch_sensitive(model)
     return replaced, original_context

@@ -5,13 +5,15 @@ Python is most of what a step costs besides its linear layers and attention. Cla
 would do with other data; and each layer is tried all the same. The model runs once over a few tokens, a stand-in answering for attention,
 and a layer is replaced if the function returns the same bits for the same call, and calls attention with the same bits. The modules
 inside must not be exchanged afterwards; while hooks hang on them, the layer runs as a whole.
+
+Over keys and values in blocks the compiled kernels run such a layer in one call, where they serve all of it, and that too is tried.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,10 +24,15 @@ from transformers.models.mistral.modeling_mistral import MistralAttention, Mistr
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
-from echelon.model.attention import CONTEXT_KEYWORD, AttentionContext, LayerCall
+from echelon.batch import Span
+from echelon.kv.blocks import BlockTables
+from echelon.kv.cache import KVCache, LayerShape
+from echelon.model.attention import CONTEXT_KEYWORD, AttentionContext, CachedAttention, LayerCall
+from echelon.model.pack import pack
 from echelon.model.patches import PatchedForward
-from echelon.model.patches.elementwise import gate_of
-from echelon.ops import devices
+from echelon.model.patches.elementwise import gate_of, rms_norm_of
+from echelon.model.patches.linear import projection_of
+from echelon.ops import cpu, devices
 from echelon.ops.contract import Activation
 
 TOKENS = 6
@@ -62,6 +69,7 @@ class DecoderLayerForward:
     activation: Activation
     call: LayerCall
     hooks: tuple[dict[int, Any], ...]
+    compiled: Any = None  # the layer as `ops.cpu.run_layer` takes it, where that serves it
 
     def __call__(self, hidden_states: Tensor, **keywords: Any) -> Any:
         embeddings, context = keywords.get("position_embeddings"), keywords.get(CONTEXT_KEYWORD)
@@ -69,6 +77,8 @@ class DecoderLayerForward:
         if context is None or embeddings is None or others != (None, None) or any(self.hooks) or any(GLOBAL_HOOKS):
             return self.whole(hidden_states, **keywords)
         cos, sin = embeddings
+        if self.compiled is not None and isinstance(context, CachedAttention):
+            return context.run_layer(self.compiled, self.call.layer, hidden_states, cos, sin)
         return self.run(hidden_states, cos, sin, context)
 
     def run(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
@@ -88,7 +98,7 @@ class DecoderLayerForward:
         return hidden_states + self.down(backend.activate(self.gate(x), self.activation, self.up(x)))
 
 
-class _Echo:
+class Echo:
     """Returns an attention layer's values, one a query head, and records its call."""
 
     def __init__(self) -> None:
@@ -120,33 +130,71 @@ def _may_fit(module: Any) -> bool:
 
 
 def _seen(model: PreTrainedModel, layers: list[nn.Module]) -> list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]]:
-    """Record how each layer is called in a pass over a few tokens, and what it returns.
-
-    Positions go from the first to the last that the model knows: some layers scale what lies far from the start.
-    """
+    """Record how each layer is called in a pass over a few tokens, and what it returns."""
     calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]] = []
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    tokens = trial_tokens(model)
     handles = [layer.register_forward_hook(lambda *call: calls.append(call), with_kwargs=True) for layer in layers]
     try:
-        if layers and limit:
-            positions = torch.linspace(0, limit - 1, TOKENS, dtype=torch.float64).long()[None].to(model.device)
-            tokens = torch.arange(TOKENS, device=model.device)[None]
-            model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1, **{CONTEXT_KEYWORD: _Echo()})
+        if layers and tokens:
+            model(**tokens, use_cache=False, logits_to_keep=1, **{CONTEXT_KEYWORD: Echo()})
     finally:
         for handle in handles:
             handle.remove()
     return calls
 
 
+def trial_tokens(model: PreTrainedModel) -> dict[str, Tensor] | None:
+    """A few tokens and their positions, from the first to the last that the model knows, since some layers scale what lies far from the
+    start; None where it knows no last.
+    """
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not limit:
+        return None
+    positions = torch.linspace(0, limit - 1, TOKENS, dtype=torch.float64).long()[None]
+    return {"input_ids": torch.arange(TOKENS, device=model.device)[None], "position_ids": positions.to(model.device)}
+
+
 def _same(layer: Any, args: tuple[Any, ...], keywords: dict[str, Any], expected: Any) -> DecoderLayerForward | None:
     """The layer as one function, if that returns the same bits and calls attention with the same."""
-    theirs, ours = _Echo(), _Echo()
+    theirs, ours = Echo(), Echo()
     layer.forward(*args, **keywords | {CONTEXT_KEYWORD: theirs})
     own = _flat(layer, theirs.calls[0])
     cos, sin = keywords["position_embeddings"]
     got = own.run(args[0], cos, sin, ours)
     inputs = [(getattr(theirs.calls[0], name), getattr(ours.calls[0], name)) for name in ("query", "key", "value")]
-    return own if all(torch.equal(a, b) for a, b in [*inputs, (expected, got)]) else None
+    if not all(torch.equal(a, b) for a, b in [*inputs, (expected, got)]):
+        return None
+    compiled = _compiled(own)
+    return replace(own, compiled=compiled) if compiled is not None and _runs_alike(own, compiled, args[0], cos, sin) else own
+
+
+def _compiled(layer: DecoderLayerForward) -> Any | None:
+    """The layer as one call of the compiled kernels; None where they do not serve all of it."""
+    call = layer.call
+    norms = [None if n is None else rms_norm_of(n) for n in (layer.input_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)]
+    forwards = (layer.query, layer.key, layer.value, layer.output, layer.gate, layer.up, layer.down)
+    projections = [p for forward in forwards if (p := projection_of(forward)) is not None]
+    is_served = norms[0] is not None and norms[1] is not None and len(projections) == len(forwards)
+    if not is_served or devices.backend_of(call.query) is not cpu:
+        return None
+    return cpu.decoder_layer(
+        norms, projections, layer.activation, call.query.shape[1], call.scale, call.window, call.softcap, call.sinks
+    )
+
+
+def _runs_alike(layer: DecoderLayerForward, compiled: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether both give the same bits for tokens of one row, and leave the same keys and values."""
+    _, num_kv_heads, key_size = layer.call.key.shape
+    shape = LayerShape(num_kv_heads, key_size, layer.call.value.shape[2])
+    tables = BlockTables(1, TOKENS, 1)
+    tables.reserve(0, TOKENS)
+    caches = [KVCache([shape], tables, hidden.dtype, hidden.device) for _ in range(2)]
+    batch = pack([Span(0, 0, range(TOKENS), 1, TOKENS)], tables)
+    ours, theirs = (CachedAttention(batch, cache) for cache in caches)
+    index_free = replace(layer, call=replace(layer.call, layer=0))
+    outputs = ours.run_layer(compiled, 0, hidden, cos, sin), index_free.run(hidden, cos, sin, theirs)
+    pairs = [outputs, *((getattr(caches[0], name)[0], getattr(caches[1], name)[0]) for name in ("keys", "values"))]
+    return all(torch.equal(a, b) for a, b in pairs)
 
 
 def _hooks(layer: nn.Module) -> tuple[dict[int, Any], ...]:

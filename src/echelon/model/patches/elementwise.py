@@ -51,6 +51,14 @@ def gate_of(mlp: nn.Module) -> Activation | None:
     return forward.args[1] if isinstance(forward, PatchedForward) and forward.func is _split_mlp else None
 
 
+def rms_norm_of(forward: Forward) -> tuple[Tensor, float, RmsWeight] | None:
+    """Weight, epsilon and kind of a root-mean-square norm that `patch_elementwise` serves."""
+    if not isinstance(forward, PatchedForward) or forward.func is not _rms_norm:
+        return None
+    how, module, eps = forward.args
+    return module.weight, eps, how
+
+
 class _Finder:
     """Module → a forward of ours that computes the same, or None. What depends on a class alone is tried once."""
 

@@ -137,6 +137,14 @@ def _give_up(module: nn.Module, parameter: nn.Parameter, stand_in: nn.Parameter,
             other.weight = stand_in
 
 
+def projection_of(forward: Any) -> tuple[PackedWeight, Tensor | None] | None:
+    """Packed weight and float32 bias of a linear layer that `patch_linear` serves, in the dtype of its weight."""
+    if not isinstance(forward, PatchedForward) or forward.func is not _linear:
+        return None
+    packed, bias, is_float32 = forward.args
+    return None if is_float32 else (packed, bias)
+
+
 def is_plain_linear(module: nn.Module) -> bool:
     """A linear layer, and not a subclass that computes something else."""
     return isinstance(module, LINEAR) and type(module).forward in FORWARDS and isinstance(module._parameters.get("weight"), nn.Parameter)

@@ -1,0 +1,23 @@
+// A call of attention in pieces that threads take in turn.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "attention.h"
+
+namespace echelon {
+
+// The work of a call in units, the longest first, and those whose sections are to be combined afterwards: the first of each and how many
+// there are.
+struct Division {
+  std::vector<AttentionUnit> units;
+  std::vector<std::pair<AttentionUnit, int64_t>> combinations;
+  std::vector<float> partials;
+};
+
+// Pieces that none of `num_threads` need wait for: blocks of a row's tokens; some heads of these where there would be too few; then sections
+// of keys.
+Division divide(const AttentionCall& call, int64_t num_threads);
+
+}  // namespace echelon

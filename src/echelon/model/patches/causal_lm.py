@@ -1,0 +1,85 @@
+"""The forward of Llama, Mistral, Qwen2 and Qwen3 from tokens to logits, where all decoder layers run as one function each.
+
+What `transformers` does around the layers (configurations merged, outputs captured, masks that nobody reads) costs a small draft model more
+than its layers. Modules are called as before, so that their hooks run; while hooks hang on the model within, its own forward runs. As with
+the layers, classes are named here and each model is tried: it is replaced if both give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel
+from transformers.models.mistral.modeling_mistral import MistralForCausalLM, MistralModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2Model
+from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM, Qwen3Model
+
+from echelon.model.attention import CONTEXT_KEYWORD
+from echelon.model.patches.decoder_layer import DecoderLayerForward, Echo, trial_tokens
+
+MODELS: dict[type, type] = {  # with the model within
+    LlamaForCausalLM: LlamaModel,
+    MistralForCausalLM: MistralModel,
+    Qwen2ForCausalLM: Qwen2Model,
+    Qwen3ForCausalLM: Qwen3Model,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CausalLMForward:
+    """Embedding, layers, norm, and the output layer for the tokens that want logits. `whole` runs where a call asks for more than logits."""
+
+    whole: Callable[..., Any]
+    inner: Any
+    layers: tuple[nn.Module, ...]
+    output_layer: nn.Module
+
+    def __call__(
+        self,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **others: Any,
+    ) -> Any:
+        inner, has_hooks = self.inner, self.inner._forward_hooks or self.inner._forward_pre_hooks
+        is_plain = others.keys() == {CONTEXT_KEYWORD} and use_cache is False and isinstance(logits_to_keep, Tensor)
+        if not is_plain or has_hooks or input_ids is None or position_ids is None:
+            return self.whole(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache, logits_to_keep=logits_to_keep, **others)
+        hidden = inner.embed_tokens(input_ids)
+        embeddings = inner.rotary_emb(hidden, position_ids=position_ids)
+        for layer in self.layers:
+            hidden = layer(
+                hidden,
+                attention_mask=None,
+                position_embeddings=embeddings,
+                position_ids=position_ids,
+                past_key_values=None,
+                use_cache=False,
+                **others,
+            )
+        return CausalLMOutputWithPast(logits=self.output_layer(inner.norm(hidden)[:, logits_to_keep]))
+
+
+@torch.inference_mode()
+def patch_causal_lm(model: PreTrainedModel) -> dict[str, int]:
+    """Replace the forward of a model whose layers are all replaced; returns its class with 1, or nothing."""
+    inner: Any = getattr(model, "model", None)
+    if "forward" in vars(model) or MODELS.get(type(model)) is not type(inner) or (tokens := trial_tokens(model)) is None:
+        return {}
+    layers = tuple(inner.layers[: model.config.num_hidden_layers])
+    if not all(isinstance(vars(layer).get("forward"), DecoderLayerForward) for layer in layers):
+        return {}
+    own = CausalLMForward(model.forward, inner, layers, model.get_output_embeddings())
+    rows = torch.tensor([0, tokens["input_ids"].shape[1] - 1], device=model.device)
+    theirs, ours = (f(**tokens, use_cache=False, logits_to_keep=rows, **{CONTEXT_KEYWORD: Echo()}) for f in (model.forward, own))
+    if not torch.equal(theirs.logits, ours.logits):
+        return {}
+    model.forward = own  # type: ignore[method-assign]
+    return {type(model).__name__: 1}
