@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,13 @@ from torch import nn
 
 from echelon import LLM, SamplingParams
 from echelon.batch import Span
+from echelon.kv.blocks import BlockTables
+from echelon.kv.cache import KVCache
+from echelon.model.attention import CONTEXT_KEYWORD, record_layers
 from echelon.model.load.loading import LoadedModel, adopt_model, served_copy
-from echelon.model.patches.decoder_layer import DecoderLayerForward, patch_decoder_layers
+from echelon.model.patches.causal_lm import CausalLMForward
+from echelon.model.patches.decoder_layer import DecoderLayerForward, Echo, patch_decoder_layers
+from echelon.model.runner import ModelRunner
 from echelon.ops.compiled import is_built
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="the compiled kernels are not built")
@@ -55,11 +61,48 @@ def logits(target: LoadedModel) -> torch.Tensor:
 @pytest.mark.parametrize("name", DECODERS)
 def test_logits_have_the_same_bits(name: str, dtype: torch.dtype) -> None:
     target = loaded(name, dtype)
-    assert len(flat_layers(target.model)) == (2 if name in FLAT else 0)
-    flat = logits(target)
+    layers = flat_layers(target.model)
+    assert len(layers) == (2 if name in FLAT else 0)
+    assert all(layer.forward.compiled is not None for layer in layers)
+    assert isinstance(vars(target.model).get("forward"), CausalLMForward) == (name in FLAT)
+    seen = [logits(target)]  # all layers in one call
+    toys.unpatch(target.model, CausalLMForward)
+    seen.append(logits(target))  # a call a layer
+    for layer in layers:
+        layer.forward = replace(layer.forward, compiled=None)
+    seen.append(logits(target))  # a call a part
     toys.unpatch(target.model, DecoderLayerForward)
     assert not flat_layers(target.model)
-    assert torch.equal(flat, logits(target))
+    whole = logits(target)
+    assert all(torch.equal(whole, one) for one in seen)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", sorted(FLAT))
+def test_calls_of_many_rows_have_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    """More tokens than one pass over the weights takes, by one thread and by several."""
+    target = loaded(name, dtype)
+    expected = prompts(target)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(expected, prompts(target))
+    finally:
+        torch.set_num_threads(threads)
+    toys.unpatch(target.model, DecoderLayerForward, CausalLMForward)
+    assert torch.equal(expected, prompts(target))
+
+
+def prompts(target: LoadedModel) -> torch.Tensor:
+    """Logits of two prompts of several hundred tokens."""
+    lengths = (530, 45)
+    tables = BlockTables(80, 8, 70)
+    runner = ModelRunner(target, KVCache(record_layers(target.model), tables, target.model.dtype, target.device))
+    spans = [Span(row, 0, [1 + (7 * i + row) % 60 for i in range(n)], 2, n) for row, n in enumerate(lengths)]
+    for row, n in enumerate(lengths):
+        assert tables.reserve(row, n)
+    return runner.run(runner.pack(spans))[0]
 
 
 class Scaled(nn.Module):
@@ -98,6 +141,28 @@ def test_hooks_inside_a_layer_are_called_while_they_hang_there() -> None:
     assert not seen
 
 
+def test_hooks_on_a_layer_or_on_the_model_within_are_called() -> None:
+    target = loaded("llama")
+    inner: Any = target.model.model  # type: ignore[attr-defined]
+    before = logits(target)
+    for module in (inner.layers[0], inner, inner.embed_tokens, inner.norm, target.model.lm_head):  # type: ignore[attr-defined]
+        seen: list[nn.Module] = []
+        handle = module.register_forward_hook(lambda m, _i, _o, seen=seen: seen.append(m))
+        assert torch.equal(before, logits(target))
+        handle.remove()
+        assert set(seen) == {module}
+
+
+@pytest.mark.parametrize("asked", [{"logits_to_keep": 2}, {"logits_to_keep": torch.tensor([3, 4]), "return_dict": False}])
+def test_a_call_that_asks_for_another_form_gets_it(asked: dict[str, Any]) -> None:
+    target = loaded("qwen2")
+    tokens = torch.arange(5)[None]
+    known = {"input_ids": tokens, "position_ids": tokens, "use_cache": False, CONTEXT_KEYWORD: Echo()}
+    with torch.inference_mode():
+        expected = target.model(**known, logits_to_keep=torch.tensor([3, 4])).logits
+        assert torch.equal(expected, target.model(**known, **asked)[0])
+
+
 def test_a_layer_with_hooks_or_a_forward_from_elsewhere_stays() -> None:
     hooked: Any = toys.llama()
     handle = hooked.model.layers[0].mlp.up_proj.register_forward_hook(lambda _m, _i, out: out * 2)
@@ -123,6 +188,6 @@ def test_nothing_is_replaced_twice() -> None:
 def test_texts_are_those_of_whole_layers() -> None:
     asked = SamplingParams(temperature=0.8, seed=3, max_tokens=24)
     flat, whole = loaded("qwen2"), loaded("qwen2")
-    toys.unpatch(whole.model, DecoderLayerForward)
+    toys.unpatch(whole.model, DecoderLayerForward, CausalLMForward)
     texts = [[o.outputs[0].token_ids for o in LLM(t, max_num_seqs=3).generate([[4, 5], [6], [7, 8, 9]], asked)] for t in (flat, whole)]
     assert texts[0] == texts[1]

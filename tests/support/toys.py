@@ -191,8 +191,8 @@ def assert_all_blocks_free(llm: LLM) -> None:
         assert cache.tables.row_ids == []
 
 
-def unpatch(model: torch.nn.Module, kind: type) -> None:
-    """Take forwards of one kind off again."""
+def unpatch(model: torch.nn.Module, *kinds: type) -> None:
+    """Take forwards of these kinds off again."""
     for module in model.modules():
-        if isinstance(vars(module).get("forward"), kind):
+        if isinstance(vars(module).get("forward"), kinds):
             del module.forward

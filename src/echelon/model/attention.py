@@ -6,7 +6,7 @@ context of a pass travels from `model(...)` to here as the keyword `CONTEXT_KEYW
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -72,9 +72,10 @@ class CachedAttention:
         out = backend.ragged_attention(query, keys, values, self.batch, call.scale, call.window, call.softcap, call.sinks)
         return F.pad(out, (0, 0, 0, 0, 0, num_inputs - num_tokens)) if num_inputs > num_tokens else out
 
-    def run_layer(self, layer: Any, index: int, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Run a whole layer (`ops.cpu.decoder_layer`), the model's `index`-th: hidden [1, T, d], cos and sin [1, T, R] → [1, T, d]."""
-        return cpu.run_layer(layer, hidden, cos, sin, self.cache.keys[index], self.cache.values[index], self.slots, self.batch)
+    def run_layers(self, layers: Sequence[Any], first: int, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Run whole layers (`ops.cpu.decoder_layer`) from the model's `first` on: hidden [1, T, d], cos and sin [1, T, R] → [1, T, d]."""
+        keys, values = (storage[first : first + len(layers)] for storage in (self.cache.keys, self.cache.values))
+        return cpu.run_layers(layers, hidden, cos, sin, keys, values, self.slots, self.batch)
 
 
 class RecordingAttention:

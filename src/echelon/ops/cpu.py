@@ -109,17 +109,28 @@ def decoder_layer(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Any:
-    """Weights of a decoder layer as `run_layer` takes them: norms of its input and its MLP's, of the heads of queries and keys (or None), each
-    with its epsilon; projections to query, key, value, output, gate, up and down, each with its bias float32 or None.
+    """Weights of a decoder layer as `run_layers` takes them: norms of its input, of its MLP's, of the heads of queries and keys (or None),
+    each with its epsilon; projections to query, key, value, output, gate, up and down, each with its bias float32 or None.
     """
     weights = [(packed.data, packed.columns, packed.depth, bias) for packed, bias in projections]
     return compiled.kernels.DecoderLayer(norms, weights, activation, num_heads, scale, window, softcap, sinks)
 
 
-def run_layer(layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, slots: Tensor, batch: RaggedBatch) -> Tensor:
-    """A whole layer: hidden [1, T, d], cos and sin [1, T, R] → [1, T, d]; keys and values of the new tokens go to `slots` int64 [T]."""
-    trees = (batch.parents, batch.node_indptr, batch.text_lens)
-    return layer.run(hidden, cos, sin, keys, values, slots, batch.positions, batch.indptr, batch.block_table, *trees)
+def run_layers(
+    layers: Sequence[Any],
+    hidden: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    slots: Tensor,
+    batch: RaggedBatch,
+) -> Tensor:
+    """Decoder layers one after the other, each with its own keys and values, to which those of the new tokens go at `slots` int64 [T]:
+    hidden [1, T, d], cos and sin [1, T, R] → [1, T, d].
+    """
+    where = (slots, batch.positions, batch.indptr, batch.block_table, batch.parents, batch.node_indptr, batch.text_lens)
+    return compiled.kernels.run_layers(layers, hidden, cos, sin, keys, values, *where)
 
 
 def seconds_in_kernels() -> tuple[float, float]:

@@ -91,6 +91,7 @@ void LayerRun::run(Worker worker, char* memory) {
   attend_in_turn(worker, memory);
   for (int64_t first = 0; first < call_.tokens; first += linear::most_rows)
     feed_forward(worker, memory, first, std::min(linear::most_rows, call_.tokens - first));
+  worker.wait();
 }
 
 // Queries with their rotary embedding to memory, keys and values to the cache. A worker packs the rows that it has normalised.

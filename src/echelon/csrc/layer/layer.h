@@ -46,7 +46,7 @@ struct LayerCall {
 // Whether more than one thread pays.
 bool is_worth_sharing(const LayerCall& call);
 
-// One call by `parts` workers, each of which calls `run` with the same memory of `bytes()`, aligned to 64.
+// One call by `parts` workers, each of which calls `run` with the same memory of `bytes()`, aligned to 64. It is done when they return.
 class LayerRun {
  public:
   LayerRun(const LayerCall& call, int64_t parts);

@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel
 from transformers.models.mistral.modeling_mistral import MistralForCausalLM, MistralModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM, Qwen3Model
 
-from echelon.model.attention import CONTEXT_KEYWORD
-from echelon.model.patches.decoder_layer import DecoderLayerForward, Echo, trial_tokens
+from echelon.model.attention import CONTEXT_KEYWORD, CachedAttention
+from echelon.model.patches.decoder_layer import GLOBAL_HOOKS, DecoderLayerForward, Echo, trial_tokens
 
 MODELS: dict[type, type] = {  # with the model within
     LlamaForCausalLM: LlamaModel,
@@ -33,12 +32,14 @@ MODELS: dict[type, type] = {  # with the model within
 
 @dataclass(frozen=True, slots=True)
 class CausalLMForward:
-    """Embedding, layers, norm, and the output layer for the tokens that want logits. `whole` runs where a call asks for more than logits."""
+    """Embedding, layers, norm, and the output layer for the tokens that want logits. `whole` runs where a call asks for more."""
 
     whole: Callable[..., Any]
     inner: Any
     layers: tuple[nn.Module, ...]
     output_layer: nn.Module
+    hooks: tuple[dict[int, Any], ...]  # of the layers and of what is inside them
+    compiled: tuple[Any, ...]  # the layers as `ops.cpu.run_layers` takes them, where it serves all
 
     def __call__(
         self,
@@ -54,32 +55,38 @@ class CausalLMForward:
             return self.whole(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache, logits_to_keep=logits_to_keep, **others)
         hidden = inner.embed_tokens(input_ids)
         embeddings = inner.rotary_emb(hidden, position_ids=position_ids)
-        for layer in self.layers:
-            hidden = layer(
-                hidden,
-                attention_mask=None,
-                position_embeddings=embeddings,
-                position_ids=position_ids,
-                past_key_values=None,
-                use_cache=False,
-                **others,
-            )
+        context = others[CONTEXT_KEYWORD]
+        if self.compiled and isinstance(context, CachedAttention) and not any(self.hooks) and not any(GLOBAL_HOOKS):
+            hidden = context.run_layers(self.compiled, 0, hidden, *embeddings)
+        else:
+            keywords = others | {"attention_mask": None, "position_ids": position_ids, "past_key_values": None, "use_cache": False}
+            for layer in self.layers:
+                hidden = layer(hidden, position_embeddings=embeddings, **keywords)
         return CausalLMOutputWithPast(logits=self.output_layer(inner.norm(hidden)[:, logits_to_keep]))
 
 
+def _is_named(model: Any, inner: Any) -> bool:
+    return MODELS.get(type(model)) is type(inner)
+
+
 @torch.inference_mode()
-def patch_causal_lm(model: PreTrainedModel) -> dict[str, int]:
+def patch_causal_lm(model: Any) -> dict[str, int]:
     """Replace the forward of a model whose layers are all replaced; returns its class with 1, or nothing."""
     inner: Any = getattr(model, "model", None)
-    if "forward" in vars(model) or MODELS.get(type(model)) is not type(inner) or (tokens := trial_tokens(model)) is None:
+    if "forward" in vars(model) or not _is_named(model, inner) or (tokens := trial_tokens(model)) is None:
         return {}
-    layers = tuple(inner.layers[: model.config.num_hidden_layers])
-    if not all(isinstance(vars(layer).get("forward"), DecoderLayerForward) for layer in layers):
+    layers: tuple[nn.Module, ...] = tuple(inner.layers[: model.config.num_hidden_layers])
+    forwards = [f for layer in layers if isinstance(f := vars(layer).get("forward"), DecoderLayerForward)]
+    if len(forwards) < len(layers) or [f.call.layer for f in forwards] != list(range(len(layers))):
         return {}
-    own = CausalLMForward(model.forward, inner, layers, model.get_output_embeddings())
+    hooks = tuple(h for layer in layers for m in layer.modules() for h in (m._forward_hooks, m._forward_pre_hooks))
+    compiled = tuple(f.compiled for f in forwards if f.compiled is not None)
+    is_compiled = len(compiled) == len(layers)
+    own = CausalLMForward(model.forward, inner, layers, model.get_output_embeddings(), hooks, compiled if is_compiled else ())
     rows = torch.tensor([0, tokens["input_ids"].shape[1] - 1], device=model.device)
-    theirs, ours = (f(**tokens, use_cache=False, logits_to_keep=rows, **{CONTEXT_KEYWORD: Echo()}) for f in (model.forward, own))
+    asked: dict[str, Any] = {**tokens, "use_cache": False, "logits_to_keep": rows, CONTEXT_KEYWORD: Echo()}
+    theirs, ours = (f(**asked) for f in (model.forward, own))
     if not torch.equal(theirs.logits, ours.logits):
         return {}
-    model.forward = own  # type: ignore[method-assign]
+    model.forward = own
     return {type(model).__name__: 1}

@@ -69,7 +69,7 @@ class DecoderLayerForward:
     activation: Activation
     call: LayerCall
     hooks: tuple[dict[int, Any], ...]
-    compiled: Any = None  # the layer as `ops.cpu.run_layer` takes it, where that serves it
+    compiled: Any = None  # the layer as `ops.cpu.run_layers` takes it, where that serves it
 
     def __call__(self, hidden_states: Tensor, **keywords: Any) -> Any:
         embeddings, context = keywords.get("position_embeddings"), keywords.get(CONTEXT_KEYWORD)
@@ -78,7 +78,7 @@ class DecoderLayerForward:
             return self.whole(hidden_states, **keywords)
         cos, sin = embeddings
         if self.compiled is not None and isinstance(context, CachedAttention):
-            return context.run_layer(self.compiled, self.call.layer, hidden_states, cos, sin)
+            return context.run_layers([self.compiled], self.call.layer, hidden_states, cos, sin)
         return self.run(hidden_states, cos, sin, context)
 
     def run(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
@@ -177,9 +177,7 @@ def _compiled(layer: DecoderLayerForward) -> Any | None:
     is_served = norms[0] is not None and norms[1] is not None and len(projections) == len(forwards)
     if not is_served or devices.backend_of(call.query) is not cpu:
         return None
-    return cpu.decoder_layer(
-        norms, projections, layer.activation, call.query.shape[1], call.scale, call.window, call.softcap, call.sinks
-    )
+    return cpu.decoder_layer(norms, projections, layer.activation, call.query.shape[1], call.scale, call.window, call.softcap, call.sinks)
 
 
 def _runs_alike(layer: DecoderLayerForward, compiled: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> bool:
@@ -192,7 +190,7 @@ def _runs_alike(layer: DecoderLayerForward, compiled: Any, hidden: Tensor, cos: 
     batch = pack([Span(0, 0, range(TOKENS), 1, TOKENS)], tables)
     ours, theirs = (CachedAttention(batch, cache) for cache in caches)
     index_free = replace(layer, call=replace(layer.call, layer=0))
-    outputs = ours.run_layer(compiled, 0, hidden, cos, sin), index_free.run(hidden, cos, sin, theirs)
+    outputs = ours.run_layers([compiled], 0, hidden, cos, sin), index_free.run(hidden, cos, sin, theirs)
     pairs = [outputs, *((getattr(caches[0], name)[0], getattr(caches[1], name)[0]) for name in ("keys", "values"))]
     return all(torch.equal(a, b) for a, b in pairs)
 
