@@ -102,7 +102,7 @@ class Engine:
         self.rule, self.ahead = rule or Exact(), ahead
         self.in_flight: LaunchedStep | None = None
         self.stats, self.timer = stats or Stats(target=target.usage), StepTimer()
-        self.observers: list[StepObserver] = [self.stats.count]
+        self.observers: list[StepObserver] = [self.stats.count, scheduler.costs.observe]
 
     @property
     def has_work(self) -> bool:

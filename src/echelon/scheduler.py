@@ -13,6 +13,7 @@ from echelon.draft import RowVerdict, Verdict
 from echelon.errors import RequestError
 from echelon.kv.tables import KVTables
 from echelon.sequence import Plan, PlannedRow, Sequence
+from echelon.step_costs import StepCosts
 
 PROMPT_LOGITS = 128  # prompt tokens a step of a row whose prompt logprobs are wanted: bounds the logits held at once
 
@@ -31,6 +32,7 @@ class Scheduler:
                       line of a rectangle holds a whole row
     refill            without it, waiting rows enter only when all that run are done
     grows_trees       drafts may be trees: then a draft's number of tokens is not bounded by the room left, only its depth is
+    costs             of the steps so far, by which prompts are read in pieces beside rows that decode
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Scheduler:
         self._context_switches = context_switches
         self._selector = selector
         self._refill = refill
+        self.costs = StepCosts()
         self._is_open = True  # may rows enter?
         self._is_watched = False  # must the host see the next step's logits?
 
@@ -122,23 +125,42 @@ class Scheduler:
         preempted: where a row lacks something, the plan does not run ahead.
         """
         budget = self._max_num_batched_tokens
-        for sequence in sorted(self.running, key=lambda s: len(s) - self._num_cached(s) > 1):
-            if sequence.id in pending and sequence.num_tokens_left == 1:
-                continue  # it ends with the step in flight
-            while sequence in self.running and budget > 0:
-                row = self._plan_row(sequence, self._share(budget, len(self.waiting)), pending.get(sequence.id))
-                plan.runs_ahead = plan.runs_ahead and self._is_ready(row)
-                if pending and not (plan.runs_ahead and self._reserve(row)):
-                    plan.runs_ahead = False
+        for is_reading in (False, True):
+            sequences = [s for s in self.running if self._is_reading(s) is is_reading]
+            budget = self._left_for_prompts(plan, budget) if is_reading else budget
+            for sequence in sequences:
+                budget -= self._plan_sequence(plan, sequence, budget, pending)
+                if pending and not plan.runs_ahead:
                     return budget
-                if pending or self._reserve(row):
-                    plan.rows.append(row)
-                    budget -= row.num_new
-                    break
-                victim = self._preempt()
-                plan.preempted.append(victim)
-                plan.rows = [r for r in plan.rows if r.sequence is not victim]
         return budget
+
+    def _plan_sequence(self, plan: Plan, sequence: Sequence, budget: int, pending: Mapping[int, tuple[int, PlannedRow]]) -> int:
+        """Plan a running row, and preempt others where blocks are lacking; returns how many tokens it reads."""
+        if sequence.id in pending and sequence.num_tokens_left == 1:
+            return 0  # it ends with the step in flight
+        while sequence in self.running and budget > 0:
+            row = self._plan_row(sequence, self._share(budget, len(self.waiting)), pending.get(sequence.id))
+            plan.runs_ahead = plan.runs_ahead and self._is_ready(row)
+            if pending and not plan.runs_ahead:
+                return 0
+            if self._reserve(row):
+                plan.rows.append(row)
+                return row.num_new
+            if pending:
+                plan.runs_ahead = False
+                return 0
+            victim = self._preempt()
+            plan.preempted.append(victim)
+            plan.rows = [r for r in plan.rows if r.sequence is not victim]
+        return 0
+
+    def _left_for_prompts(self, plan: Plan, budget: int) -> int:
+        """Of the tokens that a step has left, those that prompts may take: where rows decode in it, they cost a few steps at most."""
+        return self.costs.largest_piece(budget) if any(row.num_new == 1 for row in plan.rows) else budget
+
+    def _is_reading(self, sequence: Sequence) -> bool:
+        """Whether more of its text than the last token is to be fed."""
+        return len(sequence) - self._num_cached(sequence) > 1
 
     def _can_run_ahead(self) -> bool:
         """No row may enter, and the tokens of each follow from its logits and noise alone."""

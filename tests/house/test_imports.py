@@ -25,6 +25,7 @@ LEVELS = [
     {"model"},
     {"acceptance"},
     {"drafters"},
+    {"step_costs"},
     {"scheduler"},
     {"engine", "storage"},
     {"baselines"},
@@ -108,7 +109,7 @@ def test_only_the_builder_knows_the_baselines() -> None:
 
 
 def test_the_scheduler_sees_no_tensors() -> None:
-    for module in ("scheduler", "baselines.selection", "sequence", "kv.blocks", "kv.tables", "baselines.lines", "sampling"):
+    for module in ("scheduler", "step_costs", "baselines.selection", "sequence", "kv.blocks", "kv.tables", "baselines.lines", "sampling"):
         assert "torch" not in modules()[module].read_text("utf-8").replace("tokenizers", ""), module
 
 

@@ -15,6 +15,7 @@ from echelon import LLM, SamplingParams
 from echelon.ops import compiled
 
 MOST_FUNCTIONS = 11
+KERNELS = {"ragged_attention", "run_layers"}  # of attention, alone or within its layer
 # what a row of a batch is in turn: the request, its part of a step, its draft, its rows of the batch, what attention reads, what survives
 FORMS = {"Sequence", "PlannedRow", "Draft", "RaggedBatch", "CachedAttention", "RowVerdict"}
 # what holds these for a moment: all rows of a step, a row's tokens on their way into the batch, one layer's tensors, one row of logits
@@ -52,7 +53,7 @@ def test_the_way_to_the_attention_kernel_is_short(method: dict[str, Any] | None)
 
     def watch(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal longest
-        if event == "c_call" and getattr(argument, "__name__", "") == "ragged_attention":
+        if event == "c_call" and getattr(argument, "__name__", "") in KERNELS:
             longest = max(longest, functions_of(frame), key=len)
 
     with profiled(watch):

@@ -109,8 +109,8 @@ def decoder_layer(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Any:
-    """Weights of a decoder layer as `run_layers` takes them: norms of its input, of its MLP's, of the heads of queries and keys (or None),
-    each with its epsilon; projections to query, key, value, output, gate, up and down, each with its bias float32 or None.
+    """Weights of a decoder layer as `run_layers` takes them: norms [N], each with its epsilon, of its input, of its MLP's, of the heads of
+    queries and keys (or None); projections to query, key, value, output, gate, up and down, each with its bias float32 [N] or None.
     """
     weights = [(packed.data, packed.columns, packed.depth, bias) for packed, bias in projections]
     return compiled.kernels.DecoderLayer(norms, weights, activation, num_heads, scale, window, softcap, sinks)

@@ -144,7 +144,7 @@ def _seen(model: PreTrainedModel, layers: list[nn.Module]) -> list[tuple[nn.Modu
 
 
 def trial_tokens(model: PreTrainedModel) -> dict[str, Tensor] | None:
-    """A few tokens and their positions, from the first to the last that the model knows, since some layers scale what lies far from the
+    """A few tokens [1, TOKENS] at positions from the first to the last that the model knows, since some layers scale what lies far from the
     start; None where it knows no last.
     """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)

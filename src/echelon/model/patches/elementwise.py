@@ -52,7 +52,7 @@ def gate_of(mlp: nn.Module) -> Activation | None:
 
 
 def rms_norm_of(forward: Forward) -> tuple[Tensor, float, RmsWeight] | None:
-    """Weight, epsilon and kind of a root-mean-square norm that `patch_elementwise` serves."""
+    """Weight [N], epsilon and kind of a root-mean-square norm that `patch_elementwise` serves."""
     if not isinstance(forward, PatchedForward) or forward.func is not _rms_norm:
         return None
     how, module, eps = forward.args

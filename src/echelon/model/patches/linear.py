@@ -138,7 +138,7 @@ def _give_up(module: nn.Module, parameter: nn.Parameter, stand_in: nn.Parameter,
 
 
 def projection_of(forward: Any) -> tuple[PackedWeight, Tensor | None] | None:
-    """Packed weight and float32 bias of a linear layer that `patch_linear` serves, in the dtype of its weight."""
+    """Packed weight [N, K] and float32 bias [N] of a linear layer that `patch_linear` serves, in the dtype of its weight."""
     if not isinstance(forward, PatchedForward) or forward.func is not _linear:
         return None
     packed, bias, is_float32 = forward.args
