@@ -90,7 +90,7 @@ def measure_machine(device: torch.device) -> Machine:
         raise ConfigError(f"there are no compiled kernels to measure ({compiled.REASON}); install with a C++ compiler at hand")
     size = 2048 if device.type == "cpu" else 8192
     source = torch.ones(COLD_BYTES // 8, dtype=torch.int64, device=device)
-    square = torch.ones(size, size, dtype=_fastest_dtype(device), device=device)
+    square = torch.ones(size, size, dtype=fastest_dtype(device), device=device)
     target = torch.empty_like(source)
     calls: list[Call] = [
         lambda _: devices.backend_of(source).read_memory(source),
@@ -101,7 +101,7 @@ def measure_machine(device: torch.device) -> Machine:
     return Machine(COLD_BYTES / read / 1e9, 2 * COLD_BYTES / copy / 1e9, 2 * size**3 / matmul / 1e9)
 
 
-def _fastest_dtype(device: torch.device) -> torch.dtype:
+def fastest_dtype(device: torch.device) -> torch.dtype:
     """The dtype in which the framework multiplies matrices fastest: on processors without instructions for bfloat16 that is float32, by
     hundreds of times.
     """

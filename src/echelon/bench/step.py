@@ -1,7 +1,7 @@
-"""What one forward pass costs as it gets wider, beside what reading the weights costs.
+"""What one forward pass costs as it gets wider, beside what the machine needs for it at least: to read the weights, and to multiply.
 
 Batched speculation earns the difference: if a pass over 40 tokens costs little more than a pass over one, every accepted token is nearly
-free. Passes of all widths and reads of the weights are interleaved; figures are medians.
+free. Passes of all widths, reads of the weights and large products are interleaved; figures are medians.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from echelon.batch import RaggedBatch, Span
 from echelon.bench.clock import clock_of, kernel_seconds, seconds_of
+from echelon.bench.kernels import fastest_dtype
 from echelon.bench.report import columns
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
@@ -24,8 +26,10 @@ from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.weights import PackedParameter
 from echelon.model.runner import ModelRunner
 from echelon.ops import compiled, cpu, devices
+from echelon.ops.contract import PackedWeight
 
 BLOCK = 16
+PRODUCT_ROWS, PRODUCT_SIZE = 512, 2048
 KERNELS = {"linear": ("_linear", "gemm", "nvjet", "cutlass"), "attention": ("_attend", "_merge_splits")}  # on CUDA, in their names
 
 
@@ -41,11 +45,21 @@ class StepSpeed:
     attention: float
     other: float  # everything else: norms, rotary embeddings, activations, the framework's own work
     reading: float  # merely reading the packed weights, between the passes
+    arithmetic: float  # as many operations at the rate of the fastest large product
+
+    @property
+    def limit(self) -> float:
+        """What a pass takes at least."""
+        return max(self.reading, self.arithmetic)
 
 
 def packed_weights(loaded: LoadedModel) -> list[torch.Tensor]:
     """What a pass has to read: every packed weight once."""
-    packed = {w.data.data_ptr(): w.data for p in loaded.model.parameters() if isinstance(p, PackedParameter) for w in p.all_packed}
+    return [w.data for w in _packed(loaded)]
+
+
+def _packed(loaded: LoadedModel) -> list[PackedWeight]:
+    packed = {w.data.data_ptr(): w for p in loaded.model.parameters() if isinstance(p, PackedParameter) for w in p.all_packed}
     return list(packed.values())
 
 
@@ -69,14 +83,48 @@ def measure_steps(
     batches = [_batch(runner, width, tokens_per_row, context) for width in widths]
     weights = packed_weights(loaded)
     taken: list[list[tuple[float, float, float]]] = [[] for _ in widths]
-    reads = []
+    products, reads = _products(loaded), []
+    multiplied: list[list[float]] = [[] for _ in products]
     for _ in range(rounds + 1):
         reads.append(seconds_of(partial(_read, weights), loaded.device))
+        for product, seconds in zip(products, multiplied, strict=True):
+            seconds.append(seconds_of(product, loaded.device))
         for batch, results in zip(batches, taken, strict=True):
             results.append(_timed(runner, batch))
         on_round()
     reading = statistics.median(reads[1:]) * 1e3
-    return [_result(width, tokens_per_row, context, results[1:], reading) for width, results in zip(widths, taken, strict=True)]
+    rate = 2 * PRODUCT_ROWS * PRODUCT_SIZE**2 / min(statistics.median(seconds[1:]) for seconds in multiplied) / 1e3  # a millisecond
+    operations = [_operations(runner, batch) for batch in batches]
+    return [
+        _result(width, tokens_per_row, context, results[1:], reading, count / rate)
+        for width, results, count in zip(widths, taken, operations, strict=True)
+    ]
+
+
+def _products(loaded: LoadedModel) -> list[Callable[[], object]]:
+    """Large products: by our kernel in the model's dtype, and on a CPU by the framework in the faster of that and float32.
+
+    Without instructions of its own for a narrow dtype the framework takes hundreds of times as long in it.
+    """
+    device = loaded.device
+    x, weight = (torch.ones(n, PRODUCT_SIZE, dtype=loaded.model.dtype, device=device) for n in (PRODUCT_ROWS, PRODUCT_SIZE))
+    backend, packed = devices.backend_of(x), devices.backend_of(x).pack(weight)
+    ours: Callable[[], object] = lambda: backend.packed_linear(x, packed)  # noqa: E731
+    if device.type == "cpu" and compiled.isa() == "generic":
+        return [ours]  # the framework's is held to no such family
+    theirs = [t.to(fastest_dtype(device)) for t in (x, weight)]
+    return [ours, lambda: F.linear(*theirs)]
+
+
+def _operations(runner: ModelRunner, batch: RaggedBatch) -> int:
+    """Multiplications and additions of linear layers and of attention in a pass whose tokens all want logits."""
+    loaded, cache = runner.loaded, runner.cache
+    weights = sum(w.columns * w.depth for w in _packed(loaded))
+    heads = int(loaded.model.config.get_text_config().num_attention_heads)
+    keys = int(batch.positions.sum()) + batch.num_tokens
+    return 2 * batch.num_tokens * weights + sum(
+        2 * keys * heads * (k.shape[3] + v.shape[3]) for k, v in zip(cache.keys, cache.values, strict=True)
+    )
 
 
 def _read(weights: SequenceOf[torch.Tensor]) -> None:
@@ -109,9 +157,12 @@ def _batch(runner: ModelRunner, width: int, tokens_per_row: int, context: int) -
     return runner.pack([Span(row, context, [7] * n, n, context + 1, n - 1) for row, n in enumerate(counts)])
 
 
-def _result(width: int, tokens_per_row: int, context: int, taken: list[tuple[float, float, float]], reading: float) -> StepSpeed:
+def _result(
+    width: int, tokens_per_row: int, context: int, taken: list[tuple[float, float, float]], reading: float, arithmetic: float
+) -> StepSpeed:
     total, in_linear, in_attention = (statistics.median(part) * 1e3 for part in zip(*taken, strict=True))
-    return StepSpeed(width, tokens_per_row, context, total, in_linear, in_attention, total - in_linear - in_attention, reading)
+    other = total - in_linear - in_attention
+    return StepSpeed(width, tokens_per_row, context, total, in_linear, in_attention, other, reading, arithmetic)
 
 
 def as_markdown(results: SequenceOf[StepSpeed]) -> str:
@@ -126,6 +177,7 @@ def as_markdown(results: SequenceOf[StepSpeed]) -> str:
             "attention": lambda r: f"{r.attention:.1f}",
             "other": lambda r: f"{r.other:.1f}",
             "reading the weights": lambda r: f"{r.reading:.1f}",
-            "pass / reading": lambda r: f"{r.milliseconds / r.reading:.2f}",
+            "its arithmetic": lambda r: f"{r.arithmetic:.1f}",
+            "pass / the larger": lambda r: f"{r.milliseconds / r.limit:.2f}",
         },
     )

@@ -1,0 +1,248 @@
+"""Every family of instructions beside what it can do at best: `python -m benchmarks.families [--output FOLDER] [PREFIX ...]`, resumable.
+
+A family is measured in processes that are held to it: our kernels by ECHELON_ISA, those of the framework, which the rate of multiplying is
+also taken from, by the variables of their libraries. The model has random weights in the shape llama-1.1b, in bfloat16.
+
+steps      passes of 1 to 512 tokens beside reading the weights and beside as much arithmetic (`echelon bench step`)
+attention  of 1 and of 8 new tokens over 256 and over 2,048 keys; of a prompt of 1,984, beside its linear layers
+prompt     a stream's steps while another prompt of 1,984 tokens is read, beside its steps before
+draft      the embedded pair grown to 1.1 billion parameters: the draft model's speed-up beside its tokens a step
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cells import Cell, Record, Records, chosen, run_cells
+from echelon import LLM, SamplingParams
+from echelon.batch import Span
+from echelon.bench.latency import sequence_of
+from echelon.bench.report import table
+from echelon.bench.shapes import random_model
+from echelon.bench.throughput import environment
+from echelon.kv.blocks import BlockTables
+from echelon.kv.cache import KVCache
+from echelon.model.attention import record_layers
+from echelon.model.load.loading import LoadedModel
+from echelon.model.runner import ModelRunner
+from echelon.ops import compiled, cpu
+
+SHAPE, PROMPT, BLOCK = "llama-1.1b", 1984, 16
+ONEDNN = {"avx2": "AVX2", "avx512": "AVX512_CORE", "avx512_bf16": "AVX512_CORE_BF16", "amx": "AVX512_CORE_AMX"}
+LIBRARIES = {"avx2": ("avx2", "AVX2"), "avx512": ("avx512", "AVX512"), "avx512_bf16": ("avx512", "AVX512"), "amx": ("avx512", "AVX512")}
+BESIDE, NEAR, AT_512 = 1.25, 1.45, 1.15  # times the larger limit; where the limits lie within a factor of 2; at 512 tokens
+ROUNDS = 7
+
+
+def environment_of(family: str) -> dict[str, str]:
+    """What holds our kernels and the framework's to a family."""
+    held = {"ECHELON_ISA": family}
+    if family in ONEDNN:
+        aten, mkl = LIBRARIES[family]
+        held |= {"ONEDNN_MAX_CPU_ISA": ONEDNN[family], "ATEN_CPU_CAPABILITY": aten, "MKL_ENABLE_INSTRUCTIONS": mkl}
+    return held
+
+
+def in_family(family: str, *words: str) -> str:
+    """Run `python -m words` held to a family; what it prints."""
+    command = [sys.executable, "-m", *words]
+    done = subprocess.run(command, env=os.environ | environment_of(family), stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout
+
+
+def steps(family: str) -> Record:
+    """Steps and their limits, narrow ones over a context and one of 512 tokens."""
+    narrow = ["--tokens", "1,4,8,16,32,64", "--rounds", str(ROUNDS)]
+    wide = ["--tokens", "512", "--tokens-per-row", "512", "--context", "0", "--rounds", "3"]
+    results = []
+    for words in (narrow, wide):
+        results += json.loads(in_family(family, "echelon", "bench", "step", SHAPE, *words, "--json"))["results"]
+    return {"results": results}
+
+
+def draft(family: str) -> Record:
+    """The draft model at batch 1 on the pair grown to serving size."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "throughput.json"
+        words = ["--parameters", "1100000000", "--batch-sizes", "1", "--strategies", "unpadded", "--drafters", "plain,draft-model"]
+        sizes = ["--num-prompts", "8", "--max-tokens", "48", "--rounds", "3", "--no-transformers"]
+        in_family(family, "echelon", "bench", "throughput", *words, *sizes, "--output", str(output))
+        by_method = {r["method"]: r for r in json.loads(output.read_text("utf-8"))["results"]}
+    plain, drafted = (statistics.median(by_method[name]["decode_tokens_per_second"]) for name in ("plain", "draft model"))
+    return {"speedup": drafted / plain, "tokens_per_step": by_method["draft model"]["tokens_per_step"]}
+
+
+def measured(what: str, family: str) -> Record:
+    """A measurement of this module in a process of its own."""
+    record: Record = json.loads(in_family(family, "benchmarks.families", "--measure", what))
+    return record
+
+
+def runner_of(loaded: LoadedModel, num_rows: int, length: int) -> ModelRunner:
+    """A runner with room for so many rows, all reserved."""
+    blocks = -(-length // BLOCK)
+    tables = BlockTables(num_rows * blocks, BLOCK, blocks)
+    runner = ModelRunner(loaded, KVCache(record_layers(loaded.model), tables, loaded.model.dtype, loaded.device))
+    for row in range(num_rows):
+        tables.reserve(row, length)
+    return runner
+
+
+def seconds_of_pass(runner: ModelRunner, span: Span) -> tuple[float, float]:
+    """Seconds in linear layers and in attention of one pass."""
+    before = cpu.seconds_in_kernels()
+    runner.run(runner.pack([span]))
+    linear, attention = (after - earlier for after, earlier in zip(cpu.seconds_in_kernels(), before, strict=True))
+    return linear, attention
+
+
+def attention() -> Record:
+    """Milliseconds of attention by new tokens and keys, and GFLOP/s of a prompt's attention and linear layers."""
+    loaded = random_model(SHAPE)
+    runner = runner_of(loaded, 1, 2048 + 8)
+    by_keys: dict[str, dict[str, float]] = {}
+    for keys in (256, 2048):
+        runner.cache.tables.commit(0, 0)
+        for start in range(0, keys, 512):
+            runner.feed([Span(0, start, [7] * min(512, keys - start), 0, keys)])
+        taken: dict[int, list[float]] = {1: [], 8: []}
+        for _ in range(ROUNDS):
+            for count, seconds in taken.items():
+                seconds.append(seconds_of_pass(runner, Span(0, keys, [7] * count, 1, keys + 1, count - 1))[1])
+        by_keys[str(keys)] = {str(count): statistics.median(seconds[1:]) * 1e3 for count, seconds in taken.items()}
+    runner.cache.tables.commit(0, 0)
+    in_linear = in_attention = 0.0
+    for start in range(0, PROMPT, 512):
+        count = min(512, PROMPT - start)
+        linear, attended = seconds_of_pass(runner, Span(0, start, [7] * count, 0, PROMPT))
+        runner.cache.tables.advance(0, start + count)
+        in_linear, in_attention = in_linear + linear, in_attention + attended
+    config = loaded.model.config
+    layers, head = config.num_hidden_layers, config.hidden_size // config.num_attention_heads
+    per_layer = (
+        2 * config.hidden_size * (config.hidden_size + config.num_key_value_heads * head)
+        + 3 * config.hidden_size * config.intermediate_size
+    )
+    products, pairs = 2 * PROMPT * layers * per_layer, PROMPT * (PROMPT + 1) // 2
+    return {
+        "milliseconds": by_keys,
+        "linear_gflop": products / in_linear / 1e9,
+        "attention_gflop": 4 * pairs * config.num_attention_heads * head * layers / in_attention / 1e9,
+    }
+
+
+def prompt() -> Record:
+    """Seconds of a stream's steps, before and while a prompt is read beside it; the first prompt has shown what reading costs."""
+    loaded = random_model(SHAPE)
+    llm = LLM(loaded, max_num_seqs=2, max_model_len=2048)
+    params = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
+    prompts = [[5 + i % 90 for i in range(n)] for n in (64, PROMPT)]
+    seconds: dict[str, list[float]] = {"alone": [], "beside": []}
+    with llm.exclusive() as engine:
+        now = engine.timer.clock
+        stream, late = (sequence_of(llm, row, text, params) for row, text in enumerate(prompts))
+
+        def step(kind: str) -> None:
+            start = now()
+            engine.step()
+            seconds[kind].append(now() - start)
+
+        engine.add(stream)
+        while stream.num_output_tokens < 24:
+            step("alone")
+        engine.add(late)
+        while not late.num_output_tokens:
+            step("beside")
+    plain = statistics.median(seconds["alone"][4:])
+    largest = max(seconds["beside"])
+    return {"plain": plain, "largest": largest, "gap": largest / plain, "reading": sum(seconds["beside"]), "steps": len(seconds["beside"])}
+
+
+MEASURES = {"attention": attention, "prompt": prompt}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One figure beside what it must be."""
+
+    what: str
+    figure: str
+    goal: str
+    is_met: bool
+
+
+def step_goal(result: dict[str, float]) -> float:
+    """Times the larger limit that a step may take."""
+    low, high = sorted((result["reading"], result["arithmetic"]))
+    return AT_512 if result["tokens"] == 512 else NEAR if high <= 2 * low else BESIDE
+
+
+def verdicts(records: dict[str, Record], family: str) -> list[Verdict]:
+    """What the family's records say."""
+    found = []
+    for r in records.get(f"steps_{family}", {}).get("results", []):
+        times, goal = r["milliseconds"] / max(r["reading"], r["arithmetic"]), step_goal(r)
+        found.append(Verdict(f"step of {r['tokens']}: times its limit", f"{times:.2f}", f"≤ {goal}", times <= goal))
+        if r["tokens"] <= 8:
+            found.append(Verdict(f"step of {r['tokens']}: other, ms a layer", f"{r['other'] / 22:.3f}", "≤ 0.12", r["other"] / 22 <= 0.12))
+    if (record := records.get(f"attention_{family}")) is not None:
+        for keys, by_count in record["milliseconds"].items():
+            ratio = by_count["8"] / by_count["1"]
+            found.append(Verdict(f"attention of 8 over 1 token, {keys} keys", f"{ratio:.2f}", "≤ 2.5", ratio <= 2.5))
+        share = record["attention_gflop"] / record["linear_gflop"]
+        found.append(Verdict("attention's rate over the linear layers', prompt", f"{share:.2f}", "≥ 0.5", share >= 0.5))
+    if (record := records.get(f"prompt_{family}")) is not None:
+        found.append(Verdict("largest gap beside a prompt, plain steps", f"{record['gap']:.1f}", "≤ 5", record["gap"] <= 5))
+    if (record := records.get(f"draft_{family}")) is not None:
+        share = record["speedup"] / record["tokens_per_step"]
+        found.append(Verdict("draft model's speed-up over its tokens a step", f"{share:.2f}", "≥ 0.65", share >= 0.65))
+    return found
+
+
+def as_markdown(records: dict[str, Record], families: list[str]) -> str:
+    """A section a family."""
+    parts = []
+    for family in families:
+        if rows := verdicts(records, family):
+            lines = [[v.what, v.figure, v.goal, "yes" if v.is_met else "**no**"] for v in rows]
+            parts.append(f"### {family}\n\n" + table(["", "measured", "goal", "met"], lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure every family that this processor has."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prefixes", nargs="*", metavar="PREFIX")
+    parser.add_argument("--output", type=Path, default=Path("docs/evidence/families"))
+    parser.add_argument("--measure", choices=MEASURES, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.measure:
+        print(json.dumps(MEASURES[options.measure]()))
+        return 0
+    families = compiled.offered_isas()
+    kinds: dict[str, Callable[[str], Record]] = {"steps": steps, "draft": draft, **{m: partial(measured, m) for m in MEASURES}}
+    cells = [Cell(f"{what}_{family}", partial(measure, family)) for family in families for what, measure in kinds.items()]
+    options.output.mkdir(parents=True, exist_ok=True)
+    common = {"environment": environment()}
+    is_current = lambda _, record: record["environment"]["commit"] == common["environment"]["commit"]  # noqa: E731
+    run_cells(chosen(cells, options.prefixes), Records(options.output), common, is_current)
+    records: dict[str, Any] = Records(options.output).read()
+    text = as_markdown({n: r for n, r in records.items() if "failed" not in r}, families)
+    (options.output / "README.md").write_text(f"# Families of instructions beside their limits\n\n{text}", "utf-8")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
