@@ -75,7 +75,7 @@ def draft(family: str) -> Record:
     """The draft model at batch 1 on the pair grown to serving size."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "throughput.json"
-        words = ["--parameters", "1100000000", "--batch-sizes", "1", "--strategies", "unpadded", "--drafters", "plain,draft-model"]
+        words = ["--parameters", "1100000000", "--batch-sizes", "1", "--strategies", "unpadded", "--drafters", "draft_model"]
         sizes = ["--num-prompts", "8", "--max-tokens", "48", "--rounds", "3", "--no-transformers"]
         in_family(family, "echelon", "bench", "throughput", *words, *sizes, "--output", str(output))
         by_method = {r["method"]: r for r in json.loads(output.read_text("utf-8"))["results"]}
@@ -110,10 +110,9 @@ def seconds_of_pass(runner: ModelRunner, span: Span) -> tuple[float, float]:
 def attention() -> Record:
     """Milliseconds of attention by new tokens and keys, and GFLOP/s of a prompt's attention and linear layers."""
     loaded = random_model(SHAPE)
-    runner = runner_of(loaded, 1, 2048 + 8)
     by_keys: dict[str, dict[str, float]] = {}
     for keys in (256, 2048):
-        runner.cache.tables.commit(0, 0)
+        runner = runner_of(loaded, 1, keys + 8)
         for start in range(0, keys, 512):
             runner.feed([Span(0, start, [7] * min(512, keys - start), 0, keys)])
         taken: dict[int, list[float]] = {1: [], 8: []}
@@ -121,7 +120,7 @@ def attention() -> Record:
             for count, seconds in taken.items():
                 seconds.append(seconds_of_pass(runner, Span(0, keys, [7] * count, 1, keys + 1, count - 1))[1])
         by_keys[str(keys)] = {str(count): statistics.median(seconds[1:]) * 1e3 for count, seconds in taken.items()}
-    runner.cache.tables.commit(0, 0)
+    runner = runner_of(loaded, 1, PROMPT)
     in_linear = in_attention = 0.0
     for start in range(0, PROMPT, 512):
         count = min(512, PROMPT - start)

@@ -24,7 +24,7 @@ STRATEGY_COLOURS = {
     "same-length": "#2f7ed8",
 }
 SPLIT_COLOURS = dict(zip(SPLIT, ("#91bfdb", "#4575b4", "#fee090", "#d73027", "#9aa5b1"), strict=True))
-COLOURS = {"plain": "#9aa5b1", "LLMA": "#2f7ed8", "draft model": "#1a9850", "transformers": "#d98c5f"}
+COLOURS = {"plain": "#9aa5b1", "LLMA": "#2f7ed8", "draft model": "#1a9850", "transformers": "#d98c5f", "EAGLE": "#762a83"}
 
 
 def pyplot_or_refusal() -> Any:
@@ -62,23 +62,20 @@ def panels_in(path: Path, count: int, width: float, height: float, dpi: int = 13
     pyplot.close(figure)
 
 
-def bar_chart(path: Path, groups: Mapping[str, SequenceOf[ThroughputResult]]) -> None:
-    """One panel a group: median tokens per second of each method, the range as an error bar, τ written on the bar.
+def grouped_bars(path: Path, panels: Mapping[str, Mapping[str, float]], ylabel: str) -> None:
+    """Draw one panel a key as PNG, a bar a method, with its value.
 
     Raises
     ------
     MissingExtraError  matplotlib is not installed
     """
-    with panels_in(path, len(groups), 5.2 * len(groups), 3.6, dpi=150) as axes:
-        for axis, (title, results) in zip(axes, groups.items(), strict=True):
-            names = [r.method for r in results]
-            medians = [r.median for r in results]
-            errors = [[r.median - min(r.tokens_per_second) for r in results], [max(r.tokens_per_second) - r.median for r in results]]
-            bars = axis.bar(names, medians, yerr=errors, capsize=4, color=[COLOURS.get(n, "#777777") for n in names])
-            axis.bar_label(bars, [f"{r.median:,.0f}\nτ {r.tokens_per_step:.2f}" for r in results], padding=3, fontsize=9)
-            axis.set_title(f"{title}, batch {results[0].batch_size}", fontsize=11)
-            axis.set(ylabel="new tokens per second", ylim=(0, max(medians) * 1.3))
-            axis.tick_params(axis="x", labelsize=8.5)
+    with panels_in(path, len(panels), 4.2 * len(panels), 3.6) as axes:
+        for axis, (title, values) in zip(axes, panels.items(), strict=True):
+            bars = axis.bar(list(values), list(values.values()), color=[COLOURS.get(name, "#777777") for name in values])
+            axis.bar_label(bars, [f"{value:,.0f}" for value in values.values()], padding=3, fontsize=9)
+            axis.set_title(title, fontsize=11)
+            axis.set(ylabel=ylabel, ylim=(0, max(values.values()) * 1.2))
+            axis.tick_params(axis="x", labelsize=8)
 
 
 @dataclass(frozen=True)

@@ -4,34 +4,141 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import transformers
 import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
 
 from echelon import LLM, SamplingParams
-from echelon.bench.framework import FrameworkRun
 from echelon.bench.inflate import describe, inflate_with_heads
-from echelon.bench.plot import bar_chart
-from echelon.bench.throughput import DecodingMethod, ThroughputResult, compared, default_methods, environment, measure, plain_outputs
+from echelon.bench.kernels import fastest_dtype
+from echelon.bench.plot import grouped_bars
+from echelon.bench.throughput import DecodingMethod, default_methods, environment
 from echelon.bench.verify import generate_padded
 from echelon.bench.workloads import code_prompts
 from echelon.demo import DRAFT, EAGLE, TARGET, held_out_files
+from echelon.demo.rows import DemoRow, run_engine, run_framework
 from echelon.errors import MissingExtraError
 from echelon.model.load.loading import LoadedModel, adopt_model, load_model, load_plain
 
-BATCH_SIZE = 8
-PROMPT_TOKENS = 192
+BATCH_SIZES = (1, 8)
+NUM_ALONE = 3  # prompts at batch 1 of all methods but plain decoding, which says what is right for all
+PROMPT_TOKENS = 112
 GROWN_PARAMETERS = 500_000_000
 console = Console()
+
+
+@dataclass(frozen=True)
+class Models:
+    """A target with what drafts for it: a draft model and the folder of an EAGLE head."""
+
+    title: str
+    target: LoadedModel
+    draft: LoadedModel
+    head: str
+
+    def methods(self) -> list[DecodingMethod]:
+        eagle = DecodingMethod("EAGLE", {"method": "eagle", "model": self.head, "num_speculative_tokens": 4})
+        return [*default_methods(), eagle]
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Progress]:
+    """A bar over the new tokens of all rows of a table."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f} of {task.total:.0f} tokens"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        bar.add_task(title, total=total)
+        yield bar
+
+
+def run_all(models: Models, plain: PreTrainedModel | None, prompts: list[list[int]], params: SamplingParams, limit: float) -> list[DemoRow]:
+    """Every method at every batch size, then `transformers` where `plain` is its model."""
+    methods, few = models.methods(), prompts[:NUM_ALONE]
+    asked = {(size, m.name): prompts if size > 1 or m.config is None else few for size in BATCH_SIZES for m in methods}
+    if plain is not None:
+        asked |= {(size, "transformers"): prompts if size > 1 else few for size in BATCH_SIZES}
+    rows = []
+    with progress(models.title, sum(len(p) * params.max_tokens for p in asked.values())) as bar:
+        done = 0
+        for size in BATCH_SIZES:
+            for method in methods:
+                bar.update(bar.task_ids[0], description=f"{models.title}: {method.name}, batch {size}")
+                llm = LLM(models.target, method.config, models.draft, max_num_seqs=size)
+                run_engine(llm, method.name, prompts[:1], 1, params.model_copy(update={"max_tokens": 6}), limit)
+                own = asked[size, method.name]
+                rows.append(run_engine(llm, method.name, own, size, params, limit, lambda n: bar.advance(bar.task_ids[0], n)))
+                done += len(own) * params.max_tokens
+                bar.update(bar.task_ids[0], completed=done)
+            if plain is not None:
+                bar.update(bar.task_ids[0], description=f"{models.title}: transformers, batch {size}")
+                own = asked[size, "transformers"]
+                rows.append(run_framework(plain, own, size, params, limit))
+                done += len(own) * params.max_tokens
+                bar.update(bar.task_ids[0], completed=done)
+    return rows
+
+
+def truth_of(rows: SequenceOf[DemoRow]) -> list[list[int]]:
+    """Plain decoding, each prompt alone."""
+    return next(row.outputs for row in rows if row.method == "plain" and row.batch_size == 1)
+
+
+def at(rows: SequenceOf[DemoRow], method: str, batch_size: int) -> DemoRow:
+    return next(row for row in rows if (row.method, row.batch_size) == (method, batch_size))
+
+
+def identical(row: DemoRow, truth: list[list[int]]) -> str:
+    """How many rows are what plain decoding gives."""
+    count, total = row.num_identical(truth[: len(row.outputs)]), len(row.outputs)
+    return ("yes" if count == total else f"{count} of {total}") + (" (cut)" if row.was_cut else "")
+
+
+def table_of(title: str, rows: SequenceOf[DemoRow]) -> Table:
+    truth, sizes = truth_of(rows), sorted({row.batch_size for row in rows})
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAVY)
+    for name in ("method", *(text for size in sizes for text in (f"batch {size}, tokens/s", "over plain")), "tokens/step", "identical"):
+        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+    for method in dict.fromkeys(row.method for row in rows):
+        own = [at(rows, method, size) for size in sizes]
+        cells = []
+        for row in own:
+            over = row.speed / at(rows, "plain", row.batch_size).speed
+            cells += [f"{row.speed:,.0f}", f"{over:.2f}"]
+        same = [identical(row, truth) for row in own]
+        table.add_row(method, *cells, f"{own[0].tokens_per_step:.2f}", same[0] if len(set(same)) == 1 else ", ".join(same))
+    return table
+
+
+def verdict(rows: SequenceOf[DemoRow], batch_size: int) -> str:
+    """The gain of the best drafter at this batch size, or what a drafted step costs and brings where there is none."""
+    plain = at(rows, "plain", batch_size)
+    drafted = [r for r in rows if r.batch_size == batch_size and r.method not in ("plain", "transformers")]
+    best = max(drafted, key=lambda r: r.speed)
+    if best.speed > plain.speed:
+        return f"Batch {batch_size}: {best.method} decodes {best.speed / plain.speed:.2f} times as fast as plain decoding."
+    cost = best.step_seconds / plain.step_seconds
+    return (
+        f"Batch {batch_size}: no gain. A step with drafts takes {cost:.2f} times as long as a plain one here and brings "
+        f"{best.tokens_per_step:.2f} tokens a row ({best.method}); fewer drafted tokens may still pay."
+    )
 
 
 def transformers_refusal(model: PreTrainedModel, draft: PreTrainedModel, prompts: list[list[int]]) -> str:
@@ -41,17 +148,6 @@ def transformers_refusal(model: PreTrainedModel, draft: PreTrainedModel, prompts
     except ValueError as error:
         return str(error).splitlines()[0]
     return "accepted (this version of transformers batches assisted generation)"
-
-
-def table_of(title: str, results: list[ThroughputResult]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAVY)
-    for name in ("method", "tokens/s", "tokens_per_step", "acceptance_rate", "identical"):
-        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
-    for r in results:
-        same = "yes" if r.num_identical == r.num_rows else f"{r.num_identical} of {r.num_rows}"
-        rate = f"{r.acceptance_rate:.2f}" if r.acceptance_rate else "–"
-        table.add_row(r.method, f"{r.median:,.0f}", f"{r.tokens_per_step:.2f}", rate, same)
-    return table
 
 
 def coloured_sample(llm: LLM, prompt: list[int], params: SamplingParams) -> Text:
@@ -65,77 +161,73 @@ def coloured_sample(llm: LLM, prompt: list[int], params: SamplingParams) -> Text
     return text
 
 
-def run_all(
-    target: LoadedModel, draft: LoadedModel, head: str, prompts: list[list[int]], params: SamplingParams, rounds: int, title: str
-) -> tuple[list[ThroughputResult], list[list[int]]]:
-    """Every method, with a progress bar; `head`: the folder of the target's EAGLE head."""
-    methods = [*default_methods(), DecodingMethod("EAGLE", {"method": "eagle", "model": head, "num_speculative_tokens": 4})]
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task(title, total=len(methods) * rounds + 1)
-        truth = plain_outputs(target, prompts, params)
-        progress.advance(task)
-        results = measure(target, draft, methods, prompts, params, BATCH_SIZE, rounds, truth, lambda _: progress.update(task, advance=1))
-    return results, truth
-
-
 def main(
     out: Annotated[Path, typer.Option(help="Folder for the bar chart.")] = Path("build/demo"),
-    max_tokens: Annotated[int, typer.Option(help="New tokens a prompt.")] = 96,
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds on the embedded pair.")] = 3,
+    max_tokens: Annotated[int, typer.Option(help="New tokens a prompt.", min=2)] = 56,
+    limit: Annotated[float, typer.Option(help="Seconds of decoding for each row of a table, at most.", min=0.1)] = 15.0,
 ) -> None:
-    """Speculate in a batch, check that nothing changed, and show what it brings."""
+    """Speculate in a batch, check that nothing changed, and show what it brings. Exit 1 where a text is not that of plain decoding."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    target, draft = load_model(str(TARGET), device="cpu"), load_model(str(DRAFT), device="cpu")
-    assert target.tokenizer is not None
-    prompts = code_prompts(target.tokenizer, held_out_files(), BATCH_SIZE, PROMPT_TOKENS)
-    lengths = [PROMPT_TOKENS - 20 * i for i in range(BATCH_SIZE)]
+    small = Models("embedded models", load_model(str(TARGET), device="cpu"), load_model(str(DRAFT), device="cpu"), str(EAGLE))
+    assert small.target.tokenizer is not None
+    prompts = code_prompts(small.target.tokenizer, held_out_files(), max(BATCH_SIZES), PROMPT_TOKENS)
+    lengths = [PROMPT_TOKENS - 10 * i for i in range(len(prompts))]
     prompts = [p[-n:] for p, n in zip(prompts, lengths, strict=True)]
-    where = environment()
-    console.print(f"[bold]echelon[/] on {escape(where['cpu'])}, torch {where['torch']}, transformers {where['transformers']}")
+    where, dtype = environment(), fastest_dtype(torch.device("cpu"))
     console.print(
-        f"{BATCH_SIZE} prompts of {min(lengths)} to {max(lengths)} tokens of Python source that no model here has seen, "
-        f"{max_tokens} new tokens each, greedy, bfloat16. Tokens/s include the prompts; "
-        "identical: the same token ids as plain decoding, each row alone.\n"
+        f"[bold]echelon[/] on {escape(where['cpu'])}, kernels for {where['isa']}, torch {where['torch']}, "
+        f"transformers {where['transformers']}"
     )
-    small, _ = run_all(target, draft, str(EAGLE), prompts, params, rounds, "embedded models")
-    console.print(table_of(f"1. The embedded models: {describe(target.model)}; draft {describe(draft.model)}", small))
-    console.print("A step of so small a model costs mostly the calls around it, so a draft model as deep as half the target cannot pay.\n")
+    console.print(
+        f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens of Python source that no model here has seen, {max_tokens} new "
+        f"tokens each, greedy, bfloat16; transformers in {str(dtype).removeprefix('torch.')}, in which it is fastest here.\n"
+        "tokens/s: of decoding, prompts left out. tokens/step: of a row, at batch 1. identical: the same token ids as plain decoding, each "
+        "row alone.\n"
+    )
+    tables = {small.title: run_all(small, None, prompts, params, limit)}
+    _show(1, f"The embedded models: {describe(small.target.model)}; draft {describe(small.draft.model)}", tables[small.title])
 
     plain_model, tokenizer = load_plain(str(TARGET))
     plain_draft, _ = load_plain(str(DRAFT))
     with tempfile.TemporaryDirectory() as folder:
-        grown, heads = inflate_with_heads(plain_model, GROWN_PARAMETERS, {"eagle": str(EAGLE)}, Path(folder))
-        big = adopt_model(copy.deepcopy(grown), tokenizer, "embedded target, grown")
-        large, truth = run_all(big, draft, heads["eagle"], prompts, params, 1, "grown target")
-    with console.status("transformers"):
-        baseline = FrameworkRun("transformers", grown, BATCH_SIZE)
-        run = baseline.run(prompts, params)
-        large.append(compared(baseline.result(BATCH_SIZE, [run]), run.outputs, truth))
-        refusal = transformers_refusal(grown, plain_draft, prompts)
-    console.print(table_of(f"2. The same target grown in memory to {describe(grown)}: same function, real cost", large))
-    console.print(f"transformers with a draft model and {BATCH_SIZE} prompts: [red]{escape(refusal)}[/]\n")
+        with console.status("growing the target"):
+            grown, heads = inflate_with_heads(plain_model, GROWN_PARAMETERS, {"eagle": str(EAGLE)}, Path(folder))
+            target = adopt_model(copy.deepcopy(grown), tokenizer, "embedded target, grown")
+        large = Models("grown target", target, small.draft, heads["eagle"])
+        tables[large.title] = run_all(large, grown.to(dtype), prompts, params, limit)
+    _show(2, f"The same target grown in memory to {describe(grown)}: same function, real cost", tables[large.title])
+    refusal = transformers_refusal(grown, plain_draft.to(dtype), prompts)
+    console.print(f"transformers with a draft model and {len(prompts)} prompts: [red]{escape(refusal)}[/]\n")
+    _finish(small, prompts[0], params, out, tables)
+    own = [(row, truth_of(rows)) for rows in tables.values() for row in rows if row.method != "transformers"]
+    if any(row.num_identical(truth[: len(row.outputs)]) < len(row.outputs) for row, truth in own):
+        console.print("[bold red]A text differs from plain decoding.[/]")
+        raise typer.Exit(1)
 
-    _finish(target, draft, prompts[0], params, out, {"embedded models": small, "grown to serving size": large})
+
+def _show(number: int, title: str, rows: SequenceOf[DemoRow]) -> None:
+    console.print(table_of(f"{number}. {title}", rows))
+    for size in BATCH_SIZES:
+        console.print(verdict(rows, size))
+    console.print()
 
 
-def _finish(
-    target: LoadedModel,
-    draft: LoadedModel,
-    prompt: list[int],
-    params: SamplingParams,
-    out: Path,
-    charted: dict[str, list[ThroughputResult]],
-) -> None:
+def _finish(models: Models, prompt: list[int], params: SamplingParams, out: Path, tables: dict[str, list[DemoRow]]) -> None:
     """One continuation in colours, the bar chart, and where to go on."""
-    sample = coloured_sample(LLM(target, default_methods()[2].config, draft), prompt, params.model_copy(update={"max_tokens": 80}))
+    llm = LLM(models.target, default_methods()[2].config, models.draft)
+    sample = coloured_sample(llm, prompt, params.model_copy(update={"max_tokens": 80}))
     console.print("3. One continuation: [green]drafted and accepted[/], [bold yellow]the target's own[/]")
     console.print(sample)
     console.print()
-    out.mkdir(parents=True, exist_ok=True)
+    speeds = {
+        f"{title}, batch {size}": {row.method: row.speed for row in rows if row.batch_size == size}
+        for title, rows in tables.items()
+        for size in BATCH_SIZES
+    }
     try:
-        bar_chart(out / "demo.png", charted)
+        grouped_bars(out / "demo.png", speeds, "new tokens per second, prompts left out")
         console.print(f"Bar chart: {out / 'demo.png'}")
     except MissingExtraError as error:
         console.print(f"No bar chart: {error}")

@@ -29,8 +29,7 @@ void multiply(const void* x, const void* w, int64_t steps, float* sums, Prefetch
   }
   for (int64_t s = 0; s < steps; ++s) {
     // Past the larger caches, which a weight that is read once a step would empty of everything else.
-    __builtin_prefetch(prefetch.one + s * prefetch.stride, 0, 0);
-    __builtin_prefetch(prefetch.two + s * prefetch.stride, 0, 0);
+    fetch<rows, 0>(prefetch, s, 0, 1);
     const __m512bh first = (__m512bh)_mm512_loadu_si512(column + s * 128), second = (__m512bh)_mm512_loadu_si512(column + s * 128 + 64);
 #pragma GCC unroll 16
     for (int r = 0; r < rows; ++r) {

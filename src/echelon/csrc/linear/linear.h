@@ -48,11 +48,27 @@ struct Problem {
   bool out_is_f32;
 };
 
-// Two lines that a step prefetches; `stride` bytes on in the next step.
+// What a step fetches for later ones: two lines for the first-level cache, and weight from further on for the second, whose longer queue
+// keeps memory at work while registers multiply. A lone row multiplies so little that the first alone serves.
 struct Prefetch {
-  const char *one, *two;
-  int64_t stride;
+  const char *near, *beside, *far;
+  int64_t far_second;  // bytes from one line of `far` to another; 0: there is one
+  int64_t stride;      // bytes from what one step fetches to what the next one does
 };
+
+// Of `parts` blocks of columns that go over the same weight, the first fetches what is near, and two share out what is far.
+template <int rows, int locality>
+inline __attribute__((always_inline)) void fetch(const Prefetch& prefetch, int64_t step, int64_t part, int64_t parts) {
+  const int64_t at = step * prefetch.stride;
+  if (part == 0) {
+    __builtin_prefetch(prefetch.near + at, 0, locality);
+    __builtin_prefetch(prefetch.beside + at, 0, locality);
+  }
+  if constexpr (rows > 1) {
+    if (part == 0) __builtin_prefetch(prefetch.far + at, 0, 2);
+    if (part == parts / 2 && prefetch.far_second) __builtin_prefetch(prefetch.far + prefetch.far_second + at, 0, 2);
+  }
+}
 
 // What a family of instructions brings along. `steps` are the entries (pairs, for g = 2) of K in one block of depth; a block of rows
 // has `unit`, 2 · unit, … rows; sums are float32 [rows][32].

@@ -1,0 +1,88 @@
+"""A row of the demo's tables: one method at one batch size, prompts and decoding apart, with a limit of time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from echelon import LLM, SamplingParams
+from echelon.bench.framework import FrameworkRun
+from echelon.bench.latency import sequence_of
+from echelon.sequence import Sequence
+
+Prompts = SequenceOf[SequenceOf[int]]
+OnTokens = Callable[[int], None]  # so many new tokens are there
+
+
+@dataclass(frozen=True)
+class DemoRow:
+    """What came of a method at a batch size; `steps` and the tokens and seconds of decoding are those after all first tokens were there."""
+
+    method: str
+    batch_size: int
+    outputs: list[list[int]]
+    steps: int
+    tokens: int
+    seconds: float
+    tokens_per_step: float  # of a row
+    was_cut: bool = False
+
+    @property
+    def speed(self) -> float:
+        """New tokens a second, prompts left out; 0 where nothing was decoded in time."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        """Of one step, drafting included."""
+        return self.seconds / self.steps if self.steps else 0.0
+
+    def num_identical(self, truth: Prompts) -> int:
+        """Rows that equal plain decoding, as far as they came."""
+        return sum(list(expected[: len(own)]) == own for own, expected in zip(self.outputs, truth, strict=True))
+
+
+def run_engine(
+    llm: LLM, method: str, prompts: Prompts, batch_size: int, params: SamplingParams, limit: float, on_tokens: OnTokens = lambda _: None
+) -> DemoRow:
+    """Generate for batches of prompts, for `limit` seconds of decoding at most."""
+    outputs: list[list[int]] = []
+    steps = tokens = row_steps = 0
+    seconds = 0.0
+    with llm.exclusive() as engine:
+        for first in range(0, len(prompts), batch_size):
+            rows = [sequence_of(llm, first + i, prompt, params) for i, prompt in enumerate(prompts[first : first + batch_size])]
+            for row in rows:
+                engine.add(row)
+            while not all(row.num_output_tokens for row in rows):
+                engine.step()
+            before, start = _count(rows), time.perf_counter()
+            on_tokens(before)
+            while engine.has_work and seconds + time.perf_counter() - start < limit:
+                known, running = _count(rows), sum(not row.is_finished for row in rows)
+                engine.step()
+                steps, row_steps = steps + 1, row_steps + running
+                on_tokens(_count(rows) - known)
+            seconds, tokens = seconds + time.perf_counter() - start, tokens + _count(rows) - before
+            for row in rows:
+                if not row.is_finished:
+                    engine.abort(row)
+            outputs += [row.tokens[row.num_prompt_tokens :] for row in rows]
+    was_cut = any(len(o) < params.max_tokens for o in outputs)
+    return DemoRow(method, batch_size, outputs, steps, tokens, seconds, tokens / row_steps if row_steps else 1.0, was_cut)
+
+
+def run_framework(model: PreTrainedModel, prompts: Prompts, batch_size: int, params: SamplingParams, limit: float) -> DemoRow:
+    """The same by plain `generate` of `transformers` on left-padded batches."""
+    run = FrameworkRun("transformers", model, batch_size, max_time=limit).run(prompts, params)
+    tokens, seconds = run.decode
+    was_cut = any(len(o) < params.max_tokens for o in run.outputs)
+    return DemoRow("transformers", batch_size, run.outputs, round(tokens / batch_size), int(tokens), seconds, 1.0, was_cut)
+
+
+def _count(rows: SequenceOf[Sequence]) -> int:
+    return sum(row.num_output_tokens for row in rows)
