@@ -76,7 +76,7 @@ def draft(family: str) -> Record:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "throughput.json"
         words = ["--parameters", "1100000000", "--batch-sizes", "1", "--strategies", "unpadded", "--drafters", "draft_model"]
-        sizes = ["--num-prompts", "8", "--max-tokens", "48", "--rounds", "3", "--no-transformers"]
+        sizes = ["--num-prompts", "4", "--max-tokens", "40", "--rounds", "2", "--no-transformers"]
         in_family(family, "echelon", "bench", "throughput", *words, *sizes, "--output", str(output))
         by_method = {r["method"]: r for r in json.loads(output.read_text("utf-8"))["results"]}
     plain, drafted = (statistics.median(by_method[name]["decode_tokens_per_second"]) for name in ("plain", "draft model"))
