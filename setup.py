@@ -19,7 +19,9 @@ from setuptools.command.build_py import build_py
 
 CSRC = Path("src/echelon/csrc")
 NOTE = "_kernels.txt"
-FLAGS = ["-O3", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-unknown-pragmas", "-Wno-psabi"]
+FLAGS = ["-O3", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", "-Wno-psabi"]
+# so that loops over exponentials become vectors: what errno, traps or one side of a bound would do is not worked out apart
+FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-fno-thread-jumps"]
 FLAGS += ["-mprefer-vector-width=512"] * (platform.machine() in ("x86_64", "AMD64"))  # where there are such vectors
 
 

@@ -28,6 +28,7 @@ from benchmarks.document_parts import (
     tokens_per_step,
     verified_findings,
 )
+from benchmarks.families import families_part
 from benchmarks.replayed import mean_tokens_per_step
 from echelon.bench.latency import Latency
 from echelon.bench.latency import as_markdown as latency_as_markdown
@@ -69,6 +70,7 @@ def write_document(folder: Path, expected: SequenceOf[str], settings: dict[str, 
         *gain_part(cells, plots),
         *heads_part(cells, plots, evidence),
         *peers_part(runs),
+        *families_part(evidence / "families"),
         *gpu_part(evidence / "gpu_check.json"),
     ]
     return write_text(folder / "benchmarks.md", "\n\n".join(p for p in parts if p) + "\n", "--output")

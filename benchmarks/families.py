@@ -22,14 +22,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks.cells import Cell, Record, Records, chosen, run_cells
 from echelon import LLM, SamplingParams
 from echelon.batch import Span
 from echelon.bench.latency import sequence_of
-from echelon.bench.report import table
+from echelon.bench.report import described, table
 from echelon.bench.shapes import random_model
+from echelon.bench.step import StepSpeed
+from echelon.bench.step import as_markdown as steps_as_markdown
 from echelon.bench.throughput import environment
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
@@ -43,6 +44,12 @@ ONEDNN = {"avx2": "AVX2", "avx512": "AVX512_CORE", "avx512_bf16": "AVX512_CORE_B
 LIBRARIES = {"avx2": ("avx2", "AVX2"), "avx512": ("avx512", "AVX512"), "avx512_bf16": ("avx512", "AVX512"), "amx": ("avx512", "AVX512")}
 BESIDE, NEAR, AT_512 = 1.25, 1.45, 1.15  # times the larger limit; where the limits lie within a factor of 2; at 512 tokens
 ROUNDS = 7
+TITLE = "## By family of instructions"
+ABOUT = (
+    "`python -m benchmarks.families`: processes held to one family each, a model with random weights in the shape llama-1.1b, bfloat16, "
+    "two threads, 256 tokens before the new ones. A step's limit is the larger of reading the weights and of as many operations at the "
+    "rate of the fastest large product, both measured between the steps; the steps of 512 tokens are a prompt's. Milliseconds."
+)
 
 
 def environment_of(family: str) -> dict[str, str]:
@@ -209,14 +216,22 @@ def verdicts(records: dict[str, Record], family: str) -> list[Verdict]:
     return found
 
 
-def as_markdown(records: dict[str, Record], families: list[str]) -> str:
-    """A section a family."""
+def families_part(folder: Path) -> list[str]:
+    """A section for every family that was measured: its steps, and its figures beside their goals."""
+    found = {name: record for name, record in Records(folder).read().items() if "failed" not in record}
     parts = []
-    for family in families:
-        if rows := verdicts(records, family):
-            lines = [[v.what, v.figure, v.goal, "yes" if v.is_met else "**no**"] for v in rows]
-            parts.append(f"### {family}\n\n" + table(["", "measured", "goal", "met"], lines))
-    return "\n\n".join(parts) + "\n"
+    for family in ("generic", *LIBRARIES):
+        steps = found.get(f"steps_{family}")
+        if steps is None:
+            continue
+        lines = [[v.what, v.figure, v.goal, "yes" if v.is_met else "**no**"] for v in verdicts(found, family)]
+        parts += [
+            f"### {family}",
+            f"On {described(steps['environment'])}.",
+            steps_as_markdown([StepSpeed(**r) for r in steps["results"]]),
+            table(["", "measured", "goal", "met"], lines),
+        ]
+    return [TITLE, ABOUT, *parts] if parts else []
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -236,10 +251,7 @@ def main(arguments: list[str] | None = None) -> int:
     common = {"environment": environment()}
     is_current = lambda _, record: record["environment"]["commit"] == common["environment"]["commit"]  # noqa: E731
     run_cells(chosen(cells, options.prefixes), Records(options.output), common, is_current)
-    records: dict[str, Any] = Records(options.output).read()
-    text = as_markdown({n: r for n, r in records.items() if "failed" not in r}, families)
-    (options.output / "README.md").write_text(f"# Families of instructions beside their limits\n\n{text}", "utf-8")
-    print(text)
+    print("\n\n".join(families_part(options.output)))
     return 0
 
 

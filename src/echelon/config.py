@@ -165,7 +165,10 @@ class EngineConfig(Settings):
     )
     max_num_seqs: StrictInt = Field(default=64, ge=1, lt=LARGEST, description="Rows that run at once.")
     max_num_batched_tokens: StrictInt = Field(
-        default=2048, ge=1, lt=LARGEST, description="Most tokens of a step before drafts: longer prompts go in pieces."
+        default=2048,
+        ge=1,
+        lt=LARGEST,
+        description="Most tokens of a step before drafts; prompts go in pieces, beside decoding rows small ones.",
     )
     max_model_len: StrictInt | None = Field(
         default=None, ge=2, lt=LARGEST, description="Context limit in tokens; the model's own by default."

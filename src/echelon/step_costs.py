@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from echelon.stats import StepRecord
 
-PIECE = 2.5  # steps without a prompt that a piece may cost; a stream then waits for one more, and what steps differ by
+PIECE = 1.75  # steps without a prompt that a piece may cost; a stream then waits for one more, and what steps differ by
 SMALLEST_PIECE = 8  # tokens: fewer cost hardly less
 NEWEST = 0.5  # weight of the last step in the averages
 

@@ -49,25 +49,6 @@ void set_entry(char* data, int64_t i, Storage type, float value) {
   }
 }
 
-void fill(Random& random, char* data, int64_t count, Storage type) {
-  std::normal_distribution<float> normal;
-  for (int64_t i = 0; i < count; ++i) set_entry(data, i, type, normal(random));
-}
-
-// All workers, one after the other, as threads would.
-void run(const Problem& problem, const Family& family, int64_t parts) {
-  for (int64_t first = 0; first < problem.rows; first += most_rows) {
-    const Pass pass{problem, family, first, std::min(most_rows, problem.rows - first)};
-    const Bytes x(pass.x_bytes());
-    for (int64_t part = 0; part < parts; ++part) pass.pack({part, parts}, x.as());
-    for (int64_t part = 0; part < parts; ++part) {
-      const echelon::Worker worker{part, parts};
-      const Bytes sums(pass.sums_bytes());
-      pass.multiply(worker.first(tiles(problem.weight.columns)), worker.last(tiles(problem.weight.columns)), x.as(), sums.as<float>());
-    }
-  }
-}
-
 std::vector<const Family*> families(Storage type) {
   std::vector<const Family*> found;
   for (const std::string& isa : echelon::offered_isas()) {
@@ -80,6 +61,24 @@ std::vector<const Family*> families(Storage type) {
 }
 
 }  // namespace
+
+void fill(Random& random, char* data, int64_t count, Storage type) {
+  std::normal_distribution<float> normal;
+  for (int64_t i = 0; i < count; ++i) set_entry(data, i, type, normal(random));
+}
+
+void run(const Problem& problem, const Family& family, int64_t parts) {
+  for (int64_t first = 0; first < problem.rows; first += most_rows) {
+    const Pass pass{problem, family, first, std::min(most_rows, problem.rows - first)};
+    const Bytes x(pass.x_bytes());
+    for (int64_t part = 0; part < parts; ++part) pass.pack({part, parts}, x.as());
+    for (int64_t part = 0; part < parts; ++part) {
+      const echelon::Worker worker{part, parts};
+      const Bytes sums(pass.sums_bytes());
+      pass.multiply(worker.first(tiles(problem.weight.columns)), worker.last(tiles(problem.weight.columns)), x.as(), sums.as<float>());
+    }
+  }
+}
 
 void check_linear(Random& random) {
   const Storage type = static_cast<Storage>(between(random, 0, 2));

@@ -8,6 +8,8 @@
 #include <random>
 #include <vector>
 
+#include "../linear/linear.h"
+
 namespace harness {
 
 using Random = std::mt19937_64;
@@ -38,6 +40,12 @@ class Bytes {
   void* data_;
 };
 
+// Normally distributed numbers.
+void fill(Random& random, char* data, int64_t count, echelon::Storage type);
+// A linear layer by all workers, one after the other, as threads would.
+void run(const echelon::linear::Problem& problem, const echelon::linear::Family& family, int64_t parts);
+
+void check_layer(Random& random);
 void check_linear(Random& random);
 void check_attention(Random& random);
 void check_elementwise(Random& random);

@@ -11,7 +11,7 @@ int main(int argc, char** argv) {
     void (*run)(harness::Random&);
   };
   for (const Check& check : {Check{"linear", harness::check_linear}, Check{"attention", harness::check_attention},
-                             Check{"elementwise", harness::check_elementwise}, Check{"sample", harness::check_sample},
+                             Check{"elementwise", harness::check_elementwise}, Check{"layer", harness::check_layer}, Check{"sample", harness::check_sample},
                              Check{"rank", harness::check_rank}}) {
     if (argc > 3 && std::string(argv[3]) != check.name) continue;
     for (int64_t i = 0; i < cases; ++i) check.run(random);

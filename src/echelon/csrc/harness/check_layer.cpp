@@ -1,0 +1,151 @@
+#include <algorithm>
+#include <cstring>
+
+#include "../layer/layer.h"
+#include "../isa.h"
+#include "harness.h"
+
+namespace harness {
+namespace {
+
+using namespace echelon;
+
+// Room for so many numbers of a type, filled.
+struct Numbers {
+  Bytes bytes;
+  Numbers(Random& random, int64_t count, Storage type) : bytes(count * linear::size_of(type)) { fill(random, bytes.as(), count, type); }
+};
+
+// A projection from `depth` to `columns` numbers, sometimes with a bias.
+struct RandomProjection {
+  Numbers weight, bias;
+  Bytes packed;
+  Projection projection;
+
+  RandomProjection(Random& random, int64_t columns, int64_t depth, Storage type)
+      : weight(random, columns * depth, type),
+        bias(random, columns, Storage::float32),
+        packed(linear::tiles(columns) * linear::tile * linear::padded_depth(depth, type) * linear::size_of(type)) {
+    linear::pack_tiles(weight.bytes.as(), depth, 1, columns, depth, type, 0, linear::tiles(columns), packed.as());
+    projection = {{packed.as(), columns, depth, type}, between(random, 0, 1) ? bias.bytes.as<float>() : nullptr};
+  }
+};
+
+// One row of tokens after `before` others, in blocks in reverse order.
+struct Row {
+  int64_t before, tokens, block, num_blocks;
+  std::vector<int32_t> positions, indptr, table, text_lens;
+  std::vector<int64_t> slots;
+
+  explicit Row(Random& random)
+      : before(between(random, 0, 30)), tokens(between(random, 1, between(random, 0, 19) ? 40 : 600)), block(between(random, 1, 20)) {
+    num_blocks = (before + tokens + block - 1) / block;
+    for (int64_t i = 0; i < num_blocks; ++i) table.push_back(static_cast<int32_t>(num_blocks - 1 - i));
+    for (int64_t i = 0; i < tokens; ++i) {
+      const int64_t position = before + i;
+      positions.push_back(static_cast<int32_t>(position));
+      slots.push_back(table[static_cast<size_t>(position / block)] * block + position % block);
+    }
+    indptr = {0, static_cast<int32_t>(tokens)};
+    text_lens = {static_cast<int32_t>(before + tokens)};
+  }
+};
+
+// The layer part by part, as the framework would call them.
+void by_parts(const LayerCall& call) {
+  const DecoderLayer& l = call.layer;
+  AttentionCall a = call.attention;
+  const Storage type = a.type;
+  const int64_t size = linear::size_of(type), tokens = call.tokens, width = call.width, inner = l.gate.weight.columns;
+  const linear::Family& family = linear::family(active_features(), type);
+  const auto norm = [&](const RmsNorm& n, const void* x, void* out, int64_t rows) {
+    rms_norm(type, {x, n.size}, n.weight, out, 0, rows, n.size, n.eps, n.how);
+  };
+  const auto project = [&](const Projection& p, const void* x, void* out) {
+    run({x, tokens, p.weight.depth, p.weight, p.bias, Activation::none, out, p.weight.columns, false}, family, 1);
+  };
+  const auto room = [&](int64_t of_a_token) { return Bytes(tokens * of_a_token * size); };
+  const Bytes normed = room(width), added = room(width), middle = room(width), gate = room(inner), up = room(inner), active = room(inner);
+  norm(l.input_norm, call.hidden, normed.as(), tokens);
+  const auto heads = [&](const Projection& p, const RmsNorm& n, int64_t count, void* out) {
+    const Bytes plain = room(count * a.key_size), own = room(count * a.key_size);
+    project(p, normed.as(), plain.as());
+    if (n.weight) norm(n, plain.as(), own.as(), tokens * count);
+    rotate(type, call.angle_type, n.weight ? own.as() : plain.as(), count * a.key_size, a.key_size, call.cos, call.sin, out, 0, tokens, count,
+           a.key_size, call.rotary);
+  };
+  const Bytes query = room(a.num_heads * a.key_size), key = room(a.num_kv_heads * a.key_size), value = room(a.num_kv_heads * a.value_size),
+              attended = room(a.num_heads * a.value_size);
+  heads(l.query, l.query_norm, a.num_heads, query.as());
+  heads(l.key, l.key_norm, a.num_kv_heads, key.as());
+  project(l.value, normed.as(), value.as());
+  write_slots(key.as(), a.num_kv_heads * call.keys.bytes, call.keys.bytes, call.slots, 0, tokens, call.keys);
+  write_slots(value.as(), a.num_kv_heads * call.values.bytes, call.values.bytes, call.slots, 0, tokens, call.values);
+  a.query = query.as(), a.query_head_stride = a.key_size, a.query_token_stride = a.num_heads * a.key_size, a.out = attended.as();
+  for (const AttentionUnit& unit : divide(a, 1).units) attend(a, unit);
+  project(l.output, attended.as(), added.as());
+  add(type, call.hidden, added.as(), middle.as(), tokens * width);
+  norm(l.mlp_norm, middle.as(), normed.as(), tokens);
+  project(l.gate, normed.as(), gate.as());
+  project(l.up, normed.as(), up.as());
+  activate(type, l.activation, {gate.as(), inner}, {up.as(), inner}, active.as(), 0, tokens, inner);
+  project(l.down, active.as(), added.as());
+  add(type, middle.as(), added.as(), call.out, tokens * width);
+}
+
+}  // namespace
+
+void check_layer(Random& random) {
+  const Storage type = static_cast<Storage>(between(random, 0, 2));
+  const int64_t size = linear::size_of(type), width = between(random, 1, 70), inner = between(random, 1, 90), kv_heads = between(random, 1, 3),
+                heads = kv_heads * between(random, 1, 3), key_size = 2 * between(random, 1, 20), value_size = between(random, 1, 40),
+                rotary = 2 * between(random, 1, key_size / 2);
+  const RandomProjection query(random, heads * key_size, width, type), key(random, kv_heads * key_size, width, type),
+      value(random, kv_heads * value_size, width, type), output(random, width, heads * value_size, type), gate(random, inner, width, type),
+      up(random, inner, width, type), down(random, width, inner, type);
+  const Numbers wide(random, 2 * width, type), narrow(random, 2 * key_size, type);
+  const bool has_head_norms = between(random, 0, 1);
+  const auto norm = [&](const Numbers& from, int64_t count, int64_t which) {
+    return RmsNorm{from.bytes.as() + which * count * size, count, 1e-5f, static_cast<RmsWeight>(between(random, 0, 2))};
+  };
+  const DecoderLayer layer{norm(wide, width, 0),
+                           has_head_norms ? norm(narrow, key_size, 0) : RmsNorm{},
+                           has_head_norms ? norm(narrow, key_size, 1) : RmsNorm{},
+                           norm(wide, width, 1),
+                           query.projection, key.projection, value.projection, output.projection, gate.projection, up.projection, down.projection,
+                           static_cast<Activation>(between(random, 1, 4))};
+  const Row row(random);
+  const Storage angle_type = between(random, 0, 1) ? type : Storage::float32;
+  const Numbers hidden(random, row.tokens * width, type), cos(random, row.tokens * rotary, angle_type), sin(random, row.tokens * rotary, angle_type);
+  const int64_t num_slots = row.num_blocks * row.block * kv_heads;
+  const Numbers keys(random, num_slots * key_size, type), values(random, num_slots * value_size, type);
+  const Bytes own_keys(num_slots * key_size * size), own_values(num_slots * value_size * size);
+  const Bytes expected(row.tokens * width * size), out(row.tokens * width * size);
+  AttentionCall attention{};
+  attention.type = type, attention.num_rows = 1, attention.num_heads = heads, attention.num_kv_heads = kv_heads;
+  attention.key_size = key_size, attention.value_size = value_size, attention.block_size = row.block, attention.table_stride = row.num_blocks;
+  attention.positions = row.positions.data(), attention.indptr = row.indptr.data(), attention.block_table = row.table.data();
+  attention.text_lens = row.text_lens.data(), attention.scale = 0.3f, attention.window = between(random, 0, 1) ? between(random, 1, 50) : 0;
+  for (const std::string& isa : offered_isas()) {
+    set_isa(isa);
+    std::memcpy(own_keys.as(), keys.bytes.as(), static_cast<size_t>(num_slots * key_size * size));
+    std::memcpy(own_values.as(), values.bytes.as(), static_cast<size_t>(num_slots * value_size * size));
+    LayerCall call{layer, attention};
+    call.tokens = row.tokens, call.width = width, call.rotary = rotary, call.angle_type = angle_type;
+    call.hidden = hidden.bytes.as(), call.cos = cos.bytes.as(), call.sin = sin.bytes.as(), call.slots = row.slots.data();
+    call.keys = {keys.bytes.as(), kv_heads, row.block, key_size * size}, call.values = {values.bytes.as(), kv_heads, row.block, value_size * size};
+    call.attention.keys = call.keys.data, call.attention.values = call.values.data, call.out = expected.as();
+    by_parts(call);
+    call.keys.data = own_keys.as(), call.values.data = own_values.as(), call.out = out.as();
+    call.attention.keys = call.keys.data, call.attention.values = call.values.data;
+    LayerRun whole(call, 1);
+    const Bytes memory(whole.bytes());
+    whole.run({}, memory.as());
+    const bool same = std::memcmp(expected.as(), out.as(), static_cast<size_t>(row.tokens * width * size)) == 0 &&
+                      std::memcmp(keys.bytes.as(), own_keys.as(), static_cast<size_t>(num_slots * key_size * size)) == 0 &&
+                      std::memcmp(values.bytes.as(), own_values.as(), static_cast<size_t>(num_slots * value_size * size)) == 0;
+    expect(same, "a layer in one call gives the bits of its parts, and leaves the same keys and values");
+  }
+}
+
+}  // namespace harness
