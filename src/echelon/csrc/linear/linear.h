@@ -57,12 +57,12 @@ struct Prefetch {
 };
 
 // Of `parts` blocks of columns that go over the same weight, the first fetches what is near, and two share out what is far.
-template <int rows, int locality>
+template <int rows>
 inline __attribute__((always_inline)) void fetch(const Prefetch& prefetch, int64_t step, int64_t part, int64_t parts) {
   const int64_t at = step * prefetch.stride;
   if (part == 0) {
-    __builtin_prefetch(prefetch.near + at, 0, locality);
-    __builtin_prefetch(prefetch.beside + at, 0, locality);
+    __builtin_prefetch(prefetch.near + at);
+    __builtin_prefetch(prefetch.beside + at);
   }
   if constexpr (rows > 1) {
     if (part == 0) __builtin_prefetch(prefetch.far + at, 0, 2);
