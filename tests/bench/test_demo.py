@@ -1,0 +1,63 @@
+"""The demo's rows: the same texts, decoding apart from prompts, and what is said where nothing is gained."""
+
+from __future__ import annotations
+
+import toys
+
+from echelon import LLM, SamplingParams
+from echelon.demo.__main__ import table_of, verdict
+from echelon.demo.rows import DemoRow, run_engine, run_framework
+
+PROMPTS = [[5, 6, 7], [8] * 9, [9, 3], [4, 4, 2, 1]]
+PARAMS = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+
+
+def truth() -> list[list[int]]:
+    return [o.outputs[0].token_ids for o in LLM(toys.adopted(toys.llama()), max_num_seqs=1).generate(PROMPTS, PARAMS)]
+
+
+def test_a_row_gives_plain_text_at_any_batch_size() -> None:
+    for size, config in ((1, None), (2, None), (4, NGRAM)):
+        seen: list[int] = []
+        row = run_engine(LLM(toys.adopted(toys.llama()), config, max_num_seqs=size), "x", PROMPTS, size, PARAMS, 60.0, seen.append)
+        assert row.outputs == truth()
+        assert row.num_identical(truth()) == len(PROMPTS)
+        assert sum(seen) == sum(map(len, row.outputs))
+        assert row.tokens <= sum(seen) - len(PROMPTS)  # first tokens belong to the prompts
+        assert row.speed > 0.0
+        assert not row.was_cut
+        if config is None:
+            assert row.tokens_per_step == 1.0
+            assert row.steps == (PARAMS.max_tokens - 1) * len(PROMPTS) // size
+
+
+def test_a_row_ends_at_its_limit_and_is_compared_as_far_as_it_came() -> None:
+    llm = LLM(toys.adopted(toys.llama()), max_num_seqs=4)
+    row = run_engine(llm, "x", PROMPTS, 4, PARAMS, 0.0)
+    assert row.was_cut
+    assert row.tokens == 0 == row.speed
+    assert [len(o) for o in row.outputs] == [1] * 4
+    assert row.num_identical(truth()) == 4
+    toys.assert_all_blocks_free(llm)
+    other = DemoRow("x", 4, [[1 + o[0]] for o in row.outputs], 1, 4, 1.0, 1.0)
+    assert other.num_identical(truth()) == 0
+
+
+def test_transformers_is_a_row_like_the_others() -> None:
+    row = run_framework(toys.llama(), PROMPTS, 2, PARAMS, 60.0)
+    assert row.num_identical(truth()) == len(PROMPTS)
+    assert row.tokens == (PARAMS.max_tokens - 1) * len(PROMPTS)
+
+
+def rows(speed: float) -> list[DemoRow]:
+    plain = DemoRow("plain", 1, [[1, 2]], 10, 10, 1.0, 1.0)
+    return [plain, DemoRow("LLMA", 1, [[1, 3]], 5, 10, 10 / speed, 2.0, was_cut=True)]
+
+
+def test_what_is_said_of_a_gain_and_of_none() -> None:
+    assert "LLMA decodes 2.00 times as fast" in verdict(rows(20.0), 1)
+    assert "no gain; LLMA reaches 0.50 of plain decoding" in verdict(rows(5.0), 1)
+    assert "takes 4.00 times as long" in verdict(rows(5.0), 1)
+    cells = [list(column.cells) for column in table_of("", rows(20.0)).columns]
+    assert cells[-1] == ["yes", "0 of 1 (cut)"]
