@@ -38,7 +38,9 @@ struct Row {
   std::vector<int64_t> slots;
 
   explicit Row(Random& random)
-      : before(between(random, 0, 30)), tokens(between(random, 1, between(random, 0, 19) ? 40 : 600)), block(between(random, 1, 20)) {
+      : before(between(random, 0, 30)),
+        tokens(between(random, 0, 9) ? between(random, 1, 40) : between(random, 500, 600)),  // some are more than one pass of linear layers
+        block(between(random, 1, 20)) {
     num_blocks = (before + tokens + block - 1) / block;
     for (int64_t i = 0; i < num_blocks; ++i) table.push_back(static_cast<int32_t>(num_blocks - 1 - i));
     for (int64_t i = 0; i < tokens; ++i) {
@@ -82,7 +84,9 @@ void by_parts(const LayerCall& call) {
   write_slots(key.as(), a.num_kv_heads * call.keys.bytes, call.keys.bytes, call.slots, 0, tokens, call.keys);
   write_slots(value.as(), a.num_kv_heads * call.values.bytes, call.values.bytes, call.slots, 0, tokens, call.values);
   a.query = query.as(), a.query_head_stride = a.key_size, a.query_token_stride = a.num_heads * a.key_size, a.out = attended.as();
-  for (const AttentionUnit& unit : divide(a, 1).units) attend(a, unit);
+  const Division division = divide(a, 1);
+  for (const AttentionUnit& unit : division.units) attend(a, unit);
+  for (const auto& [unit, count] : division.combinations) combine(a, unit, count);
   project(l.output, attended.as(), added.as());
   add(type, call.hidden, added.as(), middle.as(), tokens * width);
   norm(l.mlp_norm, middle.as(), normed.as(), tokens);
