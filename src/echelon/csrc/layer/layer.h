@@ -61,6 +61,7 @@ class LayerRun {
 
   void project(Worker worker, char* memory, int64_t first, int64_t rows) const;
   void attend_in_turn(Worker worker, char* memory);
+  void activate_tiles(char* memory, int64_t rows, int64_t first, int64_t last) const;
   void feed_forward(Worker worker, char* memory, int64_t first, int64_t rows) const;
   void normalise(const RmsNorm& norm, const void* x, void* out, int64_t begin, int64_t end) const;
   linear::Pass pass_of(const linear::Problem& problem) const { return {problem, family_, 0, problem.rows}; }

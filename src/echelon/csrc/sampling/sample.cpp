@@ -107,14 +107,28 @@ INLINE void weigh_block(const float* values, float highest, float threshold, Wei
   }
 }
 
-// The mass of a block in float32: within 1.3e-6 of itself.
-INLINE double rough_mass(const float* values, float highest, float threshold) {
+INLINE void weigh(const float* values, float highest, float* weights) {
+  for (int64_t i = 0; i < block; ++i) weights[i] = exponential(values[i] - highest);
+}
+
+// The mass of those tokens of a block whose values are at least `threshold`: within `rough` of itself. Two loops: GCC 12 vectorises a choice
+// inside the sum wrongly for AVX2.
+constexpr double rough = 1.3e-6;
+INLINE double mass_from(const float* values, const float* weights, float threshold) {
+  alignas(64) float kept[block];
+  for (int64_t i = 0; i < block; ++i) kept[i] = values[i] >= threshold ? weights[i] : 0.0f;
   float sums[lanes] = {};
   for (int64_t i = 0; i < block; i += lanes)
-    for (int64_t j = 0; j < lanes; ++j) sums[j] += values[i + j] >= threshold ? exponential(values[i + j] - highest) : 0.0f;
+    for (int64_t j = 0; j < lanes; ++j) sums[j] += kept[i + j];
   double total = 0.0;
   for (int64_t j = 0; j < lanes; ++j) total += static_cast<double>(sums[j]);
   return total;
+}
+
+INLINE double rough_mass(const float* values, float highest, float threshold) {
+  alignas(64) float weights[block];
+  weigh(values, highest, weights);
+  return mass_from(values, weights, threshold);
 }
 
 // What `nucleus` returns, from weights that are within `error` of themselves, sums in another order and rough ones of what lies far below,
@@ -143,7 +157,7 @@ float quick_nucleus(Scratch& s, std::vector<Weight>& all_weights, float highest,
   }
   double total = far;
   for (size_t bin = 0; bin < Masses::count; ++bin) total += masses[bin];
-  const double wanted = top_p * total, doubt = 2.0 * error * total + 1.3e-6 * far;
+  const double wanted = top_p * total, doubt = 2.0 * error * total + rough * far;
   const size_t bin = masses.reach(wanted, larger);
   Masses finer{static_cast<float>(bin) / coarse, fine};
   s.members.clear();
@@ -168,13 +182,19 @@ float quick_nucleus(Scratch& s, std::vector<Weight>& all_weights, float highest,
   return std::numeric_limits<float>::quiet_NaN();
 }
 
+constexpr float usual = 5.0f, farthest = 16.0f;  // how far below the highest value the wanted mass is usually reached
+
+// Whether many blocks lie so far below the highest value that nothing of them is usually wanted.
+bool is_peaked(const Scratch& s, float highest) {
+  const auto num_near = std::count_if(s.maxima.begin(), s.maxima.end(), [&](float maximum) { return maximum >= highest - usual; });
+  return num_near * 10 < static_cast<int64_t>(s.maxima.size()) * 9;
+}
+
 // The smallest value that top_p keeps among those of at least `threshold`: the mass of all larger ones is less than top_p of the whole.
 // Sums are float64, in order of token within a bin, and of bins.
 float nucleus(Scratch& s, float highest, float threshold, double top_p) {
-  constexpr float usual = 5.0f, farthest = 16.0f;  // how far below the highest value the wanted mass is usually reached
-  const auto num_near = std::count_if(s.maxima.begin(), s.maxima.end(), [&](float maximum) { return maximum >= highest - usual; });
-  const bool is_peaked = num_near * 10 < static_cast<int64_t>(s.maxima.size()) * 9;
-  float quick = is_peaked ? quick_nucleus(s, s.rough_weights, highest, threshold, top_p, 3e-7, usual) : std::numeric_limits<float>::quiet_NaN();
+  float quick = is_peaked(s, highest) ? quick_nucleus(s, s.rough_weights, highest, threshold, top_p, 3e-7, usual)
+                                      : std::numeric_limits<float>::quiet_NaN();
   if (quick != quick) quick = quick_nucleus(s, s.rough_weights, highest, threshold, top_p, 3e-7, farthest);
   if (quick != quick) quick = quick_nucleus(s, s.weights, highest, threshold, top_p, 1e-10, farthest);
   if (quick == quick) return quick;
@@ -201,12 +221,12 @@ float nucleus(Scratch& s, float highest, float threshold, double top_p) {
   return smallest;
 }
 
+// Of min_p and top_k.
 float threshold_of(const SampleRow& row, Scratch& s, float highest) {
   const auto size = static_cast<int64_t>(s.scaled.size());
   float threshold = -infinity;
   if (row.min_p > 0.0f) threshold = highest + std::log(row.min_p);
   if (row.top_k > 0 && row.top_k < size) threshold = std::max(threshold, kth_largest(s, highest, row.top_k));
-  if (row.top_p < 1.0) threshold = nucleus(s, highest, threshold, row.top_p);
   return threshold;
 }
 
@@ -221,16 +241,18 @@ struct Best {
 
 float bound_of(float highest, double best) { return static_cast<float>(std::exp(std::min(static_cast<double>(highest) - best, 80.0))) * 1.0001f; }
 
-// Whether a token may still win. With w = exp(value − highest), its noise −log(−log u) lifts it above `best` only if
-// −log u < w · exp(highest − best), and 1 − u ≤ −log u; 1 − u needs no logarithm. `bound` is exp(highest − best), a little more.
-INLINE bool may_win(float value, float highest, float bound, uint64_t key, int64_t token) {
-  const uint64_t complement = (uint64_t{1} << 52) - 1 - noise_bits(key, token);
-  const float distance = static_cast<float>(static_cast<int64_t>(complement)) * 0x1p-52f;
-  return distance <= exponential(value - highest) * bound;
+// Whether a token of this weight, exp(value − highest), may still win: its noise −log(−log u) lifts it above `best` only if
+// −log u < weight · exp(highest − best), and 1 − u ≤ −log u; 1 − u needs no logarithm. `bound` is exp(highest − best), a little more.
+INLINE bool may_win(float weight, float bound, uint64_t key, int64_t token) {
+  constexpr uint64_t all_bits = (uint64_t{1} << 52) - 1;
+  const uint64_t complement = all_bits - noise_bits(key, token);
+  const double distance = std::bit_cast<double>(std::bit_cast<uint64_t>(1.0) | complement) - 1.0;
+  return distance <= static_cast<double>(weight * bound);
 }
 
-// Marks tokens of a block that reach the threshold and, where there are many, may still win; returns how many.
-INLINE int64_t candidates(const float* values, float highest, float threshold, float bound, uint64_t key, int64_t first, int32_t* marks) {
+// Marks tokens of a block that reach the threshold and, where there are many, may still win; returns how many. `weights` may be null.
+INLINE int64_t candidates(const float* values, const float* weights, float highest, float threshold, float bound, uint64_t key, int64_t first,
+                          int32_t* marks) {
   constexpr int64_t few = block / 8;
   int32_t found = 0;
   for (int64_t i = 0; i < block; ++i) {
@@ -238,16 +260,19 @@ INLINE int64_t candidates(const float* values, float highest, float threshold, f
     found += marks[i];
   }
   if (found <= few) return found;
+  alignas(64) float own[block];
+  if (weights == nullptr) weigh(values, highest, own);
+  const float* const of_tokens = weights == nullptr ? own : weights;
   found = 0;
   for (int64_t i = 0; i < block; ++i) {
-    marks[i] &= may_win(values[i], highest, bound, key, first + i);
+    marks[i] &= may_win(of_tokens[i], bound, key, first + i);
     found += marks[i];
   }
   return found;
 }
 
-// The token with the largest value plus noise among those of at least `threshold`.
-int64_t draw(const Scratch& s, float highest, float threshold, uint64_t key) {
+// The token with the largest value plus noise among those of at least `threshold`. `weights`: of all tokens, exp(value − highest), or null.
+int64_t draw(const Scratch& s, const float* weights, float highest, float threshold, uint64_t key) {
   const auto size = static_cast<int64_t>(s.scaled.size());
   const int64_t start = (std::find(s.maxima.begin(), s.maxima.end(), highest) - s.maxima.begin()) * block;
   const int64_t likeliest = std::find(s.scaled.begin() + start, s.scaled.end(), highest) - s.scaled.begin();
@@ -258,13 +283,47 @@ int64_t draw(const Scratch& s, float highest, float threshold, uint64_t key) {
     const float maximum = s.maxima[static_cast<size_t>(first / block)];
     if (maximum < threshold || maximum == -infinity) continue;
     const float* const values = s.scaled.data() + first;
-    if (by_features([&]() ALWAYS_INLINE { return candidates(values, highest, threshold, bound, key, first, marks.data()); }) == 0) continue;
+    const float* const of_block = weights == nullptr ? nullptr : weights + first;
+    if (by_features([&]() ALWAYS_INLINE { return candidates(values, of_block, highest, threshold, bound, key, first, marks.data()); }) == 0)
+      continue;
     for (int64_t i = 0; i < block; ++i)
-      if (marks[static_cast<size_t>(i)] && values[i] > -infinity && may_win(values[i], highest, bound, key, first + i))
+      if (marks[static_cast<size_t>(i)] && values[i] > -infinity && may_win(exponential(values[i] - highest), bound, key, first + i))
         best.offer(values[i] + gumbel(noise_bits(key, first + i)), first + i);
     bound = bound_of(highest, best.score);
   }
   return best.token;
+}
+
+// Weights of all tokens, and their sum over those of at least `threshold`.
+INLINE double weigh_all(const float* values, float highest, float threshold, float* weights, int64_t size) {
+  double total = 0.0;
+  for (int64_t first = 0; first < size; first += block) {
+    weigh(values + first, highest, weights + first);
+    total += mass_from(values + first, weights + first, threshold);
+  }
+  return total;
+}
+
+// Draws from the nucleus without finding it: the token that wins among all is the one if the mass of larger values is below top_p of the
+// whole; otherwise the nucleus lies among these, and they are drawn from next: 1 − log(top_p) times on average. `nucleus` says what the
+// nucleus is where the rough sums leave a doubt.
+int64_t draw_from_nucleus(Scratch& s, float highest, float threshold, double top_p, uint64_t key) {
+  const auto size = static_cast<int64_t>(s.scaled.size());
+  s.rough_weights.resize(s.scaled.size());
+  const float* const values = s.scaled.data();
+  float* const weights = s.rough_weights.data();
+  const double total = by_features([&]() ALWAYS_INLINE { return weigh_all(values, highest, threshold, weights, size); });
+  const double wanted = top_p * total, doubt = 2.0 * rough * total;
+  for (float smallest = threshold;;) {
+    const int64_t token = draw(s, weights, highest, smallest, key);
+    smallest = std::nextafter(values[token], infinity);
+    double larger = 0.0;
+    for (int64_t first = 0; first < size; first += block)
+      if (s.maxima[static_cast<size_t>(first / block)] >= smallest)
+        larger += by_features([&]() ALWAYS_INLINE { return mass_from(values + first, weights + first, smallest); });
+    if (larger + doubt < wanted) return token;
+    if (larger - doubt <= wanted) return draw(s, nullptr, highest, nucleus(s, highest, threshold, top_p), key);
+  }
 }
 
 }  // namespace
@@ -277,7 +336,10 @@ int64_t sample(const SampleRow& row, int64_t vocabulary) {
       by_features([&]() ALWAYS_INLINE { return scale(row.logits, row.temperature, s.scaled.data(), s.maxima.data(), vocabulary); });
   if (!(std::abs(highest) < infinity)) return -1;
   const uint64_t key = noise_key(row.seed, row.index, row.position);
-  return draw(s, highest, threshold_of(row, s, highest), key);
+  float threshold = threshold_of(row, s, highest);
+  if (row.top_p < 1.0 && !is_peaked(s, highest)) return draw_from_nucleus(s, highest, threshold, row.top_p, key);
+  if (row.top_p < 1.0) threshold = nucleus(s, highest, threshold, row.top_p);
+  return draw(s, nullptr, highest, threshold, key);
 }
 
 }  // namespace echelon

@@ -1,0 +1,103 @@
+"""One-line faults in the reductions of the C++ kernels; each must be found by the harness of random shapes (`csrc/harness`).
+
+`python -m tools.kernel_mutants [NAME ...]` builds the kernels alone, as `make sanitize` does but without sanitisers, patches a copy of the
+sources, one fault at a time, builds what that changes and runs the check that is named. A fault that survives, a check that fails without
+it too, or a patch that no longer applies, fails.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tools import ROOT
+from tools.mutants import Mutant
+
+SOURCES = ROOT / "src/echelon/csrc"
+CASES = 300
+SECONDS = 600.0  # that a check may take: a fault may lead round in circles
+COMPILE = "g++ -std=c++20 -O1 -ffp-contract=off -Wno-psabi -MMD -MF $out.d -c $in -o $out"
+WRITTEN_KEYS = "call_.slots + first, begin, end, call_.keys"
+MUTANTS = [
+    Mutant("a section's sums keep their scale", "attention/tiles.h", "all.weights[j] * shrink + section.weights[j]", "all.weights[j] + section.weights[j]", "attention"),
+    Mutant("a section's outputs keep their scale", "attention/tiles.h", "all.out[i * width + j] * shrink + section", "all.out[i * width + j] + section", "attention"),
+    Mutant("sums of earlier tiles keep their scale", "attention/tiles.h", "load(sums) * all_lanes(shrink)", "load(sums)", "attention"),
+    Mutant("eight lanes are never added", "attention/tiles.h", "  add_pairs<8>(v);\n", "", "attention"),
+    Mutant("half the lanes of transposed keys are lost", "attention/tiles.h", "sum[i][j] += more[i][j]", "sum[i][j] += Register{}", "attention"),
+    Mutant("a key too many is seen", "attention/tiles.h", "(key <= to)", "(key <= to + 1)", "attention"),
+    Mutant("the last key's value is left out", "attention/tiles.h", "for (int64_t k = 0; k < depth; ++k) {\n    Register right", "for (int64_t k = 0; k + 1 < depth; ++k) {\n    Register right", "attention"),
+    Mutant("what is not seen weighs something", "attention/tiles.h", "replace(Math::round_weights(exponentials(score - all_lanes(highest))), minus_infinity, score, Lanes{})", "Math::round_weights(exponentials(score - all_lanes(highest)))", "attention"),
+    Mutant("half of every block of depth is left out", "linear/linear.cpp", "k < padded; k += visit", "k < padded; k += family.depth_block", "linear"),
+    Mutant("tiles side by side begin with old sums", "linear/linear.cpp", "std::memset(sums, 0, (end - start) * sums_per_tile * 4)", "std::memset(sums, 0, sums_per_tile * 4)", "linear"),
+    Mutant("the last entry of a weight's row is lost", "linear/linear.cpp", "n < columns && k + i < depth", "n < columns && k + i + 1 < depth", "linear"),
+    Mutant("a tile's sums go to its neighbour's rows", "linear/linear.cpp", "sums + (t - start) * sums_per_tile + unit", "sums + (t - start) * tile + unit", "linear"),
+    Mutant("keys of the first rows again", "layer/layer.cpp", WRITTEN_KEYS, WRITTEN_KEYS.replace(" + first", ""), "layer"),
+    Mutant("the first rows are read again", "layer/layer.cpp", "past(call_.hidden, first * call_.width * size_), memory", "past(call_.hidden, 0), memory", "layer"),
+    Mutant("queries and keys are not normed", "layer/layer.cpp", "if (norm.weight) normalise", "if (false) normalise", "layer"),
+    Mutant("angles of the first rows again", "layer/layer.cpp", "angles = first * call_.rotary * linear::size_of(call_.angle_type)", "angles = 0", "layer"),
+    Mutant("attention of the first rows again", "layer/layer.cpp", "at_.attended + first * l.output.weight.depth * size_", "at_.attended", "layer"),
+    Mutant("the last tile is not activated", "layer/layer.cpp", "activate_tiles(memory, rows, tile, std::min(tile + tiles_at_once, last))", "activate_tiles(memory, rows, tile, std::min(tile + tiles_at_once, last - 1))", "layer"),
+    Mutant("a token beyond the nucleus is drawn", "sampling/sample.cpp", "if (larger + doubt < wanted) return token;", "return token;", "sample"),
+    Mutant("the nucleus is that of the whole vocabulary", "sampling/sample.cpp", "total += mass_from(values + first, weights + first, threshold)", "total += mass_from(values + first, weights + first, -infinity)", "sample"),
+]  # fmt: skip
+
+
+def stale() -> list[str]:
+    """Names of mutants whose patch does not apply exactly once."""
+    return [m.name for m in MUTANTS if (SOURCES / m.file).read_text("utf-8").count(m.old) != 1]
+
+
+class Harness:
+    """A copy of the kernels in `folder`, built by ninja: after a change only what depends on it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shutil.copytree(SOURCES, folder / "csrc", ignore=shutil.ignore_patterns("bindings"))
+        sources = sorted(path.relative_to(folder) for path in (folder / "csrc").rglob("*.cpp"))
+        rules = ["rule cxx", f"  command = {COMPILE}", "  depfile = $out.d", "  deps = gcc", "rule link", "  command = g++ $in -o $out"]
+        objects = [f"build {source.with_suffix('.o')}: cxx {source}" for source in sources]
+        program = "build harness: link " + " ".join(str(source.with_suffix(".o")) for source in sources)
+        (folder / "build.ninja").write_text("\n".join([*rules, *objects, program, ""]), "utf-8")
+
+    def passes(self, check: str) -> bool:
+        """Whether a check finds nothing in the sources as they are."""
+        subprocess.run([Path(sys.executable).with_name("ninja"), "--quiet"], cwd=self.folder, check=True)
+        command = [self.folder / "harness", str(CASES), "0", check]
+        try:
+            return subprocess.run(command, capture_output=True, check=False, timeout=SECONDS).returncode == 0
+        except subprocess.TimeoutExpired:
+            return False
+
+    def survives(self, mutant: Mutant) -> bool:
+        """Whether the check passes all the same with the fault in place."""
+        path = self.folder / "csrc" / mutant.file
+        original = path.read_text("utf-8")
+        path.write_text(original.replace(mutant.old, mutant.new), "utf-8")
+        try:
+            return self.passes(mutant.killer)
+        finally:
+            path.write_text(original, "utf-8")
+
+
+def main(names: list[str]) -> int:
+    if stale() or set(names) - {m.name for m in MUTANTS}:
+        print("patches that no longer apply, or names of none:", *stale(), *sorted(set(names) - {m.name for m in MUTANTS}), sep="\n  ")
+        return 1
+    chosen = [m for m in MUTANTS if not names or m.name in names]
+    with tempfile.TemporaryDirectory() as folder:
+        harness = Harness(Path(folder))
+        failing = [check for check in dict.fromkeys(m.killer for m in chosen) if not harness.passes(check)]
+        survivors = []
+        for mutant in chosen:
+            is_alive = harness.survives(mutant)
+            survivors += [mutant.name] if is_alive else []
+            print(f"{'SURVIVED' if is_alive else 'killed':10}  {mutant.name}  ({mutant.killer})", flush=True)
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} killed; checks that fail without a fault: {', '.join(failing) or 'none'}")
+    return 0 if not survivors and not failing else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
