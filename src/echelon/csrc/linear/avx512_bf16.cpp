@@ -28,7 +28,7 @@ void multiply(const void* x, const void* w, int64_t steps, float* sums, Prefetch
     high[r] = _mm512_load_ps(sums + r * tile + 16);
   }
   for (int64_t s = 0; s < steps; ++s) {
-    fetch<rows>(prefetch, s, 0, 1);
+    fetch(prefetch, s, 0, 1);
     const __m512bh first = (__m512bh)_mm512_loadu_si512(column + s * 128), second = (__m512bh)_mm512_loadu_si512(column + s * 128 + 64);
 #pragma GCC unroll 16
     for (int r = 0; r < rows; ++r) {

@@ -34,7 +34,7 @@ struct Fma {
 #pragma GCC unroll 8
       for (int v = 0; v < vectors; ++v) sum[r][v] = Vector::load(sums + r * tile + c + v * Vector::width);
     for (int64_t s = 0; s < steps; ++s) {
-      fetch<rows>(prefetch, s, c / (vectors * Vector::width), tile / (vectors * Vector::width));
+      fetch(prefetch, s, c / (vectors * Vector::width), tile / (vectors * Vector::width));
 #pragma GCC unroll 2
       for (int part = 0; part < grain; ++part) {
         typename Vector::Register column[vectors];

@@ -49,7 +49,7 @@ struct Problem {
 };
 
 // What a step fetches for later ones: two lines for the first-level cache, and weight from further on for the second, whose longer queue
-// keeps memory at work while registers multiply. A lone row multiplies so little that the first alone serves.
+// keeps memory at work while registers multiply.
 struct Prefetch {
   const char *near, *beside, *far;
   int64_t far_second;  // bytes from one line of `far` to another; 0: there is one
@@ -57,17 +57,14 @@ struct Prefetch {
 };
 
 // Of `parts` blocks of columns that go over the same weight, the first fetches what is near, and two share out what is far.
-template <int rows>
 inline __attribute__((always_inline)) void fetch(const Prefetch& prefetch, int64_t step, int64_t part, int64_t parts) {
   const int64_t at = step * prefetch.stride;
   if (part == 0) {
     __builtin_prefetch(prefetch.near + at);
     __builtin_prefetch(prefetch.beside + at);
   }
-  if constexpr (rows > 1) {
-    if (part == 0) __builtin_prefetch(prefetch.far + at, 0, 2);
-    if (part == parts / 2 && prefetch.far_second) __builtin_prefetch(prefetch.far + prefetch.far_second + at, 0, 2);
-  }
+  if (part == 0) __builtin_prefetch(prefetch.far + at, 0, 2);
+  if (part == parts / 2 && prefetch.far_second) __builtin_prefetch(prefetch.far + prefetch.far_second + at, 0, 2);
 }
 
 // What a family of instructions brings along. `steps` are the entries (pairs, for g = 2) of K in one block of depth; a block of rows

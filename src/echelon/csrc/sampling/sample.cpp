@@ -21,36 +21,33 @@ INLINE size_t bin_of(float value, float highest) {
   return static_cast<size_t>(std::min((highest - value) * static_cast<float>(bins_per_unit), static_cast<float>(num_bins - 1)));
 }
 
-// Divides by the temperature; returns the largest result, or NaN where one is among them, and leaves the largest of every block.
+// The larger of v[i] and v[i + width], for i below width.
+template <int64_t width>
+INLINE void fold(const float* v, float* larger) {
+  for (int64_t i = 0; i < width; ++i) larger[i] = v[i] > v[i + width] ? v[i] : v[i + width];
+}
+
+// Divides by the temperature, and fills up the last block with −∞; returns the largest result, or NaN where one is among them, and leaves the
+// largest of every block.
 INLINE float scale(const float* logits, float temperature, float* out, float* maxima, int64_t size) {
-  int32_t has_nan[lanes] = {};
+  int32_t has_nan = 0;
   float best = -infinity;
-  for (int64_t first = 0; first < size; first += block, ++maxima) {
-    float highest[lanes];
-    for (int64_t j = 0; j < lanes; ++j) highest[j] = -infinity;
-    const int64_t end = std::min(size, first + block);
-    int64_t i = first;
-    for (; i + lanes <= end; i += lanes)
-      for (int64_t j = 0; j < lanes; ++j) {
-        const float value = logits[i + j] / temperature;
-        out[i + j] = value;
-        highest[j] = value > highest[j] ? value : highest[j];
-        has_nan[j] |= value != value;
-      }
-    for (int64_t j = 0; i + j < end; ++j) {
-      const float value = logits[i + j] / temperature;
-      out[i + j] = value;
-      highest[j] = value > highest[j] ? value : highest[j];
-      has_nan[j] |= value != value;
-    }
+  for (int64_t first = 0; first < size; first += block, out += block, ++maxima) {
+    const int64_t count = std::min(size - first, block);
+    for (int64_t i = 0; i < count; ++i) out[i] = logits[first + i] / temperature;
+    for (int64_t i = count; i < block; ++i) out[i] = -infinity;
+    for (int64_t i = 0; i < block; ++i) has_nan |= out[i] != out[i];
+    alignas(64) float larger[block / 2];
+    fold<block / 2>(out, larger);
+    fold<block / 4>(larger, larger);
+    fold<block / 8>(larger, larger);
+    fold<block / 16>(larger, larger);
     float largest = -infinity;
-    for (int64_t j = 0; j < lanes; ++j) largest = highest[j] > largest ? highest[j] : largest;
+    for (int64_t i = 0; i < block / 16; ++i) largest = larger[i] > largest ? larger[i] : largest;
     *maxima = largest;
     best = largest > best ? largest : best;
   }
-  int32_t any = 0;
-  for (int64_t j = 0; j < lanes; ++j) any |= has_nan[j];
-  return any ? std::numeric_limits<float>::quiet_NaN() : best;
+  return has_nan ? std::numeric_limits<float>::quiet_NaN() : best;
 }
 
 INLINE void weights_of(const float* scaled, float highest, double* out, int64_t size) {
@@ -331,7 +328,7 @@ int64_t draw_from_nucleus(Scratch& s, float highest, float threshold, double top
 int64_t sample(const SampleRow& row, int64_t vocabulary) {
   thread_local Scratch s;
   s.maxima.resize(static_cast<size_t>((vocabulary + block - 1) / block));
-  s.scaled.assign(s.maxima.size() * static_cast<size_t>(block), -infinity);
+  s.scaled.resize(s.maxima.size() * static_cast<size_t>(block));
   const float highest =
       by_features([&]() ALWAYS_INLINE { return scale(row.logits, row.temperature, s.scaled.data(), s.maxima.data(), vocabulary); });
   if (!(std::abs(highest) < infinity)) return -1;
