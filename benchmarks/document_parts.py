@@ -174,7 +174,7 @@ def peers_run(path: Path) -> Record:
 def peers_part(runs: SequenceOf[Record]) -> list[str]:
     text = "The same prompts and the same model folder, greedy, bfloat16, a process each."
     tables = [(f"`{r['command']}` on {described(r['environment'])}:", as_markdown([*r["ours"], *r["theirs"]], r["versions"])) for r in runs]
-    return ["## (e) Beside vLLM and OpenVINO GenAI", text, *chain.from_iterable(tables)] if runs else []
+    return ["## (e) Beside vLLM, OpenVINO GenAI and llama.cpp", text, *chain.from_iterable(tables)] if runs else []
 
 
 def peers_findings(runs: SequenceOf[Record]) -> list[str]:
@@ -184,6 +184,10 @@ def peers_findings(runs: SequenceOf[Record]) -> list[str]:
 
 
 def _comparisons(run: Record) -> Iterator[str]:
+    if not any(r.decode_median for r in run["ours"]):
+        ours, best = run["ours"][0], max(run["theirs"], key=lambda r: r.median)
+        yield f"  - first token of a prompt: {1000.0 / ours.median:,.0f} ms, {best.median / ours.median:.2f} × {best.method}"
+        return
     for batch in sorted({r.batch_size for r in run["ours"]}):
         ours = {r.method: r for r in run["ours"] if r.batch_size == batch}
         theirs = [r for r in run["theirs"] if r.batch_size == batch]

@@ -65,7 +65,7 @@ class Harness:
     def passes(self, check: str) -> bool:
         """Whether a check finds nothing in the sources as they are."""
         subprocess.run([Path(sys.executable).with_name("ninja"), "--quiet"], cwd=self.folder, check=True)
-        command = [self.folder / "harness", str(CASES), "0", check]
+        command = [str(self.folder / "harness"), str(CASES), "0", check]
         try:
             return subprocess.run(command, capture_output=True, check=False, timeout=SECONDS).returncode == 0
         except subprocess.TimeoutExpired:

@@ -54,7 +54,7 @@ def as_gguf(folder: str) -> Path:
 
 
 def convert(source: Path, target: Path) -> None:
-    import gguf  # type: ignore[import-not-found]
+    import gguf
 
     config = json.loads((source / "config.json").read_text("utf-8"))
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
