@@ -24,6 +24,7 @@ LEVELS = [
     {"kv.cache"},
     {"model"},
     {"acceptance"},
+    {"adaptive"},
     {"drafters"},
     {"step_costs"},
     {"scheduler"},

@@ -1,0 +1,93 @@
+"""What a step costs: milliseconds measured once for a model on a machine, corrected by the steps that follow.
+
+A step's time is read from a table by the tokens that the target reads, and grows with the keys that attention reads and with the places at
+which a token is drawn by noise; drafting has a table by the tokens of a pass. Machines change their speed under load, so measured steps are
+compared with the table: one factor for a plain step and one for what drafted tokens add to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from echelon.draft import Float64, Int64
+from echelon.settings import Settings
+
+HALF_LIFE = 25.0  # steps until a measurement counts half
+TRUST = 0.1  # steps that the table counts as, where steps say little
+LEAST, MOST = 0.3, 4.0  # factors that are believed
+
+
+class CostCurve(Settings):
+    """Milliseconds of a pass by its tokens: measured points, straight lines between them, and the last slope beyond."""
+
+    tokens: tuple[int, ...] = Field(min_length=2)
+    milliseconds: tuple[float, ...]
+
+    @model_validator(mode="after")
+    def _is_a_curve(self) -> CostCurve:
+        if len(self.tokens) != len(self.milliseconds) or list(self.tokens) != sorted(set(self.tokens)) or self.tokens[0] < 1:
+            raise ValueError("a cost curve needs one time for each of two or more rising numbers of tokens")
+        if not all(np.isfinite(self.milliseconds)) or min(self.milliseconds) <= 0.0:
+            raise ValueError("the times of a cost curve are above 0 milliseconds")
+        return self
+
+    def at(self, tokens: Int64) -> Float64:
+        """Milliseconds float64[...] of passes over so many tokens int64[...]; 0 where there are none. More tokens never cost less."""
+        times = np.maximum.accumulate(np.asarray(self.milliseconds))
+        found = np.interp(tokens, self.tokens, times)
+        slope = (times[-1] - times[-2]) / (self.tokens[-1] - self.tokens[-2])
+        beyond = np.maximum(np.asarray(tokens) - self.tokens[-1], 0) * slope
+        return np.where(np.asarray(tokens) > 0, found + beyond, 0.0)
+
+
+class CostTable(Settings):
+    """Costs of one model with its drafter, on one machine.
+
+    step       of the target's passes, with few keys to read
+    key_ms     milliseconds that a key of a row adds, whatever the number of the row's new tokens
+    place_ms   milliseconds that a token drawn by noise adds
+    drafting   of the drafter's passes, one a level; None: drafting costs nothing worth counting
+    """
+
+    step: CostCurve
+    key_ms: float = Field(default=0.0, ge=0.0)
+    place_ms: float = Field(default=0.0, ge=0.0)
+    drafting: CostCurve | None = None
+
+    def step_ms(self, tokens: Int64, num_keys: int, num_drawn: Int64) -> Float64:
+        """Milliseconds float64[...] of steps over `tokens` int64[...] that read `num_keys` keys in all and draw at int64[...] places."""
+        return np.asarray(self.step.at(tokens) + self.key_ms * num_keys + self.place_ms * num_drawn)
+
+    def level_ms(self, tokens: Int64) -> Float64:
+        """Milliseconds float64[...] of drafting passes over so many tokens int64[...]."""
+        return self.drafting.at(tokens) if self.drafting is not None else np.zeros(np.shape(tokens))
+
+
+class Correction:
+    """Two factors by which steps take longer than the table says: `plain` of a step without drafts, `extra` of what drafts add to it."""
+
+    def __init__(self) -> None:
+        self._matrix, self._vector = np.zeros((2, 2)), np.zeros(2)
+        self.plain = self.extra = 1.0
+
+    def observe(self, plain_ms: float, extra_ms: float, measured_ms: float) -> None:
+        """Learn from a step: what the table says of it without drafts, what these add, and what it took."""
+        x = np.array([1.0, extra_ms / plain_ms])
+        y = min(max(measured_ms / plain_ms, LEAST), MOST * (1.0 + x[1]))
+        fade = 0.5 ** (1.0 / HALF_LIFE)
+        self._matrix = self._matrix * fade + np.outer(x, x)
+        self._vector = self._vector * fade + x * y
+        self.plain, self.extra = np.clip(np.linalg.solve(self._matrix + TRUST * np.eye(2), self._vector + TRUST), LEAST, MOST).tolist()
+
+    def predicted(self, plain_ms: float, step_ms: Float64) -> Float64:
+        """Milliseconds float64[...] of steps for which the table says `step_ms`, and `plain_ms` without their drafts."""
+        return np.asarray(self.plain * plain_ms + self.extra * (step_ms - plain_ms))
+
+
+def thinned(tokens: SequenceOf[int], milliseconds: SequenceOf[float]) -> CostCurve:
+    """The curve through these points; times fall nowhere."""
+    times = np.maximum.accumulate(np.asarray(milliseconds, np.float64))
+    return CostCurve(tokens=tuple(tokens), milliseconds=tuple(times.tolist()))

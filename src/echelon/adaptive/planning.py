@@ -1,0 +1,74 @@
+"""Which drafted tokens of all rows are worth a place in the step: those that together emit most tokens a millisecond.
+
+A drafted token is emitted if it and all before it on its path are what the target chooses; the product of their chances is its survival.
+Candidates are taken by falling survival, which keeps parents before their children, and as many as make the rate of the whole step
+highest (DSpark, arXiv 2607.05147, Alg. 1, with measured costs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.draft import Float64, Int32, Int64
+
+Bool = NDArray[np.bool_]
+Cost = Callable[[Int64], Float64]  # numbers of tokens int64[...] → milliseconds float64[...]
+
+
+def survivals(parents: Int32, chances: Float64) -> Float64:
+    """float64[N]: products of `chances` float64[N] along paths; `parents` int32[N] are indices among the same nodes, −1 a root's child.
+
+    Parents come before their children.
+    """
+    found = np.empty(len(chances))
+    for node, (parent, chance) in enumerate(zip(parents.tolist(), chances.tolist(), strict=True)):
+        found[node] = chance * (found[parent] if parent >= 0 else 1.0)
+    return found
+
+
+def admitted(survival: Float64, depths: Int64, num_sampled: int, step_ms: Cost, spent_ms: float) -> Bool:
+    """bool[N]: which of the drafted tokens to verify.
+
+    survival     float64[N] of the tokens, `depths` int64[N] of them (0 first)
+    num_sampled  rows that emit a token of their own besides
+    step_ms      of a step with so many drafted tokens
+    spent_ms     what drafting has taken already
+    """
+    order = np.lexsort((depths, -survival))
+    emitted = num_sampled + np.concatenate([[0.0], np.cumsum(survival[order])])
+    rates = emitted / (spent_ms + step_ms(np.arange(len(order) + 1)))
+    is_admitted = np.zeros(len(survival), np.bool_)
+    is_admitted[order[: int(np.argmax(rates))]] = True
+    return is_admitted
+
+
+def draft_lengths(chances: Float64, limits: Int64, num_sampled: int, step_ms: Cost, level_ms: Cost) -> tuple[Int64, float]:
+    """Lengths int64[B] of the chains to draft, and the tokens a millisecond that are expected of the step.
+
+    chances      float64[B, D]: of each token, if those before it are kept
+    limits       int64[B]: most tokens of each row's draft
+    num_sampled  rows that emit a token of their own; B or more
+    step_ms      of a step with so many drafted tokens
+    level_ms     of drafting a token for so many rows
+    """
+    num_rows, depth = chances.shape
+    survival = np.where(np.arange(depth) < limits[:, None], np.cumprod(chances, 1), 0.0)
+    row, place = np.divmod(np.arange(num_rows * depth), max(depth, 1))
+    order = np.lexsort((row, place, -survival.ravel()))
+    order = order[survival.ravel()[order] > 0.0]
+    place, row = place[order], row[order]
+    is_within = place[None, :] < np.arange(depth + 1)[:, None]  # [D + 1, N]: drafts of at most so many tokens
+    gained = np.cumsum(is_within * survival.ravel()[order], 1)
+    at_place = np.cumsum(is_within[:, :, None] & (place[:, None] == np.arange(depth)), 1)  # [D + 1, N, D]: rows drafted for at each place
+    drafting = level_ms(at_place).sum(-1)
+    rates = (num_sampled + gained) / (drafting + step_ms(at_place.sum(-1)))
+    plain = num_sampled / float(step_ms(np.zeros(1, np.int64))[0])
+    lengths = np.zeros(num_rows, np.int64)
+    if not rates.size or rates.max() <= plain:
+        return lengths, plain
+    longest, count = np.unravel_index(int(np.argmax(rates)), rates.shape)
+    chosen = row[: int(count) + 1][is_within[longest, : int(count) + 1]]
+    return np.bincount(chosen, minlength=num_rows).astype(np.int64), float(rates.max())

@@ -1,0 +1,57 @@
+"""Costs of steps: curves through what was measured, and what later steps correct."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from echelon import ConfigError
+from echelon.adaptive.cost_table import LEAST, MOST, Correction, CostTable, CostCurve, thinned
+
+CURVE = CostCurve(tokens=(1, 4, 8), milliseconds=(10.0, 13.0, 21.0))
+
+
+def test_a_curve_goes_through_its_points_and_on() -> None:
+    assert CURVE.at(np.array([0, 1, 2, 4, 6, 8, 10])).tolist() == [0.0, 10.0, 11.0, 13.0, 17.0, 21.0, 25.0]
+    assert thinned([1, 2, 3], [5.0, 4.0, 6.0]).at(np.arange(1, 4)).tolist() == [5.0, 5.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    "broken", [{"tokens": (1,)}, {"tokens": (4, 1, 8)}, {"milliseconds": (1.0, 2.0)}, {"milliseconds": (1.0, 0.0, 2.0)}]
+)
+def test_what_is_no_curve_is_refused(broken: dict[str, tuple[float, ...]]) -> None:
+    with pytest.raises(ConfigError):
+        CostCurve(**{"tokens": (1, 4, 8), "milliseconds": (1.0, 2.0, 3.0)} | broken)
+
+
+def test_a_step_costs_its_tokens_keys_and_places() -> None:
+    table = CostTable(step=CURVE, key_ms=0.01, place_ms=0.1, drafting=CostCurve(tokens=(1, 2), milliseconds=(1.0, 1.5)))
+    assert table.step_ms(np.array([4, 8]), 100, np.array([0, 5])).tolist() == [14.0, 22.5]
+    assert table.level_ms(np.array([0, 1, 3])).tolist() == [0.0, 1.0, 2.0]
+    assert CostTable(step=CURVE).level_ms(np.array([[3, 4]])).tolist() == [[0.0, 0.0]]
+    assert CostTable(**table.model_dump()) == table
+
+
+def test_a_correction_finds_both_factors() -> None:
+    correction, rng = Correction(), np.random.default_rng(0)
+    assert correction.predicted(10.0, np.array([10.0, 16.0])).tolist() == [10.0, 16.0]
+    for _ in range(400):
+        extra = float(rng.integers(0, 4)) * 3.0
+        correction.observe(10.0, extra, 1.5 * 10.0 + 0.8 * extra + float(rng.normal()) * 0.2)
+    assert (correction.plain, correction.extra) == pytest.approx((1.5, 0.8), rel=0.06)
+
+
+def test_a_machine_that_slows_down_is_believed_within_200_steps() -> None:
+    correction = Correction()
+    for factor in (1.0, 2.0):
+        for step in range(200):
+            correction.observe(10.0, 3.0 * (step % 3), factor * (10.0 + 3.0 * (step % 3)))
+    assert correction.predicted(10.0, np.array([16.0]))[0] == pytest.approx(32.0, rel=0.07)
+
+
+def test_no_measurement_is_believed_without_bound() -> None:
+    correction = Correction()
+    for _ in range(100):
+        correction.observe(10.0, 0.0, 1e9)
+    assert LEAST <= correction.plain <= MOST
+    assert correction.extra == pytest.approx(1.0)

@@ -1,0 +1,74 @@
+"""The best draft of a step, beside every other draft of small steps."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echelon.adaptive.planning import admitted, draft_lengths, survivals
+from echelon.draft import Float64, Int64, node_depths
+
+JAGGED = np.array([10.0, 10.5, 11.0, 16.0, 16.2, 16.4, 25.0, 25.1, 25.2, 25.3, 40.0, 40.1, 40.2])
+
+
+def jagged(tokens: Int64) -> Float64:
+    return np.asarray(JAGGED[np.minimum(tokens, len(JAGGED) - 1)])
+
+
+def level(tokens: Int64) -> Float64:
+    return np.where(tokens > 0, 0.5 + 0.1 * tokens, 0.0)
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> tuple[list[int], list[float]]:
+    count = draw(st.integers(0, 9))
+    parents = [draw(st.integers(-1, node - 1)) for node in range(count)]
+    return parents, draw(st.lists(st.floats(0.01, 0.99), min_size=count, max_size=count))
+
+
+@given(forests(), st.integers(1, 4), st.floats(0.0, 5.0))
+def test_what_is_admitted_is_connected_and_best(forest: tuple[list[int], list[float]], num_rows: int, spent_ms: float) -> None:
+    parents, chances = forest
+    survival = survivals(np.array(parents, np.int32), np.array(chances))
+    found = admitted(survival, np.array(node_depths(parents), np.int64), num_rows, jagged, spent_ms)
+    assert all(parent < 0 or found[parent] for node, parent in enumerate(parents) if found[node])
+
+    def rate(kept: tuple[bool, ...]) -> float:
+        return float((num_rows + survival[list(kept)].sum()) / (spent_ms + jagged(np.array(sum(kept)))))
+
+    connected = [
+        kept
+        for kept in product((False, True), repeat=len(parents))
+        if all(parent < 0 or kept[parent] for node, parent in enumerate(parents) if kept[node])
+    ]
+    assert rate(tuple(found.tolist())) >= max(map(rate, connected)) - 1e-12
+
+
+@given(st.lists(st.lists(st.floats(0.02, 0.99), min_size=3, max_size=3), min_size=1, max_size=3), st.integers(0, 2), st.data())
+def test_lengths_are_nearly_the_best(chances: list[list[float]], num_others: int, data: st.DataObject) -> None:
+    limits = np.array([data.draw(st.integers(0, 3)) for _ in chances])
+    values, num_sampled = np.array(chances), len(chances) + num_others
+    lengths, promised = draft_lengths(values, limits, num_sampled, jagged, level)
+    assert (lengths <= limits).all()
+
+    def rate(chosen: tuple[int, ...]) -> float:
+        at_place = np.array([sum(n > place for n in chosen) for place in range(3)])
+        gained = sum(float(np.cumprod(row)[:n].sum()) for row, n in zip(values, chosen, strict=True))
+        return float((num_sampled + gained) / (level(at_place).sum() + jagged(np.array(sum(chosen)))))
+
+    assert rate(tuple(lengths.tolist())) == pytest.approx(promised)
+    best = max(rate(chosen) for chosen in product(*(range(limit + 1) for limit in limits.tolist())))
+    assert promised >= rate((0,) * len(chances))
+    assert promised >= 0.97 * best
+
+
+def test_no_rows_and_no_room_are_a_plain_step() -> None:
+    nothing = np.zeros((0, 4)), np.zeros(0, np.int64)
+    assert draft_lengths(*nothing, 2, jagged, level)[0].tolist() == []
+    assert draft_lengths(np.full((2, 3), 0.9), np.zeros(2, np.int64), 2, jagged, level)[0].tolist() == [0, 0]
+    assert draft_lengths(np.zeros((2, 0)), np.full(2, 5), 2, jagged, level)[0].tolist() == [0, 0]
+    assert admitted(np.zeros(0), np.zeros(0, np.int64), 3, jagged, 0.0).tolist() == []
