@@ -8,6 +8,8 @@ import os
 from typing import TYPE_CHECKING
 
 from echelon.acceptance import Exact, Rejection, Rule, Typical
+from echelon.adaptive.controller import Controller
+from echelon.adaptive.measure import measured_costs
 from echelon.baselines.strategies import STRATEGIES
 from echelon.config import EngineConfig, SpeculativeConfig, check_together
 from echelon.drafters.base import Drafter, NoDrafter
@@ -60,7 +62,7 @@ def build(
     if max_len > target.max_len:
         raise ConfigError(f"max_model_len = {max_len} exceeds the model's context of {target.max_len} tokens; lower it")
     models = [target] if draft is None else [target, draft]
-    storage = STRATEGIES[config.strategy](config, models, max_len, spec.num_speculative_tokens if spec else 0, head)
+    storage = STRATEGIES[config.strategy](config, models, max_len, spec.most_tokens if spec else 0, head)
     logger.info("%s", storage.plan)
     return _engine(config, spec, storage), storage, max_len
 
@@ -106,12 +108,16 @@ def _engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Stora
     drafter: Drafter = METHODS[spec.method].build(config, spec, storage)
     guard = GuardedDrafter(drafter, target.loaded.vocab_size, spec.grows_trees)
     passes = storage.runners[1].usage if len(storage.runners) > 1 else getattr(drafter, "usage", Usage())
-    return Engine(target, guard, scheduler, _rule(spec), ahead, Stats(target=target.usage, draft=passes, drafter_faults=guard.faults))
+    controller = Controller(measured_costs(target, drafter, config.max_num_seqs)) if spec.is_adaptive else None
+    stats = Stats(target=target.usage, draft=passes, drafter_faults=guard.faults)
+    return Engine(target, guard, scheduler, _rule(spec), ahead, stats, controller)
 
 
 def _ahead(spec: SpeculativeConfig | None, storage: Storage) -> Ahead | None:
     """Steps are launched early where the device decides alone what is drafted and kept, and no text changes its keys as it grows."""
-    is_drafted_there = spec is None or (Can.RUN_AHEAD in METHODS[spec.method].can and not spec.grows_trees and spec.min_score == -math.inf)
+    is_drafted_there = spec is None or (
+        Can.RUN_AHEAD in METHODS[spec.method].can and not spec.grows_trees and spec.min_score == -math.inf and not spec.is_adaptive
+    )
     is_exact = spec is None or spec.acceptance == "exact"
     runners = storage.runners
     if any(r.captured is None or r.loaded.original_context is not None for r in runners) or not (is_drafted_there and is_exact):
@@ -127,7 +133,7 @@ def _scheduler(config: EngineConfig, spec: SpeculativeConfig | None, storage: St
         storage.tables,
         config.num_rows_held,
         config.max_num_batched_tokens,
-        spec.num_speculative_tokens if spec else 0,
+        spec.most_tokens if spec else 0,
         models[1].max_len if len(models) > 1 else None,
         [m.original_context.length for m in models if m.original_context is not None and m.original_context.is_read_anew],
         storage.selector,
@@ -146,7 +152,10 @@ def draft_model_drafter(config: EngineConfig, spec: SpeculativeConfig, storage: 
     target, draft = storage.runners
     keeps_probs = spec.acceptance == "rejection"
     growth = growth_of(spec, None) if spec.grows_trees else None
-    return DraftModelDrafter(draft, config.max_num_batched_tokens, target.loaded.vocab_size, keeps_probs, spec.min_score, growth)
+    has_scores = spec.is_adaptive and not keeps_probs
+    return DraftModelDrafter(
+        draft, config.max_num_batched_tokens, target.loaded.vocab_size, keeps_probs, spec.min_score, growth, has_scores
+    )
 
 
 def head_drafter(_config: EngineConfig, spec: SpeculativeConfig, storage: Storage) -> Drafter:
@@ -162,8 +171,8 @@ def growth_of(spec: SpeculativeConfig, max_depth: int | None) -> Growth:
     ------
     ConfigError  the configured paths are no tree
     """
-    count, method = spec.num_speculative_tokens, METHODS[spec.method]
-    longest, only_ranks = 64 if max_depth is None else max_depth, not spec.confidence_threshold
+    count, method = spec.most_tokens, METHODS[spec.method]
+    longest, only_ranks = 64 if max_depth is None else max_depth, not (spec.confidence_threshold or spec.is_adaptive)
     if spec.tree == "chain":
         return chain(min(count, longest), only_ranks)
     if spec.tree == "dynamic":

@@ -14,6 +14,8 @@ from echelon.inputs import LARGEST, Text, kind_of, shown
 from echelon.methods import ALIASES, METHODS, Can, method_names
 from echelon.settings import Settings
 
+MOST_CHAIN, MOST_NODES = 8, 64  # drafted tokens of a row in a step that adapts, unless told otherwise
+
 
 def _known_method(name: str) -> str:
     if name not in METHODS:
@@ -45,7 +47,8 @@ class SpeculativeConfig(Settings):
 
     method: Annotated[StrictStr, AfterValidator(_known_method)]
     model: Text | None = None
-    num_speculative_tokens: StrictInt = Field(default=5, ge=1, le=64)
+    num_speculative_tokens: Annotated[StrictInt, Field(ge=1, le=64)] | Literal["auto"] = 5
+    max_speculative_tokens: StrictInt | None = Field(default=None, ge=1, le=64)
     prompt_lookup_max: StrictInt = Field(default=2, ge=1, le=16)
     prompt_lookup_min: StrictInt = Field(default=1, ge=1, le=16)
     prompt_lookup_source: Literal["prompt", "prompt_and_output"] = "prompt_and_output"
@@ -109,6 +112,18 @@ class SpeculativeConfig(Settings):
     def acceptance_name(self) -> str:
         """What reports call the rule by which drafted tokens are kept."""
         return f"{self.acceptance} (LOSSY)" if self.acceptance == "typical" else self.acceptance
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the engine decides in every step how much is drafted."""
+        return self.num_speculative_tokens == "auto"
+
+    @property
+    def most_tokens(self) -> int:
+        """Most drafted tokens of a row in a step."""
+        if self.num_speculative_tokens != "auto":
+            return self.num_speculative_tokens
+        return self.max_speculative_tokens or (MOST_NODES if self.grows_trees else MOST_CHAIN)
 
     @property
     def min_score(self) -> float:

@@ -32,21 +32,23 @@ class Draft:
     parents int32[N]    index of the parent among the row's own nodes; −1: child of the row's last known token
     indptr  int32[B+1]  starts at 0
     probs   float64[N, V] or None  the distribution each token was drawn from, where rejection asks; None: proposed with certainty
+    scores  float64[N] or None  logarithm of the probability that the drafter gives each token after its parent; None: it gives none
     """
 
     tokens: Int32
     parents: Int32
     indptr: Int32
     probs: Float64 | None = None
+    scores: Float64 | None = None
 
     @classmethod
-    def chains(cls, proposals: Sequence[Sequence[int]], probs: Float64 | None = None) -> Draft:
+    def chains(cls, proposals: Sequence[Sequence[int]], probs: Float64 | None = None, scores: Float64 | None = None) -> Draft:
         """One chain per row; an empty proposal is a row that is not drafted for."""
         lengths = [len(p) for p in proposals]
         indptr = indptr_of(lengths)
         tokens = np.fromiter((t for p in proposals for t in p), np.int32, int(indptr[-1]))
         parents = np.arange(len(tokens), dtype=np.int32) - np.repeat(indptr[:-1], lengths) - 1
-        return cls(tokens, parents.astype(np.int32), indptr, probs)
+        return cls(tokens, parents.astype(np.int32), indptr, probs, scores)
 
     @classmethod
     def trees(cls, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Draft:
@@ -60,6 +62,28 @@ class Draft:
         """Is any row more than a chain?"""
         chain = np.arange(len(self.parents)) - np.repeat(self.indptr[:-1], self.num_draft_tokens) - 1
         return not np.array_equal(self.parents, chain)
+
+    @cached_property
+    def rows(self) -> Int64:
+        """int64[N]: the row of every node."""
+        return np.repeat(np.arange(self.num_rows), self.num_draft_tokens)
+
+    @cached_property
+    def depths(self) -> Int64:
+        """int64[N]: of every node; the root's children have depth 0."""
+        if not self.has_branches:
+            return np.arange(len(self.tokens)) - self.indptr[self.rows]
+        return np.array([d for i in range(self.num_rows) for d in node_depths(self.row_parents(i))], np.int64)
+
+    def only(self, is_kept: NDArray[np.bool_]) -> Draft:
+        """The nodes that bool[N] keeps, each of which has its parent kept."""
+        places = np.cumsum(is_kept) - 1
+        rows = self.rows[is_kept]
+        indptr = indptr_of(np.bincount(rows, minlength=self.num_rows))
+        parents = self.parents[is_kept]
+        above = places[np.maximum(parents, 0) + self.indptr[rows]] - indptr[rows]
+        chosen = [None if values is None else values[is_kept] for values in (self.probs, self.scores)]
+        return Draft(self.tokens[is_kept], np.where(parents < 0, -1, above).astype(np.int32), indptr, *chosen)
 
     @property
     def num_rows(self) -> int:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from echelon.acceptance import Exact, Rule, verify
+from echelon.adaptive.controller import Controller
 from echelon.batch import Span
 from echelon.draft import Draft, RowVerdict, Verdict
 from echelon.drafters.base import Drafter
@@ -83,7 +84,8 @@ class HostStep:
 
 
 class Engine:
-    """One target, one drafter, one scheduler. `step` until nothing `has_work`. With `ahead`, steps are launched early where they can be.
+    """One target, one drafter, one scheduler. `step` until nothing `has_work`. With `ahead`, steps are launched early where they can be;
+    with a `controller`, it decides how much is drafted and verified.
 
     timer      measures the parts of steps
     observers  called with a record of every step once it is settled; `stats` is the first
@@ -97,12 +99,15 @@ class Engine:
         rule: Rule | None = None,
         ahead: Ahead | None = None,
         stats: Stats | None = None,
+        controller: Controller | None = None,
     ) -> None:
         self.target, self.drafter, self.scheduler = target, drafter, scheduler
-        self.rule, self.ahead = rule or Exact(), ahead
+        self.rule, self.ahead, self.controller = rule or Exact(), ahead, controller
         self.in_flight: LaunchedStep | None = None
         self.stats, self.timer = stats or Stats(target=target.usage), StepTimer()
         self.observers: list[StepObserver] = [self.stats.count, scheduler.costs.observe]
+        if controller is not None:
+            self.observers.append(controller.observe)
 
     @property
     def has_work(self) -> bool:
@@ -116,7 +121,7 @@ class Engine:
     def abort(self, sequence: Sequence) -> None:
         """Take a request out, wherever it is; a verdict on it that is still awaited is dropped."""
         self.scheduler.abort(sequence)
-        self.drafter.forget(sequence.id)
+        self._forget(sequence)
         if self.in_flight is not None:
             self.in_flight.plan.gone.add(sequence.id)
             self._drop_unawaited()
@@ -150,8 +155,14 @@ class Engine:
 
     def _run(self, plan: Plan) -> LaunchedStep:
         """Carry out a step on the host."""
+        if self.controller is not None:
+            with self.timer("schedule"):
+                plan.rows = self.controller.planned(plan.rows)
         with self.timer("draft"):
             draft = self.drafter.propose(plan.rows)
+        if self.controller is not None:
+            with self.timer("schedule"):
+                draft = self.controller.chosen(plan.rows, draft)
         with self.timer("layout"):
             batch = self.target.pack(spans_of(plan.rows, draft))
         with self.timer("forward"):
@@ -179,13 +190,19 @@ class Engine:
         with self.timer("settle", ahead):
             lengths = [len(row.sequence) for row in rows]
             for sequence in self.scheduler.settle(rows, verdict):
-                self.drafter.forget(sequence.id)
+                self._forget(sequence)
             self._drop_unawaited()
         emitted = [len(row.sequence) - before for row, before in zip(rows, lengths, strict=True)]
         record = StepRecord(rows, verdict, emitted, len(step.plan.preempted), self.timer.take())
         for observer in list(self.observers):
             observer(record)
         return [row.sequence for row, count in zip(rows, emitted, strict=True) if count or row.sequence.is_finished]
+
+    def _forget(self, sequence: Sequence) -> None:
+        """A sequence has left."""
+        self.drafter.forget(sequence.id)
+        if self.controller is not None:
+            self.controller.forget(sequence.id)
 
     def _drop_unawaited(self) -> None:
         """Forget the step in flight once none of its rows is awaited."""

@@ -84,14 +84,16 @@ class Forest:
             node = int(self.parents[node])
         return tokens[::-1]
 
-    def draft(self, is_kept: Bool) -> Draft:
-        """The kept nodes, whose parents must be kept too."""
+    def draft(self, is_kept: Bool, has_scores: bool = False) -> Draft:
+        """The kept nodes, whose parents must be kept too; `has_scores`: scores are logarithms of probabilities."""
         kept = np.flatnonzero(is_kept & (self.parents >= 0))
         kept = kept[np.argsort(self.rows[kept], kind="stable")]
         indptr = indptr_of(np.bincount(self.rows[kept], minlength=len(self.max_tokens)))
         places = np.full(len(self), -1, np.int64)
         places[kept] = np.arange(len(kept)) - indptr[self.rows[kept]]
-        return Draft(self.tokens[kept].astype(np.int32), places[self.parents[kept]].astype(np.int32), indptr)
+        parents = self.parents[kept]
+        scores = self.scores[kept] - self.scores[parents] if has_scores else None
+        return Draft(self.tokens[kept].astype(np.int32), places[parents].astype(np.int32), indptr, scores=scores)
 
 
 class Growth(ABC):

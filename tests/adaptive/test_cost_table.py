@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from echelon import ConfigError
-from echelon.adaptive.cost_table import LEAST, MOST, Correction, CostTable, CostCurve, thinned
+from echelon.adaptive.cost_table import LEAST, MOST, Correction, CostCurve, CostTable, thinned
 
 CURVE = CostCurve(tokens=(1, 4, 8), milliseconds=(10.0, 13.0, 21.0))
 

@@ -57,7 +57,7 @@ class CostTable(Settings):
     place_ms: float = Field(default=0.0, ge=0.0)
     drafting: CostCurve | None = None
 
-    def step_ms(self, tokens: Int64, num_keys: int, num_drawn: Int64) -> Float64:
+    def step_ms(self, tokens: Int64, num_keys: int, num_drawn: Int64 | Float64) -> Float64:
         """Milliseconds float64[...] of steps over `tokens` int64[...] that read `num_keys` keys in all and draw at int64[...] places."""
         return np.asarray(self.step.at(tokens) + self.key_ms * num_keys + self.place_ms * num_drawn)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -33,6 +33,14 @@ class Drafter(Protocol):
     def forget(self, row: int) -> None:  # noqa: ARG002
         """The row finished, was preempted or aborted; a row never seen is fine."""
         return
+
+
+@runtime_checkable
+class Rehearsing(Protocol):
+    """A drafter whose work costs something worth counting."""
+
+    def rehearse(self, num_rows: int) -> None:
+        """Do the work of drafting one token for so many rows, to be measured before any request has come."""
 
 
 class NoDrafter(Drafter):

@@ -29,19 +29,19 @@ from echelon.drafters.frontier import Frontier, grow
 from echelon.model.runner import Draws, Runner
 from echelon.ops.devices import on_host
 from echelon.ops.sample import SampleRow, choose, likeliest, processed, raw_rows
-from echelon.sampling import Sampler, noise_key
+from echelon.sampling import Sampler, SamplingParams, noise_key
 from echelon.sequence import PlannedRow, Sequence
 from echelon.trees import Forest, Growth
 
 
 @dataclass
 class _Chain:
-    """What is drafted of a row: `tokens`, the distribution that each was drawn from where rejection asks, the joint log-probability."""
+    """What is drafted of a row: `tokens`, the distribution that each was drawn from where rejection asks, their log-probabilities."""
 
     row: PlannedRow
     tokens: list[int] = field(default_factory=list)
     probs: list[Float64] = field(default_factory=list)
-    score: float = 0.0
+    scores: list[float] = field(default_factory=list)
 
     @property
     def text(self) -> SequenceOf[int]:
@@ -63,12 +63,14 @@ class DraftModelDrafter(Drafter):
         keeps_probs: bool = False,
         min_score: float = -np.inf,
         growth: Growth | None = None,
+        scores: bool = False,
     ) -> None:
         self._runner = runner
         self._vocab_size = vocab_size  # the target's
         self._keeps_probs = keeps_probs  # rejection compares distributions
         self._min_score = min_score  # of a draft, its joint log-probability
         self._growth = growth  # of trees; None: chains
+        self._has_scores = scores or min_score > -np.inf  # chains whose tokens have probabilities
         self._max_num_batched_tokens = max_num_batched_tokens
 
     def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
@@ -80,13 +82,14 @@ class DraftModelDrafter(Drafter):
         if active and not self._draft_at_once(active):
             self._draft_by_passes(active)
         flat = [p for c in chains for p in c.probs]
-        return Draft.chains([c.tokens for c in chains], np.stack(flat) if flat else None)
+        scores = np.array([s for c in chains for s in c.scores[: len(c.tokens)]]) if self._has_scores else None
+        return Draft.chains([c.tokens for c in chains], np.stack(flat) if flat else None, scores)
 
     def _draft_by_passes(self, active: list[_Chain]) -> None:
         """Draft a token a pass for every chain that is not done."""
         while active:
             logits = self._feed(active)
-            chosen = self._choose(active, logits) if self._min_score == -np.inf else self._choose_likely(active, logits)
+            chosen = self._choose_likely(active, logits) if self._has_scores else self._choose(active, logits)
             for chain, token in zip(active, chosen, strict=True):
                 chain.tokens += [token] if token >= 0 else []
             active = [c for c, token in zip(active, chosen, strict=True) if token >= 0 and len(c.tokens) < c.row.max_draft_tokens]
@@ -97,7 +100,7 @@ class DraftModelDrafter(Drafter):
         Rows with longer drafts come first, so that each pass feeds the first of those of the pass before. Slots and positions of a draft
         are known before its tokens are.
         """
-        is_plain = not self._keeps_probs and self._min_score == -np.inf
+        is_plain = not self._keeps_probs and not self._has_scores
         if self._runner.captured is None or not is_plain or any(c.sampler.changes_logits for c in chains):
             return False
         chains = sorted(chains, key=lambda c: -c.row.max_draft_tokens)
@@ -147,13 +150,15 @@ class DraftModelDrafter(Drafter):
         return tokens
 
     def _choose_likely(self, chains: SequenceOf[_Chain], logits: Tensor) -> list[int]:
-        """The same where drafts end for want of confidence: −1 there too, and at tokens that are not among those that `likeliest` sees."""
+        """The same with probabilities, and where drafts end for want of confidence: −1 there too, and at tokens that are not among those
+        that `likeliest` sees.
+        """
         chosen, samplers = self._choose(chains, logits), [c.sampler for c in chains]
         logits = processed(logits, samplers, [c.text for c in chains], [c.tokens for c in chains])
         tokens, scores = likeliest(logits, samplers, [len(c.text) + len(c.tokens) for c in chains], 1)
         for chain, score in zip(chains, scores[:, 0].tolist(), strict=True):
-            chain.score += score
-        likely = [c.score >= self._min_score for c in chains]
+            chain.scores.append(min(score, 0.0))
+        likely = [sum(c.scores) >= self._min_score for c in chains]
         return [t if t == first and ok else -1 for t, first, ok in zip(chosen, tokens[:, 0].tolist(), likely, strict=True)]
 
     def _catch_up(self, rows: SequenceOf[PlannedRow]) -> None:
@@ -178,6 +183,16 @@ class DraftModelDrafter(Drafter):
         """A target padded further than the draft model may emit an id that the draft model lacks; any other will do in its place."""
         size = self._runner.loaded.vocab_size
         return tokens if size >= self._vocab_size else [t if t < size else 0 for t in tokens]
+
+    def rehearse(self, num_rows: int) -> None:
+        """A pass over one token of each row, and the choice of the next."""
+        tables = self._runner.cache.tables
+        for row in range(num_rows):
+            tables.reserve(row, 1)
+        logits = self.feed([Span(row, 0, [0], 1, 1) for row in range(num_rows)])
+        likeliest(logits, [Sampler(SamplingParams(temperature=0.0), 0)] * num_rows, [1] * num_rows, 1)
+        for row in range(num_rows):
+            tables.release(row)
 
     def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:  # noqa: ARG002
         """Shorten every row to its known tokens and the accepted part of a chain."""

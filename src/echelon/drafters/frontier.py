@@ -84,4 +84,4 @@ def grow(growth: Growth, frontier: Frontier) -> Draft:
         if not len(nodes):
             break
         frontier.extend(nodes, depth + 1)
-    return forest.draft(growth.kept(forest))
+    return forest.draft(growth.kept(forest), not growth.only_ranks)

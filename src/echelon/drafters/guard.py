@@ -168,11 +168,11 @@ class GuardedDrafter:
         BadDraftError  something is wrong with it
         """
         given = self.drafter.propose(rows)
-        draft = Draft(given.tokens, given.parents, given.indptr, given.probs)
+        draft = Draft(given.tokens, given.parents, given.indptr, given.probs, given.scores)
         problem = problem_of(draft, rows, self._vocab_size, self._grows_trees)
         if problem is not None:
             raise BadDraftError(problem)
-        return replace(draft, probs=None) if not len(draft.tokens) else draft
+        return replace(draft, probs=None, scores=None) if not len(draft.tokens) else draft
 
     def _call(self, work: Callable[[], T], rows: Sequence[PlannedRow] = (), is_hearing: bool = False) -> T | None:
         """What `work` returns, or None where it raises. A proposal's time is judged later, when that of the step is known."""
@@ -238,7 +238,7 @@ def problem_of(draft: Draft, rows: Sequence[PlannedRow], vocab_size: int, grows_
     problem = _problem_of_sizes(draft, rows)
     if problem is not None or not len(draft.tokens):
         return problem
-    return _problem_of_nodes(draft, rows, vocab_size, grows_trees) or _problem_of_probs(draft, vocab_size)
+    return _problem_of_nodes(draft, rows, vocab_size, grows_trees) or _problem_of_probs(draft, vocab_size) or _problem_of_scores(draft)
 
 
 def _problem_of_sizes(draft: Draft, rows: Sequence[PlannedRow]) -> str | None:
@@ -280,6 +280,15 @@ def _lengths(draft: Draft) -> Int32:
     if not draft.has_branches:
         return draft.num_draft_tokens
     return np.array([1 + max(node_depths(draft.row_parents(i)), default=-1) for i in range(draft.num_rows)], np.int32)
+
+
+def _problem_of_scores(draft: Draft) -> str | None:
+    scores: Float64 | None = draft.scores
+    if scores is None:
+        return None
+    if type(scores) is not np.ndarray or scores.dtype != np.float64 or scores.shape != draft.tokens.shape:
+        return "scores must be float64, one a drafted token"
+    return "a score is no logarithm of a probability" if (scores > 1e-6).any() else None
 
 
 def _problem_of_probs(draft: Draft, vocab_size: int) -> str | None:

@@ -28,6 +28,8 @@ from echelon.model import pack as unpadded
 from echelon.model.attention import CONTEXT_KEYWORD, CachedAttention, RecordingAttention
 from echelon.model.hidden_states import HiddenStateReader
 from echelon.model.load.loading import LoadedModel, serve_head
+from echelon.ops.sample import likeliest
+from echelon.sampling import Sampler, SamplingParams
 from echelon.sequence import PlannedRow
 from echelon.stats import Occupancy, Usage
 from echelon.trees import Forest, Growth
@@ -109,7 +111,21 @@ class HeadDrafter:
         self.hidden_state_names, self.cache, self.growth = attached.reader.names, cache, growth
         self.head, self.extends = attached.head, attached.extends
         self._dtype, self._min_score, self.usage = self.head.dtype, min_score, Usage()
+        self._example = attached.reader.example()
         self._states: dict[int, tuple[int, Tensor]] = {}  # row → tokens that its last state knows, and the state [s]
+
+    @torch.inference_mode()
+    def rehearse(self, num_rows: int) -> None:
+        """Read one token of each row, and rank the next."""
+        tables = self.cache.tables if self.cache is not None else None
+        for row in range(num_rows):
+            if tables is not None:
+                tables.reserve(row, 1)
+        states = self._encode([Span(row, 0, [0], 0, 1) for row in range(num_rows)], self._example.expand(num_rows, -1).to(self._dtype))
+        likeliest(self.head.logits(states, 0), [Sampler(SamplingParams(temperature=0.0), 0)] * num_rows, [1] * num_rows, self.growth.width)
+        for row in range(num_rows):
+            if tables is not None:
+                tables.release(row)
 
     @torch.inference_mode()
     def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
+import numpy as np
+
 from echelon.config import SpeculativeConfig
 from echelon.draft import Draft
 from echelon.drafters.base import Drafter
@@ -29,12 +31,12 @@ class NgramIndex:
                     self._places[tuple(tokens[place - length : place])] = place
         self._num_seen = max(self._num_seen, end)
 
-    def find(self, tokens: SequenceOf[int]) -> int | None:
-        """Position that followed the latest occurrence of the last n tokens, longest n first; `None` on a miss."""
+    def find(self, tokens: SequenceOf[int]) -> tuple[int, int]:
+        """Position that followed the latest occurrence of the last n tokens, longest n first, and n; n is 0 on a miss."""
         for length in self._lengths:  # a text of fewer tokens is looked up whole
             if (place := self._places.get(tuple(tokens[-length:]))) is not None:
-                return place
-        return None
+                return place, length
+        return 0, 0
 
 
 class NgramDrafter(Drafter):
@@ -45,17 +47,20 @@ class NgramDrafter(Drafter):
         self._indexes: dict[int, NgramIndex] = {}
 
     def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
-        return Draft.chains([self._propose_row(row) if row.max_draft_tokens > 0 else [] for row in rows])
+        found = [self._propose_row(row) if row.max_draft_tokens > 0 else ([], 0) for row in rows]
+        matched = np.repeat([length for _, length in found], [len(tokens) for tokens, _ in found])
+        return Draft.chains([tokens for tokens, _ in found], scores=np.log1p(-(0.5**matched)))  # a stand-in that rises with the match
 
-    def _propose_row(self, row: PlannedRow) -> list[int]:
+    def _propose_row(self, row: PlannedRow) -> tuple[list[int], int]:
+        """The copy, and how many tokens before it were found again."""
         sequence, config = row.sequence, self._config
         index = self._indexes.get(sequence.id)
         if index is None:
             index = self._indexes[sequence.id] = NgramIndex(config.prompt_lookup_min, config.prompt_lookup_max)
         end = sequence.num_prompt_tokens if config.prompt_lookup_source == "prompt" else len(sequence)
         index.extend(sequence.tokens, end)
-        place = index.find(sequence.tokens)
-        return [] if place is None else copied(sequence.tokens, place, min(row.max_draft_tokens, config.num_speculative_tokens), end)
+        place, length = index.find(sequence.tokens)
+        return (copied(sequence.tokens, place, min(row.max_draft_tokens, config.most_tokens), end) if length else []), length
 
     def forget(self, row: int) -> None:
         self._indexes.pop(row, None)

@@ -149,7 +149,7 @@ class Serializer:
         config = self.llm.speculative_config
         if config is None:
             return None
-        speculation = speculation_of(job.sequences[0], config.num_speculative_tokens) if len(job.sequences) == 1 else None
+        speculation = speculation_of(job.sequences[0], config.most_tokens) if len(job.sequences) == 1 else None
         return ResponseMetrics(acceptance=config.acceptance_name, speculative_decoding=speculation)
 
     def completion_logprobs(
