@@ -101,7 +101,7 @@ def from_scratch(llm: LLM, tokens: list[int], path: SequenceOf[int] = ()) -> tor
     assert reader is not None
     length = len(tokens) - 1
     with torch.inference_mode(), reader.reading() as found:
-        batch, step = read(target.cache, tokens[:-1])
+        batch, step = read(target.cache, tokens[:-1], len(tokens))
         positions = coded_positions(batch, target.loaded.original_context)
         inputs = {"input_ids": batch.tokens[None], "position_ids": positions[None]}
         target.loaded.model(**inputs, use_cache=False, **{CONTEXT_KEYWORD: step})
@@ -117,14 +117,16 @@ def from_scratch(llm: LLM, tokens: list[int], path: SequenceOf[int] = ()) -> tor
         return state[0]
 
 
-def read(cache: Any, tokens: list[int]) -> tuple[Any, CachedAttention]:
-    """A batch of these tokens, and a step that answers with a cache laid out like `cache`, with some room left."""
+def read(cache: Any, tokens: list[int], text_len: int = 0) -> tuple[Any, CachedAttention]:
+    """A batch of these tokens, of a text of `text_len` (by default all of it), and a step that answers with a cache laid out like `cache`,
+    with some room left.
+    """
     shapes = [LayerShape(k.shape[1], k.shape[3], v.shape[3]) for k, v in zip(cache.keys, cache.values, strict=True)]
     count = (len(tokens) + 8) // 8 + 1
     tables = BlockTables(count, 8, count)
     own = KVCache(shapes, tables, cache.keys[0].dtype, torch.device("cpu"))
     assert tables.reserve(0, len(tokens) + 8)
-    batch = unpadded.pack([Span(0, 0, tokens, 1, len(tokens))], tables)
+    batch = unpadded.pack([Span(0, 0, tokens, 1, text_len or len(tokens))], tables)
     return batch, CachedAttention(batch, own)
 
 
@@ -349,18 +351,28 @@ def test_a_head_is_loaded_by_its_folder(tmp_path: Path) -> None:
     assert llm.stats.num_draft_tokens > 50
 
 
+def on_architecture(name: str, tree: str, **settings: Any) -> LLM:
+    """A head of chance on one of the decoders, every step checked."""
+    served = toys.adopted(model(name))
+    torch.manual_seed(1)
+    own = build_head("eagle", served.model).eval() if name != "opt-350m" else heads.Knowing(Last(served.model), [], 80)
+    config = {"method": own.method, **TREES[tree]}
+    return checked(toys.watch(LLM(served, config, draft_head=own, max_num_seqs=4, kv_cache_memory_bytes=1 << 22, **settings)))
+
+
 @pytest.mark.parametrize("tree", ["chain", "dynamic"])
 @pytest.mark.parametrize("name", ["gemma3", "gpt2", "phi3-longrope", "opt-350m"])
 def test_heads_on_other_architectures(name: str, tree: str) -> None:
     """Windows, tied layers, and texts whose keys change past a length; ids are those of transformers."""
-    served = toys.adopted(model(name))
-    torch.manual_seed(1)
-    own = build_head("eagle", served.model).eval() if name != "opt-350m" else heads.Knowing(Last(served.model), [], 80)
-    llm = checked(
-        toys.watch(LLM(served, {"method": own.method, **TREES[tree]}, draft_head=own, max_num_seqs=4, kv_cache_memory_bytes=1 << 22))
-    )
+    llm = on_architecture(name, tree)
     assert generated(llm, PROMPTS, [DECODED] * len(PROMPTS)) == by_transformers(name)
     assert llm.stats.num_draft_tokens > 50
+
+
+@pytest.mark.parametrize("piece", [4, 5, 6, 7, 8, 9, 11, 13, 16])
+def test_a_text_is_read_anew_in_pieces_of_any_size(piece: int) -> None:
+    llm = on_architecture("phi3-longrope", "chain", max_num_batched_tokens=piece)
+    assert generated(llm, PROMPTS, [DECODED] * len(PROMPTS)) == by_transformers("phi3-longrope")
 
 
 class Last(heads.Independent):
