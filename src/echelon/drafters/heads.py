@@ -4,6 +4,7 @@ The hidden state of position t and the token after it make the head's state t. A
 tokens that were kept, so the head's keys and values are always made from true features; what it drafts from its own goes into places after
 them, and is overwritten. A row has been read up to where the target has: the prompt, its pieces, a row that accepted anything, and one that
 comes back after preemption are one case. Where early features were lost, the row is drafted for again once the target reads it anew.
+Reading waits until the row is to be drafted for: features of a row that is not are kept, a few hundred tokens of them at most.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from echelon.sampling import Sampler, SamplingParams
 from echelon.sequence import PlannedRow
 from echelon.stats import Occupancy, Usage
 from echelon.trees import Forest, Growth
+
+MOST_UNREAD = 256  # tokens of a row whose features are kept
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,20 @@ def attach_head(head: Head, target: LoadedModel) -> AttachedHead:
     return AttachedHead(head, reader, [shapes[i] for i in sorted(shapes)], bool(extending.shapes))
 
 
+@dataclass(frozen=True)
+class _Unread:
+    """Tokens of a row that the head has not read: from `start` on the token after each place, and the target's features, pieces [n, F]."""
+
+    start: int
+    tokens: list[int]
+    features: list[Tensor]
+
+    @property
+    def end(self) -> int:
+        """Where the next ones belong."""
+        return self.start + len(self.tokens)
+
+
 class HeadDrafter:
     """`head` proposes trees that `growth` shapes. `cache` is the head's own where it has attention layers; its tables are among the
     scheduler's, with as many slots reserved as in the target's. `usage` counts its passes: one a reading of what was kept, with which the
@@ -113,6 +130,7 @@ class HeadDrafter:
         self._dtype, self._min_score, self.usage = self.head.dtype, min_score, Usage()
         self._example = attached.reader.example()
         self._states: dict[int, tuple[int, Tensor]] = {}  # row → tokens that its last state knows, and the state [s]
+        self._unread: dict[int, _Unread] = {}  # row → what was kept of it and is not read yet
 
     @torch.inference_mode()
     def rehearse(self, num_rows: int) -> None:
@@ -129,6 +147,7 @@ class HeadDrafter:
 
     @torch.inference_mode()
     def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
+        self._read([row.sequence.id for row in rows if row.max_draft_tokens > 0])
         depths = [min(row.max_draft_depth, self.growth.depth) for row in rows]
         forest = Forest([row.max_draft_tokens for row in rows], depths, self._min_score)
         active = [i for i, row in enumerate(rows) if self._may_draft(row)]
@@ -144,38 +163,61 @@ class HeadDrafter:
 
     @torch.inference_mode()
     def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:
-        """Read what was kept; `hidden_states` [T, F] of all tokens of the step."""
+        """Note what was kept; `hidden_states` [T, F] of all tokens of the step. Prompts are read at once, as the target reads them."""
         assert hidden_states is not None, "the target was not asked for hidden states"
-        spans: list[Span] = []
-        read: list[Int64] = []  # of every span, which of the step's tokens
         indptr = indptr_of([row.num_new + kept.num_draft_tokens for row, kept in zip(rows, verdict, strict=True)])
+        due = []
         for row, kept, first in zip(rows, verdict, indptr.tolist(), strict=False):
             path = np.asarray(kept.path, np.int64)
             places = first + np.concatenate([np.arange(row.num_new), row.num_new + path])
-            span = self._span(row, kept)
-            if span is None:
-                self._states.pop(row.sequence.id, None)
-                continue
-            spans.append(span)
-            read.append(places[len(places) - len(span.tokens) :])
-        if spans:
-            features = hidden_states[torch.from_numpy(np.concatenate(read))].to(self._dtype)
-            for span, state in zip(spans, self._encode(spans, features), strict=True):
-                self._states[span.row] = (span.text_len + 1, state)
+            number = row.sequence.id
+            if not self._note(row, kept, hidden_states, places):
+                self._drop(number)
+            elif row.num_new > 1 or len(self._unread[number].tokens) >= MOST_UNREAD:
+                due.append(number)
+        self._read(due)
+        tables = self.cache.tables if self.cache is not None else None
+        for row in rows:
+            if tables is not None and row.sequence.id in tables:  # what was drafted goes
+                tables.commit(row.sequence.id, tables.num_cached(row.sequence.id))
 
-    def _span(self, row: PlannedRow, kept: RowVerdict) -> Span | None:
-        """What the head reads of a row: for every new position the token that follows it. None: nothing, or nothing that could be used."""
+    def _note(self, row: PlannedRow, kept: RowVerdict, hidden_states: Tensor, places: Int64) -> bool:
+        """Keep features of `places` int64[n] of the step's hidden states [T, F] until they are read; false where they are of no use."""
         sequence, accepted = row.sequence, kept.accepted
         following = [*sequence.tokens, *accepted, kept.next_token][row.start + 1 :] if row.is_sampled else sequence.tokens[row.start + 1 :]
         following = following[: row.num_new + len(accepted)]
         end = row.start + len(following)
         if following[-1] < 0:  # the row fails
-            return None
+            return False
         if self.cache is None:  # only the last state is ever used
-            return Span(sequence.id, end - 1, following[-1:], 0, end) if row.is_sampled else None
-        if self.cache.tables.num_cached(sequence.id) != row.start:
-            return None
-        return Span(sequence.id, row.start, following, 0, end)
+            last = hidden_states[places[len(following) - 1]][None].to(self._dtype)
+            self._unread[sequence.id] = _Unread(end - 1, following[-1:], [last])
+            return row.is_sampled
+        unread = self._unread.get(sequence.id)
+        cached = self.cache.tables.num_cached(sequence.id)
+        if unread is None or unread.start != cached:
+            unread = _Unread(cached, [], [])
+        if unread.end != row.start:
+            return False
+        features = hidden_states[torch.from_numpy(places[len(places) - len(following) :])].to(self._dtype)
+        self._unread[sequence.id] = _Unread(unread.start, [*unread.tokens, *following], [*unread.features, features])
+        return True
+
+    def _read(self, numbers: SequenceOf[int]) -> None:
+        """Read what these rows have waiting, all in one pass."""
+        found = {number: unread for number in numbers if (unread := self._unread.pop(number, None)) is not None}
+        if self.cache is not None:  # a text that is read anew has left what was kept of it behind
+            found = {n: u for n, u in found.items() if n in self.cache.tables and self.cache.tables.num_cached(n) == u.start}
+        if found:
+            spans = [Span(number, unread.start, unread.tokens, 0, unread.end) for number, unread in found.items()]
+            features = torch.cat([features for unread in found.values() for features in unread.features])
+            for span, state in zip(spans, self._encode(spans, features), strict=True):
+                self._states[span.row] = (span.text_len + 1, state)
+
+    def _drop(self, row: int) -> None:
+        """Give up the row until the target reads it anew."""
+        self._states.pop(row, None)
+        self._unread.pop(row, None)
 
     def _encode(self, spans: list[Span], features: Tensor) -> Tensor:
         """States [B, s] of the last position of every span."""
@@ -188,7 +230,7 @@ class HeadDrafter:
         batch, context = self.context(spans)
         states = self.head.encode(features, tokens, batch.positions.long().to(device), **context)
         for span in spans:
-            self.cache.tables.commit(span.row, span.text_len)
+            self.cache.tables.advance(span.row, span.text_len)
         return states[lengths.cumsum(0) - 1]
 
     def context(self, spans: SequenceOf[Span]) -> tuple[RaggedBatch, dict[str, Any]]:
@@ -208,7 +250,7 @@ class HeadDrafter:
 
     def forget(self, row: int) -> None:
         """The scheduler has released the row's blocks already, or the row is read anew."""
-        self._states.pop(row, None)
+        self._drop(row)
         if self.cache is not None and row in self.cache.tables:
             self.cache.tables.commit(row, 0)
 
