@@ -90,7 +90,7 @@ MUTANTS = [
     Mutant("the same where logits change", "drafters/frontier.py", "width, sharpness=sharpness)", "width)", "tests/drafters/test_frontier.py"),
     Mutant("a tree of Medusa's heads is sharpened", "methods.py", "eagle2(1.0)", "eagle2(SHARPNESS)", "tests/drafters/test_frontier.py"),
     Mutant("unlikely paths are drafted", "trees.py", "joint[joint < forest.min_score]", "joint[joint < -np.inf]", "tests/drafters/test_confidence.py"),
-    Mutant("confidence in the last token alone", "drafters/draft_model.py", "chain.score += score", "chain.score = score", "tests/drafters/test_confidence.py::test_a_chain_ends_where_the_definition_says"),
+    Mutant("confidence in the last token alone", "drafters/draft_model.py", "sum(c.scores) >= self._min_score", "c.scores[-1] >= self._min_score", "tests/drafters/test_confidence.py::test_a_chain_ends_where_the_definition_says"),
     Mutant("blocks of a step in flight given back", "engine.py", "row.sequence.id in pending and kept.next_token >= 0)", "False)", f"{AHEAD}::test_a_step_starts_where_the_one_in_flight_will_end"),
     Mutant("a row in flight is longer than it may be", "scheduler.py", "(1, row.max_draft_tokens + 1)", "(1, row.max_draft_tokens)", f"{AHEAD}::test_a_step_starts_where_the_one_in_flight_will_end"),
     Mutant("a plan for the longest text alone", "model/graphs/ahead.py", "slack.astype(np.int32)) for", "0 * slack.astype(np.int32)) for", f"{AHEAD}::test_a_plan_holds_all_that_any_length_sees"),
