@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from tools import ROOT
-from tools.mutants import Mutant
+from tools.mutants import Mutant, survives
 
 SOURCES = ROOT / "src/echelon/csrc"
 CASES = 300
@@ -71,16 +71,6 @@ class Harness:
         except subprocess.TimeoutExpired:
             return False
 
-    def survives(self, mutant: Mutant) -> bool:
-        """Whether the check passes all the same with the fault in place."""
-        path = self.folder / "csrc" / mutant.file
-        original = path.read_text("utf-8")
-        path.write_text(original.replace(mutant.old, mutant.new), "utf-8")
-        try:
-            return self.passes(mutant.killer)
-        finally:
-            path.write_text(original, "utf-8")
-
 
 def main(names: list[str]) -> int:
     if stale() or set(names) - {m.name for m in MUTANTS}:
@@ -92,7 +82,7 @@ def main(names: list[str]) -> int:
         failing = [check for check in dict.fromkeys(m.killer for m in chosen) if not harness.passes(check)]
         survivors = []
         for mutant in chosen:
-            is_alive = harness.survives(mutant)
+            is_alive = survives(mutant, harness.folder / "csrc", harness.passes)
             survivors += [mutant.name] if is_alive else []
             print(f"{'SURVIVED' if is_alive else 'killed':10}  {mutant.name}  ({mutant.killer})", flush=True)
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} killed; checks that fail without a fault: {', '.join(failing) or 'none'}")

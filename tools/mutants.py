@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -115,6 +116,17 @@ def stale() -> list[str]:
     return [m.name for m in MUTANTS if (ROOT / "src/echelon" / m.file).read_text("utf-8").count(m.old) != 1]
 
 
+def survives(mutant: Mutant, folder: Path, passes: Callable[[str], bool]) -> bool:
+    """Whether the killer passes on the sources in `folder` with the fault in place, which is taken out again."""
+    path = folder / mutant.file
+    original = path.read_text("utf-8")
+    path.write_text(original.replace(mutant.old, mutant.new), "utf-8")
+    try:
+        return passes(mutant.killer)
+    finally:
+        path.write_text(original, "utf-8")
+
+
 @dataclass(frozen=True)
 class Copy:
     """A copy of the package in `folder`, which tests are run against."""
@@ -132,13 +144,7 @@ class Copy:
 
     def survives(self, mutant: Mutant) -> bool:
         """Whether the killer passes all the same with the fault in place."""
-        path = self.folder / "echelon" / mutant.file
-        original = path.read_text("utf-8")
-        path.write_text(original.replace(mutant.old, mutant.new), "utf-8")
-        try:
-            return self.passes(mutant.killer)
-        finally:
-            path.write_text(original, "utf-8")
+        return survives(mutant, self.folder / "echelon", self.passes)
 
 
 def verdicts(chosen: list[Mutant], copy: Copy) -> dict[str, str]:
