@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from tempfile import TemporaryDirectory
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; tests of threads ask for two, which must not spin
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,6 +18,9 @@ if not torch.cuda.is_available():  # Triton decides when it is first imported, b
 from families import FAMILIES
 
 from echelon.ops import compiled
+
+CACHE = TemporaryDirectory(prefix="echelon-tests-")
+os.environ["XDG_CACHE_HOME"] = CACHE.name  # nothing of this user is read or kept
 
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 settings.load_profile("fixed")

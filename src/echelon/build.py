@@ -8,11 +8,13 @@ import os
 from typing import TYPE_CHECKING
 
 from echelon.acceptance import Exact, Rejection, Rule, Typical
-from echelon.adaptive.controller import Controller
+from echelon.adaptive.controller import BatchController, Controller, RowController
+from echelon.adaptive.cost_files import kept_costs, machine_key, read_costs, shapes_of
+from echelon.adaptive.cost_table import CostTable, TablePieces
 from echelon.adaptive.measure import measured_costs
 from echelon.baselines.strategies import STRATEGIES
 from echelon.config import EngineConfig, SpeculativeConfig, check_together
-from echelon.drafters.base import Drafter, NoDrafter
+from echelon.drafters.base import Drafter, LevelDrafter, NoDrafter
 from echelon.drafters.draft_model import DraftModelDrafter
 from echelon.drafters.guard import GuardedDrafter
 from echelon.drafters.head_selftest import warn_of_chance
@@ -27,6 +29,7 @@ from echelon.model.load.loading import LoadedModel, check_vocabularies, load_mod
 from echelon.ops import compiled
 from echelon.scheduler import Scheduler
 from echelon.stats import Stats, Usage
+from echelon.step_costs import PieceSizes
 from echelon.storage import Storage
 from echelon.trees import Growth, StaticTree, chain
 
@@ -102,15 +105,41 @@ def _head(spec: SpeculativeConfig | None, target: LoadedModel, loaded: Head | No
 
 def _engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Storage) -> Engine:
     """The first runner of `storage` is the target's, the second a draft model's; a drafter stands behind its guard."""
-    target, scheduler, ahead = storage.runners[0], _scheduler(config, spec, storage), _ahead(spec, storage)
+    target, ahead = storage.runners[0], _ahead(spec, storage)
     if spec is None:
-        return Engine(target, NoDrafter(), scheduler, ahead=ahead)
+        return Engine(target, NoDrafter(), _scheduler(config, spec, storage), ahead=ahead)
     drafter: Drafter = METHODS[spec.method].build(config, spec, storage)
+    costs = _costs(config, spec, storage, drafter) if spec.is_adaptive else None
+    scheduler = _scheduler(config, spec, storage, TablePieces(costs) if costs is not None and spec.cost_table is not None else None)
     guard = GuardedDrafter(drafter, target.loaded.vocab_size, spec.grows_trees)
     passes = storage.runners[1].usage if len(storage.runners) > 1 else getattr(drafter, "usage", Usage())
-    controller = Controller(measured_costs(target, drafter, config.max_num_seqs)) if spec.is_adaptive else None
     stats = Stats(target=target.usage, draft=passes, drafter_faults=guard.faults)
-    return Engine(target, guard, scheduler, _rule(spec), ahead, stats, controller)
+    return Engine(target, guard, scheduler, _rule(spec), ahead, stats, _controller(spec, costs, drafter) if costs is not None else None)
+
+
+def _costs(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, drafter: Drafter) -> CostTable:
+    """The table that the configuration names, or what this machine takes."""
+    if spec.cost_table is not None:
+        return read_costs(spec.cost_table).table
+    target, drafting = storage.runners[0], [runner.loaded.model for runner in storage.runners[1:]]
+    modules = [*drafting, *([storage.head.head] if storage.head is not None else [])]
+    key = machine_key(target.loaded.device) | {
+        "model": f"{type(target.loaded.model).__name__}, {target.loaded.model.dtype}, {shapes_of(target.loaded.model)}",
+        "strategy": " ".join((config.strategy, config.pad, config.grouping)),
+        "drafter": ", ".join((spec.method, spec.tree, str(spec.most_tokens), *map(shapes_of, modules))),
+        "max_num_seqs": str(config.max_num_seqs),
+    }
+    return kept_costs(key, lambda: measured_costs(target, drafter, config.max_num_seqs, spec.most_tokens))
+
+
+def _controller(spec: SpeculativeConfig, costs: CostTable, drafter: Drafter) -> Controller:
+    """Ranks drafted tokens across rows where no text depends on it; elsewhere each row's past decides alone."""
+    if spec.acceptance != "exact":
+        return RowController(costs, spec.longest_path, spec.most_tokens / spec.longest_path)
+    controller = BatchController(costs, corrects=spec.cost_table is None)
+    if isinstance(drafter, LevelDrafter):
+        drafter.pace = controller.goes_on
+    return controller
 
 
 def _ahead(spec: SpeculativeConfig | None, storage: Storage) -> Ahead | None:
@@ -127,7 +156,7 @@ def _ahead(spec: SpeculativeConfig | None, storage: Storage) -> Ahead | None:
     return Ahead(runners[0], runners[1] if len(runners) > 1 else None)
 
 
-def _scheduler(config: EngineConfig, spec: SpeculativeConfig | None, storage: Storage) -> Scheduler:
+def _scheduler(config: EngineConfig, spec: SpeculativeConfig | None, storage: Storage, piece_sizes: PieceSizes | None = None) -> Scheduler:
     models = [r.loaded for r in storage.runners]
     return Scheduler(
         storage.tables,
@@ -139,6 +168,8 @@ def _scheduler(config: EngineConfig, spec: SpeculativeConfig | None, storage: St
         storage.selector,
         config.refill,
         spec is not None and spec.grows_trees,
+        piece_sizes,
+        spec is not None and spec.acceptance == "exact",
     )
 
 

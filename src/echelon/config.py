@@ -49,6 +49,7 @@ class SpeculativeConfig(Settings):
     model: Text | None = None
     num_speculative_tokens: Annotated[StrictInt, Field(ge=1, le=64)] | Literal["auto"] = 5
     max_speculative_tokens: StrictInt | None = Field(default=None, ge=1, le=64)
+    cost_table: Text | None = None
     prompt_lookup_max: StrictInt = Field(default=2, ge=1, le=16)
     prompt_lookup_min: StrictInt = Field(default=1, ge=1, le=16)
     prompt_lookup_source: Literal["prompt", "prompt_and_output"] = "prompt_and_output"
@@ -94,6 +95,15 @@ class SpeculativeConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _adapts_or_not(self) -> Self:
+        for key, value in (("max_speculative_tokens", self.max_speculative_tokens), ("cost_table", self.cost_table)):
+            if value is not None and not self.is_adaptive:
+                raise ValueError(
+                    f"{key} = {value!r} belongs to num_speculative_tokens = 'auto', not to {self.num_speculative_tokens}; leave one out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
@@ -124,6 +134,16 @@ class SpeculativeConfig(Settings):
         if self.num_speculative_tokens != "auto":
             return self.num_speculative_tokens
         return self.max_speculative_tokens or (MOST_NODES if self.grows_trees else MOST_CHAIN)
+
+    @property
+    def longest_path(self) -> int:
+        """Most drafted tokens on one path."""
+        if self.tree == "dynamic":
+            return min(self.tree_depth, self.most_tokens)
+        if self.tree == "chain":
+            return self.most_tokens
+        paths = (self.speculative_token_tree or METHODS[self.method].paths)[: self.most_tokens]
+        return max(map(len, paths), default=1)
 
     @property
     def min_score(self) -> float:

@@ -105,9 +105,7 @@ class Engine:
         self.rule, self.ahead, self.controller = rule or Exact(), ahead, controller
         self.in_flight: LaunchedStep | None = None
         self.stats, self.timer = stats or Stats(target=target.usage), StepTimer()
-        self.observers: list[StepObserver] = [self.stats.count, scheduler.costs.observe]
-        if controller is not None:
-            self.observers.append(controller.observe)
+        self.observers: list[StepObserver] = [self.stats.count, scheduler.piece_sizes.observe]
 
     @property
     def has_work(self) -> bool:
@@ -194,6 +192,8 @@ class Engine:
             self._drop_unawaited()
         emitted = [len(row.sequence) - before for row, before in zip(rows, lengths, strict=True)]
         record = StepRecord(rows, verdict, emitted, len(step.plan.preempted), self.timer.take())
+        if self.controller is not None:
+            self.controller.observe(record)
         for observer in list(self.observers):
             observer(record)
         return [row.sequence for row, count in zip(rows, emitted, strict=True) if count or row.sequence.is_finished]

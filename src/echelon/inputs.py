@@ -260,6 +260,11 @@ def check_fields(values: Any, error: type[EchelonError] = ConfigError) -> None:
             raise error(first_problem(failure, value, f"{type(values).__name__}.{field.name}")) from None
 
 
+def cache_folder() -> Path:
+    """Where what is costly to find out again is kept for this user; nothing is lost with it."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "echelon"
+
+
 def made_folder(path: Path, option: str) -> Path:
     """`path` as a folder that can be written.
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 from echelon.draft import RowVerdict, Verdict
 from echelon.errors import RequestError
 from echelon.kv.tables import KVTables
 from echelon.sequence import Plan, PlannedRow, Sequence
-from echelon.step_costs import StepCosts
+from echelon.step_costs import PieceSizes, StepCosts
 
 PROMPT_LOGITS = 128  # prompt tokens a step of a row whose prompt logprobs are wanted: bounds the logits held at once
 
@@ -32,7 +33,8 @@ class Scheduler:
                       line of a rectangle holds a whole row
     refill            without it, waiting rows enter only when all that run are done
     grows_trees       drafts may be trees: then a draft's number of tokens is not bounded by the room left, only its depth is
-    costs             of the steps so far, by which prompts are read in pieces beside rows that decode
+    piece_sizes       how prompts are read in pieces beside rows that decode; by default from what steps have cost so far
+    sheds_drafts      where blocks are lacking, rows go without drafts before any is preempted (no text depends on what is drafted)
     """
 
     def __init__(
@@ -46,6 +48,8 @@ class Scheduler:
         selector: Selector | None = None,
         refill: bool = True,
         grows_trees: bool = False,
+        piece_sizes: PieceSizes | None = None,
+        sheds_drafts: bool = False,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -58,9 +62,11 @@ class Scheduler:
         self._context_switches = context_switches
         self._selector = selector
         self._refill = refill
-        self.costs = StepCosts()
+        self.piece_sizes = piece_sizes or StepCosts()
+        self._sheds_drafts = sheds_drafts
         self._is_open = True  # may rows enter?
         self._is_watched = False  # must the host see the next step's logits?
+        self._is_short = False  # does nothing draft in this step, for lack of blocks?
 
     @property
     def has_work(self) -> bool:
@@ -101,7 +107,7 @@ class Scheduler:
         from its logits and noise; while a step is `in_flight`, slots are reserved for the most that it may add. A plan without rows says
         then that the step in flight has to be settled first.
         """
-        self._is_open = self._is_open or not self.running
+        self._is_open, self._is_short = self._is_open or not self.running, False
         if self._selector is not None:
             return self._selected_step(self._selector)
         plan, pending = Plan([]), in_flight.pending if in_flight else {}
@@ -116,7 +122,7 @@ class Scheduler:
             plan.rows.sort(key=lambda row: -row.max_draft_tokens)
             return plan
         self._is_watched = False
-        if not plan.preempted:
+        if not (plan.preempted or self._is_short):
             self._admit(plan, budget)
         return plan
 
@@ -149,14 +155,30 @@ class Scheduler:
             if pending:
                 plan.runs_ahead = False
                 return 0
+            if self._shed_drafts(plan):
+                continue
             victim = self._preempt()
             plan.preempted.append(victim)
             plan.rows = [r for r in plan.rows if r.sequence is not victim]
         return 0
 
+    def _shed_drafts(self, plan: Plan) -> bool:
+        """Give back what is reserved for drafts, of all rows of this step; false where that is not done, or has been."""
+        if self._is_short or not self._sheds_drafts:
+            return False
+        self._is_short = True
+        for i, row in enumerate(plan.rows):
+            plan.rows[i] = replace(row, max_draft_tokens=0, max_draft_depth=0)
+            for tables in self._tables:
+                tables.commit(row.sequence.id, tables.num_cached(row.sequence.id))
+            has_room = self._reserve(plan.rows[i])
+            assert has_room, f"row {row.sequence.id} lacks what it had"
+        return True
+
     def _left_for_prompts(self, plan: Plan, budget: int) -> int:
         """Of the tokens that a step has left, those that prompts may take: where rows decode in it, they cost a few steps at most."""
-        return self.costs.largest_piece(budget) if any(row.num_new == 1 for row in plan.rows) else budget
+        num_decoding = sum(row.num_new == 1 for row in plan.rows)
+        return self.piece_sizes.largest_piece(budget, num_decoding) if num_decoding else budget
 
     def _is_reading(self, sequence: Sequence) -> bool:
         """Whether more of its text than the last token is to be fed."""
@@ -236,7 +258,7 @@ class Scheduler:
 
         Of those left a step in flight takes at least `num_pending`.
         """
-        asked = sequence.params.num_speculative_tokens
+        asked = 0 if self._is_short else sequence.params.num_speculative_tokens
         limit = self._num_speculative_tokens if asked is None else min(asked, self._num_speculative_tokens)
         rooms = [switch - len(sequence) for switch in self._context_switches if switch >= len(sequence)]
         if self._longest_drafted is not None:

@@ -206,6 +206,14 @@ class Stats:
         longest = max((drafted for drafted, _ in steps), default=0)
         return [sum(n for pair, n in steps.items() if pair[which] > position) for position in range(longest)]
 
+    @property
+    def num_steps_by_length(self) -> dict[int, int]:
+        """Rows' steps by how many drafted tokens of the row were verified."""
+        found: Counter[int] = Counter()
+        for (drafted, _), count in dict(self.acceptance).items():
+            found[drafted] += count
+        return dict(sorted(found.items()))
+
     def histogram(self) -> list[list[int]]:
         """[num_draft_tokens, num_accepted, count], in order: of all rows' steps."""
         return [[*pair, count] for pair, count in sorted(self.acceptance.items())]

@@ -7,12 +7,23 @@ arithmetic is dear.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from echelon.stats import StepRecord
 
 PIECE = 1.75  # steps without a prompt that a piece may cost; a stream then waits for one more, and what steps differ by
 SMALLEST_PIECE = 8  # tokens: fewer cost hardly less
 NEWEST = 0.5  # weight of the last step in the averages
+
+
+class PieceSizes(Protocol):
+    """How large pieces of prompts are beside rows that decode."""
+
+    def observe(self, record: StepRecord) -> None:
+        """Learn from a settled step."""
+
+    def largest_piece(self, limit: int, num_decoding: int) -> int:
+        """Tokens of prompts, `limit` at most, that a step with so many decoding rows may read."""
 
 
 @dataclass
@@ -33,8 +44,8 @@ class StepCosts:
             beside = self.decoding if num_decoding and self.decoding is not None else 0.0
             self.reading = _averaged(self.reading, max(seconds - beside, 0.0) / num_read)
 
-    def largest_piece(self, limit: int) -> int:
-        """Tokens of prompts that a step with decoding rows may read, `limit` at most; that is what it may read while costs are unseen."""
+    def largest_piece(self, limit: int, num_decoding: int) -> int:  # noqa: ARG002
+        """While costs are unseen, a step may read `limit`."""
         if self.decoding is None or self.reading is None or PIECE * self.decoding >= limit * self.reading:
             return limit
         return min(limit, max(SMALLEST_PIECE, int(PIECE * self.decoding / self.reading)))

@@ -84,6 +84,15 @@ class Forest:
             node = int(self.parents[node])
         return tokens[::-1]
 
+    def scores_along(self, nodes: Int64) -> Float64:
+        """float64[M, d]: of `nodes` of one depth d, the logarithm of the probability of each token on the path, given those before it."""
+        along = []
+        while len(nodes) and self.parents[nodes[0]] >= 0:
+            above = self.parents[nodes]
+            along.append(self.scores[nodes] - self.scores[above])
+            nodes = above
+        return np.stack(along[::-1], 1) if along else np.zeros((len(nodes), 0))
+
     def draft(self, is_kept: Bool, has_scores: bool = False) -> Draft:
         """The kept nodes, whose parents must be kept too; `has_scores`: scores are logarithms of probabilities."""
         kept = np.flatnonzero(is_kept & (self.parents >= 0))
@@ -97,11 +106,12 @@ class Forest:
 
 
 class Growth(ABC):
-    """`width`: most children of a node; `depth`: longest path; `only_ranks`: of scores only their order matters, and which are −∞;
-    `sharpness`: what logits of greedy places are multiplied by before they become scores.
+    """`width`: most children of a node; `breadth`: most nodes of a level that go on; `depth`: longest path; `only_ranks`: of scores only
+    their order matters, and which are −∞; `sharpness`: what logits of greedy places are multiplied by before they become scores.
     """
 
     width: int
+    breadth: int
     depth: int
     only_ranks = False
     sharpness = 1.0
@@ -163,6 +173,8 @@ class StaticTree(Growth):
         self.only_ranks = only_ranks
         given = _checked_paths(paths)
         self.width, self.depth = 1 + max(path[-1] for path in given), max(map(len, given))
+        inner = {path[:-1] for path in given if len(path) > 1}
+        self.breadth = max(np.bincount([len(path) for path in inner]), default=1)
         # kind of a node: 0 the root, i + 1 path i; children by kind: their rank, and their kind (0: none)
         of_path = {(): 0} | {path: i + 1 for i, path in enumerate(given)}
         parents = [of_path[path[:-1]] for path in given]
@@ -206,7 +218,8 @@ class BestFirst(Growth):
     """
 
     def __init__(self, top_k: int, depth: int, sharpness: float = 1.0) -> None:
-        self.width, self.depth, self.sharpness = top_k, depth, sharpness
+        self.width = self.breadth = top_k
+        self.depth, self.sharpness = depth, sharpness
 
     def grow(self, forest: Forest, nodes: Int64, tokens: Int64, scores: Float64) -> Int64:
         parents, flat, joint = _joint(forest, nodes, tokens, scores)
@@ -241,7 +254,8 @@ class LevelByLevel(Growth):
     QUARTER = 0.25
 
     def __init__(self, top_p: float, width: int, depth: int) -> None:
-        self.width, self.depth, self._top_p = width, depth, top_p
+        self.width = self.breadth = width
+        self.depth, self._top_p = depth, top_p
 
     def grow(self, forest: Forest, nodes: Int64, tokens: Int64, scores: Float64) -> Int64:
         share = np.exp(np.nan_to_num(scores, nan=-np.inf, neginf=-np.inf))

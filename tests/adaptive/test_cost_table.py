@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 
 from echelon import ConfigError
-from echelon.adaptive.cost_table import LEAST, MOST, Correction, CostCurve, CostTable, thinned
+from echelon.adaptive.cost_table import LEAST, MOST, Correction, CostCurve, CostTable, monotone
 
 CURVE = CostCurve(tokens=(1, 4, 8), milliseconds=(10.0, 13.0, 21.0))
 
 
 def test_a_curve_goes_through_its_points_and_on() -> None:
     assert CURVE.at(np.array([0, 1, 2, 4, 6, 8, 10])).tolist() == [0.0, 10.0, 11.0, 13.0, 17.0, 21.0, 25.0]
-    assert thinned([1, 2, 3], [5.0, 4.0, 6.0]).at(np.arange(1, 4)).tolist() == [5.0, 5.0, 6.0]
+    assert monotone([1, 2, 3], [5.0, 4.0, 6.0]).at(np.arange(1, 4)).tolist() == [5.0, 5.0, 6.0]
 
 
 @pytest.mark.parametrize(
-    "broken", [{"tokens": (1,)}, {"tokens": (4, 1, 8)}, {"milliseconds": (1.0, 2.0)}, {"milliseconds": (1.0, 0.0, 2.0)}]
+    "broken", [{"tokens": ()}, {"tokens": (1,)}, {"tokens": (4, 1, 8)}, {"milliseconds": (1.0, 2.0)}, {"milliseconds": (1.0, 0.0, 2.0)}]
 )
 def test_what_is_no_curve_is_refused(broken: dict[str, tuple[float, ...]]) -> None:
     with pytest.raises(ConfigError):

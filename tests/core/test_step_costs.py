@@ -38,22 +38,22 @@ def learned(decoding: float, token: float) -> StepCosts:
 
 @pytest.mark.parametrize(("decoding", "token"), [(0.1, 0.01), (0.1, 0.001), (0.02, 0.0005)])
 def test_a_piece_costs_so_many_steps(decoding: float, token: float) -> None:
-    piece = learned(decoding, token).largest_piece(LIMIT)
+    piece = learned(decoding, token).largest_piece(LIMIT, 1)
     assert piece == pytest.approx(PIECE * decoding / token, abs=1)
 
 
 def test_a_piece_is_bounded_at_both_ends() -> None:
-    assert learned(0.1, 1.0).largest_piece(LIMIT) == SMALLEST_PIECE
-    assert learned(0.1, 1e-6).largest_piece(LIMIT) == LIMIT
-    assert learned(0.1, 0.0).largest_piece(LIMIT) == LIMIT
-    assert learned(0.1, 1.0).largest_piece(3) == 3
+    assert learned(0.1, 1.0).largest_piece(LIMIT, 1) == SMALLEST_PIECE
+    assert learned(0.1, 1e-6).largest_piece(LIMIT, 1) == LIMIT
+    assert learned(0.1, 0.0).largest_piece(LIMIT, 1) == LIMIT
+    assert learned(0.1, 1.0).largest_piece(3, 1) == 3
 
 
 def test_nothing_is_bounded_by_what_was_not_seen() -> None:
     costs = StepCosts()
-    assert costs.largest_piece(LIMIT) == LIMIT
+    assert costs.largest_piece(LIMIT, 1) == LIMIT
     costs.observe(record(0.1, 1))
-    assert costs.largest_piece(LIMIT) == LIMIT
+    assert costs.largest_piece(LIMIT, 1) == LIMIT
     costs = StepCosts()
     costs.observe(record(9.0, 1, 500))  # what of it was decoding is not known
     assert costs.reading is None
@@ -63,7 +63,7 @@ def test_a_prompt_read_alone_says_what_a_token_costs() -> None:
     costs = StepCosts()
     costs.observe(record(1.0, 500))
     costs.observe(record(0.1, 1))
-    assert costs.largest_piece(LIMIT) == int(PIECE * 0.1 / (1.0 / 500))
+    assert costs.largest_piece(LIMIT, 1) == int(PIECE * 0.1 / (1.0 / 500))
 
 
 def planned(scheduler: Scheduler) -> list[int]:
@@ -74,7 +74,7 @@ def running(costs: StepCosts, *prompts: tuple[int, int]) -> Scheduler:
     """Rows of (tokens, cached tokens)."""
     tables = BlockTables(1000, 16, 200)
     scheduler = Scheduler([tables], 8, LIMIT, 0)
-    scheduler.costs = costs
+    scheduler.piece_sizes = costs
     for number, (length, cached) in enumerate(prompts):
         scheduler.add(sequence(number, length))
         if cached:
@@ -86,7 +86,7 @@ def running(costs: StepCosts, *prompts: tuple[int, int]) -> Scheduler:
 
 def test_the_scheduler_reads_in_pieces_beside_rows_that_decode() -> None:
     costs = learned(0.1, 0.01)
-    piece = costs.largest_piece(LIMIT)
+    piece = costs.largest_piece(LIMIT, 1)
     assert planned(running(costs, (40, 39), (900, 0))) == [1, piece]
     assert planned(running(costs, (40, 39), (900, 100))) == [1, piece]
     assert planned(running(costs, (40, 39), (50, 49), (900, 100), (900, 0))) == [1, 1, piece // 2, piece - piece // 2]
@@ -103,7 +103,7 @@ def test_an_engine_learns_and_texts_stay() -> None:
     params = SamplingParams(max_tokens=12, temperature=0)
     alone = [LLM(target).generate([p], params)[0].outputs[0].token_ids for p in prompts]
     llm = LLM(target, max_num_seqs=3)
-    costs = llm.engine.scheduler.costs
+    costs = llm.engine.scheduler.piece_sizes
     costs.decoding, costs.reading = 1.0, 1.0  # pieces of SMALLEST_PIECE at first
     assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == alone
     assert max(costs.decoding, costs.reading) < 1.0

@@ -1,36 +1,68 @@
-"""Decides in every step how much is drafted for each row, and which drafted tokens of all rows are verified.
+"""Decides in every step for which rows how much is drafted, and which drafted tokens of all rows are verified.
 
-Both maximise tokens a millisecond, from chances that are learned (`survival`) and costs that are measured (`cost_table`). Where nothing
-pays the step is a plain one; now and then one row drafts all the same, to notice when it would pay again. With exact acceptance no text
-depends on any of it.
+With exact acceptance no text depends on any of it, and all rows share one price: `BatchController` makes tokens a millisecond as many as it
+can, from chances that are learned (`survival`) and costs that are measured (`cost_table`). Under the other rules a text depends on how much
+was drafted, and a row's own past alone decides (`RowController`), so that no neighbour changes its text, and nothing that was drawn decides
+whether it is verified, so that the distribution stays.
+
+Where nothing pays the step is a plain one; now and then a row drafts all the same, to notice when it would pay again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 
 from echelon.adaptive.cost_table import Correction, CostTable
-from echelon.adaptive.planning import admitted, draft_lengths, survivals
+from echelon.adaptive.hindsight import LONGEST, Hindsight
+from echelon.adaptive.planning import Bool, Underway, admitted, draft_lengths, survivals
 from echelon.adaptive.survival import Survival
-from echelon.draft import Draft, Float64, Int64
+from echelon.draft import Draft, Float64, Int64, RowVerdict
 from echelon.sequence import PlannedRow
 from echelon.stats import StepRecord
 
 PROBE = 64  # plain steps after which one row drafts a token
 NEWEST = 0.1  # of the newest step in the mean of what drafting takes over what the table says
+MOST_EXCESS = 4.0  # times what the table says, and no more, is believed of one step's drafting
+OWN_PRIOR, OWN_HOPE = 4.0, 0.8  # a row's chances before anything of it was verified, and counts that these weigh
+OWN_HALF_LIFE = 64.0  # steps until a row's count is worth half
+
+
+class Controller(Protocol):
+    """What the engine asks in a step, in this order, and a drafter between the first two, level by level."""
+
+    def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
+        """The rows, of which those that shall draft have room for it."""
+
+    def goes_on(self, rows: Int64, scores: Float64) -> Bool:
+        """bool[M]: whether drafts grow by another level. `rows` int64[M] are places among those planned, of drafted paths with the
+        logarithms of the drafter's probabilities `scores` float64[M, d].
+        """
+
+    def chosen(self, rows: SequenceOf[PlannedRow], draft: Draft) -> Draft:
+        """What of the draft of these rows is verified."""
+
+    def observe(self, record: StepRecord) -> None:
+        """Learn from a settled step."""
+
+    def forget(self, row: int) -> None:
+        """The row finished or was aborted; one that was never seen is fine."""
+
+    def as_metrics(self) -> dict[str, Any]:
+        """Counters and gauges by name."""
 
 
 @dataclass(frozen=True)
 class _Shape:
     """What a step costs apart from drafts: tokens fed, keys read, rows that emit, and those of them that draw by noise."""
 
-    num_tokens: int
-    num_keys: int
-    num_sampled: int
-    num_drawn: int
+    num_tokens: int = 0
+    num_keys: int = 0
+    num_sampled: int = 0
+    num_drawn: int = 0
 
     @classmethod
     def of(cls, rows: SequenceOf[PlannedRow]) -> _Shape:
@@ -39,95 +71,109 @@ class _Shape:
         return cls(sum(r.num_new for r in rows), sum(r.start + r.num_new for r in rows), len(sampled), drawn)
 
 
-class Controller:
-    """Plans drafts and learns from steps. `corrects`: costs follow what steps take; otherwise the same requests give the same plan."""
+class BatchController:
+    """One price for the drafted tokens of all rows, tokens a millisecond; for exact acceptance.
+
+    `corrects`: costs follow what steps take. Without, the same requests give the same plan.
+    """
 
     def __init__(self, table: CostTable, corrects: bool = True) -> None:
-        self.table, self.survival, self.correction = table, Survival(), Correction()
+        self.table, self.survival, self.correction, self.hindsight = table, Survival(), Correction(), Hindsight()
         self._corrects = corrects
         self._drafting = 1.0  # milliseconds that drafting takes over what the table says
-        self._shape = _Shape(0, 0, 0, 0)
-        self._draft: Draft | None = None  # what is verified in this step,
-        self._rows: dict[int, int] = {}  # of these rows, by sequence: their places in it
-        self._drafting_ms = 0.0  # what the table says of drafting it
-        self._num_idle = 0
+        self._num_idle = 0  # plain steps in a row
+        self._shape = _Shape()
+        self._rows: SequenceOf[PlannedRow] = ()
+        self._step = Underway(0.0)
+        self._draft: Draft | None = None  # what is verified in this step
 
     def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
-        """The rows, each with at most as long a draft as is worth its time."""
         self._shape, self._draft = _Shape.of(rows), None
-        drafting = [i for i, row in enumerate(rows) if row.max_draft_depth > 0]
-        if not drafting:
-            return list(rows)
-        limits = np.array([rows[i].max_draft_depth for i in drafting])
-        chances = self.survival.expected(np.array([rows[i].sequence.id for i in drafting]), int(limits.max()))
-        lengths, _ = draft_lengths(chances, limits, self._shape.num_sampled, self._step_ms, self._level_ms)
-        self._num_idle = 0 if lengths.any() else self._num_idle + 1
+        self._step = Underway(float(self._shape.num_sampled))
+        drafting = np.array([i for i, row in enumerate(rows) if row.max_draft_depth > 0], np.int64)
+        lengths = self._lengths([rows[i] for i in drafting]) if len(drafting) else drafting
+        self._num_idle = 0 if lengths.any() or not len(drafting) else self._num_idle + 1
+        found = [row if row.max_draft_depth == 0 else _without_draft(row) for row in rows]
+        for i in drafting[lengths > 0].tolist():
+            found[i] = rows[i]
         if self._num_idle >= PROBE:
-            lengths[0], self._num_idle = 1, 0
-        found = list(rows)
-        for i, length in zip(drafting, lengths.tolist(), strict=True):
-            row = rows[i]
-            found[i] = replace(row, max_draft_tokens=row.max_draft_tokens if length else 0, max_draft_depth=length)
-            if row.max_draft_tokens == row.max_draft_depth:  # a chain
-                found[i] = replace(row, max_draft_tokens=length, max_draft_depth=length)
+            first, self._num_idle = int(drafting[0]), 0
+            found[first] = replace(rows[first], max_draft_depth=1, max_draft_tokens=1)
+        self._rows = found
         return found
 
+    def _lengths(self, rows: SequenceOf[PlannedRow]) -> Int64:
+        limits = np.array([row.max_draft_depth for row in rows])
+        chances = self.survival.expected(_ids(rows), int(limits.max()))
+        return draft_lengths(self._step, np.ones(len(rows)), chances, limits, self._step_ms, self._level_ms)[0]
+
+    def goes_on(self, rows: Int64, scores: Float64) -> Bool:
+        own, depth = [self._rows[i] for i in rows.tolist()], scores.shape[1]
+        ids, step = _ids(own), self._step
+        chances = self.survival.chances(np.repeat(ids, depth), np.tile(np.arange(depth), len(own)), scores.ravel())
+        survival = chances.reshape(scores.shape).prod(1)
+        spent = step.spent_ms + float(self._level_ms(np.array(len(own))))
+        self._step = step = Underway(step.emitted + float(survival.sum()), step.num_drafted + len(own), spent)
+        limits = np.array([row.max_draft_depth for row in own]) - depth
+        if limits.max() <= 0:
+            return np.zeros(len(own), np.bool_)
+        expected = self.survival.expected(ids, depth + int(limits.max()))[:, depth:]
+        return np.asarray(draft_lengths(step, survival, expected, limits, self._step_ms, self._level_ms)[0] > 0)
+
     def chosen(self, rows: SequenceOf[PlannedRow], draft: Draft) -> Draft:
-        """What of the draft of these rows is worth verifying."""
         if not len(draft.tokens):
             return draft
-        ids = np.array([row.sequence.id for row in rows])[draft.rows]
-        chances = self.survival.chances(ids, draft.depths, _scores(draft))
-        survival = survivals(np.where(draft.parents < 0, -1, draft.parents + draft.indptr[draft.rows]), chances)
-        self._note(draft, chances)
-        at_depth = np.bincount(draft.depths)
-        self._drafting_ms = float(self.table.level_ms(at_depth).sum())
-        spent = self._drafting * self._drafting_ms
-        self._draft = draft.only(admitted(survival, draft.depths, self._shape.num_sampled, self._step_ms, spent))
-        self._rows = {row.sequence.id: i for i, row in enumerate(rows)}
+        chances = self.survival.chances(_ids(rows)[draft.rows], draft.depths, _scores(draft))
+        survival = survivals(_parents(draft), chances)
+        self.survival.drafted(*_best(draft, chances))
+        is_admitted = admitted(survival, draft.depths, self._shape.num_sampled, self._step_ms, self._step.spent_ms)
+        self._draft = draft.only(is_admitted)
+        self.hindsight.num_proposed += len(draft.tokens)
         return self._draft
 
     def observe(self, record: StepRecord) -> None:
-        """Learn what was kept, and what the step took."""
         draft, self._draft = self._draft, None
+        place = {row.sequence.id: i for i, row in enumerate(self._rows)}
         if draft is not None and len(draft.tokens):
-            self._learn(draft, record)
-        if not self._corrects or any(row.num_new > 1 for row in record.rows):
-            return
-        seconds = dict(record.seconds)
+            self._learn(draft, {place[row.sequence.id]: kept for row, kept in zip(record.rows, record.verdict, strict=True)})
+        if not any(row.num_new > 1 for row in record.rows):
+            self._measure(record, 0 if draft is None else len(draft.tokens))
+
+    def _measure(self, record: StepRecord, num_drafted: int) -> None:
+        """Compare what a step took with what was said of it."""
+        plain, whole = self._table_ms(np.array([0, num_drafted])).tolist()
+        seconds, spent = dict(record.seconds), self._step.spent_ms
         drafting = seconds.pop("draft", 0.0) * 1e3
-        plain, whole = self._table_ms(np.array([0, 0 if draft is None else len(draft.tokens)]))
-        if plain > 0.0:
-            self.correction.observe(float(plain), float(whole - plain), sum(seconds.values()) * 1e3)
-        if draft is not None and self._drafting_ms > 0.0:
-            self._drafting += NEWEST * (drafting / self._drafting_ms - self._drafting)
+        measured = sum(seconds.values()) * 1e3
+        lengths = np.arange(LONGEST + 1) * self._shape.num_sampled
+        fixed_ms = self._step_ms(lengths) + np.arange(LONGEST + 1) * float(self._level_ms(np.array(self._shape.num_sampled)))
+        predicted = spent + float(self._step_ms(np.array([num_drafted]))[0])
+        accepted = np.array([len(kept.path) for kept in record.verdict if kept.next_token >= 0], np.int64)
+        self.hindsight.observe(predicted, drafting + measured, accepted, fixed_ms)
+        if self._corrects:
+            self.correction.observe(plain, whole - plain, measured)
+            if spent > 0.0:
+                excess = min(drafting / (spent / self._drafting), MOST_EXCESS)
+                self._drafting += NEWEST * (excess - self._drafting)
 
     def forget(self, row: int) -> None:
-        """The row finished or was aborted; one that was never seen is fine."""
         self.survival.forget(row)
 
-    def _learn(self, draft: Draft, record: StepRecord) -> None:
-        is_kept = np.zeros(len(draft.tokens), np.bool_)
-        is_known = np.zeros(draft.num_rows, np.bool_)
-        ids = np.zeros(draft.num_rows, np.int64)
-        for row, kept in zip(record.rows, record.verdict, strict=True):
-            place = self._rows.get(row.sequence.id, -1)
-            if place >= 0 and kept.next_token >= 0:
-                is_known[place], ids[place] = True, row.sequence.id
-                is_kept[draft.indptr[place] + np.asarray(kept.path, np.int64)] = True
-        parents = draft.parents + draft.indptr[draft.rows]
-        reached = is_known[draft.rows] & ((draft.parents < 0) | is_kept[np.maximum(parents, 0)])
-        if reached.any():
-            scores = _scores(draft)
-            self.survival.observe(ids[draft.rows[reached]], draft.depths[reached], scores[reached], is_kept[reached])
+    def as_metrics(self) -> dict[str, Any]:
+        factors = {"plain": self.correction.plain, "drafted": self.correction.extra, "drafting": self._drafting}
+        return self.hindsight.as_metrics() | {"cost_factors": factors}
 
-    def _note(self, draft: Draft, chances: Float64) -> None:
-        """Of every row and depth the best chance, which is what the next level of a draft is worth."""
-        width = int(draft.depths.max()) + 1
-        best = np.zeros(draft.num_rows * width)
-        np.maximum.at(best, draft.rows * width + draft.depths, chances)
-        found = np.flatnonzero(best)
-        self.survival.drafted(found % width, best[found])
+    def _learn(self, draft: Draft, verdict: dict[int, RowVerdict]) -> None:
+        """Learn from the rows, by their places, that emitted: their drafted tokens whose parents were kept."""
+        is_kept, is_known = np.zeros(len(draft.tokens), np.bool_), np.zeros(draft.num_rows, np.bool_)
+        for place, kept in verdict.items():
+            is_known[place] = kept.next_token >= 0
+            is_kept[draft.indptr[place] + np.asarray(kept.path, np.int64)] = True
+        parents = _parents(draft)
+        reached = is_known[draft.rows] & ((parents < 0) | is_kept[np.maximum(parents, 0)])
+        if reached.any():
+            ids = _ids(self._rows)[draft.rows[reached]]
+            self.survival.observe(ids, draft.depths[reached], _scores(draft)[reached], is_kept[reached])
 
     def _table_ms(self, num_drafted: Int64) -> Float64:
         """What the table says of steps with so many drafted tokens."""
@@ -141,6 +187,102 @@ class Controller:
 
     def _level_ms(self, num_rows: Int64) -> Float64:
         return self._drafting * self.table.level_ms(num_rows)
+
+
+@dataclass
+class _OwnPast:
+    """Fading counts of what became of a row's drafts, float64[D] by place, and its plain steps in a row."""
+
+    right: Float64
+    tried: Float64
+    num_idle: int = 0
+    drafted: int = field(default=0)  # the longest path drafted for it in this step
+
+    def chances(self) -> Float64:
+        """float64[D]: of a token at each place, if those before it are kept."""
+        return np.asarray((self.right + OWN_PRIOR * OWN_HOPE) / (self.tried + OWN_PRIOR))
+
+    def count(self, num_kept: int) -> None:
+        """Of the path that was drafted so many tokens were kept."""
+        fade = 0.5 ** (1.0 / OWN_HALF_LIFE)
+        self.right, self.tried = self.right * fade, self.tried * fade
+        self.right[:num_kept] += 1.0
+        self.tried[: min(num_kept + 1, self.drafted)] += 1.0
+
+
+class RowController:
+    """Each row's draft by its own past and by what a step of it alone would cost as the table says; for rules under which that matters.
+
+    `most_depth`: most tokens on a path; `nodes_per_level`: drafted tokens of a tree by its depth, 1 for chains.
+    """
+
+    def __init__(self, table: CostTable, most_depth: int, nodes_per_level: float = 1.0) -> None:
+        lengths = np.arange(most_depth + 1)
+        tokens = 1 + np.ceil(lengths * nodes_per_level).astype(np.int64)
+        self._ms = table.step_ms(tokens, 0, np.zeros(1)) + np.cumsum(np.where(lengths > 0, table.level_ms(np.ones(1, np.int64)), 0.0))
+        self._rows: dict[int, _OwnPast] = {}
+        self._most_depth = most_depth
+
+    def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
+        return [row if row.max_draft_depth == 0 else self._planned(row) for row in rows]
+
+    def _planned(self, row: PlannedRow) -> PlannedRow:
+        zeros = np.zeros(self._most_depth)
+        past = self._rows.setdefault(row.sequence.id, _OwnPast(zeros, zeros))
+        emitted = 1.0 + np.concatenate([[0.0], np.cumsum(np.cumprod(past.chances()))])
+        length = min(int(np.argmax(emitted / self._ms)), row.max_draft_depth)
+        past.num_idle = 0 if length else past.num_idle + 1
+        if past.num_idle >= PROBE:
+            length, past.num_idle = 1, 0
+        is_chain = row.max_draft_tokens == row.max_draft_depth
+        tokens = length if is_chain or not length else row.max_draft_tokens
+        return replace(row, max_draft_tokens=tokens, max_draft_depth=length)
+
+    def goes_on(self, rows: Int64, scores: Float64) -> Bool:  # noqa: ARG002
+        return np.ones(len(rows), np.bool_)
+
+    def chosen(self, rows: SequenceOf[PlannedRow], draft: Draft) -> Draft:
+        longest = np.zeros(draft.num_rows, np.int64)
+        np.maximum.at(longest, draft.rows, draft.depths + 1)
+        for row, length in zip(rows, longest.tolist(), strict=True):
+            if (past := self._rows.get(row.sequence.id)) is not None:
+                past.drafted = length
+        return draft
+
+    def observe(self, record: StepRecord) -> None:
+        for row, kept in zip(record.rows, record.verdict, strict=True):
+            past = self._rows.get(row.sequence.id)
+            if past is not None and kept.num_draft_tokens:
+                past.count(len(kept.path))
+
+    def forget(self, row: int) -> None:
+        self._rows.pop(row, None)
+
+    def as_metrics(self) -> dict[str, Any]:
+        return {}
+
+
+def _without_draft(row: PlannedRow) -> PlannedRow:
+    return replace(row, max_draft_tokens=0, max_draft_depth=0)
+
+
+def _ids(rows: SequenceOf[PlannedRow]) -> Int64:
+    """int64[B]"""
+    return np.array([row.sequence.id for row in rows], np.int64)
+
+
+def _parents(draft: Draft) -> Int64:
+    """int64[N]: parents among all nodes, −1 for a root's child."""
+    return np.where(draft.parents < 0, -1, draft.parents + draft.indptr[draft.rows]).astype(np.int64)
+
+
+def _best(draft: Draft, chances: Float64) -> tuple[Int64, Float64]:
+    """Of every row and depth that was drafted the depth and the best chance, which is what another level of a draft is worth."""
+    width = int(draft.depths.max()) + 1
+    best = np.zeros(draft.num_rows * width)
+    np.maximum.at(best, draft.rows * width + draft.depths, chances)
+    found = np.flatnonzero(best)
+    return found % width, best[found]
 
 
 def _scores(draft: Draft) -> Float64:

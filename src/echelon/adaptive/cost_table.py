@@ -14,6 +14,8 @@ from pydantic import Field, model_validator
 
 from echelon.draft import Float64, Int64
 from echelon.settings import Settings
+from echelon.stats import StepRecord
+from echelon.step_costs import PIECE, SMALLEST_PIECE
 
 HALF_LIFE = 25.0  # steps until a measurement counts half
 TRUST = 0.1  # steps that the table counts as, where steps say little
@@ -23,13 +25,13 @@ LEAST, MOST = 0.3, 4.0  # factors that are believed
 class CostCurve(Settings):
     """Milliseconds of a pass by its tokens: measured points, straight lines between them, and the last slope beyond."""
 
-    tokens: tuple[int, ...] = Field(min_length=2)
+    tokens: tuple[int, ...] = Field(min_length=1)
     milliseconds: tuple[float, ...]
 
     @model_validator(mode="after")
     def _is_a_curve(self) -> CostCurve:
         if len(self.tokens) != len(self.milliseconds) or list(self.tokens) != sorted(set(self.tokens)) or self.tokens[0] < 1:
-            raise ValueError("a cost curve needs one time for each of two or more rising numbers of tokens")
+            raise ValueError("a cost curve needs one time for each of rising numbers of tokens")
         if not all(np.isfinite(self.milliseconds)) or min(self.milliseconds) <= 0.0:
             raise ValueError("the times of a cost curve are above 0 milliseconds")
         return self
@@ -38,7 +40,7 @@ class CostCurve(Settings):
         """Milliseconds float64[...] of passes over so many tokens int64[...]; 0 where there are none. More tokens never cost less."""
         times = np.maximum.accumulate(np.asarray(self.milliseconds))
         found = np.interp(tokens, self.tokens, times)
-        slope = (times[-1] - times[-2]) / (self.tokens[-1] - self.tokens[-2])
+        slope = (times[-1] - times[-2]) / (self.tokens[-1] - self.tokens[-2]) if len(times) > 1 else 0.0
         beyond = np.maximum(np.asarray(tokens) - self.tokens[-1], 0) * slope
         return np.where(np.asarray(tokens) > 0, found + beyond, 0.0)
 
@@ -66,6 +68,25 @@ class CostTable(Settings):
         return self.drafting.at(tokens) if self.drafting is not None else np.zeros(np.shape(tokens))
 
 
+class TablePieces:
+    """Sizes of prompts' pieces by the table alone, so that the same requests are read in the same pieces."""
+
+    def __init__(self, table: CostTable) -> None:
+        self._curve = table.step
+
+    def observe(self, record: StepRecord) -> None:
+        """Whatever steps take, the table stays."""
+
+    def largest_piece(self, limit: int, num_decoding: int) -> int:
+        """A piece costs at most PIECE steps of the rows beside it."""
+        decoding, whole = (float(self._curve.at(np.array(n))) for n in (num_decoding, num_decoding + limit))
+        if whole <= (1.0 + PIECE) * decoding:
+            return limit
+        sizes = np.arange(1, limit + 1)
+        fitting = int((self._curve.at(num_decoding + sizes) <= (1.0 + PIECE) * decoding).sum())
+        return min(limit, max(SMALLEST_PIECE, fitting))
+
+
 class Correction:
     """Two factors by which steps take longer than the table says: `plain` of a step without drafts, `extra` of what drafts add to it."""
 
@@ -87,7 +108,7 @@ class Correction:
         return np.asarray(self.plain * plain_ms + self.extra * (step_ms - plain_ms))
 
 
-def thinned(tokens: SequenceOf[int], milliseconds: SequenceOf[float]) -> CostCurve:
+def monotone(tokens: SequenceOf[int], milliseconds: SequenceOf[float]) -> CostCurve:
     """The curve through these points; times fall nowhere."""
     times = np.maximum.accumulate(np.asarray(milliseconds, np.float64))
     return CostCurve(tokens=tuple(tokens), milliseconds=tuple(times.tolist()))

@@ -8,18 +8,19 @@ highest (DSpark, arXiv 2607.05147, Alg. 1, with measured costs).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.draft import Float64, Int32, Int64
+from echelon.draft import Float64, Int64
 
 Bool = NDArray[np.bool_]
 Cost = Callable[[Int64], Float64]  # numbers of tokens int64[...] → milliseconds float64[...]
 
 
-def survivals(parents: Int32, chances: Float64) -> Float64:
-    """float64[N]: products of `chances` float64[N] along paths; `parents` int32[N] are indices among the same nodes, −1 a root's child.
+def survivals(parents: Int64, chances: Float64) -> Float64:
+    """float64[N]: products of `chances` float64[N] along paths; `parents` int64[N] are indices among the same nodes, −1 a root's child.
 
     Parents come before their children.
     """
@@ -45,17 +46,26 @@ def admitted(survival: Float64, depths: Int64, num_sampled: int, step_ms: Cost, 
     return is_admitted
 
 
-def draft_lengths(chances: Float64, limits: Int64, num_sampled: int, step_ms: Cost, level_ms: Cost) -> tuple[Int64, float]:
-    """Lengths int64[B] of the chains to draft, and the tokens a millisecond that are expected of the step.
+@dataclass(frozen=True)
+class Underway:
+    """A step so far: tokens that it is expected to emit, drafted tokens in it, milliseconds that drafting them took."""
 
-    chances      float64[B, D]: of each token, if those before it are kept
-    limits       int64[B]: most tokens of each row's draft
-    num_sampled  rows that emit a token of their own; B or more
-    step_ms      of a step with so many drafted tokens
-    level_ms     of drafting a token for so many rows
+    emitted: float
+    num_drafted: int = 0
+    spent_ms: float = 0.0
+
+
+def draft_lengths(step: Underway, survival: Float64, chances: Float64, limits: Int64, step_ms: Cost, level_ms: Cost) -> tuple[Int64, float]:
+    """How many further tokens int64[B] to draft of each chain, and the tokens a millisecond that are expected of the step then.
+
+    survival  float64[B]: of what is drafted of each chain; 1 where nothing is
+    chances   float64[B, D]: of each further token, if those before it are kept
+    limits    int64[B]: most further tokens of each chain
+    step_ms   of a step with so many drafted tokens
+    level_ms  of drafting a token for so many chains
     """
     num_rows, depth = chances.shape
-    survival = np.where(np.arange(depth) < limits[:, None], np.cumprod(chances, 1), 0.0)
+    survival = np.where(np.arange(depth) < limits[:, None], survival[:, None] * np.cumprod(chances, 1), 0.0)
     row, place = np.divmod(np.arange(num_rows * depth), max(depth, 1))
     order = np.lexsort((row, place, -survival.ravel()))
     order = order[survival.ravel()[order] > 0.0]
@@ -64,11 +74,11 @@ def draft_lengths(chances: Float64, limits: Int64, num_sampled: int, step_ms: Co
     gained = np.cumsum(is_within * survival.ravel()[order], 1)
     at_place = np.cumsum(is_within[:, :, None] & (place[:, None] == np.arange(depth)), 1)  # [D + 1, N, D]: rows drafted for at each place
     drafting = level_ms(at_place).sum(-1)
-    rates = (num_sampled + gained) / (drafting + step_ms(at_place.sum(-1)))
-    plain = num_sampled / float(step_ms(np.zeros(1, np.int64))[0])
+    rates = (step.emitted + gained) / (step.spent_ms + drafting + step_ms(step.num_drafted + at_place.sum(-1)))
+    rate_now = step.emitted / (step.spent_ms + float(step_ms(np.array([step.num_drafted]))[0]))
     lengths = np.zeros(num_rows, np.int64)
-    if not rates.size or rates.max() <= plain:
-        return lengths, plain
+    if not rates.size or rates.max() <= rate_now:
+        return lengths, rate_now
     longest, count = np.unravel_index(int(np.argmax(rates)), rates.shape)
     chosen = row[: int(count) + 1][is_within[longest, : int(count) + 1]]
     return np.bincount(chosen, minlength=num_rows).astype(np.int64), float(rates.max())

@@ -24,6 +24,7 @@ from echelon.bench.verify import STRATEGIES
 from echelon.memory import mebibytes
 from echelon.model.load.loading import LoadedModel
 from echelon.ops import compiled
+from echelon.ops.devices import cpu_name
 from echelon.stats import Stats
 
 Prompts = SequenceOf[SequenceOf[int]]
@@ -246,14 +247,6 @@ def compared(result: ThroughputResult, outputs: SequenceOf[SequenceOf[int]], tru
     if result.method.startswith("replay") or not truth:
         return result
     return replace(result, num_identical=sum(a == b for a, b in zip(outputs, truth, strict=True)), num_rows=len(truth))
-
-
-def cpu_name() -> str:
-    """The processor as the system names it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def environment() -> dict[str, str]:

@@ -14,6 +14,7 @@ from huggingface_hub import snapshot_download
 
 from echelon import LLM
 from echelon.errors import ConfigError
+from echelon.inputs import cache_folder
 
 KINDS = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")  # settings, template, tokenizer and weights of a checkpoint
 WORTH_NOTING = 2**20  # bytes; smaller files are read again
@@ -95,7 +96,7 @@ def noted_hash(path: Path) -> str:
 
 
 def _notes_file() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "echelon" / "hashes.json"
+    return cache_folder() / "hashes.json"
 
 
 def _read_notes() -> dict[str, str]:

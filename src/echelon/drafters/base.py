@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from echelon.draft import Draft, Verdict
+from echelon.draft import Draft, Float64, Int64, Verdict
 from echelon.heads.base import HiddenStateName
 from echelon.sequence import PlannedRow
 
@@ -35,12 +38,26 @@ class Drafter(Protocol):
         return
 
 
+Pace = Callable[[Int64, Float64], NDArray[np.bool_]]
+
+
+def every(rows: Int64, scores: Float64) -> NDArray[np.bool_]:  # noqa: ARG001
+    """Go on with every draft."""
+    return np.ones(len(rows), np.bool_)
+
+
 @runtime_checkable
-class Rehearsing(Protocol):
-    """A drafter whose work costs something worth counting."""
+class LevelDrafter(Protocol):
+    """A drafter that works level by level, a pass each, and may stop after any.
+
+    pace  asked after each level which drafts grow by another: of paths, with the places of their rows int64[M] among those proposed for and
+          the logarithms of their tokens' probabilities float64[M, d], bool[M]
+    """
+
+    pace: Pace
 
     def rehearse(self, num_rows: int) -> None:
-        """Do the work of drafting one token for so many rows, to be measured before any request has come."""
+        """Do the work of drafting a level for so many rows, to be measured before any request has come."""
 
 
 class NoDrafter(Drafter):

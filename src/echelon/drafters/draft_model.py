@@ -24,7 +24,7 @@ from torch import Tensor
 from echelon.acceptance import argmax_rows
 from echelon.batch import Span
 from echelon.draft import Draft, Float64, Int64, Verdict
-from echelon.drafters.base import Drafter
+from echelon.drafters.base import Drafter, Pace, every
 from echelon.drafters.frontier import Frontier, grow
 from echelon.model.runner import Draws, Runner
 from echelon.ops.devices import on_host
@@ -36,9 +36,12 @@ from echelon.trees import Forest, Growth
 
 @dataclass
 class _Chain:
-    """What is drafted of a row: `tokens`, the distribution that each was drawn from where rejection asks, their log-probabilities."""
+    """What is drafted of a row, at `place` among those proposed for: `tokens`, the distribution that each was drawn from where rejection
+    asks, their log-probabilities.
+    """
 
     row: PlannedRow
+    place: int
     tokens: list[int] = field(default_factory=list)
     probs: list[Float64] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
@@ -72,9 +75,10 @@ class DraftModelDrafter(Drafter):
         self._growth = growth  # of trees; None: chains
         self._has_scores = scores or min_score > -np.inf  # chains whose tokens have probabilities
         self._max_num_batched_tokens = max_num_batched_tokens
+        self.pace: Pace = every
 
     def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
-        chains = [_Chain(row) for row in rows]
+        chains = [_Chain(row, i) for i, row in enumerate(rows)]
         active = [c for c in chains if c.row.max_draft_tokens > 0]
         self._catch_up([c.row for c in active])
         if self._growth is not None:
@@ -92,7 +96,14 @@ class DraftModelDrafter(Drafter):
             chosen = self._choose_likely(active, logits) if self._has_scores else self._choose(active, logits)
             for chain, token in zip(active, chosen, strict=True):
                 chain.tokens += [token] if token >= 0 else []
-            active = [c for c, token in zip(active, chosen, strict=True) if token >= 0 and len(c.tokens) < c.row.max_draft_tokens]
+            active = self._going_on([c for c, token in zip(active, chosen, strict=True) if token >= 0])
+
+    def _going_on(self, chains: list[_Chain]) -> list[_Chain]:
+        """Those that get another token; all are of one length."""
+        if self._has_scores and chains:
+            goes_on = self.pace(np.array([c.place for c in chains]), np.array([c.scores for c in chains]))
+            chains = [c for c, is_worth_it in zip(chains, goes_on.tolist(), strict=True) if is_worth_it]
+        return [c for c in chains if len(c.tokens) < c.row.max_draft_tokens]
 
     def _draft_at_once(self, chains: list[_Chain]) -> bool:
         """All passes as one, none of which waits for the host; false where they cannot be, and then nothing has changed.
@@ -124,7 +135,7 @@ class DraftModelDrafter(Drafter):
         if not active:
             return forest.draft(growth.kept(forest))
         roots = forest.plant([i for i, row in enumerate(rows) if row.max_draft_tokens > 0])
-        return grow(growth, _ModelFrontier(self, forest, rows, roots, self._feed(active)))
+        return grow(growth, _ModelFrontier(self, forest, rows, roots, self._feed(active)), self.pace)
 
     def feed(self, spans: SequenceOf[Span]) -> Tensor:
         """Logits [R, V] over the target's vocabulary: ids that only one of the two has are never drafted."""
@@ -185,12 +196,12 @@ class DraftModelDrafter(Drafter):
         return tokens if size >= self._vocab_size else [t if t < size else 0 for t in tokens]
 
     def rehearse(self, num_rows: int) -> None:
-        """A pass over one token of each row, and the choice of the next."""
-        tables = self._runner.cache.tables
+        """A pass over a level of each row, and the choice of the next."""
+        tables, width = self._runner.cache.tables, self._growth.breadth if self._growth is not None else 1
         for row in range(num_rows):
-            tables.reserve(row, 1)
-        logits = self.feed([Span(row, 0, [0], 1, 1) for row in range(num_rows)])
-        likeliest(logits, [Sampler(SamplingParams(temperature=0.0), 0)] * num_rows, [1] * num_rows, 1)
+            tables.reserve(row, width)
+        logits = self.feed([Span(row, 0, [0] * width, width, width) for row in range(num_rows)])
+        likeliest(logits, [Sampler(SamplingParams(temperature=0.0), 0)] * len(logits), [1] * len(logits), width)
         for row in range(num_rows):
             tables.release(row)
 

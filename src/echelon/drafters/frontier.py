@@ -11,6 +11,7 @@ from torch import Tensor
 
 from echelon.batch import Span
 from echelon.draft import Draft, Float64, Int64
+from echelon.drafters.base import Pace, every
 from echelon.ops.sample import likeliest, processed
 from echelon.sequence import PlannedRow
 from echelon.trees import Forest, Growth
@@ -75,12 +76,14 @@ class Frontier(ABC):
         return spans
 
 
-def grow(growth: Growth, frontier: Frontier) -> Draft:
-    """What `growth` makes of the trees that grow from the frontier's roots."""
+def grow(growth: Growth, frontier: Frontier, pace: Pace = every) -> Draft:
+    """What `growth` makes of the trees that grow from the frontier's roots, at this `pace`."""
     forest, nodes = frontier.forest, frontier.roots
     for depth in range(growth.depth):
         nodes = growth.grow(forest, nodes, *frontier.children(nodes, depth, growth))
         nodes = nodes[np.argsort(forest.rows[nodes], kind="stable")]
+        if len(nodes) and pace is not every:
+            nodes = nodes[pace(forest.rows[nodes], forest.scores_along(nodes))]
         if not len(nodes):
             break
         frontier.extend(nodes, depth + 1)

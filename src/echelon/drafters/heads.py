@@ -20,6 +20,7 @@ from torch import Tensor
 from echelon.batch import RaggedBatch, Span
 from echelon.config import SpeculativeConfig
 from echelon.draft import Draft, Int64, RowVerdict, Verdict, indptr_of
+from echelon.drafters.base import Pace, every
 from echelon.drafters.frontier import Frontier, grow
 from echelon.errors import ConfigError
 from echelon.heads.base import Head
@@ -131,16 +132,20 @@ class HeadDrafter:
         self._example = attached.reader.example()
         self._states: dict[int, tuple[int, Tensor]] = {}  # row → tokens that its last state knows, and the state [s]
         self._unread: dict[int, _Unread] = {}  # row → what was kept of it and is not read yet
+        self.pace: Pace = every
 
     @torch.inference_mode()
     def rehearse(self, num_rows: int) -> None:
-        """Read one token of each row, and rank the next."""
-        tables = self.cache.tables if self.cache is not None else None
+        """Read a level of each row, and rank the next."""
+        tables, breadth = self.cache.tables if self.cache is not None else None, self.growth.breadth
+        width = breadth if self.extends else 1
         for row in range(num_rows):
             if tables is not None:
-                tables.reserve(row, 1)
-        states = self._encode([Span(row, 0, [0], 0, 1) for row in range(num_rows)], self._example.expand(num_rows, -1).to(self._dtype))
-        likeliest(self.head.logits(states, 0), [Sampler(SamplingParams(temperature=0.0), 0)] * num_rows, [1] * num_rows, self.growth.width)
+                tables.reserve(row, width)
+        spans = [Span(row, 0, [0] * width, 0, width) for row in range(num_rows)]
+        states = self._encode(spans, self._example.expand(num_rows * width, -1).to(self._dtype)).repeat_interleave(breadth, 0)
+        samplers = [Sampler(SamplingParams(temperature=0.0), 0)] * len(states)
+        likeliest(self.head.logits(states, 0), samplers, [1] * len(states), self.growth.width)
         for row in range(num_rows):
             if tables is not None:
                 tables.release(row)
@@ -154,7 +159,7 @@ class HeadDrafter:
         if not active:
             return forest.draft(self.growth.kept(forest))
         states = torch.stack([self._states[rows[i].sequence.id][1] for i in active])
-        return grow(self.growth, _HeadFrontier(self, forest, rows, forest.plant(active), states))
+        return grow(self.growth, _HeadFrontier(self, forest, rows, forest.plant(active), states), self.pace)
 
     def _may_draft(self, row: PlannedRow) -> bool:
         """Its state is that of the text as it is, and the target has the text read."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+from pathlib import Path
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -46,3 +49,11 @@ def chosen_device(name: str) -> torch.device:
 def on_host(tensor: Tensor) -> NDArray[np.float32]:
     """float32 values for NumPy: a view where they lie in the host's memory as such, else a copy that waits for the device."""
     return tensor.float().cpu().numpy()
+
+
+def cpu_name() -> str:
+    """The processor as the system names it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

@@ -23,6 +23,13 @@ ENGINE_METRICS = (  # kind, name, description, name in `LLM.get_metrics`
     (CounterMetricFamily, "spec_decode_num_draft_tokens", "Tokens drafted.", "num_draft_tokens"),
     (CounterMetricFamily, "spec_decode_num_accepted_tokens", "Drafted tokens accepted.", "num_accepted_tokens"),
 )
+ADAPTIVE_METRICS = (  # the same, of names in `get_metrics()["adaptive"]`; only where draft lengths are "auto"
+    (CounterMetricFamily, "spec_decode_num_proposed_tokens", "Tokens drafted, verified or not.", "num_proposed_tokens"),
+    (CounterMetricFamily, "spec_decode_predicted_ms", "Milliseconds of steps as predicted.", "predicted_ms"),
+    (CounterMetricFamily, "spec_decode_measured_ms", "Milliseconds of the same steps as measured.", "measured_ms"),
+    (GaugeMetricFamily, "spec_decode_prediction_error", "Median of |predicted / measured - 1|, latest steps.", "prediction_error"),
+    (GaugeMetricFamily, "spec_decode_regret", "Share by which the best single length would have been faster.", "regret"),
+)
 REASONS = ("stop", "length", "error", "abort")
 
 
@@ -42,6 +49,7 @@ class EngineCollector:
     def collect(self) -> Iterator[Metric]:
         """Read the engine's counters as metric families."""
         metrics = self._llm.get_metrics()
+        lengths = {str(length): count for length, count in metrics["num_steps_by_draft_length"].items()}
         accepted = {str(position): count for position, count in enumerate(metrics["num_accepted_by_position"])}
         values = metrics | {
             "kv_usage": 1.0 - metrics["num_free_kv_blocks"] / metrics["num_kv_blocks"],
@@ -49,8 +57,13 @@ class EngineCollector:
         }
         for kind, name, text, key in ENGINE_METRICS:
             yield self._family(kind, name, text, {"": values[key]})
+        adaptive = metrics["adaptive"] or {}
+        for kind, name, text, key in ADAPTIVE_METRICS:
+            if key in adaptive:
+                yield self._family(kind, name, text, {"": adaptive[key]})
         for kind, name, text, counts, label in (
             (CounterMetricFamily, "num_accepted_tokens_per_pos", "Accepted by position.", accepted, "position"),
+            (CounterMetricFamily, "num_steps_per_length", "Rows' steps by tokens verified.", lengths, "length"),
             (GaugeMetricFamily, "info", "The rule by which drafted tokens are kept.", {metrics["acceptance"]: 1.0}, "acceptance"),
             (CounterMetricFamily, "drafter_fallbacks", "Steps without the drafter, by reason.", metrics["drafter_faults"], "reason"),
         ):

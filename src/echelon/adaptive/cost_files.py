@@ -1,0 +1,111 @@
+"""Cost tables on disk: what was measured of a model on a machine is kept in the user's cache folder, and need not be measured again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from echelon.adaptive.cost_table import CostTable
+from echelon.errors import ConfigError
+from echelon.inputs import cache_folder, first_line, write_text
+from echelon.ops import compiled
+from echelon.ops.devices import cpu_name
+from echelon.settings import Settings
+
+logger = logging.getLogger("echelon")
+
+
+class CostRecord(Settings):
+    """A table, and what it was measured on and with: `key` is printed, and decides which table serves."""
+
+    key: dict[str, str]
+    table: CostTable
+
+
+def machine_key(device: torch.device) -> dict[str, str]:
+    """What of this machine and its software decides how long a step takes."""
+    is_device = device.type == "cuda"
+    return {
+        "echelon": version("echelon"),
+        "torch": torch.__version__,
+        "processor": torch.cuda.get_device_name(device) if is_device else cpu_name(),
+        "isa": compiled.isa() if compiled.is_built() and not is_device else "none",
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def shapes_of(module: torch.nn.Module) -> str:
+    """A short hash of names, shapes and types of its parameters: models of the same shapes cost the same."""
+    lines = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in module.named_parameters()]
+    return hashlib.sha256("\n".join([type(module).__name__, *lines]).encode()).hexdigest()[:16]
+
+
+def kept_costs(key: Mapping[str, str], measure: Callable[[], CostTable]) -> CostTable:
+    """The table that was kept for `key`, or one that is measured now and kept. A folder that cannot be used does no harm."""
+    path = _path(key)
+    if path.exists():
+        try:
+            record = read_costs(path)
+            if record.key == dict(key):
+                return record.table
+        except ConfigError as error:
+            logger.warning("%s; measured again", error)
+    table = measure()
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        write_costs(partial, CostRecord(key=dict(key), table=table))
+        partial.replace(path)
+    except (ConfigError, OSError) as error:
+        logger.warning("the cost table is not kept: %s", first_line(error))
+    return table
+
+
+def all_costs() -> list[CostRecord]:
+    """What is kept in the user's cache folder, oldest first; files that cannot be read are left out."""
+    found = []
+    for path in sorted(_folder().glob("*.json"), key=lambda p: p.stat().st_mtime_ns):
+        try:
+            found.append(read_costs(path))
+        except ConfigError:
+            continue
+    return found
+
+
+def read_costs(path: str | Path) -> CostRecord:
+    """A cost table as `write_costs` writes it.
+
+    Raises
+    ------
+    ConfigError  the file cannot be read, or is none
+    """
+    remedy = "`echelon bench step --cost-table FILE` writes one"
+    try:
+        given = json.loads(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the cost table {str(path)!r}: {error.strerror}; check the path") from error
+    except ValueError as error:
+        raise ConfigError(f"{str(path)!r} is no JSON ({first_line(error)}); {remedy}") from error
+    try:
+        return CostRecord(**given)
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"{str(path)!r} holds no cost table ({first_line(error)}); {remedy}") from error
+
+
+def write_costs(path: Path, record: CostRecord) -> Path:
+    """Write a table as JSON."""
+    return write_text(path, json.dumps(record.model_dump(), indent=1) + "\n", "--cost-table")
+
+
+def _folder() -> Path:
+    return cache_folder() / "costs"
+
+
+def _path(key: Mapping[str, str]) -> Path:
+    return _folder() / f"{hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()[:24]}.json"
