@@ -129,9 +129,11 @@ def decode(
     with llm.exclusive() as engine:
         sequences = begin(llm, prompts, params, prefixes)
         recorder.start()
+        reads_prompts = len(llm.storage.runners) > 1
         while engine.has_work:
             engine.step()
-            recorder()
+            recorder(reads_prompts)
+            reads_prompts = False
     return [s.output_tokens for s in sequences], recorder
 
 

@@ -121,15 +121,25 @@ def _costs(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, draf
     """The table that the configuration names, or what this machine takes."""
     if spec.cost_table is not None:
         return read_costs(spec.cost_table).table
-    target, drafting = storage.runners[0], [runner.loaded.model for runner in storage.runners[1:]]
+    target = storage.runners[0]
+    return kept_costs(costs_key(config, spec, storage), lambda: measured_costs(target, drafter, config.max_num_seqs, spec.most_tokens))
+
+
+def costs_key(config: EngineConfig, spec: SpeculativeConfig, storage: Storage) -> dict[str, str]:
+    """What decides how long a step and drafting take; a table is kept by it."""
+    target, drafting = storage.runners[0].loaded, [runner.loaded.model for runner in storage.runners[1:]]
     modules = [*drafting, *([storage.head.head] if storage.head is not None else [])]
-    key = machine_key(target.loaded.device) | {
-        "model": f"{type(target.loaded.model).__name__}, {target.loaded.model.dtype}, {shapes_of(target.loaded.model)}",
+    return machine_key(target.device) | {
+        "model": model_key(target),
         "strategy": " ".join((config.strategy, config.pad, config.grouping)),
         "drafter": ", ".join((spec.method, spec.tree, str(spec.most_tokens), *map(shapes_of, modules))),
         "max_num_seqs": str(config.max_num_seqs),
     }
-    return kept_costs(key, lambda: measured_costs(target, drafter, config.max_num_seqs, spec.most_tokens))
+
+
+def model_key(target: LoadedModel) -> str:
+    """Class, type and shapes of a model."""
+    return f"{type(target.model).__name__}, {target.model.dtype}, {shapes_of(target.model)}"
 
 
 def _controller(spec: SpeculativeConfig, costs: CostTable, drafter: Drafter) -> Controller:

@@ -11,10 +11,12 @@ from dataclasses import asdict, fields
 from types import TracebackType
 from typing import Any, Self, cast
 
-from echelon.build import build
+from echelon.adaptive.cost_files import CostRecord
+from echelon.adaptive.measure import measured_costs
+from echelon.build import build, costs_key
 from echelon.config import EngineConfig, SpeculativeConfig, speculative
 from echelon.engine import Engine
-from echelon.errors import ClosedError, RequestError
+from echelon.errors import ClosedError, ConfigError, RequestError
 from echelon.heads.base import Head
 from echelon.input_processor import InputProcessor
 from echelon.inputs import Prompt, check_callable, conversations_of, prompts_of
@@ -184,6 +186,18 @@ class LLM:
             "num_kv_blocks": tables.num_blocks,
             "num_free_kv_blocks": tables.num_free,
         }
+
+    def measure_costs(self) -> CostRecord:
+        """Measure anew what steps and drafting cost; needs a drafter whose lengths are "auto"."""
+        spec = self.speculative_config
+        if spec is None or not spec.is_adaptive:
+            raise ConfigError("costs are those of a drafter with num_speculative_tokens = 'auto'; configure one")
+        with self.exclusive() as engine:
+            if engine.has_work:
+                raise RequestError("requests are running; costs are measured between them")
+            drafter = getattr(engine.drafter, "drafter", engine.drafter)
+            table = measured_costs(engine.target, drafter, self.config.max_num_seqs, spec.most_tokens)
+        return CostRecord(key=costs_key(self.config, spec, self.storage), table=table)
 
     def run(self, requests: SequenceOf[SequenceOf[Sequence]]) -> Iterator[list[int]]:
         """Run requests (each a list of samples) to their end; after each step, the indices of those that grew in it.

@@ -13,7 +13,19 @@ CURVE = CostCurve(tokens=(1, 4, 8), milliseconds=(10.0, 13.0, 21.0))
 
 def test_a_curve_goes_through_its_points_and_on() -> None:
     assert CURVE.at(np.array([0, 1, 2, 4, 6, 8, 10])).tolist() == [0.0, 10.0, 11.0, 13.0, 17.0, 21.0, 25.0]
-    assert monotone([1, 2, 3], [5.0, 4.0, 6.0]).at(np.arange(1, 4)).tolist() == [5.0, 5.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("times", "found"),
+    [
+        ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]),
+        ([5.0, 4.0, 6.0], [4.5, 4.5, 6.0]),
+        ([3.0, 2.0, 1.0], [2.0, 2.0, 2.0]),
+        ([1.0, 9.0, 2.0], [1.0, 5.5, 5.5]),
+    ],
+)
+def test_noise_in_measured_times_is_levelled(times: list[float], found: list[float]) -> None:
+    assert monotone([1, 2, 3], times).milliseconds == pytest.approx(found)
 
 
 @pytest.mark.parametrize(

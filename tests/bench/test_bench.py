@@ -24,8 +24,8 @@ from echelon.bench import peers
 from echelon.bench.framework import FrameworkRun, framework_runs
 from echelon.bench.latency import arrivals, serve
 from echelon.bench.phases import SPLIT, Recorder
-from echelon.bench.report import speeds_as_markdown
-from echelon.bench.throughput import HEAD_TOKENS, DecodingMethod, ThroughputResult, default_methods, from_json, measure, methods_of
+from echelon.bench.report import adaptive_as_markdown, speeds_as_markdown
+from echelon.bench.throughput import DecodingMethod, ThroughputResult, configured, default_methods, from_json, measure, methods_of
 from echelon.bench.verify import STRATEGIES
 from echelon.bench.workloads import code_prompts, edit_prompts, ems_prompt, renamed, workload
 from echelon.cli import main
@@ -139,13 +139,36 @@ def test_prefilled_runs_and_framework_beside_ours() -> None:
     assert results[4].acceptance == results[5].acceptance  # replayed alike
 
 
-def test_where_rows_enter_later_decoding_is_what_comes_after_the_head() -> None:
+def test_decoding_is_measured_from_steps_and_what_is_odd_is_said() -> None:
     (result,) = measure(target(), None, [DecodingMethod("plain", None)], PROMPTS, GREEDY, 2, 1, truth())
     assert result.decode_median > 0.0
-    short = GREEDY.model_copy(update={"max_tokens": HEAD_TOKENS})
-    (result,) = measure(target(), None, [DecodingMethod("plain", None)], PROMPTS, short, 2, 1, [t[:HEAD_TOKENS] for t in truth()])
+    short = GREEDY.model_copy(update={"max_tokens": 1})
+    (result,) = measure(target(), None, [DecodingMethod("plain", None)], PROMPTS, short, 2, 1, [t[:1] for t in truth()])
     assert result.decode_tokens_per_second == [0.0]
     assert result.num_identical == 5
+    assert any("only 0% of the tokens" in note for note in result.notes)
+
+
+def test_settings_of_drafters_are_named_by_what_they_say() -> None:
+    given: list[dict[str, Any]] = [
+        {"method": "ngram"},
+        {"method": "draft_model", "num_speculative_tokens": "auto"},
+        {"method": "draft_model", "num_speculative_tokens": 7, "confidence_threshold": 0.3},
+        {"method": "eagle", "tree": "dynamic", "num_speculative_tokens": 24},
+        {"method": "ngram", "prompt_lookup_max": 4},
+    ]
+    assert [m.name for m in configured(given, ["unpadded"])] == [
+        "plain",
+        "LLMA 5",
+        "draft model auto",
+        "draft model 7 at least 0.3",
+        "eagle dynamic tree 24",
+        "LLMA 5 #2",
+    ]
+    results = measure(target(), draft(), configured(given[:2], ["unpadded"]), PROMPTS, GREEDY, 5, 1, truth())
+    assert [r.num_identical for r in results] == [5, 5, 5]
+    assert results[2].adaptive["num_steps"] > 0
+    assert "draft model auto" in adaptive_as_markdown(results)
 
 
 def test_assisted_generation_of_the_framework() -> None:

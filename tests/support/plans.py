@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from echelon import LLM
+from echelon.adaptive.cost_table import CostCurve, CostTable
 from echelon.draft import Draft
 from echelon.drafters.base import LevelDrafter
 from echelon.sequence import PlannedRow
@@ -19,6 +20,7 @@ class RandomController:
     """Drafts for any rows to any depth, stops after any level, and verifies any of it that hangs together."""
 
     def __init__(self, seed: int) -> None:
+        self.table = CostTable(step=CostCurve(tokens=(1,), milliseconds=(1.0,)))
         self._rng = np.random.default_rng(seed)
         self.num_cut = 0  # drafted tokens that were not verified
 
@@ -46,6 +48,9 @@ class RandomController:
     def observe(self, record: StepRecord) -> None: ...
 
     def forget(self, row: int) -> None: ...
+
+    def as_metrics(self) -> dict[str, Any]:
+        return {}
 
 
 def at_random(llm: LLM, seed: int) -> RandomController:

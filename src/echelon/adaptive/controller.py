@@ -34,6 +34,8 @@ OWN_HALF_LIFE = 64.0  # steps until a row's count is worth half
 class Controller(Protocol):
     """What the engine asks in a step, in this order, and a drafter between the first two, level by level."""
 
+    table: CostTable
+
     def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
         """The rows, of which those that shall draft have room for it."""
 
@@ -217,7 +219,7 @@ class RowController:
     """
 
     def __init__(self, table: CostTable, most_depth: int, nodes_per_level: float = 1.0) -> None:
-        lengths = np.arange(most_depth + 1)
+        self.table, lengths = table, np.arange(most_depth + 1)
         tokens = 1 + np.ceil(lengths * nodes_per_level).astype(np.int64)
         self._ms = table.step_ms(tokens, 0, np.zeros(1)) + np.cumsum(np.where(lengths > 0, table.level_ms(np.ones(1, np.int64)), 0.0))
         self._rows: dict[int, _OwnPast] = {}

@@ -59,6 +59,18 @@ class CostTable(Settings):
     place_ms: float = Field(default=0.0, ge=0.0)
     drafting: CostCurve | None = None
 
+    def described(self) -> str:
+        """What a user reads of it."""
+        step = ", ".join(f"{n}: {ms:.4g}" for n, ms in zip(self.step.tokens, self.step.milliseconds, strict=True))
+        lines = [
+            f"a step, ms by its tokens: {step}",
+            f"a key read: {1e6 * self.key_ms:.3g} ns; a token drawn: {1e3 * self.place_ms:.3g} µs",
+        ]
+        if self.drafting is not None:
+            levels = ", ".join(f"{n}: {ms:.3g}" for n, ms in zip(self.drafting.tokens, self.drafting.milliseconds, strict=True))
+            lines.append(f"a level of drafting, ms by rows: {levels}")
+        return "\n".join(lines)
+
     def step_ms(self, tokens: Int64, num_keys: int, num_drawn: Int64 | Float64) -> Float64:
         """Milliseconds float64[...] of steps over `tokens` int64[...] that read `num_keys` keys in all and draw at int64[...] places."""
         return np.asarray(self.step.at(tokens) + self.key_ms * num_keys + self.place_ms * num_drawn)
@@ -109,6 +121,11 @@ class Correction:
 
 
 def monotone(tokens: SequenceOf[int], milliseconds: SequenceOf[float]) -> CostCurve:
-    """The curve through these points; times fall nowhere."""
-    times = np.maximum.accumulate(np.asarray(milliseconds, np.float64))
-    return CostCurve(tokens=tuple(tokens), milliseconds=tuple(times.tolist()))
+    """The rising curve that lies closest to these points: neighbours that fall share their mean (isotonic regression)."""
+    pools: list[tuple[float, int]] = []  # mean, points
+    for time in milliseconds:
+        pools.append((float(time), 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (high, m), (low, n) = pools[-2:]
+            pools[-2:] = [((high * m + low * n) / (m + n), m + n)]
+    return CostCurve(tokens=tuple(tokens), milliseconds=tuple(mean for mean, count in pools for _ in range(count)))

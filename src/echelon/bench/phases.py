@@ -1,8 +1,8 @@
 """Which part of a run is decoding, and where its time goes.
 
-The papers' speeds leave prefill out. A step counts as *decoding* if every row in it fed its last known token and its draft, and nothing
-else: a step that reads (a piece of) a prompt feeds more, in the target or in the draft model. The tokens and the seconds of such steps are
-both left out, so the speed without prefill is that of all other steps; in a static batch it is everything after the last prompt.
+The papers' speeds leave prefill out. A step counts as *decoding* if every row in it fed the target its last known token and its draft, and
+nothing else. The tokens and the seconds of other steps are both left out, so the speed without prefill is that of all steps that read no
+prompt. What a drafter has to catch up with in such a step is part of it.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class Recorder:
         """The next step begins now."""
         self._before, self._clock = read(self._stats), time.perf_counter()
 
-    def __call__(self) -> None:
+    def __call__(self, reads_prompts: bool = False) -> None:
+        """Add the step that is just done; `reads_prompts`: it is known to be none of decoding."""
         now, after = time.perf_counter(), read(self._stats)
         step = Sums({name: after[name] - self._before[name] for name in after} | {"seconds": now - self._clock})
         self.whole += step
-        last_and_drafted = step["row_steps"] + step["draft_tokens"]  # a head is fed these, and once more what was kept of them
-        if step["fed"] <= last_and_drafted and step["draft_fed"] <= last_and_drafted + step["draft_tokens"]:
+        if not reads_prompts and step["fed"] <= step["row_steps"] + step["draft_tokens"]:
             self.decode += step
         self._before, self._clock = after, time.perf_counter()

@@ -89,8 +89,10 @@ class Curve:
     ranges: SequenceOf[tuple[float, float]] = ()
 
 
-def line_chart(path: Path, panels: Mapping[str, SequenceOf[Curve]], ylabel: str, level: float | None = None) -> None:
-    """Draw one panel a key as PNG, batch size to the right; `level` draws a horizontal line there."""
+def line_chart(
+    path: Path, panels: Mapping[str, SequenceOf[Curve]], ylabel: str, level: float | None = None, xlabel: str = "batch size"
+) -> None:
+    """Draw one panel a key as PNG; `level` draws a horizontal line there."""
     with panels_in(path, len(panels), 4.8 * len(panels), 4.2) as axes:
         for axis, (title, lines) in zip(axes, panels.items(), strict=True):
             for line in lines:
@@ -104,7 +106,7 @@ def line_chart(path: Path, panels: Mapping[str, SequenceOf[Curve]], ylabel: str,
             axis.set_xscale("log", base=2)
             axis.set_xticks(ticks, [str(t) for t in ticks])
             axis.minorticks_off()
-            axis.set(xlabel="batch size", ylabel=ylabel)
+            axis.set(xlabel=xlabel, ylabel=ylabel)
             axis.set_ylim(bottom=0)
             if level is not None:
                 axis.axhline(level, color="#777777", linewidth=0.8)

@@ -99,13 +99,44 @@ def positions_as_markdown(results: SequenceOf[ThroughputResult]) -> str:
     return table(["batch", "method", *map(str, range(1, longest + 1))], rows) if rows else ""
 
 
+def notes_as_markdown(results: SequenceOf[ThroughputResult]) -> str:
+    """What to make of the speeds."""
+    return "\n".join(f"- batch {r.batch_size}, {r.name}: {note}" for r in results for note in r.notes)
+
+
+def adaptive_as_markdown(results: SequenceOf[ThroughputResult]) -> str:
+    """What was decided where draft lengths are "auto", beside what happened; all runs together, warm-up included."""
+    adaptive = [r for r in results if r.adaptive.get("num_steps")]
+    return columns(
+        adaptive,
+        {
+            "batch": lambda r: r.batch_size,
+            "method": lambda r: r.name,
+            "drafted a step": lambda r: f"{r.adaptive['num_proposed_tokens'] / r.adaptive['num_steps']:.1f}",
+            "lengths verified": lambda r: ", ".join(f"{length}: {count}" for length, count in _by_length(r).items()),
+            "ms predicted": lambda r: f"{r.adaptive['predicted_ms'] / r.adaptive['num_steps']:.2f}",
+            "ms measured": lambda r: f"{r.adaptive['measured_ms'] / r.adaptive['num_steps']:.2f}",
+            "median error": lambda r: f"{r.adaptive['prediction_error']:.1%}",
+            "regret": lambda r: f"{r.adaptive['regret']:.1%}",
+        },
+    )
+
+
+def _by_length(result: ThroughputResult) -> dict[int, int]:
+    """Rows' steps by how many drafted tokens were verified."""
+    found: dict[int, int] = {}
+    for drafted, _, count in result.acceptance:
+        found[drafted] = found.get(drafted, 0) + count
+    return found
+
+
 def throughput_as_markdown(results: SequenceOf[ThroughputResult], environment: dict[str, str], command: str) -> str:
     """The whole report."""
     parts = [
         "# Throughput",
         f"`{command}` on {described(environment)}.",
-        "Medians of interleaved rounds. *Decoding* leaves out every step that reads a prompt, tokens and seconds alike; where rows enter "
-        "as others finish it is what a run takes longer than one that ends after two tokens a prompt. *All* is the whole call. "
+        "Medians of interleaved rounds. *Decoding* leaves out every step that reads a prompt, tokens and seconds alike. *All* is the whole "
+        "call. "
         "*identical*: rows with the token ids of plain decoding alone.",
         speeds_as_markdown(results),
         "## A decoding step",
@@ -113,6 +144,10 @@ def throughput_as_markdown(results: SequenceOf[ThroughputResult], environment: d
         "values; *host*: the rest outside the models. KV is the target's.",
         steps_as_markdown(results),
     ]
+    if any(r.notes for r in results):
+        parts += [notes_as_markdown(results)]
+    if any(r.adaptive for r in results):
+        parts += ["## Adaptive lengths", adaptive_as_markdown(results)]
     if positions := positions_as_markdown(results):
         parts += ["## Drafted tokens kept, by position", positions]
     return "\n\n".join(parts) + "\n"

@@ -58,6 +58,11 @@ def packed_weights(loaded: LoadedModel) -> list[torch.Tensor]:
     return [w.data for w in _packed(loaded)]
 
 
+def packed_sizes(loaded: LoadedModel) -> list[tuple[int, int]]:
+    """Columns and depth of every packed weight."""
+    return [(w.columns, w.depth) for w in _packed(loaded)]
+
+
 def _packed(loaded: LoadedModel) -> list[PackedWeight]:
     packed = {w.data.data_ptr(): w for p in loaded.model.parameters() if isinstance(p, PackedParameter) for w in p.all_packed}
     return list(packed.values())
@@ -119,7 +124,7 @@ def _products(loaded: LoadedModel) -> list[Callable[[], object]]:
 def _operations(runner: ModelRunner, batch: RaggedBatch) -> int:
     """Multiplications and additions of linear layers and of attention in a pass whose tokens all want logits."""
     loaded, cache = runner.loaded, runner.cache
-    weights = sum(w.columns * w.depth for w in _packed(loaded))
+    weights = sum(columns * depth for columns, depth in packed_sizes(loaded))
     heads = int(loaded.model.config.get_text_config().num_attention_heads)
     keys = int(batch.positions.sum()) + batch.num_tokens
     return 2 * batch.num_tokens * weights + sum(

@@ -21,6 +21,7 @@ from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench.clock import time_parts
 from echelon.bench.phases import SPLIT, Recorder, Sums
 from echelon.bench.verify import STRATEGIES
+from echelon.config import SpeculativeConfig
 from echelon.memory import mebibytes
 from echelon.model.load.loading import LoadedModel
 from echelon.ops import compiled
@@ -28,7 +29,9 @@ from echelon.ops.devices import cpu_name
 from echelon.stats import Stats
 
 Prompts = SequenceOf[SequenceOf[int]]
-HEAD_TOKENS = 2  # with the second token a draft model has read the prompt as well
+HEAD_TOKENS = 2  # of a peer's text, left out of its decoding: with the second token a draft model has read the prompt as well
+LEAST_DECODED = 0.25  # of a run's tokens, by steps that read no prompt
+MOST_BESIDE_STEPS = 0.1  # of a run's time
 DRAFTERS = {"none": "plain", "ngram": "LLMA", "draft_model": "draft model", "confident": "confident draft model"}
 
 
@@ -55,6 +58,23 @@ def default_methods(num_ngram_tokens: int = 7, num_draft_tokens: int = 4) -> lis
     ]
 
 
+def configured(texts: SequenceOf[Mapping[str, Any]], strategies: SequenceOf[str]) -> list[DecodingMethod]:
+    """Plain decoding, and every strategy with each of these settings of what drafts, named by what they say."""
+    found = [DecodingMethod("plain", None)]
+    for config, strategy in product(texts, strategies):
+        spec = SpeculativeConfig(**config)
+        words = [
+            DRAFTERS.get(spec.method, spec.method),
+            "" if spec.tree == "chain" else f"{spec.tree} tree",
+            str(spec.num_speculative_tokens),
+        ]
+        words += [f"at least {spec.confidence_threshold:g}"] if spec.confidence_threshold else []
+        name = " ".join(word for word in words if word)
+        same = sum(m.name.split(" #")[0] == name and m.strategy == strategy for m in found)
+        found.append(DecodingMethod(f"{name} #{same + 1}" if same else name, config, strategy))
+    return found
+
+
 def methods_of(
     strategies: SequenceOf[str], drafters: SequenceOf[str], num_ngram_tokens: int = 7, num_draft_tokens: int = 4
 ) -> list[DecodingMethod]:
@@ -72,7 +92,7 @@ class ThroughputResult:
     """One method at one batch size.
 
     tokens_per_second         new tokens over the whole call, prefill included; one a round
-    decode_tokens_per_second  without prefill (see `phases` and `EngineRun`); one a round, 0 where nothing was decoded after it
+    decode_tokens_per_second  of steps that read no prompt (see `phases`); one a round, 0 where nothing was decoded after it
     tokens_per_step           emitted per row and step
     num_identical             rows whose token ids equal plain decoding alone
     acceptance                [num_draft_tokens, num_accepted, count] of every pair that occurred
@@ -80,6 +100,7 @@ class ThroughputResult:
 
     The rest is of decoding steps, all rounds together: milliseconds by part of a step, share of padding in the rows fed to the layers
     and in the KV slots that attention loads, bytes of KV a step (those reserved are what no other row can use), and EXSPEC's group rate.
+    `notes` say what to make of the speed of decoding; `adaptive` is what `LLM.get_metrics` says of it where draft lengths are "auto".
     """
 
     method: str
@@ -100,6 +121,8 @@ class ThroughputResult:
     kv_bytes_touched: float = 0.0
     index_bytes: float = 0.0
     group_rate: float | None = None
+    notes: list[str] = field(default_factory=list)
+    adaptive: dict[str, Any] = field(default_factory=dict)
 
     @property
     def median(self) -> float:
@@ -141,45 +164,49 @@ class Contender(Protocol):
 
 
 class EngineRun:
-    """A method in the engine, and what its decoding steps added up to.
-
-    Where rows enter as others finish, prompts are read beside decoding rows, and steps without a prompt are mostly the thin last ones.
-    There the speed of decoding is that of the tokens after the first HEAD_TOKENS of every prompt: what a run takes longer than one that
-    ends there.
-    """
+    """A method in the engine, and what its decoding steps added up to. `notes`: where these are few, or do not fill the time of a run."""
 
     def __init__(
         self, method: DecodingMethod, target: LoadedModel, draft: LoadedModel | None, batch_size: int, settings: Mapping[str, Any]
     ) -> None:
         self._method = method
         self.name = display_name(method.name, method.strategy)
-        self._llm = LLM(target, method.config, draft, max_num_seqs=batch_size, **STRATEGIES[method.strategy], **settings)
+        own = draft if method.config is not None and "model" not in method.config else None
+        self._llm = LLM(target, method.config, own, max_num_seqs=batch_size, **STRATEGIES[method.strategy], **settings)
         time_parts(self._llm)
         if method.prepare is not None:
             method.prepare(self._llm)
         self._decode, self._stats = Sums(), Stats()
+        self.notes: set[str] = set()
 
     def warm_up(self, prompts: Prompts, params: SamplingParams) -> None:
         self._timed(prompts, params)
 
     def run(self, prompts: Prompts, params: SamplingParams) -> Run:
         with self._llm.engine.observed(self._stats.count):
-            outputs, seconds, decode = self._timed(prompts, params)
+            outputs, seconds, recorder = self._timed(prompts, params)
+        decode = recorder.decode
         self._decode += decode
-        if not self._llm.config.refill:
-            return Run(outputs, seconds, (decode["tokens"], decode["seconds"]))
-        until_head = params.model_copy(update={"max_tokens": min(HEAD_TOKENS, params.max_tokens)})
-        heads, head_seconds, _ = self._timed(prompts, until_head)  # observed by nobody: it must not enter the counts of acceptance
-        later = sum(map(len, outputs)) - sum(map(len, heads))
-        return Run(outputs, seconds, (later, seconds - head_seconds if later else 0.0))
+        self._note(sum(map(len, outputs)), seconds, recorder)
+        return Run(outputs, seconds, (decode["tokens"], decode["seconds"]))
 
-    def _timed(self, prompts: Prompts, params: SamplingParams) -> tuple[list[list[int]], float, Sums]:
+    def _note(self, num_tokens: int, seconds: float, recorder: Recorder) -> None:
+        share, stepping = recorder.decode["tokens"] / max(num_tokens, 1), recorder.whole["seconds"] / seconds
+        if share < LEAST_DECODED:
+            self.notes.add(f"only {share:.0%} of the tokens come from steps that read no prompt: take longer texts, or fewer prompts")
+        if abs(1.0 - stepping) > MOST_BESIDE_STEPS:
+            self.notes.add(f"steps fill {stepping:.0%} of the time of a run: they and the wall clock disagree")
+
+    def _timed(self, prompts: Prompts, params: SamplingParams) -> tuple[list[list[int]], float, Recorder]:
         recorder, start = Recorder(self._llm.stats), time.perf_counter()
         done = self._llm.generate(list(prompts), params, on_step=recorder)
-        return [o.outputs[0].token_ids for o in done], time.perf_counter() - start, recorder.decode
+        return [o.outputs[0].token_ids for o in done], time.perf_counter() - start, recorder
 
     def result(self, batch_size: int, runs: SequenceOf[Run]) -> ThroughputResult:
-        return engine_result(self._method, batch_size, runs, self._stats, self._decode)
+        adaptive = self._llm.get_metrics()["adaptive"] or {}
+        return replace(
+            engine_result(self._method, batch_size, runs, self._stats, self._decode), notes=sorted(self.notes), adaptive=adaptive
+        )
 
 
 def engine_result(method: DecodingMethod, batch_size: int, runs: SequenceOf[Run], stats: Stats, decode: Sums) -> ThroughputResult:

@@ -14,7 +14,11 @@ import typer
 from rich.markup import escape
 from rich.progress import Progress
 
-from echelon import ConfigError
+from echelon import LLM, ConfigError
+from echelon.adaptive.cost_files import write_costs
+from echelon.bench.balance import as_markdown as balance_as_markdown
+from echelon.bench.balance import charts as balance_charts
+from echelon.bench.balance import measure_balance, numbers_of
 from echelon.bench.kernels import (
     ATTENTION_SHAPES,
     LINEAR_SHAPES,
@@ -35,15 +39,16 @@ from echelon.bench.step import as_markdown as steps_as_markdown
 from echelon.bench.step import measure_steps
 from echelon.bench.throughput import environment
 from echelon.bench.workloads import code_texts
-from echelon.cli.measured import IsaOption, JsonOption, OutputOption, sizes_of, write_report
+from echelon.cli.measured import IsaOption, JsonOption, OutputOption, counted, said, sizes_of, writable_file, write_report
 from echelon.cli.runs import latency, peers, throughput
-from echelon.cli.shared import errors
+from echelon.cli.shared import SpeculativeOption, errors, speculative_mapping
 from echelon.demo import held_out_files
 from echelon.model.load.loading import DTYPES, load_model
 from echelon.ops import compiled
 from echelon.ops.devices import chosen_device, has_kernels
 from echelon.requests import read_requests
 
+AUTO = {"num_speculative_tokens": "auto"}
 app = typer.Typer(help="Measure: whole runs, or a step without its model.", no_args_is_help=True)
 for command in (throughput, latency, peers):
     app.command()(command)
@@ -57,6 +62,12 @@ def step(
     context: Annotated[int, typer.Option(help="Tokens that each row has before them.", min=0)] = 256,
     rounds: Annotated[int, typer.Option(help="Passes of each width, interleaved.", min=1)] = 9,
     isa: IsaOption = None,  # noqa: ARG001
+    cost_table: Annotated[
+        Path | None,
+        typer.Option(callback=writable_file, help="Write here what `cost_table` of --speculative-config reads, and nothing else."),
+    ] = None,
+    speculative_config: SpeculativeOption = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Rows that the cost table reaches to.", min=1)] = 64,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
     output: JsonOption = None,
 ) -> None:
@@ -66,6 +77,13 @@ def step(
     widths = sorted(sizes_of(tokens, "--tokens"))
     with errors.status(f"making {model}"):
         loaded = random_model(model) if model in SHAPES else load_model(model, device="auto")
+    if cost_table is not None:
+        with errors.status("measuring costs"):
+            llm = LLM(loaded, (speculative_mapping(speculative_config) or {"method": "ngram"}) | AUTO, max_num_seqs=max_num_seqs)
+            record = llm.measure_costs()
+        typer.echo(record.table.described())
+        said(write_costs(cost_table, record))
+        return
     with Progress(console=errors, transient=True) as progress:
         task = progress.add_task("passes", total=rounds + 1)
         results = measure_steps(loaded, widths, tokens_per_row, context, rounds, lambda: progress.advance(task))
@@ -74,6 +92,30 @@ def step(
     typer.echo(json.dumps(report) if json_output else steps_as_markdown(results))
     if output is not None:
         write_json(output, report)
+
+
+@app.command()
+def balance(
+    model: Annotated[str, typer.Argument(help=f"Folder or hub name; or random weights in the shape {', '.join(SHAPES)}.")] = "llama-1.1b",
+    batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,2,4,8,16,32",
+    context: Annotated[int, typer.Option(help="Tokens that each row has before those of the step.", min=0)] = 256,
+    rounds: Annotated[int, typer.Option(help="Passes of each kind.", min=1)] = 3,
+    isa: IsaOption = None,  # noqa: ARG001
+    output: OutputOption = None,
+) -> None:
+    """Scylla's law: operations a byte by batch and tokens a row, the machine's balance, and the tokens of a row that it favours, k_opt."""
+    sizes = sizes_of(batch_sizes)
+    machine = measure_machine(chosen_device("auto"))
+    with errors.status(f"making {model}"):
+        loaded = random_model(model) if model in SHAPES else load_model(model, device="auto")
+    with counted(sum(len(numbers_of(size)) for size in sizes), "steps") as done:
+        found = measure_balance(loaded, machine, sizes, context, rounds, done)
+    markdown = balance_as_markdown(found)
+    typer.echo(markdown)
+    report = {"environment": environment(), "model": model, "isa": compiled.isa(), **found.as_json()}
+    folder = write_report(output, "balance", report, f"# Balance\n\n{markdown}\n")
+    for path in balance_charts(folder, found) if folder is not None else []:
+        said(path)
 
 
 @app.command()

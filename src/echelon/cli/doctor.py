@@ -15,9 +15,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from echelon import LLM, ConfigError, ops
+from echelon.adaptive.cost_files import all_costs
 from echelon.cli.shared import SPECULATIVE, SpeculativeOption, speculative_mapping
 from echelon.drafters.head_selftest import familiarity
 from echelon.drafters.heads import AttachedHead
+from echelon.inputs import cache_folder
 from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.linear import framework_layers
 from echelon.ops import compiled
@@ -39,6 +41,7 @@ def doctor(
         "cpu": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else "none: models run on the CPU",
         **ops.which(),
+        "cost tables": f"{len(all_costs())} kept in {cache_folder() / 'costs'}",
     }
     if advice := compiled.remedy():
         report["compiled kernels"] = f"MISSING ({compiled.REASON}): models run many times slower than they could; {advice}"
@@ -50,6 +53,8 @@ def doctor(
             "acceptance": llm.acceptance_name,
             "same text": _promise(llm.acceptance_name, framework_layers(llm.target.model)),
         }
+        if llm.speculative_config is not None and llm.speculative_config.is_adaptive:
+            report["costs"] = llm.engine.controller.table.described() if llm.engine.controller is not None else ""
         if llm.storage.head is not None:
             report["head"] = _known(llm.storage.head, llm.target)
     if json_output:

@@ -12,6 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from echelon import LLM, ConfigError, ops
+from echelon.adaptive.cost_files import all_costs
+from echelon.build import model_key
 from echelon.cli.shared import ModelArgument
 from echelon.memory import mebibytes
 from echelon.model.attention import record_layers
@@ -32,6 +34,7 @@ def inspect(
         "layers": layers(llm.target),
         "memory": memory(llm),
         "drafters": drafters,
+        "costs": costs(llm.target),
     }
     if json_output:
         typer.echo(json.dumps(report))
@@ -77,6 +80,12 @@ def memory(llm: LLM) -> dict[str, str]:
         "KV per full row": mebibytes(plan.block_bytes // plan.block_size * llm.max_len),
         "KV pool": str(plan).removeprefix("KV pool: "),
     }
+
+
+def costs(loaded: LoadedModel) -> dict[str, str]:
+    """Cost tables that are kept of models of these shapes, by drafter and batch."""
+    kept = [record for record in all_costs() if record.key.get("model") == model_key(loaded)]
+    return {f"{r.key.get('drafter')}, {r.key.get('max_num_seqs')} rows, {r.key.get('isa')}": r.table.described() for r in kept}
 
 
 def _compatible(target: LoadedModel, name: str) -> str:

@@ -18,12 +18,29 @@ from echelon.bench.latency import measure_latency
 from echelon.bench.peers import MODES, Peer, job, measure_peers
 from echelon.bench.peers import as_markdown as peers_as_markdown
 from echelon.bench.plot import latency_charts, throughput_charts
-from echelon.bench.report import positions_as_markdown, speeds_as_markdown, steps_as_markdown, throughput_as_markdown
-from echelon.bench.throughput import CONFIDENT, Contender, default_methods, environment, measure, methods_of, plain_outputs
+from echelon.bench.report import (
+    adaptive_as_markdown,
+    notes_as_markdown,
+    positions_as_markdown,
+    speeds_as_markdown,
+    steps_as_markdown,
+    throughput_as_markdown,
+)
+from echelon.bench.throughput import (
+    CONFIDENT,
+    Contender,
+    DecodingMethod,
+    configured,
+    default_methods,
+    environment,
+    measure,
+    methods_of,
+    plain_outputs,
+)
 from echelon.bench.throughput import as_json as speeds_as_json
 from echelon.bench.verify import STRATEGIES
 from echelon.cli.measured import BenchOptions, IsaOption, ParametersOption, RoundsOption, command, counted, load_grown, load_target
-from echelon.cli.shared import RefillOption, errors, verb
+from echelon.cli.shared import SPECULATIVE, RefillOption, errors, speculative_mapping, verb
 from echelon.model.load.loading import LoadedModel, load_model, load_plain
 
 
@@ -37,12 +54,24 @@ class ThroughputOptions(BenchOptions):
         str,
         typer.Option(help="Comma-separated, of ngram, draft_model, confident (a draft model that stops where it is not sure), none."),
     ] = "ngram,draft_model"
+    speculative_config: Annotated[
+        list[str] | None,
+        typer.Option(SPECULATIVE, metavar="JSON", help="What drafts, instead of --drafters, trees and heads too; may be repeated."),
+    ] = None
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,4,8,16"
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0
     rounds: RoundsOption = 3
     isa: IsaOption = None
     refill: RefillOption = True
     baselines: Annotated[bool, typer.Option("--transformers/--no-transformers", help="Also run `transformers` itself.")] = True
+
+    @property
+    def methods(self) -> list[DecodingMethod]:
+        """Every strategy with every drafter."""
+        strategies = self.strategies.split(",")
+        if self.speculative_config:
+            return configured([speculative_mapping(text) or {} for text in self.speculative_config], strategies)
+        return methods_of(strategies, self.drafters.split(","), num_draft_tokens=self.num_speculative_tokens)
 
     def framework(self, target: LoadedModel) -> dict[int, list[Contender]]:
         """`transformers` itself by batch size, where it is asked for and greedy."""
@@ -59,12 +88,7 @@ def throughput(options: ThroughputOptions) -> None:
 
     Our plain decoding runs beside them at every batch, and so does `transformers`: plain, and assisted at batch 1.
     """
-    sizes, rounds = options.sizes, options.rounds
-    methods = methods_of(
-        options.strategies.split(","),
-        options.drafters.split(","),
-        num_draft_tokens=options.num_speculative_tokens,
-    )
+    sizes, rounds, methods = options.sizes, options.rounds, options.methods
     target = load_target(options.model, options.parameters)
     draft, others = load_model(options.draft_model, device=target.device.type), options.framework(target)
     prompts, params = options.prompts(target), options.params(options.temperature)
@@ -77,7 +101,9 @@ def throughput(options: ThroughputOptions) -> None:
             beside = others.get(size, [])
             results += measure(target, draft, methods, prompts, params, size, rounds, truth, done, beside, refill=options.refill)
     where = environment()
-    tables = "\n\n".join(t for t in (speeds_as_markdown(results), steps_as_markdown(results), positions_as_markdown(results)) if t)
+    parts = [write(results) for write in (speeds_as_markdown, notes_as_markdown, steps_as_markdown, positions_as_markdown)]
+    parts += [adaptive_as_markdown(results)] if any(r.adaptive for r in results) else []
+    tables = "\n\n".join(part for part in parts if part)
     report = throughput_as_markdown(results, where, command())
     options.publish("throughput", speeds_as_json(results), where, tables, report, lambda folder: throughput_charts(folder, results))
     if any(r.num_identical < r.num_rows for r in results if r.strategy == "unpadded"):

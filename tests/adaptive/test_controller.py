@@ -1,0 +1,131 @@
+"""Decisions by price: who drafts, when a level no longer pays, what is verified, and what is noticed later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from echelon.adaptive.controller import PROBE, BatchController, RowController
+from echelon.adaptive.cost_table import CostCurve, CostTable, TablePieces
+from echelon.adaptive.hindsight import LONGEST, Hindsight
+from echelon.draft import Draft, RowVerdict
+from echelon.sampling import Sampler, SamplingParams
+from echelon.sequence import PlannedRow, Sequence
+from echelon.stats import PARTS, StepRecord
+
+FREE = CostTable(step=CostCurve(tokens=(1, 64), milliseconds=(10.0, 10.5)))
+DEAR = CostTable(step=CostCurve(tokens=(1, 64), milliseconds=(10.0, 640.0)), drafting=CostCurve(tokens=(1,), milliseconds=(5.0,)))
+
+
+def rows(count: int, depth: int = 4) -> list[PlannedRow]:
+    found = []
+    for number in range(count):
+        sampler = Sampler(SamplingParams(temperature=0.0, max_tokens=50), number)
+        sequence = Sequence(number, [1, 2, 3], 3, sampler, frozenset(), 100)
+        found.append(PlannedRow(sequence, 2, 1, depth, depth))
+    return found
+
+
+def step(controller: Any, planned: list[PlannedRow], accepted: int, score: float = np.log(0.9)) -> Draft:
+    """A step whose drafts are as long as planned, of which so many tokens are kept."""
+    lengths = [row.max_draft_tokens for row in planned]
+    draft = controller.chosen(planned, Draft.chains([[7] * n for n in lengths], scores=np.full(sum(lengths), score)))
+    verdict = []
+    for i in range(len(planned)):
+        count = min(accepted, int(draft.num_draft_tokens[i]))
+        verdict.append(RowVerdict(int(draft.num_draft_tokens[i]), list(range(count)), [7] * count, 9))
+    controller.observe(StepRecord(planned, verdict, [1] * len(planned), 0, dict.fromkeys(PARTS, 0.002)))
+    return draft
+
+
+def test_where_tokens_are_free_all_draft_and_where_they_are_dear_none_does() -> None:
+    free, dear = BatchController(FREE, corrects=False), BatchController(DEAR, corrects=False)
+    assert [row.max_draft_depth for row in free.planned(rows(3))] == [4, 4, 4]
+    assert [row.max_draft_depth for row in dear.planned(rows(3))] == [0, 0, 0]
+
+
+def test_a_row_with_no_room_never_drafts() -> None:
+    planned = BatchController(FREE, corrects=False).planned([*rows(1), *rows(1, depth=0)])
+    assert [row.max_draft_tokens for row in planned] == [4, 0]
+
+
+def test_what_is_never_right_is_soon_left_alone_and_tried_again_now_and_then() -> None:
+    costs = CostTable(step=CostCurve(tokens=(1, 8), milliseconds=(10.0, 11.0)), drafting=CostCurve(tokens=(1,), milliseconds=(1.0,)))
+    controller = BatchController(costs, corrects=False)
+    drafted = [len(step(controller, controller.planned(rows(1)), 0).tokens) for _ in range(40 + 2 * (PROBE + 1))]
+    assert drafted[0] > 0
+    assert sum(n > 0 for n in drafted[:40]) < 25
+    assert [n for n in drafted[-2 * (PROBE + 1) :] if n] == [1, 1]
+
+
+def test_a_level_that_does_not_pay_ends_drafting() -> None:
+    costs = CostTable(step=CostCurve(tokens=(1, 8), milliseconds=(10.0, 11.0)), drafting=CostCurve(tokens=(1,), milliseconds=(1.0,)))
+    controller = BatchController(costs, corrects=False)
+    controller.planned(rows(2, depth=8))
+    sure, unsure = np.log(0.99), -30.0
+    assert controller.goes_on(np.array([0, 1]), np.array([[sure], [sure]])).tolist() == [True, True]
+    for _ in range(200):
+        controller.survival.observe(np.array([5]), np.array([1]), np.array([unsure]), np.array([False]))
+    assert controller.goes_on(np.array([0, 1]), np.array([[sure, sure], [sure, unsure]])).tolist()[1] is False
+    assert controller.goes_on(np.array([0]), np.array([[sure] * 8])).tolist() == [False]
+
+
+def test_of_all_rows_the_likeliest_tokens_are_verified() -> None:
+    costs = CostTable(step=CostCurve(tokens=(1, 3, 64), milliseconds=(10.0, 10.0, 300.0)))
+    controller = BatchController(costs, corrects=False)
+    planned = controller.planned(rows(2))
+    for _ in range(100):
+        controller.survival.observe(np.array([8, 8]), np.array([0, 0]), np.log(np.array([0.9, 0.1])), np.array([True, False]))
+    draft = Draft.chains([[7], [7]], scores=np.log(np.array([0.1, 0.9])))
+    assert controller.chosen(planned, draft).num_draft_tokens.tolist() == [0, 1]
+
+
+def test_only_what_was_verified_is_learned_from() -> None:
+    controller = BatchController(FREE, corrects=False)
+    planned = controller.planned(rows(1))
+    step(controller, planned, 1)
+    assert controller.survival._tried[:, :].sum() == 2.0  # the one that was kept, and the one after it
+
+
+def test_a_row_of_its_own_past_knows_no_neighbour() -> None:
+    costs = CostTable(step=CostCurve(tokens=(1, 8), milliseconds=(10.0, 14.0)))
+    alone, beside = RowController(costs, 4), RowController(costs, 4)
+    found = []
+    for controller, others in ((alone, 0), (beside, 3)):
+        lengths = []
+        for i in range(60):
+            planned = controller.planned(rows(1 + others))
+            lengths.append(planned[0].max_draft_tokens)
+            verdict = [
+                RowVerdict(row.max_draft_tokens, [0] * min(i % 2 if n == 0 else 4, row.max_draft_tokens), [], 9)
+                for n, row in enumerate(planned)
+            ]
+            controller.chosen(planned, Draft.chains([[7] * row.max_draft_tokens for row in planned]))
+            controller.observe(StepRecord(planned, verdict, [1] * len(planned), 0, dict.fromkeys(PARTS, 0.0)))
+        found.append(lengths)
+    assert found[0] == found[1]
+    assert len(set(found[0])) > 1
+
+
+def test_pieces_of_prompts_follow_from_the_table() -> None:
+    pieces = TablePieces(CostTable(step=CostCurve(tokens=(1, 101), milliseconds=(10.0, 110.0))))
+    piece = pieces.largest_piece(2048, 1)
+    assert 10.0 + piece <= 10.0 * 2.75 < 10.0 + piece + 1
+    assert TablePieces(FREE).largest_piece(64, 1) == 64
+    assert pieces.largest_piece(3, 1) == 3
+
+
+def test_regret_is_what_the_best_single_length_would_have_gained() -> None:
+    hindsight = Hindsight()
+    assert (hindsight.regret, hindsight.error) == (0.0, 0.0)
+    ms = 10.0 + np.arange(LONGEST + 1.0)
+    for _ in range(10):
+        hindsight.observe(12.0, 10.0, np.array([2, 2]), ms)
+    assert hindsight.error == pytest.approx(0.2)
+    assert hindsight.regret == pytest.approx(0.0)
+    wasteful = Hindsight()
+    wasteful.observe(18.0, 18.0, np.array([2, 2]), ms)
+    assert wasteful.regret == pytest.approx(1.0 - (6 / 18.0) / (6 / 12.0))
+    assert wasteful.as_metrics()["best_length"] == 2
