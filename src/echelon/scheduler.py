@@ -122,8 +122,7 @@ class Scheduler:
             plan.rows.sort(key=lambda row: -row.max_draft_tokens)
             return plan
         self._is_watched = False
-        if not (plan.preempted or self._is_short):
-            self._admit(plan, budget)
+        self._admit(plan, budget)
         return plan
 
     def _plan_running(self, plan: Plan, pending: Mapping[int, tuple[int, PlannedRow]]) -> int:
@@ -222,7 +221,9 @@ class Scheduler:
         return max(1, budget // 2) if num_others and self._is_open and len(self.running) < self._max_num_seqs else budget
 
     def _admit(self, plan: Plan, budget: int) -> None:
-        """Waiting rows enter, in order, while a place, blocks for their whole text and token budget are left."""
+        """Waiting rows enter, in order, while a place, blocks for their whole text and token budget are left; none where blocks lack."""
+        if plan.preempted or self._is_short:
+            return
         while self._may_enter() and budget > 0:
             sequence = self.waiting[0]
             if not self._share_prompt(sequence):

@@ -127,7 +127,8 @@ class BatchController:
             return draft
         chances = self.survival.chances(_ids(rows)[draft.rows], draft.depths, _scores(draft))
         survival = survivals(_parents(draft), chances)
-        self.survival.drafted(*_best(draft, chances))
+        best = _best(draft, chances)
+        self.survival.drafted(draft.depths[best], _scores(draft)[best])
         is_admitted = admitted(survival, draft.depths, self._shape.num_sampled, self._step_ms, self._step.spent_ms)
         self._draft = draft.only(is_admitted)
         self.hindsight.num_proposed += len(draft.tokens)
@@ -278,13 +279,11 @@ def _parents(draft: Draft) -> Int64:
     return np.where(draft.parents < 0, -1, draft.parents + draft.indptr[draft.rows]).astype(np.int64)
 
 
-def _best(draft: Draft, chances: Float64) -> tuple[Int64, Float64]:
-    """Of every row and depth that was drafted the depth and the best chance, which is what another level of a draft is worth."""
-    width = int(draft.depths.max()) + 1
-    best = np.zeros(draft.num_rows * width)
-    np.maximum.at(best, draft.rows * width + draft.depths, chances)
-    found = np.flatnonzero(best)
-    return found % width, best[found]
+def _best(draft: Draft, chances: Float64) -> Int64:
+    """Of every row and depth that was drafted the node with the best chance: what another level of a draft is worth."""
+    level = draft.rows * (int(draft.depths.max()) + 1) + draft.depths
+    order = np.lexsort((-chances, level))
+    return np.asarray(order[np.unique(level[order], return_index=True)[1]])
 
 
 def _scores(draft: Draft) -> Float64:

@@ -56,7 +56,7 @@ class Survival:
     def __init__(self) -> None:
         shape = NUM_DEPTHS, UNKNOWN + 1
         self._right, self._tried = np.zeros(shape), np.zeros(shape)
-        self._drafted, self._hoped = np.zeros(NUM_DEPTHS), np.zeros(NUM_DEPTHS)  # drafted tokens by place, and the sum of their chances
+        self._drafted = np.zeros(shape)  # the best of every draft at each place, verified or not
         self._rows: dict[int, _RowRecord] = {}
         self._table = self._chances()
 
@@ -68,23 +68,22 @@ class Survival:
 
     def expected(self, rows: Int64, num_places: int) -> Float64:
         """float64[B, num_places]: chances at each place of a draft of `rows` int64[B] that is not made yet."""
-        means = np.empty(num_places)
-        mean = float(self._table[0, UNKNOWN])
+        hoped, drafted = (self._drafted * self._table).sum(1).tolist(), self._drafted.sum(1).tolist()
+        means, mean = [], float(self._table[0, UNKNOWN])
         for place in range(num_places):
             at = min(place, NUM_DEPTHS - 1)
-            mean = (self._hoped[at] + WORD_PRIOR * mean) / (self._drafted[at] + WORD_PRIOR)
-            means[place] = mean
-        return _shifted(means[None, :], self._shifts(rows)[:, None])
+            mean = (hoped[at] + WORD_PRIOR * mean) / (drafted[at] + WORD_PRIOR)
+            means.append(mean)
+        return _shifted(np.array([means]), self._shifts(rows)[:, None])
 
-    def drafted(self, depths: Int64, chances: Float64) -> None:
-        """Note what was drafted, verified or not: at `depths` int64[N] tokens with these chances float64[N]."""
-        np.add.at(self._drafted, _places(depths), 1.0)
-        np.add.at(self._hoped, _places(depths), chances)
+    def drafted(self, depths: Int64, scores: Float64) -> None:
+        """Note what was drafted, verified or not: the best token at each of `depths` int64[N], with `scores` float64[N] as in `chances`."""
+        np.add.at(self._drafted, (_places(depths), _buckets(scores)), 1.0)
 
     def observe(self, rows: Int64, depths: Int64, scores: Float64, was_right: Bool) -> None:
         """Learn from a step: tokens whose parents were kept, and whether they were; as in `chances`, bool[N] the last."""
         fade = 0.5 ** (1.0 / HALF_LIFE)
-        for counts in (self._right, self._tried, self._drafted, self._hoped):
+        for counts in (self._right, self._tried, self._drafted):
             np.multiply(counts, fade, out=counts)
         at, expected = (_places(depths), _buckets(scores)), self._table[_places(depths), _buckets(scores)]
         np.add.at(self._tried, at, 1.0)

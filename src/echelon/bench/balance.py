@@ -87,7 +87,9 @@ def published_k_opt(batch_size: int) -> float:
 
 def shape_of(loaded: LoadedModel) -> ModelShape:
     """The shape of a loaded model."""
-    shapes, sizes = record_layers(loaded.model), packed_sizes(loaded)
+    shapes = record_layers(loaded.model)
+    linear = [m for m in loaded.model.modules() if hasattr(m, "in_features")]
+    sizes = packed_sizes(loaded) or [(m.out_features, m.in_features) for m in linear]
     heads = int(loaded.model.config.get_text_config().num_attention_heads)
     return ModelShape(
         sum(columns * depth for columns, depth in sizes),
