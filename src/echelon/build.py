@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from echelon.acceptance import Exact, Rejection, Rule, Typical
 from echelon.adaptive.controller import BatchController, Controller, RowController
 from echelon.adaptive.cost_files import kept_costs, machine_key, read_costs, shapes_of
-from echelon.adaptive.cost_table import CostTable, TablePieces
+from echelon.adaptive.cost_table import CostTable
 from echelon.adaptive.measure import measured_costs
 from echelon.baselines.strategies import STRATEGIES
 from echelon.config import EngineConfig, SpeculativeConfig, check_together
@@ -110,11 +110,12 @@ def _engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Stora
         return Engine(target, NoDrafter(), _scheduler(config, spec, storage), ahead=ahead)
     drafter: Drafter = METHODS[spec.method].build(config, spec, storage)
     costs = _costs(config, spec, storage, drafter) if spec.is_adaptive else None
-    scheduler = _scheduler(config, spec, storage, TablePieces(costs) if costs is not None and spec.cost_table is not None else None)
+    controller = _controller(spec, costs, drafter) if costs is not None else None
+    scheduler = _scheduler(config, spec, storage, controller.piece_sizes if controller is not None else None)
     guard = GuardedDrafter(drafter, target.loaded.vocab_size, spec.grows_trees)
     passes = storage.runners[1].usage if len(storage.runners) > 1 else getattr(drafter, "usage", Usage())
     stats = Stats(target=target.usage, draft=passes, drafter_faults=guard.faults)
-    return Engine(target, guard, scheduler, _rule(spec), ahead, stats, _controller(spec, costs, drafter) if costs is not None else None)
+    return Engine(target, guard, scheduler, _rule(spec), ahead, stats, controller)
 
 
 def _costs(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, drafter: Drafter) -> CostTable:

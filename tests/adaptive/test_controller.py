@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from echelon.adaptive.controller import PROBE, BatchController, RowController
-from echelon.adaptive.cost_table import CostCurve, CostTable, TablePieces
+from echelon.adaptive.cost_table import Correction, CostCurve, CostTable, TablePieces
 from echelon.adaptive.hindsight import LONGEST, Hindsight
 from echelon.draft import Draft, RowVerdict
 from echelon.sampling import Sampler, SamplingParams
@@ -110,10 +110,10 @@ def test_a_row_of_its_own_past_knows_no_neighbour() -> None:
 
 
 def test_pieces_of_prompts_follow_from_the_table() -> None:
-    pieces = TablePieces(CostTable(step=CostCurve(tokens=(1, 101), milliseconds=(10.0, 110.0))))
+    pieces = TablePieces(CostTable(step=CostCurve(tokens=(1, 101), milliseconds=(10.0, 110.0))), Correction())
     piece = pieces.largest_piece(2048, 1)
     assert 10.0 + piece <= 10.0 * 2.75 < 10.0 + piece + 1
-    assert TablePieces(FREE).largest_piece(64, 1) == 64
+    assert TablePieces(FREE, Correction()).largest_piece(64, 1) == 64
     assert pieces.largest_piece(3, 1) == 3
 
 

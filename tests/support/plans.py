@@ -14,13 +14,14 @@ from echelon.draft import Draft
 from echelon.drafters.base import LevelDrafter
 from echelon.sequence import PlannedRow
 from echelon.stats import StepRecord
+from echelon.step_costs import StepCosts
 
 
 class RandomController:
     """Drafts for any rows to any depth, stops after any level, and verifies any of it that hangs together."""
 
     def __init__(self, seed: int) -> None:
-        self.table = CostTable(step=CostCurve(tokens=(1,), milliseconds=(1.0,)))
+        self.table, self.piece_sizes = CostTable(step=CostCurve(tokens=(1,), milliseconds=(1.0,))), StepCosts()
         self._rng = np.random.default_rng(seed)
         self.num_cut = 0  # drafted tokens that were not verified
 

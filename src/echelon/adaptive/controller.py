@@ -16,13 +16,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from echelon.adaptive.cost_table import Correction, CostTable
+from echelon.adaptive.cost_table import Correction, CostTable, TablePieces
 from echelon.adaptive.hindsight import LONGEST, Hindsight
 from echelon.adaptive.planning import Bool, Underway, admitted, draft_lengths, survivals
 from echelon.adaptive.survival import Survival
 from echelon.draft import Draft, Float64, Int64, RowVerdict
 from echelon.sequence import PlannedRow
 from echelon.stats import StepRecord
+from echelon.step_costs import PieceSizes
 
 PROBE = 64  # plain steps after which one row drafts a token
 NEWEST = 0.1  # of the newest step in the mean of what drafting takes over what the table says
@@ -35,6 +36,7 @@ class Controller(Protocol):
     """What the engine asks in a step, in this order, and a drafter between the first two, level by level."""
 
     table: CostTable
+    piece_sizes: PieceSizes  # of prompts, at the same costs
 
     def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
         """The rows, of which those that shall draft have room for it."""
@@ -59,9 +61,10 @@ class Controller(Protocol):
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a step costs apart from drafts: tokens fed, keys read, rows that emit, and those of them that draw by noise."""
+    """What a step costs apart from drafts: tokens fed, of them those of prompts, keys read, rows that emit, those that draw by noise."""
 
     num_tokens: int = 0
+    num_read: int = 0
     num_keys: int = 0
     num_sampled: int = 0
     num_drawn: int = 0
@@ -70,7 +73,8 @@ class _Shape:
     def of(cls, rows: SequenceOf[PlannedRow]) -> _Shape:
         sampled = [row for row in rows if row.is_sampled]
         drawn = sum(not row.sequence.sampler.is_argmax for row in sampled)
-        return cls(sum(r.num_new for r in rows), sum(r.start + r.num_new for r in rows), len(sampled), drawn)
+        num_tokens = sum(r.num_new for r in rows)
+        return cls(num_tokens, num_tokens - len(sampled), sum(r.start + r.num_new for r in rows), len(sampled), drawn)
 
 
 class BatchController:
@@ -81,6 +85,7 @@ class BatchController:
 
     def __init__(self, table: CostTable, corrects: bool = True) -> None:
         self.table, self.survival, self.correction, self.hindsight = table, Survival(), Correction(), Hindsight()
+        self.piece_sizes: PieceSizes = TablePieces(table, self.correction)
         self._corrects = corrects
         self._drafting = 1.0  # milliseconds that drafting takes over what the table says
         self._num_idle = 0  # plain steps in a row
@@ -107,7 +112,7 @@ class BatchController:
     def _lengths(self, rows: SequenceOf[PlannedRow]) -> Int64:
         limits = np.array([row.max_draft_depth for row in rows])
         chances = self.survival.expected(_ids(rows), int(limits.max()))
-        return draft_lengths(self._step, np.ones(len(rows)), chances, limits, self._step_ms, self._level_ms)[0]
+        return draft_lengths(self._step, np.ones(len(rows)), chances, limits, self._decoding_ms, self._level_ms)[0]
 
     def goes_on(self, rows: Int64, scores: Float64) -> Bool:
         own, depth = [self._rows[i] for i in rows.tolist()], scores.shape[1]
@@ -120,7 +125,7 @@ class BatchController:
         if limits.max() <= 0:
             return np.zeros(len(own), np.bool_)
         expected = self.survival.expected(ids, depth + int(limits.max()))[:, depth:]
-        return np.asarray(draft_lengths(step, survival, expected, limits, self._step_ms, self._level_ms)[0] > 0)
+        return np.asarray(draft_lengths(step, survival, expected, limits, self._decoding_ms, self._level_ms)[0] > 0)
 
     def chosen(self, rows: SequenceOf[PlannedRow], draft: Draft) -> Draft:
         if not len(draft.tokens):
@@ -129,7 +134,7 @@ class BatchController:
         survival = survivals(_parents(draft), chances)
         best = _best(draft, chances)
         self.survival.drafted(draft.depths[best], _scores(draft)[best])
-        is_admitted = admitted(survival, draft.depths, self._shape.num_sampled, self._step_ms, self._step.spent_ms)
+        is_admitted = admitted(survival, draft.depths, self._shape.num_sampled, self._decoding_ms, self._step.spent_ms)
         self._draft = draft.only(is_admitted)
         self.hindsight.num_proposed += len(draft.tokens)
         return self._draft
@@ -188,6 +193,15 @@ class BatchController:
         plain = float(self._table_ms(np.zeros(1, np.int64))[0])
         return self.correction.predicted(plain, self._table_ms(num_drafted))
 
+    def _decoding_ms(self, num_drafted: Int64) -> Float64:
+        """Of a step, without what it takes to read prompts: that has to be done, and makes no drafted token cheaper."""
+        shape = self._shape
+        if not shape.num_read:
+            return self._step_ms(num_drafted)
+        plain = self._table_ms(np.zeros(1, np.int64))
+        reading = plain - self.table.step_ms(np.array([max(shape.num_sampled, 1)]), shape.num_keys, np.array([shape.num_drawn]))
+        return self._step_ms(num_drafted) - self.correction.plain * float(reading[0])
+
     def _level_ms(self, num_rows: Int64) -> Float64:
         return self._drafting * self.table.level_ms(num_rows)
 
@@ -221,6 +235,7 @@ class RowController:
 
     def __init__(self, table: CostTable, most_depth: int, nodes_per_level: float = 1.0) -> None:
         self.table, lengths = table, np.arange(most_depth + 1)
+        self.piece_sizes: PieceSizes = TablePieces(table, Correction())
         tokens = 1 + np.ceil(lengths * nodes_per_level).astype(np.int64)
         self._ms = table.step_ms(tokens, 0, np.zeros(1)) + np.cumsum(np.where(lengths > 0, table.level_ms(np.ones(1, np.int64)), 0.0))
         self._rows: dict[int, _OwnPast] = {}

@@ -80,25 +80,6 @@ class CostTable(Settings):
         return self.drafting.at(tokens) if self.drafting is not None else np.zeros(np.shape(tokens))
 
 
-class TablePieces:
-    """Sizes of prompts' pieces by the table alone, so that the same requests are read in the same pieces."""
-
-    def __init__(self, table: CostTable) -> None:
-        self._curve = table.step
-
-    def observe(self, record: StepRecord) -> None:
-        """Whatever steps take, the table stays."""
-
-    def largest_piece(self, limit: int, num_decoding: int) -> int:
-        """A piece costs at most PIECE steps of the rows beside it."""
-        decoding, whole = (float(self._curve.at(np.array(n))) for n in (num_decoding, num_decoding + limit))
-        if whole <= (1.0 + PIECE) * decoding:
-            return limit
-        sizes = np.arange(1, limit + 1)
-        fitting = int((self._curve.at(num_decoding + sizes) <= (1.0 + PIECE) * decoding).sum())
-        return min(limit, max(SMALLEST_PIECE, fitting))
-
-
 class Correction:
     """Two factors by which steps take longer than the table says: `plain` of a step without drafts, `extra` of what drafts add to it."""
 
@@ -118,6 +99,22 @@ class Correction:
     def predicted(self, plain_ms: float, step_ms: Float64) -> Float64:
         """Milliseconds float64[...] of steps for which the table says `step_ms`, and `plain_ms` without their drafts."""
         return np.asarray(self.plain * plain_ms + self.extra * (step_ms - plain_ms))
+
+
+class TablePieces:
+    """Sizes of prompts' pieces by a cost table, `correction` included. Where that stays, the same requests are read in the same pieces."""
+
+    def __init__(self, table: CostTable, correction: Correction) -> None:
+        self._curve, self._correction = table.step, correction
+
+    def observe(self, record: StepRecord) -> None:
+        """The correction learns elsewhere."""
+
+    def largest_piece(self, limit: int, num_decoding: int) -> int:
+        """A piece costs at most PIECE steps of the rows beside it."""
+        decoding = float(self._curve.at(np.array(num_decoding)))
+        times = self._correction.predicted(decoding, self._curve.at(num_decoding + np.arange(limit + 1)))
+        return min(limit, max(SMALLEST_PIECE, int((times[1:] <= (1.0 + PIECE) * times[0]).sum())))
 
 
 def monotone(tokens: SequenceOf[int], milliseconds: SequenceOf[float]) -> CostCurve:
