@@ -1,0 +1,159 @@
+"""Adaptive lengths beside every fixed one: `python -m benchmarks.adaptive [--output FOLDER] [--rounds N] [PREFIX ...]`, resumable by cell.
+
+A cell is a family of instructions, a drafter, a batch size and a temperature, on the embedded pair grown to 1.1 billion parameters; prompts
+of 32 tokens go on by 64, rows enter as others finish, and speed is that of steps that read no prompt. All settings take turns. A fixed one
+that is below DROPPED × plain in its first round runs no more. The best of the others is chosen in the even rounds and compared with in the
+odd ones, so that no luck of the same rounds makes it the best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cells import Cell, Record, Records, chosen, run_cells
+from benchmarks.families import environment_of
+from benchmarks.workloads import TRAINED, Models, Size, source
+from echelon import ConfigError, SamplingParams
+from echelon.bench.report import described, table
+from echelon.bench.throughput import DecodingMethod, EngineRun, environment
+from echelon.model.load.loading import LoadedModel
+from echelon.ops import compiled
+
+PROMPT_TOKENS, NEW_TOKENS, WAVES = 32, 64, 2.5
+BATCHES, CHAINS, TREES = (1, 4, 8, 16, 32), (1, 2, 3, 4, 6, 8), (4, 12, 24, 60)
+DRAFTERS = ("ngram", "draft_model", "eagle_tree")
+DROPPED, LEVEL, GAIN, WORTH = 0.67, 0.97, 1.10, 1.13  # × plain; goal of every cell; goal over the best single setting, and where it holds
+Settings = dict[str, dict[str, Any] | None]
+
+
+def settings_of(drafter: str, folders: Mapping[str, str]) -> Settings:
+    """Plain decoding, "auto", and what it is compared with."""
+    if drafter == "eagle_tree":
+        base: dict[str, Any] = {"method": "eagle", "model": folders["eagle"], "tree": "dynamic"}
+        fixed: Settings = {f"tree of {n}": base | {"num_speculative_tokens": n} for n in TREES}
+    else:
+        base = {"method": drafter} | ({"prompt_lookup_max": 2} if drafter == "ngram" else {})
+        fixed = {str(n): base | {"num_speculative_tokens": n} for n in CHAINS}
+        if drafter == "draft_model":
+            fixed["confident"] = base | {"num_speculative_tokens": 7, "confidence_threshold": 0.3}
+    return {"plain": None, "auto": base | {"num_speculative_tokens": "auto"}, **fixed}
+
+
+def measure(drafter: str, batch_size: int, temperature: float, rounds: int, size: Size) -> Record:
+    """Tokens a second of decoding by setting, one a round, and what "auto" says of itself.
+
+    Raises
+    ------
+    ConfigError  a text differs from that of plain decoding, or the head has not been trained
+    """
+    models = Models(size)
+    target, folders = models.with_heads if drafter == "eagle_tree" else (models.grown, {})
+    prompts = source(target, max(2, int(WAVES * batch_size)), PROMPT_TOKENS, is_ragged=False)
+    params = SamplingParams(temperature=temperature, seed=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    speeds: dict[str, list[float]] = {}
+    runs = {name: _run(name, config, target, models.draft, batch_size) for name, config in settings_of(drafter, folders).items()}
+    for run in runs.values():
+        run.warm_up(prompts[:batch_size], params.model_copy(update={"max_tokens": 8}))
+    expected = None
+    for turn, (name, run) in product(range(rounds), runs.items()):
+        if turn and name not in ("plain", "auto") and speeds[name][0] < DROPPED * speeds["plain"][0]:
+            continue
+        found = run.run(prompts, params)
+        expected = expected or found.outputs
+        if found.outputs != expected:
+            raise ConfigError(f"{name}: a text differs from that of plain decoding")
+        speeds.setdefault(name, []).append(found.decode[0] / found.decode[1])
+    return {"speeds": speeds, "adaptive": runs["auto"].result(batch_size, []).adaptive}
+
+
+def _run(name: str, config: dict[str, Any] | None, target: LoadedModel, draft: LoadedModel, batch_size: int) -> EngineRun:
+    return EngineRun(DecodingMethod(name, config), target, draft, batch_size, {})
+
+
+def in_family(family: str, drafter: str, batch_size: int, temperature: float, rounds: int) -> Record:
+    """The same in a process of its own that is held to a family."""
+    words = [sys.executable, "-m", "benchmarks.adaptive", "--measure", f"{drafter},{batch_size},{temperature}", "--rounds", str(rounds)]
+    done = subprocess.run(words, env=os.environ | environment_of(family), stdout=subprocess.PIPE, text=True, check=True)
+    record: Record = json.loads(done.stdout.splitlines()[-1])
+    return record
+
+
+def ratios(speeds: Mapping[str, SequenceOf[float]]) -> tuple[float, float, str]:
+    """Speed of "auto" over plain decoding and over the best other setting, which is chosen in the even rounds, and its name."""
+    auto, plain = speeds["auto"], speeds["plain"]
+    others = {name: v for name, v in speeds.items() if name != "auto" and len(v) == len(auto)}
+    best = max(others, key=lambda name: statistics.median(others[name][::2]))
+    later = slice(1, None, 2) if len(auto) > 1 else slice(None)
+    over_best = statistics.median(a / b for a, b in zip(auto[later], others[best][later], strict=True))
+    return statistics.median(a / p for a, p in zip(auto, plain, strict=True)), over_best, best
+
+
+def over_single(records: SequenceOf[Record]) -> tuple[float, float]:
+    """Geometric means over cells: of "auto" over the best single setting, and of the best of each cell over that."""
+    medians = [{name: statistics.median(v) for name, v in r["speeds"].items()} for r in records]
+    names = set.intersection(*(set(m) for m in medians)) - {"auto"}
+    mean = statistics.geometric_mean
+    single = max(mean([m[name] for m in medians]) for name in names)
+    best = mean([max(v for name, v in m.items() if name != "auto") for m in medians])
+    return mean([m["auto"] for m in medians]) / single, best / single
+
+
+def as_markdown(records: Mapping[str, Record]) -> str:
+    """A line for each cell, and a summary for each drafter and family."""
+    lines: list[tuple[str, ...]] = []
+    groups: dict[str, list[Record]] = {}
+    for name, record in records.items():
+        over_plain, over_best, best = ratios(record["speeds"])
+        is_met = min(over_plain, over_best) >= LEVEL
+        lines.append((name, f"{over_plain:.2f}", f"{over_best:.2f}", best, "yes" if is_met else "**no**"))
+        groups.setdefault(name.rpartition("_b")[0], []).append(record)
+    parts = [table(["cell", "auto over plain", "over the best other", "which", "met"], lines)]
+    summary = [(group, *(f"{x:.2f}" for x in over_single(own))) for group, own in groups.items() if len(own) > 1]
+    if summary:
+        parts.append(table(["", "auto over the best single setting", "best of every batch over it"], summary))
+        parts.append(f"Goals: {LEVEL} in every cell; 1.00 over the best single setting, {GAIN} where the best of every batch are {WORTH}.")
+    return "\n\n".join(parts)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure the cells that have no record of this commit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prefixes", nargs="*", metavar="PREFIX")
+    parser.add_argument("--output", type=Path, default=Path("docs/evidence/adaptive"))
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.measure:
+        drafter, batch_size, temperature = options.measure.split(",")
+        print(json.dumps(measure(drafter, int(batch_size), float(temperature), options.rounds, Size())))
+        return 0
+    drafters = [d for d in DRAFTERS if d != "eagle_tree" or (TRAINED / "eagle" / "config.json").exists()]
+    wanted = [(f, d, 0.0, b) for f in dict.fromkeys((compiled.isa(), "avx2")) for d in drafters for b in BATCHES]
+    wanted += [(compiled.isa(), d, 0.8, b) for d in drafters for b in (1, 8)]
+    cells = [
+        Cell(f"{family}_{drafter}_t{temperature:g}_b{batch}", partial(in_family, family, drafter, batch, temperature, options.rounds))
+        for family, drafter, temperature, batch in wanted
+    ]
+    options.output.mkdir(parents=True, exist_ok=True)
+    common = {"environment": environment()}
+    is_current = lambda _, record: record["environment"]["commit"] == common["environment"]["commit"]  # noqa: E731
+    found = run_cells(chosen(cells, options.prefixes), Records(options.output), common, is_current)
+    measured = {name: record for name, record in found.items() if "failed" not in record}
+    if measured:
+        print(f"On {described(common['environment'])}.\n\n{as_markdown(measured)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""The matrix of adaptive lengths: what is compared with what, and a cell in small."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.adaptive import as_markdown, measure, over_single, ratios, settings_of
+from benchmarks.workloads import SMALL
+
+
+def test_the_best_other_is_chosen_in_the_other_rounds() -> None:
+    speeds = {"plain": [10.0, 10.0], "auto": [12.0, 12.0], "1": [20.0, 6.0], "2": [11.0, 24.0], "dropped": [1.0]}
+    over_plain, over_best, best = ratios(speeds)
+    assert (over_plain, over_best, best) == (pytest.approx(1.2), pytest.approx(2.0), "1")
+
+
+def test_a_single_setting_is_one_for_all_cells() -> None:
+    records = [{"speeds": {"plain": [10.0], "auto": [20.0], "1": [20.0]}}, {"speeds": {"plain": [10.0], "auto": [10.0], "1": [5.0]}}]
+    over, best = over_single(records)
+    assert (over, best) == (pytest.approx(2**0.5), pytest.approx(2**0.5))
+    assert "auto over the best single setting" in as_markdown({"a_b1": records[0], "a_b2": records[1]})
+
+
+def test_a_cell_in_small() -> None:
+    record = measure("draft_model", 2, 0.0, 2, SMALL)
+    assert set(record["speeds"]) == set(settings_of("draft_model", {}))
+    assert len(record["speeds"]["auto"]) == 2
+    assert record["adaptive"]["num_steps"] > 0
