@@ -33,8 +33,11 @@ def forests(draw: st.DrawFn) -> tuple[list[int], list[float]]:
 @given(forests(), st.integers(1, 4), st.floats(0.0, 5.0))
 def test_what_is_admitted_is_connected_and_best(forest: tuple[list[int], list[float]], num_rows: int, spent_ms: float) -> None:
     parents, chances = forest
-    survival = survivals(np.array(parents, np.int64), np.array(chances))
-    found = admitted(survival, np.array(node_depths(parents), np.int64), num_rows, jagged, spent_ms)
+    depths = np.array(node_depths(parents), np.int64)
+    survival = survivals(np.array(parents, np.int64), depths, np.array(chances))
+    above = [survival[parent] if parent >= 0 else 1.0 for parent in parents]
+    assert survival == pytest.approx(np.array(chances) * above)
+    found = admitted(survival, depths, num_rows, jagged, spent_ms)
     assert all(parent < 0 or found[parent] for node, parent in enumerate(parents) if found[node])
 
     def rate(kept: tuple[bool, ...]) -> float:

@@ -100,9 +100,9 @@ class BatchController:
         drafting = np.array([i for i, row in enumerate(rows) if row.max_draft_depth > 0], np.int64)
         lengths = self._lengths([rows[i] for i in drafting]) if len(drafting) else drafting
         self._num_idle = 0 if lengths.any() or not len(drafting) else self._num_idle + 1
-        found = [row if row.max_draft_depth == 0 else _without_draft(row) for row in rows]
-        for i in drafting[lengths > 0].tolist():
-            found[i] = rows[i]
+        found = list(rows)
+        for i in drafting[lengths == 0].tolist():
+            found[i] = _without_draft(rows[i])
         if self._num_idle >= PROBE:
             first, self._num_idle = int(drafting[0]), 0
             found[first] = replace(rows[first], max_draft_depth=1, max_draft_tokens=1)
@@ -131,7 +131,7 @@ class BatchController:
         if not len(draft.tokens):
             return draft
         chances = self.survival.chances(_ids(rows)[draft.rows], draft.depths, _scores(draft))
-        survival = survivals(_parents(draft), chances)
+        survival = survivals(_parents(draft), draft.depths, chances)
         best = _best(draft, chances)
         self.survival.drafted(draft.depths[best], _scores(draft)[best])
         is_admitted = admitted(survival, draft.depths, self._shape.num_sampled, self._decoding_ms, self._step.spent_ms)

@@ -8,6 +8,7 @@ compared with the table: one factor for a plain step and one for what drafted to
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from functools import cached_property
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -38,11 +39,17 @@ class CostCurve(Settings):
 
     def at(self, tokens: Int64) -> Float64:
         """Milliseconds float64[...] of passes over so many tokens int64[...]; 0 where there are none. More tokens never cost less."""
+        last, (times, slope) = self.tokens[-1], self._dense
+        within = np.minimum(tokens, last)
+        return np.asarray(times[within] + (tokens - within) * slope)
+
+    @cached_property
+    def _dense(self) -> tuple[Float64, float]:
+        """Milliseconds float64[last + 1] by tokens, and of a token beyond the last."""
         times = np.maximum.accumulate(np.asarray(self.milliseconds))
-        found = np.interp(tokens, self.tokens, times)
-        slope = (times[-1] - times[-2]) / (self.tokens[-1] - self.tokens[-2]) if len(times) > 1 else 0.0
-        beyond = np.maximum(np.asarray(tokens) - self.tokens[-1], 0) * slope
-        return np.where(np.asarray(tokens) > 0, found + beyond, 0.0)
+        found = np.interp(np.arange(self.tokens[-1] + 1), self.tokens, times)
+        found[0] = 0.0
+        return found, float(times[-1] - times[-2]) / (self.tokens[-1] - self.tokens[-2]) if len(times) > 1 else 0.0
 
 
 class CostTable(Settings):

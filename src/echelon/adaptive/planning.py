@@ -19,14 +19,14 @@ Bool = NDArray[np.bool_]
 Cost = Callable[[Int64], Float64]  # numbers of tokens int64[...] → milliseconds float64[...]
 
 
-def survivals(parents: Int64, chances: Float64) -> Float64:
-    """float64[N]: products of `chances` float64[N] along paths; `parents` int64[N] are indices among the same nodes, −1 a root's child.
-
-    Parents come before their children.
+def survivals(parents: Int64, depths: Int64, chances: Float64) -> Float64:
+    """float64[N]: products of `chances` float64[N] along paths; `parents` int64[N] are indices among the same nodes, −1 a root's child,
+    `depths` int64[N] theirs, 0 that of a root's child.
     """
-    found = np.empty(len(chances))
-    for node, (parent, chance) in enumerate(zip(parents.tolist(), chances.tolist(), strict=True)):
-        found[node] = chance * (found[parent] if parent >= 0 else 1.0)
+    found = np.array(chances, np.float64)
+    for depth in range(1, int(depths.max(initial=0)) + 1):
+        level = np.flatnonzero(depths == depth)
+        found[level] *= found[parents[level]]
     return found
 
 
@@ -70,15 +70,18 @@ def draft_lengths(step: Underway, survival: Float64, chances: Float64, limits: I
     order = np.lexsort((row, place, -survival.ravel()))
     order = order[survival.ravel()[order] > 0.0]
     place, row = place[order], row[order]
-    is_within = place[None, :] < np.arange(depth + 1)[:, None]  # [D + 1, N]: drafts of at most so many tokens
-    gained = np.cumsum(is_within * survival.ravel()[order], 1)
-    at_place = np.cumsum(is_within[:, :, None] & (place[:, None] == np.arange(depth)), 1)  # [D + 1, N, D]: rows drafted for at each place
-    drafting = level_ms(at_place).sum(-1)
-    rates = (step.emitted + gained) / (step.spent_ms + drafting + step_ms(step.num_drafted + at_place.sum(-1)))
+    # [N, D] after so many tokens, each place by itself; then [N, D + 1]: of drafts of at most so many tokens
+    is_at = place[:, None] == np.arange(depth)
+    at_place = np.cumsum(is_at, 0)
+    gained, drafting, counts = (
+        np.pad(np.cumsum(part, 1), ((0, 0), (1, 0)))
+        for part in (np.cumsum(is_at * survival.ravel()[order][:, None], 0), level_ms(at_place), at_place)
+    )
+    rates = (step.emitted + gained) / (step.spent_ms + drafting + step_ms(step.num_drafted + counts))
     rate_now = step.emitted / (step.spent_ms + float(step_ms(np.array([step.num_drafted]))[0]))
     lengths = np.zeros(num_rows, np.int64)
     if not rates.size or rates.max() <= rate_now:
         return lengths, rate_now
-    longest, count = np.unravel_index(int(np.argmax(rates)), rates.shape)
-    chosen = row[: int(count) + 1][is_within[longest, : int(count) + 1]]
+    count, longest = np.unravel_index(int(np.argmax(rates)), rates.shape)
+    chosen = row[: int(count) + 1][place[: int(count) + 1] < longest]
     return np.bincount(chosen, minlength=num_rows).astype(np.int64), float(rates.max())

@@ -41,7 +41,7 @@ class _RowRecord:
         worse = (self.wrong + ROW_PRIOR) / (self.expected_wrong + ROW_PRIOR)
         return float(np.log(better / worse))
 
-    def count(self, num_right: int, num_tried: int, expected: float) -> None:
+    def count(self, num_right: float, num_tried: int, expected: float) -> None:
         """Add the tokens of a step that were tried, of which so many were expected to be right."""
         fade = 0.5 ** (1.0 / ROW_HALF_LIFE)
         self.right = self.right * fade + num_right
@@ -88,9 +88,10 @@ class Survival:
         at, expected = (_places(depths), _buckets(scores)), self._table[_places(depths), _buckets(scores)]
         np.add.at(self._tried, at, 1.0)
         np.add.at(self._right, at, was_right.astype(np.float64))
-        for row in dict.fromkeys(rows.tolist()):
-            own = rows == row
-            self._rows.setdefault(row, _RowRecord()).count(int(was_right[own].sum()), int(own.sum()), float(expected[own].sum()))
+        ids, own = np.unique(rows, return_inverse=True)
+        sums = (np.bincount(own, weights) for weights in (was_right, None, expected))
+        for row, num_right, num_tried, hoped in zip(ids.tolist(), *(found.tolist() for found in sums), strict=True):
+            self._rows.setdefault(row, _RowRecord()).count(num_right, num_tried, hoped)
         self._table = self._chances()
 
     def forget(self, row: int) -> None:
