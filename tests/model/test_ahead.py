@@ -178,7 +178,7 @@ def test_rows_draft_as_much_as_they_ask_for(there: Recorder, mode: str) -> None:
 @pytest.mark.parametrize("drafter", AHEAD)
 def test_where_blocks_are_lacking_rows_wait(there: Recorder, drafter: str) -> None:
     block = engine("llama", "greedy", drafter, block_size=4).memory_plan.block_bytes
-    llm = engine("llama", "greedy", drafter, max_num_seqs=6, block_size=4, kv_cache_memory_bytes=12 * block)
+    llm = engine("llama", "greedy", drafter, max_num_seqs=6, block_size=4, kv_cache_memory_bytes=10 * block)
     steps = launched(llm)
     check(llm, "llama", "greedy")
     assert steps and llm.stats.num_preemptions > 0

@@ -103,8 +103,7 @@ class OutputFile:
         """Name what differs."""
         if not isinstance(found, dict):
             raise ConfigError(f"cannot resume {str(self.path)!r}: its first line has no settings; choose another --output")
-        missing = object()
-        names = [n for n in sorted(found.keys() | wanted.keys()) if found.get(n, missing) != wanted.get(n, missing)]
+        names = [n for n in sorted(found.keys() | wanted.keys()) if found.get(n) != wanted.get(n)]  # a setting may be newer than the file
         if names:
             listed = "; ".join(_difference(n, found, wanted) for n in names[:MOST_NAMED])
             more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
