@@ -60,6 +60,12 @@ def test_what_is_never_right_is_soon_left_alone_and_tried_again_now_and_then() -
     assert [n for n in drafted[-2 * (PROBE + 1) :] if n] == [1, 1]
 
 
+def test_a_step_without_rows_says_nothing() -> None:
+    controller = BatchController(FREE)
+    assert len(step(controller, controller.planned([]), 0).tokens) == 0
+    assert controller.hindsight.num_steps == 0
+
+
 def test_a_level_that_does_not_pay_ends_drafting() -> None:
     costs = CostTable(step=CostCurve(tokens=(1, 8), milliseconds=(10.0, 11.0)), drafting=CostCurve(tokens=(1,), milliseconds=(1.0,)))
     controller = BatchController(costs, corrects=False)

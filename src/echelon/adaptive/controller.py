@@ -144,7 +144,7 @@ class BatchController:
         place = {row.sequence.id: i for i, row in enumerate(self._rows)}
         if draft is not None and len(draft.tokens):
             self._learn(draft, {place[row.sequence.id]: kept for row, kept in zip(record.rows, record.verdict, strict=True)})
-        if not any(row.num_new > 1 for row in record.rows):
+        if record.rows and not any(row.num_new > 1 for row in record.rows):
             self._measure(record, 0 if draft is None else len(draft.tokens))
 
     def _measure(self, record: StepRecord, num_drafted: int) -> None:
