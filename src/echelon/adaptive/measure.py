@@ -39,7 +39,8 @@ def measured_costs(target: Runner[Any], drafter: Drafter, max_num_seqs: int, mos
     long = max(1, min(LONG, tables.capacity - 1, tables.max_tokens_per_row - 1))
     logits = raw_rows(torch.from_numpy(np.random.default_rng(0).standard_normal((PER_ROW, target.loaded.vocab_size), np.float32)))
     works = [partial(_pass, target, n, num_rows) for n in widths] + [partial(_rehearsal, drafter, n) for n in counts]
-    times = _least([*works, partial(_pass, target, 1, 1, long), partial(choose, _drawing(logits))])
+    wait = torch.cuda.synchronize if target.loaded.device.type == "cuda" else _nothing
+    times = _least([*works, partial(_pass, target, 1, 1, long), partial(choose, _drawing(logits))], wait)
     drafting = monotone(counts, times[len(widths) : len(works)]) if counts else None
     key_ms = max(0.0, times[-2] - times[0]) / long
     return CostTable(step=monotone(widths, times[: len(widths)]), key_ms=key_ms, place_ms=times[-1] / PER_ROW, drafting=drafting)
@@ -65,15 +66,23 @@ def _drawing(logits: Any) -> list[SampleRow]:
     return [SampleRow(sampler, line, [0]) for sampler, line in zip(samplers, logits, strict=True)]
 
 
-def _least(works: SequenceOf[Callable[[], object]]) -> list[float]:
-    """Milliseconds of each of these, done by turns; what comes first is not counted, and long ones take part in one turn more."""
+def _nothing() -> None:
+    """A processor has done its work when a call returns."""
+
+
+def _least(works: SequenceOf[Callable[[], object]], wait: Callable[[], object]) -> list[float]:
+    """Milliseconds of each of these, done by turns; what comes first is not counted, and long ones take part in one turn more. `wait`
+    returns when all that was asked for is done.
+    """
     taken: list[list[float]] = [[] for _ in works]
     works[0]()
     for _ in range(ROUNDS + 1):
         for work, times in zip(works, taken, strict=True):
             if len(times) > 1 and times[-1] > LONG_MS:
                 continue
+            wait()
             start = time.perf_counter()
             work()
+            wait()
             times.append((time.perf_counter() - start) * 1e3)
     return [max(min(times[1:]), 1e-6) for times in taken]
