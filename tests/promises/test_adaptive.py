@@ -15,6 +15,7 @@ from test_heads_lossless import MODES, head, params, target, truth
 from echelon import LLM, ConfigError, SamplingParams
 from echelon.adaptive.cost_files import CostRecord, write_costs
 from echelon.adaptive.cost_table import CostCurve, CostTable
+from echelon.bench.verify import STRATEGIES
 from echelon.stats import StepRecord
 
 AUTO: dict[str, Any] = {"num_speculative_tokens": "auto"}
@@ -80,6 +81,16 @@ def test_random_plans_change_no_token(drafter: str, batch_size: int, mode: str) 
     assert texts(llm, slice(None), mode) == truth(mode)
     assert controller.num_cut > 0
     assert llm.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("plan", ["auto", "random"])
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "unpadded"])
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_other_strategies_adapt_too(drafter: str, strategy: str, plan: str) -> None:
+    llm = adaptive_llm(drafter, "sampled", max_num_seqs=5, **STRATEGIES[strategy])
+    if plan == "random":
+        plans.at_random(llm, seed=1)
+    assert texts(llm, slice(None), "sampled") == truth("sampled")
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
