@@ -57,7 +57,9 @@ def test_what_is_never_right_is_soon_left_alone_and_tried_again_now_and_then() -
     drafted = [len(step(controller, controller.planned(rows(1)), 0).tokens) for _ in range(40 + 2 * (PROBE + 1))]
     assert drafted[0] > 0
     assert sum(n > 0 for n in drafted[:40]) < 25
-    assert [n for n in drafted[-2 * (PROBE + 1) :] if n] == [1, 1]
+    later = drafted[-2 * (PROBE + 1) :]
+    assert max(later) == 1
+    assert 2 <= sum(later) <= len(later) // 12
 
 
 def test_a_step_without_rows_says_nothing() -> None:

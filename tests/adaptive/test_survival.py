@@ -19,7 +19,7 @@ def steps(survival: Survival, rng: np.random.Generator, count: int, right_of: di
 
 
 def chance(survival: Survival, depth: int, probability: float = 0.6, row: int = 99) -> float:
-    return float(survival.chances(np.array([row]), np.array([depth]), np.log(np.array([probability])))[0])
+    return float(survival.chances(survival.odds([row]), np.array([depth]), np.log(np.array([probability])))[0])
 
 
 def test_chances_become_the_shares_that_were_right() -> None:
@@ -56,11 +56,23 @@ def test_rows_differ_by_what_became_of_their_own_drafts() -> None:
     survival.forget(1)
 
 
+def test_a_row_that_is_passed_over_is_tried_again() -> None:
+    survival, rng = Survival(), np.random.default_rng(0)
+    steps(survival, rng, 400, {0: 0.8}, (1, 3))
+    for _ in range(60):
+        steps(survival, rng, 1, {0: 0.0}, (2,))
+    low = chance(survival, 0, row=2)
+    for _ in range(400):
+        survival.passed_over([2, 77])
+    assert low < 0.5 * chance(survival, 0, row=2)
+    assert chance(survival, 0, row=2) == pytest.approx(chance(survival, 0), abs=0.03)
+
+
 def test_a_drafter_without_probabilities_has_a_bucket_of_its_own() -> None:
     survival = Survival()
     for _ in range(300):
-        survival.observe(np.array([0]), np.array([0]), np.array([np.nan]), np.array([True]))
-    unknown = survival.chances(np.array([5]), np.array([0]), np.array([np.nan]))[0]
+        survival.observe(np.array([0]), np.array([0]), None, np.array([True]))
+    unknown = survival.chances(np.ones(1), np.array([0]), None)[0]
     assert unknown > 0.95
     assert chance(survival, 0) == chance(Survival(), 0)
 
@@ -69,7 +81,7 @@ def test_what_is_expected_of_a_draft_follows_what_is_drafted() -> None:
     survival = Survival()
     for _ in range(500):
         survival.drafted(np.array([0, 1]), np.log(np.array([0.8, 0.4])))
-    found = survival.expected(np.array([3, 4]), 3)
+    found = survival.expected(survival.odds([3, 4]), 3)
     assert found.shape == (2, 3)
     assert found[0, :2] == pytest.approx([chance(survival, 0, 0.8), chance(survival, 1, 0.4)], abs=0.02)
     assert found[0].tolist() == found[1].tolist()
@@ -87,5 +99,5 @@ def test_the_same_steps_give_the_same_chances() -> None:
 
 @pytest.mark.parametrize("score", [0.0, -np.inf, -1e-300, -800.0])
 def test_extreme_probabilities_have_a_chance(score: float) -> None:
-    found = Survival().chances(np.array([0]), np.array([0]), np.array([score]))
+    found = Survival().chances(np.ones(1), np.array([0]), np.array([score]))
     assert 0.0 < found[0] < 1.0

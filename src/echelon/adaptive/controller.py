@@ -20,7 +20,7 @@ from echelon.adaptive.cost_table import Correction, CostTable, TablePieces
 from echelon.adaptive.hindsight import LONGEST, Hindsight
 from echelon.adaptive.planning import Bool, Underway, admitted, draft_lengths, survivals
 from echelon.adaptive.survival import Survival
-from echelon.draft import Draft, Float64, Int64, RowVerdict
+from echelon.draft import Draft, Float64, Int64
 from echelon.sequence import PlannedRow
 from echelon.stats import StepRecord
 from echelon.step_costs import PieceSizes
@@ -89,76 +89,86 @@ class BatchController:
         self._corrects = corrects
         self._drafting = 1.0  # milliseconds that drafting takes over what the table says
         self._num_idle = 0  # plain steps in a row
-        self._shape = _Shape()
         self._rows: SequenceOf[PlannedRow] = ()
+        self._odds: Float64 = np.ones(0)  # [B] of these rows, as `Survival.odds`
+        self._costs = _StepCosts(_Shape(), table, self.correction, self._drafting)
         self._step = Underway(0.0)
         self._draft: Draft | None = None  # what is verified in this step
 
     def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
-        self._shape, self._draft = _Shape.of(rows), None
-        self._step = Underway(float(self._shape.num_sampled))
-        drafting = np.array([i for i, row in enumerate(rows) if row.max_draft_depth > 0], np.int64)
-        lengths = self._lengths([rows[i] for i in drafting]) if len(drafting) else drafting
-        self._num_idle = 0 if lengths.any() or not len(drafting) else self._num_idle + 1
-        found = list(rows)
-        for i in drafting[lengths == 0].tolist():
-            found[i] = _without_draft(rows[i])
-        if self._num_idle >= PROBE:
-            first, self._num_idle = int(drafting[0]), 0
-            found[first] = replace(rows[first], max_draft_depth=1, max_draft_tokens=1)
+        shape, found = _Shape.of(rows), list(rows)
+        self._costs, self._draft = _StepCosts(shape, self.table, self.correction, self._drafting), None
+        self._step, self._odds = Underway(float(shape.num_sampled)), self.survival.odds([row.sequence.id for row in rows])
+        limits = np.array([row.max_draft_depth for row in rows], np.int64)
+        if limits.any():
+            lengths = self._lengths(self._odds, limits)
+            plain = np.flatnonzero((lengths == 0) & (limits > 0)).tolist()
+            for i in plain:
+                found[i] = _without_draft(rows[i])
+            self.survival.passed_over([rows[i].sequence.id for i in plain])
+            self._probe(found, rows, limits, is_plain=not lengths.any())
         self._rows = found
         return found
 
-    def _lengths(self, rows: SequenceOf[PlannedRow]) -> Int64:
-        limits = np.array([row.max_draft_depth for row in rows])
-        chances = self.survival.expected(_ids(rows), int(limits.max()))
-        return draft_lengths(self._step, np.ones(len(rows)), chances, limits, self._decoding_ms, self._level_ms)[0]
+    def _lengths(self, odds: Float64, limits: Int64) -> Int64:
+        """Tokens int64[B] to draft of each row, from the start."""
+        chances = self.survival.expected(odds, int(limits.max()))
+        return draft_lengths(self._step, np.ones(len(odds)), chances, limits, *self._costs.upto(0, *chances.shape))[0]
+
+    def _probe(self, found: list[PlannedRow], rows: SequenceOf[PlannedRow], limits: Int64, is_plain: bool) -> None:
+        """After PROBE plain steps one of the rows that may draft does."""
+        self._num_idle = self._num_idle + 1 if is_plain else 0
+        if self._num_idle >= PROBE:
+            first, self._num_idle = int(limits.argmax()), 0
+            found[first] = replace(rows[first], max_draft_depth=1, max_draft_tokens=1)
 
     def goes_on(self, rows: Int64, scores: Float64) -> Bool:
-        own, depth = [self._rows[i] for i in rows.tolist()], scores.shape[1]
-        ids, step = _ids(own), self._step
-        chances = self.survival.chances(np.repeat(ids, depth), np.tile(np.arange(depth), len(own)), scores.ravel())
+        num_paths, depth = scores.shape
+        odds, costs, step = self._odds[rows], self._costs, self._step
+        chances = self.survival.chances(np.repeat(odds, depth), np.tile(np.arange(depth), num_paths), scores.ravel())
         survival = chances.reshape(scores.shape).prod(1)
-        spent = step.spent_ms + float(self._level_ms(np.array(len(own))))
-        self._step = step = Underway(step.emitted + float(survival.sum()), step.num_drafted + len(own), spent)
-        limits = np.array([row.max_draft_depth for row in own]) - depth
-        if limits.max() <= 0:
-            return np.zeros(len(own), np.bool_)
-        expected = self.survival.expected(ids, depth + int(limits.max()))[:, depth:]
-        return np.asarray(draft_lengths(step, survival, expected, limits, self._decoding_ms, self._level_ms)[0] > 0)
+        _, level_ms = costs.upto(step.num_drafted, num_paths, 1)
+        spent = step.spent_ms + float(level_ms[num_paths])
+        self._step = step = Underway(step.emitted + float(survival.sum()), step.num_drafted + num_paths, spent)
+        limits = np.array([self._rows[i].max_draft_depth for i in rows.tolist()]) - depth
+        most = int(limits.max())
+        if most <= 0:
+            return np.zeros(num_paths, np.bool_)
+        expected = self.survival.expected(odds, depth + most)[:, depth:]
+        return np.asarray(draft_lengths(step, survival, expected, limits, *costs.upto(step.num_drafted, num_paths, most))[0] > 0)
 
-    def chosen(self, rows: SequenceOf[PlannedRow], draft: Draft) -> Draft:
+    def chosen(self, rows: SequenceOf[PlannedRow], draft: Draft) -> Draft:  # noqa: ARG002
         if not len(draft.tokens):
             return draft
-        chances = self.survival.chances(_ids(rows)[draft.rows], draft.depths, _scores(draft))
-        survival = survivals(_parents(draft), draft.depths, chances)
+        depths, scores = draft.depths, draft.scores
+        chances = self.survival.chances(self._odds[draft.rows], depths, scores)
+        survival = survivals(_parents(draft), depths, chances) if draft.has_branches else _along(draft, chances)
         best = _best(draft, chances)
-        self.survival.drafted(draft.depths[best], _scores(draft)[best])
-        is_admitted = admitted(survival, draft.depths, self._shape.num_sampled, self._decoding_ms, self._step.spent_ms)
-        self._draft = draft.only(is_admitted)
-        self.hindsight.num_proposed += len(draft.tokens)
+        self.survival.drafted(depths[best], None if scores is None else scores[best])
+        step_ms, _ = self._costs.upto(0, len(depths), 1)
+        is_admitted = admitted(survival, depths, self._costs.shape.num_sampled, step_ms, self._step.spent_ms)
+        self._draft = draft if is_admitted.all() else draft.only(is_admitted)
+        self.hindsight.num_proposed += len(depths)
         return self._draft
 
     def observe(self, record: StepRecord) -> None:
         draft, self._draft = self._draft, None
-        place = {row.sequence.id: i for i, row in enumerate(self._rows)}
         if draft is not None and len(draft.tokens):
-            self._learn(draft, {place[row.sequence.id]: kept for row, kept in zip(record.rows, record.verdict, strict=True)})
+            self._learn(draft, record)
         if record.rows and not any(row.num_new > 1 for row in record.rows):
             self._measure(record, 0 if draft is None else len(draft.tokens))
 
     def _measure(self, record: StepRecord, num_drafted: int) -> None:
         """Compare what a step took with what was said of it."""
-        plain, whole = self._table_ms(np.array([0, num_drafted])).tolist()
-        seconds, spent = dict(record.seconds), self._step.spent_ms
-        drafting = seconds.pop("draft", 0.0) * 1e3
-        measured = sum(seconds.values()) * 1e3
-        lengths = np.arange(LONGEST + 1) * self._shape.num_sampled
-        fixed_ms = self._step_ms(lengths) + np.arange(LONGEST + 1) * float(self._level_ms(np.array(self._shape.num_sampled)))
-        predicted = spent + float(self._step_ms(np.array([num_drafted]))[0])
+        costs, spent, lengths = self._costs, self._step.spent_ms, np.arange(LONGEST + 1)
+        num_rows, drafting = costs.shape.num_sampled, record.seconds["draft"] * 1e3
+        measured = sum(record.seconds.values()) * 1e3 - drafting
+        step_ms, level_ms = costs.upto(0, num_rows, max(LONGEST, -(-num_drafted // max(num_rows, 1))))
         accepted = np.array([len(kept.path) for kept in record.verdict if kept.next_token >= 0], np.int64)
-        self.hindsight.observe(predicted, drafting + measured, accepted, fixed_ms)
+        fixed_ms = step_ms[num_rows * lengths] + level_ms[num_rows] * lengths
+        self.hindsight.observe(spent + float(step_ms[num_drafted]), drafting + measured, accepted, fixed_ms)
         if self._corrects:
+            plain, whole = costs.said(0), costs.said(num_drafted)
             self.correction.observe(plain, whole - plain, measured)
             if spent > 0.0:
                 excess = min(drafting / (spent / self._drafting), MOST_EXCESS)
@@ -171,39 +181,49 @@ class BatchController:
         factors = {"plain": self.correction.plain, "drafted": self.correction.extra, "drafting": self._drafting}
         return self.hindsight.as_metrics() | {"cost_factors": factors}
 
-    def _learn(self, draft: Draft, verdict: dict[int, RowVerdict]) -> None:
-        """Learn from the rows, by their places, that emitted: their drafted tokens whose parents were kept."""
+    def _learn(self, draft: Draft, record: StepRecord) -> None:
+        """Learn from the rows that emitted: their drafted tokens whose parents were kept."""
+        place = {row.sequence.id: i for i, row in enumerate(self._rows)}
+        verdict = {place[row.sequence.id]: kept for row, kept in zip(record.rows, record.verdict, strict=True) if kept.next_token >= 0}
         is_kept, is_known = np.zeros(len(draft.tokens), np.bool_), np.zeros(draft.num_rows, np.bool_)
-        for place, kept in verdict.items():
-            is_known[place] = kept.next_token >= 0
-            is_kept[draft.indptr[place] + np.asarray(kept.path, np.int64)] = True
+        first = draft.indptr.tolist()
+        is_known[list(verdict)] = True
+        is_kept[[first[i] + node for i, kept in verdict.items() for node in kept.path]] = True
         parents = _parents(draft)
         reached = is_known[draft.rows] & ((parents < 0) | is_kept[np.maximum(parents, 0)])
         if reached.any():
-            ids = _ids(self._rows)[draft.rows[reached]]
-            self.survival.observe(ids, draft.depths[reached], _scores(draft)[reached], is_kept[reached])
+            ids = np.array([row.sequence.id for row in self._rows])[draft.rows[reached]]
+            scores = None if draft.scores is None else draft.scores[reached]
+            self.survival.observe(ids, draft.depths[reached], scores, is_kept[reached])
 
-    def _table_ms(self, num_drafted: Int64) -> Float64:
-        """What the table says of steps with so many drafted tokens."""
-        shape = self._shape
-        drawn = shape.num_drawn + num_drafted * (shape.num_drawn / max(shape.num_sampled, 1))
-        return self.table.step_ms(shape.num_tokens + num_drafted, shape.num_keys, np.asarray(drawn, np.float64))
 
-    def _step_ms(self, num_drafted: Int64) -> Float64:
-        plain = float(self._table_ms(np.zeros(1, np.int64))[0])
-        return self.correction.predicted(plain, self._table_ms(num_drafted))
+class _StepCosts:
+    """What a step of this shape costs, by drafted tokens in it, as corrected now; worked out as far as it is asked for."""
 
-    def _decoding_ms(self, num_drafted: Int64) -> Float64:
-        """Of a step, without what it takes to read prompts: that has to be done, and makes no drafted token cheaper."""
-        shape = self._shape
-        if not shape.num_read:
-            return self._step_ms(num_drafted)
-        plain = self._table_ms(np.zeros(1, np.int64))
-        reading = plain - self.table.step_ms(np.array([max(shape.num_sampled, 1)]), shape.num_keys, np.array([shape.num_drawn]))
-        return self._step_ms(num_drafted) - self.correction.plain * float(reading[0])
+    def __init__(self, shape: _Shape, table: CostTable, correction: Correction, drafting: float) -> None:
+        self.shape = shape
+        self._table, self._correction, self._drafting = table, correction, drafting
+        self._said = self._step_ms = self._level_ms = np.zeros(0)
 
-    def _level_ms(self, num_rows: Int64) -> Float64:
-        return self._drafting * self.table.level_ms(num_rows)
+    def upto(self, num_drafted: int, num_paths: int, depth: int) -> tuple[Float64, Float64]:
+        """Milliseconds of the step, reading of prompts left out, by drafted tokens: float64[> num_drafted + num_paths · depth]; and of
+        drafting a level, by paths: float64[> num_paths].
+
+        Prompts have to be read, which makes no drafted token cheaper.
+        """
+        if len(self._step_ms) <= (most := num_drafted + num_paths * depth):
+            shape, table, drafted = self.shape, self._table, np.arange(most + 1)
+            drawn = np.asarray(shape.num_drawn + drafted * (shape.num_drawn / max(shape.num_sampled, 1)), np.float64)
+            self._said = table.step_ms(shape.num_tokens + drafted, shape.num_keys, drawn)
+            without = table.step_ms(np.array([max(shape.num_sampled, 1)]), shape.num_keys, np.array([shape.num_drawn]))
+            reading = float(self._said[0] - without[0]) if shape.num_read else 0.0
+            self._step_ms = self._correction.predicted(float(self._said[0]), self._said) - self._correction.plain * reading
+            self._level_ms = self._drafting * table.level_ms(drafted)
+        return self._step_ms, self._level_ms
+
+    def said(self, num_drafted: int) -> float:
+        """Milliseconds by the table, uncorrected, reading of prompts included; not further than `upto` has been asked for."""
+        return float(self._said[num_drafted])
 
 
 @dataclass
@@ -284,22 +304,22 @@ def _without_draft(row: PlannedRow) -> PlannedRow:
     return replace(row, max_draft_tokens=0, max_draft_depth=0)
 
 
-def _ids(rows: SequenceOf[PlannedRow]) -> Int64:
-    """int64[B]"""
-    return np.array([row.sequence.id for row in rows], np.int64)
-
-
 def _parents(draft: Draft) -> Int64:
     """int64[N]: parents among all nodes, −1 for a root's child."""
     return np.where(draft.parents < 0, -1, draft.parents + draft.indptr[draft.rows]).astype(np.int64)
 
 
+def _along(draft: Draft, chances: Float64) -> Float64:
+    """float64[N]: products along chains."""
+    grid = np.ones((draft.num_rows, int(draft.depths.max()) + 1))
+    grid[draft.rows, draft.depths] = chances
+    return np.asarray(np.cumprod(grid, 1)[draft.rows, draft.depths])
+
+
 def _best(draft: Draft, chances: Float64) -> Int64:
     """Of every row and depth that was drafted the node with the best chance: what another level of a draft is worth."""
+    if not draft.has_branches:
+        return np.arange(len(chances))
     level = draft.rows * (int(draft.depths.max()) + 1) + draft.depths
     order = np.lexsort((-chances, level))
     return np.asarray(order[np.unique(level[order], return_index=True)[1]])
-
-
-def _scores(draft: Draft) -> Float64:
-    return np.full(len(draft.tokens), np.nan) if draft.scores is None else draft.scores

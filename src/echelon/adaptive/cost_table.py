@@ -18,7 +18,7 @@ from echelon.settings import Settings
 from echelon.stats import StepRecord
 from echelon.step_costs import PIECE, SMALLEST_PIECE
 
-HALF_LIFE = 25.0  # steps until a measurement counts half
+FADE = 0.5 ** (1 / 25)  # of a measurement in a step
 TRUST = 0.1  # steps that the table counts as, where steps say little
 LEAST, MOST = 0.3, 4.0  # factors that are believed
 
@@ -91,17 +91,24 @@ class Correction:
     """Two factors by which steps take longer than the table says: `plain` of a step without drafts, `extra` of what drafts add to it."""
 
     def __init__(self) -> None:
-        self._matrix, self._vector = np.zeros((2, 2)), np.zeros(2)
+        self._count = self._extra = self._square = self._ratio = self._product = 0.0  # fading sums of 1, x, x², y, x · y
         self.plain = self.extra = 1.0
 
     def observe(self, plain_ms: float, extra_ms: float, measured_ms: float) -> None:
-        """Learn from a step: what the table says of it without drafts, what these add, and what it took."""
-        x = np.array([1.0, extra_ms / plain_ms])
-        y = min(max(measured_ms / plain_ms, LEAST), MOST * (1.0 + x[1]))
-        fade = 0.5 ** (1.0 / HALF_LIFE)
-        self._matrix = self._matrix * fade + np.outer(x, x)
-        self._vector = self._vector * fade + x * y
-        self.plain, self.extra = np.clip(np.linalg.solve(self._matrix + TRUST * np.eye(2), self._vector + TRUST), LEAST, MOST).tolist()
+        """Learn from a step: what the table says of it without drafts, what these add, and what it took. Least squares of y = plain +
+        extra · x with x = extra_ms ÷ plain_ms and y = measured_ms ÷ plain_ms, newer steps for more.
+        """
+        x = extra_ms / plain_ms
+        y = min(max(measured_ms / plain_ms, LEAST), MOST * (1.0 + x))
+        self._count = self._count * FADE + 1.0
+        self._extra = self._extra * FADE + x
+        self._square = self._square * FADE + x * x
+        self._ratio = self._ratio * FADE + y
+        self._product = self._product * FADE + x * y
+        count, square, ratio, product = self._count + TRUST, self._square + TRUST, self._ratio + TRUST, self._product + TRUST
+        area = count * square - self._extra**2
+        self.plain = min(max((square * ratio - self._extra * product) / area, LEAST), MOST)
+        self.extra = min(max((count * product - self._extra * ratio) / area, LEAST), MOST)
 
     def predicted(self, plain_ms: float, step_ms: Float64) -> Float64:
         """Milliseconds float64[...] of steps for which the table says `step_ms`, and `plain_ms` without their drafts."""

@@ -7,7 +7,6 @@ highest (DSpark, arXiv 2607.05147, Alg. 1, with measured costs).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +15,6 @@ from numpy.typing import NDArray
 from echelon.draft import Float64, Int64
 
 Bool = NDArray[np.bool_]
-Cost = Callable[[Int64], Float64]  # numbers of tokens int64[...] → milliseconds float64[...]
 
 
 def survivals(parents: Int64, depths: Int64, chances: Float64) -> Float64:
@@ -30,17 +28,18 @@ def survivals(parents: Int64, depths: Int64, chances: Float64) -> Float64:
     return found
 
 
-def admitted(survival: Float64, depths: Int64, num_sampled: int, step_ms: Cost, spent_ms: float) -> Bool:
+def admitted(survival: Float64, depths: Int64, num_sampled: int, step_ms: Float64, spent_ms: float) -> Bool:
     """bool[N]: which of the drafted tokens to verify.
 
     survival     float64[N] of the tokens, `depths` int64[N] of them (0 first)
     num_sampled  rows that emit a token of their own besides
-    step_ms      of a step with so many drafted tokens
+    step_ms      float64[> N]: milliseconds of a step by drafted tokens in it
     spent_ms     what drafting has taken already
     """
     order = np.lexsort((depths, -survival))
-    emitted = num_sampled + np.concatenate([[0.0], np.cumsum(survival[order])])
-    rates = emitted / (spent_ms + step_ms(np.arange(len(order) + 1)))
+    emitted = np.full(len(order) + 1, float(num_sampled))
+    emitted[1:] += np.cumsum(survival[order])
+    rates = emitted / (spent_ms + step_ms[: len(order) + 1])
     is_admitted = np.zeros(len(survival), np.bool_)
     is_admitted[order[: int(np.argmax(rates))]] = True
     return is_admitted
@@ -55,33 +54,35 @@ class Underway:
     spent_ms: float = 0.0
 
 
-def draft_lengths(step: Underway, survival: Float64, chances: Float64, limits: Int64, step_ms: Cost, level_ms: Cost) -> tuple[Int64, float]:
+def draft_lengths(
+    step: Underway, survival: Float64, chances: Float64, limits: Int64, step_ms: Float64, level_ms: Float64
+) -> tuple[Int64, float]:
     """How many further tokens int64[B] to draft of each chain, and the tokens a millisecond that are expected of the step then.
 
     survival  float64[B]: of what is drafted of each chain; 1 where nothing is
     chances   float64[B, D]: of each further token, if those before it are kept
     limits    int64[B]: most further tokens of each chain
-    step_ms   of a step with so many drafted tokens
-    level_ms  of drafting a token for so many chains
+    step_ms   float64[> num_drafted + B · D]: milliseconds of a step by drafted tokens in it
+    level_ms  float64[> B]: milliseconds of drafting a token for so many chains
     """
     num_rows, depth = chances.shape
-    survival = np.where(np.arange(depth) < limits[:, None], survival[:, None] * np.cumprod(chances, 1), 0.0)
-    row, place = np.divmod(np.arange(num_rows * depth), max(depth, 1))
-    order = np.lexsort((row, place, -survival.ravel()))
-    order = order[survival.ravel()[order] > 0.0]
-    place, row = place[order], row[order]
-    # [N, D] after so many tokens, each place by itself; then [N, D + 1]: of drafts of at most so many tokens
-    is_at = place[:, None] == np.arange(depth)
-    at_place = np.cumsum(is_at, 0)
-    gained, drafting, counts = (
-        np.pad(np.cumsum(part, 1), ((0, 0), (1, 0)))
-        for part in (np.cumsum(is_at * survival.ravel()[order][:, None], 0), level_ms(at_place), at_place)
-    )
-    rates = (step.emitted + gained) / (step.spent_ms + drafting + step_ms(step.num_drafted + counts))
-    rate_now = step.emitted / (step.spent_ms + float(step_ms(np.array([step.num_drafted]))[0]))
-    lengths = np.zeros(num_rows, np.int64)
-    if not rates.size or rates.max() <= rate_now:
+    lengths, rate_now = np.zeros(num_rows, np.int64), step.emitted / (step.spent_ms + float(step_ms[step.num_drafted]))
+    places = np.arange(depth)
+    survival = np.where(places < limits[:, None], survival[:, None] * np.cumprod(chances, 1), 0.0)
+    by_place = survival.T.ravel()
+    order = np.argsort(-by_place, kind="stable")[: np.count_nonzero(by_place)]
+    if not len(order):
         return lengths, rate_now
-    count, longest = np.unravel_index(int(np.argmax(rates)), rates.shape)
-    chosen = row[: int(count) + 1][place[: int(count) + 1] < longest]
-    return np.bincount(chosen, minlength=num_rows).astype(np.int64), float(rates.max())
+    place, row = np.divmod(order, num_rows)
+    # [N, D]: of the likeliest tokens so many, of drafts of at most 1, 2 … tokens
+    is_at = place[:, None] == places
+    at_place = np.cumsum(is_at, 0)
+    gained = np.cumsum(np.cumsum(is_at * by_place[order, None], 0), 1)
+    taken = np.cumsum(level_ms[at_place], 1) + step_ms[step.num_drafted + np.cumsum(at_place, 1)]
+    rates = (step.emitted + gained) / (step.spent_ms + taken)
+    best = int(np.argmax(rates))
+    if rates.flat[best] <= rate_now:
+        return lengths, rate_now
+    last, longest = divmod(best, depth)
+    chosen = row[: last + 1][place[: last + 1] <= longest]
+    return np.bincount(chosen, minlength=num_rows).astype(np.int64), float(rates.flat[best])

@@ -7,6 +7,7 @@ drafter's own word, taken hopefully at first. Counts in a fixed order: the same 
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,8 +22,7 @@ LOG_ODDS = np.array([-4.0, -3.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0,
 UNKNOWN = len(LOG_ODDS) + 1  # the bucket of a drafter without probabilities
 HOPE = 0.5  # of what the drafter's word leaves open, so much is expected to be right at first
 BUCKET_PRIOR, WORD_PRIOR, ROW_PRIOR = 8.0, 4.0, 8.0  # counts that each estimate leans on the next coarser one with
-HALF_LIFE = 1024.0  # steps until a count is worth half
-ROW_HALF_LIFE = 64.0  # steps of a row
+FADE, ROW_FADE = 0.5 ** (1 / 1024), 0.5 ** (1 / 64)  # of a count in a step: of all rows, of one
 
 
 @dataclass
@@ -35,19 +35,26 @@ class _RowRecord:
     expected_wrong: float = 0.0
 
     @property
-    def shift(self) -> float:
-        """Log-odds by which the row does better than others."""
+    def odds(self) -> float:
+        """How many times better than others' the row's odds are."""
         better = (self.right + ROW_PRIOR) / (self.expected_right + ROW_PRIOR)
         worse = (self.wrong + ROW_PRIOR) / (self.expected_wrong + ROW_PRIOR)
-        return float(np.log(better / worse))
+        return better / worse
 
     def count(self, num_right: float, num_tried: int, expected: float) -> None:
         """Add the tokens of a step that were tried, of which so many were expected to be right."""
-        fade = 0.5 ** (1.0 / ROW_HALF_LIFE)
-        self.right = self.right * fade + num_right
-        self.wrong = self.wrong * fade + num_tried - num_right
-        self.expected_right = self.expected_right * fade + expected
-        self.expected_wrong = self.expected_wrong * fade + num_tried - expected
+        self.fade()
+        self.right += num_right
+        self.wrong += num_tried - num_right
+        self.expected_right += expected
+        self.expected_wrong += num_tried - expected
+
+    def fade(self) -> None:
+        """A step has passed."""
+        self.right *= ROW_FADE
+        self.wrong *= ROW_FADE
+        self.expected_right *= ROW_FADE
+        self.expected_wrong *= ROW_FADE
 
 
 class Survival:
@@ -60,32 +67,36 @@ class Survival:
         self._rows: dict[int, _RowRecord] = {}
         self._table = self._chances()
 
-    def chances(self, rows: Int64, depths: Int64, scores: Float64) -> Float64:
-        """float64[N] for tokens at `depths` int64[N] (0 first) of drafts of `rows` int64[N]; `scores` float64[N] are the logarithms of the
-        drafter's probabilities, NaN where it has none.
-        """
-        return _shifted(self._table[_places(depths), _buckets(scores)], self._shifts(rows))
+    def odds(self, rows: SequenceOf[int]) -> Float64:
+        """float64[B]: how many times better than others' the odds of these rows' drafts are."""
+        return np.array([record.odds if (record := self._rows.get(row)) is not None else 1.0 for row in rows])
 
-    def expected(self, rows: Int64, num_places: int) -> Float64:
-        """float64[B, num_places]: chances at each place of a draft of `rows` int64[B] that is not made yet."""
+    def chances(self, odds: Float64, depths: Int64, scores: Float64 | None) -> Float64:
+        """float64[N] for tokens at `depths` int64[N] (0 first) of drafts of rows with `odds` float64[N]; `scores` float64[N] are the
+        logarithms of the drafter's probabilities, None where it has none.
+        """
+        return _shifted(self._table[_places(depths), _buckets(scores, len(depths))], odds)
+
+    def expected(self, odds: Float64, num_places: int) -> Float64:
+        """float64[B, num_places]: chances at each place of drafts that are not made yet, of rows with `odds` float64[B]."""
         hoped, drafted = (self._drafted * self._table).sum(1).tolist(), self._drafted.sum(1).tolist()
         means, mean = [], float(self._table[0, UNKNOWN])
         for place in range(num_places):
             at = min(place, NUM_DEPTHS - 1)
             mean = (hoped[at] + WORD_PRIOR * mean) / (drafted[at] + WORD_PRIOR)
             means.append(mean)
-        return _shifted(np.array([means]), self._shifts(rows)[:, None])
+        return _shifted(np.array([means]), odds[:, None])
 
-    def drafted(self, depths: Int64, scores: Float64) -> None:
+    def drafted(self, depths: Int64, scores: Float64 | None) -> None:
         """Note what was drafted, verified or not: the best token at each of `depths` int64[N], with `scores` float64[N] as in `chances`."""
-        np.add.at(self._drafted, (_places(depths), _buckets(scores)), 1.0)
+        np.add.at(self._drafted, (_places(depths), _buckets(scores, len(depths))), 1.0)
 
-    def observe(self, rows: Int64, depths: Int64, scores: Float64, was_right: Bool) -> None:
-        """Learn from a step: tokens whose parents were kept, and whether they were; as in `chances`, bool[N] the last."""
-        fade = 0.5 ** (1.0 / HALF_LIFE)
+    def observe(self, rows: Int64, depths: Int64, scores: Float64 | None, was_right: Bool) -> None:
+        """Learn from a step: tokens of `rows` int64[N] whose parents were kept, and whether they were bool[N]; as in `chances`."""
         for counts in (self._right, self._tried, self._drafted):
-            np.multiply(counts, fade, out=counts)
-        at, expected = (_places(depths), _buckets(scores)), self._table[_places(depths), _buckets(scores)]
+            np.multiply(counts, FADE, out=counts)
+        at = _places(depths), _buckets(scores, len(depths))
+        expected = self._table[at]
         np.add.at(self._tried, at, 1.0)
         np.add.at(self._right, at, was_right.astype(np.float64))
         ids, own = np.unique(rows, return_inverse=True)
@@ -94,18 +105,19 @@ class Survival:
             self._rows.setdefault(row, _RowRecord()).count(num_right, num_tried, hoped)
         self._table = self._chances()
 
+    def passed_over(self, rows: SequenceOf[int]) -> None:
+        """A step without drafts for `rows`: what is known of them apart from others fades, so that they are tried again."""
+        for row in rows:
+            if (record := self._rows.get(row)) is not None:
+                record.fade()
+
     def forget(self, row: int) -> None:
         """The row has ended; one that was never seen is fine."""
         self._rows.pop(row, None)
 
-    def _shifts(self, rows: Int64) -> Float64:
-        shifts = {row: self._rows[row].shift if row in self._rows else 0.0 for row in dict.fromkeys(rows.tolist())}
-        return np.array([shifts[row] for row in rows.tolist()])
-
     def _chances(self) -> Float64:
         """float64[NUM_DEPTHS, buckets]"""
-        word = _word()
-        at_any_place = (self._right.sum(0) + WORD_PRIOR * word) / (self._tried.sum(0) + WORD_PRIOR)
+        at_any_place = (self._right.sum(0) + WORD_PRIOR * WORD) / (self._tried.sum(0) + WORD_PRIOR)
         return np.asarray((self._right + BUCKET_PRIOR * at_any_place) / (self._tried + BUCKET_PRIOR))
 
 
@@ -116,18 +128,22 @@ def _word() -> Float64:
     return np.asarray(stated + HOPE * (1.0 - stated))
 
 
+WORD = _word()
+
+
 def _places(depths: Int64) -> Int64:
     return np.minimum(depths, NUM_DEPTHS - 1)
 
 
-def _buckets(scores: Float64) -> Int64:
-    with np.errstate(divide="ignore", invalid="ignore"):
+def _buckets(scores: Float64 | None, count: int) -> Int64:
+    if scores is None:
+        return np.full(count, UNKNOWN)
+    with np.errstate(divide="ignore"):
         log_odds = scores - np.log(-np.expm1(np.minimum(scores, 0.0)))
-    found = np.searchsorted(LOG_ODDS, log_odds, side="right")
-    return np.where(np.isnan(scores), UNKNOWN, found)
+    return np.searchsorted(LOG_ODDS, log_odds, side="right")
 
 
-def _shifted(chances: Float64, shifts: Float64) -> Float64:
-    """Chances with their log-odds shifted."""
-    odds = chances / (1.0 - chances) * np.exp(shifts)
-    return np.asarray(odds / (1.0 + odds))
+def _shifted(chances: Float64, odds: Float64) -> Float64:
+    """Chances whose odds are so many times better."""
+    better = chances / (1.0 - chances) * odds
+    return np.asarray(better / (1.0 + better))
