@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t depth_block = 256;  // 16 KiB of weight; halves, of which two and x fit into L1, for few rows
 constexpr int64_t x_stride = depth_block / 2 + x_padding / 4;  // in pairs
-constexpr int most_rows = 14;
+constexpr int few_rows = 4, most_rows = 14;
 
 template <int rows>
 void multiply(const void* x, const void* w, int64_t steps, float* sums, Prefetch prefetch) {
@@ -28,7 +28,7 @@ void multiply(const void* x, const void* w, int64_t steps, float* sums, Prefetch
     high[r] = _mm512_load_ps(sums + r * tile + 16);
   }
   for (int64_t s = 0; s < steps; ++s) {
-    fetch(prefetch, s, 0, 1);
+    if constexpr (rows > few_rows) fetch(prefetch, s, 0, 1);
     const __m512bh first = (__m512bh)_mm512_loadu_si512(column + s * 128), second = (__m512bh)_mm512_loadu_si512(column + s * 128 + 64);
 #pragma GCC unroll 16
     for (int r = 0; r < rows; ++r) {

@@ -15,6 +15,7 @@ struct Fma {
   static constexpr int64_t grain = type == Storage::bfloat16 ? 2 : 1;
   static constexpr int64_t x_stride = depth_block + x_padding / 4;
   static constexpr int64_t lines_per_step = type == Storage::float16 ? 1 : 2;
+  static constexpr int64_t few_rows = 4 * lines_per_step * Vector::width / (tile * grain);  // four multiplications for a line
 
   // `width` columns from column c of step s; `part` is 0, or 1 for the second entry of a pair.
   static inline __attribute__((always_inline)) Vector::Register weight(const void* w, int64_t s, int64_t c, int64_t part) {
@@ -34,7 +35,8 @@ struct Fma {
 #pragma GCC unroll 8
       for (int v = 0; v < vectors; ++v) sum[r][v] = Vector::load(sums + r * tile + c + v * Vector::width);
     for (int64_t s = 0; s < steps; ++s) {
-      fetch(prefetch, s, c / (vectors * Vector::width), tile / (vectors * Vector::width));
+      if constexpr (rows > few_rows)
+        fetch(prefetch, s, c / (vectors * Vector::width), tile / (vectors * Vector::width));
 #pragma GCC unroll 2
       for (int part = 0; part < grain; ++part) {
         typename Vector::Register column[vectors];

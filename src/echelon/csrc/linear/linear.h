@@ -49,7 +49,8 @@ struct Problem {
 };
 
 // What a step fetches for later ones: two lines for the first-level cache, and weight from further on for the second, whose longer queue
-// keeps memory at work while registers multiply.
+// keeps memory at work while registers multiply. With few rows these have so little to do that the processor's own fetching ahead does
+// better alone.
 struct Prefetch {
   const char *near, *beside, *far;
   int64_t far_second;  // bytes from one line of `far` to another; 0: there is one
