@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.cells import Cell, Record, Records, chosen, run_cells
 from benchmarks.families import environment_of
-from benchmarks.workloads import TRAINED, Models, Size, source
+from benchmarks.workloads import Models, Size, source
 from echelon import ConfigError, SamplingParams
 from echelon.bench.report import described, table
 from echelon.bench.throughput import DecodingMethod, EngineRun, environment
@@ -57,7 +57,7 @@ def measure(drafter: str, batch_size: int, temperature: float, rounds: int, size
     ------
     ConfigError  a text differs from that of plain decoding, or the head has not been trained
     """
-    models = Models(size)
+    models = Models(size, ["eagle"])
     target, folders = models.with_heads if drafter == "eagle_tree" else (models.grown, {})
     prompts = source(target, max(2, int(WAVES * batch_size)), PROMPT_TOKENS, is_ragged=False)
     params = SamplingParams(temperature=temperature, seed=0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -138,9 +138,8 @@ def main(arguments: list[str] | None = None) -> int:
         drafter, batch_size, temperature = options.measure.split(",")
         print(json.dumps(measure(drafter, int(batch_size), float(temperature), options.rounds, Size())))
         return 0
-    drafters = [d for d in DRAFTERS if d != "eagle_tree" or (TRAINED / "eagle" / "config.json").exists()]
-    wanted = [(f, d, 0.0, b) for f in dict.fromkeys((compiled.isa(), "avx2")) for d in drafters for b in BATCHES]
-    wanted += [(compiled.isa(), d, 0.8, b) for d in drafters for b in (1, 8)]
+    wanted = [(f, d, 0.0, b) for f in dict.fromkeys((compiled.isa(), "avx2")) for d in DRAFTERS for b in BATCHES]
+    wanted += [(compiled.isa(), d, 0.8, b) for d in DRAFTERS for b in (1, 8)]
     cells = [
         Cell(f"{family}_{drafter}_t{temperature:g}_b{batch}", partial(in_family, family, drafter, batch, temperature, options.rounds))
         for family, drafter, temperature, batch in wanted

@@ -28,7 +28,7 @@ from benchmarks.replayed import AcceptanceHistogram, replay, rescaled
 from benchmarks.workloads import PADDINGS, ROOT, SMALL, Models, Size, greedy, source
 from echelon import LLM
 from echelon.bench.latency import measure_latency
-from echelon.bench.throughput import CONFIDENT, DecodingMethod, default_methods, environment, measure
+from echelon.bench.throughput import ADAPTIVE, CONFIDENT, DecodingMethod, default_methods, environment, measure
 from echelon.bench.verify import VerificationJob, verify_model
 from echelon.cli.verify import as_json as verified_as_json
 from echelon.demo import DRAFT, TARGET
@@ -165,9 +165,9 @@ class Tables:
     def gain(self, batch: int) -> dict[str, Any]:
         """What speculation brings where places never stay empty: code continuation on the grown pair, rows enter as others finish."""
         prompts = source(self.models.grown, 4 * batch, self.size.gain_prompt_tokens, is_ragged=False)
-        return self._measured(
-            self.models.grown, [*default_methods(), CONFIDENT], prompts, self.size.gain_tokens, batch, num_rounds("gain", batch)
-        )
+        plain, *fixed = default_methods()
+        methods = [plain, *ADAPTIVE, *fixed, CONFIDENT]
+        return self._measured(self.models.grown, methods, prompts, self.size.gain_tokens, batch, num_rounds("gain", batch))
 
     def heads(self, batch: int) -> dict[str, Any]:
         """Trained heads as chains and as trees beside the draft model, on the grown pair; rows enter as others finish."""

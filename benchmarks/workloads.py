@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,7 @@ from echelon import ConfigError, SamplingParams
 from echelon.bench.inflate import inflate, inflate_with_heads, plan_growth
 from echelon.bench.shapes import opt, with_random_weights
 from echelon.bench.workloads import code_prompts
-from echelon.demo import DRAFT, TARGET, held_out_files
+from echelon.demo import DRAFT, EAGLE, TARGET, held_out_files
 from echelon.heads.checkpoints import build_head, save_head
 from echelon.methods import method_names
 from echelon.model.load.loading import LoadedModel, adopt_model, load_model, load_plain
@@ -112,10 +113,12 @@ SMALL = Size(
 
 
 class Models:
-    """Everything that several cells need, made when first asked for, and kept: together the models take about 10 GB."""
+    """Everything that several cells need, made when first asked for, and kept: together the models take about 10 GB. `heads`: by default
+    of all methods that train one.
+    """
 
-    def __init__(self, size: Size) -> None:
-        self.size = size
+    def __init__(self, size: Size, heads: Iterable[str] | None = None) -> None:
+        self.size, self.heads = size, list(method_names(needs="head") if heads is None else heads)
         self._lasting = tempfile.TemporaryDirectory(prefix="echelon-benchmarks-")  # as long as the run
         self.scratch = Path(self._lasting.name)
 
@@ -145,19 +148,19 @@ class Models:
 
     @cached_property
     def with_heads(self) -> tuple[LoadedModel, dict[str, str]]:
-        """The grown target with an output layer of its own, and the folder of the grown head of every method.
+        """The grown target with an output layer of its own, and the folder of the grown head of each of `heads`.
 
         Raises
         ------
         ConfigError  a head has not been trained yet
         """
         plain, tokenizer = load_plain(str(TARGET))
-        trained = {method: self.trained(method) for method in method_names(needs="head")}
+        trained = {method: self.trained(method) for method in self.heads}
         grown, folders = inflate_with_heads(plain, self.size.pair_parameters, trained, self.scratch / "heads")
         return adopt_model(grown, tokenizer, "embedded target, untied and grown", keep_weights=False), folders
 
     def trained(self, method: str) -> str:
-        """The folder of the head that `make heads` has trained; a small run writes an untrained one.
+        """The folder of the head that `make heads` has trained, of EAGLE the embedded one without; a small run writes an untrained one.
 
         Raises
         ------
@@ -165,6 +168,8 @@ class Models:
         """
         if self.size.pair_parameters:
             if not (TRAINED / method / "config.json").exists():
+                if method == "eagle":
+                    return str(EAGLE)
                 raise ConfigError(f"there is no trained head in {TRAINED / method}; `make heads` trains them")
             return str(TRAINED / method)
         plain, _ = load_plain(str(TARGET))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from echelon.acceptance import Exact, Rejection, Rule, Typical
 from echelon.adaptive.controller import BatchController, Controller, RowController
-from echelon.adaptive.cost_files import kept_costs, machine_key, read_costs, shapes_of
+from echelon.adaptive.cost_files import CostRecord, kept_costs, machine_key, read_costs, shapes_of
 from echelon.adaptive.cost_table import CostTable
-from echelon.adaptive.measure import measured_costs
+from echelon.adaptive.measure import TOKENS, measured_drafting, measured_steps, reach_of
 from echelon.baselines.strategies import STRATEGIES
 from echelon.config import EngineConfig, SpeculativeConfig, check_together
 from echelon.drafters.base import Drafter, LevelDrafter, NoDrafter
@@ -26,6 +26,7 @@ from echelon.heads.base import Head
 from echelon.inputs import check_kind, name_of
 from echelon.methods import METHODS, Can
 from echelon.model.load.loading import LoadedModel, check_vocabularies, load_model
+from echelon.model.runner import Runner
 from echelon.ops import compiled
 from echelon.scheduler import Scheduler
 from echelon.stats import Stats, Usage
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from echelon.model.graphs.ahead import Ahead
 
 logger = logging.getLogger("echelon")
+
+NUM_AHEAD = 5  # drafted tokens of a row where a device drafts without the host, unless told otherwise
 
 
 def build(
@@ -59,6 +62,7 @@ def build(
     target = _loaded(config, model, config.device, "model")
     if target.device.type == "cpu":
         compiled.warn_once_if_missing()
+    spec = _suited(config, spec, target)
     draft = _draft_model(config, spec, target, draft_model)
     head = _head(spec, target, draft_head)
     max_len = config.max_model_len or target.max_len
@@ -68,6 +72,20 @@ def build(
     storage = STRATEGIES[config.strategy](config, models, max_len, spec.most_tokens if spec else 0, head)
     logger.info("%s", storage.plan)
     return _engine(config, spec, storage), storage, max_len
+
+
+def _suited(config: EngineConfig, spec: SpeculativeConfig | None, target: LoadedModel) -> SpeculativeConfig | None:
+    """Where nothing says how much is drafted, and a device could draft alone, drafts have a length that lets it."""
+    says = {"num_speculative_tokens", "max_speculative_tokens", "cost_table"}
+    if spec is None or target.device.type == "cpu" or config.enforce_eager or spec.model_fields_set & says or not _is_drafted_there(spec):
+        return spec
+    return spec.model_copy(update={"num_speculative_tokens": NUM_AHEAD})
+
+
+def _is_drafted_there(spec: SpeculativeConfig) -> bool:
+    """Whether a device can draft without the host, as far as the settings of what drafts go."""
+    is_chain = Can.RUN_AHEAD in METHODS[spec.method].can and not spec.grows_trees
+    return is_chain and spec.min_score == -math.inf and spec.acceptance == "exact"
 
 
 def _loaded(config: EngineConfig, model: str | os.PathLike[str] | LoadedModel, device: str, field: str) -> LoadedModel:
@@ -122,20 +140,43 @@ def _costs(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, draf
     """The table that the configuration names, or what this machine takes."""
     if spec.cost_table is not None:
         return read_costs(spec.cost_table).table
-    target = storage.runners[0]
-    return kept_costs(costs_key(config, spec, storage), lambda: measured_costs(target, drafter, config.max_num_seqs, spec.most_tokens))
+    target, reach = storage.runners[0], _reach(config, spec)
+    steps = kept_costs(_keys(_steps_key(config, target), reach), lambda: measured_steps(target, reach))
+    if not isinstance(drafter, LevelDrafter):
+        return steps
+    key = _costs_key(config, spec, storage)
+    return kept_costs(_keys(key, reach), lambda: steps.model_copy(update={"drafting": measured_drafting(target, drafter, reach)}))
 
 
-def costs_key(config: EngineConfig, spec: SpeculativeConfig, storage: Storage) -> dict[str, str]:
-    """What decides how long a step and drafting take; a table is kept by it."""
-    target, drafting = storage.runners[0].loaded, [runner.loaded.model for runner in storage.runners[1:]]
-    modules = [*drafting, *([storage.head.head] if storage.head is not None else [])]
-    return machine_key(target.device) | {
-        "model": model_key(target),
-        "strategy": " ".join((config.strategy, config.pad, config.grouping)),
-        "drafter": ", ".join((spec.method, spec.tree, str(spec.most_tokens), *map(shapes_of, modules))),
-        "max_num_seqs": str(config.max_num_seqs),
-    }
+def measured_costs(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, drafter: Drafter) -> CostRecord:
+    """What steps and drafting take now."""
+    target, reach = storage.runners[0], _reach(config, spec)
+    table = measured_steps(target, reach)
+    if isinstance(drafter, LevelDrafter):
+        table = table.model_copy(update={"drafting": measured_drafting(target, drafter, reach)})
+    return CostRecord(key=_keys(_costs_key(config, spec, storage), reach)[0], table=table)
+
+
+def _reach(config: EngineConfig, spec: SpeculativeConfig) -> int:
+    return reach_of(config.max_num_seqs * (1 + spec.most_tokens))
+
+
+def _keys(key: dict[str, str], reach: int) -> list[dict[str, str]]:
+    """Tables that reach as far, or further, serve."""
+    return [key | {"reach": str(n)} for n in TOKENS if n >= reach]
+
+
+def _steps_key(config: EngineConfig, target: Runner[Any]) -> dict[str, str]:
+    """What decides how long a step takes; a table is kept by it."""
+    strategy = " ".join((config.strategy, config.pad, config.grouping))
+    return machine_key(target.loaded.device) | {"model": model_key(target.loaded), "strategy": strategy}
+
+
+def _costs_key(config: EngineConfig, spec: SpeculativeConfig, storage: Storage) -> dict[str, str]:
+    """The same with what decides how long drafting takes."""
+    modules = [*(runner.loaded.model for runner in storage.runners[1:]), *([storage.head.head] if storage.head is not None else [])]
+    drafter = ", ".join((spec.method, spec.tree, str(spec.most_tokens), *map(shapes_of, modules)))
+    return _steps_key(config, storage.runners[0]) | {"drafter": drafter}
 
 
 def model_key(target: LoadedModel) -> str:
@@ -155,12 +196,10 @@ def _controller(spec: SpeculativeConfig, costs: CostTable, drafter: Drafter) -> 
 
 def _ahead(spec: SpeculativeConfig | None, storage: Storage) -> Ahead | None:
     """Steps are launched early where the device decides alone what is drafted and kept, and no text changes its keys as it grows."""
-    is_drafted_there = spec is None or (
-        Can.RUN_AHEAD in METHODS[spec.method].can and not spec.grows_trees and spec.min_score == -math.inf and not spec.is_adaptive
-    )
-    is_exact = spec is None or spec.acceptance == "exact"
     runners = storage.runners
-    if any(r.captured is None or r.loaded.original_context is not None for r in runners) or not (is_drafted_there and is_exact):
+    if any(r.captured is None or r.loaded.original_context is not None for r in runners):
+        return None
+    if spec is not None and (spec.is_adaptive or not _is_drafted_there(spec)):
         return None
     from echelon.model.graphs.ahead import Ahead  # imports Triton
 

@@ -32,11 +32,12 @@ class SpeculativeConfig(Settings):
     `"typical"` (Cai et al. 2024) keeps neither and is LOSSY: at a temperature above 0 a drafted token stays if its probability exceeds
     min(`posterior_threshold`, `posterior_alpha` · exp(−entropy)).
 
-    `num_speculative_tokens="auto"` lets the engine decide in every step, by what steps cost here and what has been accepted lately: which
-    rows draft, how far, and which drafted tokens are verified, `max_speculative_tokens` a row at most (8 of a chain, 64 of a tree). Where
-    nothing pays the step is a plain one. Costs are measured when the engine is made, kept in the user's cache folder and corrected as it
-    runs; `cost_table` names a file of them that is not corrected (`echelon bench step --cost-table` writes one). With another rule than
-    "exact" each row's own past decides alone.
+    `num_speculative_tokens="auto"`, the default, lets the engine decide in every step, by what steps cost here and what has been accepted
+    lately: which rows draft, how far, and which drafted tokens are verified, `max_speculative_tokens` a row at most (8 of a chain, 64 of
+    a tree). Where nothing pays the step is a plain one. Costs are measured when the engine is made, kept in the user's cache folder and
+    corrected as it runs; `cost_table` names a file of them that is not corrected (`echelon bench step --cost-table` writes one). With
+    another rule than "exact" each row's own past decides alone. On CUDA a draft model whose chains are drafted without the host drafts 5
+    tokens by default: steps that adapt are not launched ahead.
 
     With `confidence_threshold` above 0 a model or head drafts a token only where the probability, as it sees it, that this token and all
     before it in the draft are chosen is at least that: drafts of unequal length, and no work for tokens unlikely to be kept. Under sampling
@@ -53,7 +54,7 @@ class SpeculativeConfig(Settings):
 
     method: Annotated[StrictStr, AfterValidator(_known_method)]
     model: Text | None = None
-    num_speculative_tokens: Annotated[StrictInt, Field(ge=1, le=64)] | Literal["auto"] = 5
+    num_speculative_tokens: Annotated[StrictInt, Field(ge=1, le=64)] | Literal["auto"] = "auto"
     max_speculative_tokens: StrictInt | None = Field(default=None, ge=1, le=64)
     cost_table: Text | None = None
     prompt_lookup_max: StrictInt = Field(default=2, ge=1, le=16)

@@ -12,8 +12,7 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from echelon.adaptive.cost_files import CostRecord
-from echelon.adaptive.measure import measured_costs
-from echelon.build import build, costs_key
+from echelon.build import build, measured_costs
 from echelon.config import EngineConfig, SpeculativeConfig, speculative
 from echelon.engine import Engine
 from echelon.errors import ClosedError, ConfigError, RequestError
@@ -190,14 +189,13 @@ class LLM:
     def measure_costs(self) -> CostRecord:
         """Measure anew what steps and drafting cost; needs a drafter whose lengths are "auto"."""
         spec = self.speculative_config
-        if spec is None or not spec.is_adaptive:
+        if spec is None or self.engine.controller is None:
             raise ConfigError("costs are those of a drafter with num_speculative_tokens = 'auto'; configure one")
         with self.exclusive() as engine:
             if engine.has_work:
                 raise RequestError("requests are running; costs are measured between them")
             drafter = getattr(engine.drafter, "drafter", engine.drafter)
-            table = measured_costs(engine.target, drafter, self.config.max_num_seqs, spec.most_tokens)
-        return CostRecord(key=costs_key(self.config, spec, self.storage), table=table)
+            return measured_costs(self.config, spec, self.storage, drafter)
 
     def run(self, requests: SequenceOf[SequenceOf[Sequence]]) -> Iterator[list[int]]:
         """Run requests (each a list of samples) to their end; after each step, the indices of those that grew in it.

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 from importlib.metadata import version
 from pathlib import Path
 
@@ -47,20 +48,25 @@ def shapes_of(module: torch.nn.Module) -> str:
     return hashlib.sha256("\n".join([type(module).__name__, *lines]).encode()).hexdigest()[:16]
 
 
-def kept_costs(key: Mapping[str, str], measure: Callable[[], CostTable]) -> CostTable:
-    """The table that was kept for `key`, or one that is measured now and kept. A folder that cannot be used does no harm."""
-    path = _path(key)
-    if path.exists():
+def kept_costs(keys: SequenceOf[Mapping[str, str]], measure: Callable[[], CostTable]) -> CostTable:
+    """The table that was kept for one of `keys`, or one that is measured now and kept for the first of them. A folder that cannot be used
+    does no harm.
+    """
+    for key in keys:
+        if not (path := _path(key)).exists():
+            continue
         try:
             record = read_costs(path)
             if record.key == dict(key):
                 return record.table
         except ConfigError as error:
             logger.warning("%s; measured again", error)
+    path = _path(keys[0])
+    logger.info("measuring what steps cost here; kept in %s", path)
     table = measure()
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        write_costs(partial, CostRecord(key=dict(key), table=table))
+        write_costs(partial, CostRecord(key=dict(keys[0]), table=table))
         partial.replace(path)
     except (ConfigError, OSError) as error:
         logger.warning("the cost table is not kept: %s", first_line(error))

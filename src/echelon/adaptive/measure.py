@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from echelon.adaptive.cost_table import CostTable, monotone
+from echelon.adaptive.cost_table import CostCurve, CostTable, monotone
 from echelon.batch import Span
-from echelon.drafters.base import Drafter, LevelDrafter
+from echelon.drafters.base import LevelDrafter
 from echelon.model.runner import Runner
 from echelon.ops.sample import SampleRow, choose, raw_rows
 from echelon.sampling import Sampler, SamplingParams
@@ -25,29 +25,41 @@ LONG_MS = 250.0  # of a pass that is measured once
 LONG = 1024  # keys of a row whose reading is measured
 
 
-def measured_costs(target: Runner[Any], drafter: Drafter, max_num_seqs: int, most_drafted: int) -> CostTable:
-    """Costs of steps of the target and of drafting, the least of interleaved passes; nothing is left in the cache.
+def reach_of(num_tokens: int) -> int:
+    """The width of TOKENS up to which a table of steps of so many tokens is measured."""
+    return next((n for n in TOKENS if n >= num_tokens), TOKENS[-1])
 
-    Widths reach as far as so many rows with `most_drafted` tokens each, or the last of TOKENS.
-    """
-    tables = target.cache.tables
-    per_row = max(PER_ROW, most_drafted + 1)
-    num_rows = max(1, min(max_num_seqs, TOKENS[-1], tables.num_free // max(1, tables.num_missing(0, per_row + 1))))
-    per_row = min(per_row, tables.max_tokens_per_row - 1)
-    widths = [n for n in TOKENS if n <= per_row * num_rows]
-    counts = [n for n in TOKENS if n <= num_rows] if isinstance(drafter, LevelDrafter) else []
+
+def measured_steps(target: Runner[Any], reach: int) -> CostTable:
+    """Costs of steps of up to `reach` tokens, as far as the cache holds them, the least of interleaved passes; nothing is left in it."""
+    tables, num_rows = target.cache.tables, _num_rows(target)
+    widest = min(num_rows * (tables.max_tokens_per_row - 1), tables.capacity)
+    widths = [n for n in TOKENS if n <= min(reach, max(1, widest))]
     long = max(1, min(LONG, tables.capacity - 1, tables.max_tokens_per_row - 1))
     logits = raw_rows(torch.from_numpy(np.random.default_rng(0).standard_normal((PER_ROW, target.loaded.vocab_size), np.float32)))
-    works = [partial(_pass, target, n, num_rows) for n in widths] + [partial(_rehearsal, drafter, n) for n in counts]
-    wait = torch.cuda.synchronize if target.loaded.device.type == "cuda" else _nothing
-    times = _least([*works, partial(_pass, target, 1, 1, long), partial(choose, _drawing(logits))], wait)
-    drafting = monotone(counts, times[len(widths) : len(works)]) if counts else None
-    key_ms = max(0.0, times[-2] - times[0]) / long
-    return CostTable(step=monotone(widths, times[: len(widths)]), key_ms=key_ms, place_ms=times[-1] / PER_ROW, drafting=drafting)
+    works: list[Callable[[], object]] = [
+        *(partial(_pass, target, n, num_rows) for n in (*widths, 1)),
+        partial(_pass, target, 1, 1, long),
+        partial(choose, _drawing(logits)),
+    ]
+    *times, short, far, drawing = _least(works, _waiting(target))
+    return CostTable(step=monotone(widths, times), key_ms=max(0.0, far - short) / long, place_ms=drawing / PER_ROW)
 
 
-def _rehearsal(drafter: Any, num_rows: int) -> None:
-    drafter.rehearse(num_rows)
+def measured_drafting(target: Runner[Any], drafter: LevelDrafter, reach: int) -> CostCurve:
+    """Costs of drafting a level for up to `reach` rows, as far as the cache holds them."""
+    counts = [n for n in TOKENS if n <= min(reach, _num_rows(target))]
+    return monotone(counts, _least([partial(drafter.rehearse, n) for n in counts], _waiting(target)))
+
+
+def _num_rows(target: Runner[Any]) -> int:
+    """Rows of a few tokens that the cache holds, as far as they are of use."""
+    tables = target.cache.tables
+    return max(1, min(TOKENS[-1], tables.num_free // max(1, tables.num_missing(0, PER_ROW + 1))))
+
+
+def _waiting(target: Runner[Any]) -> Callable[[], object]:
+    return torch.cuda.synchronize if target.loaded.device.type == "cuda" else _nothing
 
 
 def _pass(target: Runner[Any], num_tokens: int, num_rows: int, num_keys: int = 0) -> None:

@@ -45,6 +45,10 @@ class DecodingMethod:
     prepare: Callable[[LLM], None] | None = None
 
 
+ADAPTIVE = [  # the engine decides how much is drafted
+    DecodingMethod("LLMA auto", {"method": "ngram", "prompt_lookup_max": 2}),
+    DecodingMethod("draft model auto", {"method": "draft_model"}),
+]
 # drafts end where the draft model is no longer sure, of unequal length as LLMA's
 CONFIDENT = DecodingMethod(DRAFTERS["confident"], {"method": "draft_model", "num_speculative_tokens": 7, "confidence_threshold": 0.3})
 

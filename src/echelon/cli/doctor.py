@@ -53,8 +53,8 @@ def doctor(
             "acceptance": llm.acceptance_name,
             "same text": _promise(llm.acceptance_name, framework_layers(llm.target.model)),
         }
-        if llm.speculative_config is not None and llm.speculative_config.is_adaptive:
-            report["costs"] = llm.engine.controller.table.described() if llm.engine.controller is not None else ""
+        if llm.engine.controller is not None:
+            report["costs"] = llm.engine.controller.table.described()
         if llm.storage.head is not None:
             report["head"] = _known(llm.storage.head, llm.target)
     if json_output:

@@ -36,11 +36,6 @@ class DemoRow:
         """New tokens a second, prompts left out; 0 where nothing was decoded in time."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
-    @property
-    def step_seconds(self) -> float:
-        """Of one step, drafting included."""
-        return self.seconds / self.steps if self.steps else 0.0
-
     def num_identical(self, truth: Prompts) -> int:
         """Rows that equal plain decoding, as far as they came."""
         return sum(list(expected[: len(own)]) == own for own, expected in zip(self.outputs, truth, strict=True))
