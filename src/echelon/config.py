@@ -36,8 +36,9 @@ class SpeculativeConfig(Settings):
     lately: which rows draft, how far, and which drafted tokens are verified, `max_speculative_tokens` a row at most (8 of a chain, 64 of
     a tree). Where nothing pays the step is a plain one. Costs are measured when the engine is made, kept in the user's cache folder and
     corrected as it runs; `cost_table` names a file of them that is not corrected (`echelon bench step --cost-table` writes one). With
-    another rule than "exact" each row's own past decides alone. On CUDA a draft model whose chains are drafted without the host drafts 5
-    tokens by default: steps that adapt are not launched ahead.
+    another rule than "exact" each row's own past decides alone, by costs that are not corrected: the text of a seed then depends on the
+    cost table too. On CUDA a draft model whose chains are drafted without the host drafts 5 tokens by default: steps that adapt are not
+    launched ahead.
 
     With `confidence_threshold` above 0 a model or head drafts a token only where the probability, as it sees it, that this token and all
     before it in the draft are chosen is at least that: drafts of unequal length, and no work for tokens unlikely to be kept. Under sampling

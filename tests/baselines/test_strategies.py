@@ -375,7 +375,7 @@ def test_the_draft_model_runs_under_the_same_strategy() -> None:
 
 def test_dead_slots_stay_finite() -> None:
     """Without poison: masked attention multiplies what dead slots hold by zero, so that must never be NaN or infinite."""
-    llm = LLM(toys.adopted(target()), {"method": "ngram"}, max_num_seqs=4, strategy="padded")
+    llm = LLM(toys.adopted(target()), {"method": "ngram", "num_speculative_tokens": 5}, max_num_seqs=4, strategy="padded")
     llm.generate(toys.prompts(LENGTHS), params("greedy"))
     assert all(bool(torch.isfinite(s).all()) for c in toys.caches(llm) for s in (*c.keys, *c.values))
 

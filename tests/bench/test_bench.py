@@ -151,11 +151,11 @@ def test_decoding_is_measured_from_steps_and_what_is_odd_is_said() -> None:
 
 def test_settings_of_drafters_are_named_by_what_they_say() -> None:
     given: list[dict[str, Any]] = [
-        {"method": "ngram"},
-        {"method": "draft_model", "num_speculative_tokens": "auto"},
+        {"method": "ngram", "num_speculative_tokens": 5},
+        {"method": "draft_model"},
         {"method": "draft_model", "num_speculative_tokens": 7, "confidence_threshold": 0.3},
         {"method": "eagle", "tree": "dynamic", "num_speculative_tokens": 24},
-        {"method": "ngram", "prompt_lookup_max": 4},
+        {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
     ]
     assert [m.name for m in configured(given, ["unpadded"])] == [
         "plain",

@@ -14,7 +14,7 @@ from echelon.errors import ClosedError
 from echelon.kv.cache import KVCache
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
-NGRAM = {"method": "ngram"}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
 PROMPTS = ["def main(", "import os\nimport"]
 
 
@@ -24,7 +24,10 @@ def texts(llm: LLM) -> list[str]:
 
 def test_engines_on_one_loaded_model_share_its_weights_and_its_texts() -> None:
     loaded = echelon.load_model(DRAFT, dtype="float32")
-    one, two = LLM(loaded, max_num_seqs=2), LLM(loaded, {"method": "draft_model"}, loaded, max_num_seqs=1, block_size=4)
+    one, two = (
+        LLM(loaded, max_num_seqs=2),
+        LLM(loaded, {"method": "draft_model", "num_speculative_tokens": 5}, loaded, max_num_seqs=1, block_size=4),
+    )
     pairs = zip(one.target.model.parameters(), two.target.model.parameters(), strict=True)
     assert all(a.data_ptr() == b.data_ptr() for a, b in pairs)
     assert one.storage.runners[0].cache is not two.storage.runners[0].cache

@@ -76,7 +76,7 @@ def test_ngram_and_the_dictionary_result() -> None:
     model, _ = pair()
     options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": PAD, "return_dict_in_generate": True}
     expected = model.generate(**padded(), **options)
-    got = echelon.hf.generate(model, **padded(), speculative_config={"method": "ngram"}, **options)
+    got = echelon.hf.generate(model, **padded(), speculative_config={"method": "ngram", "num_speculative_tokens": 5}, **options)
     assert type(got) is type(expected)
     assert torch.equal(expected.sequences, got.sequences)
 
@@ -120,7 +120,7 @@ def test_several_samples_a_prompt_differ_and_follow_the_seed() -> None:
     torch.manual_seed(3)
     first = echelon.hf.generate(model, **padded(), assistant_model=draft, **options)
     torch.manual_seed(3)
-    again = echelon.hf.generate(model, **padded(), speculative_config={"method": "ngram"}, **options)
+    again = echelon.hf.generate(model, **padded(), speculative_config={"method": "ngram", "num_speculative_tokens": 5}, **options)
     assert first.shape[0] == 3 * len(LENGTHS)
     assert torch.equal(first, again), "the drafter does not change what is sampled"
     assert len({tuple(row) for row in first.tolist()}) > len(LENGTHS)

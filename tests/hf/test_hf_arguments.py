@@ -234,7 +234,7 @@ MODEL_INPUTS: dict[str, Any] = {
 def test_what_the_model_would_not_be_given_is_refused_by_name(name: str, door: str) -> None:
     model = gpt2()
     given = inputs(**{name: MODEL_INPUTS[name]})
-    ngram = {"method": "ngram"}
+    ngram = {"method": "ngram", "num_speculative_tokens": 5}
     own = {"speculative_config": ngram} if door == "function" else {"custom_generate": echelon.hf.speculate(speculative_config=ngram)}
     call = functools.partial(echelon.hf.generate, model) if door == "function" else model.generate
     with pytest.raises(EchelonError, match=name):

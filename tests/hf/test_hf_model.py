@@ -21,7 +21,7 @@ from echelon.model.load import loading
 
 IDS = torch.tensor([p[:8] for p in toys.prompts((8, 8))])
 OPTIONS = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
-NGRAM = {"method": "ngram"}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
 
 
 def speculated(model: Any, **changes: Any) -> torch.Tensor:

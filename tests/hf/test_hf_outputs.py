@@ -28,7 +28,11 @@ DRAFTS = ("plain", "draft", "ngram")
 
 
 def speculated(model: Any, drafter: str, draft: Any, **options: Any) -> Any:
-    how = {"plain": {}, "draft": {"assistant_model": draft}, "ngram": {"speculative_config": {"method": "ngram"}}}[drafter]
+    how = {
+        "plain": {},
+        "draft": {"assistant_model": draft},
+        "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 5}},
+    }[drafter]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of what keeps no token drafted
         return echelon.hf.generate(model, **padded(), **how, **options)

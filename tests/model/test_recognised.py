@@ -133,7 +133,7 @@ def with_layer(cls: type[nn.Module]) -> Any:
 def test_a_linear_subclass_is_served_as_it_is() -> None:
     model = with_layer(Doubled)
     prompts = toys.prompts((5, 17, 40))
-    llm = LLM(toys.adopted(model), {"method": "ngram"}, max_num_seqs=4)
+    llm = LLM(toys.adopted(model), {"method": "ngram", "num_speculative_tokens": 5}, max_num_seqs=4)
     got = [o.outputs[0].token_ids for o in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16))]
     for prompt, row in zip(prompts, got, strict=True):
         ids = torch.tensor([prompt])

@@ -85,7 +85,11 @@ def texts(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     [("llama", "longrope"), ("qwen2", "longrope"), ("phi3", "longrope"), *(("llama", k) for k in ROPES if k != "longrope")],
 )
 def test_a_text_that_outgrows_the_original_context_is_that_of_generate(name: str, kind: str) -> None:
-    llm = toys.watch(LLM(toys.adopted(model(name, kind)), {"method": "ngram"}, max_num_seqs=4, kv_cache_memory_bytes=1 << 20))
+    llm = toys.watch(
+        LLM(
+            toys.adopted(model(name, kind)), {"method": "ngram", "num_speculative_tokens": 5}, max_num_seqs=4, kv_cache_memory_bytes=1 << 20
+        )
+    )
     assert texts(llm, PROMPTS) == by_transformers(model(name, kind))
 
 

@@ -95,7 +95,9 @@ def test_vocabularies_padded_to_other_widths(width: int, method: str) -> None:
     loaded = toys.adopted(target), toys.adopted(draft)
     for one in loaded:
         object.__setattr__(one, "tokenizer", SameVocabulary())
-    llm = toys.watch(LLM(loaded[0], {"method": "draft_model", "acceptance": method}, draft_model=loaded[1], max_num_seqs=4))
+    llm = toys.watch(
+        LLM(loaded[0], {"method": "draft_model", "num_speculative_tokens": 5, "acceptance": method}, draft_model=loaded[1], max_num_seqs=4)
+    )
     got = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)]
     expected = [LLM(toys.adopted(target)).generate([p], GREEDY)[0].outputs[0].token_ids for p in PROMPTS]
     assert got == expected

@@ -234,7 +234,9 @@ def test_requests_of_their_own_kind(change: str, tree: str, mode: str) -> None:
 def test_after_a_fault_rows_go_on_and_are_drafted_for_once_read_anew(kind: str) -> None:
     """What the rows of that step had read is lost; those that are read from their start again, and new ones, are drafted for."""
     own = head(kind, "greedy")
-    llm = checked(toys.watch(LLM(toys.adopted(target()), {"method": own.method}, draft_head=own, max_num_seqs=4), is_faulty=True))
+    llm = checked(
+        toys.watch(LLM(toys.adopted(target()), {"method": own.method, **TREES["chain"]}, draft_head=own, max_num_seqs=4), is_faulty=True)
+    )
     drafter, calls = drafter_of(llm), 0
     observe: Callable[..., None] = drafter.observe
 
@@ -299,7 +301,7 @@ def _plain(mode: str) -> list[list[int]]:
 
 
 def test_without_a_drafter_that_asks_nothing_is_tapped() -> None:
-    llm = LLM(toys.adopted(target()), {"method": "ngram"})
+    llm = LLM(toys.adopted(target()), {"method": "ngram", "num_speculative_tokens": 5})
     llm.generate(toys.prompts((5,)), SamplingParams(max_tokens=4, temperature=0.0))
     assert llm.engine.target.hidden_state_reader is None
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in llm.target.model.modules())

@@ -189,7 +189,7 @@ def test_n_samples_share_the_blocks_of_their_prompt() -> None:
 
 
 def test_chat_stream_and_generate_agree() -> None:
-    llm = LLM(load_model(str(TARGET), device="cpu"), {"method": "ngram"})
+    llm = LLM(load_model(str(TARGET), device="cpu"), {"method": "ngram", "num_speculative_tokens": 5})
     messages = [{"role": "user", "content": "write a class"}]
     chosen = SamplingParams(temperature=0.7, seed=5, max_tokens=24, logprobs=1)
     answer = llm.chat(messages, chosen)[0]
@@ -204,7 +204,9 @@ def test_chat_stream_and_generate_agree() -> None:
 
 
 def test_an_abandoned_stream_frees_its_rows() -> None:
-    llm = toys.watch(LLM(loaded("target"), {"method": "draft_model"}, loaded("draft"), kv_cache_memory_bytes=1 << 21))
+    llm = toys.watch(
+        LLM(loaded("target"), {"method": "draft_model", "num_speculative_tokens": 5}, loaded("draft"), kv_cache_memory_bytes=1 << 21)
+    )
     stream = llm.stream(toys.prompts((5, 60)), SamplingParams(max_tokens=40, seed=1))
     next(stream)
     with pytest.raises(RequestError, match="stream"):
@@ -221,7 +223,9 @@ def test_an_interrupt_frees_its_rows() -> None:
             raise KeyboardInterrupt
         return logits
 
-    llm = toys.watch(LLM(loaded("target"), {"method": "draft_model"}, loaded("draft"), kv_cache_memory_bytes=1 << 21))
+    llm = toys.watch(
+        LLM(loaded("target"), {"method": "draft_model", "num_speculative_tokens": 5}, loaded("draft"), kv_cache_memory_bytes=1 << 21)
+    )
     with pytest.raises(KeyboardInterrupt):
         llm.generate(toys.prompts((5, 60)), SamplingParams(max_tokens=40, seed=1, logits_processors=(interrupt,)))
     toys.assert_all_blocks_free(llm)
@@ -229,7 +233,7 @@ def test_an_interrupt_frees_its_rows() -> None:
 
 
 def test_two_threads_on_one_engine_take_turns() -> None:
-    llm = LLM(loaded("target"), {"method": "ngram"}, kv_cache_memory_bytes=1 << 21)
+    llm = LLM(loaded("target"), {"method": "ngram", "num_speculative_tokens": 5}, kv_cache_memory_bytes=1 << 21)
     chosen = SamplingParams(max_tokens=20, seed=1)
     expected = [o.outputs[0].token_ids for o in llm.generate(toys.prompts((5, 60)), chosen)]
     got: list[Any] = []

@@ -62,7 +62,7 @@ def test_twenty_kills_lose_and_double_nothing(tmp_path: Path) -> None:
     lines = [json.dumps({"prompt": f"def f{i}(x):\n    return", "params": {"temperature": i % 2, "seed": i}}) for i in range(160)]
     source.write_text("\n".join([*lines[:80], "{torn", *lines[80:]]) + "\n")
     generate = ["generate", str(TARGET), "--input", str(source), "--max-tokens", "24", "--max-num-seqs", "4",
-                "--speculative-config", '{"method":"ngram"}']  # fmt: skip
+                "--speculative-config", '{"method":"ngram","num_speculative_tokens":5}']  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", KILLER, str(tmp_path / "killed.jsonl"), "600", "20", *generate], capture_output=True, text=True, check=True
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
 import re
 import socket
@@ -112,12 +113,13 @@ class Gate:
 @contextmanager
 def process(method: str, *options: str, prelude: str = "") -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
     """`echelon serve` in a process of its own, after the statements `prelude`: (process, url, lines of its log)."""
-    drafts = {"draft_model": ["--speculative-config.method", "draft_model", "--speculative-config.model", str(DRAFT)],
-              "ngram": ["--speculative-config.method", "ngram"]}  # fmt: skip
+    configs = {"draft_model": {"model": str(DRAFT)}, "ngram": {}}
+    config = configs[method] | {"method": method, "num_speculative_tokens": 5}
+    drafts = ["--speculative-config", json.dumps(config)]
     start = f"{prelude}\nfrom echelon.cli import main\nmain()"
     command = [sys.executable, "-c", start, "serve", str(TARGET), "--port", "0", "--dtype", "float32", "--served-model-name", MODEL]
     log: list[str] = []
-    with subprocess.Popen([*command, *drafts[method], *options], stderr=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen([*command, *drafts, *options], stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         url = ""
         for line in server.stderr:

@@ -21,6 +21,7 @@ class Hindsight:
     predicted_ms  of these steps, and what they took
     tokens, ms    float64[LONGEST + 1]: what drafts of 0, 1, 2 … tokens for every row would have emitted, of tokens whose fate is known, and
                   what they would have taken by the costs as corrected
+    errors        |predicted ÷ measured − 1| of the latest steps, the newest last
     """
 
     num_steps: int = 0
@@ -30,7 +31,7 @@ class Hindsight:
     measured_ms: float = 0.0
     tokens: Float64 = field(default_factory=lambda: np.zeros(LONGEST + 1))
     ms: Float64 = field(default_factory=lambda: np.zeros(LONGEST + 1))
-    _errors: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_REMEMBERED))
+    errors: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_REMEMBERED))
 
     def observe(self, predicted_ms: float, measured_ms: float, accepted: Int64, ms: Float64) -> None:
         """Add a step: `accepted` int64[B] drafted tokens of the rows that emitted, and what steps of every length would take `ms`."""
@@ -41,7 +42,7 @@ class Hindsight:
         self.tokens += len(accepted) + np.minimum(accepted[:, None], np.arange(LONGEST + 1)).sum(0)
         self.ms += ms
         if measured_ms > 0.0:
-            self._errors.append(abs(predicted_ms / measured_ms - 1.0))
+            self.errors.append(abs(predicted_ms / measured_ms - 1.0))
 
     @property
     def regret(self) -> float:
@@ -54,7 +55,7 @@ class Hindsight:
     @property
     def error(self) -> float:
         """The median of |predicted ÷ measured − 1| over the latest steps."""
-        return float(np.median(self._errors)) if self._errors else 0.0
+        return float(np.median(self.errors)) if self.errors else 0.0
 
     def as_metrics(self) -> dict[str, Any]:
         """Counters and gauges by name; those that drift with the machine are of the latest steps."""

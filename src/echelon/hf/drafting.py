@@ -15,6 +15,7 @@ from echelon.hf.arguments import check_model
 from echelon.methods import METHODS
 
 Config = SpeculativeConfig | Mapping[str, Any]
+NUM_TOKENS = 4  # drafted by an assistant, where nothing says how many
 UNSAID = GenerationConfig._get_default_generation_params()["num_assistant_tokens"]  # what a field says that nobody has set
 
 
@@ -70,7 +71,7 @@ class Drafting:
             return SpeculativeConfig(method="ngram", num_speculative_tokens=count, prompt_lookup_max=longest, prompt_lookup_min=1)
         if self.assistant is None or asked is None:
             is_unsaid = self.config is None and self.assistant is not None
-            return SpeculativeConfig(method="draft_model") if is_unsaid else self.config
+            return SpeculativeConfig(method="draft_model", num_speculative_tokens=NUM_TOKENS) if is_unsaid else self.config
         if self.config is not None:
             raise RequestError("num_assistant_tokens and speculative_config both say how long drafts are; leave one of them out")
         return SpeculativeConfig(method="draft_model", num_speculative_tokens=_in_range("num_assistant_tokens", asked, 64))

@@ -1,0 +1,296 @@
+"""What adapting costs, and how it follows load and machine: `python -m benchmarks.adapting [--output FOLDER] [PREFIX ...]`, resumable.
+
+The embedded pair grown to 1.1 billion parameters, in bfloat16; greedy.
+
+idle      steps of an engine that could draft and does not, each beside a plain one of the same engine
+deciding  milliseconds of a step in which is decided, estimated and learned, beside a plain step
+wrong     512 tokens a row with a draft model whose tokens are never right, beside as many plain steps
+moving    1, 32, 4 and 1 rows in one run, beside fixed lengths
+slowed    predicted beside measured milliseconds, before and after busy processes take their share of the machine
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from benchmarks.cells import Cell, Record, Records, chosen, run_cells
+from benchmarks.workloads import Models, Size, source
+from echelon import LLM, SamplingParams
+from echelon.adaptive.controller import BatchController
+from echelon.adaptive.cost_files import CostRecord, write_costs
+from echelon.adaptive.cost_table import CostCurve, CostTable
+from echelon.bench.latency import sequence_of
+from echelon.bench.report import described, table
+from echelon.bench.throughput import environment
+from echelon.draft import Draft, Verdict
+from echelon.drafters.base import Drafter, NoDrafter
+from echelon.engine import Engine
+from echelon.sequence import PlannedRow, Sequence
+from echelon.stats import StepRecord
+
+PROMPT_TOKENS = 32
+DRAFT_MODEL = {"method": "draft_model"}
+DEAR = CostTable(step=CostCurve(tokens=(1, 2), milliseconds=(1.0, 1000.0)))  # no drafted token ever pays
+FIXED = (1, 2, 3, 4, 6)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long measurements are; tests take small ones."""
+
+    steps: int = 60
+    tokens: int = 512
+    rounds: int = 3
+    phases: tuple[int, ...] = (1, 32, 4, 1)
+
+
+class NeverRight(Drafter):
+    """What `drafter` proposes, with its own confidence, but a token in each place that no text has."""
+
+    def __init__(self, drafter: Drafter, token: int) -> None:
+        self._drafter, self._token, self.hidden_state_names = drafter, token, drafter.hidden_state_names
+
+    def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
+        draft = self._drafter.propose(rows)
+        return replace(draft, tokens=np.full_like(draft.tokens, self._token))
+
+    def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:
+        self._drafter.observe(rows, verdict, hidden_states)
+
+    def forget(self, row: int) -> None:
+        self._drafter.forget(row)
+
+
+class Rows:
+    """Requests of one engine, all of whose prompts are read before anything is measured."""
+
+    def __init__(self, llm: LLM, engine: Engine, max_tokens: int, count: int) -> None:
+        self._engine, self.running = engine, list[Sequence]()
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        prompts = source(llm.target, count, PROMPT_TOKENS, is_ragged=False)
+        self._waiting = iter([sequence_of(llm, row, prompt, params) for row, prompt in enumerate(prompts)])
+
+    def become(self, count: int) -> None:
+        """Let so many rows run."""
+        while len(self.running) > count:
+            self._engine.abort(self.running.pop())
+        for sequence in (next(self._waiting) for _ in range(count - len(self.running))):
+            self._engine.add(sequence)
+            self.running.append(sequence)
+        while not all(s.num_output_tokens for s in self.running):
+            self._engine.step()
+
+
+@contextmanager
+def rows_of(llm: LLM, max_tokens: int, count: int) -> Iterator[tuple[Engine, Rows]]:
+    """The engine of `llm` and its rows, of which none is left behind."""
+    with llm.exclusive() as engine:
+        rows = Rows(llm, engine, max_tokens, count)
+        try:
+            yield engine, rows
+        finally:
+            rows.become(0)
+
+
+def clocked(work: Callable[[], object]) -> float:
+    """Seconds."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def beside_plain(engine: Engine, steps: int) -> tuple[list[float], list[float]]:
+    """Seconds of steps as they are and of plain ones of the same engine, by turns."""
+    own, plain = (engine.controller, engine.drafter), (None, NoDrafter())
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for i in range(steps):
+        for is_plain in (i % 2 == 0, i % 2 == 1):
+            engine.controller, engine.drafter = plain if is_plain else own
+            seconds[is_plain].append(clocked(engine.step))
+    engine.controller, engine.drafter = own
+    return seconds[False], seconds[True]
+
+
+def idle(models: Models, batch: int, lengths: Lengths) -> Record:
+    """An engine in which nothing ever pays, probes included."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_costs(Path(folder) / "dear.json", CostRecord(key={}, table=DEAR))
+        llm = LLM(models.grown, DRAFT_MODEL | {"cost_table": str(path)}, models.draft, max_num_seqs=batch)
+    with rows_of(llm, 2 * lengths.steps + 16, batch) as (engine, rows):
+        rows.become(batch)
+        own, plain = beside_plain(engine, lengths.steps)
+    return {"median": statistics.median(a / b for a, b in zip(own, plain, strict=True)), "whole": sum(own) / sum(plain)}
+
+
+def deciding(models: Models, batch: int, lengths: Lengths) -> Record:
+    """What the controller takes, call by call."""
+    llm = LLM(models.grown, DRAFT_MODEL, models.draft, max_num_seqs=batch)
+    controller: Any = llm.engine.controller
+    taken = dict.fromkeys(("planned", "goes_on", "chosen", "observe"), 0.0)
+
+    def timed(name: str, call: Callable[..., Any], *given: Any) -> Any:
+        start = time.perf_counter()
+        found = call(*given)
+        taken[name] += time.perf_counter() - start
+        return found
+
+    for name in taken:
+        setattr(controller, name, partial(timed, name, getattr(controller, name)))
+    drafter: Any = llm.engine.drafter
+    drafter.drafter.pace = controller.goes_on
+    with rows_of(llm, 10 * lengths.steps, batch) as (engine, rows):
+        rows.become(batch)
+        taken.update(dict.fromkeys(taken, 0.0))
+        own, plain = beside_plain(engine, lengths.steps)
+    parts = {name: seconds / len(own) * 1e3 for name, seconds in taken.items()}
+    return {"parts": parts, "plain": statistics.median(plain) * 1e3, "share": sum(parts.values()) / (statistics.median(plain) * 1e3)}
+
+
+def wrong(models: Models, batch: int, lengths: Lengths) -> Record:
+    """Every step of a run, over a plain step of the same run."""
+    llm = LLM(models.grown, DRAFT_MODEL, models.draft, max_num_seqs=batch)
+    records: list[StepRecord] = []
+    seconds: list[float] = []
+    with rows_of(llm, lengths.tokens, batch) as (engine, rows):
+        engine.drafter = NeverRight(engine.drafter, llm.target.vocab_size - 1)
+        with engine.observed(records.append):
+            rows.become(batch)
+            records.clear()
+            while not all(s.is_finished for s in rows.running):
+                seconds.append(clocked(engine.step))
+        rows.running.clear()
+    drafted = [sum(kept.num_draft_tokens for kept in r.verdict) for r in records]
+    plain = statistics.median(s for s, n in zip(seconds, drafted, strict=True) if not n)
+    return {
+        "cost": sum(seconds) / (len(seconds) * plain) - 1.0,
+        "drafted": sum(drafted),
+        "accepted": sum(len(kept.path) for r in records for kept in r.verdict),
+        "steps_with_drafts": sum(n > 0 for n in drafted),
+        "steps": len(seconds),
+    }
+
+
+def moving(models: Models, lengths: Lengths) -> Record:
+    """Tokens a second by setting and phase, one a round, and milliseconds of plain steps."""
+    settings = {"plain": None, "auto": DRAFT_MODEL} | {str(n): DRAFT_MODEL | {"num_speculative_tokens": n} for n in FIXED}
+    most, count = max(lengths.phases), sum(lengths.phases) * (1 + lengths.rounds)
+    llms = {name: LLM(models.grown, config, models.draft, max_num_seqs=most) for name, config in settings.items()}
+    speeds: dict[str, list[list[float]]] = {name: [[] for _ in lengths.phases] for name in settings}
+    spread: list[list[float]] = [[] for _ in lengths.phases]
+    for _ in range(lengths.rounds):
+        for name, llm in llms.items():
+            with rows_of(llm, 1600, count) as (engine, rows):
+                for phase, size in enumerate(lengths.phases):
+                    rows.become(size)
+                    before = sum(s.num_output_tokens for s in rows.running)
+                    seconds = [clocked(engine.step) for _ in range(lengths.steps)]
+                    speeds[name][phase].append((sum(s.num_output_tokens for s in rows.running) - before) / sum(seconds))
+                    if name == "plain":
+                        spread[phase] += [s * 1e3 for s in seconds]
+    return {"phases": list(lengths.phases), "speeds": speeds, "plain_ms": spread}
+
+
+def slowed(models: Models, batch: int, lengths: Lengths) -> Record:
+    """Medians of |predicted ÷ measured − 1|: alone, right after the others have come, later; and of plain steps about their median."""
+    llm, plain = (LLM(models.grown, config, models.draft, max_num_seqs=batch) for config in (DRAFT_MODEL, None))
+    controller = llm.engine.controller
+    assert isinstance(controller, BatchController)
+    found: dict[str, Any] = {}
+
+    def errors(steps: int) -> float:
+        with rows_of(llm, 12 * steps, batch) as (engine, rows):
+            rows.become(batch)
+            first = controller.hindsight.num_steps
+            while controller.hindsight.num_steps < first + steps:
+                engine.step()
+        return float(np.median(list(controller.hindsight.errors)[-steps:]))
+
+    def about_median() -> float:
+        with rows_of(plain, lengths.steps + 8, batch) as (engine, rows):
+            rows.become(batch)
+            seconds = np.array([clocked(engine.step) for _ in range(lengths.steps)])
+        return float(np.median(np.abs(seconds / np.median(seconds) - 1.0)))
+
+    found |= {"plain": about_median(), "alone": errors(lengths.steps)}
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        found["at_first"] = errors(lengths.steps)
+        for _ in range(max(0, 200 // lengths.steps - 1)):
+            errors(lengths.steps)
+        found |= {"later": errors(lengths.steps), "plain_slowed": about_median()}
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    return found
+
+
+def as_markdown(records: dict[str, Record]) -> str:
+    """A line for each goal."""
+    lines = []
+    for name, r in records.items():
+        if name.startswith("idle"):
+            lines.append((name, "drafting nothing, over plain steps", f"{r['median']:.3f} (all steps {r['whole']:.3f})", "≤ 1.01"))
+        elif name.startswith("deciding"):
+            lines.append((name, "share of a plain step", f"{r['share']:.2%} of {r['plain']:.0f} ms", "≤ 0.5 %"))
+        elif name.startswith("wrong"):
+            lines.append(
+                (name, "never right, over plain steps", f"{r['cost']:+.1%} ({r['drafted']} drafted, {r['accepted']} kept)", "≤ 3 %")
+            )
+        elif name == "moving":
+            lines += [(name, f"phase {i + 1}, {size} rows", _phase(r, i), "≥ 0.95") for i, size in enumerate(r["phases"])]
+        else:
+            kinds = ", ".join(f"{kind} {r[kind]:.1%}" for kind in ("alone", "at_first", "later", "plain", "plain_slowed"))
+            lines.append((name, "predicted beside measured", kinds, "≤ 5 % or 1.5 × plain"))
+    return table(["cell", "", "measured", "goal"], lines)
+
+
+def _phase(record: Record, phase: int) -> str:
+    speeds = {name: statistics.median(rounds[phase]) for name, rounds in record["speeds"].items()}
+    best = max((name for name in speeds if name != "auto"), key=speeds.__getitem__)
+    return f"{speeds['auto'] / speeds[best]:.2f} of the best ({best}), {speeds['auto'] / speeds['plain']:.2f} of plain"
+
+
+def cells(models: Models, lengths: Lengths) -> list[Cell]:
+    """All that is measured."""
+    found = [Cell(f"idle_b{b}", partial(idle, models, b, lengths)) for b in (1, 8, 32)]
+    found += [Cell("deciding_b32", partial(deciding, models, 32, lengths))]
+    found += [Cell(f"wrong_b{b}", partial(wrong, models, b, lengths)) for b in (1, 8)]
+    found += [Cell("moving", partial(moving, models, lengths)), Cell("slowed_b8", partial(slowed, models, 8, lengths))]
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure the cells that have no record of this commit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prefixes", nargs="*", metavar="PREFIX")
+    parser.add_argument("--output", type=Path, default=Path("docs/evidence/adapting"))
+    options = parser.parse_args(arguments)
+    options.output.mkdir(parents=True, exist_ok=True)
+    common = {"environment": environment()}
+    is_current = lambda _, record: record["environment"]["commit"] == common["environment"]["commit"]  # noqa: E731
+    asked = chosen(cells(Models(Size()), Lengths()), options.prefixes)
+    found = run_cells(asked, Records(options.output), common, is_current)
+    measured = {name: record for name, record in found.items() if "failed" not in record}
+    if measured:
+        print(f"On {described(common['environment'])}.\n\n{as_markdown(measured)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
