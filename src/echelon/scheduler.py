@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 
 from echelon.draft import RowVerdict, Verdict
 from echelon.errors import RequestError
@@ -167,7 +166,7 @@ class Scheduler:
             return False
         self._is_short = True
         for i, row in enumerate(plan.rows):
-            plan.rows[i] = replace(row, max_draft_tokens=0, max_draft_depth=0)
+            plan.rows[i] = row.drafting(0, 0)
             for tables in self._tables:
                 tables.commit(row.sequence.id, tables.num_cached(row.sequence.id))
             has_room = self._reserve(plan.rows[i])

@@ -146,6 +146,11 @@ class PlannedRow:
     num_pending: tuple[int, int] = (0, 0)
     pending_row: int = -1
 
+    def drafting(self, num_tokens: int, depth: int) -> PlannedRow:
+        """The same with at most so many drafted tokens, and so many on a path."""
+        pending = self.wants_prompt_logprobs, self.num_pending, self.pending_row
+        return PlannedRow(self.sequence, self.start, self.num_new, num_tokens, depth, *pending)
+
     @property
     def is_sampled(self) -> bool:
         """False for a piece of a prompt that does not reach the sequence's end: it emits nothing."""

@@ -11,7 +11,7 @@ Where nothing pays the step is a plain one; now and then a row drafts all the sa
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,6 +26,7 @@ from echelon.stats import StepRecord
 from echelon.step_costs import PieceSizes
 
 PROBE = 64  # plain steps after which one row drafts a token
+REST = 4  # of plain steps with as many rows every fourth is decided
 NEWEST = 0.1  # of the newest step in the mean of what drafting takes over what the table says
 MOST_EXCESS = 4.0  # times what the table says, and no more, is believed of one step's drafting
 OWN_PRIOR, OWN_HOPE = 4.0, 0.8  # a row's chances before anything of it was verified, and counts that these weigh
@@ -89,6 +90,7 @@ class BatchController:
         self._corrects = corrects
         self._drafting = 1.0  # milliseconds that drafting takes over what the table says
         self._num_idle = 0  # plain steps in a row
+        self._is_resting = False  # is this step as plain as the one before, without another thought?
         self._rows: SequenceOf[PlannedRow] = ()
         self._odds: Float64 = np.ones(0)  # [B] of these rows, as `Survival.odds`
         self._costs = _StepCosts(_Shape(), table, self.correction, self._drafting)
@@ -96,6 +98,13 @@ class BatchController:
         self._draft: Draft | None = None  # what is verified in this step
 
     def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
+        self._is_resting = (
+            self._num_idle > REST and self._num_idle % REST > 0 and len(rows) == len(self._rows) and all(row.num_new == 1 for row in rows)
+        )
+        if self._is_resting:
+            self._num_idle += 1
+            self._rows = found = [row.drafting(0, 0) for row in rows]
+            return found
         shape, found = _Shape.of(rows), list(rows)
         self._costs, self._draft = _StepCosts(shape, self.table, self.correction, self._drafting), None
         self._step, self._odds = Underway(float(shape.num_sampled)), self.survival.odds([row.sequence.id for row in rows])
@@ -104,8 +113,8 @@ class BatchController:
             lengths = self._lengths(self._odds, limits)
             plain = np.flatnonzero((lengths == 0) & (limits > 0)).tolist()
             for i in plain:
-                found[i] = _without_draft(rows[i])
-            self.survival.passed_over([rows[i].sequence.id for i in plain])
+                found[i] = rows[i].drafting(0, 0)
+            self.survival.passed_over([rows[i].sequence.id for i in plain], REST if self._num_idle > REST else 1)
             self._probe(found, rows, limits, is_plain=not lengths.any())
         self._rows = found
         return found
@@ -120,7 +129,7 @@ class BatchController:
         self._num_idle = self._num_idle + 1 if is_plain else 0
         if self._num_idle >= PROBE:
             first, self._num_idle = int(limits.argmax()), 0
-            found[first] = replace(rows[first], max_draft_depth=1, max_draft_tokens=1)
+            found[first] = rows[first].drafting(1, 1)
 
     def goes_on(self, rows: Int64, scores: Float64) -> Bool:
         num_paths, depth = scores.shape
@@ -152,6 +161,8 @@ class BatchController:
         return self._draft
 
     def observe(self, record: StepRecord) -> None:
+        if self._is_resting:
+            return
         draft, self._draft = self._draft, None
         if draft is not None and len(draft.tokens):
             self._learn(draft, record)
@@ -274,7 +285,7 @@ class RowController:
             length, past.num_idle = 1, 0
         is_chain = row.max_draft_tokens == row.max_draft_depth
         tokens = length if is_chain or not length else row.max_draft_tokens
-        return replace(row, max_draft_tokens=tokens, max_draft_depth=length)
+        return row.drafting(tokens, length)
 
     def goes_on(self, rows: Int64, scores: Float64) -> Bool:  # noqa: ARG002
         return np.ones(len(rows), np.bool_)
@@ -298,10 +309,6 @@ class RowController:
 
     def as_metrics(self) -> dict[str, Any]:
         return {}
-
-
-def _without_draft(row: PlannedRow) -> PlannedRow:
-    return replace(row, max_draft_tokens=0, max_draft_depth=0)
 
 
 def _parents(draft: Draft) -> Int64:

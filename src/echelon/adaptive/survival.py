@@ -43,18 +43,18 @@ class _RowRecord:
 
     def count(self, num_right: float, num_tried: int, expected: float) -> None:
         """Add the tokens of a step that were tried, of which so many were expected to be right."""
-        self.fade()
+        self.fade(ROW_FADE)
         self.right += num_right
         self.wrong += num_tried - num_right
         self.expected_right += expected
         self.expected_wrong += num_tried - expected
 
-    def fade(self) -> None:
-        """A step has passed."""
-        self.right *= ROW_FADE
-        self.wrong *= ROW_FADE
-        self.expected_right *= ROW_FADE
-        self.expected_wrong *= ROW_FADE
+    def fade(self, factor: float) -> None:
+        """Make what was counted weigh less."""
+        self.right *= factor
+        self.wrong *= factor
+        self.expected_right *= factor
+        self.expected_wrong *= factor
 
 
 class Survival:
@@ -105,11 +105,11 @@ class Survival:
             self._rows.setdefault(row, _RowRecord()).count(num_right, num_tried, hoped)
         self._table = self._chances()
 
-    def passed_over(self, rows: SequenceOf[int]) -> None:
-        """A step without drafts for `rows`: what is known of them apart from others fades, so that they are tried again."""
+    def passed_over(self, rows: SequenceOf[int], num_steps: int = 1) -> None:
+        """Steps without drafts for `rows`: what is known of them apart from others fades, so that they are tried again."""
         for row in rows:
             if (record := self._rows.get(row)) is not None:
-                record.fade()
+                record.fade(ROW_FADE**num_steps)
 
     def forget(self, row: int) -> None:
         """The row has ended; one that was never seen is fine."""
