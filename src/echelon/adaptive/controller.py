@@ -98,9 +98,8 @@ class BatchController:
         self._draft: Draft | None = None  # what is verified in this step
 
     def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
-        self._is_resting = (
-            self._num_idle > REST and self._num_idle % REST > 0 and len(rows) == len(self._rows) and all(row.num_new == 1 for row in rows)
-        )
+        is_as_before = len(rows) == len(self._rows) and all(row.num_new == 1 for row in rows)
+        self._is_resting = is_as_before and self._num_idle > REST and self._num_idle % REST > 0
         if self._is_resting:
             self._num_idle += 1
             self._rows = found = [row.drafting(0, 0) for row in rows]
