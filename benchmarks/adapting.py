@@ -4,7 +4,7 @@ The embedded pair grown to 1.1 billion parameters, in bfloat16; greedy.
 
 idle      steps of an engine that could draft and does not, each beside a plain one of the same engine
 deciding  milliseconds of a step in which is decided, estimated and learned, beside a plain step
-wrong     512 tokens a row with a draft model whose tokens are never right, beside as many plain steps
+wrong     512 steps with a draft model whose tokens are never right, each beside a plain one
 moving    1, 32, 4 and 1 rows in one run, beside fixed lengths
 slowed    predicted beside measured milliseconds, before and after busy processes take their share of the machine
 """
@@ -47,7 +47,6 @@ PROMPT_TOKENS = 32
 DRAFT_MODEL = {"method": "draft_model"}
 DEAR = CostTable(step=CostCurve(tokens=(1, 2), milliseconds=(1.0, 1000.0)))  # no drafted token ever pays
 FIXED = (1, 2, 4, 6)
-NEAR = 15  # plain steps that one with drafts is compared with
 
 
 @dataclass(frozen=True)
@@ -163,27 +162,21 @@ def deciding(models: Models, batch: int, lengths: Lengths) -> Record:
 
 
 def wrong(models: Models, batch: int, lengths: Lengths) -> Record:
-    """What steps with drafts take over the plain ones next to them, as a share of the whole run."""
+    """So many steps with drafts that are never right, each beside a plain one of the same engine."""
     llm = LLM(models.grown, DRAFT_MODEL, models.draft, max_num_seqs=batch)
     records: list[StepRecord] = []
-    seconds: list[float] = []
-    with rows_of(llm, lengths.tokens, batch) as (engine, rows):
+    with rows_of(llm, 2 * lengths.tokens + 16, batch) as (engine, rows):
         engine.drafter = NeverRight(engine.drafter, llm.target.vocab_size - 1)
         with engine.observed(records.append):
             rows.become(batch)
-            records.clear()
-            while not all(s.is_finished for s in rows.running):
-                seconds.append(clocked(engine.step))
-        rows.running.clear()
+            own, plain = beside_plain(engine, lengths.tokens)
     drafted = [sum(kept.num_draft_tokens for kept in r.verdict) for r in records]
-    plain = [i for i, n in enumerate(drafted) if not n]
-    near = [statistics.median(seconds[j] for j in sorted(plain, key=lambda j: abs(j - i))[:NEAR]) for i in range(len(seconds))]
     return {
-        "cost": sum(s - p for s, p, n in zip(seconds, near, drafted, strict=True) if n) / sum(near),
+        "cost": sum(own) / sum(plain) - 1.0,
         "drafted": sum(drafted),
         "accepted": sum(len(kept.path) for r in records for kept in r.verdict),
         "steps_with_drafts": sum(n > 0 for n in drafted),
-        "steps": len(seconds),
+        "steps": len(own),
     }
 
 
