@@ -22,9 +22,9 @@ struct PairMath {
     return {{(Register)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)weights.part[0])), 16)}};
   }
 
-  // 64 float32 weights that are bfloat16 numbers -> 32 pairs.
-  INLINE_METHOD static void pack_weights(float* weights) {
-    for (int64_t k = 0; k < key_tile; k += 32) {
+  // Float32 weights that are bfloat16 numbers -> pairs, 16 of them at a time.
+  INLINE_METHOD static void pack_weights(float* weights, int64_t count) {
+    for (int64_t k = 0; k < count; k += 32) {
       const __m512bh pairs = _mm512_cvtne2ps_pbh((__m512)load_register(weights + k + 16), (__m512)load_register(weights + k));
       store(weights + k / 2, (Register)pairs);
     }

@@ -44,7 +44,8 @@ Division divide(const AttentionCall& call, int64_t num_threads) {
       for (int64_t head = 0; head < call.num_kv_heads; head += heads_at_once)
         division.units.push_back({row, token, std::min<int64_t>(token + at_once, call.indptr[row + 1]), head,
                                   std::min(head + heads_at_once, call.num_kv_heads), 0, INT64_MAX, nullptr});
-  if (blocks * call.num_kv_heads < enough) split_keys(call, division);
+  const auto is_long = [&](const AttentionUnit& unit) { return keys_of(call, unit) > key_section; };
+  if (blocks * call.num_kv_heads < enough && std::ranges::any_of(division.units, is_long)) split_keys(call, division);
   const auto cost = [&](const AttentionUnit& unit) { return keys_of(call, unit) * (unit.head_end - unit.head_begin); };
   std::stable_sort(division.units.begin(), division.units.end(), [&](const auto& a, const auto& b) { return cost(a) > cost(b); });  // long ones first
   return division;

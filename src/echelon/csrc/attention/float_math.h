@@ -15,7 +15,7 @@ struct FloatMath {
   INLINE_METHOD static Register broadcast(const float* p) { return splat(*p); }
   INLINE_METHOD static Register multiply_add(Register a, Register b, Register c) { return fma(a, b, c); }
   INLINE_METHOD static Lanes round_weights(const Lanes& weights) { return weights; }
-  INLINE_METHOD static void pack_weights(float*) {}
+  INLINE_METHOD static void pack_weights(float*, int64_t) {}
 
   INLINE_METHOD static Register widen(const float* p) { return load_register(p); }
   INLINE_METHOD static Register widen(const uint16_t* p) {
@@ -45,9 +45,14 @@ struct FloatMath {
       zero(to, whole_lanes(size));
   }
   INLINE_METHOD static bool are_finite(const float* values, int64_t count) {
-    float sum = 0.0f;  // x − x is 0, or NaN
-    for (int64_t i = 0; i < count; ++i) sum += values[i] - values[i];
-    return sum == 0.0f;
+    Integers special{};
+    for (int64_t i = 0; i < count; i += register_lanes) {
+      const Register value = load_register(values + i);
+      special |= value - value != Register{};  // x − x is 0, or NaN
+    }
+    int32_t any = 0;
+    for (int lane = 0; lane < register_lanes; ++lane) any |= special[lane];
+    return any == 0;
   }
   INLINE_METHOD static void write_row(const float* sums, float total, int64_t size, char* to) {
     auto* out = reinterpret_cast<Stored*>(to);

@@ -38,6 +38,9 @@ struct Prefetch {
       __builtin_prefetch(reinterpret_cast<const void*>(at));  // a null row fetches nothing
     }
   }
+  INLINE_METHOD void fetch_all() const {
+    for (int64_t row = 0; row < lanes; ++row) fetch(row);
+  }
 };
 
 // Entries [from, from + 16) of 16 rows -> 16 columns of key_tile keys each, a square of registers at a time.
@@ -132,8 +135,8 @@ INLINE void products_of_columns(const float* queries, int64_t steps, const float
   }
 }
 template <class Math, int M, int N>
-static void score_columns(const float* queries, int64_t steps, const float* columns, float* scores) {
-  for (int64_t k = 0; k < key_tile; k += N * register_lanes) {
+static void score_columns(const float* queries, int64_t steps, const float* columns, int64_t live, float* scores) {
+  for (int64_t k = 0; k < live; k += N * register_lanes) {
     Register sum[M][N];
     products_of_columns<Math, M, N, lanes>(queries, steps, columns + k, sum);
 #pragma GCC unroll 4
@@ -220,18 +223,18 @@ static void merge(const States& all, const States& section, int64_t count, int64
   }
 }
 
-// Scores of one query over a tile as softmax takes them; −∞ where the query sees nothing, which is before `first` and after `last` of the
-// tile. Returns the highest.
-INLINE float prepare_scores(float* scores, int64_t first, int64_t last, float scale, float softcap) {
-  constexpr int64_t vectors = key_tile / lanes;
-  Lanes score[vectors];
+// Scores of one query over the first `live` keys of a tile as softmax takes them; −∞ where the query sees nothing, which is before `first`
+// and after `last` of the tile. Returns the highest.
+INLINE float prepare_scores(float* scores, int64_t live, int64_t first, int64_t last, float scale, float softcap) {
+  const int64_t vectors = live / lanes;
+  Lanes score[key_tile / lanes];
   for (int i = 0; i < vectors; ++i) score[i] = load(scores + i * lanes) * all_lanes(scale);
   if (softcap > 0.0f) {
     for (int i = 0; i < vectors; ++i) store(scores + i * lanes, score[i]);
-    for (int64_t k = 0; k < key_tile; ++k) scores[k] = hyperbolic_tangent(scores[k] / softcap) * softcap;
+    for (int64_t k = 0; k < live; ++k) scores[k] = hyperbolic_tangent(scores[k] / softcap) * softcap;
     for (int i = 0; i < vectors; ++i) score[i] = load(scores + i * lanes);
   }
-  if (first > 0 || last < key_tile - 1) {
+  if (first > 0 || last < live - 1) {
     const auto from = static_cast<int32_t>(most(first, int64_t{0})), to = static_cast<int32_t>(least(last, key_tile));
     for (int i = 0; i < vectors; ++i)
       for (int part = 0; part < num_parts; ++part) {
@@ -252,16 +255,16 @@ INLINE float prepare_scores(float* scores, int64_t first, int64_t last, float sc
 // Scores become weights relative to `highest`, as `Math` rounds them, exactly 0 for what is not seen; their sums are added to what `shrink`
 // leaves of those of the tiles before.
 template <class Math>
-INLINE void weigh(float* scores, float highest, float shrink, float* sums) {
+INLINE void weigh(float* scores, int64_t live, float highest, float shrink, float* sums) {
   Lanes sum = load(sums) * all_lanes(shrink);
-  for (int64_t k = 0; k < key_tile; k += lanes) {
+  for (int64_t k = 0; k < live; k += lanes) {
     const Lanes score = load(scores + k);
     const Lanes weight = replace(Math::round_weights(exponentials(score - all_lanes(highest))), minus_infinity, score, Lanes{});
     store(scores + k, weight);
     sum = sum + weight;
   }
   store(sums, sum);
-  Math::pack_weights(scores);
+  Math::pack_weights(scores, live);
 }
 
 // Keys that a token sees, by position in its row.
@@ -376,6 +379,8 @@ struct Unit {
       if (++offset == call.block_size) ++block, offset = 0;
     }
   }
+  // Keys of a tile up to the last that any token sees, in whole lanes: there is no work with those behind.
+  INLINE_METHOD int64_t live_of(int64_t start) const { return least(key_tile, whole_lanes(all.last + 1 - start)); }
   INLINE_METHOD void find_tile(int64_t start, TileRows& found) const { find(start, all.first, least(all.last, tree.start - 1), found); }
 
   INLINE_METHOD const char* drafted_value(int64_t node) const {
@@ -437,17 +442,18 @@ struct Unit {
         store(to, products_of_rows<Math>(rows, query, steps));
     }
   }
-  // Against all keys of the tile.
-  void score_many(const TileRows& from, int64_t head, const TileRows& ahead, int64_t ahead_head, float* scores) const {
+  // Against the first `live` keys of the tile.
+  void score_many(const TileRows& from, int64_t live, int64_t head, const TileRows& ahead, int64_t ahead_head, float* scores) const {
     for (int64_t k = 0; k < key_tile; k += lanes) {
       prefetch_rows(ahead.keys + k, lanes, key_offset(ahead_head), key_bytes());
+      if (k >= live) continue;
       const float* rows[lanes];
       find_rows(from, k, head, rows);
       for (int64_t entry = 0; entry < steps; entry += lanes) transpose(rows, entry, m.columns + k);
     }
     int64_t pair = 0;
-    for (; pair + score_rows <= pairs; pair += score_rows) score_columns<Math, score_rows, score_registers>(queries_of(head) + pair * steps, steps, m.columns, scores + pair * key_tile);
-    for (; pair < pairs; ++pair) score_columns<Math, 1, 4>(queries_of(head) + pair * steps, steps, m.columns, scores + pair * key_tile);
+    for (; pair + score_rows <= pairs; pair += score_rows) score_columns<Math, score_rows, score_registers>(queries_of(head) + pair * steps, steps, m.columns, live, scores + pair * key_tile);
+    for (; pair < pairs; ++pair) score_columns<Math, 1, 4>(queries_of(head) + pair * steps, steps, m.columns, live, scores + pair * key_tile);
   }
 
   // The token's drafted ancestors, itself among them, by the lanes of their positions.
@@ -464,7 +470,7 @@ struct Unit {
     for (int64_t first = 0; first < count; first += key_tile) {
       TileRows drafted;
       find(tree.start + first, 0, tree.start + count - 1, drafted);
-      score_many(drafted, head, drafted, head, m.drafted);
+      score_many(drafted, least(key_tile, whole_lanes(count - first)), head, drafted, head, m.drafted);
       for (int64_t token = most(unit.token_begin, tree.begin); token < unit.token_end; ++token) {
         find_path(token, start);
         for (int64_t lane = 0; lane < key_tile; ++lane)
@@ -478,6 +484,7 @@ struct Unit {
   // Softmax of all pairs over a tile, online: scores become weights, and what was summed before shrinks where a higher score has come. 16
   // pairs at a time take each step together, so that none waits for another.
   INLINE_METHOD void soften(int64_t start, int64_t head) const {
+    const int64_t live = live_of(start);
     for (int64_t first = 0; first < pairs; first += lanes) {
       const int64_t count = least(lanes, pairs - first), at = (head - unit.head_begin) * pairs + first;
       alignas(64) float before[lanes], now[lanes], shrink[lanes];
@@ -486,12 +493,12 @@ struct Unit {
       for (int64_t i = 0; i < count; ++i) {
         const Seen seen = seen_by(call, unit.token_begin + (first + i) / group);
         before[i] = m.section.highest[at + i];
-        now[i] = most(before[i], prepare_scores(scores_of(head) + (first + i) * key_tile, seen.first - start, seen.last - start, call.scale, call.softcap));
+        now[i] = most(before[i], prepare_scores(scores_of(head) + (first + i) * key_tile, live, seen.first - start, seen.last - start, call.scale, call.softcap));
         m.section.highest[at + i] = now[i];
       }
       store(shrink, replace(exponentials(load(before) - load(now)), minus_infinity, load(before), Lanes{}));
       for (int64_t i = 0; i < count; ++i) {
-        weigh<Math>(scores_of(head) + (first + i) * key_tile, now[i], shrink[i], m.section.weights + (at + i) * lanes);
+        weigh<Math>(scores_of(head) + (first + i) * key_tile, live, now[i], shrink[i], m.section.weights + (at + i) * lanes);
         if (shrink[i] == 1.0f) continue;
         float* const out = m.section.out + (at + i) * width;
         for (int64_t j = 0; j < width; ++j) out[j] *= shrink[i];
@@ -561,10 +568,10 @@ struct Unit {
   // Weights times values. What some token of the unit does not see has the weight 0 for it, but 0 · NaN is NaN: where there is such a
   // value, and in trees, each token takes its own.
   void add_values(const TileRows& here, int64_t start, int64_t head, const TileRows& ahead, int64_t ahead_head) {
-    const int64_t entries = key_tile / Math::grain, at = (head - unit.head_begin) * pairs;
-    for (int64_t j = 0; j < entries; ++j) {
+    const int64_t entries = live_of(start) / Math::grain, at = (head - unit.head_begin) * pairs;
+    for (int64_t j = 0; j < key_tile / Math::grain; ++j) {
       prefetch_rows(ahead.values + j * Math::grain, Math::grain, value_offset(ahead_head), value_bytes());
-      load_values(here.values + j * Math::grain, head, m.values + j * width);
+      if (j < entries) load_values(here.values + j * Math::grain, head, m.values + j * width);
     }
     int64_t shared = entries;
     if (!is_seen_by_all(start)) {
@@ -580,7 +587,7 @@ struct Unit {
     const Seen seen = seen_by(call, token);
     const int64_t pair = (token - unit.token_begin) * group, at = (head - unit.head_begin) * pairs + pair;
     if (token >= tree.begin) find_path(token, start);
-    for (int64_t j = shared; j < key_tile / Math::grain; ++j) {
+    for (int64_t j = shared; j < live_of(start) / Math::grain; ++j) {
       const char* values[Math::grain];
       bool is_seen = false;
       for (int64_t i = 0; i < Math::grain; ++i) {
@@ -601,7 +608,7 @@ struct Unit {
       const bool is_last = head + 1 == unit.head_end;
       const TileRows& ahead = is_last ? next : here;
       const int64_t ahead_head = is_last ? unit.head_begin : head + 1;
-      score_many(here, head, ahead, ahead_head, m.scores);
+      score_many(here, live_of(start), head, ahead, ahead_head, m.scores);
       if (start + key_tile > tree.start) score_drafts(start, head);
       soften(start, head);
       add_values(here, start, head, ahead, ahead_head);
@@ -611,14 +618,17 @@ struct Unit {
   // There is little to compute with each key, so keys and values are read as they lie, all heads of 16 positions one after another, and the
   // memory never rests: what is on its way runs ahead while softmax takes its time, and keys catch up.
   void attend_few(int64_t start, const TileRows& here, const TileRows& next) {
-    const int64_t heads = unit.head_end - unit.head_begin, chunks = key_tile / lanes * heads;
+    const int64_t heads = unit.head_end - unit.head_begin, chunks = key_tile / lanes * heads, live = live_of(start);
     int64_t chunk = 0;
     for (int64_t k = 0; k < key_tile; k += lanes)
       for (int64_t head = unit.head_begin; head < unit.head_end; ++head, ++chunk)
-        score_few(here, k, head, scores_of(head), next_prefetch(here, next, chunk + prefetch_distance + heads - chunk / (key_tile / lanes)));
+        if (const Prefetch prefetch = next_prefetch(here, next, chunk + prefetch_distance + heads - chunk / (key_tile / lanes)); k < live)
+          score_few(here, k, head, scores_of(head), prefetch);
+        else
+          prefetch.fetch_all();
     for (int64_t head = unit.head_begin; head < unit.head_end; ++head) {
       const Prefetch prefetch = next_prefetch(here, next, chunk + prefetch_distance + head - unit.head_begin);
-      for (int64_t row = 0; row < lanes; ++row) prefetch.fetch(row);
+      prefetch.fetch_all();
       if (start + key_tile > tree.start) score_drafts(start, head);
       soften(start, head);
     }
