@@ -343,7 +343,7 @@ template <class Math>
 struct Unit {
   const AttentionCall& call;
   const AttentionUnit& unit;
-  const Memory m;
+  Memory m;
   const int64_t group, pairs, steps, width;  // query heads a key/value head, (token, query head) pairs, entries of a key, of a value
   const bool is_few;
   const Tree tree;
@@ -644,8 +644,7 @@ struct Unit {
   }
 
   void attend_section(int64_t begin, int64_t end) {
-    const int64_t count = pairs * (unit.head_end - unit.head_begin);
-    m.section.clear(count, width);
+    m.section.clear(pairs * (unit.head_end - unit.head_begin), width);
     cursor = {};
     find_tile(begin, tile_rows[begin / key_tile % 2]);
     for (int64_t start = begin; start < end; start += key_tile) {
@@ -657,7 +656,6 @@ struct Unit {
       else
         attend_many(start, here, next);
     }
-    merge(m.all, m.section, count, width);
   }
 
   void write_out() const {
@@ -677,12 +675,20 @@ struct Unit {
 
   void attend() {
     const int64_t count = pairs * (unit.head_end - unit.head_begin);
-    m.all.clear(count, width);
     zero(m.zeros, steps);
     load_queries();
     const int64_t begin = most(all.first, unit.key_begin) / key_tile * key_tile, end = least(all.last + 1, unit.key_end);
-    for (int64_t section = begin / key_section * key_section; section < end; section += key_section)
-      attend_section(most(begin, section), least(end, section + key_section));
+    const int64_t first = begin / key_section * key_section;
+    if (first + key_section >= end) {
+      m.section = m.all;  // the only one
+      attend_section(begin, end);
+    } else {
+      m.all.clear(count, width);
+      for (int64_t section = first; section < end; section += key_section) {
+        attend_section(most(begin, section), least(end, section + key_section));
+        merge(m.all, m.section, count, width);
+      }
+    }
     if (unit.partial)
       std::memcpy(unit.partial, m.all.out, static_cast<size_t>(States::size(count, width)) * sizeof(float));
     else
