@@ -130,7 +130,7 @@ def idle(models: Models, batch: int, lengths: Lengths) -> Record:
     """An engine in which nothing ever pays, probes included."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_costs(Path(folder) / "dear.json", CostRecord(key={}, table=DEAR))
-        llm = LLM(models.grown, DRAFT_MODEL | {"cost_table": str(path)}, models.draft, max_num_seqs=batch)
+        llm = LLM(models.grown, DRAFT_MODEL | {"cost_table": str(path)}, models.draft, max_num_seqs=batch, enable_prefix_caching=False)
     with rows_of(llm, 2 * lengths.steps + 16, batch) as (engine, rows):
         rows.become(batch)
         own, plain = beside_plain(engine, lengths.steps)
@@ -139,7 +139,7 @@ def idle(models: Models, batch: int, lengths: Lengths) -> Record:
 
 def deciding(models: Models, batch: int, lengths: Lengths) -> Record:
     """What the controller takes, call by call."""
-    llm = LLM(models.grown, DRAFT_MODEL, models.draft, max_num_seqs=batch)
+    llm = LLM(models.grown, DRAFT_MODEL, models.draft, max_num_seqs=batch, enable_prefix_caching=False)
     controller: Any = llm.engine.controller
     taken = dict.fromkeys(("planned", "goes_on", "chosen", "observe"), 0.0)
 
@@ -163,7 +163,7 @@ def deciding(models: Models, batch: int, lengths: Lengths) -> Record:
 
 def wrong(models: Models, batch: int, lengths: Lengths) -> Record:
     """So many steps with drafts that are never right, each beside a plain one of the same engine."""
-    llm = LLM(models.grown, DRAFT_MODEL, models.draft, max_num_seqs=batch)
+    llm = LLM(models.grown, DRAFT_MODEL, models.draft, max_num_seqs=batch, enable_prefix_caching=False)
     records: list[StepRecord] = []
     with rows_of(llm, 2 * lengths.tokens + 16, batch) as (engine, rows):
         engine.drafter = NeverRight(engine.drafter, llm.target.vocab_size - 1)
@@ -184,7 +184,9 @@ def moving(models: Models, lengths: Lengths) -> Record:
     """Tokens a second by setting and phase, one a round, and milliseconds of plain steps."""
     settings = {"plain": None, "auto": DRAFT_MODEL} | {str(n): DRAFT_MODEL | {"num_speculative_tokens": n} for n in FIXED}
     most, count = max(lengths.phases), sum(lengths.phases) * (1 + lengths.rounds)
-    llms = {name: LLM(models.grown, config, models.draft, max_num_seqs=most) for name, config in settings.items()}
+    llms = {
+        name: LLM(models.grown, config, models.draft, max_num_seqs=most, enable_prefix_caching=False) for name, config in settings.items()
+    }
     speeds: dict[str, list[list[float]]] = {name: [[] for _ in lengths.phases] for name in settings}
     spread: list[list[float]] = [[] for _ in lengths.phases]
     for _ in range(lengths.rounds):
@@ -202,7 +204,9 @@ def moving(models: Models, lengths: Lengths) -> Record:
 
 def slowed(models: Models, batch: int, lengths: Lengths) -> Record:
     """Medians of |predicted ÷ measured − 1|: alone, right after the others have come, later; and of plain steps about their median."""
-    llm, plain = (LLM(models.grown, config, models.draft, max_num_seqs=batch) for config in (DRAFT_MODEL, None))
+    llm, plain = (
+        LLM(models.grown, config, models.draft, max_num_seqs=batch, enable_prefix_caching=False) for config in (DRAFT_MODEL, None)
+    )
     controller = llm.engine.controller
     assert isinstance(controller, BatchController)
     found: dict[str, Any] = {}

@@ -162,7 +162,7 @@ def attention() -> Record:
 def prompt() -> Record:
     """Seconds of a stream's steps, before and while a prompt is read beside it; the first prompt has shown what reading costs."""
     loaded = random_model(SHAPE)
-    llm = LLM(loaded, max_num_seqs=2, max_model_len=2048)
+    llm = LLM(loaded, max_num_seqs=2, max_model_len=2048, enable_prefix_caching=False)
     params = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
     prompts = [[5 + i % 90 for i in range(n)] for n in (64, PROMPT)]
     seconds: dict[str, list[float]] = {"alone": [], "beside": []}

@@ -240,7 +240,7 @@ class DeviceCells:
         num_steps, now = size.plain_steps, clock_of(self.device)
         prompts, prefixes = random.prompts([size.plain_context] * batch), random.of([size.plain_context] * batch)
         longest = size.plain_context + 2 * num_steps + 2
-        llm = LLM(target, max_num_seqs=batch, max_model_len=longest, refill=False, numerics=numerics)
+        llm = LLM(target, max_num_seqs=batch, max_model_len=longest, refill=False, numerics=numerics, enable_prefix_caching=False)
         decode(llm, prompts, greedy(2 * num_steps + 2), prefixes)  # compiles, and captures every bucket that will be met
         begin(llm, prompts, greedy(2 * num_steps + 2), prefixes)
         llm.engine.step()

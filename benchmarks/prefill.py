@@ -195,6 +195,7 @@ class PrefilledRun:
             block_size=BLOCK,
             kv_cache_memory_bytes=num_bytes,
             refill=False,
+            enable_prefix_caching=False,
             **self._settings,
             **STRATEGIES[self._method.strategy],
         )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from echelon.acceptance import DraftedRow, Exact
 from echelon.draft import Draft, Verdict
+from echelon.drafters.base import Drafter
 from echelon.errors import ConfigError
 from echelon.llm import LLM
 from echelon.sampling import uniform_noise
@@ -108,7 +109,7 @@ def _noise(sequence: Sequence, ids: NDArray[np.int64]) -> NDArray[np.float64]:
     return uniform_noise(0, sequence.id, len(sequence), ids, PURPOSE)
 
 
-class ReplayDrafter:
+class ReplayDrafter(Drafter):
     """Proposes arbitrary tokens, as many as the law says."""
 
     hidden_state_names: tuple[str, ...] = ()

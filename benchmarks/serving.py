@@ -146,7 +146,9 @@ def main() -> None:
     target = load_target(str(TARGET), asked.parameters)
     draft = load_model(str(DRAFT), device=target.device.type)
     config = {"method": "draft_model", "num_speculative_tokens": 4}
-    direct, behind = (LLM(target, config, draft, max_num_seqs=CONCURRENCY, max_num_batched_tokens=512) for _ in range(2))
+    direct, behind = (
+        LLM(target, config, draft, max_num_seqs=CONCURRENCY, max_num_batched_tokens=512, enable_prefix_caching=False) for _ in range(2)
+    )
     server = ServerConfig(port=0)
     with serving_in_thread(create_app(behind, server), server) as (url, _):
         report = as_json(measure_throughput(direct, url, asked.max_tokens, asked.rounds), measure_short_waits(behind, url, asked.rounds))

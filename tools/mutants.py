@@ -1,4 +1,4 @@
-"""One-line faults in accept, bonus, noise, roll back, catch-up, copy-on-write, admission and steps in flight; each must be killed by the test it names.
+"""One-line faults in accept, bonus, noise, roll back, catch-up, copy-on-write, kept prefixes, admission and steps in flight; each must be killed by the test it names.
 
 `python -m tools.mutants [NAME ...]` patches a copy of the source, one fault at a time, and runs the named test against it in a process
 of its own. A fault that survives, a test that fails without it too, or a patch that no longer applies, fails.
@@ -20,6 +20,8 @@ from tools import ROOT
 
 BLOCKS = "tests/ops/test_triton.py::test_blocks_of_their_own_size_are_right"
 LOSSLESS = "tests/promises/test_lossless.py::test_speculation_changes_no_token"
+PREFIXES = "tests/core/test_prefix_cache.py"
+HITS = "tests/promises/test_prefix_hits.py::test_a_hit_has_the_bits_of_a_cold_start"
 HEADS = "tests/promises/test_heads_lossless.py::test_heads"
 AHEAD = "tests/model/test_ahead.py"
 
@@ -58,7 +60,15 @@ MUTANTS = [
     Mutant("keep a rejected slot", "engine.py", "row.start + row.num_new, kept.path)", "row.start + row.num_new, [*kept.path, len(kept.path)][: row.max_draft_tokens])", f"{LOSSLESS}[1-random-3-greedy]"),
     Mutant("draft cache keeps rejected tokens", "drafters/draft_model.py", "min(cached, len(row.sequence) + num_kept)", "cached", f"{LOSSLESS}[1-draft_model-3-greedy]"),
     Mutant("draft cache forgets to catch up", "drafters/draft_model.py", "known = sequence.tokens[start:] +", "known = sequence.tokens[-1:] +", f"{LOSSLESS}[1-draft_model-3-greedy]"),
-    Mutant("released blocks are kept", "kv/blocks.py", "        if self._counts[block] == 0:\n", "        if self._counts[block] < 0:\n", "tests/kv/test_blocks.py"),
+    Mutant("released blocks are kept", "kv/blocks.py", "        elif self._counts[block] == 0:\n", "        elif self._counts[block] < 0:\n", "tests/kv/test_blocks.py"),
+    Mutant("a published block is written", "kv/blocks.py", "self._counts[block] == 1 and block not in self._contents", "self._counts[block] == 1", PREFIXES),
+    Mutant("an allocated block is still found", "kv/blocks.py", "            self._withdraw(block)\n            self._free", "            self._free", PREFIXES),
+    Mutant("a prefix of another salt is found", "prefix_cache.py", "text = self._texts[sequence.id] = _Text(root,", "text = self._texts[sequence.id] = _Text(b'',", PREFIXES),
+    Mutant("a prefix found by its last block alone", "prefix_cache.py", "before = self.blocks[-1][0] if self.blocks else self.root", "before = self.root", PREFIXES),
+    Mutant("blocks published before they are known", "prefix_cache.py", "len(tokens) - cache.reads_next)", "len(tokens) + 1)", PREFIXES),
+    Mutant("a head keeps the state before another token", "prefix_cache.py", "lacks_last = not is_same and", "lacks_last = False and", PREFIXES),
+    Mutant("a head starts behind the target", "prefix_cache.py", "kept = blocks[:count] if is_bound[i] else blocks", "kept = blocks[: count - i // 2] if is_bound[i] else blocks", PREFIXES),
+    Mutant("features of another block", "kv/cache.py", "self.boundaries[targets[is_last] // self.block_size] =", "self.boundaries[sources[is_last] // self.block_size] =", f"{HITS}[autoregressive-0.0-2048]"),
     Mutant("no copy before writing", "kv/blocks.py", "            self._unshare(table, index)", "            pass", "tests/kv/test_blocks.py"),
     Mutant("copy is not carried out", "kv/cache.py", "scatter_slots(storage, targets, gather", "scatter_slots(storage, sources, gather", "tests/kv/test_blocks.py"),
     Mutant("commit keeps every block", "kv/blocks.py", "        table.num_blocks = keep\n", "        table.num_blocks = table.num_blocks\n", "tests/kv/test_blocks.py"),

@@ -89,6 +89,7 @@ PROOFS = [
     pytest("kill and resume", "tests/promises/test_resume.py"),
     pytest("goodness of fit", "tests/promises/test_fit.py"),
     pytest("state machine", "tests/core/test_scheduler.py"),
+    pytest("prefix cache", "tests/core/test_prefix_cache.py", "tests/promises/test_prefix_hits.py"),
     pytest("steps ahead", "tests/model/test_ahead.py", "tests/model/test_ahead_books.py"),
     Proof("sanitisers", ["make", "sanitize", "CASES=100000"], full_size=False),
     Proof("mutants of the kernels", ["python", "-m", "tools.kernel_mutants"], full_size=False),

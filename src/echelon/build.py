@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import os
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from echelon.acceptance import Exact, Rejection, Rule, Typical
@@ -28,7 +30,9 @@ from echelon.methods import METHODS, Can
 from echelon.model.load.loading import LoadedModel, check_vocabularies, load_model
 from echelon.model.runner import Runner
 from echelon.ops import compiled
+from echelon.prefix_cache import PrefixCache
 from echelon.scheduler import Scheduler
+from echelon.sequence import Sequence
 from echelon.stats import Stats, Usage
 from echelon.step_costs import PieceSizes
 from echelon.storage import Storage
@@ -206,6 +210,21 @@ def _ahead(spec: SpeculativeConfig | None, storage: Storage) -> Ahead | None:
     return Ahead(runners[0], runners[1] if len(runners) > 1 else None)
 
 
+def _prefix_cache(config: EngineConfig, storage: Storage) -> PrefixCache | None:
+    """What is kept of texts in the caches of target and drafter, by all that decides the bits of keys and values."""
+    if not storage.cached_tables:
+        return None
+    models = [runner.loaded for runner in storage.runners]
+    contexts = [m.original_context for m in models if m.original_context is not None]
+    fixed = [version("echelon"), str(models[0].device), config.numerics, *map(model_key, models)]
+
+    def root(sequence: Sequence) -> bytes:
+        switches = [(len(sequence) if c.is_read_anew else sequence.num_prompt_tokens) > c.length for c in contexts]
+        return hashlib.sha256(repr((fixed, compiled.isa(), switches, sequence.salt)).encode()).digest()
+
+    return PrefixCache(storage.cached_tables, root)
+
+
 def _scheduler(config: EngineConfig, spec: SpeculativeConfig | None, storage: Storage, piece_sizes: PieceSizes | None = None) -> Scheduler:
     models = [r.loaded for r in storage.runners]
     return Scheduler(
@@ -220,6 +239,7 @@ def _scheduler(config: EngineConfig, spec: SpeculativeConfig | None, storage: St
         spec is not None and spec.grows_trees,
         piece_sizes,
         spec is not None and spec.acceptance == "exact",
+        _prefix_cache(config, storage),
     )
 
 

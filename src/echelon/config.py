@@ -195,6 +195,10 @@ class EngineConfig(Settings):
     `device="auto"` is CUDA where PyTorch sees a device; with `enforce_eager` no step is captured there as a CUDA graph,
     and none is launched before the last one is settled.
 
+    `enable_prefix_caching` keeps whole blocks of keys and values, of prompts and of generated text, while nothing else needs their memory;
+    a request that begins alike starts behind them, with the same bits. The strategy `unpadded` alone does so, and requests that want
+    `prompt_logprobs` read all of their prompt.
+
     `numerics` matters on CUDA alone: "invariant" linear layers give a row the same bits in any batch, by a kernel of ours, so that texts
     are the same in every dtype; "fast" ones are the vendor library's, whose rounding may change with the number of rows. "fast" is a leave
     and no demand: the CPU's kernels are invariant and the fastest there, so there it changes nothing.
@@ -219,6 +223,9 @@ class EngineConfig(Settings):
     block_size: StrictInt = Field(default=16, ge=1, lt=LARGEST)
     kv_cache_memory_bytes: Annotated[StrictInt, Field(ge=1)] | Literal["auto"] = Field(
         default="auto", description="Bytes of the KV pool, or auto."
+    )
+    enable_prefix_caching: StrictBool = Field(
+        default=True, description="Read texts that begin alike once: keys and values stay until their memory is needed."
     )
     enforce_eager: StrictBool = Field(default=False, description="No CUDA graphs, and no step launched ahead.")
     strategy: Literal["unpadded", "padded", "realign"] = Field(

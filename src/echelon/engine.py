@@ -187,7 +187,7 @@ class Engine:
             step.observe(rows, verdict)
         with self.timer("settle", ahead):
             lengths = [len(row.sequence) for row in rows]
-            for sequence in self.scheduler.settle(rows, verdict):
+            for sequence in self.scheduler.settle(rows, verdict, self.drafter.conclude):
                 self._forget(sequence)
             self._drop_unawaited()
         emitted = [len(row.sequence) - before for row, before in zip(rows, lengths, strict=True)]

@@ -79,10 +79,11 @@ class InputProcessor:
             raise RequestError(f"stop strings and bad words need a tokenizer, and {self._target.name!r} has none; use token ids")
         self._scheduler.check_size(min(self._max_len, len(tokens) + params.max_tokens))
 
-    def samples(self, prompt: Prompt, params: SamplingParams, watch_text: bool, name: str = "prompt") -> list[Sequence]:
+    def samples(self, prompt: Prompt, params: SamplingParams, watch_text: bool, name: str = "prompt", salt: bytes = b"") -> list[Sequence]:
         """The `n` sequences of one request, checked and ready for the engine; all but the first share the first one's prompt.
 
-        With `watch_text` each has a `watcher` that holds its text after every token. Errors call the prompt `name`.
+        With `watch_text` each has a `watcher` that holds its text after every token. Errors call the prompt `name`. Keys and values are
+        shared only with requests of the same `salt`.
 
         Raises
         ------
@@ -105,6 +106,7 @@ class InputProcessor:
                     max_len=self._max_len,
                     watcher=self._detokenizer(tokens, params) if watch_text or params.stop else None,
                     parent=samples[0] if samples else None,
+                    salt=salt,
                 )
             )
         return samples

@@ -43,7 +43,8 @@ class LLM:
     draft_model         a draft model loaded already, instead of the name in `speculative_config`
     draft_head          likewise a head of the target
     settings            see `EngineConfig`: dtype, device, numerics, max_num_seqs, max_num_batched_tokens, max_model_len,
-                        block_size, kv_cache_memory_bytes; and how rows become a batch: strategy, pad, grouping, group_window, refill
+                        block_size, kv_cache_memory_bytes, enable_prefix_caching; and how rows become a batch: strategy, pad, grouping,
+                        group_window, refill
 
     Raises
     ------
@@ -160,11 +161,12 @@ class LLM:
         return [OutputBuilder(self.inputs.samples(p, q, watch_text, name), p, tokenizer, rule) for (name, p), q in pairs]
 
     def get_metrics(self) -> dict[str, Any]:
-        """Counters since this object was made: tokens, acceptance (also by position in the draft), steps, KV use, preemptions.
+        """Counters since this object was made: tokens, acceptance (also by position in the draft), steps, KV use, preemptions; tokens
+        looked up in the prefix cache and found there, and free blocks that it fills.
 
         May be called while another thread runs the engine.
         """
-        stats, tables = self.stats, self.engine.target.cache.tables
+        stats, tables, prefixes = self.stats, self.engine.target.cache.tables, self.engine.scheduler.prefix_cache
         counters = {f.name: getattr(stats, f.name) for f in fields(stats) if f.name != "acceptance"}
         return counters | {
             "seconds": dict(stats.seconds),
@@ -184,7 +186,16 @@ class LLM:
             "num_waiting": len(self.engine.scheduler.waiting),
             "num_kv_blocks": tables.num_blocks,
             "num_free_kv_blocks": tables.num_free,
+            "num_prefix_queries": prefixes.num_queries if prefixes is not None else 0,
+            "num_prefix_hits": prefixes.num_hits if prefixes is not None else 0,
+            "num_cached_kv_blocks": prefixes.num_unused if prefixes is not None else 0,
         }
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the keys and values that are kept for texts that begin alike; needed after weights have been changed in place."""
+        with self.exclusive() as engine:
+            if engine.scheduler.prefix_cache is not None:
+                engine.scheduler.prefix_cache.clear()
 
     def measure_costs(self) -> CostRecord:
         """Measure anew what steps and drafting cost; needs a drafter whose lengths are "auto"."""

@@ -55,8 +55,10 @@ def plan_kv(
     limit: int | Literal["auto"],
     device: torch.device,
     num_null_blocks: int = 0,
+    boundary_bytes: int = 0,
 ) -> MemoryPlan:
-    """Size the pool. `bytes_per_token` counts keys and values of all layers of all models.
+    """Size the pool. `bytes_per_token` counts keys and values of all layers of all models; `boundary_bytes` are kept
+    of each block besides.
 
     "auto" takes what `max_num_seqs` rows of full length could use, at most half of the available memory, or four
     fifths of that of a CUDA device. `num_null_blocks` are taken beside the pool, within the same bounds (`KVCache`).
@@ -65,7 +67,7 @@ def plan_kv(
     ------
     ConfigError  the limit holds not one block, or is more than the memory that is available
     """
-    block_bytes, available = bytes_per_token * block_size, available_memory(device)
+    block_bytes, available = bytes_per_token * block_size + boundary_bytes, available_memory(device)
     if limit != "auto" and limit > available:
         raise ConfigError(
             f"kv_cache_memory_bytes = {shown(limit)} exceeds the {available:,} bytes that are available on {device.type}; lower it, or "

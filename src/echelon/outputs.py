@@ -53,7 +53,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt and its continuations."""
+    """A prompt and its continuations. `num_cached_tokens` of the prompt had keys and values from earlier texts; None before it runs."""
 
     request_id: str
     prompt: str | None
@@ -61,6 +61,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int | None = None
 
     @property
     def finished(self) -> bool:
@@ -96,6 +97,7 @@ class OutputBuilder:
             [self._completion(s, decoded) for s, decoded in zip(samples, self._logprobs, strict=True)],
             RequestMetrics(steps, drafted, accepted, *rates, self._acceptance),
             None if first.params.prompt_logprobs is None else [None, *self._prompt_logprobs],
+            first.num_cached_tokens,
         )
 
     def _completion(self, sequence: Sequence, decoded: list[dict[int, Logprob]]) -> CompletionOutput:

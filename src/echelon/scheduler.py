@@ -12,6 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from echelon.draft import RowVerdict, Verdict
 from echelon.errors import RequestError
 from echelon.kv.tables import KVTables
+from echelon.prefix_cache import PrefixCache
 from echelon.sequence import Plan, PlannedRow, Sequence
 from echelon.step_costs import PieceSizes, StepCosts
 
@@ -33,6 +34,7 @@ class Scheduler:
     refill            without it, waiting rows enter only when all that run are done
     grows_trees       drafts may be trees: then a draft's number of tokens is not bounded by the room left, only its depth is
     piece_sizes       how prompts are read in pieces beside rows that decode; by default from what steps have cost so far
+    prefix_cache      what is kept of texts in the tables, for others that begin alike
     sheds_drafts      where blocks are lacking, rows go without drafts before any is preempted (no text depends on what is drafted)
     """
 
@@ -49,6 +51,7 @@ class Scheduler:
         grows_trees: bool = False,
         piece_sizes: PieceSizes | None = None,
         sheds_drafts: bool = False,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -63,6 +66,7 @@ class Scheduler:
         self._refill = refill
         self.piece_sizes = piece_sizes or StepCosts()
         self._sheds_drafts = sheds_drafts
+        self.prefix_cache = prefix_cache
         self._is_open = True  # may rows enter?
         self._is_watched = False  # must the host see the next step's logits?
         self._is_short = False  # does nothing draft in this step, for lack of blocks?
@@ -227,11 +231,13 @@ class Scheduler:
             sequence = self.waiting[0]
             if not self._share_prompt(sequence):
                 return
+            self._adopt_prefix(sequence)
             row = self._plan_row(sequence, self._share(budget, len(self.waiting) - 1))
             if not self._fits(sequence.id, len(sequence) + self._draft_limits(sequence)[0]) or not self._reserve(row):
-                self._release(sequence)  # what it shares with another sample; it holds nothing while it waits
+                self._release(sequence)  # what it shares with others; it holds nothing while it waits
                 break
             self.running.append(self.waiting.popleft())
+            self._count_cached(sequence, row.start)
             plan.rows.append(row)
             budget -= row.num_new
         if budget > 0:  # the batch is complete: what waits has no place or no blocks in it
@@ -252,6 +258,17 @@ class Scheduler:
                 tables.fork(parent.id, sequence.id)
                 tables.commit(sequence.id, min(shared, tables.num_cached(sequence.id)))
         return True
+
+    def _adopt_prefix(self, sequence: Sequence) -> None:
+        """Let a row start with what is kept of its text; one whose prompt logprobs are wanted is computed from its first token on."""
+        if self.prefix_cache is not None and sequence.id not in self._tables[0] and not sequence.lacks_prompt_logprobs:
+            self.prefix_cache.adopt(sequence)
+
+    def _count_cached(self, sequence: Sequence, num_cached: int) -> None:
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = num_cached
+        if self.prefix_cache is not None:
+            self.prefix_cache.count(sequence, num_cached)
 
     def _draft_limits(self, sequence: Sequence, num_pending: int = 0) -> tuple[int, int]:
         """Most tokens of a draft, and most on one path of it: the extra token takes one of the tokens left, a path may take the others.
@@ -303,9 +320,15 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         for tables in self._tables:
             tables.release(sequence.id)
+        if self.prefix_cache is not None:
+            self.prefix_cache.forget(sequence)
 
-    def settle(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> list[Sequence]:
-        """Append what survived, one token at a time, until a row stops or fails; finished rows leave at once and are returned."""
+    def settle(
+        self, rows: SequenceOf[PlannedRow], verdict: Verdict, conclude: Callable[[SequenceOf[Sequence]], None] | None = None
+    ) -> list[Sequence]:
+        """Append what survived, one token at a time, until a row stops or fails; finished rows leave at once and are returned. Where keys
+        and values are kept for texts that begin alike, `conclude` is called with those rows before: the drafter may read the rest of them.
+        """
         finished = []
         for row, kept in zip(rows, verdict, strict=True):
             sequence = row.sequence
@@ -323,9 +346,16 @@ class Scheduler:
             if kept.error is not None and not sequence.is_finished:
                 sequence.fail(kept.error)
             if sequence.is_finished:
-                self.running.remove(sequence)
-                self._release(sequence)
                 finished.append(sequence)
+        if self.prefix_cache is not None:
+            if finished and conclude is not None:
+                conclude([s for s in finished if s.error is None])
+            for row in rows:
+                if row.sequence.error is None:
+                    self.prefix_cache.publish(row.sequence)
+        for sequence in finished:
+            self.running.remove(sequence)
+            self._release(sequence)
         if finished:  # without refill, nobody takes their places
             self._is_open = self._refill
         return finished

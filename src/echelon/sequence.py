@@ -44,6 +44,7 @@ class Sequence:
     max_len: int  # context limit, in tokens
     watcher: Watcher | None = None  # only where the text has to be watched
     parent: Sequence | None = None  # whose prompt this one shares (`n` samples of one prompt)
+    salt: bytes = b""  # keys and values are shared only with texts of the same
     finish_reason: FinishReason | None = None
     error: EchelonError | None = None  # a `RequestError` where the request itself is at fault
     is_accepted: list[bool] = field(default_factory=list)  # per output token: was it drafted?
@@ -51,6 +52,7 @@ class Sequence:
     num_draft_tokens: int = 0
     acceptance: Counter[tuple[int, int]] = field(default_factory=Counter)  # (num_draft_tokens, num_accepted) → steps
     logprobs: list[Logprobs] = field(default_factory=list)  # one an output token, where asked for
+    num_cached_tokens: int | None = None  # of the prompt that had keys and values when the row first ran
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # from the second prompt token on, where asked for
 
     def __len__(self) -> int:

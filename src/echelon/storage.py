@@ -18,18 +18,22 @@ from echelon.memory import MemoryPlan, plan_kv
 from echelon.model.attention import record_layers
 from echelon.model.load.loading import LoadedModel
 from echelon.model.runner import ModelRunner, Runner
+from echelon.prefix_cache import CachedTables
 from echelon.scheduler import Selector
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Runners, one a model, on pools of equally many blocks; the head that drafts and its cache; which rows step (None: all)."""
+    """Runners, one a model, on pools of equally many blocks; the head that drafts and its cache; which rows step (None: all); tables whose
+    blocks are kept for texts that begin alike.
+    """
 
     plan: MemoryPlan
     runners: SequenceOf[Runner[Any]]
     head: AttachedHead | None = None
     head_cache: KVCache | None = None
     selector: Selector | None = None
+    cached_tables: SequenceOf[CachedTables] = ()
 
     def free(self) -> None:
         """Let go of all keys and values, and of what was captured on them; nothing can run any more."""
@@ -38,6 +42,8 @@ class Storage:
         for cache in (*(r.cache for r in self.runners), *([self.head_cache] if self.head_cache else [])):
             cache.keys.clear()
             cache.values.clear()
+        if self.head_cache is not None:
+            self.head_cache.boundaries = torch.empty(0)
 
     @property
     def tables(self) -> list[KVTables]:
@@ -62,11 +68,14 @@ def build_unpadded(
     captures = not config.enforce_eager and device.type == "cuda" and torch.cuda.is_available()  # steps become CUDA graphs
     per_token = bytes_per_token(models, layers) + (head.bytes_per_token if head else 0)
     longest = max_len + num_speculative_tokens  # a tree may take more slots than the text has left
-    plan = plan_kv(per_token, config.block_size, config.max_num_seqs, longest, config.kv_cache_memory_bytes, device, captures)
+    num_features = head.num_features if head is not None and head.shapes and config.enable_prefix_caching else 0
+    boundary_bytes = num_features * head.head.dtype.itemsize if head is not None else 0
+    limit = config.kv_cache_memory_bytes
+    plan = plan_kv(per_token, config.block_size, config.max_num_seqs, longest, limit, device, captures, boundary_bytes)
 
-    def cache(shapes: list[LayerShape], dtype: torch.dtype) -> KVCache:
+    def cache(shapes: list[LayerShape], dtype: torch.dtype, num_features: int = 0) -> KVCache:
         tables = BlockTables(plan.num_blocks, plan.block_size, -(-longest // plan.block_size))
-        return KVCache(shapes, tables, dtype, device, captures)
+        return KVCache(shapes, tables, dtype, device, captures, num_features)
 
     runners = [ModelRunner(loaded, cache(shapes, loaded.model.dtype)) for loaded, shapes in zip(models, layers, strict=True)]
     if head is not None:
@@ -76,7 +85,10 @@ def build_unpadded(
 
         for runner in runners:
             runner.captured = captured(runner.loaded, runner.cache)
-    return Storage(plan, runners, head, cache(head.shapes, head.head.dtype) if head and head.shapes else None)
+    head_cache = cache(head.shapes, head.head.dtype, num_features) if head and head.shapes else None
+    kept = [CachedTables(runner.cache.tables) for runner in runners]
+    kept += [CachedTables(head_cache.tables, reads_next=True)] if head_cache is not None else []
+    return Storage(plan, runners, head, head_cache, cached_tables=kept if config.enable_prefix_caching else ())
 
 
 def bytes_per_token(models: SequenceOf[LoadedModel], layers: SequenceOf[SequenceOf[LayerShape]]) -> int:

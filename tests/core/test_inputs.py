@@ -243,6 +243,7 @@ def right_arguments(folder: Path, llm: LLM) -> dict[str, dict[str, Any]]:
         "InputProcessor.samples": one,
         "LLM.run": {"requests": [llm.inputs.samples("a", GREEDY, False)]},
         "LLM.get_metrics": {},
+        "LLM.reset_prefix_cache": {},
         "LLM.measure_costs": {},
         "LLM.close": {},
         "load_model": {"name": str(DRAFT), "dtype": "auto", "device": "cpu", "numerics": "invariant"},

@@ -25,7 +25,7 @@ LEVELS = [
     {"model"},
     {"acceptance"},
     {"drafters"},
-    {"step_costs"},
+    {"step_costs", "prefix_cache"},
     {"scheduler"},
     {"adaptive"},
     {"engine", "storage"},

@@ -17,6 +17,7 @@ from echelon import LLM, RequestOutput, SamplingParams
 from echelon.acceptance import largest_rows
 from echelon.bench.verify import STRATEGIES
 from echelon.draft import Draft, RowVerdict, Verdict
+from echelon.drafters.base import Drafter
 from echelon.drafters.guard import MOST_FAILURES, NUM_GOOD, GuardedDrafter, problem_of
 from echelon.errors import RowError, location_of
 from echelon.model.load.loading import LoadedModel
@@ -225,7 +226,7 @@ def test_an_error_says_where_it_arose_and_holds_no_frame(models: tuple[LoadedMod
     assert re.fullmatch(r"RowError in test_server_walls\.py:\d+ raises < .*", location_of(row.error))
 
 
-class FaultyDrafter:
+class FaultyDrafter(Drafter):
     """Fails in one way at every `period`-th proposal; otherwise proposes noise."""
 
     hidden_state_names: tuple[str, ...] = ()

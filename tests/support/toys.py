@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from echelon import LLM
 from echelon.draft import Draft, Verdict
+from echelon.drafters.base import Drafter
 from echelon.drafters.guard import GuardedDrafter
 from echelon.kv.cache import KVCache
 from echelon.model.load.loading import LoadedModel, adopt_model
@@ -83,7 +84,7 @@ def prompts(lengths: SequenceOf[int] = PROMPT_LENGTHS, vocabulary: int = VOCABUL
     return [rng.integers(0, vocabulary, n).tolist() for n in lengths]
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Knows the true continuations; proposes them (`shift=0`), something else (`shift=1`), or noise (`shift=None`)."""
 
     hidden_state_names: tuple[str, ...] = ()
@@ -180,8 +181,9 @@ def watch(llm: LLM, is_faulty: bool = False) -> LLM:
 
 
 def free_slots(cache: Any) -> Tensor:
-    """bool [num_blocks, block_size]: of blocks that no row has."""
+    """bool [num_blocks, block_size]: of blocks that no row has, nor could find."""
     counts = torch.tensor(cache.tables.pool.counts() + [0] * (cache.num_blocks - cache.tables.pool.num_blocks))
+    counts[cache.tables.pool.published] = 1
     return (counts == 0)[:, None].expand(-1, cache.block_size)
 
 

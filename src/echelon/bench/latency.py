@@ -109,7 +109,8 @@ def measure_latency(
     **settings: Any,
 ) -> list[Latency]:
     """Every method under the same arrivals, at rates relative to what the first method serves when all requests are there at once."""
-    engines = [LLM(target, m.config, draft, max_num_seqs=batch_size, **STRATEGIES[m.strategy], **settings) for m in methods]
+    settings |= {"max_num_seqs": batch_size, "enable_prefix_caching": False}
+    engines = [LLM(target, m.config, draft, **STRATEGIES[m.strategy], **settings) for m in methods]
     for llm in engines:
         llm.generate([list(p) for p in prompts[:batch_size]], params.model_copy(update={"max_tokens": 4}))
     capacity = len(prompts) / serve(engines[0], prompts, params, [0.0] * len(prompts)).seconds

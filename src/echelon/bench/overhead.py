@@ -62,7 +62,7 @@ class PreparedRunner(ModelRunner):
         return logits, torch.zeros(batch.num_tokens, 1)
 
 
-class PreparedDrafter:
+class PreparedDrafter(Drafter):
     """Proposes what the prepared logits will say, up to a random place in each row."""
 
     hidden_state_names: tuple[str, ...] = ()

@@ -176,7 +176,9 @@ class EngineRun:
         self._method = method
         self.name = display_name(method.name, method.strategy)
         own = draft if method.config is not None and "model" not in method.config else None
-        self._llm = LLM(target, method.config, own, max_num_seqs=batch_size, **STRATEGIES[method.strategy], **settings)
+        self._llm = LLM(
+            target, method.config, own, max_num_seqs=batch_size, enable_prefix_caching=False, **STRATEGIES[method.strategy], **settings
+        )
         time_parts(self._llm)
         if method.prepare is not None:
             method.prepare(self._llm)

@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from echelon import EchelonError
 from echelon.cli import bench
+from echelon.cli.chat import chat
 from echelon.cli.convert import convert
 from echelon.cli.doctor import doctor
 from echelon.cli.generate import generate
@@ -33,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for command in (generate, verify, inspect, doctor, inflate, serve, train, convert):
+for command in (generate, chat, verify, inspect, doctor, inflate, serve, train, convert):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 

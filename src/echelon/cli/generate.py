@@ -42,6 +42,7 @@ from echelon.requests import Request, read_requests, request_from_text
         "dtype",
         "device",
         "numerics",
+        "enable_prefix_caching",
         "enforce_eager",
         "strategy",
         "pad",

@@ -29,6 +29,7 @@ from echelon.server.config import ServerConfig, read_keys
         "dtype",
         "device",
         "numerics",
+        "enable_prefix_caching",
         "enforce_eager",
         max_num_batched_tokens=512,
     ),

@@ -84,7 +84,7 @@ def run_all(models: Models, plain: PreTrainedModel | None, prompts: list[list[in
         for size in BATCH_SIZES:
             for method in methods:
                 bar.update(bar.task_ids[0], description=f"{models.title}: {method.name}, batch {size}")
-                llm = LLM(models.target, method.config, models.draft, max_num_seqs=size)
+                llm = LLM(models.target, method.config, models.draft, max_num_seqs=size, enable_prefix_caching=False)
                 run_engine(llm, method.name, prompts[:1], 1, params.model_copy(update={"max_tokens": 6}), limit)
                 own, is_truth = asked[size, method.name], size == 1 and method.config is None
                 seconds = limit * 3 if is_truth else limit

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from echelon.draft import Draft, Float64, Int64, Verdict
 from echelon.heads.base import HiddenStateName
-from echelon.sequence import PlannedRow
+from echelon.sequence import PlannedRow, Sequence
 
 
 class Drafter(Protocol):
@@ -31,6 +31,10 @@ class Drafter(Protocol):
         """What became of the last proposal; called once a step, before the tokens are appended. Where `propose` failed, or was not called,
         nothing was drafted, and what it has left behind must go.
         """
+        return
+
+    def conclude(self, rows: SequenceOf[Sequence]) -> None:  # noqa: ARG002
+        """Rows have ended and are about to leave; keys and values that are made of them now serve other texts that begin alike."""
         return
 
     def forget(self, row: int) -> None:  # noqa: ARG002

@@ -24,6 +24,7 @@ from echelon.draft import Draft, Float64, Int32, Verdict, node_depths
 from echelon.drafters.base import Drafter
 from echelon.errors import EchelonError, location_of
 from echelon.sequence import PlannedRow
+from echelon.sequence import Sequence as TextRow
 
 logger = logging.getLogger("echelon")
 T = TypeVar("T")
@@ -152,6 +153,10 @@ class GuardedDrafter:
         if not has_heard:
             for row in rows:
                 self.forget(row.sequence.id)
+
+    def conclude(self, rows: Sequence[TextRow]) -> None:
+        if not self._is_deaf:
+            self._call(lambda: self.drafter.conclude(rows), is_hearing=True)
 
     def forget(self, row: int) -> None:
         self._timer.forget(row)

@@ -32,7 +32,7 @@ from echelon.model.hidden_states import HiddenStateReader
 from echelon.model.load.loading import LoadedModel, serve_head
 from echelon.ops.sample import likeliest
 from echelon.sampling import Sampler, SamplingParams
-from echelon.sequence import PlannedRow
+from echelon.sequence import PlannedRow, Sequence
 from echelon.stats import Occupancy, Usage
 from echelon.trees import Forest, Growth
 
@@ -51,6 +51,11 @@ class AttachedHead:
     reader: HiddenStateReader
     shapes: list[LayerShape]
     extends: bool
+
+    @property
+    def num_features(self) -> int:
+        """Numbers of the target's hidden states that the head reads at a position."""
+        return int(self.reader.example().shape[-1])
 
     @property
     def bytes_per_token(self) -> int:
@@ -132,6 +137,7 @@ class HeadDrafter:
         self._example = attached.reader.example()
         self._states: dict[int, tuple[int, Tensor]] = {}  # row → tokens that its last state knows, and the state [s]
         self._unread: dict[int, _Unread] = {}  # row → what was kept of it and is not read yet
+        self._met: set[int] = set()  # rows of which something was noted since they entered
         self.pace: Pace = every
 
     @torch.inference_mode()
@@ -201,12 +207,37 @@ class HeadDrafter:
         unread = self._unread.get(sequence.id)
         cached = self.cache.tables.num_cached(sequence.id)
         if unread is None or unread.start != cached:
-            unread = _Unread(cached, [], [])
+            unread = self._begun(self.cache, sequence, cached, row.start)
         if unread.end != row.start:
             return False
         features = hidden_states[torch.from_numpy(places[len(places) - len(following) :])].to(self._dtype)
         self._unread[sequence.id] = _Unread(unread.start, [*unread.tokens, *following], [*unread.features, features])
         return True
+
+    def _begun(self, cache: KVCache, sequence: Sequence, cached: int, start: int) -> _Unread:
+        """Nothing to be read from place `cached` on; or, where a row that has entered with keys and values of another text lacks its last
+        state, that one: its features have been kept.
+        """
+        is_new = sequence.id not in self._met
+        self._met.add(sequence.id)
+        if not (is_new and 0 <= cached == start - 1):
+            return _Unread(cached, [], [])
+        cache.apply_copies()
+        block = cache.tables.blocks(sequence.id)[cached // cache.block_size]
+        return _Unread(cached, [sequence.tokens[start]], [cache.boundaries[block][None]])
+
+    @torch.inference_mode()
+    def conclude(self, rows: SequenceOf[Sequence]) -> None:
+        if self.cache is None:
+            return
+        tables, due = self.cache.tables, []
+        for sequence in rows:
+            unread = self._unread.get(sequence.id)
+            if unread is None or min(unread.end, len(sequence) - 1) // tables.block_size == unread.start // tables.block_size:
+                continue  # no block would become whole
+            if tables.reserve(sequence.id, unread.end):
+                due.append(sequence.id)
+        self._read(due)
 
     def _read(self, numbers: SequenceOf[int]) -> None:
         """Read what these rows have waiting, all in one pass."""
@@ -234,6 +265,7 @@ class HeadDrafter:
             return self.head.encode(features, tokens, positions)
         batch, context = self.context(spans)
         states = self.head.encode(features, tokens, batch.positions.long().to(device), **context)
+        self.cache.keep_boundaries(batch.slots, features)
         for span in spans:
             self.cache.tables.advance(span.row, span.text_len)
         return states[lengths.cumsum(0) - 1]
@@ -256,8 +288,10 @@ class HeadDrafter:
     def forget(self, row: int) -> None:
         """The scheduler has released the row's blocks already, or the row is read anew."""
         self._drop(row)
+        self._met.discard(row)
         if self.cache is not None and row in self.cache.tables:
             self.cache.tables.commit(row, 0)
+            self._met.add(row)
 
 
 class _HeadFrontier(Frontier):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -11,53 +12,132 @@ from numpy.typing import NDArray
 from echelon.errors import OutOfBlocksError
 
 
+@dataclass(frozen=True)
+class BlockContent:
+    """What a whole block holds, for other rows to find: the chained key of its text up to its end, its own tokens, and the token that
+    follows them where the last state depends on it (heads that draft; elsewhere NO_TOKEN).
+    """
+
+    key: bytes
+    tokens: bytes
+    next_token: int
+
+
+NO_TOKEN = -1
+
+
 class BlockPool:
-    """Block ids 0 … num_blocks − 1 with reference counts; a block is free when its count is 0."""
+    """Block ids 0 … num_blocks − 1 with reference counts; a block is free when its count is 0.
+
+    A block may have its content published: it is found by that, also once it is free, until it is allocated for something else. Blocks
+    without content are allocated first, then those that have been free for longest. What is published never changes: such a block is
+    copied before it is written.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._counts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
+        self._unused: OrderedDict[int, None] = OrderedDict()  # free blocks with content, free for longest first
+        self._contents: dict[int, BlockContent] = {}
+        self._published: dict[bytes, dict[int, int]] = {}  # key → next token → block
 
     @property
     def num_free(self) -> int:
-        """Number of free blocks."""
-        return len(self._free)
+        """Number of free blocks, those with content among them."""
+        return len(self._free) + len(self._unused)
+
+    @property
+    def num_unused(self) -> int:
+        """Number of free blocks with content."""
+        return len(self._unused)
+
+    @property
+    def published(self) -> list[int]:
+        """Blocks with content, free or not."""
+        return list(self._contents)
 
     def allocate(self) -> int:
         """Take a free block, or raise `OutOfBlocksError`."""
-        if not self._free:
+        if not self.num_free:
             raise OutOfBlocksError(f"all {self.num_blocks} KV blocks are in use; raise kv_cache_memory_bytes or lower max_num_seqs")
+        if not self._free:
+            self.drop_unused(1)
         block = self._free.pop()
         self._counts[block] = 1
         return block
 
     def share(self, block: int) -> None:
-        """Count one holder more."""
-        assert self._counts[block] > 0, f"block {block} is free"
+        """Count one holder more, of a block that is held or has content."""
+        assert self._counts[block] > 0 or block in self._unused, f"block {block} is free"
+        self._unused.pop(block, None)
         self._counts[block] += 1
 
-    def is_shared(self, block: int) -> bool:
-        """Whether a block is referenced more than once."""
-        return self._counts[block] > 1
+    def is_writable(self, block: int) -> bool:
+        """Whether one holder has it, and nobody else could find it."""
+        return self._counts[block] == 1 and block not in self._contents
 
     def release(self, block: int) -> None:
         """Count one holder less; without any the block is free."""
         assert self._counts[block] > 0, f"block {block} is free already"
         self._counts[block] -= 1
-        if self._counts[block] == 0:
+        if self._counts[block] == 0 and block in self._contents:
+            self._unused[block] = None
+        elif self._counts[block] == 0:
             self._free.append(block)
+
+    def publish(self, block: int, content: BlockContent) -> None:
+        """Let a held block be found by its content; nothing changes where that has been published already."""
+        assert self._counts[block] > 0, f"block {block} is free"
+        blocks = self._published.setdefault(content.key, {})
+        if block not in self._contents and content.next_token not in blocks:
+            self._contents[block], blocks[content.next_token] = content, block
+
+    def find(self, content: BlockContent) -> tuple[int, bool] | None:
+        """A block that holds these tokens after the same text, and whether the same token follows them, preferably."""
+        blocks = self._published.get(content.key)
+        if not blocks:
+            return None
+        is_same = content.next_token in blocks
+        block = blocks[content.next_token] if is_same else next(iter(blocks.values()))
+        return (block, is_same) if self._contents[block].tokens == content.tokens else None
+
+    def drop_unused(self, count: int) -> int:
+        """Forget the content of up to `count` free blocks, those free for longest first; returns of how many."""
+        dropped = min(count, len(self._unused))
+        for _ in range(dropped):
+            block, _ = self._unused.popitem(last=False)
+            self._withdraw(block)
+            self._free.append(block)
+        return dropped
+
+    def drop_all(self) -> None:
+        """Forget all content; blocks stay with those who hold them."""
+        self.drop_unused(len(self._unused))
+        for block in self.published:
+            self._withdraw(block)
+
+    def _withdraw(self, block: int) -> None:
+        content = self._contents.pop(block)
+        blocks = self._published[content.key]
+        del blocks[content.next_token]
+        if not blocks:
+            del self._published[content.key]
 
     def counts(self) -> list[int]:
         """References of every block."""
         return list(self._counts)
 
     def check(self) -> None:
-        """Assert that free and referenced blocks are what they should be."""
-        free = set(self._free)
-        assert len(free) == len(self._free), "a block is twice in the free list"
-        assert free == {b for b, n in enumerate(self._counts) if n == 0}, "free list and reference counts differ"
+        """Assert that free, referenced and published blocks are what they should be."""
+        free = [*self._free, *self._unused]
+        assert len(set(free)) == len(free), "a block is twice in the free lists"
+        assert set(free) == {b for b, n in enumerate(self._counts) if n == 0}, "free lists and reference counts differ"
         assert all(n >= 0 for n in self._counts)
+        assert set(self._unused) <= set(self._contents), "a block without content is kept for its content"
+        assert not set(self._free) & set(self._contents), "a block with content is with those that have none"
+        found = {block: (key, token) for key, blocks in self._published.items() for token, block in blocks.items()}
+        assert found == {b: (c.key, c.next_token) for b, c in self._contents.items()}, "contents and what is found by them differ"
 
 
 @dataclass
@@ -72,8 +152,8 @@ class RowTable:
 class BlockTables:
     """The rows of one cache: row id → blocks, in one rectangle of int32 so that a batch's tables are one gather.
 
-    Writing into a shared block is preceded by a copy (`reserve` reports it in `copies`): rows forked from one prompt share its
-    blocks until they differ.
+    Writing into a block that others hold, or could find, is preceded by a copy (`reserve` reports it in `copies`): rows forked from one
+    prompt share its blocks until they differ.
     """
 
     def __init__(self, num_blocks: int, block_size: int, max_blocks_per_row: int) -> None:
@@ -121,7 +201,7 @@ class BlockTables:
             return needed
         first = min(table.num_cached // self.block_size, table.num_blocks)
         held = self._table[table.line, first : min(needed, table.num_blocks)].tolist()
-        return max(needed - table.num_blocks, 0) + sum(self.pool.is_shared(b) for b in held)
+        return max(needed - table.num_blocks, 0) + sum(not self.pool.is_writable(b) for b in held)
 
     def reserve(self, row: int, num_tokens: int) -> bool:
         """Make positions `num_cached … num_tokens − 1` of a row writable; false, and nothing changed, if blocks are lacking."""
@@ -147,7 +227,7 @@ class BlockTables:
 
     def _unshare(self, table: RowTable, index: int) -> None:
         block = int(self._table[table.line, index])
-        if self.pool.is_shared(block):
+        if not self.pool.is_writable(block):
             fresh = self.pool.allocate()
             offsets = np.arange(self.block_size)
             self.copies.append((block * self.block_size + offsets, fresh * self.block_size + offsets))
@@ -166,7 +246,7 @@ class BlockTables:
         assert 0 <= num_cached <= table.num_blocks * self.block_size
         table.num_cached = num_cached
         keep = -(-num_cached // self.block_size)
-        for block in self._table[table.line, keep : table.num_blocks].tolist():
+        for block in reversed(self._table[table.line, keep : table.num_blocks].tolist()):
             self.pool.release(block)
         table.num_blocks = keep
 
@@ -185,12 +265,26 @@ class BlockTables:
         for block in self.blocks(child):
             self.pool.share(block)
 
+    def publish(self, row: int, index: int, content: BlockContent) -> None:
+        """Let other rows find the row's block `index`, all of whose tokens are cached."""
+        table = self._rows[row]
+        assert (index + 1) * self.block_size <= table.num_cached, f"block {index} of row {row} is not whole"
+        self.pool.publish(int(self._table[table.line, index]), content)
+
+    def adopt(self, row: int, blocks: SequenceOf[int], num_cached: int) -> None:
+        """Start a row with blocks that hold its first `num_cached` tokens."""
+        table = self._new_row(row)
+        table.num_blocks, table.num_cached = len(blocks), num_cached
+        self._table[table.line, : len(blocks)] = blocks
+        for block in blocks:
+            self.pool.share(block)
+
     def release(self, row: int) -> None:
         """Forget a row and give its blocks back; a row never seen is fine."""
         table = self._rows.pop(row, None)
         if table is None:
             return
-        for block in self._table[table.line, : table.num_blocks].tolist():
+        for block in reversed(self._table[table.line, : table.num_blocks].tolist()):  # a text's end goes before its beginning
             self.pool.release(block)
         self._free_lines.append(table.line)
 

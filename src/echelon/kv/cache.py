@@ -84,16 +84,26 @@ class KVCache(KVStorage):
     keys[layer], values[layer]: [num_blocks, num_kv_heads, block_size, size], in the cache's dtype (`ops.slots`). Slots that no row holds
     may contain anything, NaN included: nothing ever multiplies them. With `has_null_block` there is one block more, which no row ever gets:
     it takes what padding would write.
+
+    boundaries  [num_blocks, num_features]: of every block, what the state in its last slot was made of besides the text; kept where a row
+                may start behind that slot and need it (`drafters.heads`)
     """
 
     tables: BlockTables
 
     def __init__(
-        self, shapes: list[LayerShape], tables: BlockTables, dtype: torch.dtype, device: torch.device, has_null_block: bool = False
+        self,
+        shapes: list[LayerShape],
+        tables: BlockTables,
+        dtype: torch.dtype,
+        device: torch.device,
+        has_null_block: bool = False,
+        num_features: int = 0,
     ) -> None:
         self.tables = tables
         self.num_blocks = tables.pool.num_blocks + has_null_block
         super().__init__(shapes, dtype, device)
+        self.boundaries = torch.empty(self.num_blocks, num_features, dtype=dtype, device=device)
 
     def _allocate(self, num_heads: int, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(self.num_blocks, num_heads, self.block_size, size, dtype=dtype, device=self.device)
@@ -131,14 +141,32 @@ class KVCache(KVStorage):
             sources, targets = (torch.from_numpy(np.concatenate([c[i] for c in copies[:count]])).to(self.device) for i in (0, 1))
             for storage in (*self.keys, *self.values):
                 scatter_slots(storage, targets, gather_slots(storage, sources))
+            self._copy_boundaries(sources, targets)
             del copies[:count]
         self.seconds += self.clock() - start
 
+    def keep_boundaries(self, slots: Tensor, features: Tensor) -> None:
+        """Keep, of features [T, num_features] of what is written to `slots` int64 [T], those of last slots."""
+        if not self.boundaries.shape[1]:
+            return
+        last = (slots % self.block_size == self.block_size - 1).nonzero()[:, 0]
+        if len(last):
+            blocks = (slots[last] // self.block_size).to(self.device)
+            self.boundaries[blocks] = features[last.to(features.device)].to(self.boundaries.dtype)
+
+    def _copy_boundaries(self, sources: Tensor, targets: Tensor) -> None:
+        is_last = (sources % self.block_size == self.block_size - 1) & (targets % self.block_size == self.block_size - 1)
+        self.boundaries[targets[is_last] // self.block_size] = self.boundaries[sources[is_last] // self.block_size]
+
     def held_slots(self) -> Tensor:
-        """bool [num_blocks, block_size]: slots that hold a cached token of some row; all others may contain anything."""
+        """bool [num_blocks, block_size]: slots that hold a cached token of some row, or could be found by another; all others may contain
+        anything.
+        """
         held = torch.zeros(self.num_blocks * self.block_size, dtype=torch.bool)
         for row in self.tables.row_ids:
             blocks = torch.tensor(self.tables.blocks(row), dtype=torch.int64)
             slots = (blocks[:, None] * self.block_size + torch.arange(self.block_size)).flatten()
             held[slots[: self.tables.num_cached(row)]] = True
-        return held.view(-1, self.block_size)
+        held = held.view(-1, self.block_size)
+        held[self.tables.pool.published] = True
+        return held

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -69,15 +70,16 @@ class Service:
         if name is not None and name != self.model:
             raise ApiError(404, f"the model {name[:200]!r} does not exist here; this server has {self.model!r}", "model_not_found", "model")
 
-    def job(self, body: CompletionRequest | ChatRequest) -> GenerationJob:
-        """Render, tokenize and check a conversation, or the prompts of a completion."""
+    def job(self, body: CompletionRequest | ChatRequest, key_salt: bytes) -> GenerationJob:
+        """Render, tokenize and check a conversation, or the prompts of a completion. `key_salt` tells API keys apart."""
         inputs = self.llm.inputs
+        salt = key_salt if body.cache_salt is None else hmac.digest(key_salt, body.cache_salt.encode(), "sha256")
         if isinstance(body, ChatRequest):
             encoded = [inputs.encode_chat([m.for_template() for m in body.messages])]
         else:
             encoded = [inputs.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
         all_params = [body.sampling_params(inputs.room_after(len(tokens))) for tokens in encoded]
-        prompts = [inputs.samples(tokens, params, watch_text=True) for tokens, params in zip(encoded, all_params, strict=True)]
+        prompts = [inputs.samples(tokens, params, watch_text=True, salt=salt) for tokens, params in zip(encoded, all_params, strict=True)]
         given = body.prompts if isinstance(body, CompletionRequest) and body.echo else None
         echo = None if given is None else [p if isinstance(p, str) else self.decode(p) for p in given]
         return GenerationJob(self.model, prompts, body, echo)
@@ -112,7 +114,7 @@ class Service:
         with ExitStack() as slots:
             self.engine_thread.reserve(num_sequences)
             slots.callback(self.engine_thread.release, num_sequences)
-            job = await self.in_thread(self.job, body)
+            job = await self.in_thread(self.job, body, request.state.key_salt)
             updates = self.engine_thread.updates(job.sequences, arrived_at)
             if body.stream:
                 return EventStream(self._events(job, updates), slots.pop_all())

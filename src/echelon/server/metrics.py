@@ -17,6 +17,8 @@ ENGINE_METRICS = (  # kind, name, description, name in `LLM.get_metrics`
     (GaugeMetricFamily, "num_requests_running", "Sequences in the batch.", "num_running"),
     (GaugeMetricFamily, "num_requests_waiting", "Sequences that wait for a place.", "num_waiting"),
     (GaugeMetricFamily, "kv_cache_usage_perc", "Share of KV blocks in use.", "kv_usage"),
+    (CounterMetricFamily, "prefix_cache_queries", "Tokens looked up in the prefix cache.", "num_prefix_queries"),
+    (CounterMetricFamily, "prefix_cache_hits", "Of these, tokens found.", "num_prefix_hits"),
     (CounterMetricFamily, "num_preemptions", "Sequences put back for lack of blocks.", "num_preemptions"),
     (CounterMetricFamily, "generation_tokens", "Tokens emitted.", "num_emitted_tokens"),
     (CounterMetricFamily, "spec_decode_num_drafts", "Drafts verified.", "num_drafts"),

@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import json
 import logging
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from contextlib import ExitStack, aclosing, contextmanager
 from typing import Any
@@ -70,6 +71,7 @@ class AdmissionMiddleware:
 
     def __init__(self, app: App, config: ServerConfig, service: Any) -> None:
         self._app, self._config, self.service = app, config, service
+        self._secret = secrets.token_bytes(32)  # of this process: nobody else can make the salt of a key
         self._digests = [hashlib.sha256(key.get_secret_value().encode()).digest() for key in config.api_keys]
         self._being_read: set[asyncio.Task[Any]] = set()
         self._being_answered: set[asyncio.Task[Any]] = set()
@@ -121,19 +123,23 @@ class AdmissionMiddleware:
             )
         if scope["raw_path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
             return
+        digest = b""
         if not self._digests:
             self._check_host(scope)
-        elif not self._has_key(_values(scope, b"authorization")):
-            raise ApiError(
-                401, "a valid API key is needed: Authorization: Bearer KEY", "invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
-            )
+        else:
+            digest = self._digest_of_key(_values(scope, b"authorization"))
+        scope.setdefault("state", {})["key_salt"] = hmac.digest(self._secret, digest, "sha256")
 
-    def _has_key(self, given: list[bytes]) -> bool:
-        """Digests of equal length are compared, all of them, in constant time."""
+    def _digest_of_key(self, given: list[bytes]) -> bytes:
+        """The digest of a valid key. Digests of equal length are compared, all of them, in constant time."""
         scheme, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()
         hits = [hmac.compare_digest(digest, known) for known in self._digests]
-        return any(hits) and scheme.lower() == b"bearer"
+        if not (any(hits) and scheme.lower() == b"bearer"):
+            raise ApiError(
+                401, "a valid API key is needed: Authorization: Bearer KEY", "invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+            )
+        return digest
 
     def _check_host(self, scope: Scope) -> None:
         """Without a key only this machine may ask, and a browser may not be led here under another name (DNS rebinding)."""

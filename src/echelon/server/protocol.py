@@ -115,6 +115,9 @@ class GenerationRequest(Strict):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     num_speculative_tokens: int | None = Field(default=None, ge=0, le=64, description="Most drafted tokens a step; 0: none.")
+    cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = Field(
+        default=None, description="Share the keys and values of prompts only with requests of the same API key and this salt."
+    )
 
     @model_validator(mode="after")
     def _streams_what_it_counts(self) -> Self:

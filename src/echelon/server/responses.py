@@ -35,10 +35,15 @@ class VersionResponse(BaseModel):
     version: str
 
 
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
 class TokenUsage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class SpeculativeDecoding(BaseModel):

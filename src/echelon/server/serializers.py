@@ -28,6 +28,7 @@ from echelon.server.responses import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionResponse,
+    PromptTokensDetails,
     ResponseMetrics,
     SpeculativeDecoding,
     TokenLogprob,
@@ -142,7 +143,10 @@ class Serializer:
         """Count tokens: a prompt once, whatever the number of its samples."""
         prompt = sum(samples[0].num_prompt_tokens for samples in job.prompts)
         completion = 0 if job.only_echo else sum(s.num_tokens for s in states)
-        return TokenUsage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+        cached = PromptTokensDetails(cached_tokens=sum(samples[0].num_cached_tokens or 0 for samples in job.prompts))
+        return TokenUsage(
+            prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion, prompt_tokens_details=cached
+        )
 
     def metrics(self, job: GenerationJob) -> ResponseMetrics | None:
         """Speculation statistics of a request of one sequence, and the rule of acceptance; `None` where nothing drafts."""

@@ -1,0 +1,145 @@
+"""The promise with prefix caching: a text that is found in part has the bits of one that is read from its first token on, whatever was
+drafted, cut short, preempted or forgotten in between.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import toys
+from test_heads_lossless import checked
+
+import heads
+from echelon import LLM, RequestOutput, SamplingParams
+from echelon.drafters.heads import HeadDrafter
+
+LLAMA = cache(toys.llama)
+TREE = {"tree": "dynamic", "num_speculative_tokens": 8, "tree_top_k": 3, "tree_depth": 4}
+CHAIN = {"num_speculative_tokens": 3}
+DRAFTERS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "ngram": {"method": "ngram", **CHAIN},
+    "draft_model": {"method": "draft_model", **CHAIN},
+    "draft_model_tree": {"method": "draft_model", **TREE},
+    **dict.fromkeys(heads.KINDS, CHAIN),
+    **{f"{kind}_tree": TREE for kind in heads.KINDS if kind != "independent"},
+}
+NUM_HISTORIES = 400 if toys.PROVE else 2  # of 6 rounds, for each drafter and temperature
+NUM_ROUNDS, BLOCK = 6, 8
+
+
+def engine(name: str, **settings: Any) -> LLM:
+    config, draft, head = DRAFTERS[name], None, None
+    if name.startswith("draft_model"):
+        draft = toys.adopted(toys.noisy_copy(LLAMA(), 0.05))
+    elif config is not None and name != "ngram":
+        head = heads.KINDS[name.removesuffix("_tree")](LLAMA()).eval()
+        config = {"method": head.method, **config}
+    llm = LLM(toys.adopted(LLAMA()), config, draft, head, block_size=BLOCK, **settings)
+    toys.watch(llm)
+    return checked(llm) if head is not None and isinstance(llm.engine.drafter.drafter, HeadDrafter) else llm  # type: ignore[attr-defined]
+
+
+def said(output: RequestOutput) -> list[Any]:
+    """All that a request has said, to the bits of its log-probabilities."""
+    return [
+        (o.token_ids, o.finish_reason, [{t: p.logprob for t, p in found.items()} for found in o.logprobs or []]) for o in output.outputs
+    ]
+
+
+class History:
+    """Requests that begin like earlier ones, a few of them cut short."""
+
+    def __init__(self, hot: LLM, cold: LLM, temperature: float, seed: int) -> None:
+        self.hot, self.cold, self.temperature = hot, cold, temperature
+        self.reads_whole = hot.config.max_num_batched_tokens >= toys.CONTEXT  # a last piece of one token may be drafted for
+        self.rng = np.random.default_rng(seed)
+        self.texts: list[list[int]] = [self.rng.integers(0, toys.VOCABULARY, n).tolist() for n in (1, 17, 40)]
+
+    def request(self) -> tuple[list[int], SamplingParams]:
+        rng, old = self.rng, self.texts[int(self.rng.integers(len(self.texts)))]
+        cut = int(rng.choice([0, 0, 1, BLOCK, rng.integers(len(old))]))
+        tokens = old[: max(1, len(old) - cut)] + rng.integers(0, toys.VOCABULARY, int(rng.choice([0, 1, 5, 20]))).tolist()
+        params = SamplingParams(
+            n=int(rng.choice([1, 1, 2])), temperature=self.temperature, seed=int(rng.integers(99)), max_tokens=int(rng.integers(1, 25)),
+            logprobs=1, prompt_logprobs=[None, None, None, 0][int(rng.integers(4))],
+        )  # fmt: skip
+        return tokens[: toys.CONTEXT - 26], params
+
+    def round(self) -> None:
+        asked = [self.request() for _ in range(int(self.rng.integers(1, 5)))]
+        self.cut_short(*self.request())
+        before = self.hot.stats.num_preemptions
+        prompts, params = [p for p, _ in asked], [q for _, q in asked]
+        outputs, expected = self.hot.generate(prompts, params), [self.cold.generate([p], [q])[0] for p, q in asked]
+        for found, true in zip(outputs, expected, strict=True):
+            assert said(found) == said(true)
+            assert found.prompt_logprobs == true.prompt_logprobs
+            if self.reads_whole and self.hot.stats.num_preemptions == before:
+                assert found.metrics == true.metrics, "a hit changes what is drafted, or kept"
+            self.texts.append(found.prompt_token_ids + found.outputs[0].token_ids)
+
+    def cut_short(self, tokens: list[int], params: SamplingParams) -> None:
+        """A request whose reader leaves after some steps."""
+        stream = self.hot.stream([tokens], params)
+        for _ in range(int(self.rng.integers(0, 6))):
+            next(stream, None)
+        stream.close()
+
+
+@pytest.mark.parametrize(("temperature", "piece"), [(0.0, 2048), (0.9, 24)])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_hit_has_the_bits_of_a_cold_start(name: str, temperature: float, piece: int) -> None:
+    hot = engine(name, max_num_seqs=3, max_num_batched_tokens=piece, kv_cache_memory_bytes=hot_bytes(name))
+    cold = engine(name, max_num_seqs=1, enable_prefix_caching=False)
+    for seed in range(NUM_HISTORIES):
+        history = History(hot, cold, temperature, seed)
+        for _ in range(NUM_ROUNDS):
+            history.round()
+        toys.assert_all_blocks_free(hot)
+    metrics = hot.get_metrics()
+    assert 0.1 < metrics["num_prefix_hits"] / metrics["num_prefix_queries"] < 1.0
+    assert cold.get_metrics()["num_prefix_hits"] == 0
+
+
+def hot_bytes(name: str) -> int:
+    """A pool of 40 blocks: two rows of full length and a half, so that there is preemption and eviction."""
+    return 40 * engine(name, max_num_seqs=1).memory_plan.block_bytes
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "deep", "autoregressive_tree", "draft_model"])
+def test_a_drafter_loses_no_hit(name: str) -> None:
+    """Two conversations of five turns: as many tokens are cached as without a drafter."""
+    counts = []
+    for llm in (engine(name, max_num_seqs=2), engine("plain", max_num_seqs=2)):
+        texts = toys.prompts((21, 9))
+        cached = []
+        for turn in range(5):
+            outputs = llm.generate(texts, SamplingParams(temperature=0.0, max_tokens=7))
+            cached += [o.num_cached_tokens for o in outputs]
+            texts = [o.prompt_token_ids + o.outputs[0].token_ids + [turn, 5] for o in outputs]
+        counts.append(cached)
+    assert counts[0] == counts[1]
+    assert counts[0][-2:] == [(n + 3 * 9 + 6) // BLOCK * BLOCK for n in (21, 9)], "all but the last token of the turn before"
+
+
+def test_forgetting_makes_the_next_start_cold() -> None:
+    llm = engine("plain", max_num_seqs=1)
+    (prompt,) = toys.prompts((40,))
+    cached = []
+    for turn in range(4):
+        if turn == 2:
+            llm.reset_prefix_cache()
+        cached.append(llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=2))[0].num_cached_tokens)
+    assert cached == [0, 32, 0, 32]
+
+
+def test_prompt_logprobs_are_those_of_the_whole_prompt() -> None:
+    llm = engine("plain", max_num_seqs=1)
+    (prompt,) = toys.prompts((40,))
+    params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1)
+    first, second = (llm.generate([prompt], params)[0] for _ in range(2))
+    assert (first.prompt_logprobs, second.num_cached_tokens) == (second.prompt_logprobs, 0)
