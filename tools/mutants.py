@@ -67,7 +67,7 @@ MUTANTS = [
     Mutant("a prefix found by its last block alone", "prefix_cache.py", "before = self.blocks[-1][0] if self.blocks else self.root", "before = self.root", PREFIXES),
     Mutant("blocks published before they are known", "prefix_cache.py", "len(tokens) - cache.reads_next)", "len(tokens) + 1)", PREFIXES),
     Mutant("a head keeps the state before another token", "prefix_cache.py", "lacks_last = not is_same and", "lacks_last = False and", PREFIXES),
-    Mutant("a head starts behind the target", "prefix_cache.py", "kept = blocks[:count] if is_bound[i] else blocks", "kept = blocks[: count - i // 2] if is_bound[i] else blocks", PREFIXES),
+    Mutant("a head's last state is not made anew", "drafters/heads.py", "if not (is_new and 0 <= cached == start - 1):", "if True:", f"{HITS}[autoregressive-0.0-2048]"),
     Mutant("features of another block", "kv/cache.py", "self.boundaries[targets[is_last] // self.block_size] =", "self.boundaries[sources[is_last] // self.block_size] =", f"{HITS}[autoregressive-0.0-2048]"),
     Mutant("no copy before writing", "kv/blocks.py", "            self._unshare(table, index)", "            pass", "tests/kv/test_blocks.py"),
     Mutant("copy is not carried out", "kv/cache.py", "scatter_slots(storage, targets, gather", "scatter_slots(storage, sources, gather", "tests/kv/test_blocks.py"),

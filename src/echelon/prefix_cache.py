@@ -70,11 +70,10 @@ class PrefixCache:
         tokens = sequence.tokens
         text = self._text_of(sequence)
         found = [self._find(cache, text, tokens) for cache in self._caches]
-        count = min(
-            len(blocks) for cache, (blocks, _) in zip(self._caches, found, strict=True) if cache is self._caches[0] or cache.reads_next
-        )
+        is_bound = [i == 0 or cache.reads_next for i, cache in enumerate(self._caches)]  # to start where the target does
+        count = min(len(blocks) for bound, (blocks, _) in zip(is_bound, found, strict=True) if bound)
         for i, (cache, (blocks, is_same)) in enumerate(zip(self._caches, found, strict=True)):
-            kept = blocks[:count] if i == 0 or cache.reads_next else blocks
+            kept = blocks[:count] if is_bound[i] else blocks
             lacks_last = not is_same and len(kept) == len(blocks)
             if kept:
                 cache.tables.adopt(sequence.id, kept, len(kept) * self._block_size - lacks_last)

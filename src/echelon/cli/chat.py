@@ -269,7 +269,7 @@ def chat(
     Each turn reads only what is new. Piped, it answers a line at a time, without colours or prompts.
     """
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    out, notes = Console(soft_wrap=True, highlight=False), Console(stderr=not is_terminal, soft_wrap=True, highlight=False, style="dim")
+    out, notes = Console(soft_wrap=True, highlight=False), Console(stderr=not is_terminal, highlight=False, style="dim")
 
     def show(piece: str, is_drafted: bool) -> None:
         out.print(Text(piece, style=DRAFTED if is_drafted and is_terminal else ""), end="")
