@@ -220,7 +220,7 @@ def _prefix_cache(config: EngineConfig, storage: Storage) -> PrefixCache | None:
 
     def root(sequence: Sequence) -> bytes:
         switches = [(len(sequence) if c.is_read_anew else sequence.num_prompt_tokens) > c.length for c in contexts]
-        return hashlib.sha256(repr((fixed, compiled.isa(), switches, sequence.salt)).encode()).digest()
+        return hashlib.sha256(repr((fixed, compiled.is_built() and compiled.isa(), switches, sequence.salt)).encode()).digest()
 
     return PrefixCache(storage.cached_tables, root)
 

@@ -89,6 +89,7 @@ class InputProcessor:
         ------
         RequestError  the prompt or the parameters cannot be served
         """
+        check_kind("salt", salt, bytes, RequestError)
         tokens = self.encode(prompt, name=name) if isinstance(prompt, str) else token_ids(prompt, name)
         self.check_prompt(tokens, params, name)
         seed = secrets.randbits(64) if params.seed is None else params.seed

@@ -329,36 +329,38 @@ class Scheduler:
         """Append what survived, one token at a time, until a row stops or fails; finished rows leave at once and are returned. Where keys
         and values are kept for texts that begin alike, `conclude` is called with those rows before: the drafter may read the rest of them.
         """
-        finished = []
         for row, kept in zip(rows, verdict, strict=True):
-            sequence = row.sequence
-            sequence.prompt_logprobs += kept.prompt_logprobs
-            if row.is_sampled:
-                sequence.num_steps += 1
-                sequence.num_draft_tokens += kept.num_draft_tokens
-                sequence.acceptance[kept.num_draft_tokens, len(kept.accepted)] += 1
-                before = len(sequence)
-                self._append(sequence, kept)
-                if self._has_passed(before, len(sequence)):
-                    for tables in self._tables:
-                        tables.commit(sequence.id, 0)
-                self._is_watched |= kept.next_token < 0 and kept.error is None  # the host shall see why there is none
-            if kept.error is not None and not sequence.is_finished:
-                sequence.fail(kept.error)
-            if sequence.is_finished:
-                finished.append(sequence)
+            self._settle_row(row, kept)
+        finished = [row.sequence for row in rows if row.sequence.is_finished]
         if self.prefix_cache is not None:
+            sound = [row.sequence for row in rows if row.sequence.error is None]
             if finished and conclude is not None:
-                conclude([s for s in finished if s.error is None])
-            for row in rows:
-                if row.sequence.error is None:
-                    self.prefix_cache.publish(row.sequence)
+                conclude([s for s in sound if s.is_finished])
+            for sequence in sound:
+                self.prefix_cache.publish(sequence)
         for sequence in finished:
             self.running.remove(sequence)
             self._release(sequence)
         if finished:  # without refill, nobody takes their places
             self._is_open = self._refill
         return finished
+
+    def _settle_row(self, row: PlannedRow, kept: RowVerdict) -> None:
+        """Count a row's step, and append what it has brought."""
+        sequence = row.sequence
+        sequence.prompt_logprobs += kept.prompt_logprobs
+        if row.is_sampled:
+            sequence.num_steps += 1
+            sequence.num_draft_tokens += kept.num_draft_tokens
+            sequence.acceptance[kept.num_draft_tokens, len(kept.accepted)] += 1
+            before = len(sequence)
+            self._append(sequence, kept)
+            if self._has_passed(before, len(sequence)):
+                for tables in self._tables:
+                    tables.commit(sequence.id, 0)
+            self._is_watched |= kept.next_token < 0 and kept.error is None  # the host shall see why there is none
+        if kept.error is not None and not sequence.is_finished:
+            sequence.fail(kept.error)
 
     def _append(self, sequence: Sequence, kept: RowVerdict) -> None:
         """One token at a time, as in plain decoding; what follows the last is dropped, and what its watcher raises ends it."""

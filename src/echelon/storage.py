@@ -68,9 +68,8 @@ def build_unpadded(
     captures = not config.enforce_eager and device.type == "cuda" and torch.cuda.is_available()  # steps become CUDA graphs
     per_token = bytes_per_token(models, layers) + (head.bytes_per_token if head else 0)
     longest = max_len + num_speculative_tokens  # a tree may take more slots than the text has left
-    num_features = head.num_features if head is not None and head.shapes and config.enable_prefix_caching else 0
-    boundary_bytes = num_features * head.head.dtype.itemsize if head is not None else 0
-    limit = config.kv_cache_memory_bytes
+    limit, is_kept = config.kv_cache_memory_bytes, config.enable_prefix_caching
+    boundary_bytes = head.boundary_bytes if head is not None and is_kept else 0
     plan = plan_kv(per_token, config.block_size, config.max_num_seqs, longest, limit, device, captures, boundary_bytes)
 
     def cache(shapes: list[LayerShape], dtype: torch.dtype, num_features: int = 0) -> KVCache:
@@ -81,14 +80,22 @@ def build_unpadded(
     if head is not None:
         runners[0].hidden_state_reader = head.reader
     if captures:
-        from echelon.model.graphs.programs import captured  # imports Triton
+        _capture(runners)
+    head_cache = cache(head.shapes, head.head.dtype, head.num_features if is_kept else 0) if head and head.shapes else None
+    return Storage(plan, runners, head, head_cache, cached_tables=_cached(runners, head_cache) if is_kept else ())
 
-        for runner in runners:
-            runner.captured = captured(runner.loaded, runner.cache)
-    head_cache = cache(head.shapes, head.head.dtype, num_features) if head and head.shapes else None
-    kept = [CachedTables(runner.cache.tables) for runner in runners]
-    kept += [CachedTables(head_cache.tables, reads_next=True)] if head_cache is not None else []
-    return Storage(plan, runners, head, head_cache, cached_tables=kept if config.enable_prefix_caching else ())
+
+def _capture(runners: SequenceOf[ModelRunner]) -> None:
+    """Run passes as CUDA graphs."""
+    from echelon.model.graphs.programs import captured  # imports Triton
+
+    for runner in runners:
+        runner.captured = captured(runner.loaded, runner.cache)
+
+
+def _cached(runners: SequenceOf[ModelRunner], head_cache: KVCache | None) -> list[CachedTables]:
+    heads = [] if head_cache is None else [CachedTables(head_cache.tables, reads_next=True)]
+    return [*(CachedTables(runner.cache.tables) for runner in runners), *heads]
 
 
 def bytes_per_token(models: SequenceOf[LoadedModel], layers: SequenceOf[SequenceOf[LayerShape]]) -> int:

@@ -230,7 +230,7 @@ def right_arguments(folder: Path, llm: LLM) -> dict[str, dict[str, Any]]:
     loaded = toys.adopted(toys.llama())
     messages = [{"role": "user", "content": "x"}]
     many = {"prompts": "a", "sampling_params": GREEDY}
-    one = {"prompt": "a", "params": GREEDY, "watch_text": False, "name": "prompt"}
+    one = {"prompt": "a", "params": GREEDY, "watch_text": False, "name": "prompt", "salt": b""}
     return {
         "LLM": {"model": loaded, "speculative_config": None, "draft_model": None, "draft_head": None},
         "LLM.generate": {**many, "on_finish": None, "on_step": None},

@@ -310,7 +310,7 @@ def test_without_a_drafter_that_asks_nothing_is_tapped() -> None:
 def test_the_pool_counts_the_heads_keys_and_values() -> None:
     plain = LLM(toys.adopted(target())).memory_plan.block_bytes
     assert head_llm("independent", "chain", "greedy", block_size=16).memory_plan.block_bytes == plain
-    assert head_llm("autoregressive", "chain", "greedy", block_size=16).memory_plan.block_bytes == plain + 16 * 2 * 2 * 16 * 4
+    assert head_llm("autoregressive", "chain", "greedy", block_size=16).memory_plan.block_bytes == plain + 16 * 2 * 2 * 16 * 4 + 64 * 4
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {

@@ -15,6 +15,7 @@ from test_heads_lossless import checked
 import heads
 from echelon import LLM, RequestOutput, SamplingParams
 from echelon.drafters.heads import HeadDrafter
+from echelon.stats import StepRecord
 
 LLAMA = cache(toys.llama)
 TREE = {"tree": "dynamic", "num_speculative_tokens": 8, "tree_top_k": 3, "tree_depth": 4}
@@ -50,11 +51,21 @@ def said(output: RequestOutput) -> list[Any]:
     ]
 
 
+class WholePrompts:
+    """How fast the machine is decides nothing."""
+
+    def largest_piece(self, limit: int, num_decoding: int) -> int:
+        return limit
+
+    def observe(self, record: StepRecord) -> None: ...
+
+
 class History:
     """Requests that begin like earlier ones, a few of them cut short."""
 
     def __init__(self, hot: LLM, cold: LLM, temperature: float, seed: int) -> None:
         self.hot, self.cold, self.temperature = hot, cold, temperature
+        hot.engine.scheduler.piece_sizes = WholePrompts()
         self.reads_whole = hot.config.max_num_batched_tokens >= toys.CONTEXT  # a last piece of one token may be drafted for
         self.rng = np.random.default_rng(seed)
         self.texts: list[list[int]] = [self.rng.integers(0, toys.VOCABULARY, n).tolist() for n in (1, 17, 40)]

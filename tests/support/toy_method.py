@@ -8,11 +8,12 @@ from typing import Any
 from echelon import SpeculativeConfig
 from echelon.config import EngineConfig
 from echelon.draft import Draft
+from echelon.drafters.base import Drafter
 from echelon.sequence import PlannedRow
 from echelon.storage import Storage
 
 
-class AfterTheSame:
+class AfterTheSame(Drafter):
     """Proposes up to `limit` tokens."""
 
     hidden_state_names: tuple[str, ...] = ()

@@ -54,8 +54,13 @@ class AttachedHead:
 
     @property
     def num_features(self) -> int:
-        """Numbers of the target's hidden states that the head reads at a position."""
-        return int(self.reader.example().shape[-1])
+        """Numbers of the target's hidden states that a state in the head's cache is made of; 0 where it has none."""
+        return int(self.reader.example().shape[-1]) if self.shapes else 0
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Bytes of those of one position."""
+        return self.num_features * self.head.dtype.itemsize
 
     @property
     def bytes_per_token(self) -> int:
