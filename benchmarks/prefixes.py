@@ -54,7 +54,7 @@ class Lengths:
     prompt: int = 1984
     cold_prompts: int = 8
     cold_prompt: int = 256
-    rounds: int = 9
+    rounds: int = 5
     conversations: int = 80
     answer: int = 32
     pairs: int = 200
