@@ -13,7 +13,7 @@ from echelon.acceptance import Exact, Rejection, Rule, Typical
 from echelon.adaptive.controller import BatchController, Controller, RowController
 from echelon.adaptive.cost_files import CostRecord, kept_costs, machine_key, read_costs, shapes_of
 from echelon.adaptive.cost_table import CostTable
-from echelon.adaptive.measure import TOKENS, measured_drafting, measured_steps, reach_of
+from echelon.adaptive.measure import TOKENS, measured_drafting, measured_steps, pool_of, reach_of
 from echelon.baselines.strategies import STRATEGIES
 from echelon.config import EngineConfig, SpeculativeConfig, check_together
 from echelon.drafters.base import Drafter, LevelDrafter, NoDrafter
@@ -31,7 +31,7 @@ from echelon.model.load.loading import LoadedModel, check_vocabularies, load_mod
 from echelon.model.runner import Runner
 from echelon.ops import compiled
 from echelon.prefix_cache import PrefixCache
-from echelon.scheduler import Scheduler
+from echelon.scheduler import LONGEST_PATH, Scheduler
 from echelon.sequence import Sequence
 from echelon.stats import Stats, Usage
 from echelon.step_costs import PieceSizes
@@ -173,13 +173,15 @@ def _keys(key: dict[str, str], reach: int) -> list[dict[str, str]]:
 def _steps_key(config: EngineConfig, target: Runner[Any]) -> dict[str, str]:
     """What decides how long a step takes; a table is kept by it."""
     strategy = " ".join((config.strategy, config.pad, config.grouping))
-    return machine_key(target.loaded.device) | {"model": model_key(target.loaded), "strategy": strategy}
+    settings = f"numerics {config.numerics}, eager {config.enforce_eager}, blocks of {config.block_size}, {pool_of(target)}"
+    return machine_key(target.loaded.device) | {"model": model_key(target.loaded), "strategy": strategy, "settings": settings}
 
 
 def _costs_key(config: EngineConfig, spec: SpeculativeConfig, storage: Storage) -> dict[str, str]:
     """The same with what decides how long drafting takes."""
     modules = [*(runner.loaded.model for runner in storage.runners[1:]), *([storage.head.head] if storage.head is not None else [])]
-    drafter = ", ".join((spec.method, spec.tree, str(spec.most_tokens), *map(shapes_of, modules)))
+    tree = f"{spec.tree} {spec.tree_top_k} {spec.tree_depth} {spec.speculative_token_tree}" if spec.grows_trees else spec.tree
+    drafter = ", ".join((spec.method, tree, str(spec.most_tokens), *map(shapes_of, modules)))
     return _steps_key(config, storage.runners[0]) | {"drafter": drafter}
 
 
@@ -210,6 +212,12 @@ def _ahead(spec: SpeculativeConfig | None, storage: Storage) -> Ahead | None:
     return Ahead(runners[0], runners[1] if len(runners) > 1 else None)
 
 
+def _longest_path(spec: SpeculativeConfig | None, storage: Storage) -> int:
+    """Most drafted tokens on a path, as far as what drafts can."""
+    most = None if storage.head is None else storage.head.head.max_depth
+    return LONGEST_PATH if spec is None else min(spec.longest_path, LONGEST_PATH if most is None else most)
+
+
 def _prefix_cache(config: EngineConfig, storage: Storage) -> PrefixCache | None:
     """What is kept of texts in the caches of target and drafter, by all that decides the bits of keys and values."""
     if not storage.cached_tables:
@@ -237,6 +245,7 @@ def _scheduler(config: EngineConfig, spec: SpeculativeConfig | None, storage: St
         storage.selector,
         config.refill,
         spec is not None and spec.grows_trees,
+        _longest_path(spec, storage),
         piece_sizes,
         spec is not None and spec.acceptance == "exact",
         _prefix_cache(config, storage),
@@ -253,7 +262,7 @@ def draft_model_drafter(config: EngineConfig, spec: SpeculativeConfig, storage: 
     target, draft = storage.runners
     keeps_probs = spec.acceptance == "rejection"
     growth = growth_of(spec, None) if spec.grows_trees else None
-    has_scores = spec.is_adaptive and not keeps_probs
+    has_scores = spec.is_adaptive and spec.acceptance == "exact"
     return DraftModelDrafter(
         draft, config.max_num_batched_tokens, target.loaded.vocab_size, keeps_probs, spec.min_score, growth, has_scores
     )

@@ -187,16 +187,23 @@ class Engine:
             step.observe(rows, verdict)
         with self.timer("settle", ahead):
             lengths = [len(row.sequence) for row in rows]
-            for sequence in self.scheduler.settle(rows, verdict, self.drafter.conclude):
-                self._forget(sequence)
+            finished = self.scheduler.settle(rows, verdict, self.drafter.conclude)
+            for sequence in finished:
+                self.drafter.forget(sequence.id)
             self._drop_unawaited()
         emitted = [len(row.sequence) - before for row, before in zip(rows, lengths, strict=True)]
         record = StepRecord(rows, verdict, emitted, len(step.plan.preempted), self.timer.take())
-        if self.controller is not None:
-            self.controller.observe(record)
+        self._learn(record, finished)
         for observer in list(self.observers):
             observer(record)
         return [row.sequence for row, count in zip(rows, emitted, strict=True) if count or row.sequence.is_finished]
+
+    def _learn(self, record: StepRecord, finished: SequenceOf[Sequence]) -> None:
+        """Let the controller learn from a step, also of rows that have ended with it."""
+        if self.controller is not None:
+            self.controller.observe(record)
+            for sequence in finished:
+                self.controller.forget(sequence.id)
 
     def _forget(self, sequence: Sequence) -> None:
         """A sequence has left."""

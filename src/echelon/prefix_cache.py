@@ -69,6 +69,7 @@ class PrefixCache:
         """
         tokens = sequence.tokens
         text = self._text_of(sequence)
+        text.num_published = [0] * len(self._caches)
         found = [self._find(cache, text, tokens) for cache in self._caches]
         is_bound = [i == 0 or cache.reads_next for i, cache in enumerate(self._caches)]  # to start where the target does
         count = min(len(blocks) for bound, (blocks, _) in zip(is_bound, found, strict=True) if bound)
@@ -95,20 +96,23 @@ class PrefixCache:
     def publish(self, sequence: Sequence) -> None:
         """Let others find the whole blocks of a row whose tokens are settled."""
         tokens = sequence.tokens
+        known = [min(c.tables.num_cached(sequence.id), len(tokens) - c.reads_next) // self._block_size for c in self._caches]
+        before = self._texts.get(sequence.id)
+        if before is not None and all(n <= done for n, done in zip(known, before.num_published, strict=True)):
+            return  # no block has become whole
         text = self._text_of(sequence)
         for i, cache in enumerate(self._caches):
-            known = min(cache.tables.num_cached(sequence.id), len(tokens) - cache.reads_next)
-            for index in range(text.num_published[i], known // self._block_size):
+            for index in range(text.num_published[i], known[i]):
                 cache.tables.publish(sequence.id, index, self._content(cache, text, tokens, index))
                 text.num_published[i] = index + 1
 
-    def count(self, sequence: Sequence, num_hits: int) -> None:
-        """Count a row that has started so."""
-        self.num_queries += len(sequence)
+    def count(self, num_tokens: int, num_hits: int) -> None:
+        """Count a text that was looked up by a row which has entered."""
+        self.num_queries += num_tokens
         self.num_hits += num_hits
 
     def forget(self, sequence: Sequence) -> None:
-        """The row holds nothing any more; what has been published stays."""
+        """The row has left; what has been published stays."""
         self._texts.pop(sequence.id, None)
 
     @property

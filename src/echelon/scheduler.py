@@ -16,6 +16,7 @@ from echelon.prefix_cache import PrefixCache
 from echelon.sequence import Plan, PlannedRow, Sequence
 from echelon.step_costs import PieceSizes, StepCosts
 
+LONGEST_PATH = 64  # drafted tokens, whatever drafts
 PROMPT_LOGITS = 128  # prompt tokens a step of a row whose prompt logprobs are wanted: bounds the logits held at once
 
 
@@ -32,6 +33,7 @@ class Scheduler:
     selector          chooses which of the running rows take part in a step; then at most `max_num_seqs` run, and none is preempted: a
                       line of a rectangle holds a whole row
     refill            without it, waiting rows enter only when all that run are done
+    longest_path      most drafted tokens on one path of a draft
     grows_trees       drafts may be trees: then a draft's number of tokens is not bounded by the room left, only its depth is
     piece_sizes       how prompts are read in pieces beside rows that decode; by default from what steps have cost so far
     prefix_cache      what is kept of texts in the tables, for others that begin alike
@@ -49,6 +51,7 @@ class Scheduler:
         selector: Selector | None = None,
         refill: bool = True,
         grows_trees: bool = False,
+        longest_path: int = LONGEST_PATH,
         piece_sizes: PieceSizes | None = None,
         sheds_drafts: bool = False,
         prefix_cache: PrefixCache | None = None,
@@ -60,7 +63,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._num_speculative_tokens = num_speculative_tokens
         self._longest_drafted = longest_drafted
-        self._grows_trees = grows_trees
+        self._grows_trees, self._longest_path = grows_trees, longest_path
         self._context_switches = context_switches
         self._selector = selector
         self._refill = refill
@@ -231,13 +234,10 @@ class Scheduler:
             sequence = self.waiting[0]
             if not self._share_prompt(sequence):
                 return
-            self._adopt_prefix(sequence)
-            row = self._plan_row(sequence, self._share(budget, len(self.waiting) - 1))
-            if not self._fits(sequence.id, len(sequence) + self._draft_limits(sequence)[0]) or not self._reserve(row):
-                self._release(sequence)  # what it shares with others; it holds nothing while it waits
+            row = self._entering_row(sequence, self._share(budget, len(self.waiting) - 1))
+            if row is None:
                 break
             self.running.append(self.waiting.popleft())
-            self._count_cached(sequence, row.start)
             plan.rows.append(row)
             budget -= row.num_new
         if budget > 0:  # the batch is complete: what waits has no place or no blocks in it
@@ -259,16 +259,28 @@ class Scheduler:
                 tables.commit(sequence.id, min(shared, tables.num_cached(sequence.id)))
         return True
 
-    def _adopt_prefix(self, sequence: Sequence) -> None:
-        """Let a row start with what is kept of its text; one whose prompt logprobs are wanted is computed from its first token on."""
-        if self.prefix_cache is not None and sequence.id not in self._tables[0] and not sequence.lacks_prompt_logprobs:
-            self.prefix_cache.adopt(sequence)
+    def _entering_row(self, sequence: Sequence, budget: int) -> PlannedRow | None:
+        """The first row of a sequence, all reserved: with what is kept of its text, or, where the copy of a block that others may find is
+        one too many, without. None where blocks lack; then it holds nothing, neither what it shares with another sample. One whose prompt
+        logprobs are wanted is computed from its first token on.
+        """
+        is_looked_up = self.prefix_cache is not None and sequence.id not in self._tables[0] and not sequence.lacks_prompt_logprobs
+        for adopts in (True, False) if is_looked_up else (False,):
+            if self.prefix_cache is not None and adopts:
+                self.prefix_cache.adopt(sequence)
+            row = self._plan_row(sequence, budget)
+            if self._fits(sequence.id, len(sequence) + self._draft_limits(sequence)[0]) and self._reserve(row):
+                self._count_cached(sequence, row.start, is_looked_up)
+                return row
+            for tables in self._tables:
+                tables.release(sequence.id)
+        return None
 
-    def _count_cached(self, sequence: Sequence, num_cached: int) -> None:
+    def _count_cached(self, sequence: Sequence, num_cached: int, is_looked_up: bool) -> None:
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = num_cached
-        if self.prefix_cache is not None:
-            self.prefix_cache.count(sequence, num_cached)
+            if self.prefix_cache is not None and is_looked_up:
+                self.prefix_cache.count(len(sequence), num_cached)
 
     def _draft_limits(self, sequence: Sequence, num_pending: int = 0) -> tuple[int, int]:
         """Most tokens of a draft, and most on one path of it: the extra token takes one of the tokens left, a path may take the others.
@@ -280,7 +292,7 @@ class Scheduler:
         rooms = [switch - len(sequence) for switch in self._context_switches if switch >= len(sequence)]
         if self._longest_drafted is not None:
             rooms.append(self._longest_drafted - len(sequence) + 1)  # the last drafted token is not fed to the draft model
-        depth = max(0, min(limit, sequence.num_tokens_left - num_pending - 1, *rooms))
+        depth = max(0, min(limit, self._longest_path, sequence.num_tokens_left - num_pending - 1, *rooms))
         return limit if self._grows_trees and depth else depth, depth
 
     def _num_cached(self, sequence: Sequence) -> int:
@@ -332,15 +344,17 @@ class Scheduler:
         for row, kept in zip(rows, verdict, strict=True):
             self._settle_row(row, kept)
         finished = [row.sequence for row in rows if row.sequence.is_finished]
-        if self.prefix_cache is not None:
-            sound = [row.sequence for row in rows if row.sequence.error is None]
-            if finished and conclude is not None:
-                conclude([s for s in sound if s.is_finished])
-            for sequence in sound:
-                self.prefix_cache.publish(sequence)
-        for sequence in finished:
-            self.running.remove(sequence)
-            self._release(sequence)
+        try:
+            if self.prefix_cache is not None:
+                sound = [row.sequence for row in rows if row.sequence.error is None]
+                if finished and conclude is not None:
+                    conclude([s for s in sound if s.is_finished])
+                for sequence in sound:
+                    self.prefix_cache.publish(sequence)
+        finally:  # an interrupt may come while the drafter reads
+            for sequence in finished:
+                self.running.remove(sequence)
+                self._release(sequence)
         if finished:  # without refill, nobody takes their places
             self._is_open = self._refill
         return finished

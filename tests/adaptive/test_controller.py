@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import toys
 
+from echelon import LLM
 from echelon.adaptive.controller import PROBE, BatchController, RowController
 from echelon.adaptive.cost_table import Correction, CostCurve, CostTable, TablePieces
 from echelon.adaptive.hindsight import LONGEST, Hindsight
@@ -60,6 +62,31 @@ def test_what_is_never_right_is_soon_left_alone_and_tried_again_now_and_then() -
     later = drafted[-2 * (PROBE + 1) :]
     assert max(later) == 1
     assert 2 <= sum(later) <= len(later) // 12
+
+
+def test_a_drafter_that_has_become_right_is_noticed() -> None:
+    """Drafting pays from a chance of a half on: probes are verified though they do not pay themselves."""
+    costs = CostTable(step=CostCurve(tokens=(1, 64), milliseconds=(10.0, 42.0)))
+    controller = BatchController(costs, corrects=False)
+    for _ in range(300):
+        step(controller, controller.planned(rows(8)), 0)
+    plain = [len(step(controller, controller.planned(rows(8)), 0).tokens) for _ in range(PROBE)]
+    assert sum(plain) <= 2, "nothing is right, and nothing pays"
+    drafted = [len(step(controller, controller.planned(rows(8)), 4).tokens) for _ in range(20 * PROBE)]
+    assert sum(drafted[-10:]) >= 10 * 8, "all rows draft again"
+
+
+def test_what_is_known_of_rows_goes_with_them() -> None:
+    llm = LLM(toys.adopted(toys.llama()), {"method": "ngram"}, max_num_seqs=2)
+    llm.generate(toys.prompts((9, 5, 7)), SamplingParams(temperature=0.0, max_tokens=20))
+    assert isinstance(llm.engine.controller, BatchController)
+    assert not llm.engine.controller.survival._rows
+
+
+def test_steps_that_emitted_nothing_have_no_regret() -> None:
+    hindsight = Hindsight()
+    hindsight.observe(1.0, 1.0, np.zeros(0, np.int64), np.ones(LONGEST + 1))
+    assert hindsight.regret == 0.0
 
 
 def test_a_step_without_rows_says_nothing() -> None:

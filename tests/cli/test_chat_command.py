@@ -102,6 +102,7 @@ def test_commands(talk: Chat, tmp_path: Path) -> None:
     [
         ("/nothing", "there is no command '/nothing'"),
         ("/save", "/save needs a file"),
+        ("/save ~nobody-of-that-name/x", "nobody-of-that-name"),
         ("/load /no/such/file", "cannot read /no/such/file"),
         ("/save /no/such/folder/file", "cannot write"),
     ],
@@ -130,5 +131,5 @@ def test_piped_it_answers_line_by_line_and_ends_well(tmp_path: Path) -> None:
     done = subprocess.run(words, input=given, text=True, capture_output=True, env=os.environ | {"NO_COLOR": "1"}, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
-    assert "last answer: 6 tokens" in done.stdout
+    assert "last answer: 6 tokens (cut off)" in done.stdout
     assert "there is no command '/what'" in done.stderr

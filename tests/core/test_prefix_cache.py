@@ -276,3 +276,52 @@ def test_what_a_failed_row_wrote_is_not_found(spoilt: bool) -> None:
     scheduler.add(sequence(2, list(range(9)), 2))
     starts = [row.start for row in scheduler.next_step().rows if row.sequence.id == 2]
     assert starts == [0 if spoilt else 8]
+
+
+def test_a_text_that_fills_the_pool_enters_whatever_is_kept() -> None:
+    """A head's last block would have to be copied, and there is no block for the copy: the text is read from its first token on."""
+    target, head = BlockTables(4, BLOCK, 4), BlockTables(4, BLOCK, 4)
+    cache = PrefixCache([CachedTables(target), CachedTables(head, reads_next=True)], root)
+    scheduler = Scheduler([target, head], 1, 64, 0, prefix_cache=cache)
+    for number, text in enumerate(([1] * 8 + [2], [1] * 8 + [3] * 7)):
+        row = sequence(number, text)
+        scheduler.add(row)
+        plan = scheduler.next_step()
+        assert [(r.sequence.id, r.start) for r in plan.rows] == [(number, 0)]
+        target.commit(number, len(text))
+        head.commit(number, len(text) - 1)
+        scheduler.settle(plan.rows, [RowVerdict(0, [], [], 5)])
+        scheduler.check()
+    assert not scheduler.has_work
+    assert cache.num_hits == 0
+
+
+def test_an_interrupt_while_the_drafter_concludes_leaves_nothing_behind() -> None:
+    shelf = Shelf()
+    scheduler = Scheduler([shelf.tables], 2, 64, 0, prefix_cache=shelf.cache)
+    scheduler.add(sequence(1, list(range(9))))
+    plan = scheduler.next_step()
+    shelf.tables.commit(1, 9)
+
+    def interrupted(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.settle(plan.rows, [RowVerdict(0, [], [], 5)], interrupted)
+    assert not scheduler.has_work
+    assert shelf.tables.num_free == shelf.tables.num_blocks
+
+
+def test_only_what_is_looked_up_is_counted() -> None:
+    shelf = Shelf()
+    scheduler = Scheduler([shelf.tables], 4, 64, 0, prefix_cache=shelf.cache)
+    first = sequence(1, list(range(9)), 3)
+    for row in (first, sequence(2, list(range(9)), 3, parent=first)):
+        scheduler.add(row)
+    for _ in range(2):
+        plan = scheduler.next_step()
+        for row in plan.rows:
+            shelf.tables.commit(row.sequence.id, row.start + row.num_new)
+        scheduler.settle(plan.rows, [RowVerdict(0, [], [], 5) for _ in plan.rows])
+    assert (shelf.cache.num_queries, shelf.cache.num_hits) == (9, 0)
+    assert [row.num_cached_tokens for row in scheduler.running] == [0, 8], "the second shares the first one's prompt"

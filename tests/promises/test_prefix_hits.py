@@ -154,3 +154,17 @@ def test_prompt_logprobs_are_those_of_the_whole_prompt() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1)
     first, second = (llm.generate([prompt], params)[0] for _ in range(2))
     assert (first.prompt_logprobs, second.num_cached_tokens) == (second.prompt_logprobs, 0)
+
+
+@pytest.mark.parametrize("caches", [True, False])
+@pytest.mark.parametrize("length", [2, 6, 2 * BLOCK + 2])
+def test_samples_that_fork_behind_a_piece_of_one_token_are_no_hits(length: int, caches: bool) -> None:
+    """The head has not read the parent's last piece when its second sample starts: that one is read anew, or not drafted for."""
+    llm = engine("autoregressive", max_num_seqs=4, max_num_batched_tokens=4, enable_prefix_caching=caches)
+    plain = engine("plain", max_num_seqs=1)
+    params = SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=20)
+    for turn in range(3):
+        (prompt,) = toys.prompts((length,), seed=turn)
+        found, true = (each.generate([prompt, prompt], params) for each in (llm, plain))
+        assert [o.token_ids for r in found for o in r.outputs] == [o.token_ids for r in true for o in r.outputs]
+    assert not llm.get_metrics()["drafter_faults"]

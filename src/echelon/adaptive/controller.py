@@ -89,6 +89,9 @@ class BatchController:
         self.piece_sizes: PieceSizes = TablePieces(table, self.correction)
         self._corrects = corrects
         self._drafting = 1.0  # milliseconds that drafting takes over what the table says
+        self._has_drafted = False  # did the step before? After plain ones a drafter has to catch up, which is no cost of a level
+        self._probed = -1  # the row that drafts only to be noticed
+        self._num_levels = 0  # of drafting so far in this step
         self._num_idle = 0  # plain steps in a row
         self._is_resting = False  # is this step as plain as the one before, without another thought?
         self._rows: SequenceOf[PlannedRow] = ()
@@ -104,7 +107,7 @@ class BatchController:
             self._num_idle += 1
             self._rows = found = [row.drafting(0, 0) for row in rows]
             return found
-        shape, found = _Shape.of(rows), list(rows)
+        shape, found, self._probed, self._num_levels = _Shape.of(rows), list(rows), -1, 0
         self._costs, self._draft = _StepCosts(shape, self.table, self.correction, self._drafting), None
         self._step, self._odds = Underway(float(shape.num_sampled)), self.survival.odds([row.sequence.id for row in rows])
         limits = np.array([row.max_draft_depth for row in rows], np.int64)
@@ -113,7 +116,10 @@ class BatchController:
             plain = np.flatnonzero((lengths == 0) & (limits > 0)).tolist()
             for i in plain:
                 found[i] = rows[i].drafting(0, 0)
-            self.survival.passed_over([rows[i].sequence.id for i in plain], REST if self._num_idle > REST else 1)
+            num_steps = REST if self._num_idle > REST else 1
+            self.survival.passed_over([rows[i].sequence.id for i in plain], num_steps)
+            if not lengths.any():
+                self.survival.rest(num_steps)
             self._probe(found, rows, limits, is_plain=not lengths.any())
         self._rows = found
         return found
@@ -127,23 +133,26 @@ class BatchController:
         """After PROBE plain steps one of the rows that may draft does."""
         self._num_idle = self._num_idle + 1 if is_plain else 0
         if self._num_idle >= PROBE:
-            first, self._num_idle = int(limits.argmax()), 0
-            found[first] = rows[first].drafting(1, 1)
+            self._probed, self._num_idle = int(limits.argmax()), 0
+            found[self._probed] = rows[self._probed].drafting(1, 1)
 
     def goes_on(self, rows: Int64, scores: Float64) -> Bool:
         num_paths, depth = scores.shape
         odds, costs, step = self._odds[rows], self._costs, self._step
         chances = self.survival.chances(np.repeat(odds, depth), np.tile(np.arange(depth), num_paths), scores.ravel())
         survival = chances.reshape(scores.shape).prod(1)
-        _, level_ms = costs.upto(step.num_drafted, num_paths, 1)
-        spent = step.spent_ms + float(level_ms[num_paths])
+        num_rows = len(np.unique(rows))
+        level_ms = costs.upto(step.num_drafted, num_paths, 1)[1]
+        spent, self._num_levels = step.spent_ms + float(level_ms[num_rows]), depth
         self._step = step = Underway(step.emitted + float(survival.sum()), step.num_drafted + num_paths, spent)
         limits = np.array([self._rows[i].max_draft_depth for i in rows.tolist()]) - depth
         most = int(limits.max())
         if most <= 0:
             return np.zeros(num_paths, np.bool_)
         expected = self.survival.expected(odds, depth + most)[:, depth:]
-        return np.asarray(draft_lengths(step, survival, expected, limits, *costs.upto(step.num_drafted, num_paths, most))[0] > 0)
+        step_ms, level_ms = costs.upto(step.num_drafted, num_paths, most)
+        of_paths = level_ms[-(-np.arange(num_paths + 1) * num_rows // num_paths)]  # a row's paths take one pass
+        return np.asarray(draft_lengths(step, survival, expected, limits, step_ms, of_paths)[0] > 0)
 
     def chosen(self, rows: SequenceOf[PlannedRow], draft: Draft) -> Draft:  # noqa: ARG002
         if not len(draft.tokens):
@@ -153,8 +162,13 @@ class BatchController:
         survival = survivals(_parents(draft), depths, chances) if draft.has_branches else _along(draft, chances)
         best = _best(draft, chances)
         self.survival.drafted(depths[best], None if scores is None else scores[best])
-        step_ms, _ = self._costs.upto(0, len(depths), 1)
+        step_ms, level_ms = self._costs.upto(0, len(depths), 1)
+        last = int(depths.max()) + 1
+        if last > self._num_levels:  # nobody asks after the last level of a tree
+            spent = self._step.spent_ms + (last - self._num_levels) * float(level_ms[len(np.unique(draft.rows[depths == last - 1]))])
+            self._step = Underway(self._step.emitted, self._step.num_drafted, spent)
         is_admitted = admitted(survival, depths, self._costs.shape.num_sampled, step_ms, self._step.spent_ms)
+        is_admitted |= draft.rows == self._probed
         self._draft = draft if is_admitted.all() else draft.only(is_admitted)
         self.hindsight.num_proposed += len(depths)
         return self._draft
@@ -180,9 +194,10 @@ class BatchController:
         if self._corrects:
             plain, whole = costs.said(0), costs.said(num_drafted)
             self.correction.observe(plain, whole - plain, measured)
-            if spent > 0.0:
+            if spent > 0.0 and self._has_drafted:
                 excess = min(drafting / (spent / self._drafting), MOST_EXCESS)
                 self._drafting += NEWEST * (excess - self._drafting)
+        self._has_drafted = spent > 0.0
 
     def forget(self, row: int) -> None:
         self.survival.forget(row)
@@ -269,7 +284,7 @@ class RowController:
         tokens = 1 + np.ceil(lengths * nodes_per_level).astype(np.int64)
         self._ms = table.step_ms(tokens, 0, np.zeros(1)) + np.cumsum(np.where(lengths > 0, table.level_ms(np.ones(1, np.int64)), 0.0))
         self._rows: dict[int, _OwnPast] = {}
-        self._most_depth = most_depth
+        self._most_depth, self._drafts_chains = most_depth, nodes_per_level == 1.0
 
     def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
         return [row if row.max_draft_depth == 0 else self._planned(row) for row in rows]
@@ -282,8 +297,7 @@ class RowController:
         past.num_idle = 0 if length else past.num_idle + 1
         if past.num_idle >= PROBE:
             length, past.num_idle = 1, 0
-        is_chain = row.max_draft_tokens == row.max_draft_depth
-        tokens = length if is_chain or not length else row.max_draft_tokens
+        tokens = length if self._drafts_chains or not length else row.max_draft_tokens
         return row.drafting(tokens, length)
 
     def goes_on(self, rows: Int64, scores: Float64) -> Bool:  # noqa: ARG002

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
+import secrets
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from importlib.metadata import version
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from echelon.adaptive.cost_table import CostTable
-from echelon.errors import ConfigError
+from echelon.errors import ConfigError, EchelonError
 from echelon.inputs import cache_folder, first_line, write_text
 from echelon.ops import compiled
 from echelon.ops.devices import cpu_name
@@ -52,25 +52,35 @@ def kept_costs(keys: SequenceOf[Mapping[str, str]], measure: Callable[[], CostTa
     """The table that was kept for one of `keys`, or one that is measured now and kept for the first of them. A folder that cannot be used
     does no harm.
     """
-    for key in keys:
-        if not (path := _path(key)).exists():
-            continue
-        try:
-            record = read_costs(path)
-            if record.key == dict(key):
-                return record.table
-        except ConfigError as error:
-            logger.warning("%s; measured again", error)
-    path = _path(keys[0])
-    logger.info("measuring what steps cost here; kept in %s", path)
-    table = measure()
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        write_costs(partial, CostRecord(key=dict(keys[0]), table=table))
-        partial.replace(path)
-    except (ConfigError, OSError) as error:
-        logger.warning("the cost table is not kept: %s", first_line(error))
+    table = next((found for key in keys if (found := _kept(key)) is not None), None)
+    if table is None:
+        logger.info("measuring what steps cost here")
+        table = measure()
+        _keep(CostRecord(key=dict(keys[0]), table=table))
     return table
+
+
+def _kept(key: Mapping[str, str]) -> CostTable | None:
+    try:
+        if not (path := _path(key)).exists():
+            return None
+        record = read_costs(path)
+    except (EchelonError, OSError, RuntimeError) as error:  # no such home, no permission, no table
+        logger.warning("no cost table is kept (%s); it is measured again", first_line(error))
+        return None
+    return record.table if record.key == dict(key) else None
+
+
+def _keep(record: CostRecord) -> None:
+    try:
+        path = _path(record.key)
+        partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+        try:
+            write_costs(partial, record).replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except (EchelonError, OSError, RuntimeError) as error:
+        logger.warning("the cost table is not kept: %s", first_line(error))
 
 
 def all_costs() -> list[CostRecord]:

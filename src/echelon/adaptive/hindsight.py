@@ -50,7 +50,7 @@ class Hindsight:
         if not self.predicted_ms:
             return 0.0
         best = float((self.tokens / self.ms).max())
-        return 1.0 - self.num_emitted / self.predicted_ms / best
+        return 1.0 - self.num_emitted / self.predicted_ms / best if best else 0.0
 
     @property
     def error(self) -> float:

@@ -48,14 +48,21 @@ def measured_steps(target: Runner[Any], reach: int) -> CostTable:
 
 def measured_drafting(target: Runner[Any], drafter: LevelDrafter, reach: int) -> CostCurve:
     """Costs of drafting a level for up to `reach` rows, as far as the cache holds them."""
-    counts = [n for n in TOKENS if n <= min(reach, _num_rows(target))]
+    counts = [n for n in TOKENS if n <= min(reach, _num_rows(target, max(PER_ROW + 1, drafter.breadth)))]
     return monotone(counts, _least([partial(drafter.rehearse, n) for n in counts], _waiting(target)))
 
 
-def _num_rows(target: Runner[Any]) -> int:
-    """Rows of a few tokens that the cache holds, as far as they are of use."""
+def pool_of(target: Runner[Any]) -> str:
+    """How far the cache bounds what can be measured."""
     tables = target.cache.tables
-    return max(1, min(TOKENS[-1], tables.num_free // max(1, tables.num_missing(0, PER_ROW + 1))))
+    is_large = min(tables.capacity, tables.max_tokens_per_row) > LONG and _num_rows(target) == TOKENS[-1]
+    return "a pool that bounds nothing" if is_large else f"{tables.num_blocks} blocks, {tables.max_tokens_per_row} tokens a row"
+
+
+def _num_rows(target: Runner[Any], num_tokens: int = PER_ROW + 1) -> int:
+    """Rows of so many tokens that the cache holds, as far as they are of use."""
+    tables = target.cache.tables
+    return max(1, min(TOKENS[-1], tables.num_blocks // max(1, tables.num_missing(0, num_tokens))))
 
 
 def _waiting(target: Runner[Any]) -> Callable[[], object]:

@@ -23,6 +23,7 @@ UNKNOWN = len(LOG_ODDS) + 1  # the bucket of a drafter without probabilities
 HOPE = 0.5  # of what the drafter's word leaves open, so much is expected to be right at first
 BUCKET_PRIOR, WORD_PRIOR, ROW_PRIOR = 8.0, 4.0, 8.0  # counts that each estimate leans on the next coarser one with
 FADE, ROW_FADE = 0.5 ** (1 / 1024), 0.5 ** (1 / 64)  # of a count in a step: of all rows, of one
+REST_FADE = 0.5 ** (1 / 512)  # of a count of all rows in a plain step
 
 
 @dataclass
@@ -110,6 +111,12 @@ class Survival:
         for row in rows:
             if (record := self._rows.get(row)) is not None:
                 record.fade(ROW_FADE**num_steps)
+
+    def rest(self, num_steps: int) -> None:
+        """Steps in which nothing was drafted: what is known fades, so that a few probes can outweigh it."""
+        self._right *= REST_FADE**num_steps
+        self._tried *= REST_FADE**num_steps
+        self._table = self._chances()
 
     def forget(self, row: int) -> None:
         """The row has ended; one that was never seen is fine."""

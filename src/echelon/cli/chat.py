@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import sys
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from echelon import LLM, EchelonError, RequestError, SamplingParams
+from echelon import LLM, ConfigError, EchelonError, RequestError, SamplingParams
 from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, speculative_mapping, verb
 from echelon.config import EngineConfig
 from echelon.inputs import conversation
@@ -37,6 +38,7 @@ COMMANDS = {
 }
 DRAFTED = "green"  # tokens that were drafted and kept; the target's own have no style
 PLAIN_STOP = "\nUser:"
+NO_CONTROL = {code: None for code in range(32) if chr(code) not in "\t\n"} | {127: None}  # a model's text steers no terminal
 
 
 @dataclass
@@ -49,17 +51,20 @@ class AnswerStats:
     num_steps: int = 0
     seconds: float = 0.0  # from the first token on
     first_seconds: float = 0.0  # until the first token
+    is_cut: bool = False  # by --max-tokens, or the context
 
     def add(self, other: AnswerStats) -> None:
         """Add those of another answer."""
         for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
+            if name != "is_cut":
+                setattr(self, name, getattr(self, name) + value)
 
     def __str__(self) -> str:
         speed = f"{(self.num_tokens - 1) / self.seconds:.1f} tokens/s, " if self.seconds and self.num_tokens > 1 else ""
         per_step = f"{self.num_tokens / self.num_steps:.2f} tokens a step, " if self.num_steps else ""
         cached = f"{self.num_cached_tokens:,} of {self.num_prompt_tokens:,} prompt tokens cached"
-        return f"{self.num_tokens:,} tokens, {speed}{per_step}first after {self.first_seconds:.2f} s, {cached}"
+        cut = " (cut off)" if self.is_cut else ""
+        return f"{self.num_tokens:,} tokens{cut}, {speed}{per_step}first after {self.first_seconds:.2f} s, {cached}"
 
 
 @dataclass
@@ -94,15 +99,22 @@ class Chat:
         RequestError  the conversation cannot be served; the message is dropped
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        tokens = self._encode(messages)
+        with interrupts() as was_interrupted:
+            tokens = self._encode(messages)
+            answer = None if was_interrupted() else self._answered(tokens, was_interrupted)
+        if answer is not None:
+            self.messages = [*messages, {"role": "assistant", "content": answer}]
+
+    def _answered(self, tokens: list[int], was_interrupted: Callable[[], bool]) -> str | None:
+        """The answer, or as much of it as there was before an interrupt; None where that is nothing."""
         params = self.params if self.has_template else self.params.model_copy(update={"stop": (*self.params.stop, PLAIN_STOP)})
         room = max(1, self.llm.inputs.room_after(len(tokens)))
         params = params.model_copy(update={"max_tokens": min(params.max_tokens, room)})
         (sequence,) = self.llm.inputs.samples(tokens, params, watch_text=True, name="the conversation")
-        answer = self._stream(sequence)
+        answer = self._stream(sequence, was_interrupted)
         if sequence.error is not None:
             raise RequestError(f"the answer failed: {sequence.error}")
-        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        return answer if sequence.num_output_tokens else None
 
     def _encode(self, messages: list[dict[str, Any]]) -> list[int]:
         if self.has_template:
@@ -111,16 +123,15 @@ class Chat:
         turns = [names.get(m["role"], f"{m['role']}: ") + m["content"] for m in messages]
         return self.llm.inputs.encode("\n".join([*turns, "Assistant:"]), name="the conversation")
 
-    def _stream(self, sequence: Sequence) -> str:
+    def _stream(self, sequence: Sequence, was_interrupted: Callable[[], bool]) -> str:
         watcher, shown, start, first = sequence.watcher, 0, time.perf_counter(), 0.0
         assert isinstance(watcher, Detokenizer)
-        with interrupts() as was_interrupted:
-            for _ in self.llm.run([[sequence]]):
-                first = first or (time.perf_counter() if sequence.num_output_tokens else 0.0)
-                held = 0 if sequence.is_finished else num_held_back(watcher.text, sequence.params.stop)
-                shown = self._show_new(sequence, watcher, shown, len(watcher.text) - held)
-                if was_interrupted():
-                    break
+        for _ in self.llm.run([[sequence]]):
+            first = first or (time.perf_counter() if sequence.num_output_tokens else 0.0)
+            held = 0 if sequence.is_finished else num_held_back(watcher.text, sequence.params.stop)
+            shown = self._show_new(sequence, watcher, shown, len(watcher.text) - held)
+            if was_interrupted():
+                break
         text = watcher.finish() if sequence.finish_reason is not FinishReason.ERROR else watcher.text
         self._show_new(sequence, watcher, shown, len(text))
         end = time.perf_counter()
@@ -131,6 +142,7 @@ class Chat:
             sequence.num_steps,
             end - first if first else 0.0,
             (first or end) - start,
+            sequence.finish_reason is FinishReason.LENGTH,
         )
         self.total.add(self.last)
         return text
@@ -227,7 +239,10 @@ class Commands:
 def _path(text: str, command: str) -> Path:
     if not text:
         raise RequestError(f"{command} needs a file: {command} FILE")
-    return Path(text).expanduser()
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise RequestError(f"{command} {text}: {error}") from error
 
 
 def _lines_of_terminal() -> Iterator[str]:
@@ -272,9 +287,17 @@ def chat(
     out, notes = Console(soft_wrap=True, highlight=False), Console(stderr=not is_terminal, highlight=False, style="dim")
 
     def show(piece: str, is_drafted: bool) -> None:
-        out.print(Text(piece, style=DRAFTED if is_drafted and is_terminal else ""), end="")
+        if is_terminal:
+            out.print(Text(piece.translate(NO_CONTROL), style=DRAFTED if is_drafted else ""), end="")
+        else:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
 
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     llm = LLM(model, speculative_mapping(speculative_config), max_num_seqs=1, **engine)
+    if llm.target.tokenizer is None:
+        raise ConfigError(f"{llm.target.name!r} has no tokenizer, so nobody can talk with it; use `echelon generate` with token ids")
     talk = Chat(llm, SamplingParams(**sampling), show)
     if system:
         talk.set_system(system)

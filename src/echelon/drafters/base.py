@@ -60,6 +60,10 @@ class LevelDrafter(Protocol):
 
     pace: Pace
 
+    @property
+    def breadth(self) -> int:
+        """Most tokens of a row in a level."""
+
     def rehearse(self, num_rows: int) -> None:
         """Do the work of drafting a level for so many rows, to be measured before any request has come."""
 

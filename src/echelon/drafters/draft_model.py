@@ -77,6 +77,10 @@ class DraftModelDrafter(Drafter):
         self._max_num_batched_tokens = max_num_batched_tokens
         self.pace: Pace = every
 
+    @property
+    def breadth(self) -> int:
+        return self._growth.breadth if self._growth is not None else 1
+
     def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
         chains = [_Chain(row, i) for i, row in enumerate(rows)]
         active = [c for c in chains if c.row.max_draft_tokens > 0]
@@ -197,7 +201,7 @@ class DraftModelDrafter(Drafter):
 
     def rehearse(self, num_rows: int) -> None:
         """A pass over a level of each row, and the choice of the next."""
-        tables, width = self._runner.cache.tables, self._growth.breadth if self._growth is not None else 1
+        tables, width = self._runner.cache.tables, self.breadth
         for row in range(num_rows):
             tables.reserve(row, width)
         logits = self.feed([Span(row, 0, [0] * width, width, width) for row in range(num_rows)])

@@ -142,13 +142,16 @@ class HeadDrafter:
         self._example = attached.reader.example()
         self._states: dict[int, tuple[int, Tensor]] = {}  # row → tokens that its last state knows, and the state [s]
         self._unread: dict[int, _Unread] = {}  # row → what was kept of it and is not read yet
-        self._met: set[int] = set()  # rows of which something was noted since they entered
         self.pace: Pace = every
+
+    @property
+    def breadth(self) -> int:
+        return self.growth.breadth
 
     @torch.inference_mode()
     def rehearse(self, num_rows: int) -> None:
         """Read a level of each row, and rank the next."""
-        tables, breadth = self.cache.tables if self.cache is not None else None, self.growth.breadth
+        tables, breadth = self.cache.tables if self.cache is not None else None, self.breadth
         width = breadth if self.extends else 1
         for row in range(num_rows):
             if tables is not None:
@@ -223,9 +226,7 @@ class HeadDrafter:
         """Nothing to be read from place `cached` on; or, where a row that has entered with keys and values of another text lacks its last
         state, that one: its features have been kept.
         """
-        is_new = sequence.id not in self._met
-        self._met.add(sequence.id)
-        if not (is_new and 0 <= cached == start - 1):
+        if not (cached == start - 1 and cache.tables.resumes(sequence.id)):
             return _Unread(cached, [], [])
         cache.apply_copies()
         block = cache.tables.blocks(sequence.id)[cached // cache.block_size]
@@ -293,10 +294,8 @@ class HeadDrafter:
     def forget(self, row: int) -> None:
         """The scheduler has released the row's blocks already, or the row is read anew."""
         self._drop(row)
-        self._met.discard(row)
         if self.cache is not None and row in self.cache.tables:
             self.cache.tables.commit(row, 0)
-            self._met.add(row)
 
 
 class _HeadFrontier(Frontier):

@@ -142,11 +142,14 @@ class BlockPool:
 
 @dataclass
 class RowTable:
-    """A row's line in the table, its number of blocks, and how many of its tokens have keys and values."""
+    """A row's line in the table, its number of blocks, and how many of its tokens have keys and values. `resumes_at`: so many has the row
+    started with, in the middle of a block of others'; −1 once that is past.
+    """
 
     line: int
     num_blocks: int = 0
     num_cached: int = 0
+    resumes_at: int = -1
 
 
 class BlockTables:
@@ -238,17 +241,22 @@ class BlockTables:
         """Count the first `num_cached` tokens of the row as cached; its reservation stays."""
         table = self._rows[row]
         assert table.num_cached <= num_cached <= table.num_blocks * self.block_size
-        table.num_cached = num_cached
+        self._count(table, num_cached)
 
     def commit(self, row: int, num_cached: int) -> None:
         """Count the first `num_cached` tokens of the row as cached; blocks beyond them are given back."""
         table = self._rows[row]
         assert 0 <= num_cached <= table.num_blocks * self.block_size
-        table.num_cached = num_cached
+        self._count(table, num_cached)
         keep = -(-num_cached // self.block_size)
         for block in reversed(self._table[table.line, keep : table.num_blocks].tolist()):
             self.pool.release(block)
         table.num_blocks = keep
+
+    def _count(self, table: RowTable, num_cached: int) -> None:
+        table.num_cached = num_cached
+        if num_cached != table.resumes_at:
+            table.resumes_at = -1
 
     def move(self, row: int, sources: SequenceOf[int], first: int) -> None:
         """Copy the keys and values at the row's positions `sources` to those from `first` on: the accepted path of a tree closes up."""
@@ -260,7 +268,7 @@ class BlockTables:
     def fork(self, row: int, child: int) -> None:
         """Start `child` with the cached tokens of `row`, sharing every block."""
         parent, table = self._rows[row], self._new_row(child)
-        table.num_blocks, table.num_cached = parent.num_blocks, parent.num_cached
+        table.num_blocks, table.num_cached, table.resumes_at = parent.num_blocks, parent.num_cached, parent.resumes_at
         self._table[table.line] = self._table[parent.line]
         for block in self.blocks(child):
             self.pool.share(block)
@@ -275,9 +283,14 @@ class BlockTables:
         """Start a row with blocks that hold its first `num_cached` tokens."""
         table = self._new_row(row)
         table.num_blocks, table.num_cached = len(blocks), num_cached
+        table.resumes_at = num_cached if num_cached % self.block_size else -1
         self._table[table.line, : len(blocks)] = blocks
         for block in blocks:
             self.pool.share(block)
+
+    def resumes(self, row: int) -> bool:
+        """Whether the row has not gone on yet since it was started in the middle of a block."""
+        return self._rows[row].resumes_at >= 0
 
     def release(self, row: int) -> None:
         """Forget a row and give its blocks back; a row never seen is fine."""
