@@ -64,6 +64,15 @@ def test_what_is_never_right_is_soon_left_alone_and_tried_again_now_and_then() -
     assert 2 <= sum(later) <= len(later) // 12
 
 
+def test_hope_alone_makes_no_step_much_longer() -> None:
+    """A token a row costs a tenth of a step: at first two of each are drafted; once that has gone well, all eight."""
+    costs = CostTable(step=CostCurve(tokens=(1, 8, 72), milliseconds=(10.0, 10.0, 18.0)))
+    controller = BatchController(costs, corrects=False)
+    drafted = [len(step(controller, controller.planned(rows(8, depth=8)), 8).tokens) for _ in range(8)]
+    assert drafted[0] == 8 * 2
+    assert drafted[-1] == 8 * 8
+
+
 def test_a_drafter_that_has_become_right_is_noticed() -> None:
     """Drafting pays from a chance of a half on: probes are verified though they do not pay themselves."""
     costs = CostTable(step=CostCurve(tokens=(1, 64), milliseconds=(10.0, 42.0)))

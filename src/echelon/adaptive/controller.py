@@ -26,6 +26,8 @@ from echelon.stats import StepRecord
 from echelon.step_costs import PieceSizes
 
 PROBE = 64  # plain steps after which one row drafts a token
+KNOWN = 4  # steps with drafts after which chances are believed; before,
+CAUTION = 1.25  # times a plain step is as long as a step may be, while each row has a token at least
 REST = 4  # of plain steps with as many rows every fourth is decided
 NEWEST = 0.1  # of the newest step in the mean of what drafting takes over what the table says
 MOST_EXCESS = 4.0  # times what the table says, and no more, is believed of one step's drafting
@@ -92,6 +94,7 @@ class BatchController:
         self._has_drafted = False  # did the step before? After plain ones a drafter has to catch up, which is no cost of a level
         self._probed = -1  # the row that drafts only to be noticed
         self._num_levels = 0  # of drafting so far in this step
+        self._num_learned = 0  # steps that something was learned from
         self._num_idle = 0  # plain steps in a row
         self._is_resting = False  # is this step as plain as the one before, without another thought?
         self._rows: SequenceOf[PlannedRow] = ()
@@ -112,10 +115,13 @@ class BatchController:
         self._step, self._odds = Underway(float(shape.num_sampled)), self.survival.odds([row.sequence.id for row in rows])
         limits = np.array([row.max_draft_depth for row in rows], np.int64)
         if limits.any():
+            if self._num_learned < KNOWN:
+                found = self._cautious(rows, limits)
+                limits = np.array([row.max_draft_depth for row in found], np.int64)
             lengths = self._lengths(self._odds, limits)
             plain = np.flatnonzero((lengths == 0) & (limits > 0)).tolist()
             for i in plain:
-                found[i] = rows[i].drafting(0, 0)
+                found[i] = found[i].drafting(0, 0)
             num_steps = REST if self._num_idle > REST else 1
             self.survival.passed_over([rows[i].sequence.id for i in plain], num_steps)
             if not lengths.any():
@@ -123,6 +129,13 @@ class BatchController:
             self._probe(found, rows, limits, is_plain=not lengths.any())
         self._rows = found
         return found
+
+    def _cautious(self, rows: SequenceOf[PlannedRow], limits: Int64) -> list[PlannedRow]:
+        """The rows with as short drafts as little knowledge warrants: hope alone makes no step much longer than a plain one."""
+        num_rows, longest = int((limits > 0).sum()), int(limits.max())
+        step_ms = self._costs.upto(0, num_rows, longest)[0][num_rows * np.arange(longest + 1)]
+        most = max(1, int((step_ms <= CAUTION * step_ms[0]).sum()) - 1)
+        return [row.drafting(min(row.max_draft_tokens, most), min(row.max_draft_depth, most)) for row in rows]
 
     def _lengths(self, odds: Float64, limits: Int64) -> Int64:
         """Tokens int64[B] to draft of each row, from the start."""
@@ -219,6 +232,7 @@ class BatchController:
         if reached.any():
             ids = np.array([row.sequence.id for row in self._rows])[draft.rows[reached]]
             scores = None if draft.scores is None else draft.scores[reached]
+            self._num_learned += 1
             self.survival.observe(ids, draft.depths[reached], scores, is_kept[reached])
 
 
