@@ -63,7 +63,7 @@ def build(
     check_together(config, spec)
     if draft_head is not None:
         check_kind("draft_head", draft_head, Head)
-    target = _loaded(config, model, config.device, "model")
+    target = _loaded(config, model, config.device, "model", config.quantization)
     if target.device.type == "cpu":
         compiled.warn_once_if_missing()
     spec = _suited(config, spec, target)
@@ -92,10 +92,16 @@ def _is_drafted_there(spec: SpeculativeConfig) -> bool:
     return is_chain and spec.min_score == -math.inf and spec.acceptance == "exact"
 
 
-def _loaded(config: EngineConfig, model: str | os.PathLike[str] | LoadedModel, device: str, field: str) -> LoadedModel:
-    """The model on `device`; one that is loaded already stays where it is, and must be there."""
+def _loaded(
+    config: EngineConfig, model: str | os.PathLike[str] | LoadedModel, device: str, field: str, quantization: str | None
+) -> LoadedModel:
+    """The model on `device`; one that is loaded already stays as it is, and must be what is asked for."""
     if not isinstance(model, LoadedModel):
-        return load_model(name_of(model, field), dtype=config.dtype, device=device, numerics=config.numerics)
+        name = name_of(model, field)
+        return load_model(name, dtype=config.dtype, device=device, numerics=config.numerics, quantization=quantization)
+    if quantization not in (None, model.quantization):
+        how = f"with quantization = {model.quantization!r}" if model.quantization else "without quantization"
+        raise ConfigError(f"{model.name!r} was loaded {how}, and {quantization!r} is wanted; load it so")
     if model.is_fast and config.numerics == "invariant":
         raise ConfigError(f"{model.name!r} was loaded with numerics = 'fast', and 'invariant' is wanted; load it so, or ask for 'fast'")
     if device not in ("auto", model.device.type):
@@ -111,7 +117,7 @@ def _draft_model(
     source = spec.model if loaded is None else loaded
     if source is None:
         raise ConfigError(f"method {spec.method!r} needs the key 'model': a folder or hub name of a small model")
-    draft = _loaded(config, source, target.device.type, "draft_model")
+    draft = _loaded(config, source, target.device.type, "draft_model", spec.quantization)
     check_vocabularies(target, draft)
     return draft
 
@@ -181,13 +187,13 @@ def _costs_key(config: EngineConfig, spec: SpeculativeConfig, storage: Storage) 
     """The same with what decides how long drafting takes."""
     modules = [*(runner.loaded.model for runner in storage.runners[1:]), *([storage.head.head] if storage.head is not None else [])]
     tree = f"{spec.tree} {spec.tree_top_k} {spec.tree_depth} {spec.speculative_token_tree}" if spec.grows_trees else spec.tree
-    drafter = ", ".join((spec.method, tree, str(spec.most_tokens), *map(shapes_of, modules)))
+    drafter = ", ".join((spec.method, tree, str(spec.most_tokens), str(spec.quantization), *map(shapes_of, modules)))
     return _steps_key(config, storage.runners[0]) | {"drafter": drafter}
 
 
 def model_key(target: LoadedModel) -> str:
-    """Class, type and shapes of a model."""
-    return f"{type(target.model).__name__}, {target.model.dtype}, {shapes_of(target.model)}"
+    """Class, types and shapes of a model."""
+    return f"{type(target.model).__name__}, {target.model.dtype}, {target.quantization}, {shapes_of(target.model)}"
 
 
 def _controller(spec: SpeculativeConfig, costs: CostTable, drafter: Drafter) -> Controller:

@@ -70,6 +70,7 @@ class SpeculativeConfig(Settings):
     tree_top_k: StrictInt = Field(default=4, ge=1, le=64)
     tree_top_p: StrictFloat = Field(default=0.8, gt=0.0, le=1.0)
     tree_depth: StrictInt = Field(default=5, ge=1, le=64)
+    quantization: Literal["int8", "int4"] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -123,6 +124,14 @@ class SpeculativeConfig(Settings):
             raise ValueError(
                 "confidence_threshold would choose among drawn tokens, and acceptance = 'rejection' keeps the distribution only if nothing "
                 "does; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_weights(self) -> Self:
+        if self.quantization is not None and METHODS[self.method].needs == "nothing":
+            raise ValueError(
+                f"quantization = {self.quantization!r} is of a model or head that drafts, and {self.method!r} has none: leave it out"
             )
         return self
 
@@ -202,6 +211,9 @@ class EngineConfig(Settings):
     `numerics` matters on CUDA alone: "invariant" linear layers give a row the same bits in any batch, by a kernel of ours, so that texts
     are the same in every dtype; "fast" ones are the vendor library's, whose rounding may change with the number of rows. "fast" is a leave
     and no demand: the CPU's kernels are invariant and the fastest there, so there it changes nothing.
+
+    `quantization` rounds the weights of linear layers and experts when the model is loaded, and every token's activations in each of them
+    to 8 bits: another model than the one in 16 bits, with the promises of any other, and the same sums on every processor.
     """
 
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(default="auto", description="auto: as stored.")
@@ -209,6 +221,9 @@ class EngineConfig(Settings):
     numerics: Literal["invariant", "fast"] = Field(
         default="invariant",
         description="Linear layers on CUDA: the same bits in any batch, or the vendor library's. On the CPU they are invariant.",
+    )
+    quantization: Literal["int8", "int4"] | None = Field(
+        default=None, description="Weights of linear layers in 8 bits, or in 4 with 8 in the output layer; CPU."
     )
     max_num_seqs: StrictInt = Field(default=64, ge=1, lt=LARGEST, description="Rows that run at once.")
     max_num_batched_tokens: StrictInt = Field(

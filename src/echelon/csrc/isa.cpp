@@ -13,23 +13,30 @@ namespace {
 struct Isa {
   const char* name;
   Features features;
+  Features byte_products;  // that belong to it, where the processor has them
 };
 
 constexpr Isa isas[] = {
-    {"generic", 0},
-    {"avx2", avx2},
-    {"avx512", avx2 | avx512},
-    {"avx512_bf16", avx2 | avx512 | avx512_bf16},
-    {"amx", avx2 | avx512 | avx512_bf16 | amx_bf16},
+    {"generic", 0, 0},
+    {"avx2", avx2, avx_vnni},
+    {"avx512", avx2 | avx512, avx_vnni | avx512_vnni},
+    {"avx512_bf16", avx2 | avx512 | avx512_bf16, avx_vnni | avx512_vnni},
+    {"amx", avx2 | avx512 | avx512_bf16 | amx_bf16, avx_vnni | avx512_vnni | amx_int8},
 };
 
 // Tile registers exist, and the operating system lets this process use them.
-bool has_amx() {
+Features detect_amx() {
   unsigned a, b, c, d;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
   const bool has_tiles = (d >> 24 & 1) && (d >> 22 & 1);  // AMX-TILE, AMX-BF16
   constexpr int request_permission = 0x1023, tile_data = 18;
-  return has_tiles && syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+  if (!has_tiles || syscall(SYS_arch_prctl, request_permission, tile_data) != 0) return 0;
+  return d >> 25 & 1 ? amx_bf16 | amx_int8 : amx_bf16;
+}
+
+bool has_avx_vnni() {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
 }
 
 Features detect() {
@@ -40,8 +47,9 @@ Features detect() {
       __builtin_cpu_supports("avx512dq"))
     found |= avx512;
   if (__builtin_cpu_supports("avx512bf16")) found |= avx512_bf16;
-  if (has_amx()) found |= amx_bf16;
-  return found;
+  if (has(found, avx2) && has_avx_vnni()) found |= avx_vnni;
+  if (has(found, avx512) && __builtin_cpu_supports("avx512vnni")) found |= avx512_vnni;
+  return found | detect_amx();
 }
 
 Features detected_features() {
@@ -49,11 +57,11 @@ Features detected_features() {
   return features;
 }
 
-Features features_of(const std::string& name) {
+Features features_of(const std::string& name, bool byte_products) {
   std::string offered;
   for (const Isa& one : isas) {
     if (!has(detected_features(), one.features)) continue;
-    if (name == one.name) return one.features;
+    if (name == one.name) return one.features | (byte_products ? one.byte_products & detected_features() : 0);
     offered += (offered.empty() ? "" : ", ") + std::string(one.name);
   }
   throw std::invalid_argument("no instruction family " + name + " on this machine; it offers " + offered);
@@ -61,7 +69,7 @@ Features features_of(const std::string& name) {
 
 Features initial_features() {
   const char* const name = std::getenv("ECHELON_ISA");
-  return name && *name ? features_of(name) : detected_features();
+  return name && *name ? features_of(name, true) : detected_features();
 }
 
 Features& active() {
@@ -87,6 +95,6 @@ std::vector<std::string> offered_isas() {
   return names;
 }
 
-void set_isa(const std::string& name) { active() = features_of(name); }
+void set_isa(const std::string& name, bool byte_products) { active() = features_of(name, byte_products); }
 
 }  // namespace echelon

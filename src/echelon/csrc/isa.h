@@ -12,6 +12,9 @@ enum Feature : unsigned {
   avx512 = 1 << 1,       // F, BW, VL and DQ
   avx512_bf16 = 1 << 2,  // products of pairs of bfloat16
   amx_bf16 = 1 << 3,     // tile registers, and products of bfloat16 tiles
+  avx_vnni = 1 << 4,     // products of four bytes summed to int32, in registers of 256 bits
+  avx512_vnni = 1 << 5,  // and of 512
+  amx_int8 = 1 << 6,     // and of tiles
 };
 using Features = unsigned;  // a sum of Feature
 
@@ -27,7 +30,8 @@ std::string isa();
 // The named sets that this machine offers, the smallest first.
 std::vector<std::string> offered_isas();
 
-// Use a named set. Throws std::invalid_argument for one that this machine does not offer.
-void set_isa(const std::string& name);
+// Use a named set, with what the processor has for products of bytes within it or without. Throws std::invalid_argument for one that this
+// machine does not offer.
+void set_isa(const std::string& name, bool byte_products = true);
 
 }  // namespace echelon

@@ -92,9 +92,11 @@ def offered_isas() -> list[str]:
     return list(kernels.offered_isas())
 
 
-def set_isa(name: str) -> None:
-    """Use a lesser set of instructions than the machine offers; ConfigError for one that it lacks."""
+def set_isa(name: str, byte_products: bool = True) -> None:
+    """Use a lesser set of instructions than the machine offers, with what the processor has for products of bytes within it (VNNI, AMX) or
+    without; ConfigError for one that it lacks.
+    """
     try:
-        kernels.set_isa(name)
+        kernels.set_isa(name, byte_products)
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -43,15 +44,52 @@ class Activation(IntEnum):
 
 
 @dataclass(frozen=True)
+class QuantisedWeight:
+    """A weight [N, K] of integers without a sign: scales · (values − zeros), a scale for each of G groups of K / G entries of a column.
+
+    values uint8 [N, K], scales float32 [N, G], zeros uint8 [N, G] or None for all alike: 128 of 8 bits, which have one group, and 8 of
+    4 bits, whose groups have 32, 64 or 128 entries.
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bits: int
+
+    @property
+    def group_size(self) -> int:
+        """Entries of K that share a scale."""
+        return self.values.shape[1] // self.scales.shape[1]
+
+
+class Integers(NamedTuple):
+    """What a packed weight of integers is made of; 0 bits: numbers."""
+
+    bits: int = 0
+    group_size: int = 0  # of 4 bits
+    has_zeros: bool = False
+
+
+NUMBERS = Integers()
+
+
+@dataclass(frozen=True)
 class PackedWeight:
-    """A weight [N, K] as `Backend.pack` lays it out. Compiled kernels have it in tiles of 32 columns, [⌈N / 32⌉, K' / g, 32, g]
-    (csrc/linear/linear.h); others as it was. `is_fast`: on CUDA the vendor's library may multiply (`EngineConfig.numerics`).
+    """A weight [N, K] as `Backend.pack` lays it out. Compiled kernels have it in tiles of 32 columns (csrc/linear/linear.h); others as it
+    was. `is_fast`: on CUDA the vendor's library may multiply (`EngineConfig.numerics`).
     """
 
     data: Tensor
     columns: int  # N
     depth: int  # K
     is_fast: bool = False
+    integers: Integers = NUMBERS
+    stands_for: torch.dtype | None = None  # the dtype of a weight of integers before it was one
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weight that was packed."""
+        return self.stands_for or self.data.dtype
 
 
 class Backend(Protocol):
@@ -84,7 +122,9 @@ class Backend(Protocol):
     ) -> Tensor:
         """activation(x [..., K] · weightᵀ + bias) → [..., N] in x's dtype, or float32 where asked.
 
-        bias float32 [N] (on CUDA in x's dtype too). A weight that `is_fast` may round by the number of rows.
+        bias float32 [N] (on CUDA in x's dtype too). A weight that `is_fast` may round by the number of rows. For a weight of integers
+        each row of x is rounded to integers in ±127 by its largest entry, ties to even; their products are summed exactly over each group,
+        and groups times their scales in float32, in rising order: the same bits on every processor. NaN for a row that is not finite.
         """
 
     def packed_rows(self, packed: PackedWeight, ids: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from echelon.batch import RaggedBatch
 from echelon.ops import compiled
-from echelon.ops.contract import Activation, Float64, Int64, PackedWeight, RmsWeight
+from echelon.ops.contract import Activation, Float64, Int64, Integers, PackedWeight, QuantisedWeight, RmsWeight
 from echelon.sampling import Sampler
 
 TILE = 32  # columns of a packed tile; in bfloat16 K is filled up to as many
@@ -45,6 +45,22 @@ def pack(weight: Tensor, is_fast: bool = False, in_place: bool = False) -> Packe
     return PackedWeight(data, len(weight), weight.shape[1], is_fast)
 
 
+def round_weight(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
+    """A weight [N, K], by rows, in integers of 8 bits, or of 4 in groups of 32, 64 or 128: values uint8 [N, K], scales float32 [N, G] of
+    `QuantisedWeight`. RuntimeError for a group that does not divide K.
+    """
+    values, scales = compiled.kernels.round_weight(weight, bits, group_size)
+    return values, scales
+
+
+def pack_integers(weight: QuantisedWeight, dtype: torch.dtype) -> PackedWeight:
+    """The weight in tiles of 32 columns, in place of one of `dtype`. RuntimeError for shapes that `QuantisedWeight` excludes."""
+    data = compiled.kernels.pack_integers(weight.values, weight.scales, weight.zeros, weight.bits)
+    integers = Integers(weight.bits, weight.group_size if weight.bits == 4 else 0, weight.zeros is not None)
+    columns, depth = weight.values.shape
+    return PackedWeight(data, columns, depth, integers=integers, stands_for=dtype)
+
+
 def _fills_its_tiles(weight: Tensor) -> bool:
     """Whether [N, K] takes as much memory packed as it does now (csrc/linear/linear.h)."""
     return weight.is_contiguous() and len(weight) % TILE == 0 and (weight.dtype != torch.bfloat16 or weight.shape[1] % TILE == 0)
@@ -66,7 +82,7 @@ def packed_linear(
     x: Tensor, packed: PackedWeight, bias: Tensor | None = None, activation: Activation = Activation.NONE, float32: bool = False
 ) -> Tensor:
     """x [..., K], bias float32 [N] → [..., N]."""
-    return compiled.kernels.packed_linear(x, packed.data, packed.columns, bias, activation, float32)
+    return compiled.kernels.packed_linear(x, packed.data, packed.columns, packed.integers, bias, activation, float32)
 
 
 def packed_rows(packed: PackedWeight, ids: Tensor) -> Tensor:
@@ -112,7 +128,7 @@ def decoder_layer(
     """Weights of a decoder layer as `run_layers` takes them: norms [N], each with its epsilon, of its input, of its MLP's, of the heads of
     queries and keys (or None); projections to query, key, value, output, gate, up and down, each with its bias float32 [N] or None.
     """
-    weights = [(packed.data, packed.columns, packed.depth, bias) for packed, bias in projections]
+    weights = [(packed.data, packed.columns, packed.depth, packed.integers, bias) for packed, bias in projections]
     return compiled.kernels.DecoderLayer(norms, weights, activation, num_heads, scale, window, softcap, sinks)
 
 
@@ -166,9 +182,9 @@ def read_memory(tensor: Tensor) -> None:
     compiled.kernels.read_memory(tensor)
 
 
-def linear_family(dtype: torch.dtype) -> str:
-    """Name the kernels that serve linear layers of this dtype."""
-    return compiled.kernels.linear_family(dtype)
+def linear_family(dtype: torch.dtype, bits: int = 0) -> str:
+    """Name the kernels that serve linear layers of this dtype, or over weights of so many bits."""
+    return compiled.kernels.linear_family(dtype, bits)
 
 
 def _first_largest(logits: Tensor) -> int:

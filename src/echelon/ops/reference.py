@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from echelon.ops.contract import Activation, Float64, Int64, PackedWeight, RmsWeight
+from echelon.ops.contract import Activation, Float64, Int64, PackedWeight, QuantisedWeight, RmsWeight
 from echelon.ops.reference_attention import ragged_attention as ragged_attention
 from echelon.ops.slots import scatter_slots
 from echelon.sampling import Sampler, noise_at, noise_key
@@ -93,6 +93,34 @@ def packed_linear(
 ) -> Tensor:
     """x [..., K], bias [N] → [..., N]: float32 products and sums in calls of ROWS_PER_CALL rows."""
     out = ACTIVATIONS[activation](fixed_rows_linear(x.float(), packed.data.float(), None if bias is None else bias.float()))
+    return out if float32 else out.to(x.dtype)
+
+
+def integer_linear(
+    x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None, activation: Activation = Activation.NONE, float32: bool = False
+) -> Tensor:
+    """x [T, K], bias float32 [N] → [T, N]: what `packed_linear` is over a weight of integers. float64 products of integers are exact.
+
+    Scales of 4 bits are rounded to float16 after a power of two has brought a column's largest to 2¹⁴.
+    """
+    rows = x.float()
+    largest = rows.abs().amax(1, keepdim=True)
+    inverse = torch.where(largest > 2.0**-100, torch.full_like(largest, 127) / largest, 0.0)  # 127 / x would be 127 · (1 / x)
+    integers = (rows * inverse).round().nan_to_num().double()
+    zeros = torch.full_like(weight.scales, 8) if weight.zeros is None and weight.bits == 4 else weight.zeros
+    signed = weight.values.double() - (128.0 if zeros is None else zeros.double().repeat_interleave(weight.group_size, 1))
+    scales, factors = weight.scales, torch.ones(len(weight.scales), 1)
+    if weight.bits == 4:
+        factors = 2.0 ** (15 - torch.frexp(scales.abs().amax(1, keepdim=True)).exponent)
+        scales = (scales * factors).half().float()
+    total = torch.zeros(len(rows), len(signed))
+    for g in range(scales.shape[1]):
+        entries = slice(g * weight.group_size, (g + 1) * weight.group_size)
+        sums = (integers[:, entries] @ signed[:, entries].t()).float()
+        total = sums if weight.bits == 8 else total + sums * scales[:, g]
+    of_row = torch.where(largest.isfinite(), largest / 127.0, torch.nan)
+    out = total * (of_row * (scales[:, 0] if weight.bits == 8 else 1.0 / factors[:, 0]))
+    out = ACTIVATIONS[activation](out if bias is None else out + bias)
     return out if float32 else out.to(x.dtype)
 
 

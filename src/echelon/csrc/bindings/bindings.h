@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>
+#include <tuple>
 
 #include "../attention/attention.h"
 #include "../elementwise/elementwise.h"
@@ -24,8 +25,11 @@ inline Activation activation_of(int64_t number) {
   return static_cast<Activation>(number);
 }
 
-// Checked views of tensors, as several operations take them.
-linear::Weight weight_of(const at::Tensor& packed, int64_t columns, int64_t depth);
+// bits, entries of a group, whether groups have zeros of their own; bits 0: a weight of numbers
+using IntegerArguments = std::tuple<int64_t, int64_t, bool>;
+
+// Checked views of tensors, as several operations take them. `type` is that of x.
+linear::Weight weight_of(const at::Tensor& packed, int64_t columns, int64_t depth, at::ScalarType type, const IntegerArguments& integers);
 const float* bias_of(const std::optional<at::Tensor>& bias, int64_t columns);  // null where there is none
 HeadSlots slots_of(const at::Tensor& cache);  // [blocks, heads, block_size, size]
 void check_slots(const at::Tensor& slots, const at::Tensor& keys, const at::Tensor& values);

@@ -19,8 +19,8 @@ using at::Tensor;
 
 // weight [N], epsilon, how the one meets the other
 using NormArguments = std::tuple<Tensor, double, int64_t>;
-// packed weight [N, K], N, K, bias float32 [N] or none
-using ProjectionArguments = std::tuple<Tensor, int64_t, int64_t, std::optional<Tensor>>;
+// packed weight [N, K], N, K, its integers, bias float32 [N] or none
+using ProjectionArguments = std::tuple<Tensor, int64_t, int64_t, IntegerArguments, std::optional<Tensor>>;
 
 // A layer, and the tensors that its parts are views of.
 class LayerTensors {
@@ -37,6 +37,8 @@ class LayerTensors {
     Projection* const own_projections[] = {&layer_.query, &layer_.key, &layer_.value, &layer_.output, &layer_.gate, &layer_.up, &layer_.down};
     for (size_t i = 0; i < projections.size(); ++i) *own_projections[i] = projection_of(projections[i]);
     TORCH_CHECK(layer_.mlp_norm.size == width_, "norms of hidden states must have one size");
+    for (const Projection* p : own_projections)
+      TORCH_CHECK(p->weight.integers == layer_.query.weight.integers, "the weights of a layer must be of one kind");
     const int64_t inner = layer_.gate.weight.columns;
     for (const Projection* p : {&layer_.query, &layer_.key, &layer_.value, &layer_.gate, &layer_.up})
       TORCH_CHECK(p->weight.depth == width_, "a projection of hidden states takes ", width_, " numbers, not ", p->weight.depth);
@@ -83,10 +85,9 @@ class LayerTensors {
   }
 
   Projection projection_of(const ProjectionArguments& projection) {
-    const auto& [packed, columns, depth, bias] = projection;
-    TORCH_CHECK(packed.scalar_type() == type_, "weights must have the norms' dtype");
+    const auto& [packed, columns, depth, integers, bias] = projection;
     if (bias) keep(*bias);
-    return {weight_of(keep(packed), columns, depth), bias_of(bias, columns)};
+    return {weight_of(keep(packed), columns, depth, type_, integers), bias_of(bias, columns)};
   }
 
   at::ScalarType type_;

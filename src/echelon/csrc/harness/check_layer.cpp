@@ -16,18 +16,27 @@ struct Numbers {
   Numbers(Random& random, int64_t count, Storage type) : bytes(count * linear::size_of(type)) { fill(random, bytes.as(), count, type); }
 };
 
-// A projection from `depth` to `columns` numbers, sometimes with a bias.
+// A projection from `depth` to `columns` numbers, or by integers of 8 bits; sometimes with a bias.
 struct RandomProjection {
   Numbers weight, bias;
   Bytes packed;
   Projection projection;
 
-  RandomProjection(Random& random, int64_t columns, int64_t depth, Storage type)
+  RandomProjection(Random& random, int64_t columns, int64_t depth, Storage type, linear::Integers integers)
       : weight(random, columns * depth, type),
         bias(random, columns, Storage::float32),
-        packed(linear::tiles(columns) * linear::tile * linear::padded_depth(depth, type) * linear::size_of(type)) {
-    linear::pack_tiles(weight.bytes.as(), depth, 1, columns, depth, type, 0, linear::tiles(columns), packed.as());
-    projection = {{packed.as(), columns, depth, type}, between(random, 0, 1) ? bias.bytes.as<float>() : nullptr};
+        packed(linear::bytes_of({nullptr, columns, depth, type, integers})) {
+    const linear::Weight shape{packed.as(), columns, depth, type, integers};
+    if (integers.bits) {
+      std::vector<uint8_t> values(columns * depth);
+      std::vector<float> scales(columns);
+      for (int64_t n = 0; n < columns; ++n)
+        linear::round_weight(weight.bytes.as() + n * depth * linear::size_of(type), depth, type, integers, values.data() + n * depth, &scales[n]);
+      linear::pack_tiles({values.data(), scales.data(), nullptr}, shape, 0, linear::tiles(columns), packed.as());
+    } else {
+      linear::pack_tiles(weight.bytes.as(), depth, 1, columns, depth, type, 0, linear::tiles(columns), packed.as());
+    }
+    projection = {shape, between(random, 0, 1) ? bias.bytes.as<float>() : nullptr};
   }
 };
 
@@ -59,7 +68,7 @@ void by_parts(const LayerCall& call) {
   AttentionCall a = call.attention;
   const Storage type = a.type;
   const int64_t size = linear::size_of(type), tokens = call.tokens, width = call.width, inner = l.gate.weight.columns;
-  const linear::Family& family = linear::family(active_features(), type);
+  const linear::Family& family = linear::family(active_features(), type, l.query.weight.integers.bits);
   const auto norm = [&](const RmsNorm& n, const void* x, void* out, int64_t rows) {
     rms_norm(type, {x, n.size}, n.weight, out, 0, rows, n.size, n.eps, n.how);
   };
@@ -104,9 +113,11 @@ void check_layer(Random& random) {
   const int64_t size = linear::size_of(type), width = between(random, 1, 70), inner = between(random, 1, 90), kv_heads = between(random, 1, 3),
                 heads = kv_heads * between(random, 1, 3), key_size = 2 * between(random, 1, 20), value_size = between(random, 1, 40),
                 rotary = 2 * between(random, 1, key_size / 2);
-  const RandomProjection query(random, heads * key_size, width, type), key(random, kv_heads * key_size, width, type),
-      value(random, kv_heads * value_size, width, type), output(random, width, heads * value_size, type), gate(random, inner, width, type),
-      up(random, inner, width, type), down(random, width, inner, type);
+  const linear::Integers integers{between(random, 0, 1) ? 8 : 0, 0, false};
+  const auto projection = [&](int64_t columns, int64_t depth) { return RandomProjection(random, columns, depth, type, integers); };
+  const RandomProjection query = projection(heads * key_size, width), key = projection(kv_heads * key_size, width),
+                         value = projection(kv_heads * value_size, width), output = projection(width, heads * value_size),
+                         gate = projection(inner, width), up = projection(inner, width), down = projection(width, inner);
   const Numbers wide(random, 2 * width, type), narrow(random, 2 * key_size, type);
   const bool has_head_norms = between(random, 0, 1);
   const auto norm = [&](const Numbers& from, int64_t count, int64_t which) {

@@ -47,6 +47,8 @@ void run(const echelon::linear::Problem& problem, const echelon::linear::Family&
 
 void check_layer(Random& random);
 void check_linear(Random& random);
+void check_integers(Random& random);
+void check_rounded_weight(Random& random);
 void check_attention(Random& random);
 void check_elementwise(Random& random);
 void check_sample(Random& random);

@@ -10,7 +10,8 @@ int main(int argc, char** argv) {
     const char* name;
     void (*run)(harness::Random&);
   };
-  for (const Check& check : {Check{"linear", harness::check_linear}, Check{"attention", harness::check_attention},
+  for (const Check& check : {Check{"linear", harness::check_linear}, Check{"integers", harness::check_integers},
+                             Check{"rounded_weight", harness::check_rounded_weight}, Check{"attention", harness::check_attention},
                              Check{"elementwise", harness::check_elementwise}, Check{"layer", harness::check_layer}, Check{"sample", harness::check_sample},
                              Check{"rank", harness::check_rank}}) {
     if (argc > 3 && std::string(argv[3]) != check.name) continue;

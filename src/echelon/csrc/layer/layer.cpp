@@ -38,15 +38,15 @@ bool is_worth_sharing(const LayerCall& call) {
   const DecoderLayer& l = call.layer;
   const AttentionCall& a = call.attention;
   int64_t weights = 0, keys = 0;
-  for (const Projection* p : {&l.query, &l.key, &l.value, &l.output, &l.gate, &l.up, &l.down}) weights += p->weight.columns * p->weight.depth;
+  for (const Projection* p : {&l.query, &l.key, &l.value, &l.output, &l.gate, &l.up, &l.down}) weights += linear::bytes_of(p->weight);
   for (int64_t t = 0; t < call.tokens; ++t) keys += a.positions[t] + 1;
-  const int64_t numbers = weights * (1 + call.tokens / 16) + keys * a.num_kv_heads * (a.key_size + a.value_size);
-  return numbers * linear::size_of(a.type) >= worth_sharing;
+  const int64_t cached = keys * a.num_kv_heads * (a.key_size + a.value_size) * linear::size_of(a.type);
+  return weights * (1 + call.tokens / 16) + cached >= worth_sharing;
 }
 
 LayerRun::LayerRun(const LayerCall& call, int64_t parts)
     : call_(call),
-      family_(linear::family(active_features(), call.attention.type)),
+      family_(linear::family(active_features(), call.attention.type, call.layer.query.weight.integers.bits)),
       size_(linear::size_of(call.attention.type)),
       attention_(call.attention) {
   attention_.query_head_stride = attention_.key_size;

@@ -23,7 +23,7 @@ struct Projection {
   const float* bias;  // null: none
 };
 
-// Weights of one layer, all of one type; `query_norm` and `key_norm` normalise each head.
+// Weights of one layer, all of one type, and of one kind of integers if any; `query_norm` and `key_norm` normalise each head.
 struct DecoderLayer {
   RmsNorm input_norm, query_norm, key_norm, mlp_norm;
   Projection query, key, value, output, gate, up, down;

@@ -1,4 +1,4 @@
-// Linear layers in bfloat16 with AMX: 16 × 32 by 32 × 16 products in tile registers.
+// Linear layers with AMX: products of 16 × 32 by 32 × 16 bfloat16, or of 16 × 64 by 64 × 16 bytes, in tile registers.
 #include <cmath>
 #include <cstring>
 #include <immintrin.h>
@@ -6,7 +6,7 @@
 #include "linear.h"
 
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,amx-tile,amx-bf16")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,amx-tile,amx-bf16,amx-int8")
 
 #include "tiles.h"
 
@@ -37,17 +37,30 @@ struct ProcessorTiles {
   void store(void* p, int64_t stride) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(p), "r"(stride), "i"(i) : "memory");
   }
+};
+
+struct NumberTiles : ProcessorTiles {
+  static constexpr int bits = 0, x_entry = 2;
   template <int c, int a, int b>
   void dot() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
   }
 };
 
-constexpr Family amx = tile_family<ProcessorTiles>("amx");
+struct IntegerTiles : ProcessorTiles {
+  static constexpr int bits = 8, x_entry = 1;
+  template <int c, int a, int b>
+  void dot() {  // x with a sign, the weight without
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
+  }
+};
+
+constexpr Family amx = tile_family<NumberTiles>("amx"), amx_int8 = tile_family<IntegerTiles>("amx_int8");
 
 }  // namespace
 
 const Family& amx_family() { return amx; }
+const Family& amx_integers() { return amx_int8; }
 
 }  // namespace echelon::linear
 

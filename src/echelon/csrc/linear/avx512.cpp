@@ -30,10 +30,51 @@ struct Vector {
 }  // namespace echelon::linear
 
 #include "fma.h"
+#include "integers.h"
+#include "lanes512.h"
 
 namespace echelon::linear {
 
 const Family& avx512_family(Storage type) { return fma_family(type); }
+
+}  // namespace echelon::linear
+
+namespace echelon::linear {
+namespace {
+
+// Products of pairs of int16: four entries of x are two pairs, and so are the even and odd bytes of the weight.
+struct Pairs : Lanes512 {
+  static constexpr const char* name = "avx512";
+  static constexpr int most_rows = 10, entry_bytes = 8;
+  static constexpr bool narrow = false;
+  static constexpr int at_once(int) { return 2; }
+  struct Quads {
+    Register even, odd;
+  };
+  using Entry = Quads;
+
+  static Quads quads(Register v) { return {_mm512_and_si512(v, _mm512_set1_epi16(255)), _mm512_srli_epi16(v, 8)}; }
+  static Entry entry(const char* x) { return {all(word(x)), all(word(x + 4))}; }
+  static Register dot(Register sum, Quads w, Entry x) {
+    return _mm512_add_epi32(_mm512_add_epi32(sum, _mm512_madd_epi16(w.even, x.even)), _mm512_madd_epi16(w.odd, x.odd));
+  }
+};
+
+// Products of bytes, summed in int16: exact for a weight below 16, eight times 2 · 15 · 127.
+struct Bytes : Lanes512 {
+  static constexpr const char* name = "avx512";
+  static constexpr int most_rows = 12, entry_bytes = 4;
+  static constexpr bool narrow = true;
+  static constexpr int at_once(int) { return 2; }
+
+  static Register entry(const char* x) { return all(word(x)); }
+  static Register narrow_dot(Register sum, Register w, Register x) { return _mm512_add_epi16(sum, _mm512_maddubs_epi16(w, x)); }
+  static Register widen(Register sum, Register part) { return _mm512_add_epi32(sum, _mm512_madd_epi16(part, _mm512_set1_epi16(1))); }
+};
+
+}  // namespace
+
+const Family& avx512_integers(int bits) { return bits == 8 ? IntegerFamily<Pairs, 8>::family : IntegerFamily<Bytes, 4>::family; }
 
 }  // namespace echelon::linear
 

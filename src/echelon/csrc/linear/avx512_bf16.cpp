@@ -18,7 +18,7 @@ constexpr int64_t x_stride = depth_block / 2 + x_padding / 4;  // in pairs
 constexpr int few_rows = 4, most_rows = 14;
 
 template <int rows>
-void multiply(const void* x, const void* w, int64_t steps, float* sums, Prefetch prefetch) {
+void multiply(const void* x, const void* w, int64_t steps, float* sums, Prefetch prefetch, Integers) {
   const int32_t* pairs = static_cast<const int32_t*>(x);
   const char* column = static_cast<const char*>(w);
   __m512 low[rows], high[rows];
@@ -49,10 +49,10 @@ void pack_x(const void* x, int64_t count, void* packed) {
   std::memset(static_cast<char*>(packed) + count * 2, 0, (depth_block - count) * 2);
 }
 
-constexpr Family avx512_bf16{"avx512_bf16", 1, most_rows, depth_block, 2, 2, pack_x,
+constexpr Family avx512_bf16{"avx512_bf16", 1, most_rows, depth_block, depth_block / 2, 2, 2, pack_x,
                              {multiply<1>, multiply<2>, multiply<3>, multiply<4>, multiply<5>, multiply<6>, multiply<7>, multiply<8>,
                               multiply<9>, multiply<10>, multiply<11>, multiply<12>, multiply<13>, multiply<14>},
-                             finish, nothing, nothing};
+                             finish<0>, nothing, nothing};
 
 }  // namespace
 

@@ -18,6 +18,10 @@ struct EmulatedTiles {
   void store(void* p, int64_t stride) {
     for (int row = 0; row < 16; ++row) std::memcpy(static_cast<char*>(p) + row * stride, tiles[i][row], 64);
   }
+};
+
+struct EmulatedNumbers : EmulatedTiles {
+  static constexpr int bits = 0, x_entry = 2;
   // One fixed order over K; the processor's own order within a tile is its own.
   template <int c, int a, int b>
   void dot() {
@@ -34,10 +38,26 @@ struct EmulatedTiles {
   }
 };
 
-constexpr Family emulated = tile_family<EmulatedTiles>("emulated amx");
+struct EmulatedIntegers : EmulatedTiles {
+  static constexpr int bits = 8, x_entry = 1;
+  template <int c, int a, int b>
+  void dot() {
+    uint32_t sums[16][16];
+    std::memcpy(sums, tiles[c], sizeof sums);
+    for (int row = 0; row < 16; ++row)
+      for (int k = 0; k < 64; ++k)
+        for (int column = 0; column < 16; ++column) {
+          const int x = static_cast<signed char>(tiles[a][row][k]), w = static_cast<unsigned char>(tiles[b][k / 4][4 * column + k % 4]);
+          sums[row][column] += static_cast<uint32_t>(x * w);
+        }
+    std::memcpy(tiles[c], sums, sizeof sums);
+  }
+};
+
+constexpr Family numbers = tile_family<EmulatedNumbers>("emulated amx"), integers = tile_family<EmulatedIntegers>("emulated amx_int8");
 
 }  // namespace
 
-const Family& emulated_amx() { return emulated; }
+const Family& emulated_amx(int bits) { return bits ? integers : numbers; }
 
 }  // namespace echelon::linear

@@ -75,16 +75,34 @@ inline void round_row(const float* v, Storage type, uint16_t* out) {
   for (int i = 0; i < tile; ++i) out[i] = narrow_bfloat16(v[i]);
 }
 
-void finish(const Problem& problem, int64_t t, int64_t first_row, int64_t rows, const float* sums) {
+// Sums are what x and the weight, whose integers have so many bits (0: it has none), gave.
+template <int bits>
+void finish(const Problem& problem, int64_t t, int64_t first_row, int64_t rows, const float* sums, Family::AfterX after_x) {
   const Storage type = problem.weight.type;
   const int64_t column = t * tile, left = problem.weight.columns - column, count = left < tile ? left : tile;
   const bool is_f32 = problem.out_is_f32 || type == Storage::float32;
   float bias[tile] = {};
   if (problem.bias) std::memcpy(bias, problem.bias + column, count * 4);
+  [[maybe_unused]] float scales[tile];
+  if constexpr (bits != 0) std::memcpy(scales, static_cast<const char*>(problem.weight.data) + t * tile_bytes(problem.weight), sizeof scales);
   for (int64_t r = 0; r < rows; ++r, sums += tile) {
     alignas(64) float v[tile];
     alignas(64) uint16_t rounded[tile];
-    for (int i = 0; i < tile; ++i) v[i] = sums[i] + bias[i];
+    if constexpr (bits == 0) {
+      for (int i = 0; i < tile; ++i) v[i] = sums[i] + bias[i];
+    } else {
+      Rounded of_row;
+      std::memcpy(&of_row, after_x.first + r * after_x.stride, sizeof of_row);
+      if constexpr (bits == 8) {
+        uint32_t integers[tile];  // which go around where their sign does not fit beside them; the result fits
+        std::memcpy(integers, sums, sizeof integers);
+        const uint32_t too_much = 128u * static_cast<uint32_t>(of_row.sum);  // negated
+        for (int i = 0; i < tile; ++i) v[i] = static_cast<float>(static_cast<int32_t>(integers[i] + too_much));
+      } else {
+        std::memcpy(v, sums, sizeof v);
+      }
+      for (int i = 0; i < tile; ++i) v[i] = v[i] * (of_row.scale * scales[i]) + bias[i];
+    }
     activate(problem.activation, v);
     const int64_t at = (first_row + r) * problem.out_stride + column;
     if (is_f32) {

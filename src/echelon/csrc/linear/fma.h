@@ -58,7 +58,7 @@ struct Fma {
 
   // Few rows take the tile in one go, so that it is read once; more rows in halves, where registers are short.
   template <int rows>
-  static void multiply(const void* x, const void* w, int64_t steps, float* sums, Prefetch prefetch) {
+  static void multiply(const void* x, const void* w, int64_t steps, float* sums, Prefetch prefetch, Integers) {
     constexpr int vectors = tile / Vector::width;
     constexpr int at_once = rows * vectors <= Vector::most_sums ? vectors : Vector::most_sums / rows >= vectors / 2 ? vectors / 2 : vectors / 4;
     for (int64_t c = 0; c < tile; c += at_once * Vector::width)
@@ -82,7 +82,8 @@ struct Fma {
   struct Count : Count<n - 1, n, rest...> {};
   template <int... n>
   struct Count<0, n...> {
-    static constexpr Family family{Vector::name, 1, Vector::most_rows, depth_block, 4, lines_per_step, pack_x, {multiply<n>...}, finish, nothing, nothing};
+    static constexpr Family family{Vector::name, 1, Vector::most_rows, depth_block, depth_block / 2, 4, lines_per_step,
+                                   pack_x, {multiply<n>...}, finish<0>, nothing, nothing};
   };
   static constexpr const Family& family = Count<Vector::most_rows>::family;
 };

@@ -1,4 +1,6 @@
 // Linear layers for any processor: four lanes, no fused multiply-add.
+#include <emmintrin.h>
+
 #include "linear.h"
 
 namespace echelon::linear {
@@ -23,6 +25,7 @@ struct Vector {
 }  // namespace echelon::linear
 
 #include "fma.h"
+#include "integers.h"
 
 namespace echelon::linear {
 
@@ -31,5 +34,53 @@ Vector::Register Vector::f16(const uint16_t* p) {
 }
 
 const Family& generic_family(Storage type) { return fma_family(type); }
+
+}  // namespace echelon::linear
+
+namespace echelon::linear {
+namespace {
+
+// Products of pairs of int16: four entries of x are two pairs, and so are the even and odd bytes of the weight.
+struct Pairs {
+  using Register = __m128i;
+  using Floats = __m128;
+  static constexpr const char* name = "generic";
+  static constexpr int width = 4, most_rows = 4, entry_bytes = 8;
+  static constexpr bool narrow = false;
+  static constexpr int at_once(int rows) { return rows == 1 ? 4 : 2; }
+  struct Quads {
+    Register even, odd;
+  };
+  using Entry = Quads;
+
+  static Register load(const void* p) { return _mm_loadu_si128(static_cast<const Register*>(p)); }
+  static void store(void* p, Register v) { _mm_storeu_si128(static_cast<Register*>(p), v); }
+  static Register all(int32_t v) { return _mm_set1_epi32(v); }
+  static Register bytes(const uint8_t* p) { return _mm_set_epi32(p[3], p[2], p[1], p[0]); }
+  static Register multiply_low(Register a, Register b) { return _mm_madd_epi16(a, b); }
+  static Quads quads(Register v) { return {_mm_and_si128(v, _mm_set1_epi16(255)), _mm_srli_epi16(v, 8)}; }
+  static Register low(Register v) { return _mm_and_si128(v, _mm_set1_epi8(15)); }
+  static Register high(Register v) { return low(_mm_srli_epi16(v, 4)); }
+  static int32_t word(const char* p) {
+    int32_t v;
+    std::memcpy(&v, p, 4);
+    return v;
+  }
+  static Entry entry(const char* x) { return {all(word(x)), all(word(x + 4))}; }
+  static Register dot(Register sum, Quads w, Entry x) {
+    return _mm_add_epi32(_mm_add_epi32(sum, _mm_madd_epi16(w.even, x.even)), _mm_madd_epi16(w.odd, x.odd));
+  }
+  static Floats load_floats(const float* p) { return _mm_loadu_ps(p); }
+  static void store_floats(float* p, Floats v) { _mm_storeu_ps(p, v); }
+  static Floats half_floats(const uint16_t* p) {
+    return _mm_set_ps(widen_float16(p[3]), widen_float16(p[2]), widen_float16(p[1]), widen_float16(p[0]));
+  }
+  static Floats to_floats(Register v) { return _mm_cvtepi32_ps(v); }
+  static Floats multiply_add(Floats a, Floats b, Floats c) { return _mm_add_ps(_mm_mul_ps(a, b), c); }
+};
+
+}  // namespace
+
+const Family& generic_integers(int bits) { return bits == 8 ? IntegerFamily<Pairs, 8>::family : IntegerFamily<Pairs, 4>::family; }
 
 }  // namespace echelon::linear

@@ -37,6 +37,7 @@ from echelon.model.patches import PatchedForward
 from echelon.model.patches.apply import patch_model
 from echelon.model.patches.elementwise import patch_elementwise
 from echelon.model.patches.linear import LINEAR, patch_linear
+from echelon.model.patches.packing import packing_of
 from echelon.model.patches.rope import OriginalContext
 from echelon.ops import devices
 
@@ -57,6 +58,7 @@ class LoadedModel:
     replaced: dict[str, int]  # class → number of modules that run our operations
     original_context: OriginalContext | None  # where longer texts have rotary frequencies of their own
     is_fast: bool = False  # linear layers may round by the batch (`EngineConfig.numerics`)
+    quantization: str | None = None  # what linear layers were rounded to
 
     @property
     def device(self) -> torch.device:
@@ -83,30 +85,38 @@ class LoadedModel:
         return frozenset([ids] if isinstance(ids, int) else ids or [])
 
 
-def load_model(name: str | os.PathLike[str], *, dtype: str = "auto", device: str = "auto", numerics: str = "invariant") -> LoadedModel:
+def load_model(
+    name: str | os.PathLike[str],
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    numerics: str = "invariant",
+    quantization: str | None = None,
+) -> LoadedModel:
     """Load a causal language model once, for any number of engines: `LLM` takes the result in place of a name, as target or draft model,
     and all that are given it share one copy of the weights.
 
     Parameters
     ----------
-    name      folder (also as a path) or hub name of a checkpoint in safetensors; no code from it runs
-    dtype     "bfloat16", "float16" or "float32"; "auto": as stored
-    device    "cpu" or "cuda"; "auto": CUDA where PyTorch sees a device
-    numerics  "invariant": a row has the same bits in any batch; "fast": the vendor's linear layers on CUDA, for engines that are "fast" too
+    name          folder (also as a path) or hub name of a checkpoint in safetensors; no code from it runs
+    dtype         "bfloat16", "float16" or "float32"; "auto": as stored
+    device        "cpu" or "cuda"; "auto": CUDA where PyTorch sees a device
+    numerics      "invariant": a row has the same bits in any batch; "fast": the vendor's linear layers on CUDA, for engines that are "fast"
+    quantization  "int8" or "int4": linear layers and experts in integers, on the CPU; None: as they are
 
     Raises
     ------
     ModelLoadError          the files are missing, unsafe, torn or do not fit the architecture
     UnsupportedModelError   the architecture cannot be batched exactly
-    ConfigError             there is no such device, dtype or numerics
+    ConfigError             there is no such device, dtype, numerics or quantization, or no kernel for it
     """
     name = name_of(name)
-    check_settings(dtype=dtype, device=device, numerics=numerics)
+    check_settings(dtype=dtype, device=device, numerics=numerics, quantization=quantization)
     chosen = devices.chosen_device(device)
     model, tokenizer = _read(name, dtype, IMPLEMENTATION)
     self_test(type(model), model.config, model.dtype)
     model.to(chosen).eval().requires_grad_(False)
-    return _served(model, tokenizer, name, keep_weights=False, numerics=numerics, in_place=True)
+    return _served(model, tokenizer, name, keep_weights=False, numerics=numerics, in_place=True, quantization=quantization)
 
 
 def load_plain(name: str | os.PathLike[str]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -121,15 +131,18 @@ def adopt_model(
     name: str,
     keep_weights: bool = True,
     numerics: str = "invariant",
+    quantization: str | None = None,
 ) -> LoadedModel:
-    """Serve a model built in memory: self-tested and patched; `keep_weights` keeps its weights beside the packed ones."""
+    """Serve a model built in memory: self-tested and patched; `keep_weights` keeps its weights beside the packed ones. Settings as of
+    `load_model`.
+    """
     check_kind("model", model, PreTrainedModel)
-    check_settings(numerics=numerics)
+    check_settings(numerics=numerics, quantization=quantization)
     _check_unpatched(model)
     self_test(type(model), model.config, model.dtype)
     model.set_attn_implementation(IMPLEMENTATION)
     model.eval().requires_grad_(False)
-    return _served(model, tokenizer, name, keep_weights, numerics)
+    return _served(model, tokenizer, name, keep_weights, numerics, quantization=quantization)
 
 
 def served_copy(model: PreTrainedModel) -> LoadedModel:
@@ -173,11 +186,11 @@ def _check_unpatched(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"a linear layer of {type(model).__name__} has a forward of its own already; pass the model unpatched")
 
 
-def serve_head(head: nn.Module, is_fast: bool = False) -> None:
+def serve_head(head: nn.Module, is_fast: bool = False, quantization: str | None = None) -> None:
     """Patch a head with our operations; weights stay beside the packed ones, since heads read some of them."""
     with torch.inference_mode():
         patch_elementwise(head)
-    patch_linear(head, True, is_fast)
+    patch_linear(head, True, packing_of(quantization, is_fast, next(head.parameters()).device))
 
 
 def _served(
@@ -187,11 +200,13 @@ def _served(
     keep_weights: bool,
     numerics: str,
     in_place: bool = False,
+    quantization: str | None = None,
 ) -> LoadedModel:
     """Patch the model with our operations; `in_place`: nobody else has its weights, so packed ones may take their memory."""
     is_fast = numerics == "fast" and devices.by_triton(next(model.parameters()))
-    replaced, original_context = patch_model(model, keep_weights, is_fast, in_place)
-    return LoadedModel(model, tokenizer, name, replaced, original_context, is_fast)
+    packing = packing_of(quantization, is_fast, next(model.parameters()).device)
+    replaced, original_context = patch_model(model, keep_weights, packing, in_place)
+    return LoadedModel(model, tokenizer, name, replaced, original_context, is_fast, quantization)
 
 
 def _read(name: str, dtype: str, attention: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:

@@ -29,6 +29,7 @@ from echelon.kv.cache import KVCache
 from echelon.model import pack as unpadded
 from echelon.model.attention import CONTEXT_KEYWORD, IMPLEMENTATION, CachedAttention, record_layers
 from echelon.model.patches.apply import patch_model
+from echelon.model.patches.packing import Packing
 from echelon.model.patches.rope import coded_positions, patch_rope
 from echelon.model.patches.vectors import in_whole_vectors, is_whole
 from echelon.ops import devices
@@ -55,7 +56,7 @@ class ServedTwin:
     def __init__(self, twin: PreTrainedModel, is_bare: bool = False) -> None:
         twin.set_attn_implementation(IMPLEMENTATION)
         shapes = record_layers(twin)
-        self.original = patch_rope(twin) if is_bare else patch_model(twin, keep_weights=False)[1]
+        self.original = patch_rope(twin) if is_bare else patch_model(twin, False, Packing())[1]
         self.twin, self.num_fed = twin, 0
         self.cache = KVCache(shapes, BlockTables(LONGEST * 8, BLOCK, LONGEST // BLOCK), twin.dtype, torch.device("cpu"))
         for storage in (*self.cache.keys, *self.cache.values):

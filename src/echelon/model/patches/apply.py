@@ -9,12 +9,13 @@ from echelon.model.patches.causal_lm import patch_causal_lm
 from echelon.model.patches.decoder_layer import patch_decoder_layers
 from echelon.model.patches.elementwise import patch_elementwise
 from echelon.model.patches.linear import patch_linear
+from echelon.model.patches.packing import Packing
 from echelon.model.patches.rope import OriginalContext, patch_rope
 from echelon.model.patches.vectors import patch_sensitive
 
 
 def patch_model(
-    model: PreTrainedModel, keep_weights: bool, is_fast: bool = False, in_place: bool = False
+    model: PreTrainedModel, keep_weights: bool, packing: Packing, in_place: bool = False
 ) -> tuple[dict[str, int], OriginalContext | None]:
     """Return how many modules of each class now run our operations, and where longer texts have rotary frequencies of their own.
 
@@ -24,7 +25,7 @@ def patch_model(
     with torch.inference_mode():
         original_context = patch_rope(model)
         replaced = patch_elementwise(model)
-    replaced |= patch_linear(model, keep_weights, is_fast, in_place)
+    replaced |= patch_linear(model, keep_weights, packing, in_place)
     replaced |= patch_decoder_layers(model)
     replaced |= patch_causal_lm(model)
     patch_sensitive(model)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.model.patches import PatchedForward, trials
+from echelon.model.patches.packing import Packing
 from echelon.ops import ROWS_PER_CALL, devices
 from echelon.ops.contract import Activation, PackedWeight
 
@@ -58,18 +59,18 @@ def is_experts(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("is_transposed", "has_gate", "has_bias", "down_proj", "num_experts", "_apply_gate"))
 
 
-def patch_experts(module: Any, absent: Callable[[tuple[int, ...], Tensor], Tensor] | None, is_fast: bool = False) -> None:
-    """Patch `forward`. Where `absent` is given, the stacked weights are replaced by what it returns; `is_fast` as in `PackedWeight`."""
+def patch_experts(module: Any, absent: Callable[[tuple[int, ...], Tensor], Tensor] | None, packing: Packing) -> None:
+    """Patch `forward`. Where `absent` is given, the stacked weights are replaced by what it returns."""
     default = getattr(type(module)._apply_gate, "__name__", "") == "_default_apply_gate"
     activation = _activation(module)
     gate = None
     if module.has_gate and default and module.is_concatenated and activation is not None:
         size = module.gate_up_proj.shape[1 if not module.is_transposed else 2] // 2
-        gate = _projection(module, "gate_up_proj", slice(0, size), is_fast)
-        up = _projection(module, "gate_up_proj", slice(size, None), is_fast)
+        gate = _projection(module, "gate_up_proj", slice(0, size), packing)
+        up = _projection(module, "gate_up_proj", slice(size, None), packing)
     else:
-        up = _projection(module, "gate_up_proj" if module.has_gate else "up_proj", slice(None), is_fast)
-    experts = Experts(module, gate, up, _projection(module, "down_proj", slice(None), is_fast), activation or Activation.NONE)
+        up = _projection(module, "gate_up_proj" if module.has_gate else "up_proj", slice(None), packing)
+    experts = Experts(module, gate, up, _projection(module, "down_proj", slice(None), packing), activation or Activation.NONE)
     module.forward = PatchedForward(_forward, experts)
     for name in STACKED:
         if absent is not None and name in module._parameters:
@@ -85,12 +86,12 @@ def _activation(module: Any) -> Activation | None:
     return None if function is None else trials.activation_of(function, module.down_proj.device)
 
 
-def _projection(module: Any, name: str, columns: slice, is_fast: bool) -> Projection:
+def _projection(module: Any, name: str, columns: slice, packing: Packing) -> Projection:
     """Columns of every expert's projection; stacked [E, N, K], or [E, K, N] where transposed."""
     stacked = getattr(module, name).detach()
     stacked = stacked.transpose(1, 2) if module.is_transposed else stacked
     biases = getattr(module, f"{name}_bias").detach().float()[:, columns].contiguous() if module.has_bias else [None] * len(stacked)
-    return Projection([devices.backend_of(weight).pack(weight[columns], is_fast) for weight in stacked], list(biases))
+    return Projection([packing.pack(weight[columns]) for weight in stacked], list(biases))
 
 
 def _forward(experts: Experts, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import functools
 import inspect
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from echelon import ops
 from echelon.errors import Refusal, UnsupportedModelError
 from echelon.model.patches import PatchedForward
 from echelon.model.patches.experts import is_experts, patch_experts
+from echelon.model.patches.packing import Packing
 from echelon.model.patches.weights import SERVED_DTYPES, PackedParameter, absent
 from echelon.ops import devices
 from echelon.ops.contract import PackedWeight
@@ -48,15 +50,16 @@ def _weight(module: nn.Module) -> Tensor:
     return weight.t() if isinstance(module, Conv1D) else weight
 
 
-def patch_linear(model: nn.Module, keep_weights: bool, is_fast: bool = False, in_place: bool = False) -> dict[str, int]:
+def patch_linear(model: nn.Module, keep_weights: bool, packing: Packing, in_place: bool = False) -> dict[str, int]:
     """Patch every linear layer, router and stack of experts; returns how many modules of each class now run our operations.
 
-    The output layer gives float32. `keep_weights`: the model belongs to a caller. `is_fast` as in `PackedWeight`. `in_place`: a weight that
-    is given up may be packed into its own memory.
+    The output layer gives float32, and has 8 bits where the packing has fewer. `keep_weights`: the model belongs to a caller. `in_place`: a
+    weight that is given up may be packed into its own memory. What is shared with an embedding, and what modules other than linear layers
+    and experts hold, is never rounded.
     """
     replaced: dict[str, int] = {}
     is_served = devices.has_kernels(next(model.parameters(), torch.empty(0)))
-    served = _serve_packed(model, keep_weights, is_fast, in_place) if is_served else _serve_fixed(model)
+    served = _serve_packed(model, keep_weights, packing, in_place) if is_served else _serve_fixed(model)
     for module in served:
         name = type(module).__name__
         replaced[name] = replaced.get(name, 0) + 1
@@ -76,7 +79,7 @@ def _serve_fixed(model: nn.Module) -> list[nn.Module]:
     return served
 
 
-def _serve_packed(model: nn.Module, keep_weights: bool, is_fast: bool, in_place: bool) -> list[nn.Module]:
+def _serve_packed(model: nn.Module, keep_weights: bool, packing: Packing, in_place: bool) -> list[nn.Module]:
     output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None  # a head has none
     holders: dict[int, list[nn.Module]] = {}
     for module in model.modules():
@@ -87,17 +90,25 @@ def _serve_packed(model: nn.Module, keep_weights: bool, is_fast: bool, in_place:
     served: list[nn.Module] = []
     for module in model.modules():
         if is_experts(module):
-            patch_experts(module, None if keep_weights else absent, is_fast)
+            patch_experts(module, None if keep_weights else absent, packing)
         elif is_plain_linear(module):
             if not isinstance(module.weight, PackedParameter) and id(module.weight) not in packed:
-                may_overwrite = id(module.weight) in alone and all(isinstance(m, GIVEN_UP) for m in holders[id(module.weight)])
-                weight = _weight(module).detach()
-                packed[id(module.weight)] = devices.backend_of(weight).pack(weight, is_fast, may_overwrite)
+                sharing = holders[id(module.weight)]
+                may_overwrite = id(module.weight) in alone and all(isinstance(m, GIVEN_UP) for m in sharing)
+                own = _packing_for(packing, sharing, output)
+                packed[id(module.weight)] = own.pack(_weight(module).detach(), may_overwrite)
             _serve_weight(module, packed, holders, keep_weights, module is output)
-        elif not _serve_own_forward(module, keep_weights, is_fast):
+        elif not _serve_own_forward(module, keep_weights, packing):
             continue
         served.append(module)
     return served
+
+
+def _packing_for(packing: Packing, sharing: list[nn.Module], output: nn.Module | None) -> Packing:
+    """How a weight that these modules share is packed."""
+    if not all(isinstance(m, LINEAR) for m in sharing):
+        return packing.of_numbers
+    return replace(packing, bits=8) if packing.bits and any(m is output for m in sharing) else packing
 
 
 def _alone_in_memory(model: nn.Module) -> frozenset[int]:
@@ -150,7 +161,7 @@ def is_plain_linear(module: nn.Module) -> bool:
     return isinstance(module, LINEAR) and type(module).forward in FORWARDS and isinstance(module._parameters.get("weight"), nn.Parameter)
 
 
-def _serve_own_forward(module: nn.Module, keep_weights: bool, is_fast: bool) -> bool:
+def _serve_own_forward(module: nn.Module, keep_weights: bool, packing: Packing) -> bool:
     """Let a module with matrices of its own run its own forward, with our kernels where that multiplies by them; false if it has none."""
     if isinstance(module, nn.Embedding):
         return False
@@ -159,9 +170,9 @@ def _serve_own_forward(module: nn.Module, keep_weights: bool, is_fast: bool) -> 
         if isinstance(parameter, PackedParameter):
             continue
         if parameter.ndim == 2:
-            module._parameters[name] = PackedParameter.lazy(parameter, is_fast)
+            module._parameters[name] = PackedParameter.lazy(parameter, packing.is_fast)
         elif parameter.ndim == 3 and name == "weight" and _indexes_its_stack(module):
-            module._parameters[name] = PackedParameter.stack(parameter, keep_weights, is_fast)
+            module._parameters[name] = PackedParameter.stack(parameter, keep_weights, packing)
     if isinstance(module, LINEAR):
         _check_rows(module)
     return bool(own)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from echelon.model.patches.packing import Packing
 from echelon.ops import devices
 from echelon.ops.contract import PackedWeight
 
@@ -38,7 +39,7 @@ class PackedParameter(torch.Tensor):
     @classmethod
     def of(cls, packed: PackedWeight, original: nn.Parameter | None) -> nn.Parameter:
         """A weight that is packed already."""
-        data = absent((packed.columns, packed.depth), packed.data) if original is None else original.data
+        data = absent((packed.columns, packed.depth), packed.data, packed.dtype) if original is None else original.data
         return cls._made(data, packed, original, packed.is_fast)
 
     @classmethod
@@ -47,12 +48,12 @@ class PackedParameter(torch.Tensor):
         return cls._made(original.data, None, original, is_fast)
 
     @classmethod
-    def stack(cls, stacked: nn.Parameter, keep_weights: bool, is_fast: bool) -> nn.Parameter:
+    def stack(cls, stacked: nn.Parameter, keep_weights: bool, packing: Packing) -> nn.Parameter:
         """Weights [E, N, K], all packed; the memory of `stacked` is given up unless it is to be kept."""
         data = stacked.data if keep_weights else absent(tuple(stacked.shape), stacked)
-        parameter = cls._made(data, None, stacked if keep_weights else None, is_fast)
+        parameter = cls._made(data, None, stacked if keep_weights else None, packing.is_fast)
         for i, weight in enumerate(stacked.detach()):
-            parameter.entries[i] = cls.of(devices.backend_of(weight).pack(weight, is_fast), None)  # type: ignore[attr-defined]
+            parameter.entries[i] = cls.of(packing.pack(weight), None)  # type: ignore[attr-defined]
         return parameter
 
     @classmethod
@@ -144,6 +145,6 @@ def _dtype_of(conversion: Any, args: Any, keywords: dict[str, Any]) -> torch.dty
     return dtypes[0] if dtypes else CONVERSIONS[conversion]
 
 
-def absent(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """NaN of this shape that takes no memory, in the dtype and on the device of `like`."""
-    return torch.full((1,) * len(shape), torch.nan, dtype=like.dtype, device=like.device).expand(shape)
+def absent(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """NaN of this shape that takes no memory, on the device of `like` and in its dtype unless told otherwise."""
+    return torch.full((1,) * len(shape), torch.nan, dtype=dtype or like.dtype, device=like.device).expand(shape)

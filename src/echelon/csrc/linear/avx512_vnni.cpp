@@ -1,0 +1,35 @@
+// Linear layers over integers with VPDPBUSD in registers of 512 bits: products of four bytes summed into lanes of int32.
+#include <cmath>
+#include <cstring>
+#include <immintrin.h>
+
+#include "linear.h"
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")
+
+#include "integers.h"
+#include "lanes512.h"
+
+namespace echelon::linear {
+namespace {
+
+struct Fours : Lanes512 {
+  static constexpr const char* name = "avx512_vnni";
+  static constexpr int most_rows = 13, entry_bytes = 4;
+  static constexpr bool narrow = false;
+  static constexpr int at_once(int) { return 2; }
+  using Quads = Register;
+
+  static Quads quads(Register v) { return v; }
+  static Register entry(const char* x) { return all(word(x)); }
+  static Register dot(Register sum, Quads w, Register x) { return _mm512_dpbusd_epi32(sum, w, x); }
+};
+
+}  // namespace
+
+const Family& avx512_vnni_integers(int bits) { return bits == 8 ? IntegerFamily<Fours, 8>::family : IntegerFamily<Fours, 4>::family; }
+
+}  // namespace echelon::linear
+
+#pragma GCC pop_options

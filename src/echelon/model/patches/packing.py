@@ -1,0 +1,58 @@
+"""How the weights of a model are packed: as they are, or rounded to integers of 8 or 4 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from echelon.errors import ConfigError
+from echelon.ops import compiled, cpu, devices
+from echelon.ops.contract import PackedWeight, QuantisedWeight
+
+GROUP = 32  # entries of K that share a scale at 4 bits
+
+
+@dataclass(frozen=True)
+class Packing:
+    """`is_fast` as in `PackedWeight`; `bits`: 8 or 4, or 0 for weights as they are."""
+
+    is_fast: bool = False
+    bits: int = 0
+
+    @property
+    def of_numbers(self) -> Packing:
+        """The same for weights that stay as they are."""
+        return Packing(self.is_fast)
+
+    def pack(self, weight: Tensor, in_place: bool = False) -> PackedWeight:
+        """A weight [N, K] for the kernels; as many bits as its K allows. `in_place` as in `Backend.pack`."""
+        if self.bits == 0:
+            return devices.backend_of(weight).pack(weight, self.is_fast, in_place)
+        return cpu.pack_integers(rounded(weight, self.bits), weight.dtype)
+
+
+def packing_of(quantization: str | None, is_fast: bool, device: torch.device) -> Packing:
+    """What the setting `quantization` means on a device.
+
+    Raises
+    ------
+    ConfigError  nothing here multiplies integers
+    """
+    if quantization is None:
+        return Packing(is_fast)
+    if device.type != "cpu":
+        raise ConfigError(f"quantization = {quantization!r} is served on the CPU, and the model is on {device}; leave it out there")
+    if not compiled.is_built():
+        raise ConfigError(f"quantization = {quantization!r} needs the compiled kernels ({compiled.REASON}); {compiled.remedy()}")
+    return Packing(is_fast, {"int8": 8, "int4": 4}[quantization])
+
+
+def rounded(weight: Tensor, bits: int) -> QuantisedWeight:
+    """A weight [N, K] in integers: 8 bits by the largest entry of each row, 4 bits in groups of 32 by least squared error (8 where 32 does
+    not divide K).
+    """
+    bits = bits if weight.shape[1] % GROUP == 0 else 8
+    values, scales = cpu.round_weight(weight if weight.stride(1) == 1 else weight.contiguous(), bits, GROUP)
+    return QuantisedWeight(values, scales, None, bits)
