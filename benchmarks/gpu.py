@@ -36,12 +36,12 @@ from echelon.bench.framework import FrameworkRun
 from echelon.bench.kernels import measure_attention, measure_machine
 from echelon.bench.report import described, write_json
 from echelon.bench.shapes import opt, plain_with_random_weights, with_random_weights
-from echelon.bench.step import packed_weights
 from echelon.bench.throughput import DecodingMethod, ThroughputResult, environment, measure
 from echelon.bench.verify import VerificationJob, verify_dtype
 from echelon.cli.verify import as_json as verified_as_json
 from echelon.demo import DRAFT, TARGET
 from echelon.model.load.loading import LoadedModel, load_model
+from echelon.model.patches.linear import packed_weights
 from echelon.ops.devices import chosen_device
 
 OUTPUT = EVIDENCE / "gpu_check.json"
@@ -249,7 +249,7 @@ class DeviceCells:
         steps()
         seconds = (now() - start) / num_steps
         busy = sum(kernel_seconds(steps, self.device).values()) / num_steps if self.device.type == "cuda" else None
-        weights = sum(w.nbytes for w in packed_weights(target))
+        weights = sum(w.data.nbytes for w in packed_weights(target.model))
         return seconds, busy, weights + batch * (size.plain_context + num_steps / 2) * bytes_per_token(target)
 
     def attention(self) -> Record:

@@ -17,9 +17,10 @@ from typing import Any
 from echelon.bench.kernels import Machine
 from echelon.bench.plot import Curve, line_chart
 from echelon.bench.report import columns, table
-from echelon.bench.step import measure_steps, packed_sizes
+from echelon.bench.step import measure_steps
 from echelon.model.attention import record_layers
 from echelon.model.load.loading import LoadedModel
+from echelon.model.patches.linear import packed_weights
 
 MOST_TOKENS = 256  # of a step that is measured
 LARGEST_K = 4096  # beyond which the law is not followed
@@ -89,7 +90,7 @@ def shape_of(loaded: LoadedModel) -> ModelShape:
     """The shape of a loaded model."""
     shapes = record_layers(loaded.model)
     linear = [m for m in loaded.model.modules() if hasattr(m, "in_features")]
-    sizes = packed_sizes(loaded) or [(m.out_features, m.in_features) for m in linear]
+    sizes = [(w.columns, w.depth) for w in packed_weights(loaded.model)] or [(m.out_features, m.in_features) for m in linear]
     heads = int(loaded.model.config.get_text_config().num_attention_heads)
     return ModelShape(
         sum(columns * depth for columns, depth in sizes),

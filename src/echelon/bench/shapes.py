@@ -43,18 +43,30 @@ SHAPES = {
 }
 
 
-def random_model(shape: str, dtype: torch.dtype = torch.bfloat16, device: str = "auto", numerics: str = "invariant") -> LoadedModel:
-    """A model of one of `SHAPES`, served like any other; device and numerics as in `EngineConfig`."""
+def random_model(
+    shape: str,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "auto",
+    numerics: str = "invariant",
+    quantization: str | None = None,
+) -> LoadedModel:
+    """A model of one of `SHAPES`, served like any other; device, numerics and quantization as in `EngineConfig`."""
     if shape not in SHAPES:
         raise ConfigError(f"{shape!r} is neither a shape ({', '.join(SHAPES)}) nor a folder; choose one of these")
-    return with_random_weights(SHAPES[shape](), shape, dtype, device, numerics)
+    return with_random_weights(SHAPES[shape](), shape, dtype, device, numerics, quantization)
 
 
 def with_random_weights(
-    config: PretrainedConfig, name: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", numerics: str = "invariant"
+    config: PretrainedConfig,
+    name: str,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+    numerics: str = "invariant",
+    quantization: str | None = None,
 ) -> LoadedModel:
     """`plain_with_random_weights`, served."""
-    return adopt_model(plain_with_random_weights(config, dtype, device), None, name, keep_weights=False, numerics=numerics)
+    plain = plain_with_random_weights(config, dtype, device)
+    return adopt_model(plain, None, name, keep_weights=False, numerics=numerics, quantization=quantization)
 
 
 def plain_with_random_weights(config: PretrainedConfig, dtype: torch.dtype, device: str) -> PreTrainedModel:

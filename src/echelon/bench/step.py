@@ -23,7 +23,8 @@ from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.model.attention import record_layers
 from echelon.model.load.loading import LoadedModel
-from echelon.model.patches.weights import PackedParameter
+from echelon.model.patches.linear import packed_weights
+from echelon.model.patches.packing import Packing
 from echelon.model.runner import ModelRunner
 from echelon.ops import compiled, cpu, devices
 from echelon.ops.contract import PackedWeight
@@ -53,21 +54,6 @@ class StepSpeed:
         return max(self.reading, self.arithmetic)
 
 
-def packed_weights(loaded: LoadedModel) -> list[torch.Tensor]:
-    """What a pass has to read: every packed weight once."""
-    return [w.data for w in _packed(loaded)]
-
-
-def packed_sizes(loaded: LoadedModel) -> list[tuple[int, int]]:
-    """Columns and depth of every packed weight."""
-    return [(w.columns, w.depth) for w in _packed(loaded)]
-
-
-def _packed(loaded: LoadedModel) -> list[PackedWeight]:
-    packed = {w.data.data_ptr(): w for p in loaded.model.parameters() if isinstance(p, PackedParameter) for w in p.all_packed}
-    return list(packed.values())
-
-
 def measure_steps(
     loaded: LoadedModel,
     widths: SequenceOf[int],
@@ -86,9 +72,10 @@ def measure_steps(
         if context:
             runner.feed([Span(row, 0, [1 + row] * context, 0, context)])
     batches = [_batch(runner, width, tokens_per_row, context) for width in widths]
-    weights = packed_weights(loaded)
+    packed = packed_weights(loaded.model)
+    weights = [w.data for w in packed]
     taken: list[list[tuple[float, float, float]]] = [[] for _ in widths]
-    products, reads = _products(loaded), []
+    products, reads = _products(loaded, max(packed, key=lambda w: w.data.nbytes)), []
     multiplied: list[list[float]] = [[] for _ in products]
     for _ in range(rounds + 1):
         reads.append(seconds_of(partial(_read, weights), loaded.device))
@@ -106,17 +93,21 @@ def measure_steps(
     ]
 
 
-def _products(loaded: LoadedModel) -> list[Callable[[], object]]:
-    """Large products: by our kernel in the model's dtype, and on a CPU by the framework in the faster of that and float32.
+def _products(loaded: LoadedModel, largest: PackedWeight) -> list[Callable[[], object]]:
+    """Large products: by our kernel as the model's layers are, and on a CPU by the framework, of integers or in the faster of the model's
+    dtype and float32.
 
     Without instructions of its own for a narrow dtype the framework takes hundreds of times as long in it.
     """
-    device = loaded.device
+    device, bits = loaded.device, largest.integers.bits
     x, weight = (torch.ones(n, PRODUCT_SIZE, dtype=loaded.model.dtype, device=device) for n in (PRODUCT_ROWS, PRODUCT_SIZE))
-    backend, packed = devices.backend_of(x), devices.backend_of(x).pack(weight)
+    backend, packed = devices.backend_of(x), Packing(bits=bits).pack(weight)
     ours: Callable[[], object] = lambda: backend.packed_linear(x, packed)  # noqa: E731
     if device.type == "cpu" and compiled.isa() == "generic":
         return [ours]  # the framework's is held to no such family
+    if bits:
+        rows, columns = x.to(torch.int8), weight.to(torch.int8).t()
+        return [ours, lambda: torch._int_mm(rows, columns)]
     theirs = [t.to(fastest_dtype(device)) for t in (x, weight)]
     return [ours, lambda: F.linear(*theirs)]
 
@@ -124,7 +115,7 @@ def _products(loaded: LoadedModel) -> list[Callable[[], object]]:
 def _operations(runner: ModelRunner, batch: RaggedBatch) -> int:
     """Multiplications and additions of linear layers and of attention in a pass whose tokens all want logits."""
     loaded, cache = runner.loaded, runner.cache
-    weights = sum(columns * depth for columns, depth in packed_sizes(loaded))
+    weights = sum(w.columns * w.depth for w in packed_weights(loaded.model))
     heads = int(loaded.model.config.get_text_config().num_attention_heads)
     keys = int(batch.positions.sum()) + batch.num_tokens
     return 2 * batch.num_tokens * weights + sum(

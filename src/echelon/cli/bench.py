@@ -7,7 +7,7 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -43,7 +43,7 @@ from echelon.cli.measured import IsaOption, JsonOption, OutputOption, counted, s
 from echelon.cli.runs import latency, peers, throughput
 from echelon.cli.shared import SpeculativeOption, errors, speculative_mapping
 from echelon.demo import held_out_files
-from echelon.model.load.loading import DTYPES, load_model
+from echelon.model.load.loading import DTYPES, LoadedModel, load_model
 from echelon.ops import compiled
 from echelon.ops.devices import chosen_device, has_kernels
 from echelon.requests import read_requests
@@ -61,6 +61,10 @@ def step(
     tokens_per_row: Annotated[int, typer.Option(help="New tokens of each row, at most.", min=1)] = 8,
     context: Annotated[int, typer.Option(help="Tokens that each row has before them.", min=0)] = 256,
     rounds: Annotated[int, typer.Option(help="Passes of each width, interleaved.", min=1)] = 9,
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32", "int8", "int4"],
+        typer.Option(help="auto: as stored, bfloat16 of random weights. int8, int4: rounded (`quantization`)."),
+    ] = "auto",
     isa: IsaOption = None,  # noqa: ARG001
     cost_table: Annotated[
         Path | None,
@@ -76,7 +80,7 @@ def step(
         raise ConfigError(f"there are no compiled kernels to measure ({compiled.REASON}); install with a C++ compiler at hand")
     widths = sorted(sizes_of(tokens, "--tokens"))
     with errors.status(f"making {model}"):
-        loaded = random_model(model) if model in SHAPES else load_model(model, device="auto")
+        loaded = _made(model, dtype)
     if cost_table is not None:
         with errors.status("measuring costs"):
             llm = LLM(loaded, (speculative_mapping(speculative_config) or {"method": "ngram"}) | AUTO, max_num_seqs=max_num_seqs)
@@ -87,11 +91,19 @@ def step(
     with Progress(console=errors, transient=True) as progress:
         task = progress.add_task("passes", total=rounds + 1)
         results = measure_steps(loaded, widths, tokens_per_row, context, rounds, lambda: progress.advance(task))
-    kind = {"model": model, "isa": compiled.isa(), "dtype": str(loaded.model.dtype).removeprefix("torch.")}
+    kind = {"model": model, "isa": compiled.isa(), "dtype": loaded.quantization or str(loaded.model.dtype).removeprefix("torch.")}
     report = {"environment": environment(), **kind, "results": [asdict(r) for r in results]}
     typer.echo(json.dumps(report) if json_output else steps_as_markdown(results))
     if output is not None:
         write_json(output, report)
+
+
+def _made(model: str, dtype: str) -> LoadedModel:
+    """A model from a folder, or with random weights, in a dtype or rounded."""
+    quantization, dtype = (dtype, "auto") if dtype in ("int8", "int4") else (None, dtype)
+    if model in SHAPES:
+        return random_model(model, DTYPES.get(dtype, torch.bfloat16), quantization=quantization)
+    return load_model(model, dtype=dtype, quantization=quantization)
 
 
 @app.command()

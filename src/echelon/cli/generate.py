@@ -40,6 +40,7 @@ from echelon.requests import Request, read_requests, request_from_text
         "max_model_len",
         "kv_cache_memory_bytes",
         "dtype",
+        "quantization",
         "device",
         "numerics",
         "enable_prefix_caching",

@@ -27,6 +27,7 @@ from echelon.server.config import ServerConfig, read_keys
         "max_model_len",
         "kv_cache_memory_bytes",
         "dtype",
+        "quantization",
         "device",
         "numerics",
         "enable_prefix_caching",

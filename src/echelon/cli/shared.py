@@ -112,7 +112,9 @@ def _plain(kind: Any) -> Any:
 
 def _takes_word(kind: Any) -> bool:
     """A number or a word, such as "auto"."""
-    return get_origin(kind) in (Union, types.UnionType) and any(get_origin(k) is Literal for k in get_args(kind))
+    return get_origin(kind) in (Union, types.UnionType) and {Literal, None} <= {
+        get_origin(k) for k in get_args(kind) if k is not type(None)
+    }
 
 
 def from_argument(text: str) -> Any:

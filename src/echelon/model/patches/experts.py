@@ -42,6 +42,11 @@ class Experts:
     down: Projection
     activation: Activation
 
+    @property
+    def weights(self) -> list[PackedWeight]:
+        """All of them."""
+        return [w for projection in (self.gate, self.up, self.down) if projection is not None for w in projection.weights]
+
     def hidden(self, expert: int, x: Tensor) -> Tensor:
         """x [n, K] → [n, I]: what goes into the expert's down projection."""
         if self.gate is not None:

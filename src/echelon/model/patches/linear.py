@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from echelon import ops
 from echelon.errors import Refusal, UnsupportedModelError
 from echelon.model.patches import PatchedForward
-from echelon.model.patches.experts import is_experts, patch_experts
+from echelon.model.patches.experts import Experts, is_experts, patch_experts
 from echelon.model.patches.packing import Packing
 from echelon.model.patches.weights import SERVED_DTYPES, PackedParameter, absent
 from echelon.ops import devices
@@ -154,6 +154,20 @@ def projection_of(forward: Any) -> tuple[PackedWeight, Tensor | None] | None:
         return None
     packed, bias, is_float32 = forward.args
     return None if is_float32 else (packed, bias)
+
+
+def packed_weights(model: nn.Module) -> list[PackedWeight]:
+    """Return every packed weight of a patched model, once."""
+    found: dict[int, PackedWeight] = {}
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        parts = forward.args if isinstance(forward, PatchedForward) else ()
+        held = [
+            w for part in parts for w in ([part] if isinstance(part, PackedWeight) else part.weights if isinstance(part, Experts) else [])
+        ]
+        own = [w for p in module.parameters(recurse=False) if isinstance(p, PackedParameter) for w in p.all_packed]
+        found |= {w.data.data_ptr(): w for w in held + own}
+    return list(found.values())
 
 
 def is_plain_linear(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -77,7 +78,9 @@ class PackedParameter(torch.Tensor):
         return [w for part in self.entries.values() for w in part.all_packed] if self.is_stack else [self.packed]  # type: ignore[attr-defined]
 
     def converted(self, dtype: torch.dtype) -> Tensor:
-        """Return this weight [N, K] in another dtype, packed once."""
+        """Return this weight [N, K] in another dtype, packed once; one of integers as it is, for activations of that dtype."""
+        if dtype not in self.entries and self.packed.integers.bits:
+            self.entries[dtype] = PackedParameter.of(replace(self.packed, stands_for=dtype), None)
         if dtype not in self.entries:
             data = self.packed.data
             backend = devices.backend_of(data)
