@@ -67,7 +67,7 @@ struct Bytes : Lanes256 {
   static constexpr const char* name = "avx2";
   static constexpr int most_rows = 4, entry_bytes = 4;
   static constexpr bool narrow = true;
-  static constexpr int at_once(int rows) { return rows == 1 ? 4 : 2; }
+  static constexpr int at_once(int rows) { return rows == 1 ? 2 : 1; }
 
   static Register entry(const char* x) { return all(word(x)); }
   static Register narrow_dot(Register sum, Register w, Register x) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x)); }

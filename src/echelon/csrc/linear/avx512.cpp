@@ -65,7 +65,7 @@ struct Bytes : Lanes512 {
   static constexpr const char* name = "avx512";
   static constexpr int most_rows = 12, entry_bytes = 4;
   static constexpr bool narrow = true;
-  static constexpr int at_once(int) { return 2; }
+  static constexpr int at_once(int rows) { return rows <= 4 ? 2 : 1; }
 
   static Register entry(const char* x) { return all(word(x)); }
   static Register narrow_dot(Register sum, Register w, Register x) { return _mm512_add_epi16(sum, _mm512_maddubs_epi16(w, x)); }

@@ -14,11 +14,13 @@
 namespace echelon::linear {
 namespace {
 
+// Of 4 bits a block of registers holds float32 sums beside those of a group.
+template <int bits>
 struct Fours : Lanes512 {
   static constexpr const char* name = "avx512_vnni";
-  static constexpr int most_rows = 13, entry_bytes = 4;
+  static constexpr int most_rows = bits == 8 ? 13 : 12, entry_bytes = 4;
   static constexpr bool narrow = false;
-  static constexpr int at_once(int) { return 2; }
+  static constexpr int at_once(int rows) { return bits == 8 || rows <= 6 ? 2 : 1; }
   using Quads = Register;
 
   static Quads quads(Register v) { return v; }
@@ -28,7 +30,7 @@ struct Fours : Lanes512 {
 
 }  // namespace
 
-const Family& avx512_vnni_integers(int bits) { return bits == 8 ? IntegerFamily<Fours, 8>::family : IntegerFamily<Fours, 4>::family; }
+const Family& avx512_vnni_integers(int bits) { return bits == 8 ? IntegerFamily<Fours<8>, 8>::family : IntegerFamily<Fours<4>, 4>::family; }
 
 }  // namespace echelon::linear
 

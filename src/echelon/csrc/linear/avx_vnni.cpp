@@ -14,11 +14,13 @@
 namespace echelon::linear {
 namespace {
 
+// Of 4 bits a block of registers holds float32 sums beside those of a group.
+template <int bits>
 struct Fours : Lanes256 {
   static constexpr const char* name = "avx_vnni";
   static constexpr int most_rows = 5, entry_bytes = 4;
   static constexpr bool narrow = false;
-  static constexpr int at_once(int rows) { return rows <= 2 ? 4 : 2; }
+  static constexpr int at_once(int rows) { return (rows <= 2 ? 4 : 2) / (bits == 8 ? 1 : 2); }
   using Quads = Register;
 
   static Quads quads(Register v) { return v; }
@@ -28,7 +30,7 @@ struct Fours : Lanes256 {
 
 }  // namespace
 
-const Family& avx_vnni_integers(int bits) { return bits == 8 ? IntegerFamily<Fours, 8>::family : IntegerFamily<Fours, 4>::family; }
+const Family& avx_vnni_integers(int bits) { return bits == 8 ? IntegerFamily<Fours<8>, 8>::family : IntegerFamily<Fours<4>, 4>::family; }
 
 }  // namespace echelon::linear
 

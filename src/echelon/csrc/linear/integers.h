@@ -60,11 +60,11 @@ struct IntegerFamily {
       for (int v = 0; v < vectors; ++v) D::store(sums + r * tile + c + v * D::width, sum[r][v]);
   }
 
-  // Steps `first` to `last` − 1 of a group of halves of bytes, eight entries each.
-  template <int rows, int vectors, class Sum, class Dot>
-  static inline ALWAYS_INLINE void halves_of(const char* x, const char* w, int64_t first, int64_t last, Sum (&sum)[rows][vectors], int64_t c,
-                                             const Dot& dot) {
-    for (int64_t s = first; s < last; ++s) {
+  // 32 entries of a group of halves of bytes: four steps of eight.
+  template <int rows, int vectors, class Dot>
+  static inline ALWAYS_INLINE void halves_of(const char* x, const char* w, Register (&sum)[rows][vectors], int64_t c, const Dot& dot) {
+#pragma GCC unroll 4
+    for (int s = 0; s < 4; ++s) {
       Register low[vectors], high[vectors];
 #pragma GCC unroll 8
       for (int v = 0; v < vectors; ++v) {
@@ -83,10 +83,21 @@ struct IntegerFamily {
     }
   }
 
+  // Calls f(r, v) for every sum.
+  template <int rows, int vectors, class F>
+  static inline ALWAYS_INLINE void each(const F& f) {
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < vectors; ++v) f(r, v);
+  }
+
   template <int rows, int vectors>
   static inline ALWAYS_INLINE void halves(const char* x, const char* w, int64_t steps, float* sums, int64_t c, Prefetch prefetch,
                                           Integers integers) {
     const int64_t group_steps = integers.group / 8;
+    typename D::Floats total[rows][vectors];
+    each<rows, vectors>([&](int r, int v) ALWAYS_INLINE { total[r][v] = D::load_floats(sums + r * tile + c + v * D::width); });
     for (int64_t g = 0; g * group_steps < steps; ++g) {
       const char* data = w + tile * (integers.has_zeros ? 3 : 2);
       const char* group_x = x + g * group_steps * 2 * D::entry_bytes;
@@ -97,45 +108,41 @@ struct IntegerFamily {
 #pragma GCC unroll 16
         for (int r = 0; r < rows; ++r) sum[r][v] = D::multiply_low(zero, D::all(group_sum(x + r * x_stride, g)));
       }
-      if constexpr (rows > few_rows)
-        for (int64_t s = 0; s < group_steps; ++s) fetch_for<vectors>(prefetch, g * group_steps + s, c);
-      if constexpr (D::narrow) {
-        for (int64_t s = 0; s < group_steps; s += 4) {
+      for (int64_t s = 0; s < group_steps; s += 4) {
+        const char* part_x = group_x + 2 * s * D::entry_bytes;
+        const char* part_w = data + s * step_bytes;
+        if constexpr (rows > few_rows)
+#pragma GCC unroll 4
+          for (int i = 0; i < 4; ++i) fetch_for<vectors>(prefetch, g * group_steps + s + i, c);
+        if constexpr (D::narrow) {
           Register part[rows][vectors];
-#pragma GCC unroll 16
-          for (int r = 0; r < rows; ++r)
-#pragma GCC unroll 8
-            for (int v = 0; v < vectors; ++v) part[r][v] = D::all(0);
-          halves_of(group_x, data, s, s + 4, part, c, [](auto s, auto w, auto e) ALWAYS_INLINE { return D::narrow_dot(s, w, e); });
-#pragma GCC unroll 16
-          for (int r = 0; r < rows; ++r)
-#pragma GCC unroll 8
-            for (int v = 0; v < vectors; ++v) sum[r][v] = D::widen(sum[r][v], part[r][v]);
+          each<rows, vectors>([&](int r, int v) ALWAYS_INLINE { part[r][v] = D::all(0); });
+          halves_of(part_x, part_w, part, c, [](auto s, auto w, auto e) ALWAYS_INLINE { return D::narrow_dot(s, w, e); });
+          each<rows, vectors>([&](int r, int v) ALWAYS_INLINE { sum[r][v] = D::widen(sum[r][v], part[r][v]); });
+        } else {
+          halves_of(part_x, part_w, sum, c, [](auto s, auto w, auto e) ALWAYS_INLINE { return D::dot(s, D::quads(w), e); });
         }
-      } else {
-        halves_of(group_x, data, 0, group_steps, sum, c, [](auto s, auto w, auto e) ALWAYS_INLINE { return D::dot(s, D::quads(w), e); });
       }
 #pragma GCC unroll 8
       for (int v = 0; v < vectors; ++v) {
         const auto scale = D::half_floats(reinterpret_cast<const uint16_t*>(w) + c + v * D::width);
 #pragma GCC unroll 16
-        for (int r = 0; r < rows; ++r) {
-          float* at = sums + r * tile + c + v * D::width;
-          D::store_floats(at, D::multiply_add(D::to_floats(sum[r][v]), scale, D::load_floats(at)));
-        }
+        for (int r = 0; r < rows; ++r) total[r][v] = D::multiply_add(D::to_floats(sum[r][v]), scale, total[r][v]);
       }
       w = data + group_steps * step_bytes;
     }
+    each<rows, vectors>([&](int r, int v) ALWAYS_INLINE { D::store_floats(sums + r * tile + c + v * D::width, total[r][v]); });
   }
 
   template <int rows>
   static void multiply(const void* x, const void* w, int64_t steps, float* sums, Prefetch prefetch, Integers integers) {
+    const char *from = static_cast<const char*>(x), *weight = static_cast<const char*>(w);
     constexpr int at_once = D::at_once(rows);
     for (int64_t c = 0; c < tile; c += at_once * D::width) {
       if constexpr (bits == 8)
-        bytes<rows, at_once>(static_cast<const char*>(x), static_cast<const char*>(w), steps, sums, c, prefetch);
+        bytes<rows, at_once>(from, weight, steps, sums, c, prefetch);
       else
-        halves<rows, at_once>(static_cast<const char*>(x), static_cast<const char*>(w), steps, sums, c, prefetch, integers);
+        halves<rows, at_once>(from, weight, steps, sums, c, prefetch, integers);
     }
   }
 

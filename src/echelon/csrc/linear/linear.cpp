@@ -8,7 +8,8 @@
 namespace echelon::linear {
 namespace {
 
-constexpr int64_t near = 1024, far = 32768;  // bytes of weight between what is multiplied and what is fetched
+// Bytes of weight between what is multiplied and what is fetched. Of integers they are a block of depth: its columns may be gone over twice.
+constexpr int64_t near = 1024, near_of_integers = 4096, far = 32768;
 constexpr int64_t sums_budget = 256 * 1024;  // bytes of sums that a worker keeps at hand: part of a second-level cache
 
 int64_t grain(Storage type) { return type == Storage::bfloat16 ? 2 : 1; }  // entries of K that lie side by side
@@ -212,7 +213,7 @@ void Pass::multiply(int64_t first, int64_t last, const void* packed_x, float* su
           const int64_t lines = family.lines_per_step;
           // A lone block of rows streams through the weight; of several, the first ones share out the block that comes next, and all fetch
           // the rows that come next.
-          const char* ahead = blocks == 1 ? w + near : next + std::min(b, lines - 1) * steps * 64;
+          const char* ahead = blocks == 1 ? w + (weight.integers.bits ? near_of_integers : near) : next + std::min(b, lines - 1) * steps * 64;
           const Prefetch prefetch = blocks == 1 ? Prefetch{ahead, ahead + (lines - 1) * 64, w + far, (lines - 1) * 64, lines * 64}
                                                 : Prefetch{ahead, rows_x + num_units * family.unit * row_bytes(), ahead + far, 0, 64};
           family.multiply[num_units - 1](rows_x, w, steps, sums + (t - start) * sums_per_tile + unit * family.unit * tile, prefetch,
