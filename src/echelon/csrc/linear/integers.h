@@ -111,7 +111,7 @@ struct IntegerFamily {
       for (int64_t s = 0; s < group_steps; s += 4) {
         const char* part_x = group_x + 2 * s * D::entry_bytes;
         const char* part_w = data + s * step_bytes;
-        if constexpr (rows > few_rows)
+        if constexpr (rows > 2)
 #pragma GCC unroll 4
           for (int i = 0; i < 4; ++i) fetch_for<vectors>(prefetch, g * group_steps + s + i, c);
         if constexpr (D::narrow) {

@@ -215,7 +215,7 @@ void Pass::multiply(int64_t first, int64_t last, const void* packed_x, float* su
           // the rows that come next.
           const char* ahead = blocks == 1 ? w + (weight.integers.bits ? near_of_integers : near) : next + std::min(b, lines - 1) * steps * 64;
           const Prefetch prefetch = blocks == 1 ? Prefetch{ahead, ahead + (lines - 1) * 64, w + far, (lines - 1) * 64, lines * 64}
-                                                : Prefetch{ahead, rows_x + num_units * family.unit * row_bytes(), ahead + far, 0, 64};
+                                                : Prefetch{ahead, rows_x + num_units * family.unit * row_bytes(), ahead + std::min(far, whole_tile / 2), 0, 64};
           family.multiply[num_units - 1](rows_x, w, steps, sums + (t - start) * sums_per_tile + unit * family.unit * tile, prefetch,
                                           weight.integers);
         }
