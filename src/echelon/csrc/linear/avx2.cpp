@@ -47,7 +47,7 @@ namespace {
 // Products of pairs of int16: four entries of x are two pairs, and so are the even and odd bytes of the weight.
 struct Pairs : Lanes256 {
   static constexpr const char* name = "avx2";
-  static constexpr int most_rows = 4, entry_bytes = 8;
+  static constexpr int most_rows = 4, entry_bytes = 8, few_rows = 2;
   static constexpr bool narrow = false;
   static constexpr int at_once(int rows) { return rows == 1 ? 4 : 2; }
   struct Quads {
@@ -65,12 +65,16 @@ struct Pairs : Lanes256 {
 // Products of bytes, summed in int16: exact for a weight below 16, eight times 2 · 15 · 127.
 struct Bytes : Lanes256 {
   static constexpr const char* name = "avx2";
-  static constexpr int most_rows = 4, entry_bytes = 4;
+  static constexpr int most_rows = 4, entry_bytes = 4, few_rows = 2;
   static constexpr bool narrow = true;
   static constexpr int at_once(int rows) { return rows == 1 ? 2 : 1; }
 
   static Register entry(const char* x) { return all(word(x)); }
-  static Register narrow_dot(Register sum, Register w, Register x) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x)); }
+  static Register narrow_dot(Register sum, Register w, Register x) {
+    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x));
+    asm("" : "+x"(sum));  // added now: put off, the products of a whole group would leave their registers
+    return sum;
+  }
   static Register widen(Register sum, Register part) { return _mm256_add_epi32(sum, _mm256_madd_epi16(part, _mm256_set1_epi16(1))); }
 };
 

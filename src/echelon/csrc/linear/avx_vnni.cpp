@@ -18,7 +18,7 @@ namespace {
 template <int bits>
 struct Fours : Lanes256 {
   static constexpr const char* name = "avx_vnni";
-  static constexpr int most_rows = 5, entry_bytes = 4;
+  static constexpr int most_rows = 5, entry_bytes = 4, few_rows = 2;
   static constexpr bool narrow = false;
   static constexpr int at_once(int rows) { return (rows <= 2 ? 4 : 2) / (bits == 8 ? 1 : 2); }
   using Quads = Register;

@@ -45,7 +45,7 @@ struct Pairs {
   using Register = __m128i;
   using Floats = __m128;
   static constexpr const char* name = "generic";
-  static constexpr int width = 4, most_rows = 4, entry_bytes = 8;
+  static constexpr int width = 4, most_rows = 4, entry_bytes = 8, few_rows = 2;
   static constexpr bool narrow = false;
   static constexpr int at_once(int rows) { return rows == 1 ? 4 : 2; }
   struct Quads {

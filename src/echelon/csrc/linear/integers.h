@@ -5,7 +5,8 @@
 //   Quads quads(Register): a weight's bytes, four entries to a lane; dot(sum, Quads, Entry): sum + their products with x's
 //   halves: whether `narrow_dot` takes bytes below 16, up to eight times into lanes of int16, and widen(sum, narrow sum) adds these up
 //   Floats; load_floats, store_floats, half_floats(const uint16_t*), and multiply_add(x, y, z) = round(x · y) + z; to_floats(Register)
-//   most_rows of a block of registers, and at_once(rows): how many registers of columns go with them
+//   most_rows of a block of registers, and at_once(rows): how many registers of columns go with them;
+//   few_rows, which leave memory waiting: the processor's own fetching ahead does better
 // No STL here.
 #pragma once
 
@@ -15,7 +16,6 @@ namespace echelon::linear {
 namespace {
 
 constexpr int64_t integer_depth = 256;  // 8 KiB of weight of 8 bits, of which two and x fit into L1
-constexpr int few_rows = 4;             // which leave memory waiting: the processor's own fetching ahead does better
 
 template <class D, int bits>
 struct IntegerFamily {
@@ -43,7 +43,7 @@ struct IntegerFamily {
 #pragma GCC unroll 8
       for (int v = 0; v < vectors; ++v) sum[r][v] = D::load(sums + r * tile + c + v * D::width);
     for (int64_t s = 0; s < steps; ++s) {
-      if constexpr (rows > few_rows) fetch_for<vectors>(prefetch, s, c);
+      if constexpr (rows > D::few_rows) fetch_for<vectors>(prefetch, s, c);
       typename D::Quads column[vectors];
 #pragma GCC unroll 8
       for (int v = 0; v < vectors; ++v) column[v] = D::quads(D::load(w + s * step_bytes + (c + v * D::width) * 4));
@@ -111,7 +111,7 @@ struct IntegerFamily {
       for (int64_t s = 0; s < group_steps; s += 4) {
         const char* part_x = group_x + 2 * s * D::entry_bytes;
         const char* part_w = data + s * step_bytes;
-        if constexpr (rows > 2)
+        if constexpr (rows > D::few_rows)
 #pragma GCC unroll 4
           for (int i = 0; i < 4; ++i) fetch_for<vectors>(prefetch, g * group_steps + s + i, c);
         if constexpr (D::narrow) {
