@@ -9,11 +9,13 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from echelon.errors import ModelLoadError, UnsupportedModelError
+from echelon.inputs import shown
 
 MAX_CONTEXT = 2**27  # tokens; the longest published context is below a tenth of it
 LAYERS = re.compile(r"layers?$|^depth$")
 COUNTS = re.compile(r"^(num|n)_|_num_")
 LENGTHS = re.compile(r"position|ctx|context|seq_?len|max_.*length|window")
+SERVED_FORMATS = "compressed-tensors (int-quantized of 8 bits, pack-quantized of 4), GPTQ or AWQ of 4 bits"
 SPARE_LAYERS, SPARE_COUNT = 256, 4096  # what parts that a causal model leaves out may say
 TokenId = Annotated[int, Field(ge=-1, lt=2**31)]
 Name = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -56,13 +58,16 @@ def refuse_own_code(name: str, raw: dict[str, Any]) -> None:
         raise UnsupportedModelError(f"{name} keeps its settings in other files (configuration_files in config.json); merge them into one")
 
 
-def refuse_quantised(name: str, raw: dict[str, Any]) -> None:
-    """Raise UnsupportedModelError for a config.json whose weights are quantised."""
+def refuse_quantised(name: str, raw: dict[str, Any], how: str = "") -> None:
+    """Raise UnsupportedModelError for a config.json whose weights are quantised; `how` says it better than its `quant_method`."""
     for part in (raw, *(v for v in raw.values() if isinstance(v, dict))):
         for key in ("quantization_config", "compression_config"):
-            if part.get(key) is not None:
+            if (settings := part.get(key)) is not None:
+                method = how or str(settings.get("quant_method", "")) if isinstance(settings, dict) else ""
+                by = f" by {shown(method, quote=False)}" if method else ""
                 raise UnsupportedModelError(
-                    f"{name} is quantised ({key} in config.json), and quantised models are not served; use the checkpoint in bfloat16"
+                    f"{name} is quantised{by} ({key} in config.json), which is not served; use {SERVED_FORMATS}, or the checkpoint in "
+                    "bfloat16 with quantization='int8' or 'int4'"
                 )
 
 

@@ -7,12 +7,14 @@ whose order follows the processor's features (`compiled.isa`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from echelon.batch import RaggedBatch
+from echelon.errors import UnsupportedModelError
 from echelon.ops import compiled
 from echelon.ops.contract import Activation, Float64, Int64, Integers, PackedWeight, QuantisedWeight, RmsWeight
 from echelon.sampling import Sampler
@@ -59,6 +61,27 @@ def pack_integers(weight: QuantisedWeight, dtype: torch.dtype) -> PackedWeight:
     integers = Integers(weight.bits, weight.group_size if weight.bits == 4 else 0, weight.zeros is not None)
     columns, depth = weight.values.shape
     return PackedWeight(data, columns, depth, integers=integers, stands_for=dtype)
+
+
+def columns_of(packed: PackedWeight, first: int, last: int) -> PackedWeight:
+    """Columns first … last − 1 of a packed weight, in its memory; both are multiples of 32, `last` unless it is the end."""
+    assert first % TILE == 0 and (last % TILE == 0 or last == packed.columns), (first, last)
+    return replace(packed, data=packed.data[first // TILE : -(-last // TILE)], columns=last - first)
+
+
+def side_by_side(weights: Sequence[PackedWeight]) -> PackedWeight:
+    """Packed weights of one K and kind as one, [ΣN, K].
+
+    Raises
+    ------
+    UnsupportedModelError  one that is not the last does not fill its tiles of 32 columns
+    """
+    if any(w.columns % TILE for w in weights[:-1]):
+        raise UnsupportedModelError(
+            f"weights of {weights[0].columns} columns cannot be put side by side in integers, which takes multiples of {TILE}; use the "
+            "checkpoint in bfloat16"
+        )
+    return replace(weights[0], data=torch.cat([w.data for w in weights]), columns=sum(w.columns for w in weights))
 
 
 def _fills_its_tiles(weight: Tensor) -> bool:

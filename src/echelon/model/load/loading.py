@@ -8,8 +8,8 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,18 +26,21 @@ from transformers import (
 
 from echelon.checkpoint.build import without_memory
 from echelon.checkpoint.folder import Folder, refusing
+from echelon.checkpoint.quantization import Scheme, scheme_of
 from echelon.checkpoint.schemas import GenerationSettings, ModelConfig, check_counts, refuse_own_code, refuse_quantised
 from echelon.checkpoint.tensors import Weights, open_weights, weight_files
 from echelon.config import check_settings
 from echelon.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from echelon.inputs import check_kind, first_line, name_of, shown
 from echelon.model.attention import IMPLEMENTATION
+from echelon.model.load.published import check_published, with_published
+from echelon.model.load.rounding import rounded_as_read
 from echelon.model.load.selftest import self_test
 from echelon.model.patches import PatchedForward
 from echelon.model.patches.apply import patch_model
 from echelon.model.patches.elementwise import patch_elementwise
 from echelon.model.patches.linear import LINEAR, patch_linear
-from echelon.model.patches.packing import packing_of
+from echelon.model.patches.packing import Packing, check_integers, packing_of
 from echelon.model.patches.rope import OriginalContext
 from echelon.ops import devices
 
@@ -58,7 +61,7 @@ class LoadedModel:
     replaced: dict[str, int]  # class → number of modules that run our operations
     original_context: OriginalContext | None  # where longer texts have rotary frequencies of their own
     is_fast: bool = False  # linear layers may round by the batch (`EngineConfig.numerics`)
-    quantization: str | None = None  # what linear layers were rounded to
+    quantization: str | None = None  # the integers that linear layers have, rounded at load or published so
 
     @property
     def device(self) -> torch.device:
@@ -102,7 +105,8 @@ def load_model(
     dtype         "bfloat16", "float16" or "float32"; "auto": as stored
     device        "cpu" or "cuda"; "auto": CUDA where PyTorch sees a device
     numerics      "invariant": a row has the same bits in any batch; "fast": the vendor's linear layers on CUDA, for engines that are "fast"
-    quantization  "int8" or "int4": linear layers and experts in integers, on the CPU; None: as they are
+    quantization  "int8" or "int4": linear layers and experts in integers, on the CPU, rounded one by one as they are read; None: as they
+                  are, in integers too where the checkpoint has them so (compressed-tensors, GPTQ, AWQ)
 
     Raises
     ------
@@ -113,15 +117,27 @@ def load_model(
     name = name_of(name)
     check_settings(dtype=dtype, device=device, numerics=numerics, quantization=quantization)
     chosen = devices.chosen_device(device)
-    model, tokenizer = _read(name, dtype, IMPLEMENTATION)
+    folder = Folder.locate(name, "model")
+    raw = _settings(folder)
+    scheme = scheme_of(folder.shown, raw)
+    if scheme is not None:
+        _check_published(folder.shown, scheme, quantization, chosen)
+    packing = packing_of(quantization if scheme is None else None, False, chosen)
+    model, tokenizer = _read(folder, raw, dtype, IMPLEMENTATION, scheme, packing)
+    model.config.name_or_path = name
     self_test(type(model), model.config, model.dtype)
     model.to(chosen).eval().requires_grad_(False)
-    return _served(model, tokenizer, name, keep_weights=False, numerics=numerics, in_place=True, quantization=quantization)
+    packing = replace(packing, is_fast=_is_fast(model, numerics))
+    return _served(model, tokenizer, name, False, packing, True, scheme.quantization if scheme else quantization)
 
 
 def load_plain(name: str | os.PathLike[str]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """The model as transformers would run it, nothing replaced, and its tokenizer; the same refusals as `load_model`."""
-    model, tokenizer = _read(name_of(name), "auto", "sdpa")
+    folder = Folder.locate(name_of(name), "model")
+    raw = _settings(folder)
+    refuse_quantised(folder.shown, raw)
+    model, tokenizer = _read(folder, raw, "auto", "sdpa")
+    model.config.name_or_path = name_of(name)
     return model.eval().requires_grad_(False), tokenizer
 
 
@@ -142,7 +158,8 @@ def adopt_model(
     self_test(type(model), model.config, model.dtype)
     model.set_attn_implementation(IMPLEMENTATION)
     model.eval().requires_grad_(False)
-    return _served(model, tokenizer, name, keep_weights, numerics, quantization=quantization)
+    packing = packing_of(quantization, _is_fast(model, numerics), next(model.parameters()).device)
+    return _served(model, tokenizer, name, keep_weights, packing, False, quantization)
 
 
 def served_copy(model: PreTrainedModel) -> LoadedModel:
@@ -161,7 +178,7 @@ def served_copy(model: PreTrainedModel) -> LoadedModel:
     except Exception as error:  # whatever a module holds
         raise UnsupportedModelError(f"{name} cannot be copied ({first_line(error)}); pass the model unpatched") from error
     copied.set_attn_implementation(IMPLEMENTATION)
-    return _served(copied, None, name, True, "invariant")
+    return _served(copied, None, name, True, Packing(), False, None)
 
 
 def _shared(model: PreTrainedModel) -> dict[int, Any]:
@@ -198,38 +215,53 @@ def _served(
     tokenizer: PreTrainedTokenizerBase | None,
     name: str,
     keep_weights: bool,
-    numerics: str,
-    in_place: bool = False,
-    quantization: str | None = None,
+    packing: Packing,
+    in_place: bool,
+    quantization: str | None,
 ) -> LoadedModel:
     """Patch the model with our operations; `in_place`: nobody else has its weights, so packed ones may take their memory."""
-    is_fast = numerics == "fast" and devices.by_triton(next(model.parameters()))
-    packing = packing_of(quantization, is_fast, next(model.parameters()).device)
     replaced, original_context = patch_model(model, keep_weights, packing, in_place)
-    return LoadedModel(model, tokenizer, name, replaced, original_context, is_fast, quantization)
+    return LoadedModel(model, tokenizer, name, replaced, original_context, packing.is_fast, quantization)
 
 
-def _read(name: str, dtype: str, attention: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """A model and its tokenizer, read into memory of their own; nothing of what they are made of changes with the files any more."""
-    folder = Folder.locate(name, "model")
-    raw = _settings(folder)
-    with open_weights(folder, weight_files(folder)) as weights:
+def _is_fast(model: PreTrainedModel, numerics: str) -> bool:
+    return numerics == "fast" and devices.by_triton(next(model.parameters()))
+
+
+def _check_published(name: str, scheme: Scheme, quantization: str | None, device: torch.device) -> None:
+    """Raise ConfigError where a checkpoint in integers is wanted otherwise, or nothing here multiplies them."""
+    if quantization not in (None, scheme.quantization):
+        raise ConfigError(f"quantization = {quantization!r} is wanted, and {name} is published in {scheme.bits} bits; leave it out")
+    check_integers(f"{name}, which is published in {scheme.bits} bits,", "use the checkpoint in bfloat16", device)
+
+
+def _read(
+    folder: Folder, raw: dict[str, Any], dtype: str, attention: str, scheme: Scheme | None = None, packing: Packing | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """A model and its tokenizer, read into memory of their own; nothing of what they are made of changes with the files any more.
+
+    Weights that `scheme` describes are packed as they are published, and others as `packing` has it where it rounds them.
+    """
+    with open_weights(folder, weight_files(folder)) as stored:
+        weights = stored if scheme is None else with_published(stored, scheme)
         check_counts(folder.shown, raw, len(weights.tensors), weights.largest_dimension)
         tokenizer = _read_tokenizer(folder)
         config = _read_config(folder)
         cls = _class_of(folder, config, weights)
-        model = _read_weights(cls, config, dtype, attention, weights)
-    model.config.name_or_path = name
+        rounding = rounded_as_read(packing, config.get_text_config().vocab_size) if packing and packing.bits else nullcontext()
+        with rounding:
+            model = _read_weights(cls, config, dtype, attention, weights)
+    if scheme is not None:
+        check_published(model, folder.shown)
     return model, tokenizer
 
 
 def _settings(folder: Folder) -> dict[str, Any]:
-    """Read config.json, refusing what could not be served."""
+    """Read config.json, refusing what could not be served in any form."""
     if not folder.has("config.json"):
         raise ModelLoadError(f"{folder.shown} holds no config.json; point to the folder that `save_pretrained` wrote")
     raw = folder.read_json("config.json")
     refuse_own_code(folder.shown, raw)
-    refuse_quantised(folder.shown, raw)
     folder.read_as("config.json", ModelConfig)
     return raw
 
@@ -239,6 +271,7 @@ def _read_config(folder: Folder) -> Any:
         config = AutoConfig.from_pretrained(str(folder.path), trust_remote_code=False)
     if hasattr(config, "auto_map"):
         raise UnsupportedModelError(f"{folder.shown} wants to run its own code (auto_map in config.json), which echelon never does")
+    vars(config).pop("quantization_config", None)  # what it describes is packed by the time that transformers sees it
     return config
 
 

@@ -174,7 +174,8 @@ def _compiled(layer: DecoderLayerForward) -> Any | None:
     norms = [None if n is None else rms_norm_of(n) for n in (layer.input_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)]
     forwards = (layer.query, layer.key, layer.value, layer.output, layer.gate, layer.up, layer.down)
     projections = [p for forward in forwards if (p := projection_of(forward)) is not None]
-    is_served = norms[0] is not None and norms[1] is not None and len(projections) == len(forwards)
+    are_alike = len(projections) == len(forwards) and len({weight.integers for weight, _ in projections}) == 1
+    is_served = norms[0] is not None and norms[1] is not None and are_alike
     if not is_served or devices.backend_of(call.query) is not cpu:
         return None
     return cpu.decoder_layer(norms, projections, layer.activation, call.query.shape[1], call.scale, call.window, call.softcap, call.sinks)

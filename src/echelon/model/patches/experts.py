@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from echelon.model.patches import PatchedForward, trials
 from echelon.model.patches.packing import Packing
-from echelon.ops import ROWS_PER_CALL, devices
+from echelon.model.patches.weights import PackedParameter
+from echelon.ops import ROWS_PER_CALL, cpu, devices
 from echelon.ops.contract import Activation, PackedWeight
 
 STACKED = ("gate_up_proj", "up_proj", "down_proj")
@@ -64,6 +65,11 @@ def is_experts(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("is_transposed", "has_gate", "has_bias", "down_proj", "num_experts", "_apply_gate"))
 
 
+def splits_evenly(module: Any, name: str, stacked: Tensor) -> bool:
+    """Whether what is packed of a stack [E, N, K], or [E, K, N], can be shared out as `patch_experts` does."""
+    return name != "gate_up_proj" or stacked.shape[2 if module.is_transposed else 1] // 2 % cpu.TILE == 0
+
+
 def patch_experts(module: Any, absent: Callable[[tuple[int, ...], Tensor], Tensor] | None, packing: Packing) -> None:
     """Patch `forward`. Where `absent` is given, the stacked weights are replaced by what it returns."""
     default = getattr(type(module)._apply_gate, "__name__", "") == "_default_apply_gate"
@@ -80,7 +86,8 @@ def patch_experts(module: Any, absent: Callable[[tuple[int, ...], Tensor], Tenso
     for name in STACKED:
         if absent is not None and name in module._parameters:
             stacked = module._parameters[name]
-            module._parameters[name] = nn.Parameter(absent(tuple(stacked.shape), stacked), requires_grad=False)
+            if not isinstance(stacked, PackedParameter):
+                module._parameters[name] = nn.Parameter(absent(tuple(stacked.shape), stacked), requires_grad=False)
 
 
 def _activation(module: Any) -> Activation | None:
@@ -93,10 +100,13 @@ def _activation(module: Any) -> Activation | None:
 
 def _projection(module: Any, name: str, columns: slice, packing: Packing) -> Projection:
     """Columns of every expert's projection; stacked [E, N, K], or [E, K, N] where transposed."""
-    stacked = getattr(module, name).detach()
-    stacked = stacked.transpose(1, 2) if module.is_transposed else stacked
+    stacked = module._parameters[name]
     biases = getattr(module, f"{name}_bias").detach().float()[:, columns].contiguous() if module.has_bias else [None] * len(stacked)
-    return Projection([packing.pack(weight[columns]) for weight in stacked], list(biases))
+    if isinstance(stacked, PackedParameter):
+        first, last, _ = columns.indices(stacked.all_packed[0].columns)
+        return Projection([cpu.columns_of(weight, first, last) for weight in stacked.all_packed], list(biases))
+    weights = stacked.detach().transpose(1, 2) if module.is_transposed else stacked.detach()
+    return Projection([packing.pack(weight[columns]) for weight in weights], list(biases))
 
 
 def _forward(experts: Experts, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -45,9 +45,12 @@ def _fixed(module: nn.Module, counts: ops.RowCounts, x: Tensor) -> Tensor:
 
 
 def _weight(module: nn.Module) -> Tensor:
-    """[N, K]; Conv1D keeps its weight the other way round."""
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    return weight.t() if isinstance(module, Conv1D) else weight
+    return weight_of(module, module.weight)  # type: ignore[arg-type]
+
+
+def weight_of(module: nn.Module, parameter: Tensor) -> Tensor:
+    """The weight of a linear layer as [N, K]; Conv1D keeps it the other way round."""
+    return parameter.t() if isinstance(module, Conv1D) else parameter
 
 
 def patch_linear(model: nn.Module, keep_weights: bool, packing: Packing, in_place: bool = False) -> dict[str, int]:

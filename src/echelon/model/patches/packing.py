@@ -42,11 +42,16 @@ def packing_of(quantization: str | None, is_fast: bool, device: torch.device) ->
     """
     if quantization is None:
         return Packing(is_fast)
-    if device.type != "cpu":
-        raise ConfigError(f"quantization = {quantization!r} is served on the CPU, and the model is on {device}; leave it out there")
-    if not compiled.is_built():
-        raise ConfigError(f"quantization = {quantization!r} needs the compiled kernels ({compiled.REASON}); {compiled.remedy()}")
+    check_integers(f"quantization = {quantization!r}", "leave it out there", device)
     return Packing(is_fast, {"int8": 8, "int4": 4}[quantization])
+
+
+def check_integers(what: str, instead: str, device: torch.device) -> None:
+    """Raise ConfigError where nothing multiplies weights of integers; `what` has them, `instead` of which something else is served."""
+    if device.type != "cpu":
+        raise ConfigError(f"{what} is served on the CPU, and the model is on {device}; {instead}")
+    if not compiled.is_built():
+        raise ConfigError(f"{what} needs the compiled kernels ({compiled.REASON}); {compiled.remedy()}")
 
 
 def rounded(weight: Tensor, bits: int) -> QuantisedWeight:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.model.patches.packing import Packing
-from echelon.ops import devices
+from echelon.ops import cpu, devices
 from echelon.ops.contract import PackedWeight
 
 SERVED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -38,9 +38,9 @@ class PackedParameter(torch.Tensor):
     entries: dict[object, Tensor]  # this weight in other dtypes, or those of a stack by index
 
     @classmethod
-    def of(cls, packed: PackedWeight, original: nn.Parameter | None) -> nn.Parameter:
-        """A weight that is packed already."""
-        data = absent((packed.columns, packed.depth), packed.data, packed.dtype) if original is None else original.data
+    def of(cls, packed: PackedWeight, original: nn.Parameter | None, shape: tuple[int, ...] | None = None) -> nn.Parameter:
+        """A weight that is packed already; `shape`: where its module has it otherwise than [N, K]."""
+        data = absent(shape or (packed.columns, packed.depth), packed.data, packed.dtype) if original is None else original.data
         return cls._made(data, packed, original, packed.is_fast)
 
     @classmethod
@@ -49,12 +49,20 @@ class PackedParameter(torch.Tensor):
         return cls._made(original.data, None, original, is_fast)
 
     @classmethod
-    def stack(cls, stacked: nn.Parameter, keep_weights: bool, packing: Packing) -> nn.Parameter:
-        """Weights [E, N, K], all packed; the memory of `stacked` is given up unless it is to be kept."""
+    def stack(cls, stacked: nn.Parameter, keep_weights: bool, packing: Packing, is_transposed: bool = False) -> nn.Parameter:
+        """Weights [E, N, K], or [E, K, N], all packed; the memory of `stacked` is given up unless it is to be kept."""
         data = stacked.data if keep_weights else absent(tuple(stacked.shape), stacked)
         parameter = cls._made(data, None, stacked if keep_weights else None, packing.is_fast)
         for i, weight in enumerate(stacked.detach()):
-            parameter.entries[i] = cls.of(packing.pack(weight), None)  # type: ignore[attr-defined]
+            parameter.entries[i] = cls.of(packing.pack(weight.t() if is_transposed else weight), None)  # type: ignore[attr-defined]
+        return parameter
+
+    @classmethod
+    def stack_of(cls, weights: Sequence[PackedWeight]) -> nn.Parameter:
+        """Weights [N, K] that are packed already, as [E, N, K]."""
+        first = weights[0]
+        parameter = cls._made(absent((len(weights), first.columns, first.depth), first.data, first.dtype), None, None, first.is_fast)
+        parameter.entries.update((i, cls.of(weight, None)) for i, weight in enumerate(weights))  # type: ignore[attr-defined]
         return parameter
 
     @classmethod
@@ -119,6 +127,20 @@ def _embedding(_: Any, args: Any, __: dict[str, Any]) -> Tensor | None:
     return devices.backend_of(packed.data).packed_rows(packed, args[0])
 
 
+def _stacked(_: Any, args: Any, keywords: dict[str, Any]) -> Tensor | None:
+    """Experts that a checkpoint has one by one, as their module has them."""
+    is_whole = all(map(_is_matrix, args[0])) and keywords.get("dim", 0) == 0
+    return PackedParameter.stack_of([w.packed for w in args[0]]) if is_whole else None
+
+
+def _joined(_: Any, args: Any, keywords: dict[str, Any]) -> Tensor | None:
+    """Columns of experts that a checkpoint has apart, such as gate and up."""
+    stacks = args[0]
+    if keywords.get("dim") != 1 or not all(isinstance(s, PackedParameter) and s.is_stack for s in stacks):
+        return None
+    return PackedParameter.stack_of([cpu.side_by_side([s.entries[i].packed for s in stacks]) for i in range(len(stacks[0].entries))])
+
+
 def _convert(func: Any, args: Any, keywords: dict[str, Any]) -> Tensor | None:
     weight, dtype = args[0], _dtype_of(func, args[1:], keywords)
     if not _is_matrix(weight) or dtype not in SERVED_DTYPES:
@@ -138,6 +160,8 @@ SUBSTITUTES: dict[Any, Callable[[Any, Any, dict[str, Any]], Tensor | None]] = {
     F.linear: _linear,
     F.embedding: _embedding,
     Tensor.__getitem__: _entry,
+    torch.stack: _stacked,
+    torch.cat: _joined,
     **dict.fromkeys(CONVERSIONS, _convert),
 }
 

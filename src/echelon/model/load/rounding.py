@@ -1,0 +1,51 @@
+"""Weights that are rounded as soon as each is read, so that a model is never held whole as numbers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.model.patches.experts import STACKED, is_experts, splits_evenly
+from echelon.model.patches.linear import is_plain_linear, weight_of
+from echelon.model.patches.packing import Packing
+from echelon.model.patches.weights import SERVED_DTYPES, PackedParameter
+
+
+@contextmanager
+def rounded_as_read(packing: Packing, vocab_size: int) -> Iterator[None]:
+    """Weights of linear layers and stacks of experts that this thread sets inside are packed at once, and what was read is given up.
+
+    An output layer, known by its `vocab_size` columns, stays for `patch_linear`: it may share its weight with an embedding, and keeps more
+    bits.
+    """
+    owner = threading.get_ident()
+
+    def on_parameter(module: nn.Module, name: str, parameter: Any) -> nn.Parameter | None:
+        if threading.get_ident() != owner or parameter is None or parameter.is_meta or isinstance(parameter, PackedParameter):
+            return None
+        made = None
+        if name == "weight" and is_plain_linear(module) and parameter.dtype in SERVED_DTYPES:
+            made = _linear(parameter, module, packing, vocab_size)
+        elif name in STACKED and is_experts(module) and splits_evenly(module, name, parameter):
+            made = PackedParameter.stack(parameter, False, packing, bool(module.is_transposed))
+        if made is not None:
+            made._is_hf_initialized = True  # type: ignore[attr-defined]  # or transformers would draw it anew
+        return made
+
+    handle = nn.modules.module.register_module_parameter_registration_hook(on_parameter)  # type: ignore[arg-type]  # may replace it
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _linear(parameter: torch.Tensor, module: nn.Module, packing: Packing, vocab_size: int) -> nn.Parameter | None:
+    weight = weight_of(module, parameter)
+    if len(weight) == vocab_size:
+        return None
+    return PackedParameter.of(packing.pack(weight.detach()), None, tuple(parameter.shape))
