@@ -28,6 +28,7 @@ from echelon.heads.base import Head
 from echelon.inputs import check_kind, name_of
 from echelon.methods import METHODS, Can
 from echelon.model.load.loading import LoadedModel, check_vocabularies, load_model
+from echelon.model.patches.packing import check_integers
 from echelon.model.runner import Runner
 from echelon.ops import compiled
 from echelon.prefix_cache import PrefixCache
@@ -66,6 +67,8 @@ def build(
     target = _loaded(config, model, config.device, "model", config.quantization)
     if target.device.type == "cpu":
         compiled.warn_once_if_missing()
+    if config.kv_cache_dtype != "auto":
+        check_integers(f"kv_cache_dtype = {config.kv_cache_dtype!r}", "leave it out there", target.device)
     spec = _suited(config, spec, target)
     draft = _draft_model(config, spec, target, draft_model)
     head = _head(spec, target, draft_head)
@@ -179,7 +182,8 @@ def _keys(key: dict[str, str], reach: int) -> list[dict[str, str]]:
 def _steps_key(config: EngineConfig, target: Runner[Any]) -> dict[str, str]:
     """What decides how long a step takes; a table is kept by it."""
     strategy = " ".join((config.strategy, config.pad, config.grouping))
-    settings = f"numerics {config.numerics}, eager {config.enforce_eager}, blocks of {config.block_size}, {pool_of(target)}"
+    storage = f"blocks of {config.block_size}, keys in {config.kv_cache_dtype}, {pool_of(target)}"
+    settings = f"numerics {config.numerics}, eager {config.enforce_eager}, {storage}"
     return machine_key(target.loaded.device) | {"model": model_key(target.loaded), "strategy": strategy, "settings": settings}
 
 

@@ -43,8 +43,8 @@ class LLM:
     draft_model         a draft model loaded already, instead of the name in `speculative_config`
     draft_head          likewise a head of the target
     settings            see `EngineConfig`: dtype, device, numerics, max_num_seqs, max_num_batched_tokens, max_model_len,
-                        block_size, kv_cache_memory_bytes, enable_prefix_caching; and how rows become a batch: strategy, pad, grouping,
-                        group_window, refill
+                        block_size, quantization, kv_cache_dtype, kv_cache_memory_bytes, enable_prefix_caching; and how rows become a
+                        batch: strategy, pad, grouping, group_window, refill
 
     Raises
     ------

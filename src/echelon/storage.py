@@ -66,17 +66,19 @@ def build_unpadded(
     """Build runners over blocks, for batches without padding (EMS-SD)."""
     layers, device = [record_layers(m.model) for m in models], models[0].device
     captures = not config.enforce_eager and device.type == "cuda" and torch.cuda.is_available()  # steps become CUDA graphs
-    per_token = bytes_per_token(models, layers) + (head.bytes_per_token if head else 0)
+    is_rounded = config.kv_cache_dtype == "int8"
+    per_token = bytes_per_token(models, layers, is_rounded) + (head.bytes_per_token if head else 0)
     longest = max_len + num_speculative_tokens  # a tree may take more slots than the text has left
     limit, is_kept = config.kv_cache_memory_bytes, config.enable_prefix_caching
     boundary_bytes = head.boundary_bytes if head is not None and is_kept else 0
     plan = plan_kv(per_token, config.block_size, config.max_num_seqs, longest, limit, device, captures, boundary_bytes)
 
-    def cache(shapes: list[LayerShape], dtype: torch.dtype, num_features: int = 0) -> KVCache:
+    def cache(shapes: list[LayerShape], dtype: torch.dtype, num_features: int = 0, is_rounded: bool = False) -> KVCache:
         tables = BlockTables(plan.num_blocks, plan.block_size, -(-longest // plan.block_size))
-        return KVCache(shapes, tables, dtype, device, captures, num_features)
+        return KVCache(shapes, tables, dtype, device, captures, num_features, is_rounded)
 
-    runners = [ModelRunner(loaded, cache(shapes, loaded.model.dtype)) for loaded, shapes in zip(models, layers, strict=True)]
+    caches = [cache(shapes, m.model.dtype, is_rounded=is_rounded) for m, shapes in zip(models, layers, strict=True)]
+    runners = [ModelRunner(loaded, own) for loaded, own in zip(models, caches, strict=True)]
     if head is not None:
         runners[0].hidden_state_reader = head.reader
     if captures:
@@ -98,6 +100,6 @@ def _cached(runners: SequenceOf[ModelRunner], head_cache: KVCache | None) -> lis
     return [*(CachedTables(runner.cache.tables) for runner in runners), *heads]
 
 
-def bytes_per_token(models: SequenceOf[LoadedModel], layers: SequenceOf[SequenceOf[LayerShape]]) -> int:
-    """Keys and values of one token in all layers of all models."""
-    return sum(s.num_entries * m.model.dtype.itemsize for m, shapes in zip(models, layers, strict=True) for s in shapes)
+def bytes_per_token(models: SequenceOf[LoadedModel], layers: SequenceOf[SequenceOf[LayerShape]], is_rounded: bool = False) -> int:
+    """Bytes of keys and values of one token in all layers of all models."""
+    return sum(s.bytes_per_token(m.model.dtype, is_rounded) for m, shapes in zip(models, layers, strict=True) for s in shapes)

@@ -149,6 +149,8 @@ def caches(llm: LLM) -> list[Any]:
 
 def poison(cache: Any) -> float:
     """What a stale slot of this cache may hold: anything in blocks; anything finite in a rectangle, whose masks multiply by zero."""
+    if isinstance(cache, KVCache) and cache.is_rounded:
+        return -1  # of such bytes a scale is NaN
     return torch.nan if isinstance(cache, KVCache) else 1e4
 
 

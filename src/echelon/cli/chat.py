@@ -269,7 +269,7 @@ def _lines_of_terminal() -> Iterator[str]:
 
 @verb(
     sampling=Flags(SamplingParams, "max_tokens", "temperature", "top_p", "seed", max_tokens=1024, temperature=0.7),
-    engine=Flags(EngineConfig, "max_model_len", "kv_cache_memory_bytes", "dtype", "quantization", "device", "numerics"),
+    engine=Flags(EngineConfig, "max_model_len", "kv_cache_dtype", "kv_cache_memory_bytes", "dtype", "quantization", "device", "numerics"),
 )
 def chat(
     model: ModelArgument,

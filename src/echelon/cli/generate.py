@@ -38,6 +38,7 @@ from echelon.requests import Request, read_requests, request_from_text
         EngineConfig,
         "max_num_seqs",
         "max_model_len",
+        "kv_cache_dtype",
         "kv_cache_memory_bytes",
         "dtype",
         "quantization",

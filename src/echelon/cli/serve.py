@@ -25,6 +25,7 @@ from echelon.server.config import ServerConfig, read_keys
         "max_num_seqs",
         "max_num_batched_tokens",
         "max_model_len",
+        "kv_cache_dtype",
         "kv_cache_memory_bytes",
         "dtype",
         "quantization",

@@ -31,6 +31,8 @@ auto by_features(const Work& work) {
   return has(features, avx512) ? with_avx512(work) : has(features, avx2) ? with_avx2(work) : work();
 }
 
+constexpr int64_t scale_bytes = sizeof(float);  // behind a key or value that is rounded to 8 bits
+
 // 16-bit numbers by their bits, so that one loop serves every processor.
 INLINE float widen_bfloat16(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
 

@@ -65,7 +65,7 @@ class AttachedHead:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of the head's keys and values of one token."""
-        return sum(s.num_entries for s in self.shapes) * self.head.dtype.itemsize
+        return sum(s.bytes_per_token(self.head.dtype) for s in self.shapes)
 
 
 def head_for(config: SpeculativeConfig | None, target: LoadedModel, given: Head | None) -> Head | None:

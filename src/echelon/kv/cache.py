@@ -18,6 +18,7 @@ from echelon.ops import devices
 from echelon.ops.slots import gather_slots, scatter_slots
 
 LARGEST_HEAD = 1024  # numbers in a key or value; as `largest_head` of csrc/attention/attention.h
+SCALE_BYTES = 4  # of the float32 that the integers of a head are multiplied by; they lie before it
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,11 @@ class LayerShape:
                 f"attention heads of {self.key_size} (keys) and {self.value_size} (values) numbers; served are 1 to {LARGEST_HEAD}"
             )
 
-    @property
-    def num_entries(self) -> int:
-        """Numbers that the layer stores per token."""
-        return self.num_kv_heads * (self.key_size + self.value_size)
+    def bytes_per_token(self, dtype: torch.dtype, is_rounded: bool = False) -> int:
+        """Bytes that the layer stores per token, as numbers of `dtype` or rounded to 8 bits."""
+        if is_rounded:
+            return self.num_kv_heads * (self.key_size + self.value_size + 2 * SCALE_BYTES)
+        return self.num_kv_heads * (self.key_size + self.value_size) * dtype.itemsize
 
 
 class KVStorage(ABC):
@@ -54,10 +56,10 @@ class KVStorage(ABC):
 
     tables: KVTables
 
-    def __init__(self, shapes: list[LayerShape], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shapes: list[LayerShape], dtype: torch.dtype, device: torch.device, is_rounded: bool = False) -> None:
         self.device, self.seconds = device, 0.0
         self.clock: Callable[[], float] = time.perf_counter
-        self.bytes_per_slot = sum(s.num_entries for s in shapes) * dtype.itemsize
+        self.bytes_per_slot = sum(s.bytes_per_token(dtype, is_rounded) for s in shapes)
         self.keys = [self._allocate(s.num_kv_heads, s.key_size, dtype) for s in shapes]
         self.values = [self._allocate(s.num_kv_heads, s.value_size, dtype) for s in shapes]
 
@@ -83,7 +85,8 @@ class KVCache(KVStorage):
 
     keys[layer], values[layer]: [num_blocks, num_kv_heads, block_size, size], in the cache's dtype (`ops.slots`). Slots that no row holds
     may contain anything, NaN included: nothing ever multiplies them. With `has_null_block` there is one block more, which no row ever gets:
-    it takes what padding would write.
+    it takes what padding would write. With `is_rounded` every head of a key or value is `size` integers of 8 bits and their float32 scale,
+    int8 [num_blocks, num_kv_heads, block_size, size + 4] (`Backend.write_slots`).
 
     boundaries  [num_blocks, num_features]: of every block, what the state in its last slot was made of besides the text; kept where a row
                 may start behind that slot and need it (`drafters.heads`)
@@ -99,13 +102,16 @@ class KVCache(KVStorage):
         device: torch.device,
         has_null_block: bool = False,
         num_features: int = 0,
+        is_rounded: bool = False,
     ) -> None:
-        self.tables = tables
+        self.tables, self.is_rounded = tables, is_rounded
         self.num_blocks = tables.pool.num_blocks + has_null_block
-        super().__init__(shapes, dtype, device)
+        super().__init__(shapes, dtype, device, is_rounded)
         self.boundaries = torch.empty(self.num_blocks, num_features, dtype=dtype, device=device)
 
     def _allocate(self, num_heads: int, size: int, dtype: torch.dtype) -> Tensor:
+        if self.is_rounded:
+            size, dtype = size + SCALE_BYTES, torch.int8
         return torch.empty(self.num_blocks, num_heads, self.block_size, size, dtype=dtype, device=self.device)
 
     @property
@@ -120,8 +126,9 @@ class KVCache(KVStorage):
 
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         storages = (self.keys[layer], self.values[layer])
-        key, value = (x.to(storage.dtype) for x, storage in zip((keys, values), storages, strict=True))
-        devices.backend_of(key).write_slots(key, value, *storages, slots)
+        if not self.is_rounded:
+            keys, values = (x.to(storage.dtype) for x, storage in zip((keys, values), storages, strict=True))
+        devices.backend_of(keys).write_slots(keys, values, *storages, slots)
 
     def apply_copies(self) -> None:
         """Carry out the copies in `tables.copies`: shared blocks before they are written (copy-on-write), accepted paths of trees.

@@ -110,8 +110,8 @@ class Backend(Protocol):
         the text and of its own ancestors.
 
         query [T, H, D], keys [blocks, Hkv, block_size, D], values [blocks, Hkv, block_size, Dv], sinks [H] or None → [T, H, Dv] in the
-        query's dtype, which is that of the cache. Softmax runs online in float32 over key tiles at multiples of a fixed size from position
-        0 (Milakov and Gimelshein 2018).
+        query's dtype, which is that of the cache, or the cache is int8 with a scale behind each head (`write_slots`). Softmax runs online
+        in float32 over key tiles at multiples of a fixed size from position 0 (Milakov and Gimelshein 2018).
         """
 
     def pack(self, weight: Tensor, is_fast: bool = False, in_place: bool = False) -> PackedWeight:
@@ -146,6 +146,9 @@ class Backend(Protocol):
 
     def write_slots(self, keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
         """Write keys [T, Hkv, D] and values [T, Hkv, Dv] to `slots` int64 [T] of the caches (`ops.slots`).
+
+        Compiled kernels round for a cache of int8 [..., D + 4]: integers in ±127 by the largest entry of the head, ties to even, then their
+        float32 scale, which is NaN for a head that is not finite.
 
         RuntimeError or IndexError for a slot outside; on CUDA slots are not checked, as that would wait for the device.
         """

@@ -28,7 +28,7 @@ float* memory_of(const AttentionCall& call, const AttentionUnit& unit) {
 
 const AttentionFamily& family(const AttentionCall& call) {
   const Features features = active_features();
-  if (call.type == Storage::bfloat16 && has(features, avx512 | avx512_bf16)) return avx512_bf16_attention;
+  if (call.type == Storage::bfloat16 && !call.is_rounded && has(features, avx512 | avx512_bf16)) return avx512_bf16_attention;
   if (has(features, avx512)) return avx512_attention;
   return has(features, avx2) ? avx2_attention : generic_attention;
 }

@@ -8,9 +8,10 @@
 namespace echelon {
 
 // Shapes as in `ops.ragged_attention`: query and out [T, H, D or Dv], keys and values [blocks, Hkv, block_size, D or Dv]. A head is
-// contiguous; strides count values. window 0: none; softcap 0: none; sinks null: none; parents null: every row is a chain.
+// contiguous; strides count values. window 0: none; softcap 0: none; sinks null: none; parents null: every row is a chain. Keys and values
+// that are rounded are integers of 8 bits, and behind each head's lies the float32 that they are multiplied by (`scale_bytes`).
 struct AttentionCall {
-  Storage type;  // of query, keys, values and out
+  Storage type;  // of query and out, and of keys and values that are not rounded
   const void *query, *keys, *values;
   void* out;
   int64_t query_token_stride, query_head_stride;
@@ -22,6 +23,7 @@ struct AttentionCall {
   float scale, softcap;
   int64_t window;
   const float* sinks;  // [H]
+  bool is_rounded = false;
 };
 
 // Some new tokens of one row for some key/value heads and the keys of positions `key_begin` to `key_end` − 1: what one thread does at a

@@ -15,6 +15,9 @@ namespace {
 // Entries are two bfloat16 numbers that lie side by side along the head, or in two keys one after the other.
 struct PairMath {
   static constexpr int64_t grain = 2, bytes = 2;
+  static constexpr bool reads_in_place = true;
+
+  INLINE_METHOD static int64_t slot_bytes(int64_t size) { return size * bytes; }
 
   INLINE_METHOD static Register broadcast(const float* p) { return (Register)_mm512_set1_ps(*p); }
   INLINE_METHOD static Register multiply_add(Register a, Register b, Register c) { return (Register)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b); }

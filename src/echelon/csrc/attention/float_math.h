@@ -6,11 +6,14 @@
 namespace echelon {
 namespace {
 
-// Entries are float32 numbers, one a key or value.
-template <Storage type>
+// Entries are float32 numbers, one a key or value. Rounded ones are their integer times their scale, as float32.
+template <Storage type, bool is_rounded>
 struct FloatMath {
   using Stored = typename Number<type>::Stored;
   static constexpr int64_t grain = 1, bytes = sizeof(Stored);
+  static constexpr bool reads_in_place = !is_rounded;
+
+  INLINE_METHOD static int64_t slot_bytes(int64_t size) { return is_rounded ? size + scale_bytes : size * bytes; }
 
   INLINE_METHOD static Register broadcast(const float* p) { return splat(*p); }
   INLINE_METHOD static Register multiply_add(Register a, Register b, Register c) { return fma(a, b, c); }
@@ -29,8 +32,18 @@ struct FloatMath {
     for (; i < size; ++i) to[i] = Number<type>::widen(in[i]);
     for (int64_t i = size; i < width; ++i) to[i] = 0.0f;
   }
+  // A key or value of the cache.
+  INLINE_METHOD static void copy_slot(const char* from, int64_t size, int64_t width, float* to) {
+    if constexpr (!is_rounded) return copy_row(from, size, width, to);
+    const float scale = load_as<float>(from + size);
+    int64_t i = 0;
+    for (; i + register_lanes <= size; i += register_lanes)
+      store(to + i, __builtin_convertvector(__builtin_convertvector(load_as<Octets>(from + i), Integers), Register) * splat(scale));
+    for (; i < size; ++i) to[i] = static_cast<float>(static_cast<int8_t>(from[i])) * scale;
+    for (; i < width; ++i) to[i] = 0.0f;
+  }
   INLINE_METHOD static const float* row(const char* from, int64_t size, int64_t width, float* staged) {
-    copy_row(from, size, width, staged);
+    copy_slot(from, size, width, staged);
     return staged;
   }
   INLINE_METHOD static void entries(const char* const* rows, int64_t offset, Register* to) {
@@ -40,7 +53,7 @@ struct FloatMath {
   }
   INLINE_METHOD static void interleave(const char* const* rows, int64_t size, float* to) {
     if (rows[0])
-      copy_row(rows[0], size, whole_lanes(size), to);
+      copy_slot(rows[0], size, whole_lanes(size), to);
     else
       zero(to, whole_lanes(size));
   }
@@ -60,14 +73,18 @@ struct FloatMath {
   }
 };
 
+template <bool is_rounded, class Do>
+void with_type(const AttentionCall& call, const Do& work) {
+  if (call.type == Storage::float32)
+    work(FloatMath<Storage::float32, is_rounded>{});
+  else if (call.type == Storage::bfloat16)
+    work(FloatMath<Storage::bfloat16, is_rounded>{});
+  else
+    work(FloatMath<Storage::float16, is_rounded>{});
+}
 template <class Do>
 void with_storage(const AttentionCall& call, const Do& work) {
-  if (call.type == Storage::float32)
-    work(FloatMath<Storage::float32>{});
-  else if (call.type == Storage::bfloat16)
-    work(FloatMath<Storage::bfloat16>{});
-  else
-    work(FloatMath<Storage::float16>{});
+  call.is_rounded ? with_type<true>(call, work) : with_type<false>(call, work);
 }
 
 void attend_float(const AttentionCall& call, const AttentionUnit& unit, float* memory) {

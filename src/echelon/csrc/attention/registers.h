@@ -24,6 +24,7 @@ using Register = float __attribute__((vector_size(4 * REGISTER_LANES)));
 using Words = uint32_t __attribute__((vector_size(4 * REGISTER_LANES)));
 using Integers = int32_t __attribute__((vector_size(4 * REGISTER_LANES)));
 using Halves = uint16_t __attribute__((vector_size(2 * REGISTER_LANES)));
+using Octets = int8_t __attribute__((vector_size(REGISTER_LANES)));
 
 INLINE Register fma(Register a, Register b, Register c) {
 #if REGISTER_LANES == 16

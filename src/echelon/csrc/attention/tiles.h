@@ -363,8 +363,8 @@ struct Unit {
     }
   }
 
-  INLINE_METHOD int64_t key_bytes() const { return call.key_size * Math::bytes; }
-  INLINE_METHOD int64_t value_bytes() const { return call.value_size * Math::bytes; }
+  INLINE_METHOD int64_t key_bytes() const { return Math::slot_bytes(call.key_size); }
+  INLINE_METHOD int64_t value_bytes() const { return Math::slot_bytes(call.value_size); }
   INLINE_METHOD int64_t key_offset(int64_t head) const { return head * call.block_size * key_bytes(); }
   INLINE_METHOD int64_t value_offset(int64_t head) const { return head * call.block_size * value_bytes(); }
 
@@ -632,9 +632,10 @@ struct Unit {
       if (start + key_tile > tree.start) score_drafts(start, head);
       soften(start, head);
     }
-    if (has_many_registers && call.value_size % value_columns == 0 && is_seen_by_all(start)) {
-      for (int64_t k = 0; k < key_tile; k += lanes)
-        for (int64_t head = unit.head_begin; head < unit.head_end; ++head, ++chunk) add_few(here, k, head, next_prefetch(here, next, chunk + prefetch_distance + heads));
+    if (has_many_registers && Math::reads_in_place && call.value_size % value_columns == 0 && is_seen_by_all(start)) {
+      if constexpr (Math::reads_in_place)
+        for (int64_t k = 0; k < key_tile; k += lanes)
+          for (int64_t head = unit.head_begin; head < unit.head_end; ++head, ++chunk) add_few(here, k, head, next_prefetch(here, next, chunk + prefetch_distance + heads));
     } else {
       for (int64_t head = unit.head_begin; head < unit.head_end; ++head) add_values(here, start, head, here, least(head + 1, unit.head_end - 1));
       if (cursor.part < 2) cursor = {2 * chunks, 2, 0, 0};  // these values have been read

@@ -36,10 +36,10 @@ Tensor ragged_attention(const Tensor& given, const Tensor& keys, const Tensor& v
                         const Tensor& text_lens) {
   const Clocked clocked(Part::attention);
   const Tensor query = given.stride(2) == 1 ? given : given.contiguous();
-  AttentionCall call = attention_of({positions, indptr, block_table, text_lens, parents, node_indptr}, keys, values, query.size(1), scale, window, softcap);
-  TORCH_CHECK(query.scalar_type() == keys.scalar_type(), "one dtype for query, keys and values");
-  TORCH_CHECK(query.size(2) == keys.size(3), "query and keys must have one size");
-  Tensor out = at::empty({query.size(0), query.size(1), values.size(3)}, query.options());
+  const Places places{positions, indptr, block_table, text_lens, parents, node_indptr};
+  AttentionCall call = attention_of(places, query.scalar_type(), keys, values, query.size(1), scale, window, softcap);
+  TORCH_CHECK(query.size(2) == call.key_size, "query and keys must have one size");
+  Tensor out = at::empty({query.size(0), query.size(1), call.value_size}, query.options());
   const Tensor sink = sinks ? sinks->to(at::kFloat).contiguous() : Tensor();
   call.query = query.const_data_ptr(), call.query_token_stride = query.stride(0), call.query_head_stride = query.stride(1);
   call.out = out.data_ptr();
@@ -52,19 +52,19 @@ Tensor ragged_attention(const Tensor& given, const Tensor& keys, const Tensor& v
 
 }  // namespace
 
-AttentionCall attention_of(const Places& places, const Tensor& keys, const Tensor& values, int64_t num_heads, double scale,
-                           std::optional<int64_t> window, std::optional<double> softcap) {
+AttentionCall attention_of(const Places& places, at::ScalarType type, const Tensor& keys, const Tensor& values, int64_t num_heads,
+                           double scale, std::optional<int64_t> window, std::optional<double> softcap) {
   TORCH_CHECK(keys.is_contiguous() && values.is_contiguous(), "keys and values must be contiguous");
-  TORCH_CHECK(keys.scalar_type() == values.scalar_type(), "one dtype for query, keys and values");
+  TORCH_CHECK(keys.scalar_type() == values.scalar_type() && (is_rounded(keys) || keys.scalar_type() == type), "one dtype for query, keys and values");
   TORCH_CHECK(keys.dim() == 4 && values.dim() == 4 && keys.size(2) == values.size(2), "keys and values must be [blocks, heads, block_size, size]");
-  for (const int64_t size : {keys.size(3), values.size(3)})
+  for (const int64_t size : {numbers_of(keys), numbers_of(values)})
     TORCH_CHECK(size >= 1 && size <= largest_head, "heads of ", size, " numbers; attention serves 1 to ", largest_head);
   TORCH_CHECK(keys.size(1) >= 1 && num_heads % keys.size(1) == 0, "query heads must be a multiple of key/value heads");
   AttentionCall call{};
-  call.type = storage_of(keys.scalar_type());
+  call.type = storage_of(type), call.is_rounded = is_rounded(keys);
   call.keys = keys.const_data_ptr(), call.values = values.const_data_ptr();
   call.num_rows = places.indptr.size(0) - 1, call.num_heads = num_heads, call.num_kv_heads = keys.size(1);
-  call.key_size = keys.size(3), call.value_size = values.size(3), call.block_size = keys.size(2), call.table_stride = places.block_table.size(1);
+  call.key_size = numbers_of(keys), call.value_size = numbers_of(values), call.block_size = keys.size(2), call.table_stride = places.block_table.size(1);
   call.positions = int32_of(places.positions), call.indptr = int32_of(places.indptr), call.block_table = int32_of(places.block_table);
   if (places.parents) call.parents = int32_of(*places.parents), call.node_indptr = int32_of(*places.node_indptr);
   call.text_lens = int32_of(places.text_lens);

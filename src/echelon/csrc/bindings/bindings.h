@@ -31,7 +31,11 @@ using IntegerArguments = std::tuple<int64_t, int64_t, bool>;
 // Checked views of tensors, as several operations take them. `type` is that of x.
 linear::Weight weight_of(const at::Tensor& packed, int64_t columns, int64_t depth, at::ScalarType type, const IntegerArguments& integers);
 const float* bias_of(const std::optional<at::Tensor>& bias, int64_t columns);  // null where there is none
-HeadSlots slots_of(const at::Tensor& cache);  // [blocks, heads, block_size, size]
+
+// A layer's keys or values [blocks, heads, block_size, size], or int8 with `scale_bytes` more where they are rounded.
+bool is_rounded(const at::Tensor& cache);
+int64_t numbers_of(const at::Tensor& cache);  // of a head
+HeadSlots slots_of(const at::Tensor& cache);
 void check_slots(const at::Tensor& slots, const at::Tensor& keys, const at::Tensor& values);
 
 // Where new tokens and their keys lie: positions [T], indptr [B+1], block_table [B, M], text_lens [B], and in trees parents [P] and
@@ -41,9 +45,9 @@ struct Places {
   const std::optional<at::Tensor>&parents, &node_indptr;
 };
 
-// A call of attention without its query and out, after checks.
-AttentionCall attention_of(const Places& places, const at::Tensor& keys, const at::Tensor& values, int64_t num_heads, double scale,
-                           std::optional<int64_t> window, std::optional<double> softcap);
+// A call of attention without its query and out, which are of `type`, after checks.
+AttentionCall attention_of(const Places& places, at::ScalarType type, const at::Tensor& keys, const at::Tensor& values, int64_t num_heads,
+                           double scale, std::optional<int64_t> window, std::optional<double> softcap);
 
 // Memory that a calling thread keeps between calls, aligned to a large page.
 char* scratch(int64_t bytes);

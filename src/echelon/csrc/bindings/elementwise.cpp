@@ -83,14 +83,15 @@ Tensor rotate_tensor(const Tensor& given, const Tensor& cos, const Tensor& sin) 
   return out.transpose(1, 2);
 }
 
-// Rows of `from` [T, H, D] go to `slots` of `to` [blocks, H, block_size, D].
+// Rows of `from` [T, H, D] go to `slots` of `to` [blocks, H, block_size, D], or int8 [blocks, H, block_size, D + 4].
 void scatter_rows(const Tensor& from, const Tensor& to, const int64_t* slots) {
   const Tensor rows = from.stride(2) == 1 ? from : from.contiguous();
-  TORCH_CHECK(from.dim() == 3 && from.size(1) == to.size(1) && from.size(2) == to.size(3) && from.scalar_type() == to.scalar_type(),
+  const int64_t size = numbers_of(to);
+  TORCH_CHECK(from.dim() == 3 && from.size(1) == to.size(1) && from.size(2) == size && (is_rounded(to) || from.scalar_type() == to.scalar_type()),
               "rows must fit the cache in dtype and size");
-  const int64_t item = to.element_size();
-  over_rows(rows.size(0), to.size(1) * to.size(3), [&](int64_t begin, int64_t end) {
-    write_slots(rows.const_data_ptr(), rows.stride(0) * item, rows.stride(1) * item, slots, begin, end, slots_of(to));
+  const Storage type = storage_of(rows.scalar_type());
+  over_rows(rows.size(0), to.size(1) * size, [&](int64_t begin, int64_t end) {
+    write_slots(type, rows.const_data_ptr(), rows.stride(0), rows.stride(1), size, slots, begin, end, slots_of(to));
   });
 }
 
@@ -103,7 +104,13 @@ void write_slots_tensor(const Tensor& keys, const Tensor& values, const Tensor& 
 
 }  // namespace
 
-HeadSlots slots_of(const Tensor& cache) { return {cache.mutable_data_ptr(), cache.size(1), cache.size(2), cache.size(3) * cache.element_size()}; }
+bool is_rounded(const Tensor& cache) { return cache.scalar_type() == at::kChar; }
+
+int64_t numbers_of(const Tensor& cache) { return cache.size(3) - (is_rounded(cache) ? scale_bytes : 0); }
+
+HeadSlots slots_of(const Tensor& cache) {
+  return {cache.mutable_data_ptr(), cache.size(1), cache.size(2), cache.size(3) * cache.element_size(), is_rounded(cache)};
+}
 
 void check_slots(const Tensor& slots, const Tensor& keys, const Tensor& values) {
   TORCH_CHECK(slots.scalar_type() == at::kLong && slots.is_contiguous(), "slots must be int64");

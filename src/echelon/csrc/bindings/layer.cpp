@@ -53,13 +53,13 @@ class LayerTensors {
   // values in the cache, slots int64 [T].
   LayerCall call(const Tensor& hidden, const Tensor& cos, const Tensor& sin, const Tensor& keys, const Tensor& values, const Tensor& slots,
                  const Places& places) const {
-    LayerCall call{layer_, attention_of(places, keys, values, num_heads_, scale_, window_, softcap_)};
+    LayerCall call{layer_, attention_of(places, type_, keys, values, num_heads_, scale_, window_, softcap_)};
     call.attention.sinks = sinks_;
     call.tokens = slots.numel(), call.width = width_, call.rotary = cos.size(-1);
     const AttentionCall& a = call.attention;
-    TORCH_CHECK(hidden.numel() == call.tokens * width_ && hidden.scalar_type() == type_ && keys.scalar_type() == type_ &&
+    TORCH_CHECK(hidden.numel() == call.tokens * width_ && hidden.scalar_type() == type_ &&
                     places.positions.numel() == call.tokens,
-                "hidden states must be [1, T, ", width_, "] of the weights' and the cache's dtype, with a slot and a position a token");
+                "hidden states must be [1, T, ", width_, "] of the weights' dtype, with a slot and a position a token");
     TORCH_CHECK(layer_.query.weight.columns == num_heads_ * a.key_size && layer_.key.weight.columns == a.num_kv_heads * a.key_size &&
                     layer_.value.weight.columns == a.num_kv_heads * a.value_size && layer_.output.weight.depth == num_heads_ * a.value_size,
                 "the projections must fit the heads of the cache");

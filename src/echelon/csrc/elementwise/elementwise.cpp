@@ -1,4 +1,5 @@
 #include "elementwise.h"
+#include "round.h"
 
 #include <algorithm>
 #include <bit>
@@ -189,12 +190,21 @@ void rotate(Storage type, Storage angle_type, const void* x, int64_t token_strid
 
 void add(Storage type, const void* a, const void* b, void* out, int64_t count) { BY_STORAGE(add_numbers, a, b, out, count); }
 
-void write_slots(const void* from, int64_t token_stride, int64_t head_stride, const int64_t* slots, int64_t begin, int64_t end, HeadSlots to) {
-  const auto* source = static_cast<const char*>(from);
+void write_slots(Storage type, const void* from, int64_t token_stride, int64_t head_stride, int64_t size, const int64_t* slots, int64_t begin,
+                 int64_t end, HeadSlots to) {
+  const int64_t number = type == Storage::float32 ? 4 : 2;
   for (int64_t i = begin; i < end; ++i) {
     char* slot = static_cast<char*>(to.data) + (slots[i] / to.block_size * to.heads * to.block_size + slots[i] % to.block_size) * to.bytes;
-    for (int64_t head = 0; head < to.heads; ++head)
-      std::memcpy(slot + head * to.block_size * to.bytes, source + i * token_stride + head * head_stride, static_cast<size_t>(to.bytes));
+    for (int64_t head = 0; head < to.heads; ++head, slot += to.block_size * to.bytes) {
+      const char* source = static_cast<const char*>(from) + (i * token_stride + head * head_stride) * number;
+      if (!to.is_rounded) {
+        std::memcpy(slot, source, static_cast<size_t>(to.bytes));
+        continue;
+      }
+      int32_t unused;
+      const float scale = round_row(source, size, type, size, reinterpret_cast<int8_t*>(slot), &unused);
+      std::memcpy(slot + size, &scale, scale_bytes);
+    }
   }
 }
 

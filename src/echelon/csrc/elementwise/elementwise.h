@@ -38,13 +38,15 @@ void rotate(Storage type, Storage angle_type, const void* x, int64_t token_strid
 // out [count] = a + b.
 void add(Storage type, const void* a, const void* b, void* out, int64_t count);
 
-// A layer's keys, or its values: [blocks, heads, block_size] of `bytes` each.
+// A layer's keys, or its values: [blocks, heads, block_size] of `bytes` each, numbers of a head or, rounded, its integers and their scale.
 struct HeadSlots {
   void* data;
   int64_t heads, block_size, bytes;
+  bool is_rounded = false;
 };
 
-// Rows begin … end − 1 of `from` [T, heads], with strides in bytes, go to their `slots` [T].
-void write_slots(const void* from, int64_t token_stride, int64_t head_stride, const int64_t* slots, int64_t begin, int64_t end, HeadSlots to);
+// Rows begin … end − 1 of `from` [T, heads, size], with strides in values, go to their `slots` [T].
+void write_slots(Storage type, const void* from, int64_t token_stride, int64_t head_stride, int64_t size, const int64_t* slots, int64_t begin,
+                 int64_t end, HeadSlots to);
 
 }  // namespace echelon

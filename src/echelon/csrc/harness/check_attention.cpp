@@ -92,8 +92,10 @@ void check_type(Random& random) {
     }
   };
   const int64_t key_size = any_size(), value_size = any_size(), tokens = static_cast<int64_t>(batch.positions.size());
-  const Bytes query(tokens * heads * key_size * sizeof(Stored)), keys(batch.num_slots * kv_heads * key_size * sizeof(Stored)),
-      values(batch.num_slots * kv_heads * value_size * sizeof(Stored)), out(tokens * heads * value_size * sizeof(Stored)), sinks(heads * 4);
+  const bool is_rounded = between(random, 0, 1);
+  const auto slot_bytes = [&](int64_t size) { return is_rounded ? size + scale_bytes : size * static_cast<int64_t>(sizeof(Stored)); };
+  const Bytes query(tokens * heads * key_size * sizeof(Stored)), keys(batch.num_slots * kv_heads * slot_bytes(key_size)),
+      values(batch.num_slots * kv_heads * slot_bytes(value_size)), out(tokens * heads * value_size * sizeof(Stored)), sinks(heads * 4);
   for (int64_t i = 0; i < tokens * heads * key_size; ++i) query.as<Stored>()[i] = N::narrow(normal(random));
   std::vector<char> is_seen(static_cast<size_t>(batch.num_slots));
   const int64_t window = between(random, 0, 2) ? 0 : between(random, 1, 200);
@@ -103,11 +105,28 @@ void check_type(Random& random) {
       is_seen[static_cast<size_t>(path[i])] = 1;
   }
   const auto at = [&](int64_t slot, int64_t head) { return (slot / batch.block * kv_heads + head) * batch.block + slot % batch.block; };
+  const auto put = [&](const Bytes& to, int64_t place, int64_t size, bool is_there) {
+    if (!is_rounded) {
+      for (int64_t i = 0; i < size; ++i) to.as<Stored>()[place * size + i] = N::narrow(is_there ? normal(random) : NAN);
+      return;
+    }
+    char* const slot = to.as() + place * slot_bytes(size);
+    for (int64_t i = 0; i < size; ++i) slot[i] = static_cast<char>(between(random, -127, 127));
+    const float scale = is_there ? 0.01f * (1.0f + std::abs(normal(random))) : NAN;
+    std::memcpy(slot + size, &scale, scale_bytes);
+  };
+  const auto number = [&](const Bytes& from, int64_t place, int64_t size, int64_t i) -> double {
+    if (!is_rounded) return N::widen(from.as<Stored>()[place * size + i]);
+    const char* const slot = from.as() + place * slot_bytes(size);
+    float scale;
+    std::memcpy(&scale, slot + size, scale_bytes);
+    return double(static_cast<int8_t>(slot[i])) * scale;
+  };
   for (int64_t slot = 0; slot < batch.num_slots; ++slot)
     for (int64_t head = 0; head < kv_heads; ++head) {
       const bool is_there = is_seen[static_cast<size_t>(slot)];
-      for (int64_t i = 0; i < key_size; ++i) keys.as<Stored>()[at(slot, head) * key_size + i] = N::narrow(is_there ? normal(random) : NAN);
-      for (int64_t i = 0; i < value_size; ++i) values.as<Stored>()[at(slot, head) * value_size + i] = N::narrow(is_there ? normal(random) : NAN);
+      put(keys, at(slot, head), key_size, is_there);
+      put(values, at(slot, head), value_size, is_there);
     }
   for (int64_t i = 0; i < heads; ++i) sinks.as<float>()[i] = normal(random);
   const float softcap = between(random, 0, 2) ? 0.0f : 3.0f, scale = 0.4f;
@@ -116,7 +135,7 @@ void check_type(Random& random) {
                            static_cast<int64_t>(batch.indptr.size()) - 1, heads, kv_heads, key_size, value_size, batch.block,
                            batch.table_stride, batch.positions.data(), batch.indptr.data(), batch.table.data(),
                            has_trees ? batch.parents.data() : nullptr, batch.node_indptr.data(), batch.text_lens.data(), scale, softcap, window,
-                           has_sinks ? sinks.as<float>() : nullptr};
+                           has_sinks ? sinks.as<float>() : nullptr, is_rounded};
   const int64_t at_once = between(random, 1, tokens_per_unit(call)), heads_at_once = between(random, 1, kv_heads);
   for (int64_t row = 0; row < call.num_rows; ++row)
     for (int64_t token = batch.indptr[static_cast<size_t>(row)]; token < batch.indptr[static_cast<size_t>(row) + 1]; token += at_once)
@@ -147,7 +166,7 @@ void check_type(Random& random) {
         double score = 0.0;
         for (int64_t d = 0; d < key_size; ++d)
           score += double(N::widen(query.as<Stored>()[(token * heads + head) * key_size + d])) *
-                   N::widen(keys.as<Stored>()[at(path[i], head / group) * key_size + d]);
+                   number(keys, at(path[i], head / group), key_size, d);
         score *= scale;
         scores.push_back(softcap > 0.0f ? std::tanh(score / softcap) * softcap : score);
         highest = std::max(highest, scores.back());
@@ -157,7 +176,7 @@ void check_type(Random& random) {
       for (int64_t d = 0; d < value_size; ++d) {
         double expected = 0.0, terms = 0.0;
         for (size_t i = first; i < path.size(); ++i) {
-          const double term = scores[i - first] / total * N::widen(values.as<Stored>()[at(path[i], head / group) * value_size + d]);
+          const double term = scores[i - first] / total * number(values, at(path[i], head / group), value_size, d);
           expected += term, terms += std::abs(term);
         }
         const double got = N::widen(out.as<Stored>()[(token * heads + head) * value_size + d]);

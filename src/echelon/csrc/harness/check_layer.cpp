@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "../layer/layer.h"
 #include "../isa.h"
@@ -90,8 +91,8 @@ void by_parts(const LayerCall& call) {
   heads(l.query, l.query_norm, a.num_heads, query.as());
   heads(l.key, l.key_norm, a.num_kv_heads, key.as());
   project(l.value, normed.as(), value.as());
-  write_slots(key.as(), a.num_kv_heads * call.keys.bytes, call.keys.bytes, call.slots, 0, tokens, call.keys);
-  write_slots(value.as(), a.num_kv_heads * call.values.bytes, call.values.bytes, call.slots, 0, tokens, call.values);
+  write_slots(type, key.as(), a.num_kv_heads * a.key_size, a.key_size, a.key_size, call.slots, 0, tokens, call.keys);
+  write_slots(type, value.as(), a.num_kv_heads * a.value_size, a.value_size, a.value_size, call.slots, 0, tokens, call.values);
   a.query = query.as(), a.query_head_stride = a.key_size, a.query_token_stride = a.num_heads * a.key_size, a.out = attended.as();
   const Division division = divide(a, 1);
   for (const AttentionUnit& unit : division.units) attend(a, unit);
@@ -133,22 +134,33 @@ void check_layer(Random& random) {
   const Storage angle_type = between(random, 0, 1) ? type : Storage::float32;
   const Numbers hidden(random, row.tokens * width, type), cos(random, row.tokens * rotary, angle_type), sin(random, row.tokens * rotary, angle_type);
   const int64_t num_slots = row.num_blocks * row.block * kv_heads;
-  const Numbers keys(random, num_slots * key_size, type), values(random, num_slots * value_size, type);
-  const Bytes own_keys(num_slots * key_size * size), own_values(num_slots * value_size * size);
+  const bool is_rounded = between(random, 0, 1);
+  const int64_t key_bytes = is_rounded ? key_size + scale_bytes : key_size * size, value_bytes = is_rounded ? value_size + scale_bytes : value_size * size;
+  const Numbers all_keys(random, num_slots * key_size, type), all_values(random, num_slots * value_size, type);
+  const Bytes keys(num_slots * key_bytes), values(num_slots * value_bytes);
+  const HeadSlots key_slots{keys.as(), kv_heads, row.block, key_bytes, is_rounded}, value_slots{values.as(), kv_heads, row.block, value_bytes, is_rounded};
+  std::vector<int64_t> every(static_cast<size_t>(row.num_blocks * row.block));
+  std::iota(every.begin(), every.end(), 0);
+  const auto fill = [&](const Numbers& from, int64_t numbers, const HeadSlots& to) {
+    write_slots(type, from.bytes.as(), kv_heads * numbers, numbers, numbers, every.data(), 0, static_cast<int64_t>(every.size()), to);
+  };
+  fill(all_keys, key_size, key_slots);
+  fill(all_values, value_size, value_slots);
+  const Bytes own_keys(num_slots * key_bytes), own_values(num_slots * value_bytes);
   const Bytes expected(row.tokens * width * size), out(row.tokens * width * size);
   AttentionCall attention{};
-  attention.type = type, attention.num_rows = 1, attention.num_heads = heads, attention.num_kv_heads = kv_heads;
+  attention.type = type, attention.is_rounded = is_rounded, attention.num_rows = 1, attention.num_heads = heads, attention.num_kv_heads = kv_heads;
   attention.key_size = key_size, attention.value_size = value_size, attention.block_size = row.block, attention.table_stride = row.num_blocks;
   attention.positions = row.positions.data(), attention.indptr = row.indptr.data(), attention.block_table = row.table.data();
   attention.text_lens = row.text_lens.data(), attention.scale = 0.3f, attention.window = between(random, 0, 1) ? between(random, 1, 50) : 0;
   for (const std::string& isa : offered_isas()) {
     set_isa(isa);
-    std::memcpy(own_keys.as(), keys.bytes.as(), static_cast<size_t>(num_slots * key_size * size));
-    std::memcpy(own_values.as(), values.bytes.as(), static_cast<size_t>(num_slots * value_size * size));
+    std::memcpy(own_keys.as(), keys.as(), static_cast<size_t>(num_slots * key_bytes));
+    std::memcpy(own_values.as(), values.as(), static_cast<size_t>(num_slots * value_bytes));
     LayerCall call{layer, attention};
     call.tokens = row.tokens, call.width = width, call.rotary = rotary, call.angle_type = angle_type;
     call.hidden = hidden.bytes.as(), call.cos = cos.bytes.as(), call.sin = sin.bytes.as(), call.slots = row.slots.data();
-    call.keys = {keys.bytes.as(), kv_heads, row.block, key_size * size}, call.values = {values.bytes.as(), kv_heads, row.block, value_size * size};
+    call.keys = key_slots, call.values = value_slots;
     call.attention.keys = call.keys.data, call.attention.values = call.values.data, call.out = expected.as();
     by_parts(call);
     call.keys.data = own_keys.as(), call.values.data = own_values.as(), call.out = out.as();
@@ -157,8 +169,8 @@ void check_layer(Random& random) {
     const Bytes memory(whole.bytes());
     whole.run({}, memory.as());
     const bool same = std::memcmp(expected.as(), out.as(), static_cast<size_t>(row.tokens * width * size)) == 0 &&
-                      std::memcmp(keys.bytes.as(), own_keys.as(), static_cast<size_t>(num_slots * key_size * size)) == 0 &&
-                      std::memcmp(values.bytes.as(), own_values.as(), static_cast<size_t>(num_slots * value_size * size)) == 0;
+                      std::memcmp(keys.as(), own_keys.as(), static_cast<size_t>(num_slots * key_bytes)) == 0 &&
+                      std::memcmp(values.as(), own_values.as(), static_cast<size_t>(num_slots * value_bytes)) == 0;
     expect(same, "a layer in one call gives the bits of its parts, and leaves the same keys and values");
   }
 }

@@ -128,8 +128,11 @@ void LayerRun::project(Worker worker, char* memory, int64_t first, int64_t rows)
   };
   turned(l.query_norm, at_.query, at_.normed_query, a.num_heads, memory + at_.queries + first * a.query_token_stride * size_);
   turned(l.key_norm, at_.key, at_.normed_key, a.num_kv_heads, memory + at_.turned_key);
-  write_slots(memory + at_.turned_key, a.num_kv_heads * call_.keys.bytes, call_.keys.bytes, call_.slots + first, begin, end, call_.keys);
-  write_slots(memory + at_.value, a.num_kv_heads * call_.values.bytes, call_.values.bytes, call_.slots + first, begin, end, call_.values);
+  const auto keep = [&](int64_t from, int64_t size, const HeadSlots& to) {
+    write_slots(a.type, memory + from, a.num_kv_heads * size, size, size, call_.slots + first, begin, end, to);
+  };
+  keep(at_.turned_key, a.key_size, call_.keys);
+  keep(at_.value, a.value_size, call_.values);
 }
 
 void LayerRun::attend_in_turn(Worker worker, char* memory) {

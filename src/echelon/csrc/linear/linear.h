@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../elementwise/round.h"
 #include "../isa.h"
 #include "../numbers.h"
 #include "../workers.h"
@@ -133,9 +134,6 @@ struct Rounded {
   float scale;  // NaN where the row is not finite
 };
 static_assert(sizeof(Rounded) == x_padding);
-
-// Rounds x [depth] to integers in ±127 by its largest entry, ties to even; adds their negated sums over each group. Returns the scale.
-float round_row(const void* x, int64_t depth, Storage type, int64_t group, int8_t* out, int32_t* sums);
 
 // Rounds a row of a weight [depth] to integers without a sign, each group beside its scale (scale · (q − z), with z 128 or 8): of 8 bits
 // the row's largest magnitude decides, and of 4 the least squared error among scales near that of a group's.

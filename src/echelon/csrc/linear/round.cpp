@@ -1,4 +1,4 @@
-// Rows of x, and of weights, rounded to integers.
+// Rows of weights rounded to integers.
 #include <cmath>
 #include <vector>
 
@@ -6,48 +6,6 @@
 
 namespace echelon::linear {
 namespace {
-
-// The largest magnitude's bits, of which infinity's and NaN's are larger than any other.
-template <Storage type>
-INLINE float largest_of(const void* x, int64_t depth) {
-  if constexpr (type == Storage::float32) {
-    const uint32_t* from = static_cast<const uint32_t*>(x);
-    uint32_t largest = 0;
-    for (int64_t k = 0; k < depth; ++k) {
-      const uint32_t bits = from[k] & 0x7fffffffu;
-      largest = bits > largest ? bits : largest;
-    }
-    return std::bit_cast<float>(largest);
-  } else {
-    const uint16_t* from = static_cast<const uint16_t*>(x);
-    uint16_t largest = 0;
-    for (int64_t k = 0; k < depth; ++k) {
-      const uint16_t bits = from[k] & 0x7fffu;
-      largest = bits > largest ? bits : largest;
-    }
-    return Number<type>::widen(largest);
-  }
-}
-
-constexpr float magic = 12582912.0f;  // 1.5 · 2²³: adding it rounds to an integer, which its low bits then hold
-
-template <Storage type>
-INLINE float round_entries(const void* x, int64_t depth, int64_t group, int8_t* out, int32_t* sums) {
-  const float largest = largest_of<type>(x, depth);
-  const bool is_finite = largest < std::bit_cast<float>(0x7f800000u);
-  const float inverse = is_finite && largest > 0x1p-100f ? 127.0f / largest : 0.0f;  // what is smaller counts as zero
-  const auto* from = static_cast<const typename Number<type>::Stored*>(x);
-  for (int64_t k = 0; k < depth; ++k) {
-    const float scaled = is_finite ? Number<type>::widen(from[k]) * inverse : 0.0f;
-    out[k] = static_cast<int8_t>(std::bit_cast<int32_t>(scaled + magic) - std::bit_cast<int32_t>(magic));
-  }
-  for (int64_t g = 0; g < depth / group; ++g) {
-    int32_t sum = 0;
-    for (int64_t k = g * group; k < (g + 1) * group; ++k) sum -= out[k];
-    sums[g] = sum;
-  }
-  return is_finite ? largest / 127.0f : std::bit_cast<float>(0x7fc00000u);
-}
 
 template <Storage type>
 INLINE void widen_row(const void* row, int64_t depth, float* out) {
@@ -67,7 +25,7 @@ INLINE float total(const float* sums) {
 
 // What an entry becomes under 1 / scale: −8 … 7.
 INLINE float rounded(float x, float inverse) {
-  const float integer = (x * inverse + magic) - magic;
+  const float integer = (x * inverse + rounding_magic) - rounding_magic;
   const float high = integer > 7.0f ? 7.0f : integer;
   return high < -8.0f ? -8.0f : high;
 }
@@ -99,7 +57,7 @@ INLINE float round_whole_row(const float* x, int64_t depth, uint8_t* values) {
   for (int64_t k = 0; k < depth; ++k) largest = std::abs(x[k]) > largest ? std::abs(x[k]) : largest;
   const bool is_zero = !(largest > 0x1p-100f);
   const float inverse = is_zero ? 0.0f : 127.0f / largest;
-  for (int64_t k = 0; k < depth; ++k) values[k] = static_cast<uint8_t>(static_cast<int>((x[k] * inverse + magic) - magic) + 128);
+  for (int64_t k = 0; k < depth; ++k) values[k] = static_cast<uint8_t>(static_cast<int>((x[k] * inverse + rounding_magic) - rounding_magic) + 128);
   return is_zero ? 1.0f : largest / 127.0f;
 }
 
@@ -117,14 +75,6 @@ void round_weight(const void* row, int64_t depth, Storage type, Integers integer
     else
       for (int64_t g = 0; g < depth / integers.group; ++g) scales[g] = round_group(x + g * integers.group, integers.group, values + g * integers.group);
     return 0;
-  });
-}
-
-float round_row(const void* x, int64_t depth, Storage type, int64_t group, int8_t* out, int32_t* sums) {
-  return by_features([=]() ALWAYS_INLINE {
-    return type == Storage::float32    ? round_entries<Storage::float32>(x, depth, group, out, sums)
-           : type == Storage::bfloat16 ? round_entries<Storage::bfloat16>(x, depth, group, out, sums)
-                                       : round_entries<Storage::float16>(x, depth, group, out, sums);
   });
 }
 

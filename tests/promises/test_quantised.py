@@ -1,0 +1,137 @@
+"""The promise in integers: weights of 8 and 4 bits, keys and values of 8. What is drafted, in whatever numbers, changes no text."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import toys
+
+import heads
+from echelon import LLM, ConfigError, SamplingParams
+from echelon.model.load.loading import LoadedModel, adopt_model
+from echelon.ops import compiled
+
+pytestmark = pytest.mark.skipif(not compiled.is_built(), reason="the compiled kernels are not built")
+
+NUM_TOKENS = 40 if toys.PROVE else 24
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "min_p": 0.01},
+}
+NUMBERS = [("int8", "auto"), ("int4", "auto"), (None, "int8"), ("int8", "int8"), ("int4", "int8")]
+TREE = {"tree": "dynamic", "num_speculative_tokens": 10, "tree_top_k": 3, "tree_depth": 4}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4},
+    "model": {"method": "draft_model", "num_speculative_tokens": 4},
+    "model, tree": {"method": "draft_model", **TREE},
+    "model in 4 bits": {"method": "draft_model", "num_speculative_tokens": 4, "quantization": "int4"},
+    "auto": {"method": "draft_model"},
+    "autoregressive": {"method": "eagle", "num_speculative_tokens": 4},
+    "autoregressive, tree": {"method": "eagle", **TREE},
+    "independent": {"method": "medusa", "num_speculative_tokens": 4, "quantization": "int8"},
+    "recurrent": {"method": "clover", "num_speculative_tokens": 4},
+}
+
+
+@cache
+def model() -> Any:
+    return toys.llama(intermediate_size=128)
+
+
+@cache
+def loaded(quantization: str | None) -> LoadedModel:
+    return adopt_model(copy.deepcopy(model()), None, "toy", quantization=quantization)
+
+
+@cache
+def draft(quantization: str | None) -> LoadedModel:
+    return adopt_model(toys.noisy_copy(model(), 0.05), None, "draft", quantization=quantization)
+
+
+def params(mode: str) -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=NUM_TOKENS, seed=100 + i, **MODES[mode]) for i in range(len(toys.PROMPT_LENGTHS))]
+
+
+def told(llm: LLM, mode: str, rows: slice = slice(None)) -> list[list[int]]:
+    outputs = llm.generate(toys.prompts()[rows], params(mode)[rows])
+    toys.assert_all_blocks_free(llm)
+    return [o.outputs[0].token_ids for o in outputs]
+
+
+@cache
+def truth(quantization: str | None, kv: str, mode: str) -> list[list[int]]:
+    """Plain decoding, each row alone."""
+    llm = toys.watch(LLM(loaded(quantization), max_num_seqs=1, kv_cache_dtype=kv, kv_cache_memory_bytes=1 << 21))
+    return [llm.generate([p], [q])[0].outputs[0].token_ids for p, q in zip(toys.prompts(), params(mode), strict=True)]
+
+
+def speculative(drafter: str, quantization: str | None, kv: str, mode: str, **settings: Any) -> LLM:
+    config, own, given = DRAFTERS[drafter], None, None
+    if config["method"] == "draft_model":
+        given = draft(config.get("quantization"))
+    elif config["method"] != "ngram":
+        kind = drafter.partition(",")[0]
+        own = heads.Knowing(heads.KINDS[kind](model()), truth(quantization, kv, mode), toys.VOCABULARY).eval()
+        config = config | {"method": own.method}
+    settings = {"block_size": 8, "kv_cache_memory_bytes": 1 << 22, "kv_cache_dtype": kv} | settings
+    return toys.watch(LLM(loaded(quantization), config, given, own, **settings))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("batch_size", [1, 8, 32])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(("quantization", "kv"), NUMBERS)
+def test_no_draft_changes_a_token(quantization: str | None, kv: str, drafter: str, batch_size: int, mode: str) -> None:
+    rows = toys.few(batch_size != 8 or mode == "sampled")
+    llm = speculative(drafter, quantization, kv, mode, max_num_seqs=batch_size)
+    assert told(llm, mode, rows) == truth(quantization, kv, mode)[rows]
+    if drafter not in ("auto", "ngram"):
+        assert llm.stats.tokens_per_step > 1.1
+
+
+@pytest.mark.parametrize(("quantization", "kv"), NUMBERS)
+def test_prompts_in_pieces_and_rows_thrown_out(quantization: str | None, kv: str) -> None:
+    probe = speculative("model", quantization, kv, "greedy").memory_plan
+    for settings in (
+        {"max_num_batched_tokens": 7, "max_num_seqs": 4},
+        {"kv_cache_memory_bytes": 20 * probe.block_bytes, "max_num_seqs": 8},
+    ):
+        llm = speculative("model", quantization, kv, "sampled", **settings)
+        assert told(llm, "sampled") == truth(quantization, kv, "sampled")
+        assert "kv_cache_memory_bytes" not in settings or llm.stats.num_preemptions > 0
+
+
+def test_integers_are_told_from_numbers() -> None:
+    """Or the tests above would compare a model with itself."""
+    texts = [truth(*numbers, "greedy") for numbers in [(None, "auto"), *NUMBERS]]
+    assert len({str(t) for t in texts}) == len(texts)
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_families_say_the_same_in_integers(kv: str) -> None:
+    """Integer sums are exact, and what is left of attention has one order of sums by AVX2 and AVX-512."""
+    best, found = compiled.isa(), {}
+    try:
+        for isa in [isa for isa in compiled.offered_isas() if isa.startswith("avx") and (kv == "int8" or "bf16" not in isa)]:
+            compiled.set_isa(isa)
+            found[isa] = told(LLM(loaded("int8"), kv_cache_dtype=kv, kv_cache_memory_bytes=1 << 22), "greedy")
+    finally:
+        compiled.set_isa(best)
+    assert all(text == found["avx2"] for text in found.values()), "a family has another text"
+
+
+def test_keys_in_8_bits_take_half_the_memory() -> None:
+    sizes = {
+        kv: LLM(adopt_model(copy.deepcopy(model()).bfloat16(), None, "toy"), kv_cache_dtype=kv).memory_plan.block_bytes
+        for kv in ("auto", "int8")
+    }
+    assert sizes["int8"] / sizes["auto"] == (16 + 4) / 32
+
+
+@pytest.mark.parametrize("strategy", ["padded", "realign"])
+def test_keys_in_8_bits_belong_to_the_engines_own_strategy(strategy: str) -> None:
+    with pytest.raises(ConfigError, match=rf"kv_cache_dtype = 'int8' belongs to strategy = 'unpadded', not to '{strategy}'"):
+        LLM(loaded(None), kv_cache_dtype="int8", strategy=strategy)
