@@ -15,7 +15,7 @@ from echelon.adaptive.cost_files import CostRecord, kept_costs, machine_key, rea
 from echelon.adaptive.cost_table import CostTable
 from echelon.adaptive.measure import TOKENS, measured_drafting, measured_steps, pool_of, reach_of
 from echelon.baselines.strategies import STRATEGIES
-from echelon.config import EngineConfig, SpeculativeConfig, check_together
+from echelon.config import OWN_COPY, EngineConfig, SpeculativeConfig, check_together
 from echelon.drafters.base import Drafter, LevelDrafter, NoDrafter
 from echelon.drafters.draft_model import DraftModelDrafter
 from echelon.drafters.guard import GuardedDrafter
@@ -23,11 +23,12 @@ from echelon.drafters.head_selftest import warn_of_chance
 from echelon.drafters.heads import AttachedHead, HeadDrafter, attach_head, head_for
 from echelon.drafters.ngram import NgramDrafter
 from echelon.engine import Engine
-from echelon.errors import ConfigError
+from echelon.errors import ConfigError, ModelLoadError
 from echelon.heads.base import Head
 from echelon.inputs import check_kind, name_of
 from echelon.methods import METHODS, Can
 from echelon.model.load.loading import LoadedModel, check_vocabularies, load_model
+from echelon.model.load.sharing import share_weights
 from echelon.model.patches.packing import check_integers
 from echelon.model.runner import Runner
 from echelon.ops import compiled
@@ -120,8 +121,22 @@ def _draft_model(
     source = spec.model if loaded is None else loaded
     if source is None:
         raise ConfigError(f"method {spec.method!r} needs the key 'model': a folder or hub name of a small model")
+    if loaded is None and spec.own_copy is not None:
+        return _own_copy(config, target, spec.own_copy)
     draft = _loaded(config, source, target.device.type, "draft_model", spec.quantization)
     check_vocabularies(target, draft)
+    return draft
+
+
+def _own_copy(config: EngineConfig, target: LoadedModel, quantization: str) -> LoadedModel:
+    """The target in fewer bits, read again; what is the same in both is kept once."""
+    try:
+        draft = load_model(target.name, dtype=config.dtype, device=target.device.type, numerics=config.numerics, quantization=quantization)
+    except ModelLoadError as error:
+        raise ConfigError(
+            f"model = '{OWN_COPY}{quantization}' reads the target's checkpoint again, and that fails ({error}); give a folder as the model"
+        ) from error
+    share_weights(target, draft)
     return draft
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
 
@@ -15,6 +15,8 @@ from echelon.methods import ALIASES, METHODS, Can, method_names
 from echelon.settings import Settings
 
 MOST_CHAIN, MOST_NODES = 8, 64  # drafted tokens of a row in a step that adapts, unless told otherwise
+OWN_COPY = "self:"  # before the integers that a model's own copy drafts in
+Quantization = Literal["int8", "int4"]
 
 
 def _known_method(name: str) -> str:
@@ -27,10 +29,12 @@ class SpeculativeConfig(Settings):
     """What proposes tokens. Keys are vLLM's; `prompt_lookup_source`, `acceptance` and `confidence_threshold` are ours.
 
     `ngram` is LLMA (Yang et al. 2023): the last `prompt_lookup_max` tokens down to `prompt_lookup_min` are looked up in the source,
-    and what followed them there is proposed. `draft_model` runs the small model in `model`. `acceptance="exact"` keeps a drafted token if
-    plain decoding would choose it: the same text. `"rejection"` (Leviathan et al. 2023) keeps the distribution, not the text.
-    `"typical"` (Cai et al. 2024) keeps neither and is LOSSY: at a temperature above 0 a drafted token stays if its probability exceeds
-    min(`posterior_threshold`, `posterior_alpha` · exp(−entropy)).
+    and what followed them there is proposed. `draft_model` runs the small model in `model`, with `quantization` in integers;
+    `model="self:int4"` (or `self:int8`) is the target's own copy in integers, read from its checkpoint once more and kept beside it.
+
+    `acceptance="exact"` keeps a drafted token if plain decoding would choose it: the same text. `"rejection"` (Leviathan et al. 2023) keeps
+    the distribution, not the text. `"typical"` (Cai et al. 2024) keeps neither and is LOSSY: at a temperature above 0 a drafted token stays
+    if its probability exceeds min(`posterior_threshold`, `posterior_alpha` · exp(−entropy)).
 
     `num_speculative_tokens="auto"`, the default, lets the engine decide in every step, by what steps cost here and what has been accepted
     lately: which rows draft, how far, and which drafted tokens are verified, `max_speculative_tokens` a row at most (8 of a chain, 64 of
@@ -70,7 +74,7 @@ class SpeculativeConfig(Settings):
     tree_top_k: StrictInt = Field(default=4, ge=1, le=64)
     tree_top_p: StrictFloat = Field(default=0.8, gt=0.0, le=1.0)
     tree_depth: StrictInt = Field(default=5, ge=1, le=64)
-    quantization: Literal["int8", "int4"] | None = None
+    quantization: Quantization | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -128,6 +132,18 @@ class SpeculativeConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _is_a_copy(self) -> Self:
+        if self.model is None or not self.model.startswith(OWN_COPY):
+            return self
+        if self.own_copy not in get_args(Quantization):
+            raise ValueError(f"model = {self.model!r} is the target's own copy in integers: write {OWN_COPY}int8 or {OWN_COPY}int4")
+        if METHODS[self.method].needs != "model":
+            raise ValueError(f"model = {self.model!r} is a draft model, and method {self.method!r} has none: use method 'draft_model'")
+        if self.quantization not in (None, self.own_copy):
+            raise ValueError(f"quantization = {self.quantization!r} differs from model = {self.model!r}; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _has_weights(self) -> Self:
         if self.quantization is not None and METHODS[self.method].needs == "nothing":
             raise ValueError(
@@ -139,6 +155,11 @@ class SpeculativeConfig(Settings):
     def acceptance_name(self) -> str:
         """What reports call the rule by which drafted tokens are kept."""
         return f"{self.acceptance} (LOSSY)" if self.acceptance == "typical" else self.acceptance
+
+    @property
+    def own_copy(self) -> str | None:
+        """The integers of the target's own copy, where that drafts."""
+        return self.model.removeprefix(OWN_COPY) if self.model is not None and self.model.startswith(OWN_COPY) else None
 
     @property
     def is_adaptive(self) -> bool:
@@ -226,7 +247,7 @@ class EngineConfig(Settings):
         default="invariant",
         description="Linear layers on CUDA: the same bits in any batch, or the vendor library's. On the CPU they are invariant.",
     )
-    quantization: Literal["int8", "int4"] | None = Field(
+    quantization: Quantization | None = Field(
         default=None, description="Weights of linear layers in 8 bits, or in 4 with 8 in the output layer; CPU."
     )
     max_num_seqs: StrictInt = Field(default=64, ge=1, lt=LARGEST, description="Rows that run at once.")

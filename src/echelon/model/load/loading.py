@@ -118,7 +118,7 @@ def load_model(
     check_settings(dtype=dtype, device=device, numerics=numerics, quantization=quantization)
     chosen = devices.chosen_device(device)
     folder = Folder.locate(name, "model")
-    raw = _settings(folder)
+    raw = settings_of(folder)
     scheme = scheme_of(folder.shown, raw)
     if scheme is not None:
         _check_published(folder.shown, scheme, quantization, chosen)
@@ -134,7 +134,7 @@ def load_model(
 def load_plain(name: str | os.PathLike[str]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """The model as transformers would run it, nothing replaced, and its tokenizer; the same refusals as `load_model`."""
     folder = Folder.locate(name_of(name), "model")
-    raw = _settings(folder)
+    raw = settings_of(folder)
     refuse_quantised(folder.shown, raw)
     model, tokenizer = _read(folder, raw, "auto", "sdpa")
     model.config.name_or_path = name_of(name)
@@ -246,8 +246,8 @@ def _read(
         weights = stored if scheme is None else with_published(stored, scheme)
         check_counts(folder.shown, raw, len(weights.tensors), weights.largest_dimension)
         tokenizer = _read_tokenizer(folder)
-        config = _read_config(folder)
-        cls = _class_of(folder, config, weights)
+        config = read_config(folder)
+        cls = type(built_without_memory(folder, config, weights))
         rounding = rounded_as_read(packing, config.get_text_config().vocab_size) if packing and packing.bits else nullcontext()
         with rounding:
             model = _read_weights(cls, config, dtype, attention, weights)
@@ -256,7 +256,7 @@ def _read(
     return model, tokenizer
 
 
-def _settings(folder: Folder) -> dict[str, Any]:
+def settings_of(folder: Folder) -> dict[str, Any]:
     """Read config.json, refusing what could not be served in any form."""
     if not folder.has("config.json"):
         raise ModelLoadError(f"{folder.shown} holds no config.json; point to the folder that `save_pretrained` wrote")
@@ -266,7 +266,7 @@ def _settings(folder: Folder) -> dict[str, Any]:
     return raw
 
 
-def _read_config(folder: Folder) -> Any:
+def read_config(folder: Folder) -> Any:
     with refusing(f"cannot read the configuration of {folder.shown}"):
         config = AutoConfig.from_pretrained(str(folder.path), trust_remote_code=False)
     if hasattr(config, "auto_map"):
@@ -275,8 +275,8 @@ def _read_config(folder: Folder) -> Any:
     return config
 
 
-def _class_of(folder: Folder, config: Any, weights: Weights) -> type[PreTrainedModel]:
-    """The class that `config` describes, once its tensors have been seen to be those of the files; built without memory."""
+def built_without_memory(folder: Folder, config: Any, weights: Weights) -> PreTrainedModel:
+    """The model that `config` describes, whose tensors have been seen to be those of the files."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(f"{type(config).__name__} of {folder.shown} is no causal language model of transformers")
     with refusing(f"cannot build the model of {folder.shown}", "config.json does not fit it: copy the checkpoint again"):
@@ -290,7 +290,7 @@ def _class_of(folder: Folder, config: Any, weights: Weights) -> type[PreTrainedM
     ]
     if misshapen:
         raise ModelLoadError(f"cannot load {folder.shown}: {'; '.join(misshapen[:5])}")
-    return type(model)
+    return model
 
 
 def _read_weights(cls: type[PreTrainedModel], config: Any, dtype: str, attention: str, weights: Weights) -> PreTrainedModel:
