@@ -20,7 +20,7 @@ SOURCES = ROOT / "src/echelon/csrc"
 CASES = 300
 SECONDS = 600.0  # that a check may take: a fault may lead round in circles
 COMPILE = "g++ -std=c++20 -O1 -ffp-contract=off -Wno-psabi -MMD -MF $out.d -c $in -o $out"
-WRITTEN_KEYS = "call_.slots + first, begin, end, call_.keys"
+WRITTEN_KEYS = "size, size, call_.slots + first, begin, end, to"
 MUTANTS = [
     Mutant("a section's sums keep their scale", "attention/tiles.h", "all.weights[j] * shrink + section.weights[j]", "all.weights[j] + section.weights[j]", "attention"),
     Mutant("a section's outputs keep their scale", "attention/tiles.h", "all.out[i * width + j] * shrink + section", "all.out[i * width + j] + section", "attention"),
@@ -40,6 +40,14 @@ MUTANTS = [
     Mutant("angles of the first rows again", "layer/layer.cpp", "angles = first * call_.rotary * linear::size_of(call_.angle_type)", "angles = 0", "layer"),
     Mutant("attention of the first rows again", "layer/layer.cpp", "at_.attended + first * l.output.weight.depth * size_", "at_.attended", "layer"),
     Mutant("the last tile is not activated", "layer/layer.cpp", "activate_tiles(memory, rows, tile, std::min(tile + tiles_at_once, last))", "activate_tiles(memory, rows, tile, std::min(tile + tiles_at_once, last - 1))", "layer"),
+    Mutant("a head of 8 bits has no scale but the first", "elementwise/elementwise.cpp", "std::memcpy(slot + size, &scale, scale_bytes);", "if (head == 0) std::memcpy(slot + size, &scale, scale_bytes);", "elementwise"),
+    Mutant("the last entry of a row is no candidate for the largest", "elementwise/round.cpp", "for (int64_t k = 0; k < depth; ++k) {\n      const uint16_t bits", "for (int64_t k = 0; k + 1 < depth; ++k) {\n      const uint16_t bits", "elementwise"),
+    Mutant("keys of 8 bits are read without their scale", "attention/float_math.h", "Register) * splat(scale));", "Register));", "attention"),
+    Mutant("4 bits: what a group is shifted by is forgotten", "linear/integers.h", "D::multiply_low(zero, D::all(group_sum(x + r * x_stride, g)))", "D::all(0)", "integers"),
+    Mutant("4 bits: a group has the first one's sums", "linear/integers.h", "group_sum(x + r * x_stride, g)", "group_sum(x + r * x_stride, 0)", "integers"),
+    Mutant("4 bits: the last part of a group is left out", "linear/integers.h", "s < group_steps; s += 4", "s + 4 < group_steps; s += 4", "integers"),
+    Mutant("8 bits: what the weight is shifted by stays in the sums", "linear/finish.h", "integers[i] + too_much", "integers[i]", "integers"),
+    Mutant("a row of x has the scale of its weight alone", "linear/finish.h", "v[i] * (of_row.scale * scales[i])", "v[i] * scales[i]", "integers"),
     Mutant("a token beyond the nucleus is drawn", "sampling/sample.cpp", "if (larger + doubt < wanted) return token;", "return token;", "sample"),
     Mutant("the nucleus is that of the whole vocabulary", "sampling/sample.cpp", "total += mass_from(values + first, weights + first, threshold)", "total += mass_from(values + first, weights + first, -infinity)", "sample"),
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import toys
 import heads
 from echelon import LLM, ConfigError, SamplingParams
 from echelon.model.load.loading import LoadedModel, adopt_model
+from echelon.model.patches.linear import packed_weights
 from echelon.ops import compiled
 
 pytestmark = pytest.mark.skipif(not compiled.is_built(), reason="the compiled kernels are not built")
@@ -135,3 +137,49 @@ def test_keys_in_8_bits_take_half_the_memory() -> None:
 def test_keys_in_8_bits_belong_to_the_engines_own_strategy(strategy: str) -> None:
     with pytest.raises(ConfigError, match=rf"kv_cache_dtype = 'int8' belongs to strategy = 'unpadded', not to '{strategy}'"):
         LLM(loaded(None), kv_cache_dtype="int8", strategy=strategy)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    model().bfloat16().save_pretrained(path)
+    model().float()
+    return path
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("own", ["int4", "int8"])
+def test_a_models_own_copy_drafts_for_it(own: str, quantization: str | None, folder: Path) -> None:
+    prompts, asked = toys.prompts()[:9], params("greedy")[:9]
+    plain = LLM(str(folder), quantization=quantization, kv_cache_memory_bytes=1 << 22).generate(prompts, asked)
+    config = {"method": "draft_model", "model": f"self:{own}", "num_speculative_tokens": 4}
+    llm = toys.watch(LLM(str(folder), config, quantization=quantization, kv_cache_memory_bytes=1 << 22, max_num_seqs=4))
+    assert [o.outputs[0].token_ids for o in llm.generate(prompts, asked)] == [o.outputs[0].token_ids for o in plain]
+    assert llm.stats.tokens_per_step > (4.5 if own == quantization else 1.3)
+    draft = llm.storage.runners[1].loaded
+    assert draft.quantization == own
+    shared = {id(p) for p in llm.target.model.parameters()} & {id(p) for p in draft.model.parameters()}
+    assert id(llm.target.model.get_input_embeddings().weight) in shared, "the embedding is kept once"
+    if quantization == "int8":
+        weights = [{w.data.data_ptr() for w in packed_weights(m)} for m in (llm.target.model, draft.model)]
+        assert len(weights[0] & weights[1]) == (15 if own == "int8" else 1), "what has the same bits is kept once"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"method": "draft_model", "model": "self:int2"}, "is the target's own copy in integers: write self:int8 or self:int4"),
+        ({"method": "ngram", "model": "self:int4"}, "use method 'draft_model'"),
+        ({"method": "draft_model", "model": "self:int4", "quantization": "int8"}, "differs from model = 'self:int4'"),
+    ],
+)
+def test_a_copy_that_can_be_none(config: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(loaded(None), config)
+
+
+def test_a_copy_of_a_model_that_has_no_files() -> None:
+    with pytest.raises(
+        ConfigError, match=r"'self:int4' reads the target's checkpoint again, and that fails .*; give a folder as the model"
+    ):
+        LLM(loaded(None), {"method": "draft_model", "model": "self:int4"})

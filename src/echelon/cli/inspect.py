@@ -18,7 +18,8 @@ from echelon.cli.shared import ModelArgument
 from echelon.memory import mebibytes
 from echelon.model.attention import record_layers
 from echelon.model.load.loading import LoadedModel, check_vocabularies, load_model
-from echelon.model.patches.linear import framework_layers
+from echelon.model.patches.linear import framework_layers, packed_weights, weight_bytes
+from echelon.ops.contract import PackedWeight
 
 
 def inspect(
@@ -47,10 +48,12 @@ def inspect(
 def architecture(loaded: LoadedModel) -> dict[str, Any]:
     """What the configuration says, and what the model was seen to store."""
     config = loaded.model.config.get_text_config()
+    kinds = Counter(_kind(weight) for weight in packed_weights(loaded.model))
     shapes = Counter((s.num_kv_heads, s.key_size, s.value_size) for s in record_layers(loaded.model))
     return {
         "class": type(loaded.model).__name__,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "linear layers": ", ".join(f"{count} in {kind}" for kind, count in kinds.most_common()),
         "parameters": sum(p.numel() for p in loaded.model.parameters()),
         "vocabulary": loaded.vocab_size,
         "context": loaded.max_len,
@@ -63,6 +66,12 @@ def architecture(loaded: LoadedModel) -> dict[str, Any]:
     }
 
 
+def _kind(weight: PackedWeight) -> str:
+    bits, group_size, has_zeros = weight.integers
+    groups = f" in groups of {group_size}{', with zeros' if has_zeros else ''}" if group_size else ""
+    return f"{bits} bits{groups}" if bits else str(weight.dtype).removeprefix("torch.")
+
+
 def layers(loaded: LoadedModel) -> dict[str, str]:
     """Class of module → what computes it."""
     served = {name: f"{count} by echelon: {ops.which(loaded.device)['linear']}" for name, count in loaded.replaced.items()}
@@ -73,9 +82,8 @@ def layers(loaded: LoadedModel) -> dict[str, str]:
 def memory(llm: LLM) -> dict[str, str]:
     """Weights, KV a token, and the pool that `LLM` would take by default."""
     plan = llm.memory_plan
-    weights = sum(p.numel() * p.element_size() for p in llm.target.model.parameters())
     return {
-        "weights": mebibytes(weights),
+        "weights": mebibytes(weight_bytes(llm.target.model)),
         "KV per token": f"{plan.block_bytes // plan.block_size:,} bytes",
         "KV per full row": mebibytes(plan.block_bytes // plan.block_size * llm.max_len),
         "KV pool": str(plan).removeprefix("KV pool: "),

@@ -1,5 +1,7 @@
 #include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <numeric>
 
 #include "../elementwise/elementwise.h"
 #include "../sampling/rank.h"
@@ -103,8 +105,41 @@ void check_rotation(Random& random) {
       }
 }
 
+// Heads of 8 bits: integers near their numbers, and the scale that makes them so, in the slots of their tokens and nowhere else.
+template <Storage type>
+void check_rounded_slots(Random& random) {
+  const int64_t tokens = between(random, 1, 9), heads = between(random, 1, 4), size = between(random, 1, 80), block = between(random, 1, 8);
+  const int64_t head_stride = size + between(random, 0, 3), token_stride = heads * head_stride, bytes = size + scale_bytes;
+  const int64_t num_slots = (tokens + block - 1) / block * block;
+  const Values<type> x(random, tokens * token_stride);
+  const Bytes slots(num_slots * heads * bytes);
+  std::memset(slots.as(), 77, static_cast<size_t>(num_slots * heads * bytes));
+  std::vector<int64_t> order(static_cast<size_t>(num_slots));
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), random);
+  write_slots(type, x.data(), token_stride, head_stride, size, order.data(), 0, tokens, {slots.as(), heads, block, bytes, true});
+  for (int64_t place = 0; place < num_slots; ++place)
+    for (int64_t head = 0; head < heads; ++head) {
+      const int64_t slot = order[static_cast<size_t>(place)];
+      const char* const own = slots.as() + ((slot / block * heads + head) * block + slot % block) * bytes;
+      if (place >= tokens) {
+        expect(std::all_of(own, own + bytes, [](char c) { return c == 77; }), "a slot that nothing goes to stays as it is");
+        continue;
+      }
+      float scale;
+      std::memcpy(&scale, own + size, scale_bytes);
+      double largest = 0.0;
+      for (int64_t i = 0; i < size; ++i) largest = std::max(largest, std::abs(x[place * token_stride + head * head_stride + i]));
+      near(scale, largest / 127.0, 0.0, 1e-6, "the scale of a head");
+      for (int64_t i = 0; i < size; ++i)
+        expect(std::abs(static_cast<int8_t>(own[i]) * double(scale) - x[place * token_stride + head * head_stride + i]) <= 0.501 * scale,
+               "integers of a head are near their numbers");
+    }
+}
+
 template <Storage type>
 void check_type(Random& random) {
+  check_rounded_slots<type>(random);
   check_norms<type>(random);
   check_activations<type>(random);
   check_rotation<type>(random);

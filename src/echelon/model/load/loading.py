@@ -267,6 +267,13 @@ def settings_of(folder: Folder) -> dict[str, Any]:
 
 
 def read_config(folder: Folder) -> Any:
+    """The configuration of transformers, without what it says of integers.
+
+    Raises
+    ------
+    ModelLoadError         transformers makes nothing of it
+    UnsupportedModelError  it wants to run code of its own
+    """
     with refusing(f"cannot read the configuration of {folder.shown}"):
         config = AutoConfig.from_pretrained(str(folder.path), trust_remote_code=False)
     if hasattr(config, "auto_map"):
@@ -276,7 +283,12 @@ def read_config(folder: Folder) -> Any:
 
 
 def built_without_memory(folder: Folder, config: Any, weights: Weights) -> PreTrainedModel:
-    """The model that `config` describes, whose tensors have been seen to be those of the files."""
+    """The model that `config` describes, whose tensors have been seen to be those of the files.
+
+    Raises
+    ------
+    ModelLoadError, UnsupportedModelError  there is no such model, or it has other tensors
+    """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(f"{type(config).__name__} of {folder.shown} is no causal language model of transformers")
     with refusing(f"cannot build the model of {folder.shown}", "config.json does not fit it: copy the checkpoint again"):

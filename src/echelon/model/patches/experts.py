@@ -86,8 +86,7 @@ def patch_experts(module: Any, absent: Callable[[tuple[int, ...], Tensor], Tenso
     for name in STACKED:
         if absent is not None and name in module._parameters:
             stacked = module._parameters[name]
-            if not isinstance(stacked, PackedParameter):
-                module._parameters[name] = nn.Parameter(absent(tuple(stacked.shape), stacked), requires_grad=False)
+            module._parameters[name] = nn.Parameter(absent(tuple(stacked.shape), stacked), requires_grad=False)
 
 
 def _activation(module: Any) -> Activation | None:

@@ -173,6 +173,12 @@ def packed_weights(model: nn.Module) -> list[PackedWeight]:
     return list(found.values())
 
 
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes that a patched model's weights take in memory, packed ones and tables included."""
+    tensors = [*model.parameters(), *model.buffers(), *(w.data for w in packed_weights(model))]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
 def is_plain_linear(module: nn.Module) -> bool:
     """A linear layer, and not a subclass that computes something else."""
     return isinstance(module, LINEAR) and type(module).forward in FORWARDS and isinstance(module._parameters.get("weight"), nn.Parameter)

@@ -1,0 +1,89 @@
+"""Weights rounded as they are read: the same as those of a model that was read whole, in less memory than it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import toys
+from test_published import mixture
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+from echelon.model.load.loading import adopt_model, load_model
+from echelon.model.load.rounding import rounded_as_read
+from echelon.model.patches.linear import packed_weights, weight_bytes
+from echelon.model.patches.packing import Packing
+from echelon.ops import compiled
+
+pytestmark = pytest.mark.skipif(not compiled.is_built(), reason="the compiled kernels are not built")
+
+
+def gpt2() -> PreTrainedModel:
+    config = GPT2Config(vocab_size=toys.VOCABULARY, n_positions=toys.CONTEXT, n_embd=64, n_layer=2, n_head=4, eos_token_id=None)
+    return toys.randomised(GPT2LMHeadModel, config, 0, 0.1)
+
+
+MODELS = {
+    "untied": lambda: toys.llama(intermediate_size=128),
+    "tied": lambda: toys.llama(tie_word_embeddings=True),
+    "mixture": mixture,
+    "transposed": gpt2,
+}
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_is_read_is_what_a_whole_model_becomes(kind: str, quantization: str, tmp_path: Path) -> None:
+    MODELS[kind]().save_pretrained(tmp_path)
+    read = load_model(tmp_path, quantization=quantization)
+    whole = adopt_model(load_model_whole(tmp_path), None, kind, keep_weights=False, quantization=quantization)
+    ours, theirs = packed_weights(read.model), packed_weights(whole.model)
+    key = lambda w: (w.columns, w.depth, w.integers, w.data.flatten().view(torch.uint8)[:4096].tolist())  # noqa: E731
+    assert sorted(map(key, ours)) == sorted(map(key, theirs))
+    assert int(quantization[-1]) in {w.integers.bits for w in ours}
+
+
+def load_model_whole(folder: Path) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model
+
+
+def test_only_this_thread_and_only_inside() -> None:
+    def filled() -> str:
+        layer = torch.nn.Linear(64, 64)
+        layer.weight = torch.nn.Parameter(torch.ones(64, 64))
+        return type(layer.weight).__name__
+
+    with rounded_as_read(Packing(bits=8), toys.VOCABULARY), ThreadPoolExecutor(1) as other:
+        assert other.submit(filled).result() == "Parameter"
+        assert filled() == "PackedParameter"
+    assert filled() == "Parameter"
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_peak_memory_is_below_the_numbers(quantization: str, tmp_path: Path) -> None:
+    """Of a process of its own; the model is large beside what Python takes meanwhile."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 1024, "head_dim": 128}
+    model = toys.llama(**sizes).bfloat16()
+    numbers = sum(p.numel() * 2 for p in model.parameters())
+    model.save_pretrained(tmp_path / "model")
+    toys.llama().bfloat16().save_pretrained(tmp_path / "model-tiny")
+    script = Path(toys.__file__).with_name("peak_memory.py")
+    words = [sys.executable, str(script), str(tmp_path / "model"), quantization]
+    said = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    share = {"int8": 0.51, "int4": 0.30}[quantization]
+    assert said["weights"] < (share + 0.05) * numbers, "with the embedding in 16 bits"
+    assert said["peak"] < numbers, f"{said['peak']:,} of {numbers:,} bytes"
+
+
+def test_bytes_of_weights_are_those_in_memory(tmp_path: Path) -> None:
+    toys.llama(intermediate_size=128).bfloat16().save_pretrained(tmp_path)
+    sizes = {q: weight_bytes(load_model(tmp_path, quantization=q).model) for q in (None, "int8", "int4")}
+    assert sizes["int4"] < sizes["int8"] < sizes[None]
