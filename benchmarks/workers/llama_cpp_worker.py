@@ -39,6 +39,19 @@ PLACES = {  # of a checkpoint's weights in a GGUF file; {} is the layer
 START = 300.0  # seconds that loading may take
 
 
+def quantised(source: Path, programs: str, quantization: str | None) -> Path:
+    """The file in the integers that llama.cpp has, made once by its own program."""
+    if quantization is None:
+        return source
+    kind = {"int8": "Q8_0", "int4": "Q4_0"}[quantization]
+    target = source.with_name(f"{source.stem}-{kind}.gguf")
+    if not target.exists():
+        part = target.with_suffix(".part")
+        subprocess.run([str(Path(programs) / "llama-quantize"), str(source), str(part), kind], check=True, stdout=subprocess.DEVNULL)
+        part.rename(target)
+    return target
+
+
 def as_gguf(folder: str) -> Path:
     """The model's GGUF file: the one in the folder, or made once in the temporary folder."""
     source = Path(folder)
@@ -137,7 +150,8 @@ def served(job: dict[str, Any]) -> Iterator[str]:
         port = free.getsockname()[1]
     longest = max(map(len, job["prompts"])) + job["max_tokens"] + job["num_draft_tokens"] + 8
     threads, size = str(job["num_threads"]), job["batch_size"]
-    command = [str(Path(job["programs"]) / "llama-server"), "--model", str(as_gguf(job["model"])), "--port", str(port)]
+    model = quantised(as_gguf(job["model"]), job["programs"], job["quantization"])
+    command = [str(Path(job["programs"]) / "llama-server"), "--model", str(model), "--port", str(port)]
     command += [
         "--ctx-size",
         str(-(-longest // 256) * 256 * size),

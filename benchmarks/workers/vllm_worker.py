@@ -43,7 +43,7 @@ def main(given: str, taken: str) -> None:
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     llm = LLM(
-        model=job["model"],
+        model=job["published"] or job["model"],
         dtype=job["dtype"],
         max_num_seqs=job["batch_size"],
         max_model_len=max(map(len, job["prompts"])) + job["max_tokens"] + 8,

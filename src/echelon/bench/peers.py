@@ -79,9 +79,15 @@ def job(
     num_threads: int,
     lookup: Mapping[str, int],
     num_draft_tokens: int,
+    quantization: str | None = None,
+    published: str | None = None,
 ) -> dict[str, Any]:
-    """What a worker is told. `mode`: plain, ngram or draft_model; greedy, to `max_tokens`, EOS ignored, bfloat16."""
+    """What a worker is told. `mode`: plain, ngram or draft_model; greedy, to `max_tokens`, EOS ignored; weights in bfloat16, or the model's
+    in int8 or int4, each engine's own; `published`: its folder as `echelon quantize` writes it, for those that load one.
+    """
     return {
+        "quantization": quantization,
+        "published": published,
         "model": model,
         "draft_model": draft_model,
         "prompts": [list(p) for p in prompts],

@@ -54,6 +54,48 @@ class StepSpeed:
         return max(self.reading, self.arithmetic)
 
 
+class StepRounds:
+    """Passes of several widths through one model, a round at a time, so that models can take turns. The first round warms up."""
+
+    def __init__(self, loaded: LoadedModel, widths: SequenceOf[int], tokens_per_row: int, context: int) -> None:
+        self._widths, self._tokens_per_row, self._context = widths, tokens_per_row, context
+        num_rows = -(-max(widths) // tokens_per_row)
+        blocks_per_row = -(-(context + tokens_per_row) // BLOCK)
+        tables = BlockTables(num_rows * blocks_per_row, BLOCK, blocks_per_row)
+        self._runner = ModelRunner(loaded, KVCache(record_layers(loaded.model), tables, loaded.model.dtype, loaded.device))
+        for row in range(num_rows):
+            tables.reserve(row, context + tokens_per_row)
+            if context:
+                self._runner.feed([Span(row, 0, [1 + row] * context, 0, context)])
+        self._batches = [_batch(self._runner, width, tokens_per_row, context) for width in widths]
+        packed = packed_weights(loaded.model)
+        self._weights = [w.data for w in packed]
+        self._products = _products(loaded, max(packed, key=lambda w: w.data.nbytes))
+        self._taken: list[list[tuple[float, float, float]]] = [[] for _ in widths]
+        self._reads: list[float] = []
+        self._multiplied: list[list[float]] = [[] for _ in self._products]
+
+    def take(self) -> None:
+        """One round: a read of the weights, the large products, a pass of every width."""
+        device = self._runner.cache.device
+        self._reads.append(seconds_of(partial(_read, self._weights), device))
+        for product, seconds in zip(self._products, self._multiplied, strict=True):
+            seconds.append(seconds_of(product, device))
+        for batch, results in zip(self._batches, self._taken, strict=True):
+            results.append(_timed(self._runner, batch))
+
+    def results(self) -> list[StepSpeed]:
+        """One a width: medians of all rounds but the first."""
+        reading = statistics.median(self._reads[1:]) * 1e3
+        seconds = min(statistics.median(taken[1:]) for taken in self._multiplied)
+        rate = 2 * PRODUCT_ROWS * PRODUCT_SIZE**2 / seconds / 1e3  # a millisecond
+        operations = [_operations(self._runner, batch) for batch in self._batches]
+        return [
+            _result(width, self._tokens_per_row, self._context, results[1:], reading, count / rate)
+            for width, results, count in zip(self._widths, self._taken, operations, strict=True)
+        ]
+
+
 def measure_steps(
     loaded: LoadedModel,
     widths: SequenceOf[int],
@@ -63,34 +105,11 @@ def measure_steps(
     on_round: Callable[[], None] = lambda: None,
 ) -> list[StepSpeed]:
     """One result a width."""
-    num_rows = -(-max(widths) // tokens_per_row)
-    blocks_per_row = -(-(context + tokens_per_row) // BLOCK)
-    tables = BlockTables(num_rows * blocks_per_row, BLOCK, blocks_per_row)
-    runner = ModelRunner(loaded, KVCache(record_layers(loaded.model), tables, loaded.model.dtype, loaded.device))
-    for row in range(num_rows):
-        tables.reserve(row, context + tokens_per_row)
-        if context:
-            runner.feed([Span(row, 0, [1 + row] * context, 0, context)])
-    batches = [_batch(runner, width, tokens_per_row, context) for width in widths]
-    packed = packed_weights(loaded.model)
-    weights = [w.data for w in packed]
-    taken: list[list[tuple[float, float, float]]] = [[] for _ in widths]
-    products, reads = _products(loaded, max(packed, key=lambda w: w.data.nbytes)), []
-    multiplied: list[list[float]] = [[] for _ in products]
+    steps = StepRounds(loaded, widths, tokens_per_row, context)
     for _ in range(rounds + 1):
-        reads.append(seconds_of(partial(_read, weights), loaded.device))
-        for product, seconds in zip(products, multiplied, strict=True):
-            seconds.append(seconds_of(product, loaded.device))
-        for batch, results in zip(batches, taken, strict=True):
-            results.append(_timed(runner, batch))
+        steps.take()
         on_round()
-    reading = statistics.median(reads[1:]) * 1e3
-    rate = 2 * PRODUCT_ROWS * PRODUCT_SIZE**2 / min(statistics.median(seconds[1:]) for seconds in multiplied) / 1e3  # a millisecond
-    operations = [_operations(runner, batch) for batch in batches]
-    return [
-        _result(width, tokens_per_row, context, results[1:], reading, count / rate)
-        for width, results, count in zip(widths, taken, operations, strict=True)
-    ]
+    return steps.results()
 
 
 def _products(loaded: LoadedModel, largest: PackedWeight) -> list[Callable[[], object]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import torch
@@ -27,6 +28,7 @@ from echelon.bench.report import (
     throughput_as_markdown,
 )
 from echelon.bench.throughput import (
+    ADAPTIVE,
     CONFIDENT,
     Contender,
     DecodingMethod,
@@ -41,7 +43,9 @@ from echelon.bench.throughput import as_json as speeds_as_json
 from echelon.bench.verify import STRATEGIES
 from echelon.cli.measured import BenchOptions, IsaOption, ParametersOption, RoundsOption, command, counted, load_grown, load_target
 from echelon.cli.shared import SPECULATIVE, RefillOption, errors, speculative_mapping, verb
+from echelon.config import Quantization
 from echelon.model.load.loading import LoadedModel, load_model, load_plain
+from echelon.model.load.publishing import publish
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +178,9 @@ class PeersOptions(BenchOptions):
     prompt_tokens: Annotated[int, typer.Option(help="Most tokens of a prompt.", min=1)] = 256
     max_tokens: Annotated[int, typer.Option(help="New tokens a prompt.", min=1)] = 128
     rounds: RoundsOption = 3
+    quantization: Annotated[
+        Quantization | None, typer.Option(help="The target in 8 or 4 bits, in each engine by its own way of rounding.")
+    ] = None
     timeout: Annotated[float, typer.Option(help="Seconds that one job of a worker may take.", min=1.0)] = 1800.0
 
     @property
@@ -207,15 +214,25 @@ def peers(options: PeersOptions) -> None:
     others, modes, sizes, rounds = options.others, options.chosen_modes, options.sizes, options.rounds
     for peer in others:
         _ = peer.worker  # refused before anything is measured where it is not there
-    target, draft = load_model(options.model, device="cpu"), load_model(options.draft_model, device="cpu")
+    target = load_model(options.model, device="cpu", quantization=options.quantization)
+    draft = load_model(options.draft_model, device="cpu")
     prompts, params, num_drafted = options.prompts(target), options.params(), options.num_speculative_tokens
     methods = [m for m in default_methods(num_draft_tokens=num_drafted) if m.name in {MODES[mode] for mode in modes}]
-    methods += [CONFIDENT] if "draft_model" in modes else []
+    methods += [m for m in (CONFIDENT, *ADAPTIVE) if m.config is not None and m.config["method"] in modes]
     lookup, threads, folders = default_methods()[1].config or {}, torch.get_num_threads(), (options.model, options.draft_model)
-    tasks = [
-        job(*folders, prompts, mode, size, options.max_tokens, rounds, threads, lookup, num_drafted) for size in sizes for mode in modes
-    ]
-    with counted(len(sizes) * len(methods) * rounds + len(tasks) * len(others), "plain decoding, row by row") as done:
+    with (
+        TemporaryDirectory() as folder,
+        counted(len(sizes) * (len(methods) * rounds + len(modes) * len(others)), "plain decoding, row by row") as done,
+    ):
+        published = folder if options.quantization and options.vllm_python else None
+        if published and options.quantization:
+            publish(options.model, Path(published), options.quantization)
+        kind = (options.quantization, published)
+        tasks = [
+            job(*folders, prompts, mode, size, options.max_tokens, rounds, threads, lookup, num_drafted, *kind)
+            for size in sizes
+            for mode in modes
+        ]
         truth = plain_outputs(target, prompts, params)
         ours = [r for size in sizes for r in measure(target, draft, methods, prompts, params, size, rounds, truth, done)]
         theirs = measure_peers(others, tasks, truth, options.timeout, done)

@@ -1,0 +1,198 @@
+"""Weights of 8 and 4 bits beside bfloat16: `python -m benchmarks.quantised [--output FOLDER] [PREFIX ...]`, resumable by cell.
+
+speed    by family: steps of plain decoding at batch 1, 8 and 64 over 256 tokens of context, of one model in bfloat16, int8 and int4, by
+         turns, and bytes; the model has random weights in the shape llama-1.1b
+limits   by family: steps of 1 to 512 tokens beside their limits, as of `echelon bench step`
+quality  held-out loss and greedy agreement with bfloat16, of the embedded model and of the same grown to 1.1 billion parameters
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import sys
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from benchmarks.cells import Cell, Record, Records, chosen, run_cells, said
+from benchmarks.families import AT_512, BESIDE, LIBRARIES, NEAR, SHAPE, in_family
+from benchmarks.workloads import source
+from echelon import LLM, SamplingParams
+from echelon.bench.inflate import inflate, plan_growth
+from echelon.bench.report import described, table
+from echelon.bench.shapes import random_model
+from echelon.bench.step import StepRounds
+from echelon.bench.throughput import environment
+from echelon.demo import TARGET
+from echelon.model.load.loading import LoadedModel, adopt_model, load_plain
+from echelon.model.patches.linear import packed_weights, weight_bytes
+from echelon.ops import compiled
+
+KINDS = (None, "int8", "int4")
+WIDTHS, CONTEXT, ROUNDS = (1, 8, 64), 256, 7
+ALL_WIDTHS = (1, 4, 8, 16, 32, 64, 512)
+GROWN, PARAMETERS = "grown", 1_100_000_000
+GOALS = {  # over bfloat16 at batch 1, 8 and 64; families without products of bytes have their own
+    "int8": {"avx2": (1.7, 1.2, 1.2), "": (1.7, 1.6, 1.5)},
+    "int4": {"": (2.6, 0.0, 0.0)},
+}
+MOST_LOSS = {"int8": 1.02, "int4": 1.06}
+MOST_BYTES = {"int8": 0.51, "int4": 0.30}
+
+
+def speed() -> Record:
+    """Milliseconds of a step by kind and width, by turns, and what its weights take."""
+    models = {str(kind): random_model(SHAPE, quantization=kind) for kind in KINDS}
+    steps = {kind: StepRounds(loaded, WIDTHS, 1, CONTEXT) for kind, loaded in models.items()}
+    for _ in range(ROUNDS + 1):
+        for own in steps.values():
+            own.take()
+    numbers = weight_bytes(models["None"].model)
+    return {
+        "results": {kind: [asdict(r) for r in own.results()] for kind, own in steps.items()},
+        "layers": {kind: share_of_bytes(loaded) for kind, loaded in models.items()},
+        "model": {kind: weight_bytes(loaded.model) / numbers for kind, loaded in models.items()},
+    }
+
+
+def limits(family: str) -> Record:
+    """Steps of every width beside their limits."""
+    narrow = ["--tokens", ",".join(map(str, ALL_WIDTHS[:-1])), "--rounds", str(ROUNDS)]
+    wide = ["--tokens", "512", "--tokens-per-row", "512", "--context", "0", "--rounds", "3"]
+    results: dict[str, list[Record]] = {}
+    for kind in ("int8", "int4"):
+        for words in (narrow, wide):
+            printed = in_family(family, "echelon", "bench", "step", SHAPE, "--dtype", kind, *words, "--json")
+            results.setdefault(kind, []).extend(json.loads(printed)["results"])
+    return {"results": results}
+
+
+def share_of_bytes(loaded: LoadedModel) -> float:
+    """Bytes of the weights in integers over those of as many numbers of 16 bits; 1 where there are none."""
+    rounded = [w for w in packed_weights(loaded.model) if w.integers.bits]
+    return sum(w.data.nbytes for w in rounded) / sum(2 * w.columns * w.depth for w in rounded) if rounded else 1.0
+
+
+def quality(size: str, num_texts: int, num_tokens: int) -> Record:
+    """Loss of held-out text in nats a token, and how often the likeliest token is the one of bfloat16, by weights and KV cache."""
+    plain, tokenizer = load_plain(str(TARGET))
+    model = inflate(plain, plan_growth(plain, PARAMETERS)) if size == GROWN else plain
+    found: dict[str, tuple[float, list[int]]] = {}
+    for kind in KINDS:
+        loaded = adopt_model(copy.deepcopy(model), tokenizer, size, keep_weights=False, quantization=kind)
+        texts = source(loaded, num_texts, num_tokens, is_ragged=False)
+        for kv in ("auto", "int8"):
+            with LLM(loaded, max_num_seqs=4, kv_cache_dtype=kv, max_model_len=num_tokens + 1) as llm:
+                found[f"{kind}, {kv}"] = _read(llm, texts)
+        said(str(kind))
+    base = found["None, auto"]
+    return {
+        "tokens": len(base[1]),
+        "loss": {name: loss for name, (loss, _) in found.items()},
+        "agreement": {name: sum(a == b for a, b in zip(told, base[1], strict=True)) / len(told) for name, (_, told) in found.items()},
+    }
+
+
+def _read(llm: LLM, texts: SequenceOf[SequenceOf[int]]) -> tuple[float, list[int]]:
+    """Mean loss of a token, and the likeliest token at every place."""
+    losses, likeliest = [], []
+    for text, output in zip(texts, llm.generate([list(t) for t in texts], SamplingParams(max_tokens=1, prompt_logprobs=1)), strict=True):
+        assert output.prompt_logprobs is not None
+        for token, entry in zip(text[1:], output.prompt_logprobs[1:], strict=True):
+            assert entry is not None
+            losses.append(-entry[token].logprob)
+            likeliest.append(max(entry, key=lambda t: entry[t].logprob))
+    return math.fsum(losses) / len(losses), likeliest
+
+
+def speed_lines(family: str, record: Record) -> list[tuple[str, ...]]:
+    """Speed over bfloat16 by kind and batch, beside its goal."""
+    base = [r["milliseconds"] for r in record["results"]["None"]]
+    lines: list[tuple[str, ...]] = []
+    for kind, goals in GOALS.items():
+        for width, numbers, result, goal in zip(WIDTHS, base, record["results"][kind], goals.get(family, goals[""]), strict=True):
+            ratio = numbers / result["milliseconds"]
+            met = "" if not goal else "yes" if ratio >= goal else "**no**"
+            goal_text = f"≥ {goal}" if goal else ""
+            lines.append((f"{kind}, {width}", f"{numbers:.1f}", f"{result['milliseconds']:.1f}", f"{ratio:.2f}", goal_text, met))
+    return lines
+
+
+def limit_lines(record: Record) -> list[tuple[str, ...]]:
+    """Times the larger limit, by kind and width."""
+    lines: list[tuple[str, ...]] = []
+    for kind, results in record["results"].items():
+        for r in results:
+            low, high = sorted((r["reading"], r["arithmetic"]))
+            goal = AT_512 if r["tokens"] == 512 else NEAR if high <= 2 * low else BESIDE
+            times = r["milliseconds"] / high
+            lines.append((f"{kind}, {r['tokens']}", f"{r['milliseconds']:.1f}", f"{r['reading']:.1f}", f"{r['arithmetic']:.1f}"))
+            lines[-1] += (f"{times:.2f}", f"≤ {goal}", "yes" if times <= goal else "**no**")
+    return lines
+
+
+def quality_lines(record: Record) -> list[tuple[str, ...]]:
+    """Loss over that of bfloat16, and agreement, by weights and KV cache."""
+    base = record["loss"]["None, auto"]
+    lines: list[tuple[str, ...]] = []
+    for name, loss in record["loss"].items():
+        kind, kv = name.split(", ")
+        most = MOST_LOSS.get(kind)
+        met = "" if most is None or kv != "auto" else "yes" if loss <= most * base else "**no**"
+        shown = ("bfloat16" if kind == "None" else kind, "bfloat16" if kv == "auto" else kv)
+        lines.append((*shown, f"{loss:.4f}", f"{100 * (loss / base - 1):+.2f} %", f"{record['agreement'][name]:.1%}", met))
+    return lines
+
+
+def as_markdown(records: Mapping[str, Record]) -> str:
+    """A part for every cell that was measured."""
+    parts = []
+    for name, record in records.items():
+        kind, _, rest = name.partition("_")
+        parts.append(f"### {name}\n\nOn {described(record['environment'])}.")
+        if kind == "speed":
+            parts.append(table(["weights, batch", "bfloat16, ms", "ms", "times as fast", "goal", "met"], speed_lines(rest, record)))
+            shares = [f"{k}: {record['layers'][k]:.3f} in its layers, {record['model'][k]:.3f} in all" for k in ("int8", "int4")]
+            parts.append(f"Bytes over those of bfloat16: {'; '.join(shares)}.")
+        elif kind == "limits":
+            parts.append(table(["weights, tokens", "ms", "reading", "arithmetic", "times the larger", "goal", "met"], limit_lines(record)))
+        else:
+            parts.append(table(["weights", "KV cache", "loss", "over bfloat16", "agreement", "met"], quality_lines(record)))
+    return "\n\n".join(parts)
+
+
+def measured(what: str, family: str) -> Record:
+    """A measurement of this module in a process of its own."""
+    record: Record = json.loads(in_family(family, "benchmarks.quantised", "--measure", what).splitlines()[-1])
+    return record
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure the cells that have no record of this commit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prefixes", nargs="*", metavar="PREFIX")
+    parser.add_argument("--output", type=Path, default=Path("docs/evidence/quantised"))
+    parser.add_argument("--measure", choices=["speed"], help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.measure:
+        print(json.dumps(speed()))
+        return 0
+    families = [f for f in compiled.offered_isas() if f in LIBRARIES]
+    cells = [Cell("quality_embedded", partial(quality, "embedded", 24, 512)), Cell("quality_grown", partial(quality, GROWN, 6, 256))]
+    cells += [Cell(f"speed_{f}", partial(measured, "speed", f)) for f in families]
+    cells += [Cell(f"limits_{f}", partial(limits, f)) for f in families]
+    options.output.mkdir(parents=True, exist_ok=True)
+    common = {"environment": environment()}
+    is_current = lambda _, record: record["environment"]["commit"] == common["environment"]["commit"]  # noqa: E731
+    run_cells(chosen(cells, options.prefixes), Records(options.output), common, is_current)
+    print(as_markdown({n: r for n, r in Records(options.output).read().items() if "failed" not in r}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""What integers cost and bring, in small: every cell's record and its table."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import quantised
+from echelon.bench import shapes
+from echelon.ops import compiled
+
+pytestmark = pytest.mark.skipif(not compiled.is_built(), reason="the compiled kernels are not built")
+
+
+def test_quality_is_measured_beside_bfloat16() -> None:
+    record = quantised.quality("embedded", 2, 48)
+    assert set(record["loss"]) == {f"{kind}, {kv}" for kind in quantised.KINDS for kv in ("auto", "int8")}
+    assert record["agreement"]["None, auto"] == 1.0 and record["tokens"] == 2 * 47
+    assert all(0.7 < share <= 1.0 for share in record["agreement"].values())
+    base = record["loss"]["None, auto"]
+    assert all(abs(loss / base - 1) < 0.2 for loss in record["loss"].values()) and len(set(record["loss"].values())) == 6
+    lines = quantised.quality_lines(record)
+    assert lines[0][:2] == ("bfloat16", "bfloat16") and lines[-1][:2] == ("int4", "int8")
+
+
+def test_speed_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.SHAPES, quantised.SHAPE, lambda: shapes.llama(512, 1024, 2, 8, 4))
+    monkeypatch.setattr(quantised, "CONTEXT", 8)
+    monkeypatch.setattr(quantised, "ROUNDS", 1)
+    record = quantised.speed()
+    assert record["layers"]["None"] == 1.0
+    for kind, most in quantised.MOST_BYTES.items():
+        assert record["layers"][kind] < most + 0.2, "of layers as narrow as these the output layer is most"
+        assert record["model"][kind] < 1.0
+    lines = quantised.speed_lines("avx2", record)
+    assert [line[0] for line in lines] == [f"{kind}, {n}" for kind in ("int8", "int4") for n in quantised.WIDTHS]
+    assert [line[4] for line in lines[:3]] == ["≥ 1.7", "≥ 1.2", "≥ 1.2"]
+    text = quantised.as_markdown({"speed_avx2": record | {"environment": environment()}})
+    assert "times as fast" in text and "Bytes over those of bfloat16" in text
+
+
+def environment() -> dict[str, str]:
+    return dict.fromkeys(("cpu", "isa", "threads", "torch", "transformers", "python", "commit"), "x")
+
+
+def test_limits_name_what_is_met() -> None:
+    result = {"tokens": 8, "milliseconds": 12.0, "reading": 10.0, "arithmetic": 1.0}
+    lines = quantised.limit_lines({"results": {"int8": [result, result | {"tokens": 512, "arithmetic": 9.0}]}})
+    assert [line[4:] for line in lines] == [("1.20", "≤ 1.25", "yes"), ("1.20", "≤ 1.15", "**no**")]
