@@ -29,6 +29,7 @@ from benchmarks.document_parts import (
     verified_findings,
 )
 from benchmarks.families import families_part
+from benchmarks.quantised import quantised_part
 from benchmarks.replayed import mean_tokens_per_step
 from echelon.bench.latency import Latency
 from echelon.bench.latency import as_markdown as latency_as_markdown
@@ -71,6 +72,7 @@ def write_document(folder: Path, expected: SequenceOf[str], settings: dict[str, 
         *heads_part(cells, plots, evidence),
         *peers_part(runs),
         *families_part(evidence / "families"),
+        *quantised_part(evidence / "quantised"),
         *gpu_part(evidence / "gpu_check.json"),
     ]
     return write_text(folder / "benchmarks.md", "\n\n".join(p for p in parts if p) + "\n", "--output")

@@ -1,7 +1,7 @@
 """Weights of 8 and 4 bits beside bfloat16: `python -m benchmarks.quantised [--output FOLDER] [PREFIX ...]`, resumable by cell.
 
-speed    by family: steps of plain decoding at batch 1, 8 and 64 over 256 tokens of context, of one model in bfloat16, int8 and int4, by
-         turns, and bytes; the model has random weights in the shape llama-1.1b
+speed    by family: steps of plain decoding at batch 1 and 8, and of 64 tokens, over 256 tokens of context, of one model in bfloat16, int8
+         and int4 by turns, and bytes; the model has random weights in the shape llama-1.1b
 limits   by family: steps of 1 to 512 tokens beside their limits, as of `echelon bench step`
 quality  held-out loss and greedy agreement with bfloat16, of the embedded model and of the same grown to 1.1 billion parameters
 """
@@ -13,10 +13,10 @@ import copy
 import json
 import math
 import sys
-from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 from benchmarks.cells import Cell, Record, Records, chosen, run_cells, said
@@ -41,6 +41,12 @@ GOALS = {  # over bfloat16 at batch 1, 8 and 64; families without products of by
     "int8": {"avx2": (1.7, 1.2, 1.2), "": (1.7, 1.6, 1.5)},
     "int4": {"": (2.6, 0.0, 0.0)},
 }
+TITLE = "## Weights of 8 and 4 bits"
+ABOUT = (
+    "`python -m benchmarks.quantised`: steps of one model of the shape llama-1.1b with random weights, by turns in bfloat16 and in "
+    "integers, 256 tokens before the new ones; limits as by family of instructions, with products of integers for the rate; the loss is "
+    "that of held-out Python source in nats a token, and agreement how often the likeliest token is that of bfloat16."
+)
 MOST_LOSS = {"int8": 1.02, "int4": 1.06}
 MOST_BYTES = {"int8": 0.51, "int4": 0.30}
 
@@ -48,13 +54,14 @@ MOST_BYTES = {"int8": 0.51, "int4": 0.30}
 def speed() -> Record:
     """Milliseconds of a step by kind and width, by turns, and what its weights take."""
     models = {str(kind): random_model(SHAPE, quantization=kind) for kind in KINDS}
-    steps = {kind: StepRounds(loaded, WIDTHS, 1, CONTEXT) for kind, loaded in models.items()}
-    for _ in range(ROUNDS + 1):
-        for own in steps.values():
-            own.take()
+    rows = [(WIDTHS[:-1], 1), (WIDTHS[-1:], 8)]  # a token each, and the widest step in rows that are verified
+    steps = {kind: [StepRounds(loaded, widths, count, CONTEXT) for widths, count in rows] for kind, loaded in models.items()}
+    for _, own in product(range(ROUNDS + 1), steps.values()):
+        for part in own:
+            part.take()
     numbers = weight_bytes(models["None"].model)
     return {
-        "results": {kind: [asdict(r) for r in own.results()] for kind, own in steps.items()},
+        "results": {kind: [asdict(r) for part in own for r in part.results()] for kind, own in steps.items()},
         "layers": {kind: share_of_bytes(loaded) for kind, loaded in models.items()},
         "model": {kind: weight_bytes(loaded.model) / numbers for kind, loaded in models.items()},
     }
@@ -149,21 +156,22 @@ def quality_lines(record: Record) -> list[tuple[str, ...]]:
     return lines
 
 
-def as_markdown(records: Mapping[str, Record]) -> str:
-    """A part for every cell that was measured."""
+def quantised_part(folder: Path) -> list[str]:
+    """A section for every cell that was measured."""
+    records = {name: record for name, record in Records(folder).read().items() if "failed" not in record}
     parts = []
     for name, record in records.items():
         kind, _, rest = name.partition("_")
-        parts.append(f"### {name}\n\nOn {described(record['environment'])}.")
+        parts += [f"### {kind.capitalize()}, {rest}", f"On {described(record['environment'])}."]
         if kind == "speed":
-            parts.append(table(["weights, batch", "bfloat16, ms", "ms", "times as fast", "goal", "met"], speed_lines(rest, record)))
+            parts.append(table(["weights, tokens", "bfloat16, ms", "ms", "times as fast", "goal", "met"], speed_lines(rest, record)))
             shares = [f"{k}: {record['layers'][k]:.3f} in its layers, {record['model'][k]:.3f} in all" for k in ("int8", "int4")]
             parts.append(f"Bytes over those of bfloat16: {'; '.join(shares)}.")
         elif kind == "limits":
             parts.append(table(["weights, tokens", "ms", "reading", "arithmetic", "times the larger", "goal", "met"], limit_lines(record)))
         else:
             parts.append(table(["weights", "KV cache", "loss", "over bfloat16", "agreement", "met"], quality_lines(record)))
-    return "\n\n".join(parts)
+    return [TITLE, ABOUT, *parts] if parts else []
 
 
 def measured(what: str, family: str) -> Record:
@@ -190,7 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
     common = {"environment": environment()}
     is_current = lambda _, record: record["environment"]["commit"] == common["environment"]["commit"]  # noqa: E731
     run_cells(chosen(cells, options.prefixes), Records(options.output), common, is_current)
-    print(as_markdown({n: r for n, r in Records(options.output).read().items() if "failed" not in r}))
+    print("\n\n".join(quantised_part(options.output)))
     return 0
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks import quantised
+from benchmarks.cells import Records
 from echelon.bench import shapes
 from echelon.ops import compiled
 
@@ -22,7 +25,7 @@ def test_quality_is_measured_beside_bfloat16() -> None:
     assert lines[0][:2] == ("bfloat16", "bfloat16") and lines[-1][:2] == ("int4", "int8")
 
 
-def test_speed_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_and_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(shapes.SHAPES, quantised.SHAPE, lambda: shapes.llama(512, 1024, 2, 8, 4))
     monkeypatch.setattr(quantised, "CONTEXT", 8)
     monkeypatch.setattr(quantised, "ROUNDS", 1)
@@ -34,7 +37,8 @@ def test_speed_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = quantised.speed_lines("avx2", record)
     assert [line[0] for line in lines] == [f"{kind}, {n}" for kind in ("int8", "int4") for n in quantised.WIDTHS]
     assert [line[4] for line in lines[:3]] == ["≥ 1.7", "≥ 1.2", "≥ 1.2"]
-    text = quantised.as_markdown({"speed_avx2": record | {"environment": environment()}})
+    Records(tmp_path).write("speed_avx2", record | {"environment": environment()})
+    text = "\n".join(quantised.quantised_part(tmp_path))
     assert "times as fast" in text and "Bytes over those of bfloat16" in text
 
 

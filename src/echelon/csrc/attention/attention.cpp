@@ -20,7 +20,8 @@ float* memory_of(const AttentionCall& call, const AttentionUnit& unit) {
   const int64_t states = num_states_of(call, unit), pairs = states / (unit.head_end - unit.head_begin);
   const int64_t steps = whole_lanes(call.key_size), width = whole_lanes(call.value_size);
   const int64_t tiles = key_tile * (std::max(steps, width) + steps + width + pairs + states);
-  const auto size = static_cast<size_t>((states + 1) * steps + tiles + 2 * whole_lanes(partial_size(call, unit)) + attention_lanes);
+  const int64_t quads = pairs <= most_few_pairs ? states * steps * 4 : 0;
+  const auto size = static_cast<size_t>((states + 1) * steps + quads + tiles + 2 * whole_lanes(partial_size(call, unit)) + attention_lanes);
   if (memory.size() < size) memory.resize(size);
   const auto address = reinterpret_cast<uintptr_t>(memory.data());
   return memory.data() + (64 - address % 64) % 64 / sizeof(float);

@@ -41,6 +41,7 @@ constexpr int64_t key_section = 512;  // sums over sections, also at multiples f
 constexpr int64_t attention_lanes = 16;  // sums run in so many lanes, and rows in memory are filled up to them
 inline int64_t whole_lanes(int64_t n) { return (n + attention_lanes - 1) / attention_lanes * attention_lanes; }
 
+constexpr int64_t most_few_pairs = 8;  // of (token, query head): up to so many, keys and values may be multiplied as they lie
 constexpr int64_t largest_head = 1024;  // numbers in a key or value; any size from 1 on is served
 
 // How many tokens of one row a unit holds.

@@ -63,6 +63,30 @@ INLINE void store(float* p, const Lanes& v) {
   for (int i = 0; i < num_parts; ++i) store(p + i * register_lanes, v.part[i]);
 }
 
+constexpr int chains = 4;  // of a product's sum: entries of keys are taken four at a time
+
+// Entries at … at + 3 of rows 0, 4, 8 and 12.
+INLINE Lanes quads_of_rows(const float* const* rows, int64_t at) {
+#if REGISTER_LANES == 16
+  const __m256 low = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(rows[0] + at)), _mm_loadu_ps(rows[4] + at), 1);
+  const __m256 high = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(rows[8] + at)), _mm_loadu_ps(rows[12] + at), 1);
+  return {{(Register)_mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1)}};
+#else
+  float quads[lanes];
+  for (int i = 0; i < chains; ++i) std::memcpy(quads + i * chains, rows[i * chains] + at, sizeof(float) * chains);
+  return load(quads);
+#endif
+}
+// Four entries, four times.
+INLINE Lanes same_quads(const float* from) {
+#if REGISTER_LANES == 16
+  return {{(Register)_mm512_broadcast_f32x4(_mm_loadu_ps(from))}};
+#else
+  const float* const rows[] = {from, nullptr, nullptr, nullptr, from, nullptr, nullptr, nullptr, from, nullptr, nullptr, nullptr, from};
+  return quads_of_rows(rows, 0);
+#endif
+}
+
 // Part by part.
 template <class Do, class... Operands>
 INLINE Lanes by_parts(const Do& work, const Operands&... operands) {

@@ -12,7 +12,7 @@
 namespace echelon {
 namespace {
 
-constexpr int64_t few_pairs = register_lanes == 16 ? 8 : 0;  // of (token, query head): up to so many, keys and values are multiplied as they lie
+constexpr int64_t few_pairs = register_lanes == 16 ? most_few_pairs : 0;
 constexpr int64_t value_columns = 64;  // at a time
 constexpr float minus_infinity = -__builtin_inff();
 
@@ -59,12 +59,12 @@ INLINE void transpose(const float* const* rows, int64_t from, float* columns) {
     }
 }
 
-// The product of a query and a key is summed lane by lane over chunks of 16 entries, then over the lanes in pairs, pairs of pairs and so on.
-// For few queries from the keys as they lie, 16 at a time, whose lanes are added up crosswise:
+// The product of a query and a key is summed in four chains, over every fourth entry, which are then added in pairs.
+// For few queries from the keys as they lie: four keys' four entries at a time, whose chains are added up crosswise for 16 keys.
 template <int h>
 INLINE void add_pairs(Lanes* v) {
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; i += 2 * h) {
+#pragma GCC unroll 4
+  for (int i = 0; i < chains; i += 2 * h) {
     exchange<h>(v[i], v[i + h]);
     v[i] = v[i] + v[i + h];
   }
@@ -72,40 +72,37 @@ INLINE void add_pairs(Lanes* v) {
 INLINE Lanes add_crosswise(Lanes* v) {
   add_pairs<1>(v);
   add_pairs<2>(v);
-  add_pairs<4>(v);
-  add_pairs<8>(v);
   return v[0];
 }
 template <class Math>
 INLINE Lanes multiply_add(const Lanes& a, const Lanes& b, const Lanes& c) {
   return by_parts([](Register x, Register y, Register z) ALWAYS_INLINE { return Math::multiply_add(x, y, z); }, a, b, c);
 }
-template <class Math, int chunks>
-INLINE Lanes products_of_rows(const float* const* rows, const float* query, const Prefetch& prefetch) {
-  Lanes v[lanes], part[chunks];
+// Scores [P][key_tile] of P queries, each of whose quads is there four times, against 16 keys.
+template <class Math, int P>
+INLINE void products_of_rows(const float* const* rows, const float* quads, int64_t steps, const Prefetch& prefetch, float* scores) {
+  Lanes v[P][chains];
 #pragma GCC unroll 4
-  for (int c = 0; c < chunks; ++c) part[c] = load(query + c * lanes);
-#pragma GCC unroll 16
-  for (int i = 0; i < lanes; ++i) {  // a key at a time: a processor foresees what is read in the order in which it lies
-    prefetch.fetch(i);
-    v[i] = Lanes{};
+  for (int j = 0; j < chains; ++j) {  // keys j, j + 4, j + 8, j + 12
+    for (int i = 0; i < lanes; i += chains) prefetch.fetch(j + i);
+    Lanes sum[P];
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) sum[p] = Lanes{};
+    for (int64_t from = 0; from < steps; from += lanes)
 #pragma GCC unroll 4
-    for (int c = 0; c < chunks; ++c) v[i] = multiply_add<Math>(part[c], load(rows[i] + c * lanes), v[i]);
+      for (int64_t at = from; at < from + lanes; at += chains) {
+        const Lanes keys = quads_of_rows(rows + j, at);
+#pragma GCC unroll 8
+        for (int p = 0; p < P; ++p) sum[p] = multiply_add<Math>(load(quads + (p * steps + at) * chains), keys, sum[p]);
+      }
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) v[p][j] = sum[p];
   }
-  return add_crosswise(v);
-}
-template <class Math>
-INLINE Lanes products_of_rows(const float* const* rows, const float* query, int64_t steps) {
-  Lanes v[lanes];
-#pragma GCC unroll 16
-  for (int i = 0; i < lanes; ++i) v[i] = Lanes{};
-  for (int64_t from = 0; from < steps; from += lanes)
-#pragma GCC unroll 16
-    for (int i = 0; i < lanes; ++i) v[i] = multiply_add<Math>(load(query + from), load(rows[i] + from), v[i]);
-  return add_crosswise(v);
+#pragma GCC unroll 8
+  for (int p = 0; p < P; ++p) store(scores + p * key_tile, add_crosswise(v[p]));
 }
 
-// For many, from transposed keys: the sums over lanes [0, count) of M queries and N registers of keys.
+// For many, from transposed keys: the sums of chains [0, count) of M queries and N registers of keys.
 template <class Math, int M, int N, int count>
 INLINE void products_of_columns(const float* queries, int64_t steps, const float* columns, Register (*sum)[N]) {
   if constexpr (count == 1) {
@@ -113,7 +110,7 @@ INLINE void products_of_columns(const float* queries, int64_t steps, const float
     for (int i = 0; i < M; ++i)
 #pragma GCC unroll 8
       for (int j = 0; j < N; ++j) sum[i][j] = Register{};
-    for (int64_t from = 0; from < steps; from += lanes) {
+    for (int64_t from = 0; from < steps; from += chains) {
       Register keys[N];
 #pragma GCC unroll 8
       for (int j = 0; j < N; ++j) keys[j] = load_register(columns + from * key_tile + j * register_lanes);
@@ -138,7 +135,7 @@ template <class Math, int M, int N>
 static void score_columns(const float* queries, int64_t steps, const float* columns, int64_t live, float* scores) {
   for (int64_t k = 0; k < live; k += N * register_lanes) {
     Register sum[M][N];
-    products_of_columns<Math, M, N, lanes>(queries, steps, columns + k, sum);
+    products_of_columns<Math, M, N, chains>(queries, steps, columns + k, sum);
 #pragma GCC unroll 4
     for (int i = 0; i < M; ++i)
 #pragma GCC unroll 8
@@ -301,7 +298,7 @@ INLINE_METHOD int64_t key_steps(const AttentionCall& call) {
 
 // The memory of a unit, in what `attend` has found for it; `zeros` [steps] stands for keys that are not there.
 struct Memory {
-  float *query, *zeros, *staged, *columns, *values, *scores, *drafted;
+  float *query, *quads, *zeros, *staged, *columns, *values, *scores, *drafted;
   States section, all;
 
   template <class Math>
@@ -314,6 +311,7 @@ struct Memory {
       return taken;
     };
     m.query = take(states * steps);
+    m.quads = take(pairs <= few_pairs ? states * steps * chains : 0);
     m.zeros = take(steps);
     m.staged = take(key_tile * most(steps, width));
     m.columns = take(steps * key_tile);
@@ -393,7 +391,11 @@ struct Unit {
     for (int64_t head = unit.head_begin; head < unit.head_end; ++head)
       for (int64_t pair = 0; pair < pairs; ++pair) {
         const int64_t at = (unit.token_begin + pair / group) * call.query_token_stride + (head * group + pair % group) * call.query_head_stride;
-        Math::copy_row(static_cast<const char*>(call.query) + at * Math::bytes, call.key_size, steps, m.query + ((head - unit.head_begin) * pairs + pair) * steps);
+        const int64_t state = (head - unit.head_begin) * pairs + pair;
+        Math::copy_row(static_cast<const char*>(call.query) + at * Math::bytes, call.key_size, steps, m.query + state * steps);
+        if (is_few)
+          for (int64_t step = 0; step < steps; step += chains)
+            store(m.quads + (state * steps + step) * chains, same_quads(m.query + state * steps + step));
       }
   }
 
@@ -429,17 +431,16 @@ struct Unit {
   INLINE_METHOD void score_few(const TileRows& from, int64_t k, int64_t head, float* scores, const Prefetch& prefetch) const {
     const float* rows[lanes];
     find_rows(from, k, head, rows);
-    constexpr int usual = 4 / Math::grain, large = 4;  // chunks of a head of 64; of 128 in pairs
-    for (int64_t pair = 0; pair < pairs; ++pair) {
-      const float* query = queries_of(head) + pair * steps;
+    for (int64_t pair = 0; pair < pairs;) {
+      const float* const quads = m.quads + ((head - unit.head_begin) * pairs + pair) * steps * chains;
       const Prefetch then = pair == 0 ? prefetch : Prefetch{};
       float* const to = scores + pair * key_tile + k;
-      if (steps == usual * lanes)
-        store(to, products_of_rows<Math, usual>(rows, query, then));
-      else if (steps == large * lanes)
-        store(to, products_of_rows<Math, large>(rows, query, then));
-      else
-        store(to, products_of_rows<Math>(rows, query, steps));
+      const int64_t count = pairs - pair >= 8 ? 8 : pairs - pair >= 4 ? 4 : pairs - pair >= 2 ? 2 : 1;
+      if (count == 8) products_of_rows<Math, 8>(rows, quads, steps, then, to);
+      if (count == 4) products_of_rows<Math, 4>(rows, quads, steps, then, to);
+      if (count == 2) products_of_rows<Math, 2>(rows, quads, steps, then, to);
+      if (count == 1) products_of_rows<Math, 1>(rows, quads, steps, then, to);
+      pair += count;
     }
   }
   // Against the first `live` keys of the tile.
