@@ -22,19 +22,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
 import numpy as np
+import torch
 from pydantic import SecretStr
 
 from benchmarks.cells import Cell, Record, Records, chosen, run_cells
 from benchmarks.workloads import ROOT, Models, Size, greedy, source
 from echelon import LLM, SamplingParams
 from echelon.batch import Span
+from echelon.bench.inflate import inflate, plan_growth
+from echelon.bench.peers import Peer, run_worker
 from echelon.bench.report import described, table
 from echelon.bench.throughput import environment
+from echelon.demo import TARGET
 from echelon.engine import Engine
+from echelon.model.load.loading import load_plain
 from echelon.sequence import Sequence
 from echelon.server.app import create_app
 from echelon.server.config import ServerConfig
@@ -54,7 +60,7 @@ class Lengths:
     prompt: int = 1984
     cold_prompts: int = 8
     cold_prompt: int = 256
-    rounds: int = 5
+    rounds: int = 9
     conversations: int = 80
     answer: int = 32
     pairs: int = 200
@@ -158,14 +164,15 @@ def cold(models: Models, lengths: Lengths) -> Record:
     return {"ratio": statistics.median(ratios), "ratios": ratios, "hits": llms["with"].get_metrics()["num_prefix_hits"]}
 
 
-def mt_bench(models: Models, drafter: str, lengths: Lengths) -> Record:
-    """Both turns of every conversation, one at a time."""
+def mt_bench(models: Models, drafter: str, lengths: Lengths, vllm_python: str | None = None) -> Record:
+    """Both turns of every conversation, one at a time; in vLLM too, over the same texts, where its Python is given."""
     config = DRAFTERS[drafter]
     llm = LLM(models.grown, config, models.draft if config else None, max_num_seqs=1, max_model_len=2048)
     questions = [json.loads(line) for line in QUESTIONS.read_text("utf-8").splitlines()]
     texts = [q["turns"] for q in questions if len(q["turns"]) > 1][: lengths.conversations]
     seconds: list[list[float]] = [[], []]
     counts = [[0, 0], [0, 0]]  # tokens of prompts, and those found, of first and second turns
+    told: list[list[list[int]]] = []  # of every conversation its first prompt, the same with its answer, and its second prompt
     for turns in texts:
         messages: list[dict[str, str]] = []
         for number, text in enumerate(turns[:2]):
@@ -175,6 +182,9 @@ def mt_bench(models: Models, drafter: str, lengths: Lengths) -> Record:
             seconds[number].append(first)
             counts[number][0] += len(tokens)
             counts[number][1] += sequence.num_cached_tokens or 0
+            if number == 0:
+                told.append([tokens])
+            told[-1].append(list(sequence.tokens) if number == 0 else tokens)
             tokenizer = llm.target.tokenizer
             assert tokenizer is not None
             messages.append({"role": "assistant", "content": str(tokenizer.decode(sequence.output_tokens))})
@@ -183,7 +193,22 @@ def mt_bench(models: Models, drafter: str, lengths: Lengths) -> Record:
         "first": [statistics.median(s) for s in seconds],
         "found": [hits / tokens for tokens, hits in counts],
         "tokens": [tokens for tokens, _ in counts],
-    }
+    } | (beside_vllm(models, told, vllm_python) if vllm_python else {})
+
+
+def beside_vllm(models: Models, conversations: list[list[list[int]]], python: str) -> Record:
+    """The same in vLLM: seconds to the first token of either turn, and the shares of prompts that it finds."""
+    plain, tokenizer = load_plain(str(TARGET))
+    grown = inflate(plain, plan_growth(plain, models.size.pair_parameters)) if models.size.pair_parameters else plain
+    with TemporaryDirectory() as folder:
+        grown.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        task = {"model": folder, "conversations": conversations, "num_threads": torch.get_num_threads()}
+        value = run_worker(Peer("vllm_prefixes", python), task, 1800.0, ("versions", "seconds", "found"))
+    lengths = [sum(len(c[turn]) for c in conversations) for turn in (0, 2)]
+    shares = [found / tokens for found, tokens in zip(value["found"], lengths, strict=True)]
+    return {"vllm": {"first": [statistics.median(s) for s in value["seconds"]], "found": shares, "versions": value["versions"]}}
 
 
 def another_key(models: Models, lengths: Lengths) -> Record:
@@ -246,17 +271,21 @@ def as_markdown(records: dict[str, Record]) -> str:
         elif name.startswith("mt_bench"):
             shares = f"{r['found'][0]:.0%} and {r['found'][1]:.0%} of {r['tokens'][0]:,} and {r['tokens'][1]:,} prompt tokens found"
             lines.append((name, f"{shares}; first token after {r['first'][0] * 1e3:.0f} and {r['first'][1] * 1e3:.0f} ms", ""))
+            if theirs := r.get("vllm"):
+                seconds = f"first token after {theirs['first'][0] * 1e3:.0f} and {theirs['first'][1] * 1e3:.0f} ms"
+                versions = ", ".join(f"{package} {version}" for package, version in theirs["versions"].items())
+                lines.append((f"{name}, vLLM", f"{theirs['found'][0]:.0%} and {theirs['found'][1]:.0%} found; {seconds}", versions))
         else:
             times = ", ".join(f"{kind} {r[kind] * 1e3:.1f} ms" for kind in ("other", "nobody", "same"))
             lines.append((name, f"{times}; p = {r['p_other']:.2f}, of the same key {r['p_same']:.1e}", "p ≥ 0.05"))
     return table(["cell", "measured", "goal"], lines)
 
 
-def cells(models: Models, lengths: Lengths) -> list[Cell]:
-    """All that is measured."""
+def cells(models: Models, lengths: Lengths, vllm_python: str | None = None) -> list[Cell]:
+    """All that is measured; `vllm_python`: a Python that has vLLM's CPU build."""
     found: list[tuple[str, Callable[[], Record]]] = [(f"turn_{d}", partial(turn, models, d, lengths)) for d in DRAFTERS]
     found += [("hashing", partial(hashing, models, lengths)), ("cold", partial(cold, models, lengths))]
-    found += [(f"mt_bench_{d}", partial(mt_bench, models, d, lengths)) for d in DRAFTERS]
+    found += [(f"mt_bench_{d}", partial(mt_bench, models, d, lengths, vllm_python if d == "plain" else None)) for d in DRAFTERS]
     found += [("another_key", partial(another_key, models, lengths))]
     return [Cell(name, measure) for name, measure in found]
 
@@ -266,11 +295,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prefixes", nargs="*", metavar="PREFIX")
     parser.add_argument("--output", type=Path, default=Path("docs/evidence/prefixes"))
+    parser.add_argument("--vllm-python", help="Python with vLLM's CPU build, which then holds the same conversations")
     options = parser.parse_args(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
     common = {"environment": environment()}
     is_current = lambda _, record: record["environment"]["commit"] == common["environment"]["commit"]  # noqa: E731
-    asked = chosen(cells(Models(Size()), Lengths()), options.prefixes)
+    asked = chosen(cells(Models(Size()), Lengths(), options.vllm_python), options.prefixes)
     found = run_cells(asked, Records(options.output), common, is_current)
     measured = {name: record for name, record in found.items() if "failed" not in record}
     if measured:
