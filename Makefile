@@ -52,10 +52,13 @@ soak: $(READY)
 CASES ?= 300
 CSRC := src/echelon/csrc
 KERNELS := $(filter-out $(CSRC)/bindings/%,$(wildcard $(CSRC)/*.cpp $(CSRC)/*/*.cpp))
-sanitize:
-	mkdir -p build
-	$(CXX) -std=c++20 -O1 -g -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all \
-	  -o build/harness $(KERNELS)
+SANITISED := $(KERNELS:$(CSRC)/%.cpp=build/sanitised/%.o)
+SANITISERS := -std=c++20 -O1 -g -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all
+build/sanitised/%.o: $(CSRC)/%.cpp $(wildcard $(CSRC)/*.h $(CSRC)/*/*.h)
+	mkdir -p $(@D)
+	$(CXX) $(SANITISERS) -Wno-psabi -c -o $@ $<
+sanitize: $(SANITISED)
+	$(CXX) $(SANITISERS) -o build/harness $^
 	build/harness $(CASES)
 
 # torch comes first and by its exact version, so that nothing that follows can replace it; the kernels are built against it.

@@ -34,7 +34,7 @@ def of_command(words: list[str]) -> frozenset[Path]:
     files |= {path for flag, module in pairwise(words) if flag == "-m" for path in module_files(f"{module}.__main__")}
     if "pytest" in words:
         files.add(ROOT / "tests" / "conftest.py")
-    if words[:2] == ["make", "sanitize"] or "tools.kernel_mutants" in words:
+    if {"sanitize", "tools.kernel_mutants"} & set(words):
         files |= {ROOT / "Makefile", *PACKAGE.glob("csrc/**/*.*")}
     return closure(files)
 

@@ -65,6 +65,9 @@ PROOFS = [
     *(pytest(f"census: {dtype}", "tests/promises/test_census.py", "-k", dtype) for dtype in ("float32", "bfloat16")),
     pytest("recognised modules and rotary embeddings", *(f"tests/model/test_{part}.py" for part in ("recognised", "rope", "vectors"))),
     pytest("checkpoints", "tests/model/test_loading.py", "tests/checkpoint/test_checkpoints.py"),
+    pytest(
+        "integers", "tests/promises/test_quantised.py", *(f"tests/model/test_{part}.py" for part in ("published", "publishing", "rounding"))
+    ),
     pytest("texts", "tests/core/test_text.py", "tests/promises/test_one_text.py", "tests/core/test_chat.py"),
     pytest("inputs", "tests/core/test_inputs.py", "tests/cli/test_mistakes.py", "tests/cli/test_generate_files.py"),
     pytest("training runs", "tests/train/test_train_files.py", "tests/train/test_train_heads.py"),
@@ -83,6 +86,7 @@ PROOFS = [
     Proof("heads learn in 20 minutes", ["python", "-m", "benchmarks.plateau"], full_size=False),
     Proof("vLLM drafts the same", ["python", "-m", "benchmarks.eagle3_in_vllm"], full_size=False),
     pytest("linear layers", "tests/ops/test_linear.py"),
+    pytest("linear layers of integers", "tests/ops/test_integers.py", "tests/ops/test_rounded_keys.py"),
     pytest("norms, rotary embeddings, activations", "tests/model/test_elementwise.py"),
     pytest("drawing", "tests/core/test_sampling.py"),
     pytest("attention", "tests/ops/test_attention.py"),
@@ -91,7 +95,7 @@ PROOFS = [
     pytest("state machine", "tests/core/test_scheduler.py"),
     pytest("prefix cache", "tests/core/test_prefix_cache.py", "tests/promises/test_prefix_hits.py"),
     pytest("steps ahead", "tests/model/test_ahead.py", "tests/model/test_ahead_books.py"),
-    Proof("sanitisers", ["make", "sanitize", "CASES=100000"], full_size=False),
+    Proof("sanitisers", ["make", "-j2", "sanitize", "CASES=100000"], full_size=False),
     Proof("mutants of the kernels", ["python", "-m", "tools.kernel_mutants"], full_size=False),
     *(Proof(f"mutant: {m.name}", ["python", "-m", "tools.mutants", m.name], full_size=False, mutant=m) for m in MUTANTS),
     bench("pair", "benchmarks.pair"),
