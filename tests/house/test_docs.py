@@ -58,6 +58,7 @@ def test_figures_of_the_pair_are_quoted_as_measured() -> None:
         "docs/models.md",
         "docs/serving.md",
         "docs/benchmarks.md",
+        "docs/quantisation.md",
         "docs/glossary.md",
         "LOG.md",
     ],
@@ -87,3 +88,10 @@ def test_the_glossary_names_what_there_is() -> None:
         for name in re.findall(r"`([^`]+)`", line.split("|")[3]):
             is_path = "/" in name or name.endswith(".py")
             assert (sources / name).exists() if is_path else re.search(rf"class {name}\b", text), name
+
+
+def test_losses_in_integers_are_quoted_as_measured() -> None:
+    quoted = (ROOT / "docs" / "quantisation.md").read_text("utf-8")
+    for size in ("embedded", "grown"):
+        losses = evidence(f"quantised/quality_{size}.json")["loss"]
+        assert all(f"{loss:.4f}" in quoted for loss in losses.values())  # type: ignore[attr-defined]
