@@ -129,13 +129,16 @@ def _draft_model(
 
 
 def _own_copy(config: EngineConfig, target: LoadedModel, quantization: str) -> LoadedModel:
-    """The target in fewer bits, read again; what is the same in both is kept once."""
+    """The target in fewer bits, read again; embedding and output layer are kept once where they are the same."""
+    asked = f"model = '{OWN_COPY}{quantization}'"
+    if target.quantization == quantization:
+        raise ConfigError(f"{asked} is what {target.name!r} is itself, and would draft no faster; leave it out, or draft in fewer bits")
+    dtype = str(target.model.dtype).removeprefix("torch.")
     try:
-        draft = load_model(target.name, dtype=config.dtype, device=target.device.type, numerics=config.numerics, quantization=quantization)
-    except ModelLoadError as error:
-        raise ConfigError(
-            f"model = '{OWN_COPY}{quantization}' reads the target's checkpoint again, and that fails ({error}); give a folder as the model"
-        ) from error
+        draft = load_model(target.name, dtype=dtype, device=target.device.type, numerics=config.numerics, quantization=quantization)
+    except (ConfigError, ModelLoadError) as error:
+        raise ConfigError(f"{asked} reads the target's checkpoint again, and that fails ({error}); give another draft model") from error
+    check_vocabularies(target, draft)
     share_weights(target, draft)
     return draft
 
@@ -206,7 +209,8 @@ def _costs_key(config: EngineConfig, spec: SpeculativeConfig, storage: Storage) 
     """The same with what decides how long drafting takes."""
     modules = [*(runner.loaded.model for runner in storage.runners[1:]), *([storage.head.head] if storage.head is not None else [])]
     tree = f"{spec.tree} {spec.tree_top_k} {spec.tree_depth} {spec.speculative_token_tree}" if spec.grows_trees else spec.tree
-    drafter = ", ".join((spec.method, tree, str(spec.most_tokens), str(spec.quantization), *map(shapes_of, modules)))
+    bits = [str(runner.loaded.quantization) for runner in storage.runners[1:]] or [str(spec.quantization)]
+    drafter = ", ".join((spec.method, tree, str(spec.most_tokens), *bits, *map(shapes_of, modules)))
     return _steps_key(config, storage.runners[0]) | {"drafter": drafter}
 
 

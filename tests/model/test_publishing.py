@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from echelon import ConfigError, UnsupportedModelError
 from echelon.cli import main
 from echelon.config import Quantization
+from echelon.errors import OutputError
 from echelon.model.load import publishing
 from echelon.model.load.loading import load_model
 from echelon.model.load.publishing import publish
@@ -76,6 +77,22 @@ def test_weights_are_rounded_to_their_nearest(source: Path) -> None:
     assert file[f"{name}.weight"].dtype == torch.int8
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_scales_of_tiny_weights_stay_numbers(quantization: Quantization, tmp_path: Path) -> None:
+    """In float16, whose smallest numbers are not small."""
+    model = toys.llama(intermediate_size=128)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[3] *= 1e-7  # type: ignore[operator, union-attr]
+        model.model.layers[0].mlp.up_proj.weight[4] = 0  # type: ignore[operator, union-attr]
+    model.half().save_pretrained(tmp_path / "source")
+    templates = tmp_path / "source" / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "x.jinja").write_text("x")
+    publish(str(tmp_path / "source"), tmp_path / "out", quantization)
+    assert load_model(tmp_path / "out").quantization == quantization
+    assert (tmp_path / "out" / "additional_chat_templates" / "x.jinja").read_text() == "x"
+
+
 def test_from_the_shell(source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["echelon", "quantize", str(source), str(source.parent / "out"), "--quantization", "int4"])
     with pytest.raises(SystemExit) as stop:
@@ -94,5 +111,10 @@ def test_what_cannot_be_written_is_refused(source: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="mixture of experts"):
         publish(str(source.parent / "mixture"), source.parent / "out", "int8")
     publish(str(source), source.parent / "out", "int8")
+    with pytest.raises(OutputError, match="holds weights already; choose an empty folder"):
+        publish(str(source), source.parent / "out", "int4")
+    toys.llama(hidden_size=48, intermediate_size=80, head_dim=12).save_pretrained(source.parent / "narrow")
+    with pytest.raises(UnsupportedModelError, match="no layer whose width a group of 32 divides; write it in int8"):
+        publish(str(source.parent / "narrow"), source.parent / "none", "int4")
     with pytest.raises(UnsupportedModelError, match="quantised by compressed-tensors"):
         publish(str(source.parent / "out"), source.parent / "again", "int8")

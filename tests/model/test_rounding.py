@@ -67,6 +67,13 @@ def test_only_this_thread_and_only_inside() -> None:
     assert filled() == "Parameter"
 
 
+def test_threads_load_at_once(tmp_path: Path) -> None:
+    toys.llama(intermediate_size=128, num_hidden_layers=4).save_pretrained(tmp_path)
+    with ThreadPoolExecutor(4) as threads:
+        loaded = list(threads.map(lambda _: load_model(tmp_path, quantization="int8"), range(8)))
+    assert len({weight_bytes(m.model) for m in loaded}) == 1
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_peak_memory_is_below_the_numbers(quantization: str, tmp_path: Path) -> None:
     """Of a process of its own; the model is large beside what Python takes meanwhile."""

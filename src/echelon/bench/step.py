@@ -70,7 +70,7 @@ class StepRounds:
         self._batches = [_batch(self._runner, width, tokens_per_row, context) for width in widths]
         packed = packed_weights(loaded.model)
         self._weights = [w.data for w in packed]
-        self._products = _products(loaded, max(packed, key=lambda w: w.data.nbytes))
+        self._products = _products(loaded, max((w.integers.bits for w in packed), key=partial(_numbers_of, packed)))
         self._taken: list[list[tuple[float, float, float]]] = [[] for _ in widths]
         self._reads: list[float] = []
         self._multiplied: list[list[float]] = [[] for _ in self._products]
@@ -112,13 +112,18 @@ def measure_steps(
     return steps.results()
 
 
-def _products(loaded: LoadedModel, largest: PackedWeight) -> list[Callable[[], object]]:
-    """Large products: by our kernel as the model's layers are, and on a CPU by the framework, of integers or in the faster of the model's
-    dtype and float32.
+def _numbers_of(packed: SequenceOf[PackedWeight], bits: int) -> int:
+    """Entries of the weights that have so many bits."""
+    return sum(w.columns * w.depth for w in packed if w.integers.bits == bits)
+
+
+def _products(loaded: LoadedModel, bits: int) -> list[Callable[[], object]]:
+    """Large products: by our kernel over weights of so many bits (0: numbers), as most of the model's are, and on a CPU by the framework
+    too, of integers or in the faster of the model's dtype and float32.
 
     Without instructions of its own for a narrow dtype the framework takes hundreds of times as long in it.
     """
-    device, bits = loaded.device, largest.integers.bits
+    device = loaded.device
     x, weight = (torch.ones(n, PRODUCT_SIZE, dtype=loaded.model.dtype, device=device) for n in (PRODUCT_ROWS, PRODUCT_SIZE))
     backend, packed = devices.backend_of(x), Packing(bits=bits).pack(weight)
     ours: Callable[[], object] = lambda: backend.packed_linear(x, packed)  # noqa: E731

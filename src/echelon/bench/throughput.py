@@ -52,11 +52,6 @@ ADAPTIVE = [  # the engine decides how much is drafted
 # drafts end where the draft model is no longer sure, of unequal length as LLMA's
 CONFIDENT = DecodingMethod(DRAFTERS["confident"], {"method": "draft_model", "num_speculative_tokens": 7, "confidence_threshold": 0.3})
 
-ADAPTIVE = [
-    DecodingMethod("LLMA auto", {"method": "ngram", "prompt_lookup_max": 2}),
-    DecodingMethod("draft model auto", {"method": "draft_model"}),
-]
-
 
 def default_methods(num_ngram_tokens: int = 7, num_draft_tokens: int = 4) -> list[DecodingMethod]:
     """Plain decoding, LLMA with the paper's match length, and a draft model."""

@@ -43,6 +43,7 @@ class _Group(JsonFile):
 
     weights: _Numbers
     input_activations: _Numbers | None = None
+    output_activations: dict[str, Any] | None = None
 
 
 class _CompressedTensors(JsonFile):
@@ -51,13 +52,17 @@ class _CompressedTensors(JsonFile):
     format: str
     config_groups: dict[str, _Group] = Field(min_length=1)
     kv_cache_scheme: dict[str, Any] | None = None
+    transform_config: dict[str, Any] | None = None
 
     def scheme(self) -> Scheme:
         first, *others = self.config_groups.values()
         if any(g.weights != first.weights or g.input_activations != first.input_activations for g in others):
             raise ValueError("groups of layers that differ")
-        if self.kv_cache_scheme is not None:
-            raise ValueError("a kv_cache_scheme")
+        for name, value in (("kv_cache_scheme", self.kv_cache_scheme), ("transform_config", self.transform_config)):
+            if value:
+                raise ValueError(f"a {name}")
+        if first.output_activations:
+            raise ValueError("output_activations")
         weights, inputs = first.weights, first.input_activations
         if inputs is not None and (inputs.num_bits, inputs.type, inputs.strategy, inputs.dynamic) != (8, "int", "token", True):
             raise ValueError("activations other than integers of 8 bits, each token by itself")

@@ -80,6 +80,10 @@ def head_for(config: SpeculativeConfig | None, target: LoadedModel, given: Head 
         return None
     if given is None and config.model is None:
         raise ConfigError(f"method {config.method!r} needs the key 'model': the folder of a head that was trained on the target")
+    if given is not None and config.quantization is not None:
+        raise ConfigError(
+            f"quantization = {config.quantization!r} rounds a head that is loaded here, and draft_head is given as it is; leave it out"
+        )
     head = given
     if head is None:
         head = load_head(str(config.model), target.model)

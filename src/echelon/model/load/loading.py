@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -44,11 +44,13 @@ from echelon.model.patches.packing import Packing, check_integers, packing_of
 from echelon.model.patches.rope import OriginalContext
 from echelon.ops import devices
 
+Params = ParamSpec("Params")
+Loaded = TypeVar("Loaded")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 GENERATION = "generation_config.json"
 TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template", "additional_chat_templates")
 IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
-_LOADING = threading.Lock()
+_LOADING = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,18 @@ class LoadedModel:
         return frozenset([ids] if isinstance(ids, int) else ids or [])
 
 
+def _in_turn(load: Callable[Params, Loaded]) -> Callable[Params, Loaded]:
+    """One load at a time: `transformers` sets the default dtype of the whole process meanwhile, and twins are drawn with a seed."""
+
+    @functools.wraps(load)
+    def loading(*args: Params.args, **keywords: Params.kwargs) -> Loaded:
+        with _LOADING:
+            return load(*args, **keywords)
+
+    return loading
+
+
+@_in_turn
 def load_model(
     name: str | os.PathLike[str],
     *,
@@ -131,6 +145,7 @@ def load_model(
     return _served(model, tokenizer, name, False, packing, True, scheme.quantization if scheme else quantization)
 
 
+@_in_turn
 def load_plain(name: str | os.PathLike[str]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """The model as transformers would run it, nothing replaced, and its tokenizer; the same refusals as `load_model`."""
     folder = Folder.locate(name_of(name), "model")
@@ -141,6 +156,7 @@ def load_plain(name: str | os.PathLike[str]) -> tuple[PreTrainedModel, PreTraine
     return model.eval().requires_grad_(False), tokenizer
 
 
+@_in_turn
 def adopt_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -162,6 +178,7 @@ def adopt_model(
     return _served(model, tokenizer, name, keep_weights, packing, False, quantization)
 
 
+@_in_turn
 def served_copy(model: PreTrainedModel) -> LoadedModel:
     """Copy a caller's model as the engine serves it; the copy shares its weights. The model itself stays as it is, at any time; linear
     layers of the copy read packed weights, which take as much memory again on a processor.
@@ -292,7 +309,7 @@ def built_without_memory(folder: Folder, config: Any, weights: Weights) -> PreTr
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(f"{type(config).__name__} of {folder.shown} is no causal language model of transformers")
     with refusing(f"cannot build the model of {folder.shown}", "config.json does not fit it: copy the checkpoint again"):
-        with without_memory(len(weights.tensors), weights.numel):
+        with _LOADING, without_memory(len(weights.tensors), weights.numel):
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
         expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
     misshapen = [
@@ -332,13 +349,12 @@ def _one_at_a_time() -> Iterator[None]:
 
     `transformers` has this as a variable of the environment.
     """
-    with _LOADING:
-        before = os.environ.get(IN_TURN)
-        os.environ[IN_TURN] = "1"
-        try:
-            yield
-        finally:
-            os.environ.pop(IN_TURN) if before is None else os.environ.update({IN_TURN: before})
+    before = os.environ.get(IN_TURN)
+    os.environ[IN_TURN] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(IN_TURN) if before is None else os.environ.update({IN_TURN: before})
 
 
 def _read_generation(folder: Folder, model: PreTrainedModel) -> None:

@@ -188,8 +188,10 @@ class PublishedWeight:
         if self.scheme.bits == 8:
             expected["scales"] += [(columns,), (1,), (1, 1)]
         for role, shapes in expected.items():
-            if role in self.parts and self.parts[role].shape not in shapes:
-                raise self._misfit(role, f"{list(shapes[0])} of a weight [{columns}, {depth}] in groups of {size}")
+            if role in self.parts and (self.parts[role].shape not in shapes or (role == "zeros" and self.parts[role].code != "I32")):
+                raise self._misfit(
+                    role, f"{'I32 ' if role == 'zeros' else ''}{list(shapes[0])} of a weight [{columns}, {depth}] in groups of {size}"
+                )
 
     def _misfit(self, role: str, wanted: str) -> ModelLoadError:
         part = self.parts[role]

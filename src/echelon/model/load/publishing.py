@@ -18,7 +18,7 @@ from echelon.checkpoint.folder import Folder
 from echelon.checkpoint.schemas import refuse_quantised
 from echelon.checkpoint.tensors import INDEX, WEIGHTS, StoredTensor, Weights, open_weights, weight_files
 from echelon.config import Quantization
-from echelon.errors import ConfigError, UnsupportedModelError
+from echelon.errors import ConfigError, OutputError, UnsupportedModelError
 from echelon.inputs import made_folder
 from echelon.model.load.loading import GENERATION, TOKENIZER_FILES, built_without_memory, read_config, settings_of
 from echelon.model.patches.experts import is_experts
@@ -47,6 +47,7 @@ def publish(name: str, destination: Path, quantization: Quantization) -> Publish
     Raises
     ------
     ConfigError            there are no compiled kernels, or the destination is the source
+    OutputError            the destination cannot be made, or holds weights already
     ModelLoadError         as `load_model`
     UnsupportedModelError  it is quantised already, or has no linear layers that this format describes
     """
@@ -55,12 +56,16 @@ def publish(name: str, destination: Path, quantization: Quantization) -> Publish
     folder = Folder.locate(name, "model")
     if made_folder(destination, "DST").resolve() == folder.path.resolve():
         raise ConfigError(f"{str(destination)!r} is SRC itself; choose another folder for DST")
+    if any(destination.glob("*.safetensors")) or (destination / INDEX).exists():
+        raise OutputError(f"{str(destination)!r} holds weights already; choose an empty folder for DST")
     raw = settings_of(folder)
     refuse_quantised(folder.shown, raw)
     with open_weights(folder, weight_files(folder)) as weights:
         layers, others = _linear_layers(built_without_memory(folder, read_config(folder), weights), weights)
         size = 0 if quantization == "int8" else _group_size(weights, layers)
         rounded = [k for k in layers if not size or weights.tensors[f"{k}.weight"].shape[1] % size == 0]
+        if not rounded:
+            raise UnsupportedModelError(f"{folder.shown} has no layer whose width a group of {size} divides; write it in int8")
         ignored = sorted({*others, *layers} - set(rounded))
         tensors = _written(weights, set(rounded), size)
         num_bytes = _save(tensors, destination)
@@ -69,7 +74,8 @@ def publish(name: str, destination: Path, quantization: Quantization) -> Publish
     (destination / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     for path in sorted(folder.path.iterdir()):
         if path.name.startswith(TOKENIZER_FILES) or path.name == GENERATION:
-            shutil.copyfile(path, destination / path.name)
+            copy = shutil.copytree if path.is_dir() else shutil.copyfile
+            copy(path, destination / path.name)
     return PublishedModel(len(rounded), ignored, num_bytes, before)
 
 
@@ -105,7 +111,7 @@ def _written(weights: Weights, layers: set[str], size: int) -> Iterator[tuple[st
 
 def _in_8_bits(stored: StoredTensor) -> dict[str, Tensor]:
     weight = stored.read().float()
-    scale = (weight.abs().amax(1, keepdim=True) / 127).clamp_min(torch.finfo(torch.float32).tiny).to(stored.dtype)
+    scale = _representable(weight.abs().amax(1, keepdim=True) / 127, stored.dtype)
     values = (weight / scale.float()).round().clamp(-127, 127)
     return {"weight": values.to(torch.int8), "weight_scale": scale}
 
@@ -113,13 +119,19 @@ def _in_8_bits(stored: StoredTensor) -> dict[str, Tensor]:
 def _in_4_bits(stored: StoredTensor, size: int) -> dict[str, Tensor]:
     """Scales by least squared error, then rounded to the checkpoint's dtype; entries by those."""
     weight = stored.read()
-    scale = cpu.round_weight(weight, 4, size)[1].to(stored.dtype)
+    scale = _representable(cpu.round_weight(weight, 4, size)[1], stored.dtype)
     groups = weight.float().view(len(weight), -1, size) / scale.float()[..., None]
     values = (groups.round().clamp(-8, 7) + 8).flatten(1).to(torch.int32)
     words = torch.zeros(len(values), values.shape[1] // WORD, dtype=torch.int32)
     for i in range(WORD):
         words |= values[:, i::WORD] << (4 * i)
     return {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
+
+
+def _representable(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales in another dtype, none of them 0 or without its full precision."""
+    least = torch.finfo(dtype).smallest_normal
+    return torch.where(scale.abs() < least, least, scale).to(dtype)
 
 
 def _save(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> int:

@@ -15,6 +15,8 @@ from echelon.model.patches.linear import is_plain_linear, weight_of
 from echelon.model.patches.packing import Packing
 from echelon.model.patches.weights import SERVED_DTYPES, PackedParameter
 
+_ACTIVE = threading.local()
+
 
 @contextmanager
 def rounded_as_read(packing: Packing, vocab_size: int) -> Iterator[None]:
@@ -23,25 +25,31 @@ def rounded_as_read(packing: Packing, vocab_size: int) -> Iterator[None]:
     An output layer, known by its `vocab_size` columns, stays for `patch_linear`: it may share its weight with an embedding, and keeps more
     bits.
     """
-    owner = threading.get_ident()
-
-    def on_parameter(module: nn.Module, name: str, parameter: Any) -> nn.Parameter | None:
-        if threading.get_ident() != owner or parameter is None or parameter.is_meta or isinstance(parameter, PackedParameter):
-            return None
-        made = None
-        if name == "weight" and is_plain_linear(module) and parameter.dtype in SERVED_DTYPES:
-            made = _linear(parameter, module, packing, vocab_size)
-        elif name in STACKED and is_experts(module) and splits_evenly(module, name, parameter):
-            made = PackedParameter.stack(parameter, False, packing, bool(module.is_transposed))
-        if made is not None:
-            made._is_hf_initialized = True  # type: ignore[attr-defined]  # or transformers would draw it anew
-        return made
-
-    handle = nn.modules.module.register_module_parameter_registration_hook(on_parameter)  # type: ignore[arg-type]  # may replace it
+    _ACTIVE.rounds = packing, vocab_size
     try:
         yield
     finally:
-        handle.remove()
+        del _ACTIVE.rounds
+
+
+def _on_parameter(module: nn.Module, name: str, parameter: Any) -> nn.Parameter | None:
+    """What stands in for a parameter that this thread sets; None: itself."""
+    rounds = getattr(_ACTIVE, "rounds", None)
+    if rounds is None or parameter is None or parameter.is_meta or isinstance(parameter, PackedParameter):
+        return None
+    packing, vocab_size = rounds
+    made = None
+    if name == "weight" and is_plain_linear(module) and parameter.dtype in SERVED_DTYPES:
+        made = _linear(parameter, module, packing, vocab_size)
+    elif name in STACKED and is_experts(module) and splits_evenly(module, name, parameter):
+        made = PackedParameter.stack(parameter, False, packing, bool(module.is_transposed))
+    if made is not None:
+        made._is_hf_initialized = True  # type: ignore[attr-defined]  # or transformers would draw it anew
+    return made
+
+
+# once and for good: threads that load at the same time would change the framework's hooks under one another
+nn.modules.module.register_module_parameter_registration_hook(_on_parameter)  # type: ignore[arg-type]  # which may replace it
 
 
 def _linear(parameter: torch.Tensor, module: nn.Module, packing: Packing, vocab_size: int) -> nn.Parameter | None:
