@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from itertools import chain
@@ -172,7 +173,7 @@ def peers_run(path: Path) -> Record:
 
 
 def peers_part(runs: SequenceOf[Record]) -> list[str]:
-    text = "The same prompts and the same model folder, greedy, bfloat16, a process each."
+    text = "The same prompts and the same model folder, greedy, in bfloat16 unless `--quantization` stands there, a process each."
     tables = [(f"`{r['command']}` on {described(r['environment'])}:", as_markdown([*r["ours"], *r["theirs"]], r["versions"])) for r in runs]
     return ["## (e) Beside vLLM, OpenVINO GenAI and llama.cpp", text, *chain.from_iterable(tables)] if runs else []
 
@@ -188,15 +189,17 @@ def _comparisons(run: Record) -> Iterator[str]:
         ours, best = run["ours"][0], max(run["theirs"], key=lambda r: r.median)
         yield f"  - first token of a prompt: {1000.0 / ours.median:,.0f} ms, {best.median / ours.median:.2f} × {best.method}"
         return
+    found = re.search(r"--quantization (\w+)", run["command"])
+    numbers = f"{found[1]}, " if found else ""
     for batch in sorted({r.batch_size for r in run["ours"]}):
         ours = {r.method: r for r in run["ours"] if r.batch_size == batch}
         theirs = [r for r in run["theirs"] if r.batch_size == batch]
         rivals = [r for r in theirs if r.method.endswith(", plain")]
         if "plain" in ours and rivals:
-            yield _compared(f"batch {batch}, plain decoding", ours.pop("plain"), rivals)
+            yield _compared(f"{numbers}batch {batch}, plain decoding", ours.pop("plain"), rivals)
         if ours and theirs:
             best = max(ours.values(), key=lambda r: r.decode_median)
-            yield _compared(f"batch {batch}, best drafter (tokens_per_step {best.tokens_per_step:.2f})", best, theirs)
+            yield _compared(f"{numbers}batch {batch}, best drafter (tokens_per_step {best.tokens_per_step:.2f})", best, theirs)
 
 
 def _compared(what: str, ours: ThroughputResult, theirs: SequenceOf[ThroughputResult]) -> str:
