@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -138,8 +139,11 @@ def process(method: str, *options: str, prelude: str = "") -> Iterator[tuple[sub
 
 
 def settle(running: Running) -> None:
-    """Wait, by asking the engine's own queue, until nothing is in flight and every row has left."""
-    for _ in range(2000):
+    """Wait, by asking the engine's own queue, until nothing is in flight and every row has left; for a minute at most, since an idle engine
+    answers thousands of times before another thread gets its turn.
+    """
+    end = time.monotonic() + 60.0
+    while time.monotonic() < end:
         done = threading.Event()
         running.service.engine_thread._commands.put(lambda _engine, done=done: done.set())
         assert done.wait(60.0)
