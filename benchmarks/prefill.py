@@ -22,7 +22,8 @@ from echelon.bench.phases import Recorder, Sums
 from echelon.bench.throughput import DecodingMethod, Prompts, Run, ThroughputResult, display_name, engine_result
 from echelon.bench.verify import STRATEGIES
 from echelon.errors import ConfigError
-from echelon.memory import available_memory, mebibytes
+from echelon.memory.pool import available_memory
+from echelon.memory.sizes import mebibytes
 from echelon.model.load.loading import LoadedModel
 from echelon.model.runner import Runner
 from echelon.ops.slots import gather_slots

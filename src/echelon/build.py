@@ -26,6 +26,8 @@ from echelon.engine import Engine
 from echelon.errors import ConfigError, ModelLoadError
 from echelon.heads.base import Head
 from echelon.inputs import check_kind, name_of
+from echelon.memory.ladder import Fitting
+from echelon.memory.residents import PlannedModels
 from echelon.methods import METHODS, Can
 from echelon.model.load.loading import LoadedModel, check_vocabularies, load_model
 from echelon.model.load.sharing import share_weights
@@ -77,9 +79,32 @@ def build(
     if max_len > target.max_len:
         raise ConfigError(f"max_model_len = {max_len} exceeds the model's context of {target.max_len} tokens; lower it")
     models = [target] if draft is None else [target, draft]
-    storage = STRATEGIES[config.strategy](config, models, max_len, spec.most_tokens if spec else 0, head)
+    storage = STRATEGIES[config.strategy](config, models, max_len, spec, head)
     logger.info("%s", storage.plan)
     return _engine(config, spec, storage), storage, max_len
+
+
+def fit_to_memory(
+    config: EngineConfig,
+    spec: SpeculativeConfig | None,
+    model: str | os.PathLike[str] | LoadedModel,
+    draft_model: LoadedModel | None = None,
+    draft_head: Head | None = None,
+) -> Fitting | None:
+    """Settings that fit the budget of `config`; None where it names none. No weight is read for it.
+
+    Raises
+    ------
+    ConfigError  nothing fits
+    """
+    if config.memory is None and config.gpu_memory_utilization is None:
+        return None
+    check_together(config, spec)
+    models = PlannedModels(config, spec, model, draft_model, draft_head)
+    fitting = models.fitted(config.budget(models.memory) or 0)
+    for line in fitting.lines():
+        logger.info("%s", line)
+    return fitting
 
 
 def _suited(config: EngineConfig, spec: SpeculativeConfig | None, target: LoadedModel) -> SpeculativeConfig | None:

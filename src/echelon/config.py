@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt, 
 
 from echelon.errors import ConfigError
 from echelon.inputs import LARGEST, Text, kind_of, shown
+from echelon.memory.sizes import parse_bytes
 from echelon.methods import ALIASES, METHODS, Can, method_names
 from echelon.settings import Settings
 
@@ -237,6 +238,10 @@ class EngineConfig(Settings):
     memory of 16 bits, and attention reads them so. It belongs to the compiled kernels and the strategy `unpadded`; a head that drafts keeps
     its own as they are.
 
+    `memory` ("8GiB", "8GB" or bytes) is a budget for all that the process takes. Settings that are left out are then chosen by a plan: long
+    texts and many rows where there is room; where there is not, kept prefixes, drafted tokens, the bits of keys and values and of weights,
+    rows and at last the length of texts are given up, in this order, until the plan fits (docs/memory.md).
+
     `quantization` rounds the weights of linear layers and experts when the model is loaded, and every token's activations in each of them
     to 8 bits: another model than the one in 16 bits, with the promises of any other, and the same sums on every processor.
     """
@@ -267,6 +272,12 @@ class EngineConfig(Settings):
     kv_cache_memory_bytes: Annotated[StrictInt, Field(ge=1)] | Literal["auto"] = Field(
         default="auto", description="Bytes of the KV pool, or auto."
     )
+    memory: StrictInt | Text | None = Field(
+        default=None, description="All that the process may take, such as 8GiB: settings that are left out are chosen to fit."
+    )
+    gpu_memory_utilization: StrictFloat | None = Field(
+        default=None, gt=0.0, le=1.0, description="The same as a share of the device's memory, on a CPU of the machine's."
+    )
     enable_prefix_caching: StrictBool = Field(
         default=True, description="Read texts that begin alike once: keys and values stay until their memory is needed."
     )
@@ -281,12 +292,34 @@ class EngineConfig(Settings):
     group_window: StrictInt | None = Field(default=None, ge=1, lt=LARGEST)
     refill: StrictBool = Field(default=True, description="Rows enter as others finish, or in static batches.")
 
+    def budget(self, device_bytes: int) -> int | None:
+        """Bytes that may be taken, of a device or machine that has `device_bytes`; None where nobody has said."""
+        if self.gpu_memory_utilization is not None:
+            return int(self.gpu_memory_utilization * device_bytes)
+        return None if self.memory is None else parse_bytes(self.memory, "memory")
+
     @property
     def num_rows_held(self) -> int:
         """Rows that hold keys and values at once: those of a step, or the window that its group is chosen from."""
         if self.grouping == "none":
             return self.max_num_seqs
         return self.group_window or 3 * self.max_num_seqs
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> Self:
+        given = [name for name in ("memory", "gpu_memory_utilization") if getattr(self, name) is not None]
+        if self.kv_cache_memory_bytes != "auto":
+            given.append("kv_cache_memory_bytes")
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} say how much memory is taken; leave all but one out")
+        if self.memory is not None:
+            try:
+                parse_bytes(self.memory, "memory")
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
+        if given[:1] != ["kv_cache_memory_bytes"] and given and self.strategy != "unpadded":
+            raise ValueError(f"{given[0]} belongs to strategy = 'unpadded', not to {self.strategy!r}; change one of them")
+        return self
 
     @model_validator(mode="after")
     def _every_row_can_step(self) -> Self:

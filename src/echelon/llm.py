@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from echelon.adaptive.cost_files import CostRecord
-from echelon.build import build, measured_costs
+from echelon.build import build, fit_to_memory, measured_costs
 from echelon.config import EngineConfig, SpeculativeConfig, speculative
 from echelon.engine import Engine
 from echelon.errors import ClosedError, ConfigError, RequestError
@@ -43,8 +43,8 @@ class LLM:
     draft_model         a draft model loaded already, instead of the name in `speculative_config`
     draft_head          likewise a head of the target
     settings            see `EngineConfig`: dtype, device, numerics, max_num_seqs, max_num_batched_tokens, max_model_len,
-                        block_size, quantization, kv_cache_dtype, kv_cache_memory_bytes, enable_prefix_caching; and how rows become a
-                        batch: strategy, pad, grouping, group_window, refill
+                        block_size, quantization, kv_cache_dtype, kv_cache_memory_bytes, memory, gpu_memory_utilization,
+                        enable_prefix_caching; and how rows become a batch: strategy, pad, grouping, group_window, refill
 
     Raises
     ------
@@ -59,8 +59,10 @@ class LLM:
         draft_head: Head | None = None,
         **settings: Any,
     ) -> None:
-        self.config = EngineConfig(**settings)
-        self.speculative_config = speculative(speculative_config)
+        self.config, self.speculative_config = EngineConfig(**settings), speculative(speculative_config)
+        self.fitting = fit_to_memory(self.config, self.speculative_config, model, draft_model, draft_head)
+        if self.fitting is not None:
+            self.config, self.speculative_config = self.fitting.config, self.fitting.spec
         self.engine, self.storage, self.max_len = build(self.config, self.speculative_config, model, draft_model, draft_head)
         self.target, self.memory_plan = self.storage.runners[0].loaded, self.storage.plan
         self.inputs = InputProcessor(self.target, self.max_len, self.engine.scheduler)

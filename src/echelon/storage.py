@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from echelon.config import EngineConfig
+from echelon.config import EngineConfig, SpeculativeConfig
 from echelon.drafters.heads import AttachedHead
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache, LayerShape
 from echelon.kv.tables import KVTables
-from echelon.memory import MemoryPlan, plan_kv
-from echelon.model.attention import record_layers
+from echelon.memory.footprint import footprint_of
+from echelon.memory.plan import Residents, bytes_kept, footprint_of_head, working_bytes
+from echelon.memory.pool import PoolPlan, plan_kv
 from echelon.model.load.loading import LoadedModel
 from echelon.model.runner import ModelRunner, Runner
 from echelon.prefix_cache import CachedTables
@@ -28,7 +29,7 @@ class Storage:
     blocks are kept for texts that begin alike.
     """
 
-    plan: MemoryPlan
+    plan: PoolPlan
     runners: SequenceOf[Runner[Any]]
     head: AttachedHead | None = None
     head_cache: KVCache | None = None
@@ -52,26 +53,26 @@ class Storage:
         return [*(r.cache.tables for r in self.runners), *heads]
 
 
-# (settings, target and draft model, longest text, num_speculative_tokens, head) → storage
-BuildStorage = Callable[[EngineConfig, SequenceOf[LoadedModel], int, int, AttachedHead | None], Storage]
+# (settings, target and draft model, longest text, what drafts, head) → storage
+BuildStorage = Callable[[EngineConfig, SequenceOf[LoadedModel], int, SpeculativeConfig | None, AttachedHead | None], Storage]
 
 
 def build_unpadded(
     config: EngineConfig,
     models: SequenceOf[LoadedModel],
     max_len: int,
-    num_speculative_tokens: int,
+    spec: SpeculativeConfig | None,
     head: AttachedHead | None,
 ) -> Storage:
     """Build runners over blocks, for batches without padding (EMS-SD)."""
-    layers, device = [record_layers(m.model) for m in models], models[0].device
+    residents, device = _residents(models, head), models[0].device
+    layers = [list(m.layers) for m in (residents.target, residents.draft) if m is not None]
     captures = not config.enforce_eager and device.type == "cuda" and torch.cuda.is_available()  # steps become CUDA graphs
-    is_rounded = config.kv_cache_dtype == "int8"
-    per_token = bytes_per_token(models, layers, is_rounded) + (head.bytes_per_token if head else 0)
-    longest = max_len + num_speculative_tokens  # a tree may take more slots than the text has left
-    limit, is_kept = config.kv_cache_memory_bytes, config.enable_prefix_caching
-    boundary_bytes = head.boundary_bytes if head is not None and is_kept else 0
-    plan = plan_kv(per_token, config.block_size, config.max_num_seqs, longest, limit, device, captures, boundary_bytes)
+    longest = max_len + (spec.most_tokens if spec else 0)  # a tree may take more slots than the text has left
+    limit, is_kept, is_rounded = config.kv_cache_memory_bytes, config.enable_prefix_caching, config.kv_cache_dtype == "int8"
+    per_token, boundary = bytes_kept(config, residents)
+    working = working_bytes(config, spec, residents, max_len)
+    plan = plan_kv(per_token, config.block_size, config.max_num_seqs, longest, limit, device, captures, boundary, working)
 
     def cache(shapes: list[LayerShape], dtype: torch.dtype, num_features: int = 0, is_rounded: bool = False) -> KVCache:
         tables = BlockTables(plan.num_blocks, plan.block_size, -(-longest // plan.block_size))
@@ -87,6 +88,12 @@ def build_unpadded(
     return Storage(plan, runners, head, head_cache, cached_tables=_cached(runners, head_cache) if is_kept else ())
 
 
+def _residents(models: SequenceOf[LoadedModel], head: AttachedHead | None) -> Residents:
+    """What is loaded."""
+    target, *drafts = map(footprint_of, models)
+    return Residents(target, drafts[0] if drafts else None, footprint_of_head(head) if head is not None else None)
+
+
 def _capture(runners: SequenceOf[ModelRunner]) -> None:
     """Run passes as CUDA graphs."""
     from echelon.model.graphs.programs import captured  # imports Triton
@@ -98,8 +105,3 @@ def _capture(runners: SequenceOf[ModelRunner]) -> None:
 def _cached(runners: SequenceOf[ModelRunner], head_cache: KVCache | None) -> list[CachedTables]:
     heads = [] if head_cache is None else [CachedTables(head_cache.tables, reads_next=True)]
     return [*(CachedTables(runner.cache.tables) for runner in runners), *heads]
-
-
-def bytes_per_token(models: SequenceOf[LoadedModel], layers: SequenceOf[SequenceOf[LayerShape]], is_rounded: bool = False) -> int:
-    """Bytes of keys and values of one token in all layers of all models."""
-    return sum(s.bytes_per_token(m.model.dtype, is_rounded) for m, shapes in zip(models, layers, strict=True) for s in shapes)

@@ -59,6 +59,7 @@ def test_figures_of_the_pair_are_quoted_as_measured() -> None:
         "docs/serving.md",
         "docs/benchmarks.md",
         "docs/quantisation.md",
+        "docs/memory.md",
         "docs/glossary.md",
         "LOG.md",
     ],

@@ -29,7 +29,7 @@ from echelon import ConfigError, SamplingParams
 from echelon.batch import Span
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
-from echelon.memory import plan_kv
+from echelon.memory.pool import plan_kv
 from echelon.model.attention import record_layers
 from echelon.model.graphs import buckets, graphs
 from echelon.model.graphs import programs as captured

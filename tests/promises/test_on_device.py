@@ -26,14 +26,15 @@ import toys
 import heads
 from benchmarks.prefill import PrefilledRun, read_prefixes
 from benchmarks.replayed import AcceptanceHistogram, replay
-from echelon import LLM, ConfigError, SamplingParams, build, memory, ops
+from echelon import LLM, ConfigError, SamplingParams, build, ops
 from echelon.bench.framework import FrameworkRun
 from echelon.bench.throughput import DecodingMethod
 from echelon.bench.verify import STRATEGIES
 from echelon.config import EngineConfig
 from echelon.drafters.guard import GuardedDrafter
 from echelon.heads.checkpoints import build_head
-from echelon.memory import plan_kv
+from echelon.memory import pool
+from echelon.memory.pool import plan_kv
 from echelon.model.load import loading
 from echelon.model.load.loading import LoadedModel, adopt_model, serve_head
 from echelon.ops import compiled, cpu, devices, sample
@@ -267,7 +268,7 @@ def test_memory_of_a_device_is_what_the_device_has_free(monkeypatch: pytest.Monk
     assert plan_kv(10, 16, 1, 32, 480, device).num_blocks == 3
     with pytest.raises(ConfigError, match="holds no block"):
         plan_kv(10_000, 16, 1, 32, "auto", device)
-    assert memory.available_memory(torch.device("cpu")) > 1 << 20
+    assert pool.available_memory(torch.device("cpu")) > 1 << 20
 
 
 def test_the_device_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,13 @@ from echelon.baselines.lines import LineTables
 from echelon.baselines.masked import MaskedRunner, Pack, refuse_softcap_and_sinks
 from echelon.baselines.rectangle import RectangleCache
 from echelon.baselines.selection import SameLength, prompts_apart
-from echelon.config import EngineConfig
+from echelon.config import EngineConfig, SpeculativeConfig
 from echelon.drafters.heads import AttachedHead
 from echelon.errors import UnsupportedModelError
-from echelon.memory import plan_kv
+from echelon.memory.pool import plan_kv
 from echelon.model.attention import record_layers
 from echelon.model.load.loading import LoadedModel
-from echelon.storage import BuildStorage, Storage, build_unpadded, bytes_per_token
+from echelon.storage import BuildStorage, Storage, build_unpadded
 
 # (strategy, pad, grouping) → how spans become a batch
 PACKS: dict[tuple[str, str, str], Pack] = {
@@ -31,7 +31,7 @@ def build_rectangles(
     config: EngineConfig,
     models: SequenceOf[LoadedModel],
     max_len: int,
-    num_speculative_tokens: int,
+    spec: SpeculativeConfig | None,
     head: AttachedHead | None,
 ) -> Storage:
     """A rectangle of lines and slots a model, each line a whole row; a draft may reach beyond the longest row.
@@ -47,12 +47,11 @@ def build_rectangles(
                 f"{loaded.name!r} has LongRoPE, whose frequencies change when a row outgrows {loaded.original_context.length} tokens; "
                 "under rectangular strategies the text was seen to change there: use strategy='unpadded'"
             )
-    layers, device, num_slots = (
-        [record_layers(m.model, refuse_softcap_and_sinks) for m in models],
-        models[0].device,
-        max_len + num_speculative_tokens,
-    )
-    plan = plan_kv(bytes_per_token(models, layers), num_slots, config.num_rows_held, num_slots, config.kv_cache_memory_bytes, device)
+    layers, device = [record_layers(m.model, refuse_softcap_and_sinks) for m in models], models[0].device
+    num_speculative_tokens = spec.most_tokens if spec else 0
+    num_slots = max_len + num_speculative_tokens
+    per_token = sum(s.bytes_per_token(m.model.dtype) for m, shapes in zip(models, layers, strict=True) for s in shapes)
+    plan = plan_kv(per_token, num_slots, config.num_rows_held, num_slots, config.kv_cache_memory_bytes, device)
     runners: list[MaskedRunner] = []
     for loaded, shapes in zip(models, layers, strict=True):
         tables = LineTables(min(plan.num_blocks, config.num_rows_held), num_slots, num_speculative_tokens)

@@ -22,7 +22,7 @@ from echelon.bench.clock import time_parts
 from echelon.bench.phases import SPLIT, Recorder, Sums
 from echelon.bench.verify import STRATEGIES
 from echelon.config import SpeculativeConfig
-from echelon.memory import mebibytes
+from echelon.memory.sizes import mebibytes
 from echelon.model.load.loading import LoadedModel
 from echelon.ops import compiled
 from echelon.ops.devices import cpu_name

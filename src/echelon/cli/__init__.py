@@ -21,6 +21,7 @@ from echelon.cli.doctor import doctor
 from echelon.cli.generate import generate
 from echelon.cli.inflate import inflate
 from echelon.cli.inspect import inspect
+from echelon.cli.plan import plan
 from echelon.cli.quantize import quantize
 from echelon.cli.serve import serve
 from echelon.cli.shared import SPECULATIVE, errors, from_argument
@@ -35,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for command in (generate, chat, verify, inspect, doctor, inflate, quantize, serve, train, convert):
+for command in (generate, chat, verify, inspect, plan, doctor, inflate, quantize, serve, train, convert):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 

@@ -20,10 +20,10 @@ from rich.markup import escape
 from rich.text import Text
 
 from echelon import LLM, ConfigError, EchelonError, RequestError, SamplingParams
-from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, speculative_mapping, verb
+from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, print_fitting, speculative_mapping, verb
 from echelon.config import EngineConfig
 from echelon.inputs import conversation
-from echelon.memory import mebibytes
+from echelon.memory.sizes import mebibytes
 from echelon.sequence import FinishReason, Sequence
 from echelon.text import Detokenizer, num_held_back
 
@@ -269,7 +269,9 @@ def _lines_of_terminal() -> Iterator[str]:
 
 @verb(
     sampling=Flags(SamplingParams, "max_tokens", "temperature", "top_p", "seed", max_tokens=1024, temperature=0.7),
-    engine=Flags(EngineConfig, "max_model_len", "kv_cache_dtype", "kv_cache_memory_bytes", "dtype", "quantization", "device", "numerics"),
+    engine=Flags(
+        EngineConfig, "max_model_len", "kv_cache_dtype", "kv_cache_memory_bytes", "memory", "dtype", "quantization", "device", "numerics"
+    ),
 )
 def chat(
     model: ModelArgument,
@@ -296,6 +298,7 @@ def chat(
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     llm = LLM(model, speculative_mapping(speculative_config), max_num_seqs=1, **engine)
+    print_fitting(llm)
     if llm.target.tokenizer is None:
         raise ConfigError(f"{llm.target.name!r} has no tokenizer, so nobody can talk with it; use `echelon generate` with token ids")
     talk = Chat(llm, SamplingParams(**sampling), show)

@@ -16,7 +16,7 @@ from rich.markup import escape
 from echelon import LLM, CompletionOutput, ConfigError, EchelonError, EngineConfig, Logprob, RequestOutput, SamplingParams
 from echelon.cli.fingerprint import file_hash, hash_of, settings_of
 from echelon.cli.output import Mode, OutputFile
-from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, errors, progress, speculative_mapping, verb
+from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, errors, print_fitting, progress, speculative_mapping, verb
 from echelon.requests import Request, read_requests, request_from_text
 
 
@@ -40,6 +40,8 @@ from echelon.requests import Request, read_requests, request_from_text
         "max_model_len",
         "kv_cache_dtype",
         "kv_cache_memory_bytes",
+        "memory",
+        "gpu_memory_utilization",
         "dtype",
         "quantization",
         "device",
@@ -78,13 +80,18 @@ def generate(
     mode = _mode(output, resume, overwrite)
     requests = _requests(prompt or [], input, num_prompts)
     drafts = speculative_mapping(speculative_config)
-    budget = max(EngineConfig().max_num_batched_tokens, engine["max_num_seqs"])
+    budget = max(EngineConfig().max_num_batched_tokens, engine.get("max_num_seqs", 1))
     with OutputFile(output, mode) if output else nullcontext() as file:
         llm = LLM(model, drafts, max_num_batched_tokens=budget, **engine)
+        print_fitting(llm)
         errors.print(escape(str(llm.memory_plan)), highlight=False)
         if file is not None:
             source = file_hash(input) if input else hash_of(prompt)
-            file.begin(settings_of(llm, model, {"input": source, "num_prompts": num_prompts, "params": sampling}))
+            file.begin(
+                settings_of(
+                    llm, model, {"input": source, "num_prompts": num_prompts, "params": SamplingParams(**sampling).model_dump(mode="json")}
+                )
+            )
         rows = _run(llm, requests, sampling, file)
     _report(rows, output, print_texts=output is None and not json_output)
     if json_output:

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from echelon.cli.shared import errors
 from echelon.config import Quantization
-from echelon.memory import mebibytes
+from echelon.memory.sizes import mebibytes
 from echelon.model.load.publishing import publish
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from echelon import LLM, EngineConfig
-from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, errors, speculative_mapping, verb
+from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, errors, print_fitting, speculative_mapping, verb
 from echelon.errors import MissingExtraError
 from echelon.server.config import ServerConfig, read_keys
 
@@ -27,6 +27,8 @@ from echelon.server.config import ServerConfig, read_keys
         "max_model_len",
         "kv_cache_dtype",
         "kv_cache_memory_bytes",
+        "memory",
+        "gpu_memory_utilization",
         "dtype",
         "quantization",
         "device",
@@ -51,8 +53,9 @@ def serve(
         raise MissingExtraError(f"{error.name} is not installed; run: pip install 'echelon[server]'") from error
     config = ServerConfig(**server, api_keys=read_keys(api_key_file) if api_key_file else ())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    engine["max_num_batched_tokens"] = max(engine["max_num_batched_tokens"], engine["max_num_seqs"])
+    engine["max_num_batched_tokens"] = max(engine["max_num_batched_tokens"], engine.get("max_num_seqs", 1))
     llm = LLM(model, speculative_mapping(speculative_config), **engine)
+    print_fitting(llm)
     errors.print(f"{llm.target.name} on http://{config.host}:{config.port}/v1", highlight=False)
     if status := serve_until_signal(llm, config):
         _end_process(status)

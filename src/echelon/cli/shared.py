@@ -12,8 +12,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import typer
 from pydantic_core import from_json
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from echelon import LLM
 from echelon.config import EngineConfig
 from echelon.errors import ConfigError
 from echelon.inputs import shown
@@ -54,12 +56,17 @@ class Flags:
             kind, default = list[str] | None, None
         elif _takes_word(kind):
             kind = str
+        elif _takes_text(kind):
+            kind = str | None
         annotation = Annotated[kind, typer.Option(flag, help=field.description)]
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
-    def taken(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What the flags say, as the settings take it; it is taken out of `given`."""
-        return {name: self._value(name, kind, given.pop(name)) for name, kind in self._kinds.items()}
+    def taken(self, given: dict[str, Any], is_written: Callable[[str], bool]) -> dict[str, Any]:
+        """What the flags say, as the settings take it; it is taken out of `given`. Those that nobody has written are left out, unless their
+        default is not the settings' own: what is left out may be chosen to fit a budget.
+        """
+        found = {name: given.pop(name) for name in self._kinds}
+        return {name: self._value(name, self._kinds[name], found[name]) for name in found if name in self._defaults or is_written(name)}
 
     def _value(self, name: str, kind: Any, value: Any) -> Any:
         if get_origin(kind) is tuple:
@@ -78,9 +85,15 @@ def verb(options: type[Any] | None = None, **groups: Flags) -> Callable[[Callabl
         for name, p in inspect.signature(takes).parameters.items():
             parameters += groups[name].parameters() if name in groups else [p.replace(kind=p.KEYWORD_ONLY, annotation=hints[name])]
 
+        parameters.append(inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
+
         @functools.wraps(run)
-        def command(**given: Any) -> None:
-            values = {name: flags.taken(given) for name, flags in groups.items()} | given
+        def command(context: typer.Context, **given: Any) -> None:
+            def is_written(name: str) -> bool:
+                source = context.get_parameter_source(name)
+                return source is not None and source.name != "DEFAULT"
+
+            values = {name: flags.taken(given, is_written) for name, flags in groups.items()} | given
             run(**values) if options is None else run(options(**values))
 
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -97,6 +110,12 @@ def progress(total: int, first: str) -> Iterator[Callable[..., None]]:
         yield functools.partial(bar.update, bar.add_task(first, total=total, note=""))
 
 
+def print_fitting(llm: LLM) -> None:
+    """What was given up for a budget of memory, and the flags that say the same without one."""
+    for line in llm.fitting.lines() if llm.fitting is not None else ():
+        errors.print(escape(line), highlight=False)
+
+
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -108,6 +127,11 @@ def _plain(kind: Any) -> Any:
     if get_origin(kind) in (Union, types.UnionType):
         return functools.reduce(lambda a, b: a | b, map(_plain, get_args(kind)))
     return kind
+
+
+def _takes_text(kind: Any) -> bool:
+    """A number or text, such as "8GiB"."""
+    return get_origin(kind) in (Union, types.UnionType) and {int, str} <= set(get_args(kind))
 
 
 def _takes_word(kind: Any) -> bool:

@@ -100,5 +100,8 @@ class Head(nn.Module):
     def start_from(self, target: nn.Module) -> None:
         """Before training, take initial weights from the target, where the paper does; after `choose_vocabulary`."""
 
+    def keep(self, depth: int) -> None:
+        """Drop what only tokens behind the first `depth` of a draft need, where there is such a thing."""
+
     def check(self, name: str) -> None:
         """Raise `ModelLoadError` where tensors read from the checkpoint `name` contradict each other."""

@@ -53,6 +53,11 @@ class MedusaHead(Head):
         logits: Tensor = self.outputs[depth](hidden) if self.options.own_output else self.shared.output(hidden)
         return logits
 
+    def keep(self, depth: int) -> None:
+        """The first `depth` heads."""
+        if depth < len(self.blocks):
+            self.blocks, self.outputs, self.max_depth = self.blocks[:depth], self.outputs[:depth], depth
+
     @torch.no_grad()
     def start_from(self, target: nn.Module) -> None:
         """Every output layer is the target's."""

@@ -1,4 +1,4 @@
-"""Bytes of what the engine keeps, and how the KV pool is sized."""
+"""How the pool of keys and values is sized."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 
 from echelon.errors import ConfigError
 from echelon.inputs import shown
+from echelon.memory.sizes import mebibytes
 
 AUTO_SHARE = {"cpu": 0.5, "cuda": 0.8}  # of the memory that is available once the weights are loaded; a device is the model's own
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
+class PoolPlan:
     """The KV pool: how many blocks of target and draft model or head together, and why so many."""
 
     num_blocks: int
@@ -34,9 +35,14 @@ class MemoryPlan:
         return f"KV pool: {size} ({self.reason})"
 
 
-def mebibytes(count: int) -> str:
-    """Bytes as text, in MiB."""
-    return f"{count / 2**20:,.1f} MiB"
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that a text of so many tokens takes."""
+    return -(-num_tokens // block_size)
+
+
+def block_bytes(bytes_per_token: int, block_size: int, boundary_bytes: int = 0) -> int:
+    """Bytes of a block of every model, and of what is kept of it besides."""
+    return bytes_per_token * block_size + boundary_bytes
 
 
 def available_memory(device: torch.device) -> int:
@@ -56,34 +62,36 @@ def plan_kv(
     device: torch.device,
     num_null_blocks: int = 0,
     boundary_bytes: int = 0,
-) -> MemoryPlan:
+    working_bytes: int = 0,
+) -> PoolPlan:
     """Size the pool. `bytes_per_token` counts keys and values of all layers of all models; `boundary_bytes` are kept
     of each block besides.
 
-    "auto" takes what `max_num_seqs` rows of full length could use, at most half of the available memory, or four
-    fifths of that of a CUDA device. `num_null_blocks` are taken beside the pool, within the same bounds (`KVCache`).
+    "auto" takes what `max_num_seqs` rows of full length could use, at most half of the memory that is available beside the `working_bytes`
+    of a step, or four fifths of that of a CUDA device. `num_null_blocks` are taken beside the pool, within the same bounds (`KVCache`).
 
     Raises
     ------
     ConfigError  the limit holds not one block, or is more than the memory that is available
     """
-    block_bytes, available = bytes_per_token * block_size + boundary_bytes, available_memory(device)
+    of_block, available = block_bytes(bytes_per_token, block_size, boundary_bytes), available_memory(device)
     if limit != "auto" and limit > available:
         raise ConfigError(
             f"kv_cache_memory_bytes = {shown(limit)} exceeds the {available:,} bytes that are available on {device.type}; lower it, or "
             "leave it to 'auto'"
         )
     share = AUTO_SHARE[device.type]
-    num_blocks = (int(available * share) if limit == "auto" else limit) // block_bytes - num_null_blocks
+    available = max(0, available - working_bytes)
+    num_blocks = (int(available * share) if limit == "auto" else limit) // of_block - num_null_blocks
     reason = "kv_cache_memory_bytes"
     if limit == "auto":
-        wanted, reason = max_num_seqs * -(-max_len // block_size), f"auto: {max_num_seqs} rows of {max_len:,} tokens"
+        wanted, reason = max_num_seqs * num_blocks_for(max_len, block_size), f"auto: {max_num_seqs} rows of {max_len:,} tokens"
         if num_blocks < wanted:
             reason = f"auto: {share:.0%} of {mebibytes(available)} available; {max_num_seqs} rows of {max_len:,} tokens would want more"
         num_blocks = min(wanted, num_blocks)
     if num_blocks < 1:
         raise ConfigError(
-            f"kv_cache_memory_bytes = {limit} holds no block of {block_size} tokens ({block_bytes:,} bytes); give at least "
-            f"{(1 + num_null_blocks) * block_bytes:,}"
+            f"kv_cache_memory_bytes = {limit} holds no block of {block_size} tokens ({of_block:,} bytes); give at least "
+            f"{(1 + num_null_blocks) * of_block:,}"
         )
-    return MemoryPlan(num_blocks, block_size, block_bytes, reason)
+    return PoolPlan(num_blocks, block_size, of_block, reason)

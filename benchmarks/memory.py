@@ -1,0 +1,239 @@
+"""Plans beside what processes take: `python -m benchmarks.memory [--output FOLDER] [PREFIX ...]`, resumable by cell.
+
+peak_MODEL_SETTING   the plan of an engine, and the peak of a process that loads it and fills every row (VmHWM)
+limit_MODEL          conversations of random lengths under a hard limit of data (RLIMIT_DATA) that the plan allows: how many die; and under
+                     fixed ratios of keys and values to weights, 1:2 … 1:15, how many queries of 128 tokens each holds, by plan and in truth
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import psutil
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from benchmarks.cells import Cell, Record, Records, chosen, run_cells
+from benchmarks.workloads import ROOT
+from echelon import LLM, ConfigError, EngineConfig, SamplingParams
+from echelon.bench.report import described, table
+from echelon.bench.throughput import environment
+from echelon.config import speculative
+from echelon.demo import DRAFT, TARGET
+from echelon.memory.residents import PlannedModels
+
+MOST_OVER, MOST_OVER_BYTES = 0.05, 128 * 2**20  # by how much a plan may exceed the peak: the larger of the two
+BUILD = ROOT / "build" / "memory"
+RATIOS = (2, 3, 5, 8, 15)
+CONVERSATIONS = 200
+Settings = dict[str, Any]
+
+SIZES: Mapping[str, tuple[type[PreTrainedModel], Any]] = {
+    "llama": (
+        LlamaForCausalLM,
+        LlamaConfig(
+            vocab_size=32000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=4
+        ),
+    ),
+    "qwen2": (
+        Qwen2ForCausalLM,
+        Qwen2Config(
+            vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=12, num_attention_heads=14, num_key_value_heads=2
+        ),
+    ),
+    "opt": (OPTForCausalLM, OPTConfig(vocab_size=50272, hidden_size=1024, ffn_dim=4096, num_hidden_layers=12, num_attention_heads=16)),
+    "mixtral": (
+        MixtralForCausalLM,
+        MixtralConfig(
+            vocab_size=32000,
+            hidden_size=512,
+            intermediate_size=1408,
+            num_hidden_layers=8,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            num_local_experts=8,
+            max_position_embeddings=4096,
+        ),
+    ),
+}
+MODELS = ("embedded", *SIZES)
+SETTINGS: Mapping[str, tuple[Settings, Settings | None, int, int]] = {  # engine, drafter, length of texts, and of prompts within
+    "chain": ({"max_num_seqs": 8}, {"method": "draft_model", "num_speculative_tokens": 4}, 512, 448),
+    "tree": ({"max_num_seqs": 4}, {"method": "draft_model", "tree": "dynamic", "num_speculative_tokens": 24}, 512, 448),
+    "int8": ({"max_num_seqs": 8, "quantization": "int8"}, None, 512, 448),
+    "int8_kv": ({"max_num_seqs": 8, "kv_cache_dtype": "int8"}, None, 512, 448),
+    "long": ({"max_num_seqs": 4}, None, 2048, 1984),
+    "prefixes": ({"max_num_seqs": 4}, {"method": "ngram", "num_speculative_tokens": 7}, 1024, 768),
+}
+
+
+def folder_of(model: str) -> tuple[Path, Path]:
+    """A model, random where it is none of ours, and a draft model beside it with its vocabulary."""
+    if model == "embedded":
+        return TARGET, DRAFT
+    cls, config = SIZES[model]
+    target, draft = BUILD / model, BUILD / f"{model}-draft"
+    if not (draft / "config.json").exists():
+        torch.manual_seed(0)
+        cls(config).bfloat16().save_pretrained(target)
+        small = LlamaConfig(
+            vocab_size=config.vocab_size, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4
+        )
+        LlamaForCausalLM(small).bfloat16().save_pretrained(draft)
+    return target, draft
+
+
+def engine_settings(model: str, setting: str) -> tuple[Settings, Settings | None, int, int]:
+    engine, drafter, length, prompt = SETTINGS[setting]
+    if drafter is not None and drafter["method"] == "draft_model":
+        drafter = drafter | {"model": str(folder_of(model)[1])}
+    return engine | {"max_model_len": length}, drafter, length, prompt
+
+
+def filled(llm: LLM, length: int, prompt: int, seed: int) -> None:
+    """Twice as many random texts as there are rows, each as long as it may be."""
+    random, count = Random(seed), 2 * llm.config.max_num_seqs
+    prompts = [[random.randrange(5, 4000) for _ in range(prompt)] for _ in range(count)]
+    llm.generate(prompts, SamplingParams(max_tokens=length - prompt, temperature=0.8, top_p=0.95, seed=1, ignore_eos=True))
+
+
+def measured_peak(model: str, setting: str) -> Record:
+    """In a process of its own: the plan, made before anything is loaded, and then the peak."""
+    engine, drafter, length, prompt = engine_settings(model, setting)
+    plan = PlannedModels(EngineConfig(**engine), speculative(drafter), folder_of(model)[0])
+    planned = plan.plan(EngineConfig(**engine), speculative(drafter))
+    filled(LLM(folder_of(model)[0], drafter, **engine), length, prompt, 0)
+    return planned.as_dict() | {"peak": status("VmHWM"), "data": status("VmData")}
+
+
+def survived(model: str, extra: int) -> Record:
+    """Under a limit of data that the plan and `extra` bytes allow: conversations of random lengths, and how far they came."""
+    engine, drafter, length, _ = engine_settings(model, "chain")
+    config = EngineConfig(**engine)
+    planned = PlannedModels(config, speculative(drafter), folder_of(model)[0]).plan(config, speculative(drafter))
+    resident = int(psutil.Process().memory_info().rss)
+    limit = planned.total_bytes + max(0, status("VmData") - resident) + extra
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    llm, random, done = LLM(folder_of(model)[0], drafter, **engine), Random(1), 0
+    while done < CONVERSATIONS:
+        rows = [[random.randrange(5, 4000) for _ in range(random.randrange(1, length - 65))] for _ in range(config.max_num_seqs)]
+        llm.generate(rows, SamplingParams(max_tokens=64, temperature=0.8, seed=done, ignore_eos=True))
+        done += len(rows)
+    return {"limit": limit, "planned": planned.total_bytes, "survived": done, "data": status("VmData")}
+
+
+def of_ratio(model: str, ratio: int) -> Record:
+    """Keys and values of a 1/`ratio` of the weights: queries of 128 tokens that are held at once, planned and counted as they run."""
+    models = PlannedModels(EngineConfig(), None, folder_of(model)[0])
+    weights = models.residents(EngineConfig(), None).target.weights
+    given = weights // ratio
+    per_query = models.plan(EngineConfig(max_num_seqs=1, max_model_len=128), None).terms["keys and values"]
+    llm = LLM(folder_of(model)[0], max_num_seqs=512, max_model_len=128, kv_cache_memory_bytes=given, enable_prefix_caching=False)
+    held = 0
+
+    def watch(_: object) -> None:
+        nonlocal held
+        held = max(held, len(llm.engine.scheduler.running))
+
+    count = min(512, given // per_query)
+    with llm.engine.observed(watch):
+        llm.generate([[5 + i % 90] * 120 for i in range(count + 8)], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+    return {"ratio": ratio, "bytes": given, "planned": count, "held": held, "preempted": llm.get_metrics()["num_preemptions"]}
+
+
+def status(key: str) -> int:
+    """Bytes that the system counts for this process under `key`."""
+    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text("utf-8"))
+    if found is None:
+        raise ConfigError(f"/proc/self/status has no {key}; memory is measured on Linux")
+    return 1024 * int(found[1])
+
+
+def in_process(*words: str) -> Record:
+    """A measurement in a process of its own; one that dies is a record of that."""
+    run = subprocess.run([sys.executable, "-m", "benchmarks.memory", "--measure", *words], capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise ConfigError(f"{' '.join(words)} ended with status {run.returncode}: {run.stderr.strip().splitlines()[-1:]}")
+    record: Record = json.loads(run.stdout.splitlines()[-1])
+    return record
+
+
+def over(record: Record) -> float:
+    """Bytes by which the plan exceeds the peak."""
+    return float(record["total_bytes"] - record["peak"])
+
+
+def is_met(record: Record) -> bool:
+    """Never under, and over by no more than is allowed."""
+    return 0 <= over(record) <= max(MOST_OVER_BYTES, MOST_OVER * float(record["peak"]))
+
+
+def as_markdown(records: Mapping[str, Record]) -> str:
+    """A line for each cell."""
+    lines: list[tuple[str, ...]] = []
+    for name, r in records.items():
+        if name.startswith("peak"):
+            sizes = f"{r['total_bytes'] / 2**20:,.0f} MiB", f"{r['peak'] / 2**20:,.0f} MiB"
+            lines.append((name, *sizes, f"{over(r) / 2**20:+,.0f} MiB ({over(r) / r['peak']:+.1%})", "yes" if is_met(r) else "**no**"))
+        elif name.startswith("limit"):
+            sizes = f"{r['planned'] / 2**20:,.0f} MiB", f"{r['data'] / 2**20:,.0f} MiB of data"
+            lines.append((name, *sizes, f"{r['survived']} conversations, none died", "yes"))
+        else:
+            lines.append((name, f"{r['planned']} queries", f"{r['held']} held", f"{r['preempted']} preempted", ""))
+    return table(["cell", "plan", "measured", "difference", "met"], lines)
+
+
+def cells() -> list[Cell]:
+    found = [Cell(f"peak_{m}_{s}", partial(in_process, "peak", m, s)) for m in MODELS for s in SETTINGS]
+    found += [Cell(f"limit_{m}", partial(in_process, "limit", m, "0")) for m in MODELS]
+    return found + [Cell(f"ratio_llama_{n}", partial(in_process, "ratio", "llama", str(n))) for n in RATIOS]
+
+
+MEASURES: Mapping[str, Callable[[str, str], Record]] = {"peak": measured_peak, "limit": lambda m, n: survived(m, int(n)), "ratio": lambda m, n: of_ratio(m, int(n))}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure the cells that have no record of this commit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prefixes", nargs="*", metavar="PREFIX")
+    parser.add_argument("--output", type=Path, default=Path("docs/evidence/memory"))
+    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.measure:
+        kind, model, what = options.measure
+        print(json.dumps(MEASURES[kind](model, what)))
+        return 0
+    options.output.mkdir(parents=True, exist_ok=True)
+    for model in MODELS:
+        folder_of(model)
+    common = {"environment": environment()}
+    is_current = lambda _, record: record["environment"]["commit"] == common["environment"]["commit"]  # noqa: E731
+    found = run_cells(chosen(cells(), options.prefixes), Records(options.output), common, is_current)
+    measured = {name: record for name, record in found.items() if "failed" not in record}
+    if measured:
+        print(f"On {described(common['environment'])}.\n\n{as_markdown(measured)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

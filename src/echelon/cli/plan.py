@@ -1,0 +1,98 @@
+"""`echelon plan`: where the bytes go, before any weight is read."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from echelon import EngineConfig
+from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, errors, speculative_mapping, verb
+from echelon.config import SpeculativeConfig, speculative
+from echelon.memory.ladder import Fitting
+from echelon.memory.lower_bound import LeastMemory, least_memory
+from echelon.memory.plan import MemoryPlan
+from echelon.memory.residents import PlannedModels
+from echelon.memory.sizes import gibibytes
+
+
+@verb(
+    engine=Flags(
+        EngineConfig,
+        "memory",
+        "gpu_memory_utilization",
+        "max_num_seqs",
+        "max_model_len",
+        "max_num_batched_tokens",
+        "kv_cache_dtype",
+        "quantization",
+        "dtype",
+        "device",
+        "enable_prefix_caching",
+    ),
+)
+def plan(
+    model: ModelArgument,
+    *,
+    speculative_config: SpeculativeOption = None,
+    turns: Annotated[int, typer.Option(help="Turns of a conversation; the plan says how many tokens each may have.", min=1)] = 1,
+    speculation: Annotated[
+        bool, typer.Option("--speculation", help="Also the least memory that each drafter of --speculative-config runs in, and pays in.")
+    ] = False,
+    engine: dict[str, Any],
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Say where the memory goes that MODEL would take, and how many conversations fit (exit 1: they do not). No weight is read.
+
+    Without a budget, keys and values are those of --max-num-seqs rows of --max-model-len tokens.
+    """
+    config, spec = EngineConfig(**engine), speculative(speculative_mapping(speculative_config))
+    models = PlannedModels(config, spec, model)
+    budget = config.budget(models.memory)
+    fitting = None if budget is None else models.fitted(budget)
+    planned = models.plan(config, spec) if fitting is None else fitting.plan
+    used = config if fitting is None else fitting.config
+    rows, length = used.max_num_seqs, used.max_model_len or models.context
+    limit = budget if budget is not None else models.memory
+    least = least_memory(models, used, spec) if speculation else []
+    report = planned.as_dict() | {
+        "fits": planned.total_bytes <= limit,
+        "flags": [] if fitting is None else fitting.flags(),
+        "max_num_seqs": rows,
+        "max_model_len": length,
+        "tokens_per_turn": length // turns,
+        "rungs": [] if fitting is None else [vars(rung) for rung in fitting.rungs],
+        "speculation": [vars(found) for found in least],
+    }
+    if json_output:
+        typer.echo(json.dumps(report))
+    else:
+        _print(planned, fitting, least, spec)
+        typer.echo(f"{rows} conversations of {length:,} tokens" + (f", {length // turns:,} in each of {turns} turns" if turns > 1 else ""))
+    if not report["fits"]:
+        errors.print(f"[red]{gibibytes(planned.total_bytes)} are more than the {gibibytes(limit)} there are[/]; --memory chooses what fits")
+        raise typer.Exit(1)
+
+
+def _print(planned: MemoryPlan, fitting: Fitting | None, least: list[LeastMemory], spec: SpeculativeConfig | None) -> None:
+    """The plan as tables."""
+    table = Table("what", "memory", "share", title="at its peak")
+    table.columns[1].justify = table.columns[2].justify = "right"
+    for name, count in (planned.terms | {"loading, beyond these": planned.loading}).items():
+        if count:
+            table.add_row(name, gibibytes(count), f"{count / planned.total_bytes:.1%}")
+    table.add_section()
+    table.add_row("in all", gibibytes(planned.total_bytes), "")
+    console = Console()
+    console.print(table)
+    for line in fitting.lines() if fitting is not None else ():
+        console.print(escape(line), soft_wrap=True)
+    if least and spec is not None:
+        bounds = Table("drafts", "runs in", "pays from", title=f"{spec.method}: least memory for one row")
+        for found in least:
+            bounds.add_row(found.shape, gibibytes(found.bytes), found.pays)
+        console.print(bounds)

@@ -1,0 +1,58 @@
+"""SpecMemo's lower bound: the least memory that a drafter runs in, and in which it is faster than plain decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from echelon.adaptive.cost_files import all_costs, machine_key
+from echelon.adaptive.cost_table import CostTable
+from echelon.config import EngineConfig, SpeculativeConfig
+from echelon.memory.residents import PlannedModels
+
+SHAPES = {False: (1, 2, 4, 8), True: (16, 32, 44, 64)}  # drafted tokens of chains, and of trees
+
+
+@dataclass(frozen=True)
+class LeastMemory:
+    """One shape of drafts: the bytes of an engine with one row of it, and from how many tokens a step it is faster than plain decoding, as
+    far as steps have been measured here.
+    """
+
+    shape: str
+    bytes: int
+    pays: str
+
+
+def least_memory(models: PlannedModels, config: EngineConfig, spec: SpeculativeConfig | None) -> list[LeastMemory]:
+    """Plain decoding, and every shape of drafts that `spec` allows, each with one row of the planned length."""
+    alone = config.model_copy(update={"max_num_seqs": 1, "kv_cache_memory_bytes": "auto"})
+    found = [LeastMemory("none", models.plan(alone, None).total_bytes, "always: plain decoding")]
+    if spec is None:
+        return found
+    costs = _costs(models, spec)
+    shapes = [n for n in SHAPES[spec.grows_trees] if n <= spec.most_tokens] if spec.is_adaptive else [spec.most_tokens]
+    for count in shapes:
+        drafting = spec.model_copy(update={"num_speculative_tokens": "auto", "max_speculative_tokens": count})
+        total = models.plan(alone, drafting).total_bytes
+        found.append(LeastMemory(f"{count} tokens", total, _pays(costs, count, drafting.longest_path)))
+    return found
+
+
+def _costs(models: PlannedModels, spec: SpeculativeConfig) -> CostTable | None:
+    """The newest table of this machine and model that knows what drafting costs."""
+    here = machine_key(models.device)
+    for record in reversed(all_costs()):
+        is_here = all(record.key.get(key) == value for key, value in here.items())
+        if is_here and record.key.get("model", "").startswith(models.kind) and record.key.get("drafter", "").startswith(f"{spec.method},"):
+            return record.table
+    return None
+
+
+def _pays(costs: CostTable | None, count: int, depth: int) -> str:
+    if costs is None:
+        return "not measured here: run the engine once with num_speculative_tokens = 'auto'"
+    plain, wide = (float(costs.step_ms(np.array([n]), 0, np.array([0.0]))[0]) for n in (1, 1 + count))
+    drafting = depth * float(costs.level_ms(np.array([1]))[0]) if costs.drafting is not None else 0.0
+    return f"{(wide + drafting) / plain:.2f} tokens a step"

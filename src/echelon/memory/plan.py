@@ -1,0 +1,159 @@
+"""The memory plan: every byte that a process with one engine holds at its peak, before it holds any.
+
+The terms are those of SpecMemo (Yildirim and Chen 2025): weights, heads, keys and values of the planned conversation, and what grows with
+the nodes of a draft. They are sums of shapes, so a plan for a model is the same whether its weights have been read or not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from echelon.config import EngineConfig, SpeculativeConfig
+from echelon.drafters.heads import MOST_UNREAD, AttachedHead
+from echelon.memory.footprint import Footprint
+from echelon.memory.pool import PoolPlan, block_bytes, num_blocks_for
+
+GROWTH = 96 * 2**20  # bytes of code and of small objects that a process takes up between its imports and its first answers
+DEVICE_RUNTIME = 768 * 2**20  # a CUDA context with compiled kernels
+FLOAT = 4  # bytes of a logit
+
+
+@dataclass(frozen=True)
+class HeadFootprint:
+    """Bytes of a head that drafts.
+
+    weights          with the packed copies that its linear layers read
+    bytes_per_token  of its own keys and values; 0 where it has none
+    feature_bytes    of the target's hidden states that it reads, per token
+    """
+
+    weights: int
+    bytes_per_token: int
+    feature_bytes: int
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Bytes kept of each block, so that a text can be resumed behind it."""
+        return self.feature_bytes if self.bytes_per_token else 0
+
+
+def footprint_of_head(attached: AttachedHead) -> HeadFootprint:
+    """A head that is loaded, on its target."""
+    head = attached.head
+    weights = sum(p.numel() * p.element_size() * (2 if p.ndim == 2 else 1) for p in head.parameters())
+    features = int(attached.reader.example().shape[-1]) * head.dtype.itemsize
+    return HeadFootprint(weights, attached.bytes_per_token, features)
+
+
+@dataclass(frozen=True)
+class Residents:
+    """What is in memory besides the engine's own: the target, what drafts, and the process as it was before them.
+
+    shared  bytes of the draft model that are the target's own once both are loaded
+    """
+
+    target: Footprint
+    draft: Footprint | None = None
+    head: HeadFootprint | None = None
+    shared: int = 0
+    runtime: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by what they are for, and the pool of keys and values.
+
+    terms    of the peak while requests run
+    loading  bytes by which loading exceeds that, if it does
+    """
+
+    terms: dict[str, int]
+    loading: int
+    pool: PoolPlan
+
+    @property
+    def total_bytes(self) -> int:
+        """The peak of the process."""
+        return sum(self.terms.values()) + self.loading
+
+    @property
+    def tree_bytes(self) -> int:
+        """What grows with the drafted tokens of a row: their keys and values, and logits."""
+        return self.terms["nodes in flight"] + self.terms["logits and sampling"]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"total_bytes": self.total_bytes, "terms": self.terms | {"loading": self.loading}, "num_kv_blocks": self.pool.num_blocks}
+
+    def __str__(self) -> str:
+        return str(self.pool)
+
+
+def process_bytes(device: torch.device, loaded: int = 0) -> int:
+    """What the process takes without models: on a CPU what it has now, less `loaded` bytes of models, and what its code still takes up."""
+    return DEVICE_RUNTIME if device.type == "cuda" else max(0, int(psutil.Process().memory_info().rss) - loaded) + GROWTH
+
+
+def plan_memory(config: EngineConfig, spec: SpeculativeConfig | None, residents: Residents, max_len: int) -> MemoryPlan:
+    """Count the bytes of an engine with `max_num_seqs` rows of `max_len` tokens, each with its drafts, at their peak."""
+    target, draft, head = residents.target, residents.draft, residents.head
+    rows, nodes = config.max_num_seqs, spec.most_tokens if spec else 0
+    per_token, boundary = bytes_kept(config, residents)
+    size, of_texts = config.block_size, rows * num_blocks_for(max_len, config.block_size)
+    of_rows = rows * num_blocks_for(max_len + nodes, size)
+    if config.kv_cache_memory_bytes != "auto":
+        of_rows = max(1, config.kv_cache_memory_bytes // block_bytes(per_token, size, boundary))
+        of_texts = min(of_texts, of_rows)
+    pool = PoolPlan(of_rows, size, block_bytes(per_token, size, boundary), f"{rows} rows of {max_len:,} tokens")
+    models = {
+        "runtime": residents.runtime,
+        "tokenizer": target.tokenizer,
+        "target weights": target.weights,
+        "draft weights": draft.weights - residents.shared if draft else head.weights if head else 0,
+    }
+    serving = {
+        "keys and values": of_texts * size * per_token,
+        "nodes in flight": (of_rows - of_texts) * size * per_token,
+        "boundary states": of_rows * boundary,
+        "logits and sampling": logit_bytes(config, spec, residents),
+        "activations": activation_bytes(config, spec, residents, max_len),
+    }
+    while_read = max(target.loading, draft.weights + draft.loading if draft else 0)
+    held = models["draft weights"] + sum(serving.values())
+    return MemoryPlan(models | serving, max(0, while_read - held), pool)
+
+
+def bytes_kept(config: EngineConfig, residents: Residents) -> tuple[int, int]:
+    """Bytes of keys and values of one token in all models and heads, and of what is kept of each block besides."""
+    head, is_rounded = residents.head, config.kv_cache_dtype == "int8"
+    of_models = sum(m.bytes_per_token(is_rounded) for m in (residents.target, residents.draft) if m)
+    boundary = head.boundary_bytes if head and config.enable_prefix_caching else 0
+    return of_models + (head.bytes_per_token if head else 0), boundary
+
+
+def working_bytes(config: EngineConfig, spec: SpeculativeConfig | None, residents: Residents, max_len: int) -> int:
+    """What the largest step holds beside weights, keys and values."""
+    return logit_bytes(config, spec, residents) + activation_bytes(config, spec, residents, max_len)
+
+
+def logit_bytes(config: EngineConfig, spec: SpeculativeConfig | None, residents: Residents) -> int:
+    """Logits of one step and what is made of them: of the target for each row and drafted token, or of what drafts for a level of them."""
+    rows, nodes = config.max_num_seqs, spec.most_tokens if spec else 0
+    vocab_size = residents.target.vocab_size
+    places = rows * (1 + nodes)
+    probabilities = rows * nodes * 8 if spec is not None and spec.acceptance == "rejection" else 0
+    return places * vocab_size * FLOAT + probabilities * vocab_size
+
+
+def activation_bytes(config: EngineConfig, spec: SpeculativeConfig | None, residents: Residents, max_len: int) -> int:
+    """What the widest pass holds, and the features that a head waits with."""
+    rows, nodes = config.max_num_seqs, spec.most_tokens if spec else 0
+    fed = min(config.max_num_batched_tokens, rows * max_len) + rows * nodes
+    of_a_token = max(m.pass_bytes for m in (residents.target, residents.draft) if m)
+    features = residents.head.feature_bytes if residents.head else 0
+    unread = rows * min(MOST_UNREAD, max_len) if features and spec is not None and spec.is_adaptive else 0
+    return fed * (of_a_token + 2 * features) + unread * features

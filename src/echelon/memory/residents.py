@@ -1,0 +1,140 @@
+"""What is in memory beside an engine's own: models and heads by name, of which nothing is read, or as they are loaded."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import lru_cache
+
+import psutil
+import torch
+
+from echelon.checkpoint.folder import Folder
+from echelon.checkpoint.tensors import WEIGHTS, open_weights
+from echelon.config import EngineConfig, SpeculativeConfig
+from echelon.drafters.heads import attach_head
+from echelon.errors import ConfigError
+from echelon.heads.base import Head
+from echelon.heads.checkpoints import NOT_OF_THE_HEAD
+from echelon.inputs import name_of
+from echelon.memory.footprint import Footprint, Outline, footprint_of
+from echelon.memory.ladder import Fitting, fitted
+from echelon.memory.plan import HeadFootprint, MemoryPlan, Residents, footprint_of_head, plan_memory, process_bytes
+from echelon.methods import METHODS
+from echelon.model.load.loading import LoadedModel
+from echelon.model.patches.linear import weight_bytes
+from echelon.ops import compiled, devices
+
+KEYS_AND_VALUES = ("k_proj.weight", "v_proj.weight")
+NUM_FEATURES = {"eagle3": 3}  # hidden states that a method reads, where they are several
+_DEPTH = re.compile(r"(?:^|\.)(\d+)\.")  # of Medusa's tensors, the number of the head
+Source = str | os.PathLike[str] | LoadedModel
+
+
+class PlannedModels:
+    """The target and what drafts beside it, each a folder or hub name, or loaded already."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        spec: SpeculativeConfig | None,
+        model: Source,
+        draft_model: LoadedModel | None = None,
+        head: Head | None = None,
+    ) -> None:
+        self._config, self._spec, self._given_head = config, spec, head
+        self._target = model if isinstance(model, LoadedModel) else Outline.of(name_of(model), config.dtype)
+        self._draft = draft_model if draft_model is not None else self._outlined_draft(spec, config)
+        loaded = [m for m in (model, draft_model) if isinstance(m, LoadedModel)]
+        self.device = loaded[0].device if loaded else devices.chosen_device(config.device)
+        self._runtime = process_bytes(self.device, sum(weight_bytes(m.model) for m in loaded))
+
+    @property
+    def kind(self) -> str:
+        """The target's class, as cost tables name it."""
+        return type(self._target.model).__name__
+
+    @property
+    def context(self) -> int:
+        """The target's own, in tokens."""
+        return self._footprint(self._target, None).max_len
+
+    @property
+    def may_round(self) -> set[str]:
+        """Settings whose numbers can be rounded here."""
+        if self.device.type != "cpu" or not compiled.is_built():
+            return set()
+        is_open = isinstance(self._target, Outline) and self._target.scheme is None
+        return {"kv_cache_dtype", "quantization"} if is_open else {"kv_cache_dtype"}
+
+    def plan(self, config: EngineConfig, spec: SpeculativeConfig | None) -> MemoryPlan:
+        """The plan of an engine with these settings."""
+        return plan_memory(config, spec, self.residents(config, spec), config.max_model_len or self.context)
+
+    def residents(self, config: EngineConfig, spec: SpeculativeConfig | None) -> Residents:
+        """What the settings have in memory."""
+        target = self._footprint(self._target, config.quantization)
+        if spec is None:
+            return Residents(target, runtime=self._runtime)
+        if spec.own_copy is not None and isinstance(self._target, Outline):
+            copy = self._footprint(self._target, spec.own_copy)
+            return Residents(target, copy, shared=self._target.lookup_bytes, runtime=self._runtime)
+        draft = self._footprint(self._draft, spec.quantization) if self._draft is not None else None
+        return Residents(target, draft, self._head(spec), runtime=self._runtime)
+
+    def fitted(self, budget: int) -> Fitting:
+        """Settings that fit `budget` bytes.
+
+        Raises
+        ------
+        ConfigError  nothing does
+        """
+        return fitted(self._config, self._spec, budget, self.plan, self.context, self.may_round)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the device has in all, or on a CPU the machine."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.get_device_properties(self.device).total_memory)
+        return int(psutil.virtual_memory().total)
+
+    def _outlined_draft(self, spec: SpeculativeConfig | None, config: EngineConfig) -> Outline | None:
+        if spec is None or METHODS[spec.method].needs != "model" or spec.own_copy is not None:
+            return None
+        if spec.model is None:
+            raise ConfigError(f"method {spec.method!r} needs the key 'model': a folder or hub name of a small model")
+        return Outline.of(spec.model, config.dtype)
+
+    @lru_cache(maxsize=16)  # noqa: B019  # which lives as long as the plan is made
+    def _footprint(self, model: Outline | LoadedModel, quantization: str | None) -> Footprint:
+        return footprint_of(model) if isinstance(model, LoadedModel) else model.footprint(quantization)
+
+    def _head(self, spec: SpeculativeConfig) -> HeadFootprint | None:
+        """What a head takes whose longest path is that of `spec`."""
+        if not spec.is_head:
+            return None
+        if self._given_head is not None:
+            if not isinstance(self._target, LoadedModel):
+                raise ConfigError(
+                    "a budget for a head that is loaded needs its target loaded too; give the model that `load_model` returned"
+                )
+            return footprint_of_head(attach_head(self._given_head, self._target))
+        if spec.model is None:
+            raise ConfigError(f"method {spec.method!r} needs the key 'model': the folder of a head that was trained on the target")
+        model, dtype = self._target.model, self._target.model.dtype if isinstance(self._target, LoadedModel) else self._target.dtype
+        return stored_head(spec.model, spec.method, model.config.get_text_config().hidden_size, dtype, spec.longest_path)
+
+
+def stored_head(name: str, method: str, hidden_size: int, dtype: torch.dtype, longest: int) -> HeadFootprint:
+    """A head in a folder, by the headers of its files: its keys and values are what its key and value projections give."""
+    folder = Folder.locate(name, "head", needs_owner=True)
+    files = [WEIGHTS] if folder.has(WEIGHTS) else sorted(p.name for p in folder.path.glob("*.safetensors"))
+    weights = of_a_token = 0
+    with open_weights(folder, files) as stored:
+        for key, tensor in stored.tensors.items():
+            number = _DEPTH.search(key)
+            if key in NOT_OF_THE_HEAD or (method == "medusa" and number is not None and int(number[1]) >= longest):
+                continue
+            weights += tensor.numel * dtype.itemsize * (2 if len(tensor.shape) == 2 else 1)
+            of_a_token += tensor.shape[0] * dtype.itemsize if key.endswith(KEYS_AND_VALUES) else 0
+    return HeadFootprint(weights, of_a_token, NUM_FEATURES.get(method, 1) * hidden_size * dtype.itemsize)
