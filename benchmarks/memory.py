@@ -19,7 +19,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import psutil
 import torch
 from transformers import (
     LlamaConfig,
@@ -78,12 +77,12 @@ SIZES: Mapping[str, tuple[type[PreTrainedModel], Any]] = {
 }
 MODELS = ("embedded", *SIZES)
 SETTINGS: Mapping[str, tuple[Settings, Settings | None, int, int]] = {  # engine, drafter, length of texts, and of prompts within
-    "chain": ({"max_num_seqs": 8}, {"method": "draft_model", "num_speculative_tokens": 4}, 512, 448),
-    "tree": ({"max_num_seqs": 4}, {"method": "draft_model", "tree": "dynamic", "num_speculative_tokens": 24}, 512, 448),
-    "int8": ({"max_num_seqs": 8, "quantization": "int8"}, None, 512, 448),
-    "int8_kv": ({"max_num_seqs": 8, "kv_cache_dtype": "int8"}, None, 512, 448),
-    "long": ({"max_num_seqs": 4}, None, 2048, 1984),
-    "prefixes": ({"max_num_seqs": 4}, {"method": "ngram", "num_speculative_tokens": 7}, 1024, 768),
+    "chain": ({"max_num_seqs": 8}, {"method": "draft_model", "num_speculative_tokens": 4}, 384, 352),
+    "tree": ({"max_num_seqs": 4}, {"method": "draft_model", "tree": "dynamic", "num_speculative_tokens": 24}, 384, 352),
+    "int8": ({"max_num_seqs": 8, "quantization": "int8"}, None, 384, 352),
+    "int8_kv": ({"max_num_seqs": 8, "kv_cache_dtype": "int8"}, None, 384, 352),
+    "long": ({"max_num_seqs": 2}, None, 2048, 2016),
+    "prefixes": ({"max_num_seqs": 4}, {"method": "ngram", "num_speculative_tokens": 7}, 768, 736),
 }
 
 
@@ -111,8 +110,8 @@ def engine_settings(model: str, setting: str) -> tuple[Settings, Settings | None
 
 
 def filled(llm: LLM, length: int, prompt: int, seed: int) -> None:
-    """Twice as many random texts as there are rows, each as long as it may be."""
-    random, count = Random(seed), 2 * llm.config.max_num_seqs
+    """As many random texts as there are rows, each as long as it may be, and one more."""
+    random, count = Random(seed), llm.config.max_num_seqs + 1
     prompts = [[random.randrange(5, 4000) for _ in range(prompt)] for _ in range(count)]
     llm.generate(prompts, SamplingParams(max_tokens=length - prompt, temperature=0.8, top_p=0.95, seed=1, ignore_eos=True))
 
@@ -131,13 +130,12 @@ def survived(model: str, extra: int) -> Record:
     engine, drafter, length, _ = engine_settings(model, "chain")
     config = EngineConfig(**engine)
     planned = PlannedModels(config, speculative(drafter), folder_of(model)[0]).plan(config, speculative(drafter))
-    resident = int(psutil.Process().memory_info().rss)
-    limit = planned.total_bytes + max(0, status("VmData") - resident) + extra
+    limit = planned.total_bytes + max(0, status("VmData") - status("RssAnon")) + extra
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     llm, random, done = LLM(folder_of(model)[0], drafter, **engine), Random(1), 0
     while done < CONVERSATIONS:
-        rows = [[random.randrange(5, 4000) for _ in range(random.randrange(1, length - 65))] for _ in range(config.max_num_seqs)]
-        llm.generate(rows, SamplingParams(max_tokens=64, temperature=0.8, seed=done, ignore_eos=True))
+        rows = [[random.randrange(5, 4000) for _ in range(random.randrange(1, length - 17))] for _ in range(config.max_num_seqs)]
+        llm.generate(rows, SamplingParams(max_tokens=16, temperature=0.8, seed=done, ignore_eos=True))
         done += len(rows)
     return {"limit": limit, "planned": planned.total_bytes, "survived": done, "data": status("VmData")}
 
@@ -209,7 +207,11 @@ def cells() -> list[Cell]:
     return found + [Cell(f"ratio_llama_{n}", partial(in_process, "ratio", "llama", str(n))) for n in RATIOS]
 
 
-MEASURES: Mapping[str, Callable[[str, str], Record]] = {"peak": measured_peak, "limit": lambda m, n: survived(m, int(n)), "ratio": lambda m, n: of_ratio(m, int(n))}
+MEASURES: Mapping[str, Callable[[str, str], Record]] = {
+    "peak": measured_peak,
+    "limit": lambda m, n: survived(m, int(n)),
+    "ratio": lambda m, n: of_ratio(m, int(n)),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

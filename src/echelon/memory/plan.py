@@ -17,7 +17,7 @@ from echelon.drafters.heads import MOST_UNREAD, AttachedHead
 from echelon.memory.footprint import Footprint
 from echelon.memory.pool import PoolPlan, block_bytes, num_blocks_for
 
-GROWTH = 96 * 2**20  # bytes of code and of small objects that a process takes up between its imports and its first answers
+GROWTH = 64 * 2**20  # bytes of code and of small objects that a process takes up between its imports and its first answers
 DEVICE_RUNTIME = 768 * 2**20  # a CUDA context with compiled kernels
 FLOAT = 4  # bytes of a logit
 
