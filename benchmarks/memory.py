@@ -1,6 +1,8 @@
 """Plans beside what processes take: `python -m benchmarks.memory [--output FOLDER] [PREFIX ...]`, resumable by cell.
 
 peak_MODEL_SETTING   the plan of an engine, and the peak of a process that loads it and fills every row (VmHWM)
+peak_MODEL_SETTING   the plan of an engine, and the peak of a process that loads it and fills every row (VmHWM)
+                     in ours, and SpecMemo's best one
 limit_MODEL          conversations of random lengths under a hard limit of data (RLIMIT_DATA) that the plan allows: how many die; and under
                      fixed ratios of keys and values to weights, 1:2 … 1:15, how many queries of 128 tokens each holds, by plan and in truth
 """
@@ -14,6 +16,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -159,6 +162,52 @@ def of_ratio(model: str, ratio: int) -> Record:
     return {"ratio": ratio, "bytes": given, "planned": count, "held": held, "preempted": llm.get_metrics()["num_preemptions"]}
 
 
+@dataclass(frozen=True)
+class TreeShape:
+    """A tree for heads of Medusa: nodes with the root, leaves, the depth of the deepest, and the heads that reach it."""
+
+    nodes: int
+    leaves: int
+    depth: int
+    heads: int
+
+
+STOCK, PLANNED = TreeShape(64, 42, 4, 5), TreeShape(44, 19, 3, 3)  # mc_sim_7b_63; 1-10-16-17, whose leaves are not published
+VICUNA = {"layers": 32, "hidden": 4096, "vocabulary": 32000, "context": 2048, "key_bytes": 2 * 32 * 4096 * 2}
+
+
+def medusa_buffers(tree: TreeShape) -> dict[str, int]:
+    """Bytes in Medusa's layout (fp16, one query): what is scored is gathered once more for each leaf, and the mask covers the context."""
+    vocabulary, width = VICUNA["vocabulary"], 1 + tree.heads
+    return {
+        "logits of nodes": width * tree.nodes * vocabulary * 2,
+        "logits gathered by leaf": width * tree.leaves * (tree.depth + 1) * vocabulary * 2,
+        "masks": 4 * tree.nodes * tree.nodes + 4 * tree.nodes * (VICUNA["context"] + tree.nodes),
+        "keys and values of nodes": tree.nodes * VICUNA["key_bytes"],
+        "hidden states": tree.nodes * VICUNA["hidden"] * 2,
+    }
+
+
+def own_buffers(tree: TreeShape) -> dict[str, int]:
+    """Bytes here: logits once, in float32; nothing is gathered, a node's parent is its mask."""
+    return {
+        "logits of nodes": tree.nodes * VICUNA["vocabulary"] * 4,
+        "masks": tree.nodes * 4,
+        "keys and values of nodes": tree.nodes * VICUNA["key_bytes"],
+        "hidden states": tree.nodes * VICUNA["hidden"] * 2,
+    }
+
+
+def trees() -> Record:
+    """Stock and planned tree, in both layouts."""
+    shapes = {"stock": STOCK, "planned": PLANNED}
+    return {
+        f"{kind} {name}": count(tree)
+        for name, tree in shapes.items()
+        for kind, count in (("Medusa", medusa_buffers), ("ours", own_buffers))
+    }
+
+
 def status(key: str) -> int:
     """Bytes that the system counts for this process under `key`."""
     found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text("utf-8"))
@@ -196,6 +245,11 @@ def as_markdown(records: Mapping[str, Record]) -> str:
         elif name.startswith("limit"):
             sizes = f"{r['planned'] / 2**20:,.0f} MiB", f"{r['data'] / 2**20:,.0f} MiB of data"
             lines.append((name, *sizes, f"{r['survived']} conversations, none died", "yes"))
+        elif name == "trees":
+            sums = {kind: sum(r[kind].values()) for kind in r if isinstance(r[kind], dict) and kind != "environment"}
+            lines += [
+                (f"tree, {kind}", f"{count / 1e6:.1f} MB", f"{count / sums['Medusa stock']:.0%}", "", "") for kind, count in sums.items()
+            ]
         else:
             lines.append((name, f"{r['planned']} queries", f"{r['held']} held", f"{r['preempted']} preempted", ""))
     return table(["cell", "plan", "measured", "difference", "met"], lines)
@@ -204,6 +258,7 @@ def as_markdown(records: Mapping[str, Record]) -> str:
 def cells() -> list[Cell]:
     found = [Cell(f"peak_{m}_{s}", partial(in_process, "peak", m, s)) for m in MODELS for s in SETTINGS]
     found += [Cell(f"limit_{m}", partial(in_process, "limit", m, "0")) for m in MODELS]
+    found.append(Cell("trees", trees))
     return found + [Cell(f"ratio_llama_{n}", partial(in_process, "ratio", "llama", str(n))) for n in RATIOS]
 
 
