@@ -1,7 +1,7 @@
 """Plans beside what processes take: `python -m benchmarks.memory [--output FOLDER] [PREFIX ...]`, resumable by cell.
 
 peak_MODEL_SETTING   the plan of an engine, and the peak of a process that loads it and fills every row (VmHWM)
-peak_MODEL_SETTING   the plan of an engine, and the peak of a process that loads it and fills every row (VmHWM)
+trees                bytes that grow with the nodes of a tree, for one query of Vicuna-7B in fp16: Medusa's stock tree in Medusa's layout and
                      in ours, and SpecMemo's best one
 limit_MODEL          conversations of random lengths under a hard limit of data (RLIMIT_DATA) that the plan allows: how many die; and under
                      fixed ratios of keys and values to weights, 1:2 … 1:15, how many queries of 128 tokens each holds, by plan and in truth

@@ -94,6 +94,8 @@ PROOFS = [
     pytest("goodness of fit", "tests/promises/test_fit.py"),
     pytest("state machine", "tests/core/test_scheduler.py"),
     pytest("prefix cache", "tests/core/test_prefix_cache.py", "tests/promises/test_prefix_hits.py"),
+    pytest("memory", *(f"tests/memory/test_{part}.py" for part in ("footprint", "ladder", "peak"))),
+    Proof("peaks of memory", ["python", "-m", "benchmarks.memory"], full_size=False),
     pytest("steps ahead", "tests/model/test_ahead.py", "tests/model/test_ahead_books.py"),
     Proof("sanitisers", ["make", "-j2", "sanitize", "CASES=100000"], full_size=False),
     Proof("mutants of the kernels", ["python", "-m", "tools.kernel_mutants"], full_size=False),
