@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -183,6 +184,16 @@ class SpeculativeConfig(Settings):
             return self.most_tokens
         paths = (self.speculative_token_tree or METHODS[self.method].paths)[: self.most_tokens]
         return max(map(len, paths), default=1)
+
+    @property
+    def widest_level(self) -> int:
+        """Most drafted tokens of a row that stand at the same depth."""
+        if self.tree == "dynamic":
+            return min(self.tree_top_k, self.most_tokens)
+        if self.tree == "chain":
+            return 1
+        paths = (self.speculative_token_tree or METHODS[self.method].paths)[: self.most_tokens]
+        return max(Counter(map(len, paths)).values(), default=1)
 
     @property
     def min_score(self) -> float:

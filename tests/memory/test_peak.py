@@ -10,7 +10,7 @@ import toys
 from safetensors.torch import load_file, save_file
 
 from benchmarks import memory
-from echelon import EngineConfig, ModelLoadError
+from echelon import LLM, EngineConfig, ModelLoadError
 from echelon.memory.footprint import Outline
 from echelon.memory.residents import PlannedModels
 
@@ -59,3 +59,7 @@ def test_a_loaded_model_is_not_counted_twice() -> None:
     first = PlannedModels(EngineConfig(), None, loaded)
     assert first.plan(EngineConfig(max_model_len=64), None).terms["target weights"] > 0
     assert first.may_round == {"kv_cache_dtype"}, "its weights are as they are"
+    llm = LLM(loaded, memory="64GiB")
+    assert llm.fitting is not None and llm.fitting.config.quantization is None and not llm.fitting.rungs
+    llm = LLM(loaded, {"method": "draft_model"}, loaded, gpu_memory_utilization=1.0)
+    assert llm.fitting is not None and llm.fitting.plan.terms["draft weights"] == llm.fitting.plan.terms["target weights"]

@@ -16,6 +16,7 @@ from echelon.config import EngineConfig, SpeculativeConfig
 from echelon.drafters.heads import MOST_UNREAD, AttachedHead
 from echelon.memory.footprint import Footprint
 from echelon.memory.pool import PoolPlan, block_bytes, num_blocks_for
+from echelon.methods import METHODS
 
 GROWTH = 64 * 2**20  # bytes of code and of small objects that a process takes up between its imports and its first answers
 DEVICE_RUNTIME = 768 * 2**20  # a CUDA context with compiled kernels
@@ -141,12 +142,16 @@ def working_bytes(config: EngineConfig, spec: SpeculativeConfig | None, resident
 
 
 def logit_bytes(config: EngineConfig, spec: SpeculativeConfig | None, residents: Residents) -> int:
-    """Logits of one step and what is made of them: of the target for each row and drafted token, or of what drafts for a level of them."""
+    """Logits of one step and what is made of them: of the target for each row and drafted token; of what drafts for two levels, since the
+    memory of the last is still the process's own; with rejection, the probabilities of each drafted token.
+    """
     rows, nodes = config.max_num_seqs, spec.most_tokens if spec else 0
-    vocab_size = residents.target.vocab_size
-    places = rows * (1 + nodes)
-    probabilities = rows * nodes * 8 if spec is not None and spec.acceptance == "rejection" else 0
-    return places * vocab_size * FLOAT + probabilities * vocab_size
+    places, probabilities = rows * (1 + nodes), 0
+    if spec is not None and METHODS[spec.method].needs != "nothing":
+        places += 2 * rows * spec.widest_level
+    if spec is not None and spec.acceptance == "rejection":
+        probabilities = rows * nodes * 8
+    return (places * FLOAT + probabilities) * residents.target.vocab_size
 
 
 def activation_bytes(config: EngineConfig, spec: SpeculativeConfig | None, residents: Residents, max_len: int) -> int:

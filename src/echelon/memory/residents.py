@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from functools import lru_cache
 
 import psutil
 import torch
@@ -43,6 +42,7 @@ class PlannedModels:
         head: Head | None = None,
     ) -> None:
         self._config, self._spec, self._given_head = config, spec, head
+        self._footprints: dict[tuple[int, str | None], Footprint] = {}
         self._target = model if isinstance(model, LoadedModel) else Outline.of(name_of(model), config.dtype)
         self._draft = draft_model if draft_model is not None else self._outlined_draft(spec, config)
         loaded = [m for m in (model, draft_model) if isinstance(m, LoadedModel)]
@@ -105,9 +105,11 @@ class PlannedModels:
             raise ConfigError(f"method {spec.method!r} needs the key 'model': a folder or hub name of a small model")
         return Outline.of(spec.model, config.dtype)
 
-    @lru_cache(maxsize=16)  # noqa: B019  # which lives as long as the plan is made
     def _footprint(self, model: Outline | LoadedModel, quantization: str | None) -> Footprint:
-        return footprint_of(model) if isinstance(model, LoadedModel) else model.footprint(quantization)
+        key = id(model), quantization
+        if key not in self._footprints:
+            self._footprints[key] = footprint_of(model) if isinstance(model, LoadedModel) else model.footprint(quantization)
+        return self._footprints[key]
 
     def _head(self, spec: SpeculativeConfig) -> HeadFootprint | None:
         """What a head takes whose longest path is that of `spec`."""
