@@ -23,7 +23,7 @@ from echelon.bench.report import columns
 from echelon.errors import ConfigError
 from echelon.kv.blocks import BlockTables
 from echelon.model import pack as unpadded
-from echelon.model.load.loading import DTYPES
+from echelon.model.load.reading import DTYPES
 from echelon.ops import compiled, devices
 from echelon.ops.contract import PackedWeight
 

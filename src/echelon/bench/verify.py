@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 from echelon.batch import Span
 from echelon.errors import ConfigError
 from echelon.llm import LLM
-from echelon.model.load.loading import DTYPES, LoadedModel, load_model, load_plain
+from echelon.model.load.loading import LoadedModel, load_model, load_plain
+from echelon.model.load.reading import DTYPES
 from echelon.ops.devices import chosen_device
 from echelon.sampling import SamplingParams
 

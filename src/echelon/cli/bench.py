@@ -43,7 +43,8 @@ from echelon.cli.measured import IsaOption, JsonOption, OutputOption, counted, s
 from echelon.cli.runs import latency, peers, throughput
 from echelon.cli.shared import SpeculativeOption, errors, speculative_mapping
 from echelon.demo import held_out_files
-from echelon.model.load.loading import DTYPES, LoadedModel, load_model
+from echelon.model.load.loading import LoadedModel, load_model
+from echelon.model.load.reading import DTYPES
 from echelon.ops import compiled
 from echelon.ops.devices import chosen_device, has_kernels
 from echelon.requests import read_requests

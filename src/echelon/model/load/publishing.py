@@ -20,7 +20,7 @@ from echelon.checkpoint.tensors import INDEX, WEIGHTS, StoredTensor, Weights, op
 from echelon.config import Quantization
 from echelon.errors import ConfigError, OutputError, UnsupportedModelError
 from echelon.inputs import made_folder
-from echelon.model.load.loading import GENERATION, TOKENIZER_FILES, built_without_memory, read_config, settings_of
+from echelon.model.load.reading import GENERATION, TOKENIZER_FILES, built_without_memory, read_config, settings_of
 from echelon.model.patches.experts import is_experts
 from echelon.model.patches.linear import is_plain_linear
 from echelon.model.patches.packing import GROUPS
