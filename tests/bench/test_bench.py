@@ -31,6 +31,7 @@ from echelon.bench.workloads import code_prompts, edit_prompts, ems_prompt, rena
 from echelon.cli import main
 from echelon.demo import DRAFT, TARGET, held_out_files
 from echelon.model.load.loading import LoadedModel, load_model
+from echelon.ops import compiled
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -314,6 +315,23 @@ def test_throughput_writes_a_report(capsys: pytest.CaptureFixture[str], monkeypa
         assert (tmp_path / "report" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
     code, _, err = run(capsys, monkeypatch, "throughput", "--strategies", "paddled")
     assert code == 2 and "padded-kv" in err
+
+
+@pytest.mark.skipif(not compiled.is_built(), reason="the compiled kernels are not built")
+@pytest.mark.parametrize("parameters", [0, 11_000_000])
+def test_throughput_in_integers(
+    parameters: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    few = ["--batch-sizes", "2", "--num-prompts", 3, "--prompt-tokens", 16, "--max-tokens", 12, "--rounds", 1, "--parameters", parameters]
+    integers = ["--quantization", "int8", "--kv-cache-dtype", "int8", "--drafters", "ngram,draft_model"]
+    code, _, err = run(capsys, monkeypatch, "throughput", *few, *integers, "--strategies", "unpadded", "--output", tmp_path / "a.json")
+    assert code == 0, err
+    value = json.loads((tmp_path / "a.json").read_text())
+    assert (value["quantization"], value["kv_cache_dtype"]) == ("int8", "int8")
+    assert [(r.name, r.num_identical) for r in from_json(value)] == [("plain", 3), ("LLMA", 3), ("draft model", 3)]
+    assert "transformers is left out: it does not run weights in int8, keys and values in int8" in err
+    code, _, err = run(capsys, monkeypatch, "throughput", *few, *integers)
+    assert code == 2 and "belongs to strategy = 'unpadded', not to 'padded'" in err
 
 
 def test_latency_writes_a_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

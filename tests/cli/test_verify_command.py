@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import faults
@@ -17,8 +18,12 @@ from echelon.bench import verify as bench
 from echelon.cli import main
 from echelon.cli.verify import as_json
 from echelon.demo import DRAFT, TARGET
+from echelon.model.load.publishing import publish
+from echelon.ops import compiled
 
 SMALL = ["--num-prompts", "6", "--prompt-tokens", "48", "--max-tokens", "24", "--no-control", "--dtypes", "float32"]
+IN_INTEGERS = ["--num-prompts", 4, "--prompt-tokens", 48, "--max-tokens", 24, "--batch-sizes", 3, "--drafters", "ngram", "--json"]
+needs_kernels = pytest.mark.skipif(not compiled.is_built(), reason="the compiled kernels are not built")
 
 
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[int, str, str]:
@@ -65,9 +70,54 @@ def test_table_controls_and_both_dtypes(capsys: pytest.CaptureFixture[str], monk
         assert words in out, words
 
 
+@needs_kernels
+def test_reference_and_judge_have_the_same_integers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str | None, str]] = []
+    whole = LLM.__init__
+
+    def noted(llm: LLM, *args: Any, **settings: Any) -> None:
+        whole(llm, *args, **settings)
+        made.append((llm.target.quantization, settings["kv_cache_dtype"]))
+
+    monkeypatch.setattr(LLM, "__init__", noted)
+    integers = ["--quantization", "int4", "--kv-cache-dtype", "int8", "--strategies", "unpadded"]
+    code, out, err = run(capsys, monkeypatch, TARGET, *integers, *IN_INTEGERS)
+    assert code == 0, err
+    assert len(made) >= 5 and set(made) == {("int4", "int8")}
+    assert "transformers is left out: it does not run weights in int4, keys and values in int8" in err
+    found = json.loads(out)
+    assert found["reference"] == "plain decoding at batch 1, weights in int4, keys and values in int8"
+    assert (found["quantization"], found["kv_cache_dtype"]) == ("int4", "int8")
+    results = [(r["dtype"], r["strategy"], r["num_exact"]) for r in found["results"]]
+    assert results == [("float32", "unpadded", 4), ("bfloat16", "unpadded", 4)]
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", [None, *faults.FAULTS])
+def test_in_integers_the_frameworks_attention_is_no_fault(
+    name: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = faults.FAULTS[name][1] if name else "padded"
+    with faults.enacted(name):
+        code, out, err = run(capsys, monkeypatch, TARGET, "--quantization", "int8", "--strategies", strategy, *IN_INTEGERS)
+    assert code == (1 if name else 0), err
+    assert bool(json.loads(out)["num_faults"]) == bool(name)
+
+
+@needs_kernels
+def test_a_published_checkpoint(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    publish(str(TARGET), tmp_path, "int4")
+    few = ["--num-prompts", 2, "--prompt-tokens", 24, "--max-tokens", 6, "--batch-sizes", 2, "--strategies", "unpadded,padded"]
+    code, out, err = run(capsys, monkeypatch, tmp_path, "--dtypes", "bfloat16", "--drafters", "ngram", *few)
+    assert code == 0, err
+    assert "compared with plain decoding at batch 1, weights in int4" in " ".join(out.split())
+    assert "transformers" not in out and "transformers is left out: it does not run weights in int4" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--kv-cache-dtype", "int8"], "belongs to strategy = 'unpadded'"),
         (["--strategies", "paddled"], "same-length"),
         (["--dtypes", "int4"], "bfloat16"),
         (["--drafters", "oracle"], "ngram"),
@@ -131,3 +181,11 @@ def test_a_tie_is_two_top_tokens_within_twice_the_error(
     result = bench.EqualityResult(bench.Case("bfloat16", "padded", "none", 2), 1, 0, 0.5, mismatches=[mismatch])
     assert result.num_faults == (0 if is_tie else 1)
     assert json.loads(json.dumps(as_json(result), allow_nan=False))["num_faults"] == result.num_faults
+
+
+@pytest.mark.parametrize(("error", "is_tie"), [(0.08, True), (0.07, False)])
+def test_in_integers_a_third_token_may_lie_between(error: float, is_tie: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = torch.tensor([5.0, 4.9, 4.85, 0.0])
+    monkeypatch.setattr(bench, "logits_after", lambda llm, _: exact if llm == "exact" else exact + error)
+    judge = bench.Judge("exact", "rounded", in_integers=True)  # type: ignore[arg-type]
+    assert judge.compare(0, [8, 9], [7, 2], [7, 0], 1).is_tie == is_tie

@@ -20,7 +20,7 @@ import transformers
 from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench.clock import time_parts
 from echelon.bench.phases import SPLIT, Recorder, Sums
-from echelon.bench.verify import STRATEGIES
+from echelon.bench.verify import STRATEGIES, check_strategies
 from echelon.config import SpeculativeConfig
 from echelon.memory.sizes import mebibytes
 from echelon.model.load.loading import LoadedModel
@@ -83,9 +83,9 @@ def methods_of(
     strategies: SequenceOf[str], drafters: SequenceOf[str], num_ngram_tokens: int = 7, num_draft_tokens: int = 4
 ) -> list[DecodingMethod]:
     """Every strategy with every drafter, after plain decoding unpadded, which all are compared with."""
-    for kind, names, known in (("strategy", strategies, STRATEGIES), ("drafter", drafters, DRAFTERS)):
-        if unknown := [n for n in names if n not in known]:
-            raise ConfigError(f"there is no {kind} {unknown[0]!r} here; known: {', '.join(known)}")
+    check_strategies(strategies)
+    if unknown := [d for d in drafters if d not in DRAFTERS]:
+        raise ConfigError(f"there is no drafter {unknown[0]!r} here; known: {', '.join(DRAFTERS)}")
     configs = {m.name: m.config for m in [*default_methods(num_ngram_tokens, num_draft_tokens), CONFIDENT]}
     found = [DecodingMethod("plain", None), *(DecodingMethod(DRAFTERS[d], configs[DRAFTERS[d]], s) for d in drafters for s in strategies)]
     return list({(m.name, m.strategy): m for m in found}.values())
@@ -240,9 +240,9 @@ def engine_result(method: DecodingMethod, batch_size: int, runs: SequenceOf[Run]
     )
 
 
-def plain_outputs(target: LoadedModel, prompts: Prompts, params: SamplingParams) -> list[list[int]]:
-    """Token ids of plain decoding, each prompt alone: what everything else is compared with."""
-    llm = LLM(target, max_num_seqs=1)
+def plain_outputs(target: LoadedModel, prompts: Prompts, params: SamplingParams, **settings: Any) -> list[list[int]]:
+    """Token ids of plain decoding, each prompt alone: what everything else is compared with; `settings` are the engine's."""
+    llm = LLM(target, max_num_seqs=1, **settings)
     return [llm.generate([p], params)[0].outputs[0].token_ids for p in prompts]
 
 
@@ -263,7 +263,7 @@ def measure(
 
     `truth` is found by plain decoding, row by row, if it is not given; an empty one compares nothing.
     """
-    truth = plain_outputs(target, prompts, params) if truth is None else truth
+    truth = plain_outputs(target, prompts, params, **settings) if truth is None else truth
     contenders: list[Contender] = [*(EngineRun(m, target, draft, batch_size, settings) for m in methods), *others]
     warm_up = params.model_copy(update={"max_tokens": 4})
     for contender in contenders:

@@ -4,6 +4,11 @@ The reference is plain greedy decoding at batch 1, unpadded, in the same dtype. 
 it is a tie only if both tokens are the float32 model's top two after the same prefix, and their float32 logits lie no further apart than
 twice the error that the dtype makes there at batch 1 (two logits, each off by at most the error, can change places within that). In
 float32 itself that error is zero, so there a difference is always a fault.
+
+A model in integers is compared with itself: the reference and the float32 model have the same integers. Its layers round what they are
+given, so that the last bit of a sum may decide between two integers, in float32 too. The framework's attention adds in another order than
+ours; strategies that use it are judged in float32 by the error that this order makes at batch 1, and `unpadded` by none. Such errors are
+large enough for a third token to come between the two: in integers both must lie within twice the error of the best.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from echelon.batch import Span
+from echelon.config import check_settings
 from echelon.errors import ConfigError
 from echelon.llm import LLM
 from echelon.model.load.loading import LoadedModel, load_model, load_plain
@@ -87,7 +93,7 @@ class EqualityResult:
 
 @dataclass(frozen=True)
 class VerificationJob:
-    """What is verified: a model by name, token ids of prompts, and the settings of the runs (`EngineConfig`)."""
+    """What is verified: a model by name, token ids of prompts, and the settings of the runs and of their reference (`EngineConfig`)."""
 
     model: str
     prompts: SequenceOf[SequenceOf[int]]
@@ -96,6 +102,21 @@ class VerificationJob:
     refill: bool = True
     device: str = "auto"
     numerics: str = "invariant"
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """Settings that every engine over the loaded model has, the reference's too."""
+        return {"numerics": self.numerics, "kv_cache_dtype": self.kv_cache_dtype}
+
+
+def check_strategies(names: SequenceOf[str], **settings: Any) -> None:
+    """Raise `ConfigError` for a strategy that is none, or that does not go with the settings of an engine."""
+    for name in names:
+        if name not in STRATEGIES:
+            raise ConfigError(f"there is no strategy {name!r} here; known: {', '.join(STRATEGIES)}")
+        check_settings(**STRATEGIES[name], **settings)
 
 
 def cut(tokens: SequenceOf[int], end_tokens: frozenset[int]) -> Tokens:
@@ -129,10 +150,10 @@ def logits_after(llm: LLM, tokens: SequenceOf[int]) -> Tensor:
 
 
 class Judge:
-    """Says whether two tokens after the same prefix are a tie of rounding."""
+    """Says whether two tokens after the same prefix are a tie of rounding; `in_integers` a third may lie between them."""
 
-    def __init__(self, exact: LLM, rounded: LLM) -> None:
-        self._exact, self._rounded = exact, rounded
+    def __init__(self, exact: LLM, rounded: LLM, in_integers: bool = False) -> None:
+        self._exact, self._rounded, self._in_integers = exact, rounded, in_integers
 
     def compare(self, row: int, prompt: SequenceOf[int], tokens: Tokens, expected: Tokens, place: int) -> Mismatch:
         token = tokens[place] if place < len(tokens) else None
@@ -144,7 +165,9 @@ class Judge:
         error = float((exact - rounded).abs().max())
         gap = float((exact[token] - exact[wanted]).abs())
         are_top_two = {token, wanted} == set(exact.topk(2).indices.tolist())
-        return Mismatch(row, place, token, wanted, gap, error, is_tie=are_top_two and gap <= 2 * error)
+        behind = float(exact.max() - torch.minimum(exact[token], exact[wanted]))
+        is_tie = behind <= 2 * error if self._in_integers else are_top_two and gap <= 2 * error
+        return Mismatch(row, place, token, wanted, gap, error, is_tie)
 
 
 def compare(
@@ -169,19 +192,32 @@ def verify_dtype(
     draft_model: str | None,
     has_control: bool,
 ) -> Iterator[EqualityResult]:
-    """Every strategy × drafter × batch size in one dtype, then `transformers` against itself."""
-    target = load_model(request.model, dtype=dtype, device=request.device, numerics=request.numerics)
+    """Every strategy × drafter × batch size in one dtype, and with `has_control` `transformers`, which runs no integers, against itself."""
+    target = load_model(request.model, dtype=dtype, device=request.device, numerics=request.numerics, quantization=request.quantization)
     draft = load_model(draft_model, dtype=dtype, device=request.device, numerics=request.numerics) if draft_model else None
-    alone = LLM(target, max_num_seqs=1, numerics=request.numerics)
+    alone = LLM(target, max_num_seqs=1, **request.numbers)
     params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens)
     truth = [alone.generate([p], params)[0].outputs[0].token_ids for p in request.prompts]
-    precise = alone if dtype == "float32" else LLM(request.model, dtype="float32", device=request.device, max_num_seqs=1)
-    judge = Judge(precise, alone)
+    judges = _judges(request, dtype, strategies, alone)
     for strategy, (drafter, config), size in product(strategies, request.drafters.items(), batch_sizes):
         outputs = _generate(target, draft, config, STRATEGIES[strategy], size, request, params)
-        yield compare(Case(dtype, strategy, drafter, size), outputs, truth, request, judge)
+        yield compare(Case(dtype, strategy, drafter, size), outputs, truth, request, judges[strategy])
     if has_control:
         yield from _control(request, dtype, batch_sizes, target.eos_token_ids)
+
+
+def _judges(request: VerificationJob, dtype: str, strategies: SequenceOf[str], alone: LLM) -> dict[str, Judge]:
+    """Strategy → who judges its differences."""
+    in_integers = alone.target.quantization is not None
+    if dtype != "float32":
+        numbers: dict[str, Any] = {"quantization": request.quantization, "kv_cache_dtype": request.kv_cache_dtype}
+        exact = LLM(request.model, dtype="float32", device=request.device, max_num_seqs=1, **numbers)
+        return dict.fromkeys(strategies, Judge(exact, alone, in_integers))
+    judges = dict.fromkeys(strategies, Judge(alone, alone))
+    others = [s for s in strategies if s != "unpadded"]
+    if in_integers and others:
+        judges |= dict.fromkeys(others, Judge(alone, LLM(alone.target, max_num_seqs=1, strategy="padded"), in_integers))
+    return judges
 
 
 def _generate(
@@ -193,7 +229,7 @@ def _generate(
     request: VerificationJob,
     params: SamplingParams,
 ) -> list[Tokens]:
-    llm = LLM(target, config, draft, max_num_seqs=batch_size, refill=request.refill, numerics=request.numerics, **strategy)
+    llm = LLM(target, config, draft, max_num_seqs=batch_size, refill=request.refill, **request.numbers, **strategy)
     return [o.outputs[0].token_ids for o in llm.generate(list(request.prompts), params)]
 
 
@@ -222,9 +258,9 @@ def verify_model(
     on_result: Callable[[EqualityResult], None] = lambda _: None,
 ) -> list[EqualityResult]:
     """All cells of the table, in order of dtype, strategy, drafter, batch size."""
-    for kind, names, known in (("strategy", strategies, STRATEGIES), ("dtype", dtypes, DTYPES)):
-        if unknown := [n for n in names if n not in known]:
-            raise ConfigError(f"there is no {kind} {unknown[0]!r}; known: {', '.join(known)}")
+    check_strategies(strategies, kv_cache_dtype=request.kv_cache_dtype)
+    if unknown := [d for d in dtypes if d not in DTYPES]:
+        raise ConfigError(f"there is no dtype {unknown[0]!r}; known: {', '.join(DTYPES)}")
     results = []
     for dtype in dtypes:
         for result in verify_dtype(request, dtype, strategies, batch_sizes, draft_model, has_control):

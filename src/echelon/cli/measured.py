@@ -127,19 +127,25 @@ def sizes_of(text: str, option: str = "--batch-sizes") -> list[int]:
     return sizes
 
 
-def load_target(model: str, parameters: int) -> LoadedModel:
-    """The target as asked, grown or not."""
+def load_target(model: str, parameters: int, quantization: str | None = None) -> LoadedModel:
+    """The target as asked, grown or not, in integers or not."""
     if not parameters:
-        return load_model(model, device="auto")
+        return load_model(model, device="auto", quantization=quantization)
     grown, tokenizer = load_grown(model, parameters), load_plain(model)[1]
     name = Path(model).name if Path(model).is_dir() else model  # reports that are kept do not say where a folder lay
-    return adopt_model(grown.to(chosen_device("auto")), tokenizer, f"{name}, grown")
+    return adopt_model(grown.to(chosen_device("auto")), tokenizer, f"{name}, grown", quantization=quantization)
 
 
 def load_grown(model: str, parameters: int) -> PreTrainedModel:
     """The same as `transformers` runs it."""
     plain = load_plain(model)[0]
     return inflate(plain, plan_growth(plain, parameters)) if parameters else plain
+
+
+def integers_of(quantization: str | None, kv_cache_dtype: str) -> str:
+    """What a run has in integers, in words; empty where it has none, and `transformers` can run the same."""
+    parts = {"weights": quantization, "keys and values": None if kv_cache_dtype == "auto" else kv_cache_dtype}
+    return ", ".join(f"{part} in {numbers}" for part, numbers in parts.items() if numbers)
 
 
 @contextmanager

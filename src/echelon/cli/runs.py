@@ -6,12 +6,12 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
-from echelon import ConfigError
+from echelon import ConfigError, EngineConfig
 from echelon.bench.framework import framework_runs
 from echelon.bench.latency import as_json as latencies_as_json
 from echelon.bench.latency import as_markdown as latencies_as_markdown
@@ -40,9 +40,19 @@ from echelon.bench.throughput import (
     plain_outputs,
 )
 from echelon.bench.throughput import as_json as speeds_as_json
-from echelon.bench.verify import STRATEGIES
-from echelon.cli.measured import BenchOptions, IsaOption, ParametersOption, RoundsOption, command, counted, load_grown, load_target
-from echelon.cli.shared import SPECULATIVE, RefillOption, errors, speculative_mapping, verb
+from echelon.bench.verify import STRATEGIES, check_strategies
+from echelon.cli.measured import (
+    BenchOptions,
+    IsaOption,
+    ParametersOption,
+    RoundsOption,
+    command,
+    counted,
+    integers_of,
+    load_grown,
+    load_target,
+)
+from echelon.cli.shared import SPECULATIVE, Flags, RefillOption, errors, speculative_mapping, verb
 from echelon.config import Quantization
 from echelon.model.load.loading import LoadedModel, load_model, load_plain
 from echelon.model.load.publishing import publish
@@ -66,50 +76,59 @@ class ThroughputOptions(BenchOptions):
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0
     rounds: RoundsOption = 3
     isa: IsaOption = None
-    refill: RefillOption = True
-    baselines: Annotated[bool, typer.Option("--transformers/--no-transformers", help="Also run `transformers` itself.")] = True
+    engine: dict[str, Any]
+    baselines: Annotated[
+        bool, typer.Option("--transformers/--no-transformers", help="Also run `transformers` itself; a run in integers leaves it out.")
+    ] = True
 
     @property
     def methods(self) -> list[DecodingMethod]:
         """Every strategy with every drafter."""
         strategies = self.strategies.split(",")
+        check_strategies(strategies, kv_cache_dtype=self.engine["kv_cache_dtype"])
         if self.speculative_config:
             return configured([speculative_mapping(text) or {} for text in self.speculative_config], strategies)
         return methods_of(strategies, self.drafters.split(","), num_draft_tokens=self.num_speculative_tokens)
 
-    def framework(self, target: LoadedModel) -> dict[int, list[Contender]]:
-        """`transformers` itself by batch size, where it is asked for and greedy."""
+    def framework(self, target: LoadedModel, draft: LoadedModel) -> dict[int, list[Contender]]:
+        """`transformers` itself by batch size, where it is asked for, greedy, and runs the same numbers."""
         if not self.baselines or self.temperature > 0.0:
             return {}
-        model, draft = (m.to(target.device) for m in (load_grown(self.model, self.parameters), load_plain(self.draft_model)[0]))
+        if integers := integers_of(target.quantization or draft.quantization, self.engine["kv_cache_dtype"]):
+            errors.print(f"transformers is left out: it does not run {integers}", highlight=False)
+            return {}
+        model, assistant = (m.to(target.device) for m in (load_grown(self.model, self.parameters), load_plain(self.draft_model)[0]))
         lookup = default_methods()[1].config or {}
-        return {size: framework_runs(model, draft, size, lookup, self.num_speculative_tokens) for size in self.sizes}
+        return {size: framework_runs(model, assistant, size, lookup, self.num_speculative_tokens) for size in self.sizes}
 
 
-@verb(ThroughputOptions)
+@verb(ThroughputOptions, engine=Flags(EngineConfig, "quantization", "kv_cache_dtype", "refill"))
 def throughput(options: ThroughputOptions) -> None:
     """Strategies and drafters on the same prompts: tokens/s, where a step's time goes, what is padded, and whether the text is the same.
 
-    Our plain decoding runs beside them at every batch, and so does `transformers`: plain, and assisted at batch 1.
+    Our plain decoding runs beside them at every batch, and so does `transformers`, where there are no integers: plain, and assisted at
+    batch 1.
     """
     sizes, rounds, methods = options.sizes, options.rounds, options.methods
-    target = load_target(options.model, options.parameters)
-    draft, others = load_model(options.draft_model, device=target.device.type), options.framework(target)
+    target = load_target(options.model, options.parameters, options.engine["quantization"])
+    draft = load_model(options.draft_model, device=target.device.type)
+    others = options.framework(target, draft)
     prompts, params = options.prompts(target), options.params(options.temperature)
     total = 1 + rounds * (len(sizes) * len(methods) + sum(map(len, others.values())))
     results = []
     with counted(total, "plain decoding, row by row") as done:
-        truth = plain_outputs(target, prompts, params)
+        truth = plain_outputs(target, prompts, params, **options.engine)
         done("plain decoding, row by row")
         for size in sizes:
             beside = others.get(size, [])
-            results += measure(target, draft, methods, prompts, params, size, rounds, truth, done, beside, refill=options.refill)
+            results += measure(target, draft, methods, prompts, params, size, rounds, truth, done, beside, **options.engine)
     where = environment()
     parts = [write(results) for write in (speeds_as_markdown, notes_as_markdown, steps_as_markdown, positions_as_markdown)]
     parts += [adaptive_as_markdown(results)] if any(r.adaptive for r in results) else []
     tables = "\n\n".join(part for part in parts if part)
     report = throughput_as_markdown(results, where, command())
-    options.publish("throughput", speeds_as_json(results), where, tables, report, lambda folder: throughput_charts(folder, results))
+    value = speeds_as_json(results) | {"quantization": target.quantization, "kv_cache_dtype": options.engine["kv_cache_dtype"]}
+    options.publish("throughput", value, where, tables, report, lambda folder: throughput_charts(folder, results))
     if any(r.num_identical < r.num_rows for r in results if r.strategy == "unpadded"):
         errors.print("[red]some rows differ from plain decoding[/]")
         raise typer.Exit(1)

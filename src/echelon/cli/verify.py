@@ -16,7 +16,7 @@ from echelon import LLM, ConfigError, EngineConfig, SamplingParams
 from echelon.bench.throughput import environment
 from echelon.bench.verify import STRATEGIES, EqualityResult, VerificationJob, verify_model
 from echelon.bench.workloads import workload
-from echelon.cli.measured import counted, sizes_of
+from echelon.cli.measured import counted, integers_of, sizes_of
 from echelon.cli.shared import Flags, ModelArgument, errors, verb
 from echelon.demo import held_out_files
 from echelon.requests import read_requests
@@ -30,7 +30,9 @@ class VerifyOptions:
 
     model: ModelArgument
     draft_model: Annotated[str | None, typer.Option(help="Folder or hub name; without it the drafter `draft_model` is left out.")] = None
-    strategies: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(STRATEGIES)
+    strategies: Annotated[str, typer.Option(help="Comma-separated; keys and values in int8 belong to `unpadded` alone.")] = ",".join(
+        STRATEGIES
+    )
     drafters: Annotated[str, typer.Option(help="Comma-separated; `none` is plain decoding.")] = ",".join(DRAFTERS)
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,4,8"
     dtypes: Annotated[str, typer.Option(help="Comma-separated.")] = "float32,bfloat16"
@@ -40,34 +42,46 @@ class VerifyOptions:
     max_tokens: Annotated[int, typer.Option(help="New tokens a prompt.", min=1)] = 48
     num_speculative_tokens: Annotated[int, typer.Option(help="Most drafted tokens a row.", min=1)] = 5
     engine: dict[str, Any]
-    control: Annotated[bool, typer.Option("--control/--no-control", help="Also compare `transformers` with itself at batch 1.")] = True
+    control: Annotated[
+        bool,
+        typer.Option("--control/--no-control", help="Also compare `transformers` with itself at batch 1; a run in integers leaves it out."),
+    ] = True
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False
 
 
-@verb(VerifyOptions, engine=Flags(EngineConfig, "refill", "device", "numerics"))
+@verb(VerifyOptions, engine=Flags(EngineConfig, "quantization", "kv_cache_dtype", "refill", "device", "numerics"))
 def verify(options: VerifyOptions) -> None:
     """Compare token ids with plain decoding at batch 1: exact and partial match of every strategy, drafter, batch size and dtype.
 
+    A model in integers, rounded here or published so, is compared with plain decoding in the same integers.
+
     Exit 1 if any difference is not a tie of rounding: both tokens the float32 model's top two, no further apart than twice the error of
-    the dtype.
+    the dtype (docs/correctness.md).
     """
     sizes, strategies, dtypes = sizes_of(options.batch_sizes), options.strategies.split(","), options.dtypes.split(",")
+    prompts, quantization = _prompts(options)
     job = VerificationJob(
         options.model,
-        _prompts(options),
+        prompts,
         _drafters(options.drafters.split(","), options.draft_model, options.num_speculative_tokens),
         options.max_tokens,
         **options.engine,
     )
-    total = len(dtypes) * (len(strategies) * len(job.drafters) * len(sizes) + options.control * sum(s > 1 for s in sizes))
+    integers = integers_of(quantization, job.kv_cache_dtype)
+    reference = f"plain decoding at batch 1, {integers or 'in the same dtype'}"
+    has_control = options.control and not integers
+    if options.control and integers:
+        errors.print(f"transformers is left out: it does not run {integers}", highlight=False)
+    total = len(dtypes) * (len(strategies) * len(job.drafters) * len(sizes) + has_control * sum(s > 1 for s in sizes))
     with counted(total, "plain decoding at batch 1") as done:
-        results = verify_model(job, dtypes, strategies, sizes, options.draft_model, options.control, lambda r: done(str(r.case)))
+        results = verify_model(job, dtypes, strategies, sizes, options.draft_model, has_control, lambda r: done(str(r.case)))
     num_faults = sum(r.num_faults for r in results)
     if options.json_output:
-        typer.echo(json.dumps({"environment": environment(), "num_faults": num_faults, "results": [as_json(r) for r in results]}))
+        head = {"environment": environment(), "reference": reference, "quantization": quantization, "kv_cache_dtype": job.kv_cache_dtype}
+        typer.echo(json.dumps(head | {"num_faults": num_faults, "results": [as_json(r) for r in results]}))
     else:
         for dtype in dtypes:
-            Console().print(as_table(dtype, [r for r in results if r.case.dtype == dtype]))
+            Console().print(as_table(dtype, [r for r in results if r.case.dtype == dtype], f"compared with {reference}"))
     _explain(results)
     if num_faults:
         errors.print(f"[red]{num_faults} rows differ from plain decoding by more than a tie[/]")
@@ -82,8 +96,8 @@ def as_json(result: EqualityResult) -> dict[str, Any]:
     return case | value | {"exact_match": result.exact_match, "num_faults": result.num_faults, "mismatches": mismatches}
 
 
-def as_table(title: str, results: SequenceOf[EqualityResult]) -> Table:
-    table = Table("strategy", "drafter", "batch", "exact", "partial", "ties", "faults", title=title)
+def as_table(title: str, results: SequenceOf[EqualityResult], caption: str) -> Table:
+    table = Table("strategy", "drafter", "batch", "exact", "partial", "ties", "faults", title=title, caption=caption)
     for r in results:
         case = r.case
         ties = str(sum(m.is_tie for m in r.mismatches)) if r.is_judged else "–"
@@ -103,16 +117,19 @@ def _explain(results: SequenceOf[EqualityResult]) -> None:
             )
 
 
-def _prompts(options: VerifyOptions) -> list[list[int]]:
-    """Token ids; those made from source have different lengths, or padding would have nothing to do."""
-    llm, count = LLM(options.model, max_num_seqs=1), options.num_prompts
+def _prompts(options: VerifyOptions) -> tuple[list[list[int]], str | None]:
+    """Token ids, and the integers that the model has, rounded or published so.
+
+    Prompts made from source have different lengths, or padding would have nothing to do.
+    """
+    llm, count = LLM(options.model, max_num_seqs=1, **options.engine), options.num_prompts
     if options.input is not None:
         prompts = [r.token_ids(llm) for r in read_requests(options.input, count)]
     else:
         prompts = workload("continue", llm, count, options.prompt_tokens, held_out_files(), is_ragged=True)
     for prompt in prompts:
         llm.inputs.check_prompt(prompt, SamplingParams(max_tokens=options.max_tokens))
-    return prompts
+    return prompts, llm.target.quantization
 
 
 def _drafters(names: SequenceOf[str], draft_model: str | None, num_speculative_tokens: int) -> dict[str, dict[str, Any] | None]:
