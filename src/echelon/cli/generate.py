@@ -89,7 +89,7 @@ def generate(
             source = file_hash(input) if input else hash_of(prompt)
             file.begin(
                 settings_of(
-                    llm, model, {"input": source, "num_prompts": num_prompts, "params": SamplingParams(**sampling).model_dump(mode="json")}
+                    llm, model, {"input": source, "num_prompts": num_prompts, "params": sampling}
                 )
             )
         rows = _run(llm, requests, sampling, file)

@@ -62,11 +62,12 @@ class Flags:
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
     def taken(self, given: dict[str, Any], is_written: Callable[[str], bool]) -> dict[str, Any]:
-        """What the flags say, as the settings take it; it is taken out of `given`. Those that nobody has written are left out, unless their
-        default is not the settings' own: what is left out may be chosen to fit a budget.
+        """What the flags say, as the settings take it; it is taken out of `given`. Where a budget of memory is among them, those that nobody
+        has written are left out, unless their default is not the settings' own: what is left out is chosen to fit.
         """
         found = {name: given.pop(name) for name in self._kinds}
-        return {name: self._value(name, self._kinds[name], found[name]) for name in found if name in self._defaults or is_written(name)}
+        said = [name for name in found if "memory" not in found or name in self._defaults or is_written(name)]
+        return {name: self._value(name, self._kinds[name], found[name]) for name in said}
 
     def _value(self, name: str, kind: Any, value: Any) -> Any:
         if get_origin(kind) is tuple:

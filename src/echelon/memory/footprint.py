@@ -17,9 +17,10 @@ from echelon.checkpoint.tensors import open_weights, weight_files
 from echelon.errors import UnsupportedModelError
 from echelon.kv.cache import LayerShape
 from echelon.model.attention import IMPLEMENTATION, LayerCall, record_layers
-from echelon.model.load.loading import DTYPES, TOKENIZER_FILES, LoadedModel, built_without_memory, read_config, settings_of
+from echelon.model.load.loading import LoadedModel
 from echelon.model.load.published import GROUPS as PUBLISHED_GROUPS
 from echelon.model.load.published import PackedTensor, with_published
+from echelon.model.load.reading import DTYPES, TOKENIZER_FILES, built_without_memory, read_config, settings_of
 from echelon.model.patches.experts import STACKED, is_experts
 from echelon.model.patches.linear import LINEAR, is_plain_linear, weight_bytes
 from echelon.model.patches.packing import GROUPS
