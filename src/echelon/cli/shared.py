@@ -62,8 +62,8 @@ class Flags:
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
     def taken(self, given: dict[str, Any], is_written: Callable[[str], bool]) -> dict[str, Any]:
-        """What the flags say, as the settings take it; it is taken out of `given`. Where a budget of memory is among them, those that nobody
-        has written are left out, unless their default is not the settings' own: what is left out is chosen to fit.
+        """What the flags say, as the settings take it; it is taken out of `given`. Where a budget of memory is among them, those
+        that nobody has written are left out, unless their default is not the settings' own: what is left out is chosen to fit.
         """
         found = {name: given.pop(name) for name in self._kinds}
         said = [name for name in found if "memory" not in found or name in self._defaults or is_written(name)]
