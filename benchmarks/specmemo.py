@@ -24,6 +24,7 @@ from typing import Any
 from benchmarks.cells import Cell, Record, Records, chosen, run_cells
 from benchmarks.workloads import Models, Size, greedy, source
 from echelon import ConfigError, EngineConfig, SpeculativeConfig
+from echelon.bench.plot import pyplot_or_refusal
 from echelon.bench.report import described, table
 from echelon.bench.throughput import DecodingMethod, EngineRun, environment
 from echelon.memory.plan import MemoryPlan
@@ -172,6 +173,27 @@ def as_markdown(records: Mapping[str, Record]) -> str:
     return "\n\n".join(parts)
 
 
+def draw(records: Mapping[str, Record], path: Path) -> None:
+    """Speed by bytes of the tree, a line for each depth; the shapes that were compared stand out."""
+    shapes = next((r["shapes"] for r in records.values() if "shapes" in r), [])
+    pyplot = pyplot_or_refusal()
+    figure, axis = pyplot.subplots(figsize=(6.4, 4.0), constrained_layout=True)
+    for heads in dict.fromkeys(s["heads"] for s in shapes):
+        own = sorted((s["tree_bytes"] / 1e6, s["speed"], s["nodes"]) for s in shapes if s["heads"] == heads)
+        axis.plot([x for x, _, _ in own], [y for _, y, _ in own], marker="o", label=f"paths of at most {heads}")
+    for size, speed, nodes in sorted((s["tree_bytes"] / 1e6, s["speed"], s["nodes"]) for s in shapes if s["heads"] == max(HEADS)):
+        axis.annotate(f"{nodes}", (size, speed), textcoords="offset points", xytext=(0, 6), ha="center", fontsize=8)
+    if record := next((r for r in records.values() if "beyond" in r), None):
+        plain = statistics.median(record["speeds"]["plain"])
+        axis.axhline(plain, color="#888888", linewidth=0.8, linestyle="--")
+        axis.annotate("plain decoding", (0.99, plain), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
+    axis.set(xlabel="MB that grow with the nodes of one row (nodes above the points)", ylabel="tokens a second, batch 1", ylim=(0, None))
+    axis.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure the cells that have no record of this commit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -188,6 +210,7 @@ def main(arguments: list[str] | None = None) -> int:
     measured = {name: record for name, record in found.items() if "failed" not in record}
     if measured:
         print(f"On {described(common['environment'])}.\n\n{as_markdown(measured)}")
+        draw(measured, options.output.parents[1] / "plots" / f"memory-shapes-{study.method}.png")
     return int(len(measured) < len(found))
 
 

@@ -31,4 +31,6 @@ def test_a_shape_is_chosen_from_the_grid_and_measured_beside_stock(method: str, 
     found = specmemo.planned(study, records)
     assert found["shape"] == (2, 16) and found["tree"][1] <= specmemo.MOST_TREE * found["tree"][0]
     said = specmemo.as_markdown(records.read() | {"planned": found})
+    specmemo.draw(records.read() | {"planned": found}, tmp_path / "plots" / "shapes.png")
+    assert (tmp_path / "plots" / "shapes.png").stat().st_size > 5000
     assert "throughput kept" in said and "| 4 | 64 |" in said

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 
 import published
@@ -9,8 +12,10 @@ import pytest
 import torch
 import toys
 from decoders import decoders
+from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo
 
-from echelon import LLM, UnsupportedModelError
+from echelon import LLM, ModelLoadError, UnsupportedModelError
+from echelon.checkpoint import folder, tensors
 from echelon.checkpoint.tensors import StoredTensor
 from echelon.drafters.heads import attach_head
 from echelon.heads.checkpoints import build_head, load_head, save_head
@@ -24,19 +29,19 @@ KINDS = decoders(16, 32)
 SMALL = 60_000  # bytes that vectors and rounded-up tiles of a toy may make
 
 
-def saved(name: str, dtype: torch.dtype, folder: Path) -> Path:
+def saved(name: str, dtype: torch.dtype, parent: Path) -> Path:
     cls, config = KINDS[name]
     torch.manual_seed(0)
-    cls(config).to(dtype).save_pretrained(folder / name)
-    return folder / name
+    cls(config).to(dtype).save_pretrained(parent / name)
+    return parent / name
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_model_takes_what_its_headers_say(name: str, dtype: torch.dtype, quantization: str | None, tmp_path: Path) -> None:
-    folder = saved(name, dtype, tmp_path)
-    planned, loaded = Outline.of(str(folder)).footprint(quantization), footprint_of(load_model(folder, quantization=quantization))
+    path = saved(name, dtype, tmp_path)
+    planned, loaded = Outline.of(str(path)).footprint(quantization), footprint_of(load_model(path, quantization=quantization))
     assert loaded.weights <= planned.weights <= loaded.weights + SMALL
     assert (planned.layers, planned.pass_bytes, planned.vocab_size, planned.max_len, planned.dtype, planned.quantization) == (
         loaded.layers,
@@ -57,13 +62,13 @@ def test_a_published_model_takes_what_its_headers_say(kind: str, tmp_path: Path)
 
 
 def test_no_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = saved("llama", torch.bfloat16, tmp_path)
+    path = saved("llama", torch.bfloat16, tmp_path)
 
     def read(*_: object, **__: object) -> torch.Tensor:
         raise AssertionError("a weight was read")
 
     monkeypatch.setattr(StoredTensor, "to", read)
-    assert Outline.of(str(folder)).footprint("int4").weights > 0
+    assert Outline.of(str(path)).footprint("int4").weights > 0
 
 
 def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
@@ -99,3 +104,67 @@ def test_medusa_keeps_the_heads_that_are_used(tmp_path: Path) -> None:
         planned = stored_head(str(tmp_path), "medusa", target.config.hidden_size, torch.float32, longest).weights
         assert weights[-1] <= planned <= weights[-1] + SMALL
     assert weights[1] < weights[0]
+
+
+class Hub:
+    """Stands for the hub: a folder of it, of which a snapshot holds what has been fetched."""
+
+    def __init__(self, folder: Path, snapshot: Path) -> None:
+        self.folder, self.snapshot, self.fetched = folder, snapshot, list[str]()
+
+    def download(self, name: str, allow_patterns: list[str]) -> str:
+        assert name == "org/model"
+        self.snapshot.mkdir(parents=True, exist_ok=True)
+        for path in self.folder.iterdir():
+            if any(fnmatch(path.name, pattern) for pattern in allow_patterns):
+                self.fetched.append(path.name)
+                shutil.copy(path, self.snapshot)
+        return str(self.snapshot)
+
+    def headers(self, name: str) -> SafetensorsRepoMetadata:
+        assert name == "org/model"
+        files = {}
+        for path in self.folder.glob("*.safetensors"):
+            raw = path.read_bytes()
+            header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+            tensors = {k: TensorInfo(e["dtype"], e["shape"], tuple(e["data_offsets"])) for k, e in header.items() if k != "__metadata__"}
+            files[path.name] = SafetensorsFileMetadata({}, tensors)
+        return SafetensorsRepoMetadata(None, len(files) > 1, {}, files)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    hub = Hub(tmp_path / "of-the-hub", tmp_path / "models" / "snapshots" / "0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(folder, "snapshot_download", hub.download)
+    monkeypatch.setattr(tensors, "get_safetensors_metadata", hub.headers)
+    return hub
+
+
+@pytest.mark.parametrize("shard_size", ["10GB", "50KB"], ids=["one file", "several"])
+def test_a_hub_name_is_planned_without_its_weights_and_loads_with_them(shard_size: str, hub: Hub) -> None:
+    toys.llama().bfloat16().save_pretrained(hub.folder, max_shard_size=shard_size)
+    planned = Outline.of("org/model").footprint()
+    assert hub.fetched and not any(name.endswith(".safetensors") for name in hub.fetched)
+    loaded = footprint_of(load_model("org/model"))
+    assert sum(name.endswith(".safetensors") for name in hub.fetched) == len(list(hub.folder.glob("*.safetensors")))
+    assert loaded.weights <= planned.weights <= loaded.weights + SMALL
+    assert Outline.of("org/model").footprint().weights == planned.weights, "from what is here now"
+
+
+def test_a_hub_without_safetensors_is_refused(hub: Hub) -> None:
+    toys.llama().save_pretrained(hub.folder)
+    (hub.folder / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match="no weights"):
+        load_model("org/model")
+
+
+def test_a_hub_that_does_not_answer_is_said(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    toys.llama().save_pretrained(hub.folder)
+
+    def down(_: str) -> SafetensorsRepoMetadata:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(tensors, "get_safetensors_metadata", down)
+    with pytest.raises(ModelLoadError, match="cannot read the headers of 'org/model': no route to host"):
+        Outline.of("org/model")

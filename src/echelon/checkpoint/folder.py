@@ -63,9 +63,14 @@ class Folder:
             )
         return cls(name, _fetch(name, what, SETTINGS))
 
+    @property
+    def is_of_the_hub(self) -> bool:
+        """Whether it is a snapshot of a hub's repository, of which files may not be here yet."""
+        return self.name != str(self.path) and not Path(self.name).is_dir()
+
     def fetch_weights(self, names: list[str]) -> None:
         """Have the named weight files fetched where the folder is a snapshot of a hub's repository."""
-        if self.name != str(self.path) and not Path(self.name).is_dir() and any(not (self.path / n).exists() for n in names):
+        if self.is_of_the_hub and any(not (self.path / n).exists() for n in names):
             _fetch(self.name, "weights of", tuple(names))
 
     def has(self, name: str) -> bool:

@@ -17,6 +17,7 @@ from types import EllipsisType
 from typing import Self
 
 import torch
+from huggingface_hub import get_safetensors_metadata
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -182,15 +183,52 @@ def weight_files(folder: Folder) -> list[str]:
     ------
     ModelLoadError  there are none, only pickled ones, or the index is wrong
     """
-    if folder.has(WEIGHTS):
-        return [WEIGHTS]
-    if not folder.has(INDEX):
+    names = _named_files(folder)
+    folder.fetch_weights(names)
+    if names == [WEIGHTS] and not folder.has(WEIGHTS):
         raise ModelLoadError(f"{folder.shown} holds {_without_weights(folder)}")
+    return names
+
+
+def _named_files(folder: Folder) -> list[str]:
+    """Those that the index names, or without one the only file that there may be."""
+    if folder.has(WEIGHTS) or not folder.has(INDEX):
+        return [WEIGHTS]
     names = sorted(set(folder.read_as(INDEX, Index).weight_map.values()))
     if odd := [n for n in names if not n.endswith(".safetensors")]:
         raise ModelLoadError(f"{folder.label(INDEX)} names {shown(odd[0])}; weights are read from files in .safetensors only")
-    folder.fetch_weights(names)
     return names
+
+
+@contextmanager
+def weight_headers(folder: Folder) -> Iterator[Weights]:
+    """Names, types and shapes of a model's tensors. Of a hub's repository whose weights are not here, the hub is asked for the headers of
+    its files, and nothing is fetched.
+
+    Raises
+    ------
+    ModelLoadError  as of `open_weights`; the hub does not answer
+    """
+    names = _named_files(folder)
+    if folder.is_of_the_hub and not all(folder.has(name) for name in names):
+        yield _asked_of_the_hub(folder)
+        return
+    with open_weights(folder, weight_files(folder)) as weights:
+        yield weights
+
+
+def _asked_of_the_hub(folder: Folder) -> Weights:
+    try:
+        files = get_safetensors_metadata(folder.name).files_metadata
+    except Exception as error:  # the hub's own errors share no base
+        raise ModelLoadError(
+            f"cannot read the headers of {folder.shown}: {first_line(error)}; give a folder, or a hub name that this machine can reach"
+        ) from error
+    found = Weights(folder)
+    for file, metadata in files.items():
+        path = folder.path / file
+        found.tensors |= {k: StoredTensor(k, path, -1, t.dtype, tuple(t.shape), t.data_offsets[0]) for k, t in metadata.tensors.items()}
+    return found
 
 
 def own_memory(count: int, dtype: torch.dtype) -> Tensor:

@@ -87,11 +87,7 @@ def generate(
         errors.print(escape(str(llm.memory_plan)), highlight=False)
         if file is not None:
             source = file_hash(input) if input else hash_of(prompt)
-            file.begin(
-                settings_of(
-                    llm, model, {"input": source, "num_prompts": num_prompts, "params": sampling}
-                )
-            )
+            file.begin(settings_of(llm, model, {"input": source, "num_prompts": num_prompts, "params": sampling}))
         rows = _run(llm, requests, sampling, file)
     _report(rows, output, print_texts=output is None and not json_output)
     if json_output:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from echelon.checkpoint.folder import Folder
 from echelon.checkpoint.quantization import Scheme, scheme_of
-from echelon.checkpoint.tensors import open_weights, weight_files
+from echelon.checkpoint.tensors import weight_headers
 from echelon.errors import UnsupportedModelError
 from echelon.kv.cache import LayerShape
 from echelon.model.attention import IMPLEMENTATION, LayerCall, record_layers
@@ -98,7 +98,7 @@ class Outline:
         folder = Folder.locate(name, "model")
         raw = settings_of(folder)
         scheme = scheme_of(folder.shown, raw)
-        with open_weights(folder, weight_files(folder)) as stored:
+        with weight_headers(folder) as stored:
             weights = stored if scheme is None else with_published(stored, scheme)
             config = read_config(folder)
             model = built_without_memory(folder, config, weights)
