@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import toys
 
 from benchmarks import specmemo
 from benchmarks.cells import Records
@@ -21,7 +22,7 @@ def test_trees_keep_their_first_level_and_are_connected(heads: int, nodes: int) 
     StaticTree(paths)
 
 
-@pytest.mark.parametrize("method", specmemo.STOCK)
+@pytest.mark.parametrize("method", list(specmemo.STOCK) if toys.PROVE else ["eagle"])
 def test_a_shape_is_chosen_from_the_grid_and_measured_beside_stock(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(specmemo, "shapes_of_the_grid", lambda _: [(2, 16), (4, 64)])
     study, records = specmemo.Study(SMALL, method, prompt=24, new=10, rounds=1), Records(tmp_path)

@@ -36,8 +36,11 @@ def saved(name: str, dtype: torch.dtype, parent: Path) -> Path:
     return parent / name
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [(torch.bfloat16, None), (torch.bfloat16, "int8"), (torch.bfloat16, "int4"), (torch.float32, None)],
+    ids=["bfloat16", "int8", "int4", "float32"],
+)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_model_takes_what_its_headers_say(name: str, dtype: torch.dtype, quantization: str | None, tmp_path: Path) -> None:
     path = saved(name, dtype, tmp_path)
