@@ -140,7 +140,6 @@ def planned(study: Study, records: Records) -> Record:
         "speeds": speeds,
         "tree": [stock_plan.tree_bytes, plan.tree_bytes],
         "beyond": [beyond_weights(stock_plan), beyond_weights(plan)],
-        "total": [stock_plan.total_bytes, plan.total_bytes],
     }
 
 
@@ -167,7 +166,6 @@ def as_markdown(records: Mapping[str, Record]) -> str:
                 f"{beyond / stock_beyond:.2f} ({beyond / 1e6:.0f} of {stock_beyond / 1e6:.0f} MB)",
                 f"≤ {MOST_MEMORY}",
             ),
-            ("the whole process", f"{record['total'][1] / record['total'][0]:.2f}", ""),
         ]
         parts.append(table(["planned beside stock", "measured", "goal"], goals))
     return "\n\n".join(parts)
