@@ -155,6 +155,14 @@ def test_a_hub_name_is_planned_without_its_weights_and_loads_with_them(shard_siz
     assert Outline.of("org/model").footprint().weights == planned.weights, "from what is here now"
 
 
+def test_a_head_of_the_hub_is_planned_without_its_weights(hub: Hub) -> None:
+    target = toys.llama()
+    save_head(build_head("eagle", target), hub.folder, target)
+    planned = stored_head("org/model", "eagle", target.config.hidden_size, torch.float32, 8)
+    assert not any(name.endswith(".safetensors") for name in hub.fetched)
+    assert planned == stored_head(str(hub.folder), "eagle", target.config.hidden_size, torch.float32, 8) and planned.weights > 0
+
+
 def test_a_hub_without_safetensors_is_refused(hub: Hub) -> None:
     toys.llama().save_pretrained(hub.folder)
     (hub.folder / "model.safetensors").unlink()

@@ -10,7 +10,8 @@ import toys
 from safetensors.torch import load_file, save_file
 
 from benchmarks import memory
-from echelon import LLM, EngineConfig, ModelLoadError
+from echelon import LLM, EngineConfig, ModelLoadError, load_model
+from echelon.config import speculative
 from echelon.memory.footprint import Outline
 from echelon.memory.residents import PlannedModels
 
@@ -54,12 +55,18 @@ def test_a_model_of_numbers_that_its_files_cannot_fill_is_refused(tmp_path: Path
         Outline.of(str(tmp_path))
 
 
-def test_a_loaded_model_is_not_counted_twice() -> None:
+def test_a_loaded_model_is_not_counted_twice(tmp_path: Path) -> None:
     loaded = toys.adopted(toys.llama())
     first = PlannedModels(EngineConfig(), None, loaded)
     assert first.plan(EngineConfig(max_model_len=64), None).terms["target weights"] > 0
     assert first.may_round == {"kv_cache_dtype"}, "its weights are as they are"
     llm = LLM(loaded, memory="64GiB")
     assert llm.fitting is not None and llm.fitting.config.quantization is None and not llm.fitting.rungs
+    path = tmp_path / "model"
+    toys.llama().bfloat16().save_pretrained(path)
+    own = {"method": "draft_model", "model": "self:int4"}
+    for model in (load_model(path), path):
+        terms = PlannedModels(EngineConfig(), speculative(own), model).plan(EngineConfig(max_model_len=64), speculative(own)).terms
+        assert 0 < terms["draft weights"] < terms["target weights"], "its own copy, loaded or not"
     llm = LLM(loaded, {"method": "draft_model"}, loaded, gpu_memory_utilization=1.0)
     assert llm.fitting is not None and llm.fitting.plan.terms["draft weights"] == llm.fitting.plan.terms["target weights"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from functools import cached_property
 
 import psutil
 import torch
 
 from echelon.checkpoint.folder import Folder
-from echelon.checkpoint.tensors import WEIGHTS, open_weights
+from echelon.checkpoint.tensors import WEIGHTS, open_weights, weight_headers
 from echelon.config import EngineConfig, SpeculativeConfig
 from echelon.drafters.heads import attach_head
 from echelon.errors import ConfigError
@@ -76,9 +77,9 @@ class PlannedModels:
         target = self._footprint(self._target, config.quantization)
         if spec is None:
             return Residents(target, runtime=self._runtime)
-        if spec.own_copy is not None and isinstance(self._target, Outline):
-            copy = self._footprint(self._target, spec.own_copy)
-            return Residents(target, copy, shared=self._target.lookup_bytes, runtime=self._runtime)
+        if spec.own_copy is not None:
+            copy = self._footprint(self._read_again, spec.own_copy)
+            return Residents(target, copy, shared=self._read_again.lookup_bytes, runtime=self._runtime)
         draft = self._footprint(self._draft, spec.quantization) if self._draft is not None else None
         return Residents(target, draft, self._head(spec), runtime=self._runtime)
 
@@ -97,6 +98,11 @@ class PlannedModels:
         if self.device.type == "cuda":
             return int(torch.cuda.get_device_properties(self.device).total_memory)
         return int(psutil.virtual_memory().total)
+
+    @cached_property
+    def _read_again(self) -> Outline:
+        """The target's checkpoint, which its own copy is read from."""
+        return self._target if isinstance(self._target, Outline) else Outline.of(self._target.name, self._config.dtype)
 
     def _outlined_draft(self, spec: SpeculativeConfig | None, config: EngineConfig) -> Outline | None:
         if spec is None or METHODS[spec.method].needs != "model" or spec.own_copy is not None:
@@ -132,7 +138,7 @@ def stored_head(name: str, method: str, hidden_size: int, dtype: torch.dtype, lo
     folder = Folder.locate(name, "head", needs_owner=True)
     files = [WEIGHTS] if folder.has(WEIGHTS) else sorted(p.name for p in folder.path.glob("*.safetensors"))
     weights = of_a_token = 0
-    with open_weights(folder, files) as stored:
+    with open_weights(folder, files) if files else weight_headers(folder) as stored:
         for key, tensor in stored.tensors.items():
             number = _DEPTH.search(key)
             if key in NOT_OF_THE_HEAD or (method == "medusa" and number is not None and int(number[1]) >= longest):
