@@ -173,7 +173,7 @@ def as_markdown(records: Mapping[str, Record]) -> str:
 
 def draw(records: Mapping[str, Record], path: Path) -> None:
     """Speed by bytes of the tree, a line for each depth; the shapes that were compared stand out."""
-    shapes = next((r["shapes"] for r in records.values() if "shapes" in r), [])
+    shapes: list[dict[str, Any]] = next((r["shapes"] for r in records.values() if "shapes" in r), [])
     pyplot = pyplot_or_refusal()
     figure, axis = pyplot.subplots(figsize=(6.4, 4.0), constrained_layout=True)
     for heads in dict.fromkeys(s["heads"] for s in shapes):
