@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 from echelon.errors import ConfigError
@@ -40,6 +39,6 @@ def parse_bytes(given: object, name: str) -> int:
         number = given
     else:
         raise ConfigError(remedy)
-    if not (math.isfinite(number) and 1 <= number <= MOST):
+    if not 1 <= number <= MOST:
         raise ConfigError(f"{name} = {shown(given)} is not between 1 byte and 2⁶⁰; give bytes, or text such as '8GiB'")
     return int(number)
