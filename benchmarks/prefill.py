@@ -23,11 +23,11 @@ from echelon.bench.throughput import DecodingMethod, Prompts, Run, ThroughputRes
 from echelon.bench.verify import STRATEGIES
 from echelon.errors import ConfigError
 from echelon.memory.pool import available_memory
-from echelon.memory.sizes import mebibytes
 from echelon.model.load.loading import LoadedModel
 from echelon.model.runner import Runner
 from echelon.ops.slots import gather_slots
 from echelon.sequence import Sequence
+from echelon.sizes import mebibytes
 from echelon.stats import Stats
 
 PIECE = 512  # prompt tokens a pass

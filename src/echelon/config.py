@@ -12,9 +12,9 @@ from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt, 
 
 from echelon.errors import ConfigError
 from echelon.inputs import LARGEST, Text, kind_of, shown
-from echelon.memory.sizes import parse_bytes
 from echelon.methods import ALIASES, METHODS, Can, method_names
 from echelon.settings import Settings
+from echelon.sizes import parse_bytes
 
 MOST_CHAIN, MOST_NODES = 8, 64  # drafted tokens of a row in a step that adapts, unless told otherwise
 OWN_COPY = "self:"  # before the integers that a model's own copy drafts in

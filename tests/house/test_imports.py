@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "echelon"
 LEVELS = [
     {"errors"},
     {"inputs"},
-    {"memory.sizes"},
+    {"sizes"},
     {"settings", "token_counts"},
     {"sampling"},
     {"draft"},

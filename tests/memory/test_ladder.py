@@ -20,7 +20,7 @@ from echelon.kv.cache import LayerShape
 from echelon.memory.footprint import Footprint
 from echelon.memory.ladder import PLANNED_LEN, PLANNED_ROWS, Fitting, fitted
 from echelon.memory.plan import HeadFootprint, MemoryPlan, Residents, plan_memory
-from echelon.memory.sizes import gibibytes, parse_bytes
+from echelon.sizes import gibibytes, parse_bytes
 
 CONTEXT, MIB = 8192, 2**20
 ROUNDED = {"kv_cache_dtype", "quantization"}

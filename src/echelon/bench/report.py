@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from echelon.bench.phases import SPLIT
 from echelon.bench.throughput import ThroughputResult
 from echelon.inputs import write_text
-from echelon.memory.sizes import mebibytes
+from echelon.sizes import mebibytes
 
 Result = TypeVar("Result")
 

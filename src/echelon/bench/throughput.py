@@ -22,10 +22,10 @@ from echelon.bench.clock import time_parts
 from echelon.bench.phases import SPLIT, Recorder, Sums
 from echelon.bench.verify import STRATEGIES, check_strategies
 from echelon.config import SpeculativeConfig
-from echelon.memory.sizes import mebibytes
 from echelon.model.load.loading import LoadedModel
 from echelon.ops import compiled
 from echelon.ops.devices import cpu_name
+from echelon.sizes import mebibytes
 from echelon.stats import Stats
 
 Prompts = SequenceOf[SequenceOf[int]]

@@ -23,8 +23,8 @@ from echelon import LLM, ConfigError, EchelonError, RequestError, SamplingParams
 from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, print_fitting, speculative_mapping, verb
 from echelon.config import EngineConfig
 from echelon.inputs import conversation
-from echelon.memory.sizes import mebibytes
 from echelon.sequence import FinishReason, Sequence
+from echelon.sizes import mebibytes
 from echelon.text import Detokenizer, num_held_back
 
 COMMANDS = {

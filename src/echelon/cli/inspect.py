@@ -15,11 +15,11 @@ from echelon import LLM, ConfigError, ops
 from echelon.adaptive.cost_files import all_costs
 from echelon.build import model_key
 from echelon.cli.shared import ModelArgument
-from echelon.memory.sizes import mebibytes
 from echelon.model.attention import record_layers
 from echelon.model.load.loading import LoadedModel, check_vocabularies, load_model
 from echelon.model.patches.linear import framework_layers, packed_weights, weight_bytes
 from echelon.ops.contract import PackedWeight
+from echelon.sizes import mebibytes
 
 
 def inspect(

@@ -17,7 +17,7 @@ from echelon.memory.ladder import Fitting
 from echelon.memory.lower_bound import LeastMemory, least_memory
 from echelon.memory.plan import MemoryPlan
 from echelon.memory.residents import PlannedModels
-from echelon.memory.sizes import gibibytes
+from echelon.sizes import gibibytes
 
 
 @verb(

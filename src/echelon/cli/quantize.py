@@ -10,8 +10,8 @@ from rich.markup import escape
 
 from echelon.cli.shared import errors
 from echelon.config import Quantization
-from echelon.memory.sizes import mebibytes
 from echelon.model.load.publishing import publish
+from echelon.sizes import mebibytes
 
 
 def quantize(

@@ -15,7 +15,7 @@ from typing import Any
 from echelon.config import EngineConfig, SpeculativeConfig
 from echelon.errors import ConfigError
 from echelon.memory.plan import MemoryPlan
-from echelon.memory.sizes import gibibytes
+from echelon.sizes import gibibytes
 
 PLANNED_ROWS, PLANNED_LEN = 4, 4096  # conversations, and tokens of each, that are kept for a user who has asked for no other
 LEAST_LEN = 128  # tokens of a text, below which a budget is refused

@@ -10,7 +10,7 @@ import torch
 
 from echelon.errors import ConfigError
 from echelon.inputs import shown
-from echelon.memory.sizes import mebibytes
+from echelon.sizes import mebibytes
 
 AUTO_SHARE = {"cpu": 0.5, "cuda": 0.8}  # of the memory that is available once the weights are loaded; a device is the model's own
 
