@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from echelon import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
 from echelon.cli import app, join_dotted
 from echelon.kv.cache import LayerShape
+from echelon.memory import residents as residents_module
 from echelon.memory.footprint import Footprint
 from echelon.memory.ladder import PLANNED_LEN, PLANNED_ROWS, Fitting, fitted
 from echelon.memory.plan import HeadFootprint, MemoryPlan, Residents, plan_memory
@@ -153,6 +154,12 @@ def test_a_refusal_says_what_would_fit() -> None:
     assert fit(4000, None, set(), max_num_seqs=rows, max_model_len=4096)
     with pytest.raises(ConfigError):
         fit(4000, None, set(), max_num_seqs=rows + 1, max_model_len=4096)
+
+
+@pytest.fixture(autouse=True)
+def process_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process of tests takes depends on the tests before."""
+    monkeypatch.setattr(residents_module, "process_bytes", lambda *_: 500 * MIB)
 
 
 @pytest.fixture(scope="module")

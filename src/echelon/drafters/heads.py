@@ -58,11 +58,6 @@ class AttachedHead:
         return int(self.reader.example().shape[-1]) if self.shapes else 0
 
     @property
-    def boundary_bytes(self) -> int:
-        """Bytes of those of one position."""
-        return self.num_features * self.head.dtype.itemsize
-
-    @property
     def bytes_per_token(self) -> int:
         """Bytes of the head's keys and values of one token."""
         return sum(s.bytes_per_token(self.head.dtype) for s in self.shapes)

@@ -34,7 +34,7 @@ def least_memory(models: PlannedModels, config: EngineConfig, spec: SpeculativeC
     costs = _costs(models, spec)
     shapes = [n for n in SHAPES[spec.grows_trees] if n <= spec.most_tokens] if spec.is_adaptive else [spec.most_tokens]
     for count in shapes:
-        drafting = spec.model_copy(update={"num_speculative_tokens": "auto", "max_speculative_tokens": count})
+        drafting = spec.model_copy(update={"max_speculative_tokens": count}) if spec.is_adaptive else spec
         total = models.plan(alone, drafting).total_bytes
         found.append(LeastMemory(f"{count} tokens", total, _pays(costs, count, drafting.longest_path)))
     return found

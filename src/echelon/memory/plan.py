@@ -90,9 +90,6 @@ class MemoryPlan:
         """For JSON."""
         return {"total_bytes": self.total_bytes, "terms": self.terms | {"loading": self.loading}, "num_kv_blocks": self.pool.num_blocks}
 
-    def __str__(self) -> str:
-        return str(self.pool)
-
 
 def process_bytes(device: torch.device, loaded: int = 0) -> int:
     """What the process takes without models: on a CPU what it has now, less `loaded` bytes of models, and what its code still takes up."""
