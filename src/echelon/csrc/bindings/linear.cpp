@@ -43,11 +43,23 @@ class Scratch {
   int64_t size_ = 0;
 };
 
-// Large weights are read end to end: in large pages, where the system has them, fewer addresses need translating.
-void advise_large_pages(const Tensor& tensor) {
-  const auto begin = reinterpret_cast<uintptr_t>(tensor.data_ptr());
-  const auto first = (begin + huge_page - 1) / huge_page * huge_page, last = (begin + tensor.nbytes()) / huge_page * huge_page;
-  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+// A packed weight. Large ones are read end to end and fetched ahead, for which addresses must be at hand: they begin at a large page, so that
+// all of them but what is left behind the last whole one lies in large pages, where the system has them.
+Tensor empty_weight(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  const int64_t bytes = c10::multiply_integers(sizes) * static_cast<int64_t>(options.dtype().itemsize());
+  const int64_t pages = (bytes + 4095) / 4096 * 4096, span = pages + huge_page;
+  void* const mapped = bytes < huge_page ? MAP_FAILED : mmap(nullptr, span, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapped == MAP_FAILED) return at::empty(sizes, options);
+  char *const begin = static_cast<char*>(mapped), *const end = begin + span;
+  char* const first = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(begin) + huge_page - 1) / huge_page * huge_page);
+  if (begin < first) munmap(begin, first - begin);
+  if (first + pages < end) munmap(first + pages, end - first - pages);
+  if (mprotect(first, pages, PROT_READ | PROT_WRITE) != 0) {
+    munmap(first, pages);
+    return at::empty(sizes, options);  // which says that there is no memory
+  }
+  madvise(first, bytes / huge_page * huge_page, MADV_HUGEPAGE);
+  return at::from_blob(first, sizes, [pages](void* weight) { munmap(weight, pages); }, options);
 }
 
 Tensor pack(const Tensor& weight) {
@@ -55,8 +67,7 @@ Tensor pack(const Tensor& weight) {
   const Storage type = storage_of(weight.scalar_type());
   const int64_t columns = weight.size(0), depth = weight.size(1), grain = type == Storage::bfloat16 ? 2 : 1, num_tiles = linear::tiles(columns);
   const int64_t padded = linear::padded_depth({nullptr, columns, depth, type});
-  Tensor packed = at::empty({num_tiles, padded / grain, linear::tile, grain}, weight.options().requires_grad(false));
-  advise_large_pages(packed);
+  Tensor packed = empty_weight({num_tiles, padded / grain, linear::tile, grain}, weight.options().requires_grad(false));
   at::parallel_for(0, num_tiles, 1, [&](int64_t first, int64_t last) {
     linear::pack_tiles(weight.data_ptr(), weight.stride(0), weight.stride(1), columns, depth, type, first, last, packed.data_ptr());
   });
@@ -79,8 +90,7 @@ Tensor pack_integers(const Tensor& values, const Tensor& scales, const std::opti
               "zeros must be uint8 [N, G]");
   const linear::Integers integers{static_cast<int>(bits), bits == 4 ? group : 0, zeros.has_value()};
   const linear::Weight weight{nullptr, columns, depth, Storage::float32, integers};
-  Tensor packed = at::empty({linear::tiles(columns), linear::tile_bytes(weight)}, values.options());
-  advise_large_pages(packed);
+  Tensor packed = empty_weight({linear::tiles(columns), linear::tile_bytes(weight)}, values.options());
   const linear::Quantised source{values.const_data_ptr<uint8_t>(), scales.const_data_ptr<float>(),
                                  zeros ? zeros->const_data_ptr<uint8_t>() : nullptr};
   at::parallel_for(0, linear::tiles(columns), 1,

@@ -14,7 +14,7 @@ namespace {
 struct Vector {
   using Register = __m512;
   static constexpr const char* name = "avx512";
-  static constexpr int width = 16, most_rows = 13, most_sums = 26;
+  static constexpr int width = 16, most_rows = 13, most_sums = 26, short_block = 0;
 
   static Register load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, Register v) { _mm512_storeu_ps(p, v); }

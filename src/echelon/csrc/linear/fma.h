@@ -1,6 +1,7 @@
 // Families that multiply in float32, whatever the weight's type. Included inside a family's target section, after a `Vector`:
 //   Register, width, load(const float*), store(float*, Register), broadcast(const float*), fma(a, b, c) = a · b + c,
-//   f16(const uint16_t*), even(const uint16_t*) and odd(const uint16_t*): the first and second halves of pairs of bfloat16.
+//   f16(const uint16_t*), even(const uint16_t*) and odd(const uint16_t*): the first and second halves of pairs of bfloat16,
+//   most_rows and most_sums of a block of registers, and short_block as in Family.
 // x is packed as float32 [depth_block] a row. No STL here.
 #pragma once
 
@@ -39,14 +40,27 @@ struct Fma {
         fetch(prefetch, s, c / (vectors * Vector::width), tile / (vectors * Vector::width));
 #pragma GCC unroll 2
       for (int part = 0; part < grain; ++part) {
-        typename Vector::Register column[vectors];
-#pragma GCC unroll 8
-        for (int v = 0; v < vectors; ++v) column[v] = weight(w, s, c + v * Vector::width, part);
+        // The fewer of entries and columns are kept, the others come one by one: three rows of four registers fill sixteen.
+        if constexpr (rows < vectors) {
+          typename Vector::Register entry[rows];
 #pragma GCC unroll 16
-        for (int r = 0; r < rows; ++r) {
-          const auto entry = Vector::broadcast(x + r * x_stride + s * grain + part);
+          for (int r = 0; r < rows; ++r) entry[r] = Vector::broadcast(x + r * x_stride + s * grain + part);
 #pragma GCC unroll 8
-          for (int v = 0; v < vectors; ++v) sum[r][v] = Vector::fma(entry, column[v], sum[r][v]);
+          for (int v = 0; v < vectors; ++v) {
+            const auto column = weight(w, s, c + v * Vector::width, part);
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; ++r) sum[r][v] = Vector::fma(entry[r], column, sum[r][v]);
+          }
+        } else {
+          typename Vector::Register column[vectors];
+#pragma GCC unroll 8
+          for (int v = 0; v < vectors; ++v) column[v] = weight(w, s, c + v * Vector::width, part);
+#pragma GCC unroll 16
+          for (int r = 0; r < rows; ++r) {
+            const auto entry = Vector::broadcast(x + r * x_stride + s * grain + part);
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; ++v) sum[r][v] = Vector::fma(entry, column[v], sum[r][v]);
+          }
         }
       }
     }
@@ -83,7 +97,7 @@ struct Fma {
   template <int... n>
   struct Count<0, n...> {
     static constexpr Family family{Vector::name, 1, Vector::most_rows, depth_block, depth_block / 2, 4, lines_per_step,
-                                   pack_x, {multiply<n>...}, finish<0>, nothing, nothing};
+                                   pack_x, {multiply<n>...}, finish<0>, nothing, nothing, Vector::short_block};
   };
   static constexpr const Family& family = Count<Vector::most_rows>::family;
 };

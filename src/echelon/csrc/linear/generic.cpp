@@ -10,7 +10,7 @@ struct Vector {
   typedef float Register __attribute__((vector_size(16), aligned(2), may_alias));
   typedef uint32_t Bits __attribute__((vector_size(16), aligned(2), may_alias));
   static constexpr const char* name = "generic";
-  static constexpr int width = 4, most_rows = 4, most_sums = 8;
+  static constexpr int width = 4, most_rows = 4, most_sums = 8, short_block = 0;
 
   static Register load(const float* p) { return *reinterpret_cast<const Register*>(p); }
   static void store(float* p, Register v) { *reinterpret_cast<Register*>(p) = v; }

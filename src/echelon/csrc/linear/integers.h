@@ -102,11 +102,15 @@ struct IntegerFamily {
       const char* data = w + tile * (integers.has_zeros ? 3 : 2);
       const char* group_x = x + g * group_steps * 2 * D::entry_bytes;
       Register sum[rows][vectors];
+      if (integers.has_zeros) {
 #pragma GCC unroll 8
-      for (int v = 0; v < vectors; ++v) {
-        const Register zero = integers.has_zeros ? D::bytes(reinterpret_cast<const uint8_t*>(w) + 2 * tile + c + v * D::width) : D::all(8);
+        for (int v = 0; v < vectors; ++v) {
+          const Register zero = D::bytes(reinterpret_cast<const uint8_t*>(w) + 2 * tile + c + v * D::width);
 #pragma GCC unroll 16
-        for (int r = 0; r < rows; ++r) sum[r][v] = D::multiply_low(zero, D::all(group_sum(x + r * x_stride, g)));
+          for (int r = 0; r < rows; ++r) sum[r][v] = D::multiply_low(zero, D::all(group_sum(x + r * x_stride, g)));
+        }
+      } else {
+        each<rows, vectors>([&](int r, int v) ALWAYS_INLINE { sum[r][v] = D::all(group_sum(x + r * x_stride, g)); });
       }
       for (int64_t s = 0; s < group_steps; s += 4) {
         const char* part_x = group_x + 2 * s * D::entry_bytes;

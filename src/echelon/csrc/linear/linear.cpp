@@ -146,6 +146,13 @@ int64_t Pass::group() const {
   return padded_rows() > 2 * family.unit * family.most_units ? fitting : 1;
 }
 
+Pass::Units Pass::block(int64_t b, int64_t blocks) const {
+  const int64_t units = padded_rows() / family.unit;
+  const bool is_short = family.short_block && blocks == 2 && units <= family.most_units + family.short_block;
+  const auto first = [&](int64_t b) { return !is_short ? share(units, b, blocks) : b == 0 ? 0 : b == 1 ? units - family.short_block : units; };
+  return {first(b), first(b + 1) - first(b)};
+}
+
 // Packed x is [depth block][row][depth_block entries and padding].
 void Pass::pack(Worker worker, void* packed_x) const {
   for (int64_t row = worker.first(padded_rows()); row < worker.last(padded_rows()); ++row) {
@@ -179,7 +186,8 @@ void Pass::pack_integers(int64_t row, char* to) const {
   for (int64_t k = 0; k < depth; k += family.depth_block, to += padded_rows() * row_bytes()) {
     const int64_t count = std::min(family.depth_block, depth - k);
     family.pack_x(integers.data() + k, count, to);
-    if (problem.weight.integers.bits == 4) std::copy_n(sums.begin() + k / group, count / group, rounded.sums);
+    if (problem.weight.integers.bits == 4)
+      for (int64_t g = 0; g < count / group; ++g) rounded.sums[g] = sums[k / group + g] * (problem.weight.integers.has_zeros ? 1 : 8);
     std::memcpy(to + family.depth_block * family.x_entry, &rounded, sizeof rounded);
   }
 }
@@ -208,7 +216,7 @@ void Pass::multiply(int64_t first, int64_t last, const void* packed_x, float* su
                            : k + count < padded ? data + start * whole_tile + tile_offset(k + count, weight)
                                                 : data + std::min(end, last - 1) * whole_tile;
         for (int64_t b = 0; b < blocks; ++b) {
-          const int64_t unit = share(units, b, blocks), num_units = share(units, b + 1, blocks) - unit;
+          const auto [unit, num_units] = block(b, blocks);
           const char* rows_x = x + unit * family.unit * row_bytes();
           const int64_t lines = family.lines_per_step;
           // A lone block of rows streams through the weight; of several, the first ones share out the block that comes next, and all fetch

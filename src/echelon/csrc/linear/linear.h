@@ -120,13 +120,14 @@ struct Family {
   void (*finish)(const Problem& problem, int64_t t, int64_t first_row, int64_t rows, const float* sums, AfterX after_x);
   void (*enter)();  // before and after a thread's share of the work
   void (*leave)();
+  int64_t short_block = 0;  // units of the last of two blocks, where the rest fits into one: fuller registers; 0: both blocks are alike
 };
 
 constexpr int64_t x_padding = 64;  // bytes after a row of packed x, so that rows do not compete for the same cache sets
 constexpr int64_t most_rows = 512;  // rows of one pass over the weight
 
-// What lies there where x has been rounded to integers. Sums are those of its integers over each group of the depth block, negated; the
-// last two are of the whole row and stand in the first block alone.
+// What lies there where x has been rounded to integers. Sums are those of its integers over each group of the depth block, negated, times the
+// z of all groups where these have none of their own; the last two are of the whole row and stand in the first block alone.
 struct Rounded {
   int32_t sums[8];
   int32_t unused[6];
@@ -154,6 +155,10 @@ struct Pass {
 
   int64_t padded_rows() const { return (rows + family.unit - 1) / family.unit * family.unit; }
   int64_t depth_blocks() const;
+  struct Units {
+    int64_t first, count;
+  };
+  Units block(int64_t b, int64_t blocks) const;  // of rows that are multiplied at once
   int64_t row_bytes() const { return family.depth_block * family.x_entry + x_padding; }
   int64_t x_bytes() const { return depth_blocks() * padded_rows() * row_bytes(); }
   int64_t group() const;  // tiles worked on side by side
