@@ -11,7 +11,6 @@ slowed    predicted beside measured milliseconds, before and after busy processe
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import subprocess
 import sys
@@ -28,15 +27,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from benchmarks.cells import Cell, Record, Records, chosen, run_cells
+from benchmarks.cells import Cell, Record, asked_of, run_asked
 from benchmarks.workloads import Models, Size, source
 from echelon import LLM, SamplingParams
 from echelon.adaptive.controller import BatchController
 from echelon.adaptive.cost_files import CostRecord, write_costs
 from echelon.adaptive.cost_table import CostCurve, CostTable
 from echelon.bench.latency import sequence_of
-from echelon.bench.report import described, table
-from echelon.bench.throughput import environment
+from echelon.bench.report import table
 from echelon.draft import Draft, Verdict
 from echelon.drafters.base import Drafter, NoDrafter
 from echelon.engine import Engine
@@ -275,20 +273,9 @@ def cells(models: Models, lengths: Lengths) -> list[Cell]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure the cells that have no record of this commit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prefixes", nargs="*", metavar="PREFIX")
-    parser.add_argument("--output", type=Path, default=Path("docs/evidence/adapting"))
-    options = parser.parse_args(arguments)
-    options.output.mkdir(parents=True, exist_ok=True)
-    common = {"environment": environment()}
-    is_current = lambda _, record: record["environment"]["commit"] == common["environment"]["commit"]  # noqa: E731
-    asked = chosen(cells(Models(Size()), Lengths()), options.prefixes)
-    found = run_cells(asked, Records(options.output), common, is_current)
-    measured = {name: record for name, record in found.items() if "failed" not in record}
-    if measured:
-        print(f"On {described(common['environment'])}.\n\n{as_markdown(measured)}")
-    return 0
+    """Measure the cells that have no record of this commit; 1 if one fails."""
+    asked = asked_of(__doc__, "adapting", arguments=arguments)
+    return run_asked(asked, cells(Models(Size()), Lengths()), as_markdown)[1]
 
 
 if __name__ == "__main__":

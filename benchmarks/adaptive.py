@@ -18,15 +18,14 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import Cell, Record, Records, chosen, run_cells
+from benchmarks.cells import Cell, Record, asked_of, run_asked
 from benchmarks.families import environment_of
 from benchmarks.workloads import Models, Size, source
 from echelon import ConfigError, SamplingParams
-from echelon.bench.report import described, table
-from echelon.bench.throughput import DecodingMethod, EngineRun, environment
+from echelon.bench.report import table
+from echelon.bench.throughput import DecodingMethod, EngineRun
 from echelon.model.load.loading import LoadedModel
 from echelon.ops import compiled
 
@@ -127,31 +126,20 @@ def as_markdown(records: Mapping[str, Record]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure the cells that have no record of this commit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prefixes", nargs="*", metavar="PREFIX")
-    parser.add_argument("--output", type=Path, default=Path("docs/evidence/adaptive"))
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.measure:
-        drafter, batch_size, temperature = options.measure.split(",")
-        print(json.dumps(measure(drafter, int(batch_size), float(temperature), options.rounds, Size())))
+    """Measure the cells that have no record of this commit; 1 if one fails."""
+    more: dict[str, dict[str, Any]] = {"--rounds": {"type": int, "default": 4}, "--measure": {"help": argparse.SUPPRESS}}
+    asked = asked_of(__doc__, "adaptive", more, arguments)
+    if asked.measure:
+        drafter, batch_size, temperature = asked.measure.split(",")
+        print(json.dumps(measure(drafter, int(batch_size), float(temperature), asked.rounds, Size())))
         return 0
     wanted = [(f, d, 0.0, b) for f in dict.fromkeys((compiled.isa(), "avx2")) for d in DRAFTERS for b in BATCHES]
     wanted += [(compiled.isa(), d, 0.8, b) for d in DRAFTERS for b in (1, 8)]
     cells = [
-        Cell(f"{family}_{drafter}_t{temperature:g}_b{batch}", partial(in_family, family, drafter, batch, temperature, options.rounds))
+        Cell(f"{family}_{drafter}_t{temperature:g}_b{batch}", partial(in_family, family, drafter, batch, temperature, asked.rounds))
         for family, drafter, temperature, batch in wanted
     ]
-    options.output.mkdir(parents=True, exist_ok=True)
-    common = {"environment": environment()}
-    is_current = lambda _, record: record["environment"]["commit"] == common["environment"]["commit"]  # noqa: E731
-    found = run_cells(chosen(cells, options.prefixes), Records(options.output), common, is_current)
-    measured = {name: record for name, record in found.items() if "failed" not in record}
-    if measured:
-        print(f"On {described(common['environment'])}.\n\n{as_markdown(measured)}")
-    return 0
+    return run_asked(asked, cells, as_markdown)[1]
 
 
 if __name__ == "__main__":

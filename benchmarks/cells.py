@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from echelon.bench.report import write_json
+from benchmarks.options import parser_of
+from echelon.bench.report import described, write_json
+from echelon.bench.throughput import environment
 from echelon.errors import ConfigError
 
 Record = dict[str, Any]  # what was measured, with settings, commit and machine; "failed": why nothing was
@@ -81,6 +84,35 @@ def run_cells(
         records.write(cell.name, known[cell.name])
         on_record(cell.name, known[cell.name])
     return known
+
+
+def asked_of(
+    about: str | None, folder: str, more: Mapping[str, Mapping[str, Any]] | None = None, arguments: SequenceOf[str] | None = None
+) -> argparse.Namespace:
+    """What a command that measures cells was asked: `prefixes` of their names, a folder `output` for records, and what it has besides."""
+    asked = parser_of(
+        about,
+        {
+            "prefixes": {"nargs": "*", "metavar": "PREFIX"},
+            "--output": {"type": Path, "default": Path("docs/evidence") / folder},
+            **(more or {}),
+        },
+    ).parse_args(arguments)
+    asked.output.mkdir(parents=True, exist_ok=True)
+    return asked
+
+
+def run_asked(
+    asked: argparse.Namespace, cells: Iterable[Cell], as_markdown: Callable[[dict[str, Record]], str] | None = None
+) -> tuple[dict[str, Record], int]:
+    """Measure what was asked for and has no record of this commit, and print the figures: they by name, and 1 if any cell failed."""
+    common = {"environment": environment()}
+    is_current = lambda _, record: record["environment"]["commit"] == common["environment"]["commit"]  # noqa: E731
+    found = run_cells(chosen(cells, asked.prefixes), Records(asked.output), common, is_current)
+    measured = {name: record for name, record in found.items() if "failed" not in record}
+    if measured and as_markdown:
+        print(f"On {described(common['environment'])}.\n\n{as_markdown(measured)}")
+    return measured, int(len(measured) < len(found))
 
 
 def said(name: str) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.cells import Cell, Record, Records, chosen, run_cells
+from benchmarks.cells import Cell, Record, Records, asked_of, run_asked
 from echelon import LLM, SamplingParams
 from echelon.batch import Span
 from echelon.bench.clock import seconds_of
@@ -34,7 +34,6 @@ from echelon.bench.report import described, table
 from echelon.bench.shapes import random_model
 from echelon.bench.step import StepSpeed
 from echelon.bench.step import as_markdown as steps_as_markdown
-from echelon.bench.throughput import environment
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.model.attention import record_layers
@@ -249,24 +248,17 @@ def families_part(folder: Path) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure every family that this processor has."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prefixes", nargs="*", metavar="PREFIX")
-    parser.add_argument("--output", type=Path, default=Path("docs/evidence/families"))
-    parser.add_argument("--measure", choices=MEASURES, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.measure:
-        print(json.dumps(MEASURES[options.measure]()))
+    """Measure every family that this processor has; 1 if a cell fails."""
+    asked = asked_of(__doc__, "families", {"--measure": {"choices": MEASURES, "help": argparse.SUPPRESS}}, arguments)
+    if asked.measure:
+        print(json.dumps(MEASURES[asked.measure]()))
         return 0
     families = compiled.offered_isas()
     kinds: dict[str, Callable[[str], Record]] = {"steps": steps, "draft": draft, **{m: partial(measured, m) for m in MEASURES}}
     cells = [Cell(f"{what}_{family}", partial(measure, family)) for family in families for what, measure in kinds.items()]
-    options.output.mkdir(parents=True, exist_ok=True)
-    common = {"environment": environment()}
-    is_current = lambda _, record: record["environment"]["commit"] == common["environment"]["commit"]  # noqa: E731
-    run_cells(chosen(cells, options.prefixes), Records(options.output), common, is_current)
-    print("\n\n".join(families_part(options.output)))
-    return 0
+    _, failed = run_asked(asked, cells)
+    print("\n\n".join(families_part(asked.output)))
+    return failed
 
 
 if __name__ == "__main__":

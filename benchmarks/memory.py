@@ -5,6 +5,8 @@ trees                bytes that grow with the nodes of a tree, for one query of 
                      and in ours, and SpecMemo's best one
 limit_MODEL          conversations of random lengths under a hard limit of data (RLIMIT_DATA) that the plan allows: how many die; and under
                      fixed ratios of keys and values to weights, 1:2 … 1:15, how many queries of 128 tokens each holds, by plan and in truth
+bound                SpecMemo's lower bound, of the embedded pair grown to 1.1 billion parameters: under a hard limit of what drafting needs
+                     by plan it is faster than plain decoding; with less than its process then took it dies
 """
 
 from __future__ import annotations
@@ -35,14 +37,17 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from benchmarks.cells import Cell, Record, Records, chosen, run_cells
-from benchmarks.workloads import ROOT
+from benchmarks.cells import Cell, Record, asked_of, run_asked
+from benchmarks.workloads import ROOT, Size, source
 from echelon import LLM, ConfigError, EngineConfig, SamplingParams
-from echelon.bench.report import described, table
-from echelon.bench.throughput import environment
+from echelon.bench.inflate import inflate, plan_growth
+from echelon.bench.phases import Recorder
+from echelon.bench.report import table
 from echelon.config import speculative
 from echelon.demo import DRAFT, TARGET
+from echelon.memory.lower_bound import least_memory
 from echelon.memory.residents import PlannedModels
+from echelon.model.load.loading import load_plain
 
 MOST_OVER, MOST_OVER_BYTES = 0.05, 128 * 2**20  # by how much a plan may exceed the peak: the larger of the two
 BUILD = ROOT / "build" / "memory"
@@ -93,6 +98,13 @@ def folder_of(model: str) -> tuple[Path, Path]:
     """A model, random where it is none of ours, and a draft model beside it with its vocabulary."""
     if model == "embedded":
         return TARGET, DRAFT
+    if model == "grown":
+        if not (BUILD / model / "config.json").exists():
+            plain, tokenizer = load_plain(str(TARGET))
+            inflate(plain, plan_growth(plain, Size().pair_parameters)).save_pretrained(BUILD / model)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(BUILD / model)
+        return BUILD / model, DRAFT
     cls, config = SIZES[model]
     target, draft = BUILD / model, BUILD / f"{model}-draft"
     if not (draft / "config.json").exists():
@@ -141,6 +153,33 @@ def survived(model: str, extra: int) -> Record:
         llm.generate(rows, SamplingParams(max_tokens=16, temperature=0.8, seed=done, ignore_eos=True))
         done += len(rows)
     return {"limit": limit, "planned": planned.total_bytes, "survived": done, "data": status("VmData")}
+
+
+def bounded(drafter: str, extra: int) -> Record:
+    """Under a limit of data that one row with this drafter needs by plan, and `extra` bytes: tokens a second of decoding."""
+    target, draft = folder_of("grown")
+    drafting = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 4} if drafter == "draft_model" else None
+    config, spec = EngineConfig(max_num_seqs=1, max_model_len=384), speculative(drafting)
+    least = least_memory(PlannedModels(config, spec, target), config, spec)[-1].bytes
+    limit = least + max(0, status("VmData") - status("RssAnon")) + extra
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    llm = LLM(target, drafting, max_num_seqs=1, max_model_len=384)
+    prompts = source(llm.target, 4, 128, is_ragged=False)
+    params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+    recorder = Recorder(llm.stats)
+    llm.generate(prompts, params, on_step=recorder)
+    return {"least": least, "limit": limit, "data": status("VmData"), "speed": recorder.decode["tokens"] / recorder.decode["seconds"]}
+
+
+def bound() -> Record:
+    """Plain decoding, drafting in the least memory by plan, and in less than its process then took."""
+    plain, above = (in_process("bound", drafter, "0") for drafter in ("none", "draft_model"))
+    extra = above["data"] - above["limit"] - 32 * 2**20
+    try:
+        below = in_process("bound", "draft_model", str(extra))
+    except ConfigError as error:
+        below = {"died": str(error)}
+    return {"plain": plain, "above": above, "below": below | {"limit": above["limit"] + extra}}
 
 
 def of_ratio(model: str, ratio: int) -> Record:
@@ -245,6 +284,13 @@ def as_markdown(records: Mapping[str, Record]) -> str:
         elif name.startswith("limit"):
             sizes = f"{r['planned'] / 2**20:,.0f} MiB", f"{r['data'] / 2**20:,.0f} MiB of data"
             lines.append((name, *sizes, f"{r['survived']} conversations, none died", "yes"))
+        elif name == "bound":
+            plain, above, below = r["plain"], r["above"], r["below"]
+            speed = f"{above['speed'] / plain['speed']:.2f} × plain" + (
+                "; less: died" if "died" in below else f"; less: {below['speed']:.1f} tokens/s"
+            )
+            sizes = f"{above['least'] / 2**20:,.0f} MiB", f"{above['data'] / 2**20:,.0f} MiB of data"
+            lines.append((name, *sizes, speed, "yes" if above["speed"] > plain["speed"] and "died" in below else "**no**"))
         elif name == "trees":
             sums = {kind: sum(r[kind].values()) for kind in r if isinstance(r[kind], dict) and kind != "environment"}
             lines += [
@@ -258,38 +304,29 @@ def as_markdown(records: Mapping[str, Record]) -> str:
 def cells() -> list[Cell]:
     found = [Cell(f"peak_{m}_{s}", partial(in_process, "peak", m, s)) for m in MODELS for s in SETTINGS]
     found += [Cell(f"limit_{m}", partial(in_process, "limit", m, "0")) for m in MODELS]
-    found.append(Cell("trees", trees))
+    found += [Cell("trees", trees), Cell("bound", bound)]
     return found + [Cell(f"ratio_llama_{n}", partial(in_process, "ratio", "llama", str(n))) for n in RATIOS]
 
 
 MEASURES: Mapping[str, Callable[[str, str], Record]] = {
     "peak": measured_peak,
     "limit": lambda m, n: survived(m, int(n)),
+    "bound": lambda d, n: bounded(d, int(n)),
     "ratio": lambda m, n: of_ratio(m, int(n)),
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure the cells that have no record of this commit; 1 if one fails, or a plan is too far from its peak."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prefixes", nargs="*", metavar="PREFIX")
-    parser.add_argument("--output", type=Path, default=Path("docs/evidence/memory"))
-    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.measure:
-        kind, model, what = options.measure
+    asked = asked_of(__doc__, "memory", {"--measure": {"nargs": 3, "help": argparse.SUPPRESS}}, arguments)
+    if asked.measure:
+        kind, model, what = asked.measure
         print(json.dumps(MEASURES[kind](model, what)))
         return 0
-    options.output.mkdir(parents=True, exist_ok=True)
     for model in MODELS:
         folder_of(model)
-    common = {"environment": environment()}
-    is_current = lambda _, record: record["environment"]["commit"] == common["environment"]["commit"]  # noqa: E731
-    found = run_cells(chosen(cells(), options.prefixes), Records(options.output), common, is_current)
-    measured = {name: record for name, record in found.items() if "failed" not in record}
-    if measured:
-        print(f"On {described(common['environment'])}.\n\n{as_markdown(measured)}")
-    return int(any("failed" in r or ("peak" in r and not is_met(r)) for r in found.values()))
+    measured, failed = run_asked(asked, cells(), as_markdown)
+    return failed or int(any("peak" in record and not is_met(record) for record in measured.values()))
 
 
 if __name__ == "__main__":

@@ -3,14 +3,14 @@
 turn         the second turn of a conversation of 1,500 tokens: its first token beside a pass over what is new in it, and a plain step
 hashing      looking a prompt of 1,984 tokens up, beside reading it
 cold         prompts that begin like no others: all tokens a second with the cache over those without, rounds interleaved
-mt_bench     Spec-Bench's conversations of two turns through `LLM.chat`: share of prompt tokens found, and seconds to the first token
+mt_bench     Spec-Bench's conversations of two turns through `LLM.chat` (`--questions FILE`, its question.jsonl; without it, none): share of
+             prompt tokens found, and seconds to the first token
 another_key  a server with two API keys: seconds of a prompt that the other key has sent before and of one that nobody has, in turn, with
              the Mann–Whitney test of whether they can be told apart; and of one that the same key has sent
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -30,14 +30,13 @@ import numpy as np
 import torch
 from pydantic import SecretStr
 
-from benchmarks.cells import Cell, Record, Records, chosen, run_cells
-from benchmarks.workloads import ROOT, Models, Size, greedy, source
+from benchmarks.cells import Cell, Record, asked_of, run_asked
+from benchmarks.workloads import Models, Size, greedy, source
 from echelon import LLM, SamplingParams
 from echelon.batch import Span
 from echelon.bench.inflate import inflate, plan_growth
 from echelon.bench.peers import Peer, run_worker
-from echelon.bench.report import described, table
-from echelon.bench.throughput import environment
+from echelon.bench.report import table
 from echelon.demo import TARGET
 from echelon.engine import Engine
 from echelon.model.load.loading import load_plain
@@ -46,7 +45,6 @@ from echelon.server.app import create_app
 from echelon.server.config import ServerConfig
 from echelon.server.http import serving_in_thread
 
-QUESTIONS = ROOT.parent / "shared" / "data" / "spec_bench" / "question.jsonl"
 DRAFTERS: dict[str, dict[str, Any] | None] = {"plain": None, "draft_model": {"method": "draft_model", "num_speculative_tokens": 4}}
 KEYS = ("the-first-tenant-of-two", "the-second-tenant-of-two")
 
@@ -164,11 +162,11 @@ def cold(models: Models, lengths: Lengths) -> Record:
     return {"ratio": statistics.median(ratios), "ratios": ratios, "hits": llms["with"].get_metrics()["num_prefix_hits"]}
 
 
-def mt_bench(models: Models, drafter: str, lengths: Lengths, vllm_python: str | None = None) -> Record:
+def mt_bench(models: Models, drafter: str, lengths: Lengths, file: Path, vllm_python: str | None = None) -> Record:
     """Both turns of every conversation, one at a time; in vLLM too, over the same texts, where its Python is given."""
     config = DRAFTERS[drafter]
     llm = LLM(models.grown, config, models.draft if config else None, max_num_seqs=1, max_model_len=2048)
-    questions = [json.loads(line) for line in QUESTIONS.read_text("utf-8").splitlines()]
+    questions = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
     texts = [q["turns"] for q in questions if len(q["turns"]) > 1][: lengths.conversations]
     seconds: list[list[float]] = [[], []]
     counts = [[0, 0], [0, 0]]  # tokens of prompts, and those found, of first and second turns
@@ -281,31 +279,25 @@ def as_markdown(records: dict[str, Record]) -> str:
     return table(["cell", "measured", "goal"], lines)
 
 
-def cells(models: Models, lengths: Lengths, vllm_python: str | None = None) -> list[Cell]:
+def cells(models: Models, lengths: Lengths, questions: Path | None = None, vllm_python: str | None = None) -> list[Cell]:
     """All that is measured; `vllm_python`: a Python that has vLLM's CPU build."""
     found: list[tuple[str, Callable[[], Record]]] = [(f"turn_{d}", partial(turn, models, d, lengths)) for d in DRAFTERS]
     found += [("hashing", partial(hashing, models, lengths)), ("cold", partial(cold, models, lengths))]
-    found += [(f"mt_bench_{d}", partial(mt_bench, models, d, lengths, vllm_python if d == "plain" else None)) for d in DRAFTERS]
+    if questions:
+        beside = {"plain": vllm_python}
+        found += [(f"mt_bench_{d}", partial(mt_bench, models, d, lengths, questions, beside.get(d))) for d in DRAFTERS]
     found += [("another_key", partial(another_key, models, lengths))]
     return [Cell(name, measure) for name, measure in found]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure the cells that have no record of this commit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prefixes", nargs="*", metavar="PREFIX")
-    parser.add_argument("--output", type=Path, default=Path("docs/evidence/prefixes"))
-    parser.add_argument("--vllm-python", help="Python with vLLM's CPU build, which then holds the same conversations")
-    options = parser.parse_args(arguments)
-    options.output.mkdir(parents=True, exist_ok=True)
-    common = {"environment": environment()}
-    is_current = lambda _, record: record["environment"]["commit"] == common["environment"]["commit"]  # noqa: E731
-    asked = chosen(cells(Models(Size()), Lengths(), options.vllm_python), options.prefixes)
-    found = run_cells(asked, Records(options.output), common, is_current)
-    measured = {name: record for name, record in found.items() if "failed" not in record}
-    if measured:
-        print(f"On {described(common['environment'])}.\n\n{as_markdown(measured)}")
-    return 0
+    """Measure the cells that have no record of this commit; 1 if one fails."""
+    more: dict[str, dict[str, Any]] = {
+        "--questions": {"type": Path, "metavar": "FILE", "help": "Spec-Bench's question.jsonl"},
+        "--vllm-python": {"help": "Python with vLLM's CPU build, which then holds the same conversations"},
+    }
+    asked = asked_of(__doc__, "prefixes", more, arguments)
+    return run_asked(asked, cells(Models(Size()), Lengths(), asked.questions, asked.vllm_python), as_markdown)[1]
 
 
 if __name__ == "__main__":

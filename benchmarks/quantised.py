@@ -19,7 +19,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from benchmarks.cells import Cell, Record, Records, chosen, run_cells, said
+from benchmarks.cells import Cell, Record, Records, asked_of, run_asked, said
 from benchmarks.families import AT_512, BESIDE, LIBRARIES, NEAR, SHAPE, in_family
 from benchmarks.workloads import source
 from echelon import LLM, SamplingParams
@@ -27,7 +27,6 @@ from echelon.bench.inflate import inflate, plan_growth
 from echelon.bench.report import described, table
 from echelon.bench.shapes import random_model
 from echelon.bench.step import StepRounds
-from echelon.bench.throughput import environment
 from echelon.demo import TARGET
 from echelon.model.load.loading import LoadedModel, adopt_model, load_plain
 from echelon.model.patches.linear import packed_weights, weight_bytes
@@ -181,25 +180,18 @@ def measured(what: str, family: str) -> Record:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure the cells that have no record of this commit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prefixes", nargs="*", metavar="PREFIX")
-    parser.add_argument("--output", type=Path, default=Path("docs/evidence/quantised"))
-    parser.add_argument("--measure", choices=["speed"], help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.measure:
+    """Measure the cells that have no record of this commit; 1 if one fails."""
+    asked = asked_of(__doc__, "quantised", {"--measure": {"choices": ["speed"], "help": argparse.SUPPRESS}}, arguments)
+    if asked.measure:
         print(json.dumps(speed()))
         return 0
     families = [f for f in compiled.offered_isas() if f in LIBRARIES]
     cells = [Cell("quality_embedded", partial(quality, "embedded", 24, 512)), Cell("quality_grown", partial(quality, GROWN, 6, 256))]
     cells += [Cell(f"speed_{f}", partial(measured, "speed", f)) for f in families]
     cells += [Cell(f"limits_{f}", partial(limits, f)) for f in families]
-    options.output.mkdir(parents=True, exist_ok=True)
-    common = {"environment": environment()}
-    is_current = lambda _, record: record["environment"]["commit"] == common["environment"]["commit"]  # noqa: E731
-    run_cells(chosen(cells, options.prefixes), Records(options.output), common, is_current)
-    print("\n\n".join(quantised_part(options.output)))
-    return 0
+    _, failed = run_asked(asked, cells)
+    print("\n\n".join(quantised_part(asked.output)))
+    return failed
 
 
 if __name__ == "__main__":

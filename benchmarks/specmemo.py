@@ -12,7 +12,6 @@ planned  the fastest shape of the grid whose tree takes no more than 36 % of the
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Mapping
@@ -21,12 +20,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import Cell, Record, Records, chosen, run_cells
+from benchmarks.cells import Cell, Record, Records, asked_of, run_asked
 from benchmarks.workloads import Models, Size, greedy, source
 from echelon import ConfigError, EngineConfig, SpeculativeConfig
 from echelon.bench.plot import pyplot_or_refusal
-from echelon.bench.report import described, table
-from echelon.bench.throughput import DecodingMethod, EngineRun, environment
+from echelon.bench.report import table
+from echelon.bench.throughput import DecodingMethod, EngineRun
 from echelon.memory.plan import MemoryPlan
 from echelon.memory.residents import PlannedModels
 from echelon.trees import MEDUSA_63
@@ -193,23 +192,17 @@ def draw(records: Mapping[str, Record], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure the cells that have no record of this commit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prefixes", nargs="*", metavar="PREFIX")
-    parser.add_argument("--method", choices=tuple(STOCK), default="eagle")
-    parser.add_argument("--output", type=Path, default=Path("docs/evidence/specmemo"))
-    options = parser.parse_args(arguments)
-    options.output.mkdir(parents=True, exist_ok=True)
-    study, records = Study(Size(), options.method), Records(options.output)
-    cells = [Cell(f"grid_{study.method}", partial(grid, study)), Cell(f"planned_{study.method}", partial(planned, study, records))]
-    common = {"environment": environment()}
-    is_current = lambda _, record: record["environment"]["commit"] == common["environment"]["commit"]  # noqa: E731
-    found = run_cells(chosen(cells, options.prefixes), records, common, is_current)
-    measured = {name: record for name, record in found.items() if "failed" not in record}
+    """Measure the cells that have no record of this commit; 1 if one fails."""
+    asked = asked_of(__doc__, "specmemo", {"--method": {"choices": tuple(STOCK), "default": "eagle"}}, arguments)
+    study = Study(Size(), asked.method)
+    cells = [
+        Cell(f"grid_{study.method}", partial(grid, study)),
+        Cell(f"planned_{study.method}", partial(planned, study, Records(asked.output))),
+    ]
+    measured, failed = run_asked(asked, cells, as_markdown)
     if measured:
-        print(f"On {described(common['environment'])}.\n\n{as_markdown(measured)}")
-        draw(measured, options.output.parents[1] / "plots" / f"memory-shapes-{study.method}.png")
-    return int(len(measured) < len(found))
+        draw(measured, asked.output.parents[1] / "plots" / f"memory-shapes-{study.method}.png")
+    return failed
 
 
 if __name__ == "__main__":

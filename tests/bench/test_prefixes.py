@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from benchmarks.prefixes import QUESTIONS, Lengths, as_markdown, cells, mann_whitney
+from benchmarks.prefixes import Lengths, as_markdown, cells, mann_whitney
 from benchmarks.workloads import SMALL, Models
 
 LENGTHS = Lengths(conversation=60, turn=9, prompt=64, cold_prompts=2, cold_prompt=20, rounds=2, conversations=2, answer=4, pairs=3)
@@ -17,14 +20,16 @@ def models() -> Models:
 
 
 @pytest.mark.parametrize("name", ["turn_plain", "turn_draft_model", "hashing", "cold", "mt_bench_draft_model", "another_key"])
-def test_a_cell_in_small(models: Models, name: str) -> None:
-    if name.startswith("mt_bench") and not QUESTIONS.exists():
-        pytest.skip("Spec-Bench's questions are not here")
-    (cell,) = [c for c in cells(models, LENGTHS) if c.name == name]
+def test_a_cell_in_small(models: Models, name: str, tmp_path: Path) -> None:
+    asked = [{"turns": ["def add(a, b):", "And backwards?"]}, {"turns": ["One turn."]}, {"turns": ["import os", "import sys"]}]
+    (questions := tmp_path / "question.jsonl").write_text("\n".join(map(json.dumps, asked)), "utf-8")
+    (cell,) = [c for c in cells(models, LENGTHS, questions) if c.name == name]
     record = cell.measure()
     assert name in as_markdown({name: record})
     if name.startswith("turn"):
         assert (record["cached"], record["new"]) == (48, 21)
+    if name.startswith("mt_bench"):
+        assert record["conversations"] == 2
     if name == "cold":
         assert record["hits"] == 0
 

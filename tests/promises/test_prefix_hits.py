@@ -4,6 +4,7 @@ drafted, cut short, preempted or forgotten in between.
 
 from __future__ import annotations
 
+import gc
 from functools import cache
 from typing import Any
 
@@ -29,6 +30,7 @@ DRAFTERS: dict[str, dict[str, Any] | None] = {
     **{f"{kind}_tree": TREE for kind in heads.KINDS if kind != "independent"},
 }
 NUM_HISTORIES = 400 if toys.PROVE else 2  # of 6 rounds, for each drafter and temperature
+NUM_CONVERSATIONS = 10_000 if toys.PROVE else 80  # for each drafter
 NUM_ROUNDS, BLOCK = 6, 8
 
 
@@ -135,6 +137,30 @@ def test_a_drafter_loses_no_hit(name: str) -> None:
         counts.append(cached)
     assert counts[0] == counts[1]
     assert counts[0][-2:] == [(n + 3 * 9 + 6) // BLOCK * BLOCK for n in (21, 9)], "all but the last token of the turn before"
+
+
+@pytest.mark.parametrize("name", ["plain", "draft_model", "autoregressive_tree"])
+def test_many_conversations_leave_nothing_behind(name: str) -> None:
+    """Four at a time, of three turns, from some of which a reader leaves: no block and no object stays, whatever is cached or forgotten."""
+    llm = engine(name, max_num_seqs=3, kv_cache_memory_bytes=hot_bytes(name))
+    rng = np.random.default_rng(0)
+    objects = []
+    for number in range(0, NUM_CONVERSATIONS, 4):
+        texts = [rng.integers(0, toys.VOCABULARY, int(n)).tolist() for n in rng.integers(1, 30, 4)]
+        for turn in range(3):
+            params = SamplingParams(temperature=float(turn == 1), seed=number, max_tokens=int(rng.integers(1, 8)))
+            if rng.integers(5) == 0:
+                stream = llm.stream(texts, params)
+                next(stream, None)
+                stream.close()
+            outputs = llm.generate(texts, params)
+            texts = [o.prompt_token_ids + o.outputs[0].token_ids + [turn] for o in outputs]
+        if number in (NUM_CONVERSATIONS // 8 * 4, NUM_CONVERSATIONS - 4):
+            gc.collect()
+            objects.append(len(gc.get_objects()))
+    toys.assert_all_blocks_free(llm)
+    assert objects[1] - objects[0] < NUM_CONVERSATIONS / 8, "what is kept does not grow by the conversation"
+    assert llm.get_metrics()["num_prefix_hits"] > 0
 
 
 def test_forgetting_makes_the_next_start_cold() -> None:

@@ -52,8 +52,9 @@ def on_host(tensor: Tensor) -> NDArray[np.float32]:
 
 
 def cpu_name() -> str:
-    """The processor as the system names it."""
+    """The processor as the system names it, with its family and model where it says them: under a hypervisor many are named alike."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    lines = info.read_text().partition("\n\n")[0].splitlines() if info.exists() else []
+    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    name = said.get("model name") or platform.processor() or platform.machine()
+    return f"{name} family {said['cpu family']} model {said['model']}" if {"cpu family", "model"} <= said.keys() else name
