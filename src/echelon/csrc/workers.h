@@ -1,8 +1,10 @@
 // One of the threads that work on a call together, and how they share it out and wait for one another.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <vector>
 
 namespace echelon {
 
@@ -19,6 +21,33 @@ struct Worker {
 #pragma omp barrier
     }
   }
+};
+
+// Things in order in equal shares: a worker takes chunks of its own, and then of what others have left, so that a slow core, or one that
+// somebody else uses too, holds nobody up.
+class Shares {
+ public:
+  explicit Shares(int64_t parts) : next_(parts) {}
+
+  // By every worker, before it waits for the others and takes: nobody takes meanwhile.
+  void reset(Worker worker) { next_[worker.part].chunk.store(0, std::memory_order_relaxed); }
+
+  // Calls work(first, last) until none of `n` is left.
+  template <typename Work>
+  void take(Worker worker, int64_t n, int64_t chunk, const Work& work) {
+    for (int64_t i = 0; i < worker.parts; ++i) {
+      const Worker owner{(worker.part + i) % worker.parts, worker.parts};
+      const int64_t start = owner.first(n), end = owner.last(n);
+      for (int64_t first = start; (first = start + chunk * next_[owner.part].chunk.fetch_add(1, std::memory_order_relaxed)) < end;)
+        work(first, std::min(first + chunk, end));
+    }
+  }
+
+ private:
+  struct alignas(64) Next {
+    std::atomic<int64_t> chunk{0};
+  };
+  std::vector<Next> next_;
 };
 
 // Take the next of `count` things until none is left; `next` is shared by all workers and starts at 0.

@@ -117,11 +117,12 @@ std::tuple<Tensor, Tensor> round_weight(const Tensor& weight, int64_t bits, int6
   return {values, scales};
 }
 
-void work(const linear::Pass& pass, Worker worker, char* x, char* sums) {
-  const int64_t tiles = linear::tiles(pass.problem.weight.columns);
+void work(const linear::Pass& pass, Worker worker, Shares& shares, char* x, char* sums) {
   pass.pack(worker, x);
   worker.wait();
-  pass.multiply(worker.first(tiles), worker.last(tiles), x, reinterpret_cast<float*>(sums + worker.part * pass.sums_bytes()));
+  shares.take(worker, linear::tiles(pass.problem.weight.columns), linear::tiles_at_once, [&](int64_t first, int64_t last) {
+    pass.multiply(first, last, x, reinterpret_cast<float*>(sums + worker.part * pass.sums_bytes()));
+  });
 }
 
 void run(const linear::Pass& pass, int64_t weight_bytes) {
@@ -129,9 +130,10 @@ void run(const linear::Pass& pass, int64_t weight_bytes) {
   const int64_t parts = alone ? 1 : at::get_num_threads();
   const int64_t x_bytes = (pass.x_bytes() + 63) / 64 * 64;
   char* x = scratch(x_bytes + parts * pass.sums_bytes());
-  if (parts == 1) return work(pass, {}, x, x + x_bytes);
+  Shares shares(parts);
+  if (parts == 1) return work(pass, {}, shares, x, x + x_bytes);
 #pragma omp parallel num_threads(parts)
-  work(pass, {omp_get_thread_num(), omp_get_num_threads()}, x, x + x_bytes);
+  work(pass, {omp_get_thread_num(), omp_get_num_threads()}, shares, x, x + x_bytes);
 }
 
 Tensor multiply(const linear::Family& family, const Tensor& input, const Tensor& packed, int64_t columns, const IntegerArguments& integers,

@@ -10,7 +10,6 @@
 namespace echelon {
 namespace {
 
-constexpr int64_t tiles_at_once = 4;             // of gate and up by turns
 constexpr int64_t worth_sharing = 1 << 20;  // bytes that one worker reads in the time that a layer's workers wait for one another
 
 // Clocks the first worker alone; what it waits for is part of it.
@@ -48,7 +47,8 @@ LayerRun::LayerRun(const LayerCall& call, int64_t parts)
     : call_(call),
       family_(linear::family(active_features(), call.attention.type, call.layer.query.weight.integers.bits)),
       size_(linear::size_of(call.attention.type)),
-      attention_(call.attention) {
+      attention_(call.attention),
+      tiles_(parts) {
   attention_.query_head_stride = attention_.key_size;
   attention_.query_token_stride = attention_.num_heads * attention_.key_size;
   division_ = divide(attention_, parts);
@@ -96,7 +96,7 @@ void LayerRun::run(Worker worker, char* memory) {
 }
 
 // Queries with their rotary embedding to memory, keys and values to the cache. A worker packs the rows that it has normalised.
-void LayerRun::project(Worker worker, char* memory, int64_t first, int64_t rows) const {
+void LayerRun::project(Worker worker, char* memory, int64_t first, int64_t rows) {
   const DecoderLayer& l = call_.layer;
   const AttentionCall& a = attention_;
   const auto problem = [&](const Projection& p, int64_t to) { return problem_of(p, memory + at_.normed, rows, memory + to); };
@@ -107,16 +107,19 @@ void LayerRun::project(Worker worker, char* memory, int64_t first, int64_t rows)
   {
     const Span span(worker, Part::linear);
     shared.pack(worker, memory + at_.packed);
+    tiles_.reset(worker);
     worker.wait();
-    int64_t tiles = 0, before = 0;
+    int64_t tiles = 0;
     for (const auto& p : problems) tiles += linear::tiles(p.weight.columns);
-    for (const auto& p : problems) {
-      const linear::Pass pass = pass_of(p);
-      const int64_t own = linear::tiles(p.weight.columns);
-      pass.multiply(std::max<int64_t>(worker.first(tiles) - before, 0), std::min(worker.last(tiles) - before, own), memory + at_.packed,
-                    sums(worker, memory, pass));
-      before += own;
-    }
+    tiles_.take(worker, tiles, linear::tiles_at_once, [&](int64_t begin, int64_t end) {
+      int64_t before = 0;
+      for (const auto& p : problems) {
+        const linear::Pass pass = pass_of(p);
+        const int64_t own = linear::tiles(p.weight.columns);
+        pass.multiply(std::max<int64_t>(begin - before, 0), std::min(end - before, own), memory + at_.packed, sums(worker, memory, pass));
+        before += own;
+      }
+    });
     worker.wait();
   }
   const int64_t begin = worker.first(rows), end = worker.last(rows);
@@ -162,12 +165,13 @@ void LayerRun::activate_tiles(char* memory, int64_t rows, int64_t first, int64_t
 }
 
 // Attention's output and the MLP, each added to the residual.
-void LayerRun::feed_forward(Worker worker, char* memory, int64_t first, int64_t rows) const {
+void LayerRun::feed_forward(Worker worker, char* memory, int64_t first, int64_t rows) {
   const DecoderLayer& l = call_.layer;
   const Storage type = attention_.type;
   const int64_t row_bytes = call_.width * size_;
   const auto pack = [&](const linear::Problem& problem) {
     pass_of(problem).pack(worker, memory + at_.packed);
+    tiles_.reset(worker);
     worker.wait();
   };
   const auto multiply = [&](const linear::Problem& problem, int64_t first_tile, int64_t last_tile) {
@@ -178,8 +182,8 @@ void LayerRun::feed_forward(Worker worker, char* memory, int64_t first, int64_t 
     const Span span(worker, Part::linear);
     const linear::Problem problem = problem_of(projection, memory + from, rows, memory + at_.added);
     pack(problem);
-    const int64_t tiles = linear::tiles(problem.weight.columns);
-    multiply(problem, worker.first(tiles), worker.last(tiles));
+    tiles_.take(worker, linear::tiles(problem.weight.columns), linear::tiles_at_once,
+                [&](int64_t begin, int64_t end) { multiply(problem, begin, end); });
     worker.wait();
   };
   project(l.output, at_.attended + first * l.output.weight.depth * size_);
@@ -194,12 +198,11 @@ void LayerRun::feed_forward(Worker worker, char* memory, int64_t first, int64_t 
   {
     const Span span(worker, Part::linear);
     pack(gate);
-    const int64_t tiles = linear::tiles(l.gate.weight.columns), last = worker.last(tiles);
-    for (int64_t tile = worker.first(tiles); tile < last; tile += tiles_at_once) {
-      multiply(gate, tile, std::min(tile + tiles_at_once, last));
-      multiply(up, tile, std::min(tile + tiles_at_once, last));
-      activate_tiles(memory, rows, tile, std::min(tile + tiles_at_once, last));
-    }
+    tiles_.take(worker, linear::tiles(l.gate.weight.columns), linear::tiles_at_once, [&](int64_t begin, int64_t end) {
+      multiply(gate, begin, end);
+      multiply(up, begin, end);
+      activate_tiles(memory, rows, begin, end);
+    });
     worker.wait();
   }
   project(l.down, at_.active);

@@ -59,10 +59,10 @@ class LayerRun {
     int64_t queries, attended, normed, query, key, value, normed_query, normed_key, turned_key, middle, added, gate, up, active, packed, sums;
   };
 
-  void project(Worker worker, char* memory, int64_t first, int64_t rows) const;
+  void project(Worker worker, char* memory, int64_t first, int64_t rows);
   void attend_in_turn(Worker worker, char* memory);
   void activate_tiles(char* memory, int64_t rows, int64_t first, int64_t last) const;
-  void feed_forward(Worker worker, char* memory, int64_t first, int64_t rows) const;
+  void feed_forward(Worker worker, char* memory, int64_t first, int64_t rows);
   void normalise(const RmsNorm& norm, const void* x, void* out, int64_t begin, int64_t end) const;
   linear::Pass pass_of(const linear::Problem& problem) const { return {problem, family_, 0, problem.rows}; }
   float* sums(Worker worker, char* memory, const linear::Pass& pass) const;
@@ -73,6 +73,7 @@ class LayerRun {
   AttentionCall attention_;
   Division division_;
   std::atomic<int64_t> next_unit_ = 0, next_combination_ = 0;
+  Shares tiles_;  // of one product after another
   Offsets at_;
   int64_t bytes_ = 0;
 };

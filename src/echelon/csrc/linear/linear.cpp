@@ -211,10 +211,11 @@ void Pass::multiply(int64_t first, int64_t last, const void* packed_x, float* su
                       k % family.depth_block * family.x_entry;
       for (int64_t t = start; t < end; ++t) {
         const char* w = data + t * whole_tile + tile_offset(k, weight);
-        // The block that comes next: the next tile's at this depth, or the first tile's further down, or the next group's first.
+        // The block that comes next: the next tile's at this depth, or the first tile's further down, or the next group's first, which this
+        // worker is likely to take too.
         const char* next = t + 1 < end        ? w + whole_tile
                            : k + count < padded ? data + start * whole_tile + tile_offset(k + count, weight)
-                                                : data + std::min(end, last - 1) * whole_tile;
+                                                : data + std::min(end, tiles(weight.columns) - 1) * whole_tile;
         for (int64_t b = 0; b < blocks; ++b) {
           const auto [unit, num_units] = block(b, blocks);
           const char* rows_x = x + unit * family.unit * row_bytes();

@@ -21,7 +21,8 @@
 
 namespace echelon::linear {
 
-constexpr int64_t tile = 32;  // columns of y that are worked on together
+constexpr int64_t tile = 32;           // columns of y that are worked on together
+constexpr int64_t tiles_at_once = 4;  // that a worker takes
 
 // A weight of integers is q − z times a scale, with q of 8 or 4 bits and without a sign.
 struct Integers {
