@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks import adapting, adaptive, prefixes
 from benchmarks.cells import Record, Records
 from benchmarks.document_parts import (
     PUBLISHED,
@@ -73,9 +74,21 @@ def write_document(folder: Path, expected: SequenceOf[str], settings: dict[str, 
         *peers_part(runs),
         *families_part(evidence / "families"),
         *quantised_part(evidence / "quantised"),
+        *measured_part("## Adaptive lengths: `python -m benchmarks.adaptive`", evidence / "adaptive", adaptive.as_markdown),
+        *measured_part("## What deciding costs: `python -m benchmarks.adapting`", evidence / "adapting", adapting.as_markdown),
+        *measured_part("## Prefixes that are kept: `python -m benchmarks.prefixes`", evidence / "prefixes", prefixes.as_markdown),
         *gpu_part(evidence / "gpu_check.json"),
     ]
     return write_text(folder / "benchmarks.md", "\n\n".join(p for p in parts if p) + "\n", "--output")
+
+
+def measured_part(title: str, folder: Path, as_markdown: Callable[[dict[str, Record]], str]) -> list[str]:
+    """A table for every machine and commit that the folder has records of."""
+    groups: dict[str, dict[str, Record]] = {}
+    for name, record in Records(folder).read().items():
+        if "failed" not in record:
+            groups.setdefault(described(record["environment"]), {})[name] = record
+    return [title, *(part for where, own in groups.items() for part in (f"On {where}.", as_markdown(own)))] if groups else []
 
 
 def missing(cells: Cells, expected: SequenceOf[str]) -> list[str]:
