@@ -29,7 +29,7 @@ DRAFTERS: dict[str, dict[str, Any] | None] = {
     **dict.fromkeys(heads.KINDS, CHAIN),
     **{f"{kind}_tree": TREE for kind in heads.KINDS if kind != "independent"},
 }
-NUM_HISTORIES = 400 if toys.PROVE else 2  # of 6 rounds, for each drafter and temperature
+NUM_HISTORIES = 455 if toys.PROVE else 2  # of 6 rounds, for each drafter and temperature: 10,010 in all
 NUM_CONVERSATIONS = 10_000 if toys.PROVE else 80  # for each drafter
 NUM_ROUNDS, BLOCK = 6, 8
 
