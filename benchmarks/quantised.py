@@ -4,6 +4,8 @@ speed    by family: steps of plain decoding at batch 1 and 8, and of 64 tokens, 
          and int4 by turns, and bytes; the model has random weights in the shape llama-1.1b
 limits   by family: steps of 1 to 512 tokens beside their limits, as of `echelon bench step`
 quality  held-out loss and greedy agreement with bfloat16, of the embedded model and of the same grown to 1.1 billion parameters
+rounding of the embedded model in 4 bits: the same with activations that are not rounded, as GPTQ, AWQ and pack-quantized define them
+texts    of the embedded model by every family: how many rows have the text of AVX2, and whether each that has not differs by a tie
 """
 
 from __future__ import annotations
@@ -13,11 +15,16 @@ import copy
 import json
 import math
 import sys
+import tempfile
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict
 from functools import partial
 from itertools import product
 from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from benchmarks.cells import Cell, Record, Records, asked_of, run_asked, said
 from benchmarks.families import AT_512, BESIDE, LIBRARIES, NEAR, SHAPE, in_family
@@ -27,13 +34,17 @@ from echelon.bench.inflate import inflate, plan_growth
 from echelon.bench.report import described, table
 from echelon.bench.shapes import random_model
 from echelon.bench.step import StepRounds
+from echelon.bench.verify import Judge, first_difference
+from echelon.config import Quantization
 from echelon.demo import TARGET
-from echelon.model.load.loading import LoadedModel, adopt_model, load_plain
+from echelon.model.load.loading import LoadedModel, adopt_model, load_model, load_plain
+from echelon.model.load.publishing import publish
 from echelon.model.patches.linear import packed_weights, weight_bytes
 from echelon.ops import compiled
 
 KINDS = (None, "int8", "int4")
 WIDTHS, CONTEXT, ROUNDS = (1, 8, 64), 256, 7
+REFERENCE = "avx2"  # the family whose texts the others are beside
 ALL_WIDTHS = (1, 4, 8, 16, 32, 64, 512)
 GROWN, PARAMETERS = "grown", 1_100_000_000
 GOALS = {  # over bfloat16 at batch 1, 8 and 64; families without products of bytes have their own
@@ -104,6 +115,63 @@ def quality(size: str, num_texts: int, num_tokens: int) -> Record:
     }
 
 
+def rounding(num_texts: int, num_tokens: int) -> Record:
+    """Loss and agreement of weights in 4 bits under activations of 8 bits and under numbers, beside the weights in bfloat16."""
+    plain, tokenizer = load_plain(str(TARGET))
+    models = {"bfloat16": adopt_model(plain, tokenizer, "bfloat16")}
+    with tempfile.TemporaryDirectory() as folder:
+        publish(str(TARGET), Path(folder) / "integers", "int4")
+        models["int4, activations of 8 bits"] = load_model(Path(folder) / "integers")
+        theirs = AutoModelForCausalLM.from_pretrained(Path(folder) / "integers", dtype=torch.bfloat16)
+    with torch.inference_mode():
+        theirs(torch.tensor([[1]]))  # unpacks the weights
+    meant = {f"{name}.weight": module.weight.detach() for name, module in theirs.named_modules() if isinstance(module, nn.Linear)}
+    numbers, _ = load_plain(str(TARGET))
+    numbers.load_state_dict(meant, strict=False)
+    models["int4, activations in bfloat16"] = adopt_model(numbers, tokenizer, "numbers")
+    texts = source(models["bfloat16"], num_texts, num_tokens, is_ragged=False)
+    found = {}
+    for name, loaded in models.items():
+        with LLM(loaded, max_num_seqs=4, max_model_len=num_tokens + 1) as llm:
+            found[name] = _read(llm, texts)
+    *_, rounded, unrounded = (told for _, told in found.values())
+    return {
+        "loss": {name: loss for name, (loss, _) in found.items()},
+        "agreement": sum(a == b for a, b in zip(rounded, unrounded, strict=True)) / len(rounded),
+    }
+
+
+def texts(num_texts: int, num_tokens: int) -> Record:
+    """By weights and family: rows with the greedy text of AVX2, and differences that are no tie by the rule of `echelon verify`."""
+    best, results = compiled.isa(), {}
+    families = sorted(compiled.offered_isas(), key=lambda name: name != REFERENCE)
+    kinds: tuple[Quantization, ...] = ("int8", "int4")
+    try:
+        for kind in kinds:
+            truth: list[list[int]] = []
+            for family in families:
+                compiled.set_isa(family)
+                loaded = load_model(TARGET, quantization=kind)
+                prompts = [list(text) for text in source(loaded, num_texts, 32, is_ragged=False)]
+                with LLM(loaded, max_num_seqs=8) as llm:
+                    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=num_tokens))
+                told = [o.outputs[0].token_ids for o in outputs]
+                truth = truth or told
+                with LLM(load_model(TARGET, dtype="float32", quantization=kind)) as exact, LLM(loaded) as alone:
+                    judge = Judge(exact, alone, in_integers=True)
+                    parts = [(row, first_difference(told[row], truth[row])) for row in range(num_texts)]
+                    found = [judge.compare(r, prompts[r], told[r], truth[r], place) for r, place in parts if place is not None]
+                results[f"{kind}, {family}"] = {
+                    "rows": num_texts,
+                    "equal": num_texts - len(found),
+                    "faults": sum(not m.is_tie for m in found),
+                }
+                said(f"{kind}, {family}")
+    finally:
+        compiled.set_isa(best)
+    return {"results": results, "num_tokens": num_tokens}
+
+
 def _read(llm: LLM, texts: SequenceOf[SequenceOf[int]]) -> tuple[float, list[int]]:
     """Mean loss of a token, and the likeliest token at every place."""
     losses, likeliest = [], []
@@ -168,6 +236,12 @@ def quantised_part(folder: Path) -> list[str]:
             parts.append(f"Bytes over those of bfloat16: {'; '.join(shares)}.")
         elif kind == "limits":
             parts.append(table(["weights, tokens", "ms", "reading", "arithmetic", "times the larger", "goal", "met"], limit_lines(record)))
+        elif kind == "rounding":
+            parts.append(table(["weights", "loss"], [(name, f"{loss:.4f}") for name, loss in record["loss"].items()]))
+            parts.append(f"Of the likeliest tokens of the two in 4 bits {record['agreement']:.1%} are the same.")
+        elif kind == "texts":
+            lines = [(name, f"{r['equal']} of {r['rows']}", str(r["faults"])) for name, r in record["results"].items()]
+            parts.append(table(["weights, family", f"rows with the text of {REFERENCE}", "differences that are no tie"], lines))
         else:
             parts.append(table(["weights", "KV cache", "loss", "over bfloat16", "agreement", "met"], quality_lines(record)))
     return [TITLE, ABOUT, *parts] if parts else []
@@ -187,6 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     families = [f for f in compiled.offered_isas() if f in LIBRARIES]
     cells = [Cell("quality_embedded", partial(quality, "embedded", 24, 512)), Cell("quality_grown", partial(quality, GROWN, 6, 256))]
+    cells += [Cell("rounding_embedded", partial(rounding, 24, 512)), Cell("texts_embedded", partial(texts, 96, 64))]
     cells += [Cell(f"speed_{f}", partial(measured, "speed", f)) for f in families]
     cells += [Cell(f"limits_{f}", partial(limits, f)) for f in families]
     _, failed = run_asked(asked, cells)

@@ -50,3 +50,23 @@ def test_limits_name_what_is_met() -> None:
     result = {"tokens": 8, "milliseconds": 12.0, "reading": 10.0, "arithmetic": 1.0}
     lines = quantised.limit_lines({"results": {"int8": [result, result | {"tokens": 512, "arithmetic": 9.0}]}})
     assert [line[4:] for line in lines] == [("1.20", "≤ 1.25", "yes"), ("1.20", "≤ 1.15", "**no**")]
+
+
+def test_rounding_of_activations_is_told_apart_from_that_of_weights(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    record = quantised.rounding(2, 48)
+    assert len(set(record["loss"].values())) == 3 and 0.8 < record["agreement"] <= 1.0
+    Records(tmp_path).write("rounding_embedded", record | {"environment": environment()})
+    assert f"{record['agreement']:.1%} are the same" in "\n".join(quantised.quantised_part(tmp_path))
+
+
+def test_texts_of_every_family_are_beside_those_of_one(tmp_path: Path) -> None:
+    record = quantised.texts(3, 8)
+    families = compiled.offered_isas()
+    assert set(record["results"]) == {f"{kind}, {family}" for kind in ("int8", "int4") for family in families}
+    assert all(r["faults"] == 0 for r in record["results"].values())
+    assert compiled.isa() == families[-1], "the family is put back"
+    for kind in ("int8", "int4"):
+        assert record["results"][f"{kind}, {quantised.REFERENCE}"]["equal"] == 3
+    Records(tmp_path).write("texts_embedded", record | {"environment": environment()})
+    assert f"rows with the text of {quantised.REFERENCE}" in "\n".join(quantised.quantised_part(tmp_path))
