@@ -17,7 +17,7 @@ from echelon.sequence import Plan, PlannedRow, Sequence
 from echelon.step_costs import PieceSizes, StepCosts
 
 LONGEST_PATH = 64  # drafted tokens, whatever drafts
-PROMPT_LOGITS = 128  # prompt tokens a step of a row whose prompt logprobs are wanted: bounds the logits held at once
+PROMPT_LOGITS = 64  # prompt tokens a step, of all rows whose prompt logprobs are wanted: bounds the logits held at once
 
 
 # (running rows, how many tokens of a row are cached) → those that take part in a step, at least one
@@ -73,6 +73,7 @@ class Scheduler:
         self._is_open = True  # may rows enter?
         self._is_watched = False  # must the host see the next step's logits?
         self._is_short = False  # does nothing draft in this step, for lack of blocks?
+        self._num_logits_left = 0  # prompt tokens of this step that may still have logits
 
     @property
     def has_work(self) -> bool:
@@ -113,7 +114,7 @@ class Scheduler:
         from its logits and noise; while a step is `in_flight`, slots are reserved for the most that it may add. A plan without rows says
         then that the step in flight has to be settled first.
         """
-        self._is_open, self._is_short = self._is_open or not self.running, False
+        self._is_open, self._is_short, self._num_logits_left = self._is_open or not self.running, False, PROMPT_LOGITS
         if self._selector is not None:
             return self._selected_step(self._selector)
         plan, pending = Plan([]), in_flight.pending if in_flight else {}
@@ -307,7 +308,10 @@ class Scheduler:
             limits = self._draft_limits(sequence, num_pending=1)
             return PlannedRow(sequence, start, len(sequence) - start, *limits, False, (1, row.max_draft_tokens + 1), index)
         wants_logprobs = sequence.lacks_prompt_logprobs
-        num_new = min(len(sequence) - start, budget, PROMPT_LOGITS if wants_logprobs else budget)
+        num_new = min(len(sequence) - start, budget)
+        if wants_logprobs:
+            num_new = min(num_new, max(1, self._num_logits_left))
+            self._num_logits_left -= num_new
         reaches_end = start + num_new == len(sequence)
         return PlannedRow(sequence, start, num_new, *(self._draft_limits(sequence) if reaches_end else (0, 0)), wants_logprobs)
 

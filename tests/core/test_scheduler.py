@@ -14,7 +14,7 @@ from echelon import LLM, RequestError, SamplingParams
 from echelon.draft import RowVerdict, Verdict
 from echelon.kv.blocks import BlockTables
 from echelon.sampling import Sampler
-from echelon.scheduler import Scheduler
+from echelon.scheduler import PROMPT_LOGITS, Scheduler
 from echelon.sequence import Plan, Sequence
 
 MAX_LEN = 60
@@ -245,3 +245,19 @@ def test_no_room_is_refused_at_the_door() -> None:
         llm.generate([[1] * llm.max_len])
     with pytest.raises(RequestError, match="max_tokens"):
         SamplingParams(max_tokens=0)
+
+
+def test_rows_share_the_logits_of_prompts() -> None:
+    """Five prompts whose log-probabilities are wanted: in no step more logits of them than one alone may have, and one a row besides."""
+    scheduler, params = Scheduler([BlockTables(500, 4, 100)], 5, 2048, 0), SamplingParams(max_tokens=2, prompt_logprobs=0)
+    for i in range(5):
+        scheduler.add(Sequence(i, list(range(200)), 200, Sampler(params, 0), frozenset(), 300))
+    most = 0
+    while scheduler.has_work:
+        plan = scheduler.next_step()
+        most = max(most, sum(row.num_prompt_logits for row in plan.rows))
+        for row in plan.rows:
+            scheduler._tables[0].commit(row.sequence.id, row.start + row.num_new)
+        verdict = [RowVerdict(0, [], [], 1 if row.is_sampled else -1, [], [{}] * row.num_prompt_logits) for row in plan.rows]
+        scheduler.settle(plan.rows, verdict)
+    assert PROMPT_LOGITS <= most <= PROMPT_LOGITS + 5

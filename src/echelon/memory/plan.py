@@ -17,6 +17,7 @@ from echelon.drafters.heads import MOST_UNREAD, AttachedHead
 from echelon.memory.footprint import Footprint
 from echelon.memory.pool import PoolPlan, block_bytes, num_blocks_for
 from echelon.methods import METHODS
+from echelon.scheduler import PROMPT_LOGITS
 
 GROWTH = 64 * 2**20  # bytes of code and of small objects that a process takes up between its imports and its first answers
 DEVICE_RUNTIME = 768 * 2**20  # a CUDA context with compiled kernels
@@ -118,6 +119,7 @@ def plan_memory(config: EngineConfig, spec: SpeculativeConfig | None, residents:
         "nodes in flight": (of_rows - of_texts) * size * per_token,
         "boundary states": of_rows * boundary,
         "logits and sampling": logit_bytes(config, spec, residents),
+        "logits of prompts": prompt_logit_bytes(target),
         "activations": activation_bytes(config, spec, residents, max_len),
     }
     while_read = max(target.loading, draft.weights + draft.loading if draft else 0)
@@ -135,7 +137,8 @@ def bytes_kept(config: EngineConfig, residents: Residents) -> tuple[int, int]:
 
 def working_bytes(config: EngineConfig, spec: SpeculativeConfig | None, residents: Residents, max_len: int) -> int:
     """What the largest step holds beside weights, keys and values."""
-    return logit_bytes(config, spec, residents) + activation_bytes(config, spec, residents, max_len)
+    logits = logit_bytes(config, spec, residents) + prompt_logit_bytes(residents.target)
+    return logits + activation_bytes(config, spec, residents, max_len)
 
 
 def logit_bytes(config: EngineConfig, spec: SpeculativeConfig | None, residents: Residents) -> int:
@@ -149,6 +152,11 @@ def logit_bytes(config: EngineConfig, spec: SpeculativeConfig | None, residents:
     if spec is not None and spec.acceptance == "rejection":
         probabilities = rows * nodes * 8
     return (places * FLOAT + probabilities) * residents.target.vocab_size
+
+
+def prompt_logit_bytes(target: Footprint) -> int:
+    """Logits of a step's prompt tokens, which requests that want `prompt_logprobs` have."""
+    return PROMPT_LOGITS * FLOAT * target.vocab_size
 
 
 def activation_bytes(config: EngineConfig, spec: SpeculativeConfig | None, residents: Residents, max_len: int) -> int:
