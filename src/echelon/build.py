@@ -10,10 +10,11 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from echelon.acceptance import Exact, Rejection, Rule, Typical
-from echelon.adaptive.controller import BatchController, Controller, RowController
+from echelon.adaptive.controller import BatchController, Controller
 from echelon.adaptive.cost_files import CostRecord, kept_costs, machine_key, read_costs, shapes_of
 from echelon.adaptive.cost_table import CostTable
 from echelon.adaptive.measure import TOKENS, measured_drafting, measured_steps, pool_of, reach_of
+from echelon.adaptive.row_controller import RowController
 from echelon.baselines.strategies import STRATEGIES
 from echelon.config import OWN_COPY, EngineConfig, SpeculativeConfig, check_together
 from echelon.drafters.base import Drafter, LevelDrafter, NoDrafter

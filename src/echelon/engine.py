@@ -201,9 +201,10 @@ class Engine:
     def _learn(self, record: StepRecord, finished: SequenceOf[Sequence]) -> None:
         """Let the controller learn from a step, also of rows that have ended with it."""
         if self.controller is not None:
-            self.controller.observe(record)
-            for sequence in finished:
-                self.controller.forget(sequence.id)
+            with self.timer("schedule", is_overlapped=True):  # of the next step, since this one's record is made
+                self.controller.observe(record)
+                for sequence in finished:
+                    self.controller.forget(sequence.id)
 
     def _forget(self, sequence: Sequence) -> None:
         """A sequence has left."""

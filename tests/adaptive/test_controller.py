@@ -9,9 +9,10 @@ import pytest
 import toys
 
 from echelon import LLM
-from echelon.adaptive.controller import PROBE, BatchController, RowController
+from echelon.adaptive.controller import HELD, PROBE, SETTLED, BatchController
 from echelon.adaptive.cost_table import Correction, CostCurve, CostTable, TablePieces
 from echelon.adaptive.hindsight import LONGEST, Hindsight
+from echelon.adaptive.row_controller import RowController
 from echelon.draft import Draft, RowVerdict
 from echelon.sampling import Sampler, SamplingParams
 from echelon.sequence import PlannedRow, Sequence
@@ -131,6 +132,46 @@ def test_only_what_was_verified_is_learned_from() -> None:
     planned = controller.planned(rows(1))
     step(controller, planned, 1)
     assert controller.survival._tried[:, :].sum() == 2.0  # the one that was kept, and the one after it
+
+
+def test_a_decision_holds_for_some_steps_while_the_rows_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller, decided = BatchController(FREE, corrects=False), []
+    monkeypatch.setattr(controller, "_lengths", lambda *a: decided.append(1) or BatchController._lengths(controller, *a))
+    for _ in range(SETTLED + 3 * HELD):
+        step(controller, controller.planned(rows(2)), 4)
+    assert len(decided) == SETTLED + 3
+    others = rows(2)
+    others[1].sequence.id = 5
+    step(controller, controller.planned(others), 4)
+    step(controller, controller.planned(rows(1)), 4)
+    assert len(decided) == SETTLED + 5, "other rows, another decision"
+
+
+def test_what_several_steps_teach_is_learned_together() -> None:
+    """As many tokens as were verified, and nothing of a row stays behind that has ended before they were counted."""
+    controller = BatchController(FREE, corrects=False)
+    for _ in range(SETTLED + 2):
+        step(controller, controller.planned(rows(2)), 4)
+    before = controller.survival._tried.sum()
+    step(controller, controller.planned(rows(2)), 4)
+    assert controller.survival._tried.sum() == before, "noted only"
+    controller.forget(0)
+    assert controller.survival._tried.sum() > before + 5
+    step(controller, controller.planned(rows(2)), 4)
+    for row in (0, 1):
+        controller.forget(row)
+    assert not controller.survival._rows and not controller._unlearned
+
+
+def test_deciding_is_a_cost_of_drafts() -> None:
+    """A step of half a millisecond, in which deciding takes as long as anybody's does: what little drafts would gain is not worth it."""
+    costs = CostTable(step=CostCurve(tokens=(1, 2, 8), milliseconds=(0.5, 0.6, 1.2)))
+    counted, uncounted = BatchController(costs), BatchController(costs, corrects=False)
+    for controller in (counted, uncounted):
+        step(controller, controller.planned(rows(1)), 4)
+    assert counted._own.of_drafts > 0.0 == uncounted._costs._deciding
+    counted._own.of_drafts = 10.0
+    assert counted.planned(rows(1))[0].max_draft_depth == 0 < uncounted.planned(rows(1))[0].max_draft_depth
 
 
 def test_a_row_of_its_own_past_knows_no_neighbour() -> None:

@@ -20,8 +20,8 @@ import torch
 import toys
 
 from echelon import LLM, SamplingParams
-from echelon.adaptive.controller import RowController
 from echelon.adaptive.cost_table import CostCurve, CostTable
+from echelon.adaptive.row_controller import RowController
 from echelon.draft import Draft
 from echelon.model.load.loading import LoadedModel
 from echelon.sequence import PlannedRow

@@ -1,18 +1,19 @@
 """Decides in every step for which rows how much is drafted, and which drafted tokens of all rows are verified.
 
 With exact acceptance no text depends on any of it, and all rows share one price: `BatchController` makes tokens a millisecond as many as it
-can, from chances that are learned (`survival`) and costs that are measured (`cost_table`). Under the other rules a text depends on how much
-was drafted, and a row's own past alone decides (`RowController`), so that no neighbour changes its text, and nothing that was drawn decides
-whether it is verified, so that the distribution stays.
+can, from chances that are learned (`survival`) and costs that are measured (`cost_table`), its own time among them. Under the other rules
+each row decides for itself (`row_controller`).
 
-Where nothing pays the step is a plain one; now and then a row drafts all the same, to notice when it would pay again.
+Where nothing pays the step is a plain one; now and then a row drafts all the same, to notice when it would pay again. Once chances are
+known and while the rows stay, one decision is made for several steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,11 +29,11 @@ from echelon.step_costs import PieceSizes
 PROBE = 64  # plain steps after which one row drafts a token
 KNOWN = 4  # steps with drafts after which chances are believed; before,
 CAUTION = 1.25  # times a plain step is as long as a step may be, while each row has a token at least
-REST = 4  # of plain steps with as many rows every fourth is decided
+SETTLED = 16  # steps with drafts, or
+IDLE = 4  # plain ones in a row, after which
+HELD = 4  # steps with the same rows go by one decision
 NEWEST = 0.1  # of the newest step in the mean of what drafting takes over what the table says
 MOST_EXCESS = 4.0  # times what the table says, and no more, is believed of one step's drafting
-OWN_PRIOR, OWN_HOPE = 4.0, 0.8  # a row's chances before anything of it was verified, and counts that these weigh
-OWN_HALF_LIFE = 64.0  # steps until a row's count is worth half
 
 
 class Controller(Protocol):
@@ -80,6 +81,37 @@ class _Shape:
         return cls(num_tokens, num_tokens - len(sampled), sum(r.start + r.num_new for r in rows), len(sampled), drawn)
 
 
+class _Tried(NamedTuple):
+    """Drafted tokens that were verified, their parents kept: rows and depths int64[N], scores float64[N], bool[N]: were they right?"""
+
+    rows: Int64
+    depths: Int64
+    scores: Float64 | None
+    was_right: Bool
+
+
+class _OwnTime:
+    """Milliseconds of deciding and learning, taken inside `with`: a step with drafts costs `of_drafts` more than its tokens do."""
+
+    def __init__(self) -> None:
+        self.of_drafts = self._ms = self._start = 0.0
+
+    def __enter__(self) -> None:
+        self._start = perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self._ms += 1e3 * (perf_counter() - self._start)
+
+    def take(self) -> float:
+        """Those since the last call."""
+        taken, self._ms = self._ms, 0.0
+        return taken
+
+    def observe(self, of_drafts: float) -> None:
+        """Learn from a step with drafts."""
+        self.of_drafts += (NEWEST if self.of_drafts else 1.0) * (of_drafts - self.of_drafts)
+
+
 class BatchController:
     """One price for the drafted tokens of all rows, tokens a millisecond; for exact acceptance.
 
@@ -92,42 +124,62 @@ class BatchController:
         self._corrects = corrects
         self._drafting = 1.0  # milliseconds that drafting takes over what the table says
         self._has_drafted = False  # did the step before? After plain ones a drafter has to catch up, which is no cost of a level
+        self._own = _OwnTime()
         self._probed = -1  # the row that drafts only to be noticed
         self._num_levels = 0  # of drafting so far in this step
         self._num_learned = 0  # steps that something was learned from
         self._num_idle = 0  # plain steps in a row
-        self._is_resting = False  # is this step as plain as the one before, without another thought?
+        self._num_held = 0  # further steps that go by the last decision, if the rows stay,
+        self._num_passed = 0  # and those that have gone by it
+        self._may_draft: list[bool] = []  # of each row, by that decision
+        self._is_resting = False  # is this a plain step by an earlier decision? Nothing is learned from it
+        self._unlearned: list[_Tried] = []  # what was verified since the last decision
         self._rows: SequenceOf[PlannedRow] = ()
         self._odds: Float64 = np.ones(0)  # [B] of these rows, as `Survival.odds`
-        self._costs = _StepCosts(_Shape(), table, self.correction, self._drafting)
+        self._costs = _StepCosts(_Shape(), table, self.correction, self._drafting, 0.0)
         self._step = Underway(0.0)
         self._draft: Draft | None = None  # what is verified in this step
 
     def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
-        is_as_before = len(rows) == len(self._rows) and all(row.num_new == 1 for row in rows)
-        self._is_resting = is_as_before and self._num_idle > REST and self._num_idle % REST > 0
-        if self._is_resting:
-            self._num_idle += 1
-            self._rows = found = [row.drafting(0, 0) for row in rows]
-            return found
-        shape, found, self._probed, self._num_levels = _Shape.of(rows), list(rows), -1, 0
-        self._costs, self._draft = _StepCosts(shape, self.table, self.correction, self._drafting), None
+        with self._own:
+            return self._planned(rows)
+
+    def _planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
+        self._probed, self._num_levels, self._draft, self._is_resting = -1, 0, None, False
+        if self._num_held and _are_same(rows, self._rows):
+            self._num_held, self._num_passed = self._num_held - 1, self._num_passed + 1
+            found = [row if may else row.drafting(0, 0) for row, may in zip(rows, self._may_draft, strict=True)]
+            self._step, self._is_resting = Underway(float(self._costs.shape.num_sampled)), not any(self._may_draft)
+            self._num_idle += self._is_resting
+        else:
+            found = self._decided(rows)
+        self._rows = found
+        return found
+
+    def _decided(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
+        """The rows by a decision of this step, and for how many more it holds."""
+        self._digest()
+        shape, found, num_steps = _Shape.of(rows), list(rows), 1 + self._num_passed
+        self._num_held = self._num_passed = 0
+        self._costs = _StepCosts(shape, self.table, self.correction, self._drafting, self._own.of_drafts if self._corrects else 0.0)
         self._step, self._odds = Underway(float(shape.num_sampled)), self.survival.odds([row.sequence.id for row in rows])
         limits = np.array([row.max_draft_depth for row in rows], np.int64)
-        if limits.any():
-            if self._num_learned < KNOWN:
-                found = self._cautious(rows, limits)
-                limits = np.array([row.max_draft_depth for row in found], np.int64)
-            lengths = self._lengths(self._odds, limits)
-            plain = np.flatnonzero((lengths == 0) & (limits > 0)).tolist()
-            for i in plain:
-                found[i] = found[i].drafting(0, 0)
-            num_steps = REST if self._num_idle > REST else 1
-            self.survival.passed_over([rows[i].sequence.id for i in plain], num_steps)
-            if not lengths.any():
-                self.survival.rest(num_steps)
-            self._probe(found, rows, limits, is_plain=not lengths.any())
-        self._rows = found
+        if not limits.any():
+            return found
+        if self._num_learned < KNOWN:
+            found = self._cautious(rows, limits)
+            limits = np.array([row.max_draft_depth for row in found], np.int64)
+        lengths = self._lengths(self._odds, limits)
+        self._may_draft, is_plain = (lengths > 0).tolist(), not lengths.any()
+        for i, may in enumerate(self._may_draft):
+            if not may:
+                found[i] = rows[i].drafting(0, 0)
+        self._probe(found, rows, limits, is_plain)
+        if self._probed < 0 and (self._num_idle > IDLE if is_plain else self._num_learned >= SETTLED):
+            self._num_held = HELD - 1
+        self.survival.passed_over([rows[i].sequence.id for i in np.flatnonzero((lengths == 0) & (limits > 0)).tolist()], num_steps)
+        if is_plain:
+            self.survival.rest(num_steps)
         return found
 
     def _cautious(self, rows: SequenceOf[PlannedRow], limits: Int64) -> list[PlannedRow]:
@@ -170,6 +222,10 @@ class BatchController:
     def chosen(self, rows: SequenceOf[PlannedRow], draft: Draft) -> Draft:  # noqa: ARG002
         if not len(draft.tokens):
             return draft
+        with self._own:
+            return self._chosen(draft)
+
+    def _chosen(self, draft: Draft) -> Draft:
         depths, scores = draft.depths, draft.scores
         chances = self.survival.chances(self._odds[draft.rows], depths, scores)
         survival = survivals(_parents(draft), depths, chances) if draft.has_branches else _along(draft, chances)
@@ -187,23 +243,31 @@ class BatchController:
         return self._draft
 
     def observe(self, record: StepRecord) -> None:
-        if self._is_resting:
-            return
+        deciding = self._own.take()
+        if not self._is_resting:
+            with self._own:
+                self._observe(record, deciding)
+
+    def _observe(self, record: StepRecord, deciding: float) -> None:
         draft, self._draft = self._draft, None
         if draft is not None and len(draft.tokens):
             self._learn(draft, record)
+        if not self._num_held:
+            self._digest()
         if record.rows and not any(row.num_new > 1 for row in record.rows):
-            self._measure(record, 0 if draft is None else len(draft.tokens))
+            self._measure(record, 0 if draft is None else len(draft.tokens), deciding)
 
-    def _measure(self, record: StepRecord, num_drafted: int) -> None:
-        """Compare what a step took with what was said of it."""
+    def _measure(self, record: StepRecord, num_drafted: int, deciding: float) -> None:
+        """Compare what a step took with what was said of it; `deciding`: milliseconds of it that were this object's own."""
         costs, spent, lengths = self._costs, self._step.spent_ms, np.arange(LONGEST + 1)
         num_rows, drafting = costs.shape.num_sampled, record.seconds["draft"] * 1e3
-        measured = sum(record.seconds.values()) * 1e3 - drafting
+        measured = sum(record.seconds.values()) * 1e3 - drafting - deciding
+        if num_drafted:
+            self._own.observe(deciding + (drafting if self.table.drafting is None else 0.0))
         step_ms, level_ms = costs.upto(0, num_rows, max(LONGEST, -(-num_drafted // max(num_rows, 1))))
         accepted = np.array([len(kept.path) for kept in record.verdict if kept.next_token >= 0], np.int64)
         fixed_ms = step_ms[num_rows * lengths] + level_ms[num_rows] * lengths
-        self.hindsight.observe(spent + float(step_ms[num_drafted]), drafting + measured, accepted, fixed_ms)
+        self.hindsight.observe(spent + float(step_ms[num_drafted]), deciding + drafting + measured, accepted, fixed_ms)
         if self._corrects:
             plain, whole = costs.said(0), costs.said(num_drafted)
             self.correction.observe(plain, whole - plain, measured)
@@ -213,6 +277,7 @@ class BatchController:
         self._has_drafted = spent > 0.0
 
     def forget(self, row: int) -> None:
+        self._digest()
         self.survival.forget(row)
 
     def as_metrics(self) -> dict[str, Any]:
@@ -220,7 +285,7 @@ class BatchController:
         return self.hindsight.as_metrics() | {"cost_factors": factors}
 
     def _learn(self, draft: Draft, record: StepRecord) -> None:
-        """Learn from the rows that emitted: their drafted tokens whose parents were kept."""
+        """Note what there is to learn from the rows that emitted: their drafted tokens whose parents were kept."""
         place = {row.sequence.id: i for i, row in enumerate(self._rows)}
         verdict = {place[row.sequence.id]: kept for row, kept in zip(record.rows, record.verdict, strict=True) if kept.next_token >= 0}
         is_kept, is_known = np.zeros(len(draft.tokens), np.bool_), np.zeros(draft.num_rows, np.bool_)
@@ -233,15 +298,23 @@ class BatchController:
             ids = np.array([row.sequence.id for row in self._rows])[draft.rows[reached]]
             scores = None if draft.scores is None else draft.scores[reached]
             self._num_learned += 1
-            self.survival.observe(ids, draft.depths[reached], scores, is_kept[reached])
+            self._unlearned.append(_Tried(ids, draft.depths[reached], scores, is_kept[reached]))
+
+    def _digest(self) -> None:
+        """Learn from what was noted."""
+        noted, self._unlearned = self._unlearned, []
+        if noted:
+            rows, depths, was_right = (np.concatenate(part) for part in zip(*((t.rows, t.depths, t.was_right) for t in noted), strict=True))
+            scores = [t.scores for t in noted if t.scores is not None]
+            self.survival.observe(rows, depths, np.concatenate(scores) if scores else None, was_right, len(noted))
 
 
 class _StepCosts:
     """What a step of this shape costs, by drafted tokens in it, as corrected now; worked out as far as it is asked for."""
 
-    def __init__(self, shape: _Shape, table: CostTable, correction: Correction, drafting: float) -> None:
+    def __init__(self, shape: _Shape, table: CostTable, correction: Correction, drafting: float, deciding: float) -> None:
         self.shape = shape
-        self._table, self._correction, self._drafting = table, correction, drafting
+        self._table, self._correction, self._drafting, self._deciding = table, correction, drafting, deciding
         self._said = self._step_ms = self._level_ms = np.zeros(0)
 
     def upto(self, num_drafted: int, num_paths: int, depth: int) -> tuple[Float64, Float64]:
@@ -257,6 +330,7 @@ class _StepCosts:
             without = table.step_ms(np.array([max(shape.num_sampled, 1)]), shape.num_keys, np.array([shape.num_drawn]))
             reading = float(self._said[0] - without[0]) if shape.num_read else 0.0
             self._step_ms = self._correction.predicted(float(self._said[0]), self._said) - self._correction.plain * reading
+            self._step_ms[1:] += self._deciding
             self._level_ms = self._drafting * table.level_ms(drafted)
         return self._step_ms, self._level_ms
 
@@ -265,77 +339,11 @@ class _StepCosts:
         return float(self._said[num_drafted])
 
 
-@dataclass
-class _OwnPast:
-    """Fading counts of what became of a row's drafts, float64[D] by place, and its plain steps in a row."""
-
-    right: Float64
-    tried: Float64
-    num_idle: int = 0
-    drafted: int = field(default=0)  # the longest path drafted for it in this step
-
-    def chances(self) -> Float64:
-        """float64[D]: of a token at each place, if those before it are kept."""
-        return np.asarray((self.right + OWN_PRIOR * OWN_HOPE) / (self.tried + OWN_PRIOR))
-
-    def count(self, num_kept: int) -> None:
-        """Of the path that was drafted so many tokens were kept."""
-        fade = 0.5 ** (1.0 / OWN_HALF_LIFE)
-        self.right, self.tried = self.right * fade, self.tried * fade
-        self.right[:num_kept] += 1.0
-        self.tried[: min(num_kept + 1, self.drafted)] += 1.0
-
-
-class RowController:
-    """Each row's draft by its own past and by what a step of it alone would cost as the table says; for rules under which that matters.
-
-    `most_depth`: most tokens on a path; `nodes_per_level`: drafted tokens of a tree by its depth, 1 for chains.
-    """
-
-    def __init__(self, table: CostTable, most_depth: int, nodes_per_level: float = 1.0) -> None:
-        self.table, lengths = table, np.arange(most_depth + 1)
-        self.piece_sizes: PieceSizes = TablePieces(table, Correction())
-        tokens = 1 + np.ceil(lengths * nodes_per_level).astype(np.int64)
-        self._ms = table.step_ms(tokens, 0, np.zeros(1)) + np.cumsum(np.where(lengths > 0, table.level_ms(np.ones(1, np.int64)), 0.0))
-        self._rows: dict[int, _OwnPast] = {}
-        self._most_depth, self._drafts_chains = most_depth, nodes_per_level == 1.0
-
-    def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
-        return [row if row.max_draft_depth == 0 else self._planned(row) for row in rows]
-
-    def _planned(self, row: PlannedRow) -> PlannedRow:
-        zeros = np.zeros(self._most_depth)
-        past = self._rows.setdefault(row.sequence.id, _OwnPast(zeros, zeros))
-        emitted = 1.0 + np.concatenate([[0.0], np.cumsum(np.cumprod(past.chances()))])
-        length = min(int(np.argmax(emitted / self._ms)), row.max_draft_depth)
-        past.num_idle = 0 if length else past.num_idle + 1
-        if past.num_idle >= PROBE:
-            length, past.num_idle = 1, 0
-        tokens = length if self._drafts_chains or not length else row.max_draft_tokens
-        return row.drafting(tokens, length)
-
-    def goes_on(self, rows: Int64, scores: Float64) -> Bool:  # noqa: ARG002
-        return np.ones(len(rows), np.bool_)
-
-    def chosen(self, rows: SequenceOf[PlannedRow], draft: Draft) -> Draft:
-        longest = np.zeros(draft.num_rows, np.int64)
-        np.maximum.at(longest, draft.rows, draft.depths + 1)
-        for row, length in zip(rows, longest.tolist(), strict=True):
-            if (past := self._rows.get(row.sequence.id)) is not None:
-                past.drafted = length
-        return draft
-
-    def observe(self, record: StepRecord) -> None:
-        for row, kept in zip(record.rows, record.verdict, strict=True):
-            past = self._rows.get(row.sequence.id)
-            if past is not None and kept.num_draft_tokens:
-                past.count(len(kept.path))
-
-    def forget(self, row: int) -> None:
-        self._rows.pop(row, None)
-
-    def as_metrics(self) -> dict[str, Any]:
-        return {}
+def _are_same(rows: SequenceOf[PlannedRow], others: SequenceOf[PlannedRow]) -> bool:
+    """Are they the same sequences, none of which is reading?"""
+    return len(rows) == len(others) and all(
+        row.num_new == 1 and row.sequence.id == other.sequence.id for row, other in zip(rows, others, strict=True)
+    )
 
 
 def _parents(draft: Draft) -> Int64:

@@ -42,9 +42,9 @@ class _RowRecord:
         worse = (self.wrong + ROW_PRIOR) / (self.expected_wrong + ROW_PRIOR)
         return better / worse
 
-    def count(self, num_right: float, num_tried: int, expected: float) -> None:
-        """Add the tokens of a step that were tried, of which so many were expected to be right."""
-        self.fade(ROW_FADE)
+    def count(self, num_right: float, num_tried: int, expected: float, num_steps: int) -> None:
+        """Add the tokens of so many steps that were tried, of which so many were expected to be right."""
+        self.fade(ROW_FADE**num_steps)
         self.right += num_right
         self.wrong += num_tried - num_right
         self.expected_right += expected
@@ -92,10 +92,11 @@ class Survival:
         """Note what was drafted, verified or not: the best token at each of `depths` int64[N], with `scores` float64[N] as in `chances`."""
         np.add.at(self._drafted, (_places(depths), _buckets(scores, len(depths))), 1.0)
 
-    def observe(self, rows: Int64, depths: Int64, scores: Float64 | None, was_right: Bool) -> None:
-        """Learn from a step: tokens of `rows` int64[N] whose parents were kept, and whether they were bool[N]; as in `chances`."""
+    def observe(self, rows: Int64, depths: Int64, scores: Float64 | None, was_right: Bool, num_steps: int = 1) -> None:
+        """Learn from so many steps: tokens of `rows` int64[N] whose parents were kept, and whether they were bool[N]; as in `chances`."""
+        fade = FADE**num_steps
         for counts in (self._right, self._tried, self._drafted):
-            np.multiply(counts, FADE, out=counts)
+            np.multiply(counts, fade, out=counts)
         at = _places(depths), _buckets(scores, len(depths))
         expected = self._table[at]
         np.add.at(self._tried, at, 1.0)
@@ -103,7 +104,7 @@ class Survival:
         ids, own = np.unique(rows, return_inverse=True)
         sums = (np.bincount(own, weights) for weights in (was_right, None, expected))
         for row, num_right, num_tried, hoped in zip(ids.tolist(), *(found.tolist() for found in sums), strict=True):
-            self._rows.setdefault(row, _RowRecord()).count(num_right, num_tried, hoped)
+            self._rows.setdefault(row, _RowRecord()).count(num_right, num_tried, hoped, num_steps)
         self._table = self._chances()
 
     def passed_over(self, rows: SequenceOf[int], num_steps: int = 1) -> None:
