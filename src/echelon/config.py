@@ -51,9 +51,9 @@ class SpeculativeConfig(Settings):
     this is a probability among the 128 likeliest tokens, with the noise that the target will draw with; no other is drafted.
     (`assistant_confidence_threshold` of transformers compares the last token's alone, and applies to one sequence.)
 
-    `medusa`, `clover`, `clover2`, `eagle` and `eagle3` run the head in the folder `model`. `tree` shapes what a head or a model drafts:
-    `chain`: one path of `num_speculative_tokens`. `static`: the paths of ranks in `speculative_token_tree` (a list, or as in vLLM a string
-    of one), by default Medusa's 63 or EAGLE-1's 25, and of them the first `num_speculative_tokens`. `dynamic`: at most
+    `medusa`, `clover`, `clover2`, `eagle`, `eagle3` and `scylla` run the head in the folder `model`. `tree` shapes what a head or a model
+    drafts: `chain`: one path of `num_speculative_tokens`. `static`: the paths of ranks in `speculative_token_tree` (a list, or as in vLLM a
+    string of one), by default Medusa's 63 or EAGLE-1's 25, and of them the first `num_speculative_tokens`. `dynamic`: at most
     `num_speculative_tokens` nodes in all, no path longer than `tree_depth`: EAGLE-2's, `tree_top_k` children a node and nodes a level, for
     greedy requests by sharpened probabilities (`echelon.trees.SHARPNESS`; not with `medusa`); for `clover` and `clover2` Clover's, of a
     node's `tree_top_k` likeliest children those that make up `tree_top_p`.

@@ -79,6 +79,7 @@ METHODS = {
     "clover2": of_head("echelon.heads.clover2:Clover2Head", dynamic=clover),
     "eagle": of_head("echelon.heads.eagle:EagleHead"),
     "eagle3": of_head("echelon.heads.eagle3:Eagle3Head"),
+    "scylla": of_head("echelon.heads.eagle:ScyllaHead"),
 }
 
 

@@ -43,6 +43,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "clover2": ("clover2", {}),
     "clover2-own-rows": ("clover2", {"own_rows": True}),
     "eagle": ("eagle", {"bias": True}),
+    "scylla": ("scylla", {"num_layers": 3}),
+    "scylla-without-norm": ("scylla", {"num_layers": 1, "norm": False}),
     "eagle3": ("eagle3", {"draft_vocab_size": 40}),
     "eagle3-normed-residual": ("eagle3", {"norm_before_residual": True}),
 }
@@ -162,7 +164,7 @@ def test_a_norm_learns_as_llamas_does(dtype: torch.dtype) -> None:
         torch.testing.assert_close(ours, theirs.to(ours.dtype))
 
 
-@pytest.mark.parametrize("method", ["medusa", "clover", "clover2", "eagle", "eagle3"])
+@pytest.mark.parametrize("method", ["medusa", "clover", "clover2", "eagle", "eagle3", "scylla"])
 def test_no_head_looks_ahead(method: str, target: PreTrainedModel) -> None:
     """The state of place t may know tokens up to t + 1 at depth 0, one more at each depth, and nothing after."""
     head = shaken(method, target)
@@ -279,7 +281,7 @@ def silu_gated(cell: Any, x: Tensor, e: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["clover", "clover2", "eagle", "eagle3", "eagle3-normed-residual"])
+@pytest.mark.parametrize("kind", ["clover", "clover2", "eagle", "eagle3", "eagle3-normed-residual", "scylla"])
 def test_the_equations_of_the_papers(kind: str, target: PreTrainedModel) -> None:
     """A text of one token, by hand: the state, and without attention the one after it."""
     head = shaken(kind, target)
@@ -298,10 +300,14 @@ def test_the_equations_of_the_papers(kind: str, target: PreTrainedModel) -> None
         state = torch.cat([g, head.clover_head_norm(head.clover_head_mlp(g))])
         x = cosine_gated(head.clover_head_mlp_rnn2, g, e2)
         after = torch.cat([x, head.clover_head_norm(head.clover_head_mlp2(torch.cat([x, e2])))])
-    elif kind == "eagle":
+    elif kind in ("eagle", "scylla"):
         x = head.fc(torch.cat([e, features]))
         x = x + attended(head.layers[0].self_attn, x)
         state, after = x + head.layers[0].mlp(head.layers[0].post_attention_layernorm(x)), None
+        if kind == "scylla":
+            for layer in head.layers[1:]:
+                state = one_layer(layer, state)
+            state = head.norm.weight * state / (state.square().mean() + head.config.rms_norm_eps).sqrt()
     else:
         layer, g = head.layers[0], head.fc(features)
         normed = layer.hidden_norm(g)

@@ -319,6 +319,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "clover2": {},
     "eagle": {"bias": True},
     "eagle3": {"draft_vocab_size": 40, "depths": (0, 1, 1)},
+    "scylla": {"num_layers": 2},
 }
 
 

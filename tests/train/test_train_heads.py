@@ -33,7 +33,8 @@ from echelon.train import text as texts
 from echelon.train.examples import Examples, Teacher, soft_targets, unroll
 from echelon.train.heads import TrainingConfig, evaluate, learn, train_head
 from echelon.train.losses import depth_loss, noised, soft
-from echelon.train.text import HELD_OUT, Data, batch, prepare
+from echelon.train.sources import HELD_OUT, Document
+from echelon.train.text import Data, batch, prepare
 from echelon.train.trainer import rate_factor
 
 WINDOW = 24
@@ -86,6 +87,20 @@ def test_training_time_test_begins_with_two_steps() -> None:
     assert {TrainingConfig("clover", steps=20).depth_at(step) for step in range(20)} == {head_class("clover").recipe.depth}
 
 
+def test_scylla_learns_from_raw_text_first_and_then_from_what_the_target_says(data: Data) -> None:
+    """At a constant rate, which falls over the second stage."""
+    plan = TrainingConfig("scylla", steps=12)
+    assert (plan.num_steps, plan.falling) == (15, 3)
+    assert replace(plan, fine_tuning=0).num_steps == 12 and replace(plan, steps=0, fine_tuning=5).falling == 5
+    said = Data({"text": data.text["text"]}, np.full_like(data.continuations, 95), data.held_out_continuations)
+    is_own = [bool((plan.ids(said, step) == 95).all()) for step in range(15)]
+    assert is_own == [False] * 12 + [True] * 3
+    with pytest.raises(ConfigError, match="no steps"):
+        TrainingConfig("scylla", steps=0, fine_tuning=0)
+    with pytest.raises(ConfigError, match="does not pretrain"):
+        TrainingConfig("eagle", steps=4, fine_tuning=1)
+
+
 def test_the_rate_rises_stays_and_falls() -> None:
     factors = [rate_factor(step, 12, decay=4, warm_up=5) for step in range(12)]
     assert factors == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
@@ -99,9 +114,9 @@ def test_every_head_learns(method: str, target: PreTrainedModel, data: Data, tmp
     head = train_head(target, data, tmp_path, plan, lambda _, __, loss: seen.append(loss))
     assert np.mean(seen[-5:]) < 0.92 * np.mean(seen[:5])
     lines = [json.loads(x) for x in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [x["step"] for x in lines if "loss" in x] == list(range(1, 61))
+    assert [x["step"] for x in lines if "loss" in x] == list(range(1, plan.num_steps + 1))
     accuracies = [x for x in lines if "top1" in x]
-    assert [x["step"] for x in accuracies] == [30, 60]
+    assert [x["step"] for x in accuracies] == [*range(30, plan.num_steps, 30), plan.num_steps]
     depth = head.max_depth or training.DEPTHS_EVALUATED
     assert all(len(x["top1"]) == len(x["top5"]) == depth and 1 <= x["tokens_per_step"] <= 1 + depth for x in accuracies)
     assert all(a <= b for a, b in zip(accuracies[-1]["top1"], accuracies[-1]["top5"], strict=True))
@@ -373,7 +388,7 @@ def test_texts_of_another_target_are_refused(folder: Path, tmp_path: Path, targe
 def test_files_are_encoded_a_few_at_a_time_to_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     _, tokenizer = load_plain(str(EMBEDDED))
     assert tokenizer is not None
-    files = [texts.Document("text", str(i), f"x{i} = {i}\n" * i) for i in range(8)]
+    files = [Document("text", str(i), f"x{i} = {i}\n" * i) for i in range(8)]
     whole = texts.tokenize(tokenizer.backend_tokenizer, files, 0)
     monkeypatch.setattr(texts, "FILES_AT_ONCE", 3)
     assert np.array_equal(texts.tokenize(tokenizer.backend_tokenizer, files, 0), whole)

@@ -24,14 +24,23 @@ def train(
     model: ModelArgument,
     method: Annotated[str, typer.Option(help=f"What to train: {', '.join(method_names(Can.TRAIN))}.")],
     out: Annotated[Path, typer.Option(help="Folder of the run; an interrupted one goes on.")],
-    text: Annotated[list[Path] | None, typer.Option(help="UTF-8 text files; Python source of this machine without.")] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="UTF-8 files, folders, JSON lines, or (with `datasets`) a data set; Python source of this machine without."),
+    ] = None,
     data: Annotated[Path | None, typer.Option(help="Folder for tokens and the target's own text, to share between runs; OUT/data.")] = None,
-    steps: Annotated[int, typer.Option(help="Batches of about 2,000 tokens.", min=1)] = 1000,
+    steps: Annotated[int, typer.Option(help="Batches of about 2,000 tokens; of a method that pretrains, those of raw text.", min=0)] = 1000,
+    fine_tuning_steps: Annotated[
+        int | None, typer.Option(help="Batches of the model's own text after pretraining; a quarter of --steps without.", min=0)
+    ] = None,
     rate: Annotated[float | None, typer.Option(help="Peak learning rate; the method's own without.", min=0.0)] = None,
     every: Annotated[int, typer.Option(help="Steps between checkpoints and evaluations.", min=1)] = 100,
     seed: Annotated[int, typer.Option(help="Of initial weights, batches and noise of heads.", min=0)] = 0,
     targets: Annotated[
         Literal["hard", "soft"] | None, typer.Option(help="Learn the text, or the model's distribution; as published without.")
+    ] = None,
+    num_layers: Annotated[
+        int | None, typer.Option(help="Decoder layers of Scylla or Clover-2 (2), blocks of Medusa (1).", min=1, max=16)
     ] = None,
     num_heads: Annotated[int | None, typer.Option(help="Heads of Medusa (5) or Clover (3).", min=1, max=16)] = None,
     ablate: Annotated[str | None, typer.Option(help="Blocks of Clover to leave out, with commas: " + ", ".join(BLOCKS))] = None,
@@ -41,27 +50,34 @@ def train(
     """Train heads, or a draft model, on the frozen MODEL: from text, and from what it says itself."""
     if method not in (known := method_names(Can.TRAIN)):
         raise ConfigError(f"--method {shown(method)} is none that can be trained; known: {', '.join(known)}")
-    options, is_model = _options(method, num_heads, ablate, draft_vocab_size), METHODS[method].needs == "model"
+    options, is_model = _options(method, num_heads, num_layers, ablate, draft_vocab_size), METHODS[method].needs == "model"
     if is_model and targets is not None:
         raise ConfigError(f"method {method} learns the model's distribution and what it would accept; leave --targets out")
+    if is_model and fine_tuning_steps is not None:
+        raise ConfigError(f"method {method} does not pretrain; leave --fine-tuning-steps out")
     made_folder(out, "--out")
     target, tokenizer = load_plain(model)
     texts = prepare(target, tokenizer, text, data or out / "data", num_continuations)
     if is_model:
         train_draft_model(target, tokenizer, texts.text, out, data or out / "data", steps, RATE if rate is None else rate, every)
         return
-    config = TrainingConfig(method, steps, rate, every, seed, None if targets is None else targets == "soft", options)
-    with progress(steps, f"training {method}") as update:
+    is_soft = None if targets is None else targets == "soft"
+    config = TrainingConfig(method, steps, rate, every, seed, is_soft, options, fine_tuning=fine_tuning_steps)
+    with progress(config.num_steps, f"training {method}") as update:
         train_head(target, texts, out, config, lambda done, _, loss: update(completed=done, note=f"loss {loss:.3f}"))
     errors.print(f"{escape(str(out))} holds the {method} head, log.jsonl and curves.png", highlight=False)
 
 
-def _options(method: str, num_heads: int | None, ablate: str | None, draft_vocab_size: int | None) -> tuple[tuple[str, Any], ...]:
+def _options(
+    method: str, num_heads: int | None, num_layers: int | None, ablate: str | None, draft_vocab_size: int | None
+) -> tuple[tuple[str, Any], ...]:
     """The head's own options; those of another method are refused."""
     left_out = [name for name in (ablate or "").split(",") if name]
     if unknown := [name for name in left_out if name not in BLOCKS]:
         raise ConfigError(f"--ablate {unknown[0]!r} is no block of Clover; known: {', '.join(BLOCKS)}")
-    given = {"num_heads": num_heads, "draft_vocab_size": draft_vocab_size} | {n.replace("-", "_"): False for n in left_out}
+    given = {"num_heads": num_heads, "num_layers": num_layers, "draft_vocab_size": draft_vocab_size} | {
+        n.replace("-", "_"): False for n in left_out
+    }
     options = {name: value for name, value in given.items() if value is not None}
     allowed = head_class(method).options_class.__dataclass_fields__ if METHODS[method].head else {}
     if surplus := options.keys() - allowed:

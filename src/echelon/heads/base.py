@@ -27,7 +27,8 @@ class Recipe:
     `depth`: how many tokens ahead training looks; a head of fewer heads looks as far as it can. `first_depth`: no further than that in
     the first part of a run, `first_part`, whose batches cost less. `rate`: peak learning rate, reached after `warm_up` steps (few: a head
     starts on hidden states that mean something already) and falling to zero over the last part, `fall`, of a run; for these optimisers the
-    papers give none.
+    papers give none. A method that `pretrains` learns from raw text first, at a constant rate, and then, while the rate falls, from what
+    the target says itself; others learn from both at once.
     """
 
     depth: int
@@ -41,6 +42,7 @@ class Recipe:
     fall: float = 0.25
     first_part: float = 0.0
     first_depth: int = 1
+    pretrains: bool = False
 
 
 class Head(nn.Module):

@@ -18,7 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from echelon.inputs import check_kind, name_of
 from echelon.settings import Settings
 from echelon.train.files import only_trainer, writing
-from echelon.train.text import HELD_OUT, SAMPLING_TEMPERATURE, Tokens, batch, target_continuations
+from echelon.train.sources import HELD_OUT
+from echelon.train.text import SAMPLING_TEMPERATURE, Tokens, batch, target_continuations
 from echelon.train.trainer import Log, Trainer
 
 HEAD_SIZE = 64

@@ -40,22 +40,51 @@ class TrainingConfig:
     """Settings of a run; `ConfigError` for one that is out of its range.
 
     `rate`: peak learning rate; `is_soft`: the targets are the frozen model's distributions; `depth`: tokens ahead that training looks;
-    None: the recipe's. `options` are the head's.
+    None: the recipe's. `options` are the head's. Of a method that pretrains, `steps` are those of pretraining, which may be none; then come
+    `fine_tuning`, a quarter as many without.
     """
 
     method: StrictStr
-    steps: Annotated[StrictInt, Field(ge=1)]
+    steps: Annotated[StrictInt, Field(ge=0)]
     rate: Annotated[StrictFloat, Field(ge=0.0, allow_inf_nan=False)] | None = None
     every: Annotated[StrictInt, Field(ge=1)] = 100
     seed: Annotated[StrictInt, Field(ge=0, lt=MOST_SEEDS)] = 0
     is_soft: StrictBool | None = None
     options: tuple[tuple[StrictStr, Any], ...] = ()
     depth: Annotated[StrictInt, Field(ge=1)] | None = None
+    fine_tuning: Annotated[StrictInt, Field(ge=0)] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.method not in (heads := method_names(Can.TRAIN, needs="head")):
             raise ConfigError(f"there is no recipe for {shown(self.method)}; known: {', '.join(heads)}, draft_model")
+        if self.fine_tuning is not None and not self.recipe.pretrains:
+            raise ConfigError(f"method {self.method} does not pretrain, so it has no fine_tuning; leave it out")
+        if not self.num_steps:
+            raise ConfigError("a run of no steps trains nothing; give at least 1")
+
+    @property
+    def num_steps(self) -> int:
+        """All steps of the run."""
+        return self.steps + self._num_fine_tuning
+
+    @property
+    def _num_fine_tuning(self) -> int:
+        if not self.recipe.pretrains:
+            return 0
+        return max(1, self.steps // 4) if self.fine_tuning is None else self.fine_tuning
+
+    @property
+    def falling(self) -> int:
+        """Steps at the end over which the rate falls."""
+        return max(1, self._num_fine_tuning or int(self.recipe.fall * self.steps))
+
+    def ids(self, data: Data, step: int) -> Tensor:
+        """int64[ROWS_PER_BATCH, N]: the texts of a step."""
+        if not self.recipe.pretrains:
+            return data.batch(self.seed, step, ROWS_PER_BATCH)
+        take = data.text_batch if step < self.steps else data.continuation_batch
+        return take(self.seed, step, ROWS_PER_BATCH)
 
     @property
     def recipe(self) -> Recipe:
@@ -107,20 +136,19 @@ def _train(teacher: Teacher, data: Data, out: Path, config: TrainingConfig, repo
     """Train a head in a folder that no other process trains in, and write it there."""
     recipe, target, head = config.recipe, teacher.target, teacher.head
     _check_same_run(out / "training.json", asdict(config) | asdict(recipe) | {"target": fingerprint(target)})
-    falling = max(1, int(recipe.fall * config.steps))
-    trainer = Trainer({"head": head}, out / "checkpoint.pt", config.steps, falling, recipe.rate, recipe.warm_up)
+    trainer = Trainer({"head": head}, out / "checkpoint.pt", config.num_steps, config.falling, recipe.rate, recipe.warm_up)
     log = Log(out / "log.jsonl", trainer.first)
 
     def learn_step(step: int) -> dict[str, float]:
         depth = config.depth_at(step)
-        return {"loss": learn(teacher, data.batch(config.seed, step, ROWS_PER_BATCH), min(depth, head.max_depth or depth), config, step)}
+        return {"loss": learn(teacher, config.ids(data, step), min(depth, head.max_depth or depth), config, step)}
 
     trainer.run(
         learn_step,
         lambda _: asdict(evaluate(teacher, data.held_out_continuations)),
         log,
         config.every,
-        lambda done, losses: report(done, config.steps, losses["loss"]),
+        lambda done, losses: report(done, config.num_steps, losses["loss"]),
     )
     with writing(out / "model.safetensors"):
         save_head(head, out, target)

@@ -8,6 +8,7 @@ medusa   | Cai et al. 2024, Medusa-1: 0.8^k
 clover   | the first paper gives none; Medusa's, along the text
 clover2  | the authors' code: 0.7^i · (10 · SmoothL1 + soft cross-entropy)
 eagle    | Li et al. 2024: SmoothL1 + 0.1 · soft cross-entropy at one depth, features noised by U(−0.1, 0.1) · 512 / length
+scylla   | Yan et al. 2025: EAGLE's
 eagle3   | Li et al. 2025: 0.8^i over seven simulated steps, no feature loss, soft targets renormalised over the draft vocabulary
 """
 

@@ -23,7 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from echelon.train.draft_model import TOKENS_PER_BATCH, distil, run_phase
 from echelon.train.files import only_trainer
-from echelon.train.text import HELD_OUT, MIX, WHEELS, Document, Tokens, batch, documents, manifest, tokenize
+from echelon.train.sources import HELD_OUT, WHEELS, Document, documents, manifest
+from echelon.train.text import MIX, Tokens, batch, tokenize
 from echelon.train.trainer import Trainer
 
 VOCABULARY = 4096

@@ -1,8 +1,7 @@
-"""Texts to train on: Python source that stands on this machine or files of the user, their tokens, and what a target continues them with.
+"""Tokens to train on, and what a target continues texts with.
 
-The corpus is a list of `Document`s in four groups. Held-out documents are whole files of the standard library, chosen by the hash of
-their path, so the split does not depend on the order of a directory listing. A batch is a function of numbers, so that a resumed run sees
-what an unbroken one saw; the texts of a run lie in a folder that several runs with one target may share.
+A batch is a function of numbers, so that a resumed run sees what an unbroken one saw; the texts of a run lie in a folder that several runs
+with one target may share.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -26,89 +24,16 @@ from transformers import PreTrainedModel
 from echelon.errors import ConfigError
 from echelon.inputs import check_kind, name_of
 from echelon.train.files import replacing, taking_turns
+from echelon.train.sources import HELD_OUT, HELD_OUT_SHARE, WHEELS, Document, check_source, digest_of, documents, documents_of
 
-MAX_FILE_BYTES = 300_000
-MAX_MEAN_LINE = 120  # characters; longer lines mean tables or generated code
-HELD_OUT_SHARE = 20  # one file in this many; of files that come without a split of their own, the last part of each
 FILES_AT_ONCE = 256  # an encoding takes some thirty times the memory of its text
-TEST_FOLDERS = {"test", "tests", "idlelib", "lib2to3"}
-WHEELS = ["torch", "transformers", "sympy", "networkx", "matplotlib", "numpy", "hypothesis", "pydantic", "rich", "setuptools"]
 Tokens = dict[str, np.ndarray]
-HELD_OUT = "held-out"
 # Share of each group in a batch: the standard library is what the evaluation reads, the wheels are most of the text.
 MIX = {"stdlib": 0.4, "stdlib-tests": 0.15, "wheels": 0.45}
 SAMPLING_TEMPERATURE = 0.8  # of the target's own text
 PROMPT_LENGTH = 32
 WINDOW = 257  # tokens of a training text
-
-
-@dataclass(frozen=True)
-class Document:
-    """One source file: its group, its path below the group's root, its text."""
-
-    group: str
-    path: str
-    text: str
-
-    @property
-    def sha256(self) -> str:
-        """Digest of the text."""
-        return hashlib.sha256(self.text.encode()).hexdigest()
-
-
-def _read(path: Path) -> str | None:
-    """The text of a source file, or `None` for what no model should learn from (empty, huge, generated, not UTF-8)."""
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
-    is_odd = not text.strip() or len(text) > MAX_FILE_BYTES or len(text) > MAX_MEAN_LINE * (text.count("\n") + 1)
-    return None if is_odd else text
-
-
-def _standard_library() -> Iterator[Document]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if "site-packages" in relative.parts or (text := _read(path)) is None:
-            continue
-        digest = int(hashlib.sha256(str(relative).encode()).hexdigest(), 16)
-        group = "held-out" if digest % HELD_OUT_SHARE == 0 else "stdlib"
-        yield Document("stdlib-tests" if TEST_FOLDERS.intersection(relative.parts) else group, str(relative), text)
-
-
-def _wheels(names: Iterable[str]) -> Iterator[Document]:
-    for name in names:
-        for file in sorted(metadata.distribution(name).files or [], key=str):
-            if file.suffix == ".py" and (text := _read(Path(str(file.locate())))) is not None:
-                yield Document("wheels", str(file), text)
-
-
-def documents(wheels: Iterable[str]) -> list[Document]:
-    """All documents, each text once (the first path that has it); `wheels` are names of installed distributions."""
-    seen: dict[str, Document] = {}
-    library = sorted(_standard_library(), key=lambda d: d.group != "held-out")
-    for document in [*library, *_wheels(wheels)]:
-        seen.setdefault(document.sha256, document)
-    return list(seen.values())
-
-
-def manifest(docs: Sequence[Document], wheels: Iterable[str]) -> dict[str, object]:
-    """Describe the corpus: versions, and per group the number of files, bytes and one SHA-256 over the sorted (path, SHA-256) pairs.
-
-    Held-out files are listed one by one, because evaluations read them again.
-    """
-    groups: dict[str, object] = {}
-    for group in sorted({d.group for d in docs}):
-        members = sorted((d.path, d.sha256, len(d.text.encode())) for d in docs if d.group == group)
-        digest = hashlib.sha256("".join(f"{p} {s}\n" for p, s, _ in members).encode()).hexdigest()
-        groups[group] = {"files": len(members), "bytes": sum(n for *_, n in members), "sha256": digest}
-    return {
-        "python": sysconfig.get_config_var("py_version"),
-        "wheels": {name: metadata.version(name) for name in sorted(wheels)},
-        "groups": groups,
-        "held_out": {d.path: d.sha256 for d in sorted(docs, key=lambda d: d.path) if d.group == "held-out"},
-    }
+MOST_TOKENS = 100_000_000  # of a data set, which is streamed
 
 
 def tokenize(tokenizer: Tokenizer, docs: Iterable[Document], end_of_text: int) -> np.ndarray:
@@ -165,18 +90,28 @@ class Data:
 
     def batch(self, seed: int, step: int, num_rows: int) -> Tensor:
         """int64 [num_rows, WINDOW], half text and half continuations of the target: a function of (seed, step)."""
-        half, width = num_rows // 2, self.continuations.shape[1]
-        text = batch(self.text, seed * 10_000_000 + step, width - 1, half)
-        chosen = np.random.default_rng([2025, seed, step]).integers(0, len(self.continuations), num_rows - half)
-        return torch.cat([text, torch.from_numpy(self.continuations[chosen].astype(np.int64))])
+        half = num_rows // 2
+        return torch.cat([self.text_batch(seed, step, half), self.continuation_batch(seed, step, num_rows - half)])
+
+    def text_batch(self, seed: int, step: int, num_rows: int) -> Tensor:
+        """int64 [num_rows, WINDOW] of raw text, a function of (seed, step)."""
+        return batch(self.text, seed * 10_000_000 + step, self.continuations.shape[1] - 1, num_rows)
+
+    def continuation_batch(self, seed: int, step: int, num_rows: int) -> Tensor:
+        """int64 [num_rows, WINDOW] of what the target says itself, a function of (seed, step)."""
+        chosen = np.random.default_rng([2025, seed, step]).integers(0, len(self.continuations), num_rows)
+        return torch.from_numpy(self.continuations[chosen].astype(np.int64))
 
 
-def prepare(target: nn.Module, tokenizer: Any, files: Sequence[Path] | None, folder: Path, count: int = 4096) -> Data:
-    """Texts of `files`, or Python source that stands on this machine, and the target's continuations; made once and read again.
+def prepare(
+    target: nn.Module, tokenizer: Any, sources: Sequence[Path] | None, folder: Path, count: int = 4096, num_tokens: int = MOST_TOKENS
+) -> Data:
+    """Texts of `sources` (files, folders, data sets), or Python source that stands on this machine, and the target's continuations; made
+    once and read again. Of a data set some `num_tokens` tokens are read.
 
     Raises
     ------
-    ConfigError  the texts are too short or not UTF-8, or `folder` holds those of another target or of other files
+    ConfigError  the texts are too short or not UTF-8, or `folder` holds those of another target or of other sources
     OutputError  `folder` cannot be one
     """
     if tokenizer is None or not getattr(tokenizer, "is_fast", False):
@@ -185,16 +120,19 @@ def prepare(target: nn.Module, tokenizer: Any, files: Sequence[Path] | None, fol
     check_kind("count", count, int)
     if count < 1:
         raise ConfigError(f"count = {count} is no number of texts; give at least 1")
-    files = None if files is None else [Path(name_of(f, "files")) for f in files]
+    sources = None if sources is None else [Path(name_of(s, "sources")) for s in sources]
+    for source in sources or []:
+        check_source(source)
     folder = Path(name_of(folder, "folder"))
     with taking_turns(folder):
-        return _prepared(target, tokenizer, files, folder, count)
+        return _prepared(target, tokenizer, sources, folder, count, num_tokens)
 
 
-def _prepared(target: nn.Module, tokenizer: Any, files: Sequence[Path] | None, folder: Path, count: int) -> Data:
+def _prepared(target: nn.Module, tokenizer: Any, sources: Sequence[Path] | None, folder: Path, count: int, num_tokens: int) -> Data:
     """Read the texts in a folder, or make those that are missing; no other process does so meanwhile."""
-    _check_same(folder / "data.json", {"target": fingerprint(target), "files": _hashes(files), "continuations": count})
-    text = _tokens(tokenizer, files, folder / "tokens.npz")
+    hashes = [digest_of(s) for s in sources or []]
+    _check_same(folder / "data.json", {"target": fingerprint(target), "files": hashes, "continuations": count})
+    text = _tokens(tokenizer, sources, folder / "tokens.npz", num_tokens)
     window = min(WINDOW, int(target.config.max_position_embeddings))  # type: ignore[union-attr,arg-type]
     for group, array in text.items():
         if len(array) < 2 * window:
@@ -214,19 +152,6 @@ def fingerprint(target: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
-def _hashes(files: Sequence[Path] | None) -> list[str]:
-    if files is None:
-        return []
-    for file in files:
-        if not file.is_file():
-            raise ConfigError(f"--text {str(file)!r} is no file; give UTF-8 text")
-        try:
-            file.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--text {str(file)!r} cannot be read as UTF-8 ({error}); convert it") from error
-    return [hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files]
-
-
 def _check_same(file: Path, settings: dict[str, Any]) -> None:
     try:
         before = json.loads(file.read_text("utf-8")) if file.exists() else settings
@@ -238,10 +163,10 @@ def _check_same(file: Path, settings: dict[str, Any]) -> None:
         part.write_text(json.dumps(settings) + "\n", "utf-8")
 
 
-def _tokens(tokenizer: Any, files: Sequence[Path] | None, file: Path) -> Tokens:
+def _tokens(tokenizer: Any, sources: Sequence[Path] | None, file: Path, num_tokens: int) -> Tokens:
     if not file.exists():
         end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0
-        arrays: dict[str, Any] = {g: tokenize(tokenizer.backend_tokenizer, d, end) for g, d in _groups(files).items()}
+        arrays: dict[str, Any] = {g: tokenize(tokenizer.backend_tokenizer, d, end) for g, d in _groups(sources, num_tokens).items()}
         with replacing(file) as part:
             np.savez(part, **arrays)
     tokens = dict(np.load(file))
@@ -251,9 +176,9 @@ def _tokens(tokenizer: Any, files: Sequence[Path] | None, file: Path) -> Tokens:
     return tokens
 
 
-def _groups(files: Sequence[Path] | None) -> dict[str, list[Document]]:
-    if files is not None:
-        return {"text": [Document("text", str(f), f.read_text("utf-8")) for f in files]}
+def _groups(sources: Sequence[Path] | None, num_tokens: int) -> dict[str, list[Document]]:
+    if sources is not None:
+        return {"text": [d for s in sources for d in documents_of(s, num_tokens)]}
     installed = {d.metadata["Name"].lower() for d in metadata.distributions()}
     docs = documents([w for w in WHEELS if w in installed])
     return {g: [d for d in docs if d.group == g] for g in (*MIX, HELD_OUT)}
