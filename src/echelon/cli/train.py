@@ -55,14 +55,14 @@ def train(
         raise ConfigError(f"method {method} learns the model's distribution and what it would accept; leave --targets out")
     if is_model and fine_tuning_steps is not None:
         raise ConfigError(f"method {method} does not pretrain; leave --fine-tuning-steps out")
+    is_soft = None if targets is None else targets == "soft"
+    config = None if is_model else TrainingConfig(method, steps, rate, every, seed, is_soft, options, fine_tuning=fine_tuning_steps)
     made_folder(out, "--out")
     target, tokenizer = load_plain(model)
     texts = prepare(target, tokenizer, text, data or out / "data", num_continuations)
-    if is_model:
+    if config is None:
         train_draft_model(target, tokenizer, texts.text, out, data or out / "data", steps, RATE if rate is None else rate, every)
         return
-    is_soft = None if targets is None else targets == "soft"
-    config = TrainingConfig(method, steps, rate, every, seed, is_soft, options, fine_tuning=fine_tuning_steps)
     with progress(config.num_steps, f"training {method}") as update:
         train_head(target, texts, out, config, lambda done, _, loss: update(completed=done, note=f"loss {loss:.3f}"))
     errors.print(f"{escape(str(out))} holds the {method} head, log.jsonl and curves.png", highlight=False)
