@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint prove prove-status pair heads bench soak sanitize clean
+.PHONY: demo test lint prove prove-status pair study heads bench soak sanitize clean
 
 demo: $(READY)
 	$(BIN)/python -m echelon.demo
@@ -20,6 +20,11 @@ lint: $(READY)
 # Train the embedded pair again (about two hours on two cores; resumable).
 pair: $(READY)
 	$(BIN)/python -m echelon.train.pair src/echelon/demo/pair
+
+# The pair of the study, on Python source and on text in the folders STUDY_TEXT (some six hours on two cores; resumable).
+STUDY_TEXT ?= /usr/share/doc
+study: $(READY)
+	$(BIN)/python -m echelon.train.pair build/study --study --text $(STUDY_TEXT) --work build/study/work --steps 3400 --decay 700
 
 # Heads of every kind for the embedded target, which the benchmarks draw curves of (10 to 20 minutes each on two cores, EAGLE's 35; resumable).
 # $(call learn,METHOD,BATCHES,OPTIONS)

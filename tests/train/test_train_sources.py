@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from echelon import ConfigError
-from echelon.train import sources
-from echelon.train.sources import check_source, digest_of, documents_of
+from echelon.train import pair, sources
+from echelon.train.sources import GIVEN, HELD_OUT, Document, check_source, digest_of, documents_of, with_held_out
 
 
 def texts(source: Path, num_tokens: int = 10**6) -> list[str]:
@@ -46,6 +49,24 @@ def test_a_source_is_known_by_what_it_holds_and_where(folder: Path) -> None:
     assert digest_of(folder) != before
     assert digest_of(folder / "z.md") == digest_of(folder / "z.md") != digest_of(folder / "b" / "c.py")
     assert digest_of(Path("some/set")) != digest_of(Path("other/set"))
+
+
+def test_of_html_the_text_is_read(tmp_path: Path) -> None:
+    page = """<html><head><title>no</title></head><body><script>if (a < b) no()</script><h1>One &amp; two</h1>
+    <p>A  sentence
+    of <b>three</b> lines.</p><nav>no</nav><ul><li>x</li><li>y</li></ul><pre>def f():
+    return 1</pre></body></html>"""
+    (tmp_path / "page.html").write_text(page)
+    assert texts(tmp_path) == ["One & two\n\nA sentence of three lines.\n\nx\n\ny\n\ndef f():\n    return 1\n"]
+
+
+def test_given_texts_are_held_out_by_what_they_say() -> None:
+    docs = [Document(GIVEN, str(i), f"text {i % 400}") for i in range(500)]
+    found = with_held_out(docs)
+    assert len(found) == 400, "each once"
+    held_out = {d.text for d in found if d.group == HELD_OUT}
+    assert 8 <= len(held_out) <= 35
+    assert held_out == {d.text for d in with_held_out(reversed(docs)) if d.group == HELD_OUT}
 
 
 @pytest.mark.parametrize(
@@ -87,3 +108,24 @@ def test_of_a_data_set_as_much_is_read_as_is_needed(monkeypatch: pytest.MonkeyPa
     assert asked == [("some/set", {"split": "train", "streaming": True})]
     with pytest.raises(ConfigError, match=r"'none/such' is no file or folder, and no data set that can be read \(no such set\)"):
         texts(Path("none/such"))
+
+
+def test_a_pairs_corpus_is_source_and_what_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(300)]
+    source = [
+        Document(group, f"{group}{i}", " ".join(rng.choices(words, k=200))) for group in ("stdlib", "wheels", HELD_OUT) for i in range(8)
+    ]
+    monkeypatch.setattr(pair, "documents", lambda _: source)
+    (tmp_path / "given").mkdir()
+    for i in range(60):
+        (tmp_path / "given" / f"{i}.txt").write_text(" ".join(rng.choices(words, k=50)))
+    (tmp_path / "work").mkdir()
+    small = replace(pair.STUDY, vocabulary=400)
+    tokenizer, tokens = pair.prepare_pair(tmp_path / "work", small, [tmp_path / "given"])
+    assert set(tokens) == {"stdlib", "wheels", GIVEN, HELD_OUT}
+    assert len(tokenizer) == 400 and all(int(t.max()) < 400 for t in tokens.values())
+    assert 0 < (tokens[GIVEN] == 0).sum() < 60, "a document begins with the end of another, and some are held out"
+    again, same = pair.prepare_pair(tmp_path / "work", small, [])
+    assert again.get_vocab() == tokenizer.get_vocab() and all(np.array_equal(same[g], tokens[g]) for g in tokens)
+    assert small.config(small.target).num_attention_heads == 5

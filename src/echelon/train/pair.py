@@ -1,8 +1,9 @@
-"""The embedded pair: a target of about 11 M parameters and a draft model of about 1 M, trained together from Python source.
+"""Pairs of a target and a draft model, trained together: the embedded one, of Python source, and that of the study, of prose besides.
 
-`python -m echelon.train.pair OUT` builds corpus, tokenizer and both models. The target learns the text (cross-entropy); the draft
-model learns the target (forward KL divergence to its distribution) in the same loop, on the same batches. Then the target stands still and
-the draft model goes on, half of it on the target's own text. A rerun resumes; batch n is a function of (seed, n) alone.
+`python -m echelon.train.pair OUT [--study --text FOLDER …]` builds corpus, tokenizer and both models. The target learns the text
+(cross-entropy); the draft model learns the target (forward KL divergence to its distribution) in the same loop, on the same batches. Then
+the target stands still and the draft model goes on, half of it on the target's own text. A rerun resumes; batch n is a function of
+(seed, n) alone.
 
 Constant learning rate, then a linear decay to zero over the last part; sequences grow from 256 tokens to the full context.
 """
@@ -10,6 +11,8 @@ Constant learning rate, then a linear decay to zero over the last part; sequence
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,14 +24,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from echelon.train.draft_model import TOKENS_PER_BATCH, distil, run_phase
+from echelon.train.draft_model import HEAD_SIZE, TOKENS_PER_BATCH, distil, run_phase
 from echelon.train.files import only_trainer
-from echelon.train.sources import HELD_OUT, WHEELS, Document, documents, manifest
-from echelon.train.text import MIX, Tokens, batch, tokenize
+from echelon.train.sources import GIVEN, HELD_OUT, WHEELS, Document, check_source, documents, documents_of, manifest, with_held_out
+from echelon.train.text import MIX, MOST_TOKENS, Tokens, batch, tokenize
 from echelon.train.trainer import Trainer
 
-VOCABULARY = 4096
-CONTEXT = 2048
 SPECIAL = ["<|endoftext|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}<|end|>\n{% endfor %}"
@@ -36,42 +37,60 @@ CHAT_TEMPLATE = (
 )
 
 
-def model_config(hidden: int, layers: int, intermediate: int, heads: int) -> LlamaConfig:
-    """A Llama of this size over the pair's vocabulary."""
-    return LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        intermediate_size=intermediate,
-        num_attention_heads=heads,
-        num_key_value_heads=1,
-        head_dim=64,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=1,
-    )
+@dataclass(frozen=True)
+class Size:
+    """Widths and depth of a Llama with attention heads of 64 entries and one head of keys and values."""
+
+    hidden: int
+    layers: int
+    intermediate: int
 
 
-TARGET = model_config(hidden=512, layers=4, intermediate=1024, heads=8)
-DRAFT = model_config(hidden=128, layers=2, intermediate=512, heads=2)
+@dataclass(frozen=True)
+class Pair:
+    """Vocabulary and context, in tokens, that a target and a draft model share."""
+
+    vocabulary: int
+    context: int
+    target: Size
+    draft: Size
+
+    def config(self, size: Size) -> LlamaConfig:
+        """A Llama of this size."""
+        return LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=size.hidden,
+            num_hidden_layers=size.layers,
+            intermediate_size=size.intermediate,
+            num_attention_heads=size.hidden // HEAD_SIZE,
+            num_key_value_heads=1,
+            head_dim=HEAD_SIZE,
+            max_position_embeddings=self.context,
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=1,
+        )
 
 
-def train_tokenizer(docs: list[Document]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 4,096 entries, learned on the standard library and every eighth file of the wheels."""
+EMBEDDED = Pair(4096, 2048, Size(hidden=512, layers=4, intermediate=1024), Size(hidden=128, layers=2, intermediate=512))
+STUDY = Pair(8192, 8192, Size(hidden=320, layers=12, intermediate=896), Size(hidden=128, layers=2, intermediate=512))
+
+
+def train_tokenizer(docs: list[Document], pair: Pair) -> PreTrainedTokenizerFast:
+    """A byte-level BPE, learned on the standard library and every eighth file of the wheels and of other text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=pair.vocabulary,
         special_tokens=SPECIAL,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     library = [d.text for d in docs if d.group == "stdlib"]
-    wheels = [d.text for d in docs if d.group == "wheels"][::8]
-    tokenizer.train_from_iterator(library + wheels, trainer)
+    others = [d.text for group in ("wheels", GIVEN) for d in [d for d in docs if d.group == group][::8]]
+    tokenizer.train_from_iterator(library + others, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<|endoftext|>",
@@ -79,20 +98,20 @@ def train_tokenizer(docs: list[Document]) -> PreTrainedTokenizerFast:
         pad_token="<|pad|>",
         additional_special_tokens=SPECIAL[2:],
         chat_template=CHAT_TEMPLATE,
-        model_max_length=CONTEXT,
+        model_max_length=pair.context,
         clean_up_tokenization_spaces=False,
     )
 
 
-def prepare_pair(work: Path) -> tuple[PreTrainedTokenizerFast, Tokens]:
+def prepare_pair(work: Path, pair: Pair, sources: Sequence[Path]) -> tuple[PreTrainedTokenizerFast, Tokens]:
     """Tokenizer and token arrays by group, made on the first call and read again afterwards."""
     folder, file = work / "tokenizer", work / "tokens.npz"
     if not file.exists():
-        docs = documents(WHEELS)
+        docs = documents(WHEELS) + with_held_out(d for source in sources for d in documents_of(source, MOST_TOKENS))
         (work / "manifest.json").write_text(json.dumps(manifest(docs, WHEELS), indent=1) + "\n")
-        tokenizer = train_tokenizer(docs)
+        tokenizer = train_tokenizer(docs, pair)
         tokenizer.save_pretrained(folder)
-        groups = {g: [d for d in docs if d.group == g] for g in (*MIX, HELD_OUT)}
+        groups = {g: own for g in (*MIX, HELD_OUT) if (own := [d for d in docs if d.group == g])}
         arrays: dict[str, Any] = {g: tokenize(tokenizer.backend_tokenizer, d, 0) for g, d in groups.items()}
         np.savez(file, **arrays)
     return PreTrainedTokenizerFast.from_pretrained(folder), dict(np.load(file))
@@ -111,19 +130,19 @@ def pair_losses(target: nn.Module, draft: nn.Module, ids: Tensor) -> tuple[Tenso
     return cross_entropy, divergence
 
 
-def sequence_length(step: int, steps: int, decay: int) -> int:
+def sequence_length(step: int, steps: int, decay: int, context: int) -> int:
     """Short sequences while the model learns to spell, the full context at the end (attention is a third of the cost at 512)."""
     if step >= steps - 50:
-        return CONTEXT
+        return context
     if step >= steps - decay:
         return 1024
     return 512 if step >= steps // 4 else 256
 
 
-def export(out: Path, tokenizer: PreTrainedTokenizerFast, target: nn.Module, draft: nn.Module, work: Path) -> None:
+def export(out: Path, pair: Pair, tokenizer: PreTrainedTokenizerFast, target: nn.Module, draft: nn.Module, work: Path) -> None:
     """bf16 checkpoints under `out`/target and `out`/draft, in files under 16 MiB, with tokenizer and manifest."""
-    for name, model, config in (("target", target, TARGET), ("draft", draft, DRAFT)):
-        copy = LlamaForCausalLM(config)
+    for name, model, size in (("target", target, pair.target), ("draft", draft, pair.draft)):
+        copy = LlamaForCausalLM(pair.config(size))
         copy.load_state_dict(model.state_dict())
         copy.to(torch.bfloat16).save_pretrained(out / name, max_shard_size="12MB")
         tokenizer.save_pretrained(out / name)
@@ -133,13 +152,13 @@ def export(out: Path, tokenizer: PreTrainedTokenizerFast, target: nn.Module, dra
 
 
 def train_together(
-    target: nn.Module, draft: nn.Module, tokens: Tokens, work: Path, steps: int, decay: int, rate: float, every: int
+    pair: Pair, target: nn.Module, draft: nn.Module, tokens: Tokens, work: Path, steps: int, decay: int, rate: float, every: int
 ) -> None:
     """First phase: the target learns the text and the draft model learns the target, on the same batches."""
     compiled = torch.compile(pair_losses, dynamic=False)
 
     def learn(step: int) -> dict[str, float]:
-        length = sequence_length(step, steps, decay)
+        length = sequence_length(step, steps, decay, pair.context)
         cross_entropy, divergence = compiled(target, draft, batch(tokens, step, length, TOKENS_PER_BATCH // length))
         (cross_entropy + divergence).backward()  # type: ignore[no-untyped-call]
         return {"cross_entropy": float(cross_entropy.detach()), "divergence": float(divergence.detach())}
@@ -151,21 +170,27 @@ def train_together(
 def main(
     out: Annotated[Path, typer.Argument(help="Folder for the two checkpoints.")],
     work: Annotated[Path, typer.Option(help="Folder for tokens and resumable checkpoints.")] = Path("build/pair"),
+    study: Annotated[bool, typer.Option("--study", help="The pair of the study: 12 layers, a context of 8,192.")] = False,
+    text: Annotated[list[Path] | None, typer.Option(help="Files and folders to learn from besides Python source.")] = None,
     steps: Annotated[int, typer.Option(help="Batches of 8,192 tokens for both models.")] = 1800,
     decay: Annotated[int, typer.Option(help="Last of these, with falling rate and longer sequences.")] = 400,
     draft_steps: Annotated[int, typer.Option(help="Batches for the draft model alone.")] = 1000,
     rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
     every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
 ) -> None:
-    """Train the embedded pair again, or go on where an interrupted run stopped."""
+    """Train a pair, or go on where an interrupted run stopped."""
+    pair = STUDY if study else EMBEDDED
+    for source in text or []:
+        check_source(source)
     with only_trainer(work):
-        tokenizer, tokens = prepare_pair(work)
+        tokenizer, tokens = prepare_pair(work, pair, text or [])
         print({group: len(array) for group, array in tokens.items()}, flush=True)
         torch.manual_seed(0)
-        target, draft = (LlamaForCausalLM._from_config(config, attn_implementation="sdpa") for config in (TARGET, DRAFT))
-        train_together(target, draft, tokens, work, steps, decay, rate, every)
+        configs = (pair.config(size) for size in (pair.target, pair.draft))
+        target, draft = (LlamaForCausalLM._from_config(config, attn_implementation="sdpa") for config in configs)
+        train_together(pair, target, draft, tokens, work, steps, decay, rate, every)
         distil(target.eval().requires_grad_(False), draft, tokens, work, work / "continuations.npy", draft_steps, rate, every)
-        export(out, tokenizer, target, draft, work)
+        export(out, pair, tokenizer, target, draft, work)
 
 
 if __name__ == "__main__":

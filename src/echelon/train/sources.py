@@ -1,5 +1,5 @@
-"""Documents to learn from: Python source that stands on this machine, or what a user gives, which may be UTF-8 files, folders of them, JSON
-lines, or a data set by its hub name where `datasets` is installed.
+"""Documents to learn from: Python source that stands on this machine, or what a user gives, which may be UTF-8 files (of HTML the text),
+folders of them, JSON lines, or a data set by its hub name where `datasets` is installed.
 
 The source is in four groups. Held-out documents are whole files of the standard library, chosen by the hash of their path, so the split
 does not depend on the order of a directory listing.
@@ -8,15 +8,18 @@ does not depend on the order of a directory listing.
 from __future__ import annotations
 
 import hashlib
+import html.parser
 import importlib
 import json
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from echelon.errors import ConfigError
 
@@ -26,7 +29,10 @@ HELD_OUT = "held-out"
 HELD_OUT_SHARE = 20  # one file in this many; of files that come without a split of their own, the last part of each
 TEST_FOLDERS = {"test", "tests", "idlelib", "lib2to3"}
 WHEELS = ["torch", "transformers", "sympy", "networkx", "matplotlib", "numpy", "hypothesis", "pydantic", "rich", "setuptools"]
-JSON_LINES = ".jsonl"
+GIVEN = "text"  # the group of what a user gives
+JSON_LINES, HTML = ".jsonl", (".html", ".htm", ".xhtml")
+UNREAD = {"script", "style", "head", "nav", "svg"}  # elements of HTML without text to learn from
+BLOCKS = {"p", "div", "li", "tr", "pre", "br", "h1", "h2", "h3", "h4", "h5", "h6", "dt", "dd", "blockquote", "section", "td", "th"}
 FIELDS = ("text", "content")  # of a JSON object or a data set's row: the first that is there is its text
 BYTES_PER_TOKEN = 8  # more than any tokenizer's, for how much of a data set is read
 
@@ -100,6 +106,12 @@ def manifest(docs: Sequence[Document], wheels: Iterable[str]) -> dict[str, objec
     }
 
 
+def with_held_out(docs: Iterable[Document]) -> list[Document]:
+    """Each text once; one document in HELD_OUT_SHARE, by the hash of its text, is held out."""
+    once = {d.sha256: d for d in docs if d.text.strip()}
+    return [replace(d, group=HELD_OUT) if int(digest, 16) % HELD_OUT_SHARE == 0 else d for digest, d in once.items()]
+
+
 def check_source(source: Path) -> None:
     """Raise `ConfigError` for a source that is no text."""
     if source.is_dir():
@@ -158,11 +170,49 @@ def _whole(path: Path) -> str:
 
 def _of_file(path: Path, name: str) -> Iterator[Document]:
     if path.suffix != JSON_LINES:
-        yield Document("text", name, _whole(path))
+        yield Document(GIVEN, name, text_of_html(_whole(path)) if path.suffix in HTML else _whole(path))
         return
     for number, line in enumerate(_whole(path).splitlines(), 1):
         if line.strip():
-            yield Document("text", f"{name}:{number}", _text_of(line, f"line {number} of --text {name!r}"))
+            yield Document(GIVEN, f"{name}:{number}", _text_of(line, f"line {number} of --text {name!r}"))
+
+
+class _Text(html.parser.HTMLParser):
+    """Collects what a reader sees, a line for each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+        self._unread: list[str] = []
+        self._is_preformatted = False
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:  # noqa: ARG002
+        if tag in UNREAD:
+            self._unread.append(tag)
+        self._is_preformatted |= tag == "pre"
+        if tag in BLOCKS:
+            self.parts.append("\n")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self._unread:
+            del self._unread[self._unread.index(tag) :]
+        if tag == "pre":
+            self._is_preformatted = False
+        if tag in BLOCKS:
+            self.parts.append("\n")
+
+    def handle_data(self, data: str) -> None:
+        if not self._unread:
+            self.parts.append(data if self._is_preformatted else re.sub(r"\s+", " ", data))
+
+
+def text_of_html(page: str) -> str:
+    """What a reader sees of a page of HTML."""
+    parser = _Text()
+    parser.feed(page)
+    parser.close()
+    lines = (line.rstrip() for line in "".join(parser.parts).splitlines())
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(line if line.startswith("  ") else line.lstrip() for line in lines)).strip() + "\n"
 
 
 def _text_of(line: str, where: str) -> str:
@@ -198,4 +248,4 @@ def _of_dataset(name: str, num_bytes: int) -> Iterator[Document]:
         return is_first
 
     for number, text in enumerate(takewhile(is_wanted, texts)):
-        yield Document("text", f"{name}:{number}", text)
+        yield Document(GIVEN, f"{name}:{number}", text)

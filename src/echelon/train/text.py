@@ -24,12 +24,13 @@ from transformers import PreTrainedModel
 from echelon.errors import ConfigError
 from echelon.inputs import check_kind, name_of
 from echelon.train.files import replacing, taking_turns
-from echelon.train.sources import HELD_OUT, HELD_OUT_SHARE, WHEELS, Document, check_source, digest_of, documents, documents_of
+from echelon.train.sources import GIVEN, HELD_OUT, HELD_OUT_SHARE, WHEELS, Document, check_source, digest_of, documents, documents_of
 
 FILES_AT_ONCE = 256  # an encoding takes some thirty times the memory of its text
 Tokens = dict[str, np.ndarray]
-# Share of each group in a batch: the standard library is what the evaluation reads, the wheels are most of the text.
-MIX = {"stdlib": 0.4, "stdlib-tests": 0.15, "wheels": 0.45}
+# Share of each group in a batch, of those that are there: the standard library is what the evaluation reads, the wheels are most of the
+# source, and where other text is given it is more than half.
+MIX = {"stdlib": 0.4, "stdlib-tests": 0.15, "wheels": 0.45, GIVEN: 1.2}
 SAMPLING_TEMPERATURE = 0.8  # of the target's own text
 PROMPT_LENGTH = 32
 WINDOW = 257  # tokens of a training text
@@ -178,7 +179,7 @@ def _tokens(tokenizer: Any, sources: Sequence[Path] | None, file: Path, num_toke
 
 def _groups(sources: Sequence[Path] | None, num_tokens: int) -> dict[str, list[Document]]:
     if sources is not None:
-        return {"text": [d for s in sources for d in documents_of(s, num_tokens)]}
+        return {GIVEN: [d for s in sources for d in documents_of(s, num_tokens)]}
     installed = {d.metadata["Name"].lower() for d in metadata.distributions()}
     docs = documents([w for w in WHEELS if w in installed])
-    return {g: [d for d in docs if d.group == g] for g in (*MIX, HELD_OUT)}
+    return {g: [d for d in docs if d.group == g] for g in (*MIX, HELD_OUT) if g != GIVEN}
