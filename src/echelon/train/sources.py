@@ -177,7 +177,7 @@ def _of_file(path: Path, name: str) -> Iterator[Document]:
             yield Document(GIVEN, f"{name}:{number}", _text_of(line, f"line {number} of --text {name!r}"))
 
 
-class _Text(html.parser.HTMLParser):
+class _PageText(html.parser.HTMLParser):
     """Collects what a reader sees, a line for each block."""
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ class _Text(html.parser.HTMLParser):
 
 def text_of_html(page: str) -> str:
     """What a reader sees of a page of HTML."""
-    parser = _Text()
+    parser = _PageText()
     parser.feed(page)
     parser.close()
     lines = (line.rstrip() for line in "".join(parser.parts).splitlines())
