@@ -26,7 +26,7 @@ STUDY_TEXT ?= /usr/share/doc
 study: $(READY)
 	$(BIN)/python -m echelon.train.pair build/study --study --text $(STUDY_TEXT) --work build/study/work --steps 3400 --decay 700
 
-# Heads of every kind for the embedded target, which the benchmarks draw curves of (10 to 20 minutes each on two cores, EAGLE's 35; resumable).
+# Heads of every kind for the embedded target, which the benchmarks draw curves of (10 to 20 minutes each on two cores, EAGLE's and Scylla's 35; resumable).
 # $(call learn,METHOD,BATCHES,OPTIONS)
 learn = $(BIN)/echelon train src/echelon/demo/pair/target --method $(1) --steps $(2) $(3) --data build/heads/data --out build/heads/$(1)
 heads: $(READY)
@@ -35,6 +35,7 @@ heads: $(READY)
 	$(call learn,clover2,600)
 	$(call learn,eagle,3600)
 	$(call learn,eagle3,700,--draft-vocab-size 3072)
+	$(call learn,scylla,2700,--num-layers 2 --fine-tuning-steps 900)
 
 # The table of the README, the overhead of a step, the kernels beside the machine's own rates.
 bench: $(READY)

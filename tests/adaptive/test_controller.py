@@ -9,7 +9,7 @@ import pytest
 import toys
 
 from echelon import LLM
-from echelon.adaptive.controller import HELD, PROBE, SETTLED, BatchController
+from echelon.adaptive.controller import HELD, PROBE, REMEMBERED, SETTLED, BatchController
 from echelon.adaptive.cost_table import Correction, CostCurve, CostTable, TablePieces
 from echelon.adaptive.hindsight import LONGEST, Hindsight
 from echelon.adaptive.row_controller import RowController
@@ -167,10 +167,16 @@ def test_deciding_is_a_cost_of_drafts() -> None:
     """A step of half a millisecond, in which deciding takes as long as anybody's does: what little drafts would gain is not worth it."""
     costs = CostTable(step=CostCurve(tokens=(1, 2, 8), milliseconds=(0.5, 0.6, 1.2)))
     counted, uncounted = BatchController(costs), BatchController(costs, corrects=False)
+    step(counted, counted.planned(rows(1)), 4)
+    assert counted._own.of_drafts == 0.0, "a single step, which anything may have held up, says nothing"
     for controller in (counted, uncounted):
-        step(controller, controller.planned(rows(1)), 4)
+        for _ in range(REMEMBERED):
+            step(controller, controller.planned(rows(1)), 4)
     assert counted._own.of_drafts > 0.0 == uncounted._costs._deciding
-    counted._own.of_drafts = 10.0
+    for took in [0.4] * REMEMBERED + [1000.0]:
+        counted._own.observe(took)
+    assert counted._own.of_drafts == 0.4
+    counted._own.of_drafts, counted._num_held = 10.0, 0
     assert counted.planned(rows(1))[0].max_draft_depth == 0 < uncounted.planned(rows(1))[0].max_draft_depth
 
 

@@ -59,4 +59,4 @@ def test_what_is_said_of_a_gain_and_of_none() -> None:
     assert "LLMA decodes 2.00 times as fast" in verdict(rows(20.0), 1)
     assert "no gain; LLMA reaches 0.50 of plain decoding" in verdict(rows(5.0), 1)
     cells = [list(column.cells) for column in table_of("", rows(20.0)).columns]
-    assert cells[-1] == ["yes", "0 of 1 (cut)"]
+    assert cells[-1] == ["yes", "0/1 cut"]

@@ -251,13 +251,13 @@ def right_arguments(folder: Path, llm: LLM) -> dict[str, dict[str, Any]]:
         "adopt_model": {"model": copy.deepcopy(TRAINED), "tokenizer": None, "name": "toy", "keep_weights": True, "numerics": "invariant",
                         "quantization": None},
         "load_head": {"name": str(folder / "no head"), "target": TRAINED, "dtype": None},
-        "prepare": {"target": TRAINED, "tokenizer": None, "files": None, "folder": folder / "data", "count": 4},
+        "prepare": {"target": TRAINED, "tokenizer": None, "sources": None, "folder": folder / "data", "count": 4, "num_tokens": 9},
         "train_head": {"target": TRAINED, "data": Data({}, SAID, SAID), "out": folder / "file",
                        "config": TrainingConfig("medusa", 1), "report": None},
         "train_draft_model": {"target": TRAINED, "tokenizer": None, "tokens": {}, "out": folder / "file", "data": folder / "data",
                               "steps": 1, "rate": 0.1, "every": 1},
         "TrainingConfig": {"method": "medusa", "steps": 1, "rate": None, "every": 1, "seed": 0,
-                           "is_soft": None, "options": (), "depth": None},
+                           "is_soft": None, "options": (), "depth": None, "fine_tuning": None},
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ known and while the rows stay, one decision is made for several steps.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from time import perf_counter
@@ -33,6 +34,7 @@ SETTLED = 16  # steps with drafts, or
 IDLE = 4  # plain ones in a row, after which
 HELD = 4  # steps with the same rows go by one decision
 NEWEST = 0.1  # of the newest step in the mean of what drafting takes over what the table says
+REMEMBERED = 15  # steps with drafts whose own time is
 MOST_EXCESS = 4.0  # times what the table says, and no more, is believed of one step's drafting
 
 
@@ -91,10 +93,14 @@ class _Tried(NamedTuple):
 
 
 class _OwnTime:
-    """Milliseconds of deciding and learning, taken inside `with`: a step with drafts costs `of_drafts` more than its tokens do."""
+    """Milliseconds of deciding and learning, taken inside `with`: a step with drafts costs `of_drafts` more than its tokens do.
+
+    The median of the latest steps with drafts, taken for nothing before there are some: one that was held up does not end all drafting.
+    """
 
     def __init__(self) -> None:
         self.of_drafts = self._ms = self._start = 0.0
+        self._latest = deque([0.0] * REMEMBERED, REMEMBERED)
 
     def __enter__(self) -> None:
         self._start = perf_counter()
@@ -109,7 +115,8 @@ class _OwnTime:
 
     def observe(self, of_drafts: float) -> None:
         """Learn from a step with drafts."""
-        self.of_drafts += (NEWEST if self.of_drafts else 1.0) * (of_drafts - self.of_drafts)
+        self._latest.append(of_drafts)
+        self.of_drafts = sorted(self._latest)[REMEMBERED // 2]
 
 
 class BatchController:

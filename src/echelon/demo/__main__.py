@@ -112,7 +112,7 @@ def at(rows: SequenceOf[DemoRow], method: str, batch_size: int) -> DemoRow:
 def identical(row: DemoRow, truth: list[list[int]]) -> str:
     """How many rows are what plain decoding gives."""
     count, total = row.num_identical(truth[: len(row.outputs)]), len(row.outputs)
-    return ("yes" if count == total else f"{count} of {total}") + (" (cut)" if row.was_cut else "")
+    return ("yes" if count == total else f"{count}/{total}") + (" cut" if row.was_cut else "")
 
 
 def table_of(title: str, rows: SequenceOf[DemoRow]) -> Table:

@@ -119,6 +119,7 @@ def prepare(
         raise ConfigError("training reads text, and the model has no fast tokenizer; put its tokenizer.json beside its weights")
     check_kind("target", target, PreTrainedModel)
     check_kind("count", count, int)
+    check_kind("num_tokens", num_tokens, int)
     if count < 1:
         raise ConfigError(f"count = {count} is no number of texts; give at least 1")
     sources = None if sources is None else [Path(name_of(s, "sources")) for s in sources]
