@@ -136,7 +136,7 @@ def test_only_what_was_verified_is_learned_from() -> None:
 
 def test_a_decision_holds_for_some_steps_while_the_rows_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     controller, decided = BatchController(FREE, corrects=False), []
-    monkeypatch.setattr(controller, "_lengths", lambda *a: decided.append(1) or BatchController._lengths(controller, *a))
+    monkeypatch.setattr(controller, "_decided", lambda rows: decided.append(1) or BatchController._decided(controller, rows))
     for _ in range(SETTLED + 3 * HELD):
         step(controller, controller.planned(rows(2)), 4)
     assert len(decided) == SETTLED + 3

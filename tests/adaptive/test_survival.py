@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from echelon.adaptive.survival import NUM_DEPTHS, Survival
 
@@ -77,15 +79,34 @@ def test_a_drafter_without_probabilities_has_a_bucket_of_its_own() -> None:
     assert chance(survival, 0) == chance(Survival(), 0)
 
 
-def test_what_is_expected_of_a_draft_follows_what_is_drafted() -> None:
+def test_what_is_foreseen_of_a_draft_follows_what_is_drafted() -> None:
     survival = Survival()
     for _ in range(500):
-        survival.drafted(np.array([0, 1]), np.log(np.array([0.8, 0.4])))
-    found = survival.expected(survival.odds([3, 4]), 3)
-    assert found.shape == (2, 3)
-    assert found[0, :2] == pytest.approx([chance(survival, 0, 0.8), chance(survival, 1, 0.4)], abs=0.02)
+        survival.drafted(np.array([0, 1, 0, 1]), np.log(np.array([0.9, 0.4, 0.2, 0.4])))
+    survival.rest(1)
+    found = survival.foreseen(survival.odds([3, 4]), 0, 3)
+    good, poor, second = chance(survival, 0, 0.9), chance(survival, 0, 0.2), chance(survival, 1, 0.4)
     assert found[0].tolist() == found[1].tolist()
-    assert found[0, 2] == pytest.approx(found[0, 1], abs=0.02)  # nothing was ever drafted there: as at the place before
+    assert found[0, 0] == pytest.approx([good, good, poor, poor], abs=0.02)
+    assert found[0, 1] == pytest.approx(found[0, 0] * second, abs=0.02)
+    assert found[0, 2] == pytest.approx(found[0, 1] * second, abs=0.02)  # nothing was ever drafted there: as at the place before
+    assert survival.foreseen(np.ones(1), 1, 1)[0, 0] == pytest.approx([second] * 4, abs=0.02)
+
+
+@given(st.integers(0, 9), st.lists(st.tuples(st.integers(0, 3), st.floats(0.01, 0.99)), max_size=30))
+def test_cases_keep_the_mean_and_fall(first: int, drafted: list[tuple[int, float]]) -> None:
+    survival = Survival()
+    if drafted:
+        depths, probabilities = (np.array(part) for part in zip(*drafted, strict=True))
+        survival.drafted(depths, np.log(probabilities))
+        survival.rest(1)
+    odds = np.array([0.3, 1.0, 4.0])
+    found, single = survival.foreseen(odds, first, 4), [survival.foreseen(odds, first + place, 1) for place in range(4)]
+    assert found.mean(2) == pytest.approx(np.cumprod([s[:, 0].mean(1) for s in single], 0).T)
+    assert (np.diff(found, axis=1) <= 1e-12).all()
+    assert (np.diff(found, axis=2) <= 1e-12).all()
+    assert (found[0] <= found[1]).all()
+    assert (found[1] <= found[2]).all()
 
 
 def test_the_same_steps_give_the_same_chances() -> None:

@@ -20,18 +20,19 @@ import numpy as np
 
 from echelon.adaptive.cost_table import Correction, CostTable, TablePieces
 from echelon.adaptive.hindsight import LONGEST, Hindsight
-from echelon.adaptive.planning import Bool, Underway, admitted, draft_lengths, survivals
+from echelon.adaptive.planning import Bool, Underway, admitted, drafted_further, survivals
 from echelon.adaptive.survival import Survival
 from echelon.draft import Draft, Float64, Int64
 from echelon.sequence import PlannedRow
 from echelon.stats import StepRecord
 from echelon.step_costs import PieceSizes
 
-PROBE = 64  # plain steps after which one row drafts a token
+PROBE = 64  # steps in which nothing is verified, after which one row drafts a token that is
 KNOWN = 4  # steps with drafts after which chances are believed; before,
 CAUTION = 1.25  # times a plain step is as long as a step may be, while each row has a token at least
 SETTLED = 16  # steps with drafts, or
 IDLE = 4  # plain ones in a row, after which
+AHEAD = 3  # levels are looked ahead at while drafting
 HELD = 4  # steps with the same rows go by one decision
 NEWEST = 0.1  # of the newest step in the mean of what drafting takes over what the table says
 REMEMBERED = 15  # steps with drafts whose own time is
@@ -135,7 +136,7 @@ class BatchController:
         self._probed = -1  # the row that drafts only to be noticed
         self._num_levels = 0  # of drafting so far in this step
         self._num_learned = 0  # steps that something was learned from
-        self._num_idle = 0  # plain steps in a row
+        self._num_idle = 0  # steps in a row in which nothing was verified
         self._num_held = 0  # further steps that go by the last decision, if the rows stay,
         self._num_passed = 0  # and those that have gone by it
         self._may_draft: list[bool] = []  # of each row, by that decision
@@ -144,7 +145,7 @@ class BatchController:
         self._rows: SequenceOf[PlannedRow] = ()
         self._odds: Float64 = np.ones(0)  # [B] of these rows, as `Survival.odds`
         self._costs = _StepCosts(_Shape(), table, self.correction, self._drafting, 0.0)
-        self._step = Underway(0.0)
+        self._step = Underway(0)
         self._draft: Draft | None = None  # what is verified in this step
 
     def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
@@ -156,7 +157,7 @@ class BatchController:
         if self._num_held and _are_same(rows, self._rows):
             self._num_held, self._num_passed = self._num_held - 1, self._num_passed + 1
             found = [row if may else row.drafting(0, 0) for row, may in zip(rows, self._may_draft, strict=True)]
-            self._step, self._is_resting = Underway(float(self._costs.shape.num_sampled)), not any(self._may_draft)
+            self._step, self._is_resting = Underway(self._costs.shape.num_sampled), not any(self._may_draft)
             self._num_idle += self._is_resting
         else:
             found = self._decided(rows)
@@ -169,22 +170,26 @@ class BatchController:
         shape, found, num_steps = _Shape.of(rows), list(rows), 1 + self._num_passed
         self._num_held = self._num_passed = 0
         self._costs = _StepCosts(shape, self.table, self.correction, self._drafting, self._own.of_drafts if self._corrects else 0.0)
-        self._step, self._odds = Underway(float(shape.num_sampled)), self.survival.odds([row.sequence.id for row in rows])
+        self._step, self._odds = Underway(shape.num_sampled), self.survival.odds([row.sequence.id for row in rows])
         limits = np.array([row.max_draft_depth for row in rows], np.int64)
         if not limits.any():
             return found
         if self._num_learned < KNOWN:
             found = self._cautious(rows, limits)
             limits = np.array([row.max_draft_depth for row in found], np.int64)
-        lengths = self._lengths(self._odds, limits)
-        self._may_draft, is_plain = (lengths > 0).tolist(), not lengths.any()
+        costs = self._costs.upto(0, len(limits), int(limits.max()))
+        may_draft = drafted_further(self._step, self._further(self._odds, 0, limits), *costs)[0]
+        self._may_draft, is_plain = may_draft.tolist(), not may_draft.any()
         for i, may in enumerate(self._may_draft):
             if not may:
                 found[i] = rows[i].drafting(0, 0)
-        self._probe(found, rows, limits, is_plain)
+        self._num_idle += is_plain
+        if self._num_idle >= PROBE:
+            self._probed, self._num_idle = int(limits.argmax()), 0
+            found[self._probed] = rows[self._probed].drafting(1, 1)
         if self._probed < 0 and (self._num_idle > IDLE if is_plain else self._num_learned >= SETTLED):
             self._num_held = HELD - 1
-        self.survival.passed_over([rows[i].sequence.id for i in np.flatnonzero((lengths == 0) & (limits > 0)).tolist()], num_steps)
+        self.survival.passed_over([rows[i].sequence.id for i in np.flatnonzero(~may_draft & (limits > 0)).tolist()], num_steps)
         if is_plain:
             self.survival.rest(num_steps)
         return found
@@ -196,10 +201,158 @@ class BatchController:
         most = max(1, int((step_ms <= CAUTION * step_ms[0]).sum()) - 1)
         return [row.drafting(min(row.max_draft_tokens, most), min(row.max_draft_depth, most)) for row in rows]
 
-    def _lengths(self, odds: Float64, limits: Int64) -> Int64:
-        """Tokens int64[B] to draft of each row, from the start."""
-        chances = self.survival.expected(odds, int(limits.max()))
-        return draft_lengths(self._step, np.ones(len(odds)), chances, limits, *self._costs.upto(0, *chances.shape))[0]
+    def goes_on(self, rows: Int64, scores: Float64) -> Bool:
+        """bool[M]: whether drafts grow by another level. `rows` int64[M] are places among those planned, of drafted paths with the
+        logarithms of the drafter's probabilities `scores` float64[M, d].
+        """
+
+    def chosen(self, rows: SequenceOf[PlannedRow], draft: Draft) -> Draft:
+        """What of the draft of these rows is verified."""
+
+    def observe(self, record: StepRecord) -> None:
+        """Learn from a settled step."""
+
+    def forget(self, row: int) -> None:
+        """The row finished or was aborted; one that was never seen is fine."""
+
+    def as_metrics(self) -> dict[str, Any]:
+        """Counters and gauges by name."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a step costs apart from drafts: tokens fed, of them those of prompts, keys read, rows that emit, those that draw by noise."""
+
+    num_tokens: int = 0
+    num_read: int = 0
+    num_keys: int = 0
+    num_sampled: int = 0
+    num_drawn: int = 0
+
+    @classmethod
+    def of(cls, rows: SequenceOf[PlannedRow]) -> _Shape:
+        sampled = [row for row in rows if row.is_sampled]
+        drawn = sum(not row.sequence.sampler.is_argmax for row in sampled)
+        num_tokens = sum(r.num_new for r in rows)
+        return cls(num_tokens, num_tokens - len(sampled), sum(r.start + r.num_new for r in rows), len(sampled), drawn)
+
+
+class _Tried(NamedTuple):
+    """Drafted tokens that were verified, their parents kept: rows and depths int64[N], scores float64[N], bool[N]: were they right?"""
+
+    rows: Int64
+    depths: Int64
+    scores: Float64 | None
+    was_right: Bool
+
+
+class _OwnTime:
+    """Milliseconds of deciding and learning, taken inside `with`: a step with drafts costs `of_drafts` more than its tokens do.
+
+    The median of the latest steps with drafts, taken for nothing before there are some: one that was held up does not end all drafting.
+    """
+
+    def __init__(self) -> None:
+        self.of_drafts = self._ms = self._start = 0.0
+        self._latest = deque([0.0] * REMEMBERED, REMEMBERED)
+
+    def __enter__(self) -> None:
+        self._start = perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self._ms += 1e3 * (perf_counter() - self._start)
+
+    def take(self) -> float:
+        """Those since the last call."""
+        taken, self._ms = self._ms, 0.0
+        return taken
+
+    def observe(self, of_drafts: float) -> None:
+        """Learn from a step with drafts."""
+        self._latest.append(of_drafts)
+        self.of_drafts = sorted(self._latest)[REMEMBERED // 2]
+
+
+class BatchController:
+    """One price for the drafted tokens of all rows, tokens a millisecond; for exact acceptance.
+
+    `corrects`: costs follow what steps take. Without, the same requests give the same plan.
+    """
+
+    def __init__(self, table: CostTable, corrects: bool = True) -> None:
+        self.table, self.survival, self.correction, self.hindsight = table, Survival(), Correction(), Hindsight()
+        self.piece_sizes: PieceSizes = TablePieces(table, self.correction)
+        self._corrects = corrects
+        self._drafting = 1.0  # milliseconds that drafting takes over what the table says
+        self._has_drafted = False  # did the step before? After plain ones a drafter has to catch up, which is no cost of a level
+        self._own = _OwnTime()
+        self._probed = -1  # the row that drafts only to be noticed
+        self._num_levels = 0  # of drafting so far in this step
+        self._num_learned = 0  # steps that something was learned from
+        self._num_idle = 0  # steps in a row in which nothing was verified
+        self._num_held = 0  # further steps that go by the last decision, if the rows stay,
+        self._num_passed = 0  # and those that have gone by it
+        self._may_draft: list[bool] = []  # of each row, by that decision
+        self._is_resting = False  # is this a plain step by an earlier decision? Nothing is learned from it
+        self._unlearned: list[_Tried] = []  # what was verified since the last decision
+        self._rows: SequenceOf[PlannedRow] = ()
+        self._odds: Float64 = np.ones(0)  # [B] of these rows, as `Survival.odds`
+        self._costs = _StepCosts(_Shape(), table, self.correction, self._drafting, 0.0)
+        self._step = Underway(0)
+        self._draft: Draft | None = None  # what is verified in this step
+
+    def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
+        with self._own:
+            return self._planned(rows)
+
+    def _planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
+        self._probed, self._num_levels, self._draft, self._is_resting = -1, 0, None, False
+        if self._num_held and _are_same(rows, self._rows):
+            self._num_held, self._num_passed = self._num_held - 1, self._num_passed + 1
+            found = [row if may else row.drafting(0, 0) for row, may in zip(rows, self._may_draft, strict=True)]
+            self._step, self._is_resting = Underway(self._costs.shape.num_sampled), not any(self._may_draft)
+            self._num_idle += self._is_resting
+        else:
+            found = self._decided(rows)
+        self._rows = found
+        return found
+
+    def _decided(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
+        """The rows by a decision of this step, and for how many more it holds."""
+        self._digest()
+        shape, found, num_steps = _Shape.of(rows), list(rows), 1 + self._num_passed
+        self._num_held = self._num_passed = 0
+        self._costs = _StepCosts(shape, self.table, self.correction, self._drafting, self._own.of_drafts if self._corrects else 0.0)
+        self._step, self._odds = Underway(shape.num_sampled), self.survival.odds([row.sequence.id for row in rows])
+        limits = np.array([row.max_draft_depth for row in rows], np.int64)
+        if not limits.any():
+            return found
+        if self._num_learned < KNOWN:
+            found = self._cautious(rows, limits)
+            limits = np.array([row.max_draft_depth for row in found], np.int64)
+        costs = self._costs.upto(0, len(limits), int(limits.max()))
+        may_draft = drafted_further(self._step, self._further(self._odds, 0, limits), *costs)[0]
+        self._may_draft, is_plain = may_draft.tolist(), not may_draft.any()
+        for i, may in enumerate(self._may_draft):
+            if not may:
+                found[i] = rows[i].drafting(0, 0)
+        self._num_idle += is_plain
+        if self._num_idle >= PROBE:
+            self._probed, self._num_idle = int(limits.argmax()), 0
+            found[self._probed] = rows[self._probed].drafting(1, 1)
+        if self._probed < 0 and (self._num_idle > IDLE if is_plain else self._num_learned >= SETTLED):
+            self._num_held = HELD - 1
+        self.survival.passed_over([rows[i].sequence.id for i in np.flatnonzero(~may_draft & (limits > 0)).tolist()], num_steps)
+        if is_plain:
+            self.survival.rest(num_steps)
+        return found
+
+    def _cautious(self, rows: SequenceOf[PlannedRow], limits: Int64) -> list[PlannedRow]:
+        """The rows with as short drafts as little knowledge warrants: hope alone makes no step much longer than a plain one."""
+        num_rows, longest = int((limits > 0).sum()), int(limits.max())
+        step_ms = self._costs.upto(0, num_rows, longest)[0][num_rows * np.arange(longest + 1)]
+        most = max(1, int((step_ms <= CAUTION * step_ms[0]).sum()) - 1)
+        return [row.drafting(min(row.max_draft_tokens, most), min(row.max_draft_depth, most)) for row in rows]
 
     def _probe(self, found: list[PlannedRow], rows: SequenceOf[PlannedRow], limits: Int64, is_plain: bool) -> None:
         """After PROBE plain steps one of the rows that may draft does."""
@@ -210,21 +363,25 @@ class BatchController:
 
     def goes_on(self, rows: Int64, scores: Float64) -> Bool:
         num_paths, depth = scores.shape
-        odds, costs, step = self._odds[rows], self._costs, self._step
-        chances = self.survival.chances(np.repeat(odds, depth), np.tile(np.arange(depth), num_paths), scores.ravel())
+        costs, step = self._costs, self._step
+        chances = self.survival.chances(np.repeat(self._odds[rows], depth), np.tile(np.arange(depth), num_paths), scores.ravel())
         survival = chances.reshape(scores.shape).prod(1)
-        num_rows = len(np.unique(rows))
-        level_ms = costs.upto(step.num_drafted, num_paths, 1)[1]
+        num_rows, num_drafted = len(np.unique(rows)), len(step.drafted) + num_paths
+        level_ms = costs.upto(num_drafted, 0, 0)[1]
         spent, self._num_levels = step.spent_ms + float(level_ms[num_rows]), depth
-        self._step = step = Underway(step.emitted + float(survival.sum()), step.num_drafted + num_paths, spent)
-        limits = np.array([self._rows[i].max_draft_depth for i in rows.tolist()]) - depth
-        most = int(limits.max())
-        if most <= 0:
+        self._step = step = Underway(step.num_sampled, np.concatenate([step.drafted, survival]), spent)
+        limits = np.minimum(np.array([self._rows[i].max_draft_depth for i in rows.tolist()]) - depth, AHEAD)
+        if limits.max() <= 0:
             return np.zeros(num_paths, np.bool_)
-        expected = self.survival.expected(odds, depth + most)[:, depth:]
-        step_ms, level_ms = costs.upto(step.num_drafted, num_paths, most)
+        further = survival[:, None, None] * self._further(self._odds[rows], depth, limits)
+        step_ms, level_ms = costs.upto(num_drafted, num_paths, int(limits.max()))
         of_paths = level_ms[-(-np.arange(num_paths + 1) * num_rows // num_paths)]  # a row's paths take one pass
-        return np.asarray(draft_lengths(step, survival, expected, limits, step_ms, of_paths)[0] > 0)
+        return drafted_further(step, further, step_ms, of_paths)[0]
+
+    def _further(self, odds: Float64, depth: int, limits: Int64) -> Float64:
+        """float64[B, D, CASES]: survivals of tokens after the first `depth` of drafts, at most `limits` int64[B] of each."""
+        survival = self.survival.foreseen(odds, depth, int(limits.max()))
+        return np.asarray(np.where(np.arange(survival.shape[1])[:, None] < limits[:, None, None], survival, 0.0))
 
     def chosen(self, rows: SequenceOf[PlannedRow], draft: Draft) -> Draft:  # noqa: ARG002
         if not len(draft.tokens):
@@ -242,9 +399,14 @@ class BatchController:
         last = int(depths.max()) + 1
         if last > self._num_levels:  # nobody asks after the last level of a tree
             spent = self._step.spent_ms + (last - self._num_levels) * float(level_ms[len(np.unique(draft.rows[depths == last - 1]))])
-            self._step = Underway(self._step.emitted, self._step.num_drafted, spent)
+            self._step = Underway(self._step.num_sampled, self._step.drafted, spent)
         is_admitted = admitted(survival, depths, self._costs.shape.num_sampled, step_ms, self._step.spent_ms)
         is_admitted |= draft.rows == self._probed
+        if is_admitted.any():
+            self._num_idle = 0
+        else:  # of what was hoped for nothing came true; nothing is verified, and so nothing learned, as in a plain step
+            self._num_idle += 1
+            self.survival.rest(1)
         self._draft = draft if is_admitted.all() else draft.only(is_admitted)
         self.hindsight.num_proposed += len(depths)
         return self._draft

@@ -2,12 +2,13 @@
 
 A drafted token is emitted if it and all before it on its path are what the target chooses; the product of their chances is its survival.
 Candidates are taken by falling survival, which keeps parents before their children, and as many as make the rate of the whole step
-highest (DSpark, arXiv 2607.05147, Alg. 1, with measured costs).
+highest (DSpark, arXiv 2607.05147, Alg. 1, with measured costs). Tokens that are not drafted yet are candidates in several equally likely
+cases each: of a draft that is sure of itself half of the time the good half is verified, which its mean would not be worth.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,42 +48,42 @@ def admitted(survival: Float64, depths: Int64, num_sampled: int, step_ms: Float6
 
 @dataclass(frozen=True)
 class Underway:
-    """A step so far: tokens that it is expected to emit, drafted tokens in it, milliseconds that drafting them took."""
+    """A step so far: rows that emit a token of their own, survivals float64[N] of what is drafted, milliseconds that drafting it took."""
 
-    emitted: float
-    num_drafted: int = 0
+    num_sampled: int
+    drafted: Float64 = field(default_factory=lambda: np.zeros(0))
     spent_ms: float = 0.0
 
 
-def draft_lengths(
-    step: Underway, survival: Float64, chances: Float64, limits: Int64, step_ms: Float64, level_ms: Float64
-) -> tuple[Int64, float]:
-    """How many further tokens int64[B] to draft of each chain, and the tokens a millisecond that are expected of the step then.
+def drafted_further(step: Underway, further: Float64, step_ms: Float64, level_ms: Float64) -> tuple[Bool, float]:
+    """Which drafted paths bool[B] to draft further, and the tokens a millisecond that are expected of the step then.
 
-    survival  float64[B]: of what is drafted of each chain; 1 where nothing is
-    chances   float64[B, D]: of each further token, if those before it are kept
-    limits    int64[B]: most further tokens of each chain
-    step_ms   float64[> num_drafted + B · D]: milliseconds of a step by drafted tokens in it
-    level_ms  float64[> B]: milliseconds of drafting a token for so many chains
+    further   float64[B, D, W]: survivals of each further token of each path, falling along both: W equally likely cases, as nobody knows
+              before it is drafted how good a token will be, and only the good ones are verified; 0 where there shall be no token
+    step_ms   float64[> N + B · D]: milliseconds of a step by drafted tokens in it
+    level_ms  float64[> B]: milliseconds of drafting a token for so many paths
     """
-    num_rows, depth = chances.shape
-    lengths, rate_now = np.zeros(num_rows, np.int64), step.emitted / (step.spent_ms + float(step_ms[step.num_drafted]))
-    places = np.arange(depth)
-    survival = np.where(places < limits[:, None], survival[:, None] * np.cumprod(chances, 1), 0.0)
-    by_place = survival.T.ravel()
-    order = np.argsort(-by_place, kind="stable")[: np.count_nonzero(by_place)]
-    if not len(order):
-        return lengths, rate_now
-    place, row = np.divmod(order, num_rows)
-    # [N, D]: of the likeliest tokens so many, of drafts of at most 1, 2 … tokens
-    is_at = place[:, None] == places
-    at_place = np.cumsum(is_at, 0)
-    gained = np.cumsum(np.cumsum(is_at * by_place[order, None], 0), 1)
-    taken = np.cumsum(level_ms[at_place], 1) + step_ms[step.num_drafted + np.cumsum(at_place, 1)]
-    rates = (step.emitted + gained) / (step.spent_ms + taken)
-    best = int(np.argmax(rates))
-    if rates.flat[best] <= rate_now:
-        return lengths, rate_now
-    last, longest = divmod(best, depth)
-    chosen = row[: last + 1][place[: last + 1] <= longest]
-    return np.bincount(chosen, minlength=num_rows).astype(np.int64), float(rates.flat[best])
+    (num_paths, depth, num_cases), num_drafted = further.shape, len(step.drafted)
+    by_place = further.transpose(1, 0, 2).ravel()  # a stable order has a path's best case first
+    values = np.concatenate([step.drafted, by_place])
+    order = np.argsort(-values, kind="stable")[: np.count_nonzero(values)]
+    index = order - num_drafted
+    place = np.where(index < 0, -1, index // max(num_paths * num_cases, 1))
+    # [N, D + 1]: of the likeliest tokens so many, of at most 0, 1 … further places; tokens are counted in shares of 1 / W
+    shares = np.where(index < 0, num_cases, 1)
+    is_in = place[:, None] < np.arange(depth + 1)
+    gained = np.cumsum(is_in * (values[order] * shares / num_cases)[:, None], 0)
+    num_shares = np.cumsum(is_in * shares[:, None], 0)
+    at_place = -(-np.cumsum(place[:, None] == np.arange(depth), 0) // num_cases)
+    at_place[:, :1] = np.cumsum((place == 0) & (index % num_cases == 0))[:, None]  # whatever comes of it
+    taken = np.interp(np.arange(len(step_ms) * num_cases) / num_cases, np.arange(len(step_ms)), step_ms)[num_shares]
+    taken[:, 1:] += np.cumsum(level_ms[at_place], 1)
+    rates = (step.num_sampled + gained) / (step.spent_ms + taken)
+    goes_on = np.zeros(num_paths, np.bool_)
+    rate_now = max([step.num_sampled / (step.spent_ms + float(step_ms[0])), *rates[:, 0].tolist()])
+    if not rates.size or float(rates.max()) <= rate_now:
+        return goes_on, rate_now
+    last, longest = divmod(int(np.argmax(rates)), depth + 1)
+    chosen = index[: last + 1][(place[: last + 1] >= 0) & (place[: last + 1] < longest)]
+    goes_on[chosen // num_cases % num_paths] = True
+    return goes_on, float(rates.max())

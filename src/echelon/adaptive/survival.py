@@ -19,6 +19,7 @@ Bool = NDArray[np.bool_]
 
 NUM_DEPTHS = 8  # places of a draft that are told apart; later ones count as the last
 LOG_ODDS = np.array([-4.0, -3.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # between buckets of the drafter's probability
+CASES = 4  # equally likely ones, of what a draft that is not made yet may be like
 UNKNOWN = len(LOG_ODDS) + 1  # the bucket of a drafter without probabilities
 HOPE = 0.5  # of what the drafter's word leaves open, so much is expected to be right at first
 BUCKET_PRIOR, WORD_PRIOR, ROW_PRIOR = 8.0, 4.0, 8.0  # counts that each estimate leans on the next coarser one with
@@ -67,6 +68,7 @@ class Survival:
         self._drafted = np.zeros(shape)  # the best of every draft at each place, verified or not
         self._rows: dict[int, _RowRecord] = {}
         self._table = self._chances()
+        self._cases: Float64 | None = None  # [NUM_DEPTHS, CASES], when they are asked for
 
     def odds(self, rows: SequenceOf[int]) -> Float64:
         """float64[B]: how many times better than others' the odds of these rows' drafts are."""
@@ -78,19 +80,28 @@ class Survival:
         """
         return _shifted(self._table[_places(depths), _buckets(scores, len(depths))], odds)
 
-    def expected(self, odds: Float64, num_places: int) -> Float64:
-        """float64[B, num_places]: chances at each place of drafts that are not made yet, of rows with `odds` float64[B]."""
-        hoped, drafted = (self._drafted * self._table).sum(1).tolist(), self._drafted.sum(1).tolist()
-        means, mean = [], float(self._table[0, UNKNOWN])
+    def foreseen(self, odds: Float64, first: int, num_places: int) -> Float64:
+        """float64[B, num_places, CASES]: survivals of tokens that are not drafted yet, from place `first` on, in equally likely cases, best
+        first; of rows with `odds` float64[B]. Chances at different places are taken for independent.
+        """
+        if self._cases is None:
+            self._cases = self._in_cases()
+        places = _places(first + np.arange(num_places))
+        chances = _shifted(self._cases[places], odds[:, None, None])
+        found = np.empty(chances.shape)
         for place in range(num_places):
-            at = min(place, NUM_DEPTHS - 1)
-            mean = (hoped[at] + WORD_PRIOR * mean) / (drafted[at] + WORD_PRIOR)
-            means.append(mean)
-        return _shifted(np.array([means]), odds[:, None])
+            if place == 0:
+                found[:, 0] = chances[:, 0]
+            else:
+                products = (found[:, place - 1, :, None] * chances[:, place, None]).reshape(len(odds), -1)
+                products.sort(1)
+                found[:, place] = products[:, ::-1].reshape(-1, CASES, CASES).mean(2)
+        return found
 
     def drafted(self, depths: Int64, scores: Float64 | None) -> None:
         """Note what was drafted, verified or not: the best token at each of `depths` int64[N], with `scores` float64[N] as in `chances`."""
         np.add.at(self._drafted, (_places(depths), _buckets(scores, len(depths))), 1.0)
+        self._cases = None
 
     def observe(self, rows: Int64, depths: Int64, scores: Float64 | None, was_right: Bool, num_steps: int = 1) -> None:
         """Learn from so many steps: tokens of `rows` int64[N] whose parents were kept, and whether they were bool[N]; as in `chances`."""
@@ -106,6 +117,7 @@ class Survival:
         for row, num_right, num_tried, hoped in zip(ids.tolist(), *(found.tolist() for found in sums), strict=True):
             self._rows.setdefault(row, _RowRecord()).count(num_right, num_tried, hoped, num_steps)
         self._table = self._chances()
+        self._cases = None
 
     def passed_over(self, rows: SequenceOf[int], num_steps: int = 1) -> None:
         """Steps without drafts for `rows`: what is known of them apart from others fades, so that they are tried again."""
@@ -118,6 +130,7 @@ class Survival:
         self._right *= REST_FADE**num_steps
         self._tried *= REST_FADE**num_steps
         self._table = self._chances()
+        self._cases = None
 
     def forget(self, row: int) -> None:
         """The row has ended; one that was never seen is fine."""
@@ -127,6 +140,20 @@ class Survival:
         """float64[NUM_DEPTHS, buckets]"""
         at_any_place = (self._right.sum(0) + WORD_PRIOR * WORD) / (self._tried.sum(0) + WORD_PRIOR)
         return np.asarray((self._right + BUCKET_PRIOR * at_any_place) / (self._tried + BUCKET_PRIOR))
+
+    def _in_cases(self) -> Float64:
+        """float64[NUM_DEPTHS, CASES]: mean chances of the best part of what is drafted at a place, of the next best, and so on."""
+        share, shares = np.zeros(UNKNOWN + 1), []
+        share[UNKNOWN] = 1.0  # nothing is known; later places lean on earlier ones
+        for counts in self._drafted:
+            share = (counts + WORD_PRIOR * share) / (counts.sum() + WORD_PRIOR)
+            shares.append(share)
+        order = np.argsort(-self._table, 1, kind="stable")
+        upto = np.cumsum(np.take_along_axis(np.array(shares), order, 1), 1)
+        edges = np.concatenate([np.zeros((NUM_DEPTHS, 1)), upto[:, :-1], np.ones((NUM_DEPTHS, 1))], 1)[:, None]
+        begin, end = np.arange(CASES)[:, None] / CASES, np.arange(1, CASES + 1)[:, None] / CASES
+        overlap = np.maximum(np.minimum(edges[..., 1:], end) - np.maximum(edges[..., :-1], begin), 0.0)  # [NUM_DEPTHS, CASES, buckets]
+        return np.asarray((overlap * np.take_along_axis(self._table, order, 1)[:, None]).sum(2) * CASES)
 
 
 def _word() -> Float64:

@@ -44,7 +44,15 @@ INLINE Value load_as(const void* p) {
 }
 INLINE Register load_register(const void* p) { return load_as<Register>(p); }
 INLINE void store(float* p, Register v) { std::memcpy(p, &v, sizeof v); }
-INLINE Register splat(float x) { return Register{} + x; }
+INLINE Register splat(float x) {  // a load that fills a register: an addition to zeros would be kept, for the sake of −0
+#if REGISTER_LANES == 16
+  return (Register)_mm512_set1_ps(x);
+#elif REGISTER_LANES == 8
+  return (Register)_mm256_set1_ps(x);
+#else
+  return Register{x, x, x, x};
+#endif
+}
 
 // 16 floats.
 struct Lanes {

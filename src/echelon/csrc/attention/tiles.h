@@ -18,14 +18,21 @@ constexpr float minus_infinity = -__builtin_inff();
 
 // Sums that a block keeps in registers: rows of queries or weights by registers of keys or values.
 constexpr bool has_many_registers = register_lanes == 16;
-constexpr int score_rows = 4, score_registers = 2;
-constexpr int value_rows = has_many_registers ? 4 : 3, value_registers = 4;
-constexpr int lone_value_registers = 4;  // for one row of weights
+constexpr int score_rows = has_many_registers ? 4 : 6, score_registers = 2;
+constexpr int value_rows = has_many_registers ? 4 : 6, value_registers = has_many_registers ? 4 : 2;
+constexpr int lone_registers = 4;  // for one row
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE float most(float a, float b) { return a > b ? a : b; }
 INLINE void zero(float* to, int64_t count) { std::memset(to, 0, static_cast<size_t>(count) * sizeof(float)); }
+
+// Call `work` with the number of rows and the first of each block: `largest` rows, then as many of 4, of 2 and of 1 as are left.
+template <int largest, class Work>
+INLINE void by_blocks(int64_t rows, const Work& work, int64_t from = 0) {
+  for (; from + largest <= rows; from += largest) work(std::integral_constant<int, largest>{}, from);
+  if constexpr (largest > 1) by_blocks<(largest > 4 ? 4 : largest / 2)>(rows, work, from);
+}
 
 // 16 rows to be prefetched, one at a time while others are computed with; none where `lines` is 0.
 struct Prefetch {
@@ -106,7 +113,7 @@ INLINE void products_of_rows(const float* const* rows, const float* quads, int64
 template <class Math, int M, int N, int count>
 INLINE void products_of_columns(const float* queries, int64_t steps, const float* columns, Register (*sum)[N]) {
   if constexpr (count == 1) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int i = 0; i < M; ++i)
 #pragma GCC unroll 8
       for (int j = 0; j < N; ++j) sum[i][j] = Register{};
@@ -114,7 +121,7 @@ INLINE void products_of_columns(const float* queries, int64_t steps, const float
       Register keys[N];
 #pragma GCC unroll 8
       for (int j = 0; j < N; ++j) keys[j] = load_register(columns + from * key_tile + j * register_lanes);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int i = 0; i < M; ++i) {
         const Register part = Math::broadcast(queries + i * steps + from);
 #pragma GCC unroll 8
@@ -125,7 +132,7 @@ INLINE void products_of_columns(const float* queries, int64_t steps, const float
     Register more[M][N];
     products_of_columns<Math, M, N, count / 2>(queries, steps, columns, sum);
     products_of_columns<Math, M, N, count / 2>(queries + count / 2, steps, columns + count / 2 * key_tile, more);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int i = 0; i < M; ++i)
 #pragma GCC unroll 8
       for (int j = 0; j < N; ++j) sum[i][j] += more[i][j];
@@ -136,7 +143,7 @@ static void score_columns(const float* queries, int64_t steps, const float* colu
   for (int64_t k = 0; k < live; k += N * register_lanes) {
     Register sum[M][N];
     products_of_columns<Math, M, N, chains>(queries, steps, columns + k, sum);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int i = 0; i < M; ++i)
 #pragma GCC unroll 8
       for (int j = 0; j < N; ++j) store(scores + i * key_tile + k + j * register_lanes, sum[i][j]);
@@ -147,7 +154,7 @@ static void score_columns(const float* queries, int64_t steps, const float* colu
 template <class Math, int M, int N>
 INLINE void multiply_block(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride, int64_t depth) {
   Register sum[M][N];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int i = 0; i < M; ++i)
 #pragma GCC unroll 8
     for (int j = 0; j < N; ++j) sum[i][j] = load_register(c + i * c_stride + j * register_lanes);
@@ -155,14 +162,14 @@ INLINE void multiply_block(const float* a, int64_t a_stride, const float* b, int
     Register right[N];
 #pragma GCC unroll 8
     for (int j = 0; j < N; ++j) right[j] = load_register(b + k * b_stride + j * register_lanes);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int i = 0; i < M; ++i) {
       const Register left = Math::broadcast(a + i * a_stride + k);
 #pragma GCC unroll 8
       for (int j = 0; j < N; ++j) sum[i][j] = Math::multiply_add(left, right[j], sum[i][j]);
     }
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int i = 0; i < M; ++i)
 #pragma GCC unroll 8
     for (int j = 0; j < N; ++j) store(c + i * c_stride + j * register_lanes, sum[i][j]);
@@ -179,10 +186,10 @@ INLINE void multiply_rows(int64_t columns, int64_t depth, const float* a, int64_
 // c[rows][columns] += a[rows][depth] · b[depth][columns], columns a multiple of 16.
 template <class Math>
 static void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t a_stride, const float* b, float* c) {
-  int64_t i = 0;
-  for (; i + value_rows <= rows; i += value_rows)
-    multiply_rows<Math, value_rows, value_registers>(columns, depth, a + i * a_stride, a_stride, b, c + i * columns);
-  for (; i < rows; ++i) multiply_rows<Math, 1, lone_value_registers>(columns, depth, a + i * a_stride, a_stride, b, c + i * columns);
+  by_blocks<value_rows>(rows, [&](auto block, int64_t i) ALWAYS_INLINE {
+    constexpr int registers = block() == 1 ? lone_registers : value_registers;
+    multiply_rows<Math, block(), registers>(columns, depth, a + i * a_stride, a_stride, b, c + i * columns);
+  });
 }
 
 // tanh with a relative error below 1e-6: its series near 0, from eˣ elsewhere.
@@ -452,9 +459,10 @@ struct Unit {
       find_rows(from, k, head, rows);
       for (int64_t entry = 0; entry < steps; entry += lanes) transpose(rows, entry, m.columns + k);
     }
-    int64_t pair = 0;
-    for (; pair + score_rows <= pairs; pair += score_rows) score_columns<Math, score_rows, score_registers>(queries_of(head) + pair * steps, steps, m.columns, live, scores + pair * key_tile);
-    for (; pair < pairs; ++pair) score_columns<Math, 1, 4>(queries_of(head) + pair * steps, steps, m.columns, live, scores + pair * key_tile);
+    by_blocks<score_rows>(pairs, [&](auto rows, int64_t pair) ALWAYS_INLINE {
+      constexpr int registers = rows() == 1 ? lone_registers : score_registers;
+      score_columns<Math, rows(), registers>(queries_of(head) + pair * steps, steps, m.columns, live, scores + pair * key_tile);
+    });
   }
 
   // The token's drafted ancestors, itself among them, by the lanes of their positions.
