@@ -98,6 +98,16 @@ def ratios(speeds: Mapping[str, SequenceOf[float]]) -> tuple[float, float, str]:
     return statistics.median(a / p for a, p in zip(auto, plain, strict=True)), over_best, best
 
 
+README_SETTINGS = ("1", "2", "4", "8", "confident")
+
+
+def readme_row(batch_size: int, speeds: Mapping[str, SequenceOf[float]]) -> str:
+    """A line of the README's table: plain decoding in tokens a second, "auto" and fixed settings over it."""
+    over_plain = {n: statistics.median(a / p for a, p in zip(v, speeds["plain"], strict=False)) for n, v in speeds.items()}
+    others = " | ".join(f"{over_plain[name]:.2f}" for name in README_SETTINGS)
+    return f"| {batch_size} | {statistics.median(speeds['plain']):.1f} | **{over_plain['auto']:.2f}** | {others} |"
+
+
 def over_single(records: SequenceOf[Record]) -> tuple[float, float]:
     """Geometric means over cells: of "auto" over the best single setting, and of the best of each cell over that."""
     medians = [{name: statistics.median(v) for name, v in r["speeds"].items()} for r in records]

@@ -25,7 +25,7 @@ from benchmarks.document import write_document
 from benchmarks.options import parser_of
 from benchmarks.prefill import PrefilledRun
 from benchmarks.replayed import AcceptanceHistogram, replay, rescaled
-from benchmarks.workloads import PADDINGS, ROOT, SMALL, Models, Size, greedy, source
+from benchmarks.workloads import PADDINGS, ROOT, SMALL, VERIFIED, VERIFIED_TREE, Models, Size, greedy, source, tokens_a_step
 from echelon import LLM
 from echelon.bench.latency import measure_latency
 from echelon.bench.throughput import ADAPTIVE, CONFIDENT, DecodingMethod, default_methods, environment, measure
@@ -42,8 +42,6 @@ HEAD_TREES: dict[str, dict[str, Any]] = {
     "chain": {"tree": "chain", "num_speculative_tokens": 4},
     "tree": {"tree": "dynamic", "num_speculative_tokens": 12, "tree_top_k": 4, "tree_depth": 5},
 }
-VERIFIED = (4, 8, 16, 32, 60)  # drafted tokens that the target checks in a step, at most
-VERIFIED_TREE: dict[str, Any] = {"tree": "dynamic", "tree_top_k": 10, "tree_depth": 32}
 VERIFIED_AT = (0.0, 0.8)  # temperatures
 EQUAL_TREES: dict[str, dict[str, Any]] = {  # EAGLE-1's list, and EAGLE-2's trees of its size and depth
     "static": {"tree": "static", "num_speculative_tokens": len(EAGLE_25)},
@@ -193,9 +191,7 @@ class Tables:
             shapes = {f"{method}, tree": asked | {"model": self.models.trained(method), **VERIFIED_TREE}}
 
         def emitted(temperature: float, config: dict[str, Any]) -> float:
-            llm = LLM(target, config, self.models.draft, max_num_seqs=16)
-            llm.generate(prompts, greedy(size.table_tokens).model_copy(update={"temperature": temperature, "seed": 0}))
-            return llm.stats.tokens_per_step
+            return tokens_a_step(target, config, prompts, size.table_tokens, temperature, self.models.draft)
 
         found = [
             [temperature, name, budget, emitted(temperature, shapes[name] | {"num_speculative_tokens": budget})]

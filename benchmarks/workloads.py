@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.prefill import Prefix, read_prefixes
-from echelon import ConfigError, SamplingParams
+from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench.inflate import inflate, inflate_with_heads, plan_growth
 from echelon.bench.shapes import opt, with_random_weights
 from echelon.bench.workloads import code_prompts
@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[1]
 EVIDENCE = ROOT / "docs" / "evidence"
 PADDINGS = ("padded", "padded-inputs", "padded-kv", "unpadded")  # EMS-SD's columns: vanilla, unpad KV only, unpad inputs only, both
 TRAINED = ROOT / "build" / "heads"  # `make heads` leaves them there, a folder a method
+VERIFIED = (4, 8, 16, 32, 60)  # drafted tokens that the target checks in a step, at most
+VERIFIED_TREE: dict[str, Any] = {"tree": "dynamic", "tree_top_k": 10, "tree_depth": 32}
 NUM_TEXTS = 4  # random prompts are beginnings of these
 
 
@@ -51,6 +53,20 @@ class Beginnings:
 def greedy(max_tokens: int) -> SamplingParams:
     """The likeliest tokens, as many for every row, whatever they are."""
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def tokens_a_step(
+    target: LoadedModel,
+    config: dict[str, Any],
+    prompts: list[list[int]],
+    max_tokens: int,
+    temperature: float,
+    draft: LoadedModel | None = None,
+) -> float:
+    """Tokens that a step of a row emits, over all prompts."""
+    llm = LLM(target, config, draft, max_num_seqs=16)
+    llm.generate(prompts, greedy(max_tokens).model_copy(update={"temperature": temperature, "seed": 0}))
+    return llm.stats.tokens_per_step
 
 
 def source(target: LoadedModel, count: int, longest: int, is_ragged: bool = True) -> list[list[int]]:

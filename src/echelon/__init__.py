@@ -1,5 +1,8 @@
 """Batched speculative decoding of large language models: no padding, no realignment, the same text."""
 
+from importlib.metadata import version
+
+from echelon.aio.async_llm import AsyncLLM
 from echelon.config import EngineConfig, SpeculativeConfig
 from echelon.errors import ConfigError, EchelonError, ModelLoadError, RequestError, UnsupportedModelError
 from echelon.llm import LLM
@@ -7,8 +10,11 @@ from echelon.model.load.loading import load_model
 from echelon.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from echelon.sampling import SamplingParams
 
+__version__ = version("echelon")
+
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "ConfigError",
     "EchelonError",
@@ -21,5 +27,6 @@ __all__ = [
     "SamplingParams",
     "SpeculativeConfig",
     "UnsupportedModelError",
+    "__version__",
     "load_model",
 ]

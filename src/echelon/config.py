@@ -292,6 +292,11 @@ class EngineConfig(Settings):
     enable_prefix_caching: StrictBool = Field(
         default=True, description="Read texts that begin alike once: keys and values stay until their memory is needed."
     )
+    seed: StrictInt | None = Field(
+        default=None, ge=0, lt=1 << 64, description="Of the seeds of requests that have none; without it they are drawn and reported."
+    )
+    skip_tokenizer_init: StrictBool = Field(default=False, description="Prompts are token ids and outputs have no text.")
+    trust_remote_code: Literal[False] = Field(default=False, description="No code from a checkpoint runs; False is all there is.")
     enforce_eager: StrictBool = Field(default=False, description="No CUDA graphs, and no step launched ahead.")
     strategy: Literal["unpadded", "padded", "realign"] = Field(
         default="unpadded", description="How rows become a batch; all but `unpadded` are there to be compared with."

@@ -61,6 +61,22 @@ def _drop_frames(error: BaseException) -> None:
         _drop_frames(error.__cause__)
 
 
+class OverloadedError(EchelonError):
+    """All places for requests are taken; later there may be one."""
+
+
+class UnavailableError(EchelonError):
+    """The engine has stopped, hangs or shuts down."""
+
+
+class RequestTimeoutError(EchelonError, TimeoutError):
+    """A request waited or ran longer than it may, and was given up."""
+
+
+class SlowReaderError(EchelonError):
+    """A request ended because what it said was not read."""
+
+
 class ModelLoadError(EchelonError):
     """A checkpoint cannot be read: files missing, unsafe or mis-shaped."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import count
@@ -10,7 +10,7 @@ from typing import Any
 
 from echelon.chat import encode_text, render_chat
 from echelon.errors import RequestError
-from echelon.inputs import Prompt, check_kind, conversation, kind_of, shown, token_ids, valid_text
+from echelon.inputs import Prompt, check_kind, conversation, kind_of, shown, token_ids, unwrapped, valid_text
 from echelon.model.load.loading import LoadedModel
 from echelon.sampling import Sampler, SamplingParams, one_each
 from echelon.scheduler import Scheduler
@@ -21,11 +21,13 @@ MOST_CHARACTERS_PER_TOKEN = 64  # on average over a prompt
 
 
 class InputProcessor:
-    """Turn requests into sequences for one engine; `max_len` bounds a text, its prompt included."""
+    """Turn requests into sequences for one engine; `max_len` bounds a text, its prompt included. `seed`: of the seeds of requests that have
+    none of their own; None draws them.
+    """
 
-    def __init__(self, target: LoadedModel, max_len: int, scheduler: Scheduler) -> None:
+    def __init__(self, target: LoadedModel, max_len: int, scheduler: Scheduler, seed: int | None = None) -> None:
         self._target, self._max_len, self._scheduler = target, max_len, scheduler
-        self._ids = count()
+        self._ids, self._seeds = count(), random.SystemRandom() if seed is None else random.Random(seed)
 
     def encode(self, text: str, add_special_tokens: bool = True, name: str = "prompt") -> list[int]:
         """Token ids of a prompt, with the special tokens the tokenizer adds; errors call it `name`."""
@@ -77,7 +79,7 @@ class InputProcessor:
                 )
         if (params.stop or params.bad_words) and self._target.tokenizer is None:
             raise RequestError(f"stop strings and bad words need a tokenizer, and {self._target.name!r} has none; use token ids")
-        self._scheduler.check_size(min(self._max_len, len(tokens) + params.max_tokens))
+        self._scheduler.check_size(min(self._max_len, len(tokens) + (params.max_tokens or 1)))
 
     def samples(self, prompt: Prompt, params: SamplingParams, watch_text: bool, name: str = "prompt", salt: bytes = b"") -> list[Sequence]:
         """The `n` sequences of one request, checked and ready for the engine; all but the first share the first one's prompt.
@@ -90,9 +92,11 @@ class InputProcessor:
         RequestError  the prompt or the parameters cannot be served
         """
         check_kind("salt", salt, bytes, RequestError)
+        prompt = unwrapped(prompt, name)
         tokens = self.encode(prompt, name=name) if isinstance(prompt, str) else token_ids(prompt, name)
         self.check_prompt(tokens, params, name)
-        seed = secrets.randbits(64) if params.seed is None else params.seed
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+        longest = self._max_len if params.max_tokens is not None else self.room_after(0)
         eos = self._target.eos_token_ids
         samples: list[Sequence] = []
         for index in range(params.n):
@@ -104,7 +108,7 @@ class InputProcessor:
                     num_prompt_tokens=len(tokens),
                     sampler=sampler,
                     eos_token_ids=eos,
-                    max_len=self._max_len,
+                    max_len=longest,
                     watcher=self._detokenizer(tokens, params) if watch_text or params.stop else None,
                     parent=samples[0] if samples else None,
                     salt=salt,

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from echelon.errors import ConfigError, EchelonError, OutputError, RequestError
 
-Prompt = str | SequenceOf[int]
+Prompt = str | SequenceOf[int] | Mapping[str, Any]  # a mapping has `prompt`, a text, or `prompt_token_ids`
 LARGEST = 2**31  # counts lie below
 
 
@@ -216,6 +216,21 @@ def prompts_of(given: Any) -> dict[str, Any]:
     if _is_list(given) and not (len(given) > 0 and _is_number(given[0])):
         return {f"prompts[{i}]": prompt for i, prompt in enumerate(given)}
     return {"prompts": given}
+
+
+def unwrapped(prompt: Any, name: str = "prompt") -> Any:
+    """The text or the token ids of a prompt that is a mapping, as vLLM's are; anything else as it is.
+
+    Raises
+    ------
+    RequestError  the mapping has neither, or something besides
+    """
+    if not isinstance(prompt, Mapping):
+        return prompt
+    given = {key for key, value in prompt.items() if value is not None}
+    if not given or not given <= {"prompt", "prompt_token_ids"}:
+        raise RequestError(f"{name} has the keys {shown(sorted(map(str, given)))}; give a mapping with 'prompt' or 'prompt_token_ids'")
+    return prompt["prompt_token_ids"] if "prompt_token_ids" in given else prompt["prompt"]
 
 
 def _is_list(value: object) -> bool:

@@ -7,9 +7,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from types import TracebackType
 from typing import Any, Self, cast
+
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from echelon.adaptive.cost_files import CostRecord
 from echelon.build import build, fit_to_memory, measured_costs
@@ -21,7 +24,7 @@ from echelon.input_processor import InputProcessor
 from echelon.inputs import Prompt, check_callable, conversations_of, prompts_of
 from echelon.model.load.loading import LoadedModel
 from echelon.outputs import OutputBuilder, RequestOutput
-from echelon.sampling import SamplingParams, one_each
+from echelon.sampling import Parameters, one_each
 from echelon.sequence import Sequence, check_requests
 from echelon.stats import Stats
 
@@ -44,7 +47,8 @@ class LLM:
     draft_head          likewise a head of the target
     settings            see `EngineConfig`: dtype, device, numerics, max_num_seqs, max_num_batched_tokens, max_model_len,
                         block_size, quantization, kv_cache_dtype, kv_cache_memory_bytes, memory, gpu_memory_utilization,
-                        enable_prefix_caching; and how rows become a batch: strategy, pad, grouping, group_window, refill
+                        enable_prefix_caching, seed, skip_tokenizer_init; and how rows become a batch: strategy, pad, grouping,
+                        group_window, refill
 
     Raises
     ------
@@ -65,7 +69,9 @@ class LLM:
             self.config, self.speculative_config = self.fitting.config, self.fitting.spec
         self.engine, self.storage, self.max_len = build(self.config, self.speculative_config, model, draft_model, draft_head)
         self.target, self.memory_plan = self.storage.runners[0].loaded, self.storage.plan
-        self.inputs = InputProcessor(self.target, self.max_len, self.engine.scheduler)
+        if self.config.skip_tokenizer_init:
+            self.target = replace(self.target, tokenizer=None)
+        self.inputs = InputProcessor(self.target, self.max_len, self.engine.scheduler, self.config.seed)
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread whose requests are running
 
@@ -101,17 +107,21 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | SequenceOf[Prompt],
-        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        sampling_params: Parameters | SequenceOf[Parameters] | None = None,
         on_finish: Callable[[int, RequestOutput], None] | None = None,
         on_step: Callable[[], None] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[RequestOutput]:
-        """Continue every prompt (a string, or a list of token ids); outputs in the order of the prompts.
+        """Continue every prompt (a string, a list of token ids, or a mapping with `prompt` or `prompt_token_ids`); outputs in the order of
+        the prompts.
 
         Parameters
         ----------
-        sampling_params  one for all, or one a prompt
+        sampling_params  `SamplingParams` or mappings with the same keys; one for all, or one a prompt
         on_finish        called with (index of the prompt, output) as soon as a request is done
         on_step          called after each step
+        use_tqdm         shows how many are done, in a terminal or a notebook; or what makes such a bar
 
         Raises
         ------
@@ -119,16 +129,19 @@ class LLM:
         """
         check_callable("on_finish", on_finish)
         check_callable("on_step", on_step)
+        check_callable("use_tqdm", None if isinstance(use_tqdm, bool) else use_tqdm)
         outputs: dict[int, RequestOutput] = {}
         builders = self._requests(prompts, sampling_params, watch_text=False)
-        for grown in self.run([b.samples for b in builders]):
-            for i in grown:
-                if all(s.is_finished for s in builders[i].samples):
-                    outputs[i] = builders[i].output()
-                    if on_finish:
-                        on_finish(i, outputs[i])
-            if on_step:
-                on_step()
+        with _bar(use_tqdm, len(builders)) as bar:
+            for grown in self.run([b.samples for b in builders]):
+                for i in grown:
+                    if all(s.is_finished for s in builders[i].samples):
+                        outputs[i] = builders[i].output()
+                        bar.update(1)
+                        if on_finish:
+                            on_finish(i, outputs[i])
+                if on_step:
+                    on_step()
         if len(outputs) < len(builders):
             raise ClosedError("this LLM was closed while requests were running; close it after `generate` has returned")
         return [outputs[i] for i in range(len(builders))]
@@ -136,13 +149,16 @@ class LLM:
     def chat(
         self,
         messages: SequenceOf[Mapping[str, str]] | SequenceOf[SequenceOf[Mapping[str, str]]],
-        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        sampling_params: Parameters | SequenceOf[Parameters] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, in the model's own chat template; a message is a mapping with `role` and `content`."""
-        return self.generate([self.inputs.encode_chat(c, name) for name, c in conversations_of(messages).items()], sampling_params)
+        prompts = [self.inputs.encode_chat(c, name) for name, c in conversations_of(messages).items()]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(
-        self, prompts: Prompt | SequenceOf[Prompt], sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None
+        self, prompts: Prompt | SequenceOf[Prompt], sampling_params: Parameters | SequenceOf[Parameters] | None = None
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Like `generate`, but yields (index of the prompt, output so far) for every request that grew in a step.
 
@@ -154,13 +170,24 @@ class LLM:
                 yield i, builders[i].output()
 
     def _requests(
-        self, prompts: Prompt | SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None, watch_text: bool
+        self, prompts: Prompt | SequenceOf[Prompt], params: Parameters | SequenceOf[Parameters] | None, watch_text: bool
     ) -> list[OutputBuilder]:
         """Every request's samples, ready to run, in what reads their outputs."""
         named = prompts_of(prompts)
         pairs = zip(named.items(), one_each(params, len(named)), strict=True)
         tokenizer, rule = self.target.tokenizer, self.acceptance_name
         return [OutputBuilder(self.inputs.samples(p, q, watch_text, name), p, tokenizer, rule) for (name, p), q in pairs]
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer.
+
+        Raises
+        ------
+        ConfigError  it has none, or `skip_tokenizer_init` left it out
+        """
+        if self.target.tokenizer is None:
+            raise ConfigError(f"{self.target.name!r} has no tokenizer here; prompts are lists of token ids")
+        return self.target.tokenizer
 
     def get_metrics(self) -> dict[str, Any]:
         """Counters since this object was made: tokens, acceptance (also by position in the draft), steps, KV use, preemptions; tokens
@@ -241,3 +268,9 @@ class LLM:
                 yield self.engine
             finally:
                 self._owner = None
+
+
+def _bar(use_tqdm: bool | Callable[..., Any], total: int) -> Any:
+    """A bar of requests that are done; where nobody watches, none."""
+    make = use_tqdm if callable(use_tqdm) else tqdm
+    return make(total=total, desc="Processed prompts", dynamic_ncols=True, disable=None if use_tqdm else True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from echelon.inputs import Prompt
 from echelon.sampling import Logprobs
-from echelon.sequence import Sequence
+from echelon.sequence import FinishReason, RowState, Sequence
 from echelon.text import Decoder, decode_output, num_held_back
 
 
@@ -37,7 +38,8 @@ class RequestMetrics:
 @dataclass(frozen=True)
 class CompletionOutput:
     """One continuation; `is_accepted[i]` says whether token i came from the draft. `finish_reason` is None while it goes on, and "error"
-    where the row's work failed: `error` says why, and what was emitted before stays.
+    where the row's work failed: `error` says why, and what was emitted before stays. `stop_reason` is the stop string or token id, of those
+    that the request names, which ended it.
     """
 
     index: int
@@ -49,6 +51,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     error: str | None = None
+    stop_reason: str | int | None = None
 
 
 @dataclass(frozen=True)
@@ -74,45 +77,54 @@ class OutputBuilder:
 
     samples     the request's sequences
     acceptance  name of the rule by which drafted tokens are kept
+    name        of the request; the number of its first sequence without
     """
 
-    def __init__(self, samples: list[Sequence], prompt: Prompt, decoder: Decoder | None, acceptance: str) -> None:
-        self.samples, self._prompt = samples, prompt if isinstance(prompt, str) else None
+    def __init__(self, samples: list[Sequence], prompt: Prompt, decoder: Decoder | None, acceptance: str, name: str | None = None) -> None:
+        self._name = str(samples[0].id) if name is None else name
+        self.samples, self._prompt = (
+            samples,
+            prompt.get("prompt") if isinstance(prompt, Mapping) else prompt if isinstance(prompt, str) else None,
+        )
         self._decoder, self._acceptance = decoder, acceptance
         self._prompt_logprobs: list[dict[int, Logprob]] = []
         self._logprobs: list[list[dict[int, Logprob]]] = [[] for _ in samples]
 
-    def output(self) -> RequestOutput:
-        """The request as it is now, finished or not."""
+    def output(self, states: SequenceOf[RowState] | None = None) -> RequestOutput:
+        """The request as it is now, finished or not; or as it was in `states`, one a sample, while the engine goes on in another thread."""
         samples, first = self.samples, self.samples[0]
         steps = sum(s.num_steps for s in samples)
         drafted, accepted = sum(s.num_draft_tokens for s in samples), sum(s.num_accepted_tokens for s in samples)
-        emitted = sum(s.num_output_tokens for s in samples)
+        emitted = sum(s.num_output_tokens for s in samples) if states is None else sum(s.num_tokens for s in states)
         rates = emitted / steps if steps else 0.0, accepted / drafted if drafted else 0.0
         self._decode_new(self._prompt_logprobs, first.prompt_logprobs)
         return RequestOutput(
-            str(first.id),
+            self._name,
             self._prompt,
             first.tokens[: first.num_prompt_tokens],
-            [self._completion(s, decoded) for s, decoded in zip(samples, self._logprobs, strict=True)],
+            [self._completion(*row) for row in zip(samples, self._logprobs, states or [None] * len(samples), strict=True)],
             RequestMetrics(steps, drafted, accepted, *rates, self._acceptance),
             None if first.params.prompt_logprobs is None else [None, *self._prompt_logprobs],
             first.num_cached_tokens,
         )
 
-    def _completion(self, sequence: Sequence, decoded: list[dict[int, Logprob]]) -> CompletionOutput:
+    def _completion(self, sequence: Sequence, decoded: list[dict[int, Logprob]], state: RowState | None) -> CompletionOutput:
         has_logprobs = sequence.params.logprobs is not None
-        self._decode_new(decoded, sequence.logprobs)
+        text = _text(sequence, self._decoder) if state is None else _shown(state, sequence.params.stop)
+        count, _, reason, error = state or RowState(sequence.num_output_tokens, text, sequence.finish_reason, sequence.error)
+        logprobs = sequence.logprobs[:count]
+        self._decode_new(decoded, logprobs)
         return CompletionOutput(
             sequence.sampler.index,
-            _text(sequence, self._decoder),
-            sequence.output_tokens,
-            sequence.finish_reason.value if sequence.finish_reason else None,
+            text,
+            sequence.output_tokens[:count],
+            reason.value if reason else None,
             sequence.sampler.seed,
-            list(sequence.is_accepted),
-            sum(p.logprob for p in sequence.logprobs) if has_logprobs else None,
+            sequence.is_accepted[:count],
+            sum(p.logprob for p in logprobs) if has_logprobs else None,
             list(decoded) if has_logprobs else None,
-            str(sequence.error) if sequence.error else None,
+            str(error) if error else None,
+            sequence.stop_reason if reason is FinishReason.STOP else None,
         )
 
     def _decode_new(self, decoded: list[dict[int, Logprob]], logprobs: SequenceOf[Logprobs]) -> None:
@@ -123,6 +135,11 @@ class OutputBuilder:
                 values.setdefault(token, (logprob, rank))
             decode = self._decoder.decode if self._decoder else None
             decoded.append({t: Logprob(p, rank, decode([t]) if decode else None) for t, (p, rank) in values.items()})
+
+
+def _shown(state: RowState, stop: SequenceOf[str]) -> str:
+    """The text of a state, so far as it is sure to stay."""
+    return state.text if state.reason is not None else state.text[: len(state.text) - num_held_back(state.text, stop)]
 
 
 def _text(sequence: Sequence, decoder: Decoder | None) -> str:

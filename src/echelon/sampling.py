@@ -9,7 +9,7 @@ Communication and Drafter-Invariant Speculative Decoding").
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -42,7 +42,9 @@ class SamplingParams(Settings):
     top_p: StrictFloat = Field(default=1.0, gt=0.0, le=1.0, description="Keep the likeliest tokens of this mass.")
     min_p: StrictFloat = Field(default=0.0, ge=0.0, le=1.0, description="Keep tokens at least this likely, relative to the likeliest.")
     seed: StrictInt | None = Field(default=None, ge=0, lt=1 << 64, description="Of the noise; without it one is drawn and reported.")
-    max_tokens: StrictInt = Field(default=16, ge=1, lt=LARGEST, description="Most new tokens a prompt.")
+    max_tokens: StrictInt | None = Field(
+        default=16, ge=1, lt=LARGEST, description="Most new tokens a prompt; None: as many as the context holds."
+    )
     min_tokens: StrictInt = Field(default=0, ge=0, lt=LARGEST)
     n: StrictInt = Field(default=1, ge=1, le=1024)
     stop: tuple[Text, ...] = Field(default=(), description="End a text before this string; may be repeated.")
@@ -72,7 +74,7 @@ class SamplingParams(Settings):
     def _consistent(self) -> Self:
         if any(not s for s in (*self.stop, *self.bad_words)):
             raise ValueError("stop or bad_words holds an empty string, which would match everywhere; remove it")
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens = {self.min_tokens} exceeds max_tokens = {self.max_tokens}; lower it")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids is empty, so no token could be chosen; name at least one or leave it out")
@@ -93,17 +95,25 @@ class SamplingParams(Settings):
         }
 
 
-def one_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
-    """Parameters of every prompt, from one for all (by default the defaults) or a list with one each."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
+Parameters = SamplingParams | Mapping[str, Any]
+
+
+def one_each(params: Parameters | Sequence[Parameters] | None, num_prompts: int) -> list[SamplingParams]:
+    """Parameters of every prompt, from one for all (by default the defaults) or a list with one each; mappings have the same keys."""
     if not isinstance(params, list | tuple):
-        raise RequestError(f"sampling_params is {kind_of(params)}; give SamplingParams(...), for all prompts or in a list with one each")
-    if bad := [i for i, p in enumerate(params) if not isinstance(p, SamplingParams)]:
-        raise RequestError(f"sampling_params[{bad[0]}] is {kind_of(params[bad[0]])}; give SamplingParams(...)")
-    if len(params) != num_prompts:
-        raise RequestError(f"{len(params)} sampling parameters for {num_prompts} prompts; give one for all or one each")
-    return list(params)
+        return [SamplingParams() if params is None else _parameters(params, "sampling_params")] * num_prompts
+    found = [_parameters(given, f"sampling_params[{i}]") for i, given in enumerate(params)]
+    if len(found) != num_prompts:
+        raise RequestError(f"{len(found)} sampling parameters for {num_prompts} prompts; give one for all or one each")
+    return found
+
+
+def _parameters(given: Any, name: str) -> SamplingParams:
+    if isinstance(given, Mapping) and all(isinstance(key, str) for key in given):
+        return SamplingParams(**given)
+    if not isinstance(given, SamplingParams):
+        raise RequestError(f"{name} is {kind_of(given)}; give SamplingParams(...) or a mapping, for all prompts or in a list with one each")
+    return given
 
 
 @dataclass(frozen=True)

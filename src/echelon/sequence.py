@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from echelon.errors import EchelonError, RequestError, row_error
 from echelon.inputs import check_kind
@@ -18,12 +18,14 @@ class FinishReason(StrEnum):
     STOP = "stop"  # EOS, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the context limit
     ERROR = "error"  # its work failed; `Sequence.error` says why
+    ABORT = "abort"  # it was taken out before its end
 
 
 class Watcher(Protocol):
     """Sees every committed token and says when the text is complete; see `text.Detokenizer`."""
 
     text: str
+    stopped_by: str | None  # the stop string that completed the text
 
     def push(self, token: int) -> bool:
         """Take the next token; is the text complete?"""
@@ -92,7 +94,18 @@ class Sequence:
     @property
     def num_tokens_left(self) -> int:
         """How many tokens this request may still emit."""
-        return min(self.params.max_tokens - self.num_output_tokens, self.max_len - len(self.tokens))
+        left, most = self.max_len - len(self.tokens), self.params.max_tokens
+        return left if most is None else min(most - self.num_output_tokens, left)
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or token of its parameters that ended it; None where EOS or a limit did."""
+        if self.finish_reason is not FinishReason.STOP:
+            return None
+        last = self.tokens[-1]
+        if last in self.params.stop_token_ids and self._ends(last):
+            return last
+        return self.watcher.stopped_by if self.watcher is not None else None
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
@@ -126,8 +139,28 @@ class Sequence:
     def check(self) -> None:
         """Assert that lengths and limits agree."""
         assert 0 < self.num_prompt_tokens <= len(self.tokens) <= self.max_len
-        assert len(self.is_accepted) == self.num_output_tokens <= self.params.max_tokens
+        assert len(self.is_accepted) == self.num_output_tokens
+        assert self.params.max_tokens is None or self.num_output_tokens <= self.params.max_tokens
         assert self.is_finished or self.num_tokens_left > 0
+
+
+class RowState(NamedTuple):
+    """Output of a row so far; an immutable value, so that another thread may read it while the engine goes on."""
+
+    num_tokens: int = 0
+    text: str = ""
+    reason: FinishReason | None = None
+    error: EchelonError | None = None
+
+
+def state_of(sequence: Sequence) -> RowState:
+    """A row's state; where its text cannot be had, the row has failed."""
+    watcher, error = sequence.watcher, sequence.error
+    try:
+        text = "" if watcher is None else watcher.finish() if sequence.is_finished and error is None else watcher.text
+        return RowState(sequence.num_output_tokens, text, sequence.finish_reason, error)
+    except Exception as failure:
+        return RowState(sequence.num_output_tokens, "", FinishReason.ERROR, row_error(failure))
 
 
 @dataclass(frozen=True)

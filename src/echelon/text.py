@@ -40,6 +40,7 @@ class Detokenizer:
         min_tokens: int = 0,
     ) -> None:
         self.text = ""
+        self.stopped_by: str | None = None
         self.offsets: list[int] = []
         self._include_stop = include_stop
         self._num_held_off = min_tokens  # stop strings count only after so many tokens
@@ -96,10 +97,10 @@ class Detokenizer:
         self.text += piece
         if self._num_held_off >= 0:
             return False
-        starts = ((self.text.find(s, max(0, start - len(s) + 1)), len(s)) for s in self._stop)
-        hits = sorted((at, length) for at, length in starts if at >= 0)
+        starts = ((self.text.find(s, max(0, start - len(s) + 1)), len(s), s) for s in self._stop)
+        hits = sorted(hit for hit in starts if hit[0] >= 0)
         if hits:
-            at, length = hits[0]
+            at, length, self.stopped_by = hits[0]
             self.text = self.text[: at + length if self._include_stop else at]
             self._known = self._full  # what is held back comes after the stop string
         return bool(hits)

@@ -5,49 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import toys
+from commands import Run
 from transformers import AutoModelForCausalLM
 
 from echelon.bench import kernels
-from echelon.cli import join_dotted, main
+from echelon.cli import join_dotted
 from echelon.demo import DRAFT, TARGET
 from echelon.heads.checkpoints import build_head, save_head
 from echelon.model.load.loading import load_plain
 from echelon.ops import compiled
 
 SPECULATIVE = '{"method":"ngram","num_speculative_tokens":7,"prompt_lookup_max":2}'
-
-
-@dataclass
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-Run = Callable[..., Done]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The command in this process: exit code, standard output, standard error."""
-
-    def call(*arguments: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["echelon", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main()
-        out = capsys.readouterr()
-        return Done(int(stop.value.code or 0), out.out, out.err)
-
-    return call
 
 
 def test_the_installed_command_runs() -> None:

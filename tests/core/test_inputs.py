@@ -14,7 +14,7 @@ import torch
 import toys
 
 import echelon
-from echelon import LLM, ConfigError, EchelonError, EngineConfig, RequestError, SamplingParams, SpeculativeConfig
+from echelon import LLM, AsyncLLM, ConfigError, EchelonError, EngineConfig, RequestError, SamplingParams, SpeculativeConfig
 from echelon.demo import DRAFT
 from echelon.heads.checkpoints import load_head
 from echelon.model.load.loading import adopt_model, load_model, load_plain
@@ -233,9 +233,11 @@ def right_arguments(folder: Path, llm: LLM) -> dict[str, dict[str, Any]]:
     one = {"prompt": "a", "params": GREEDY, "watch_text": False, "name": "prompt", "salt": b""}
     return {
         "LLM": {"model": loaded, "speculative_config": None, "draft_model": None, "draft_head": None},
-        "LLM.generate": {**many, "on_finish": None, "on_step": None},
+        "AsyncLLM": {"model": loaded, "speculative_config": None, "draft_model": None, "draft_head": None, "max_queue": 4},
+        "LLM.generate": {**many, "on_finish": None, "on_step": None, "use_tqdm": False},
         "LLM.stream": many,
-        "LLM.chat": {"messages": messages, "sampling_params": GREEDY},
+        "LLM.chat": {"messages": messages, "sampling_params": GREEDY, "use_tqdm": False},
+        "LLM.get_tokenizer": {},
         "InputProcessor.encode": {"text": "a", "add_special_tokens": True, "name": "prompt"},
         "InputProcessor.encode_chat": {"messages": messages, "name": "messages"},
         "InputProcessor.check_prompt": {"tokens": [1], "params": GREEDY, "name": "prompt"},
@@ -271,7 +273,7 @@ def public_functions(llm: LLM) -> dict[str, Callable[..., Any]]:
     }
     del methods["LLM.exclusive"]  # takes nothing
     loading = (load_model, load_plain, adopt_model, load_head, prepare, train_head, train_draft_model, TrainingConfig)
-    return {"LLM": LLM, **methods, **{f.__name__: f for f in loading}}
+    return {"LLM": LLM, "AsyncLLM": AsyncLLM, **methods, **{f.__name__: f for f in loading}}
 
 
 def test_no_public_signature_ends_in_an_error_of_pythons_own(llm: LLM, tmp_path: Path) -> None:
@@ -302,6 +304,6 @@ def test_no_public_signature_ends_in_an_error_of_pythons_own(llm: LLM, tmp_path:
 
 def test_everything_exported_is_tried() -> None:
     """What `echelon` exports beside these is an error, or comes out of the engine."""
-    settings = {"LLM", "SamplingParams", "EngineConfig", "SpeculativeConfig", "load_model"}
+    settings = {"LLM", "AsyncLLM", "__version__", "SamplingParams", "EngineConfig", "SpeculativeConfig", "load_model"}
     results = {"CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"}
     assert {n for n in echelon.__all__ if not n.endswith("Error")} == settings | results

@@ -35,6 +35,7 @@ LEVELS = [
     {"build", "input_processor"},
     {"llm"},
     {"requests"},
+    {"aio"},
     {"server"},
     {"bench"},
     {"demo"},

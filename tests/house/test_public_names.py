@@ -10,6 +10,7 @@ import echelon
 def test_public_names() -> None:
     assert echelon.__all__ == [
         "LLM",
+        "AsyncLLM",
         "CompletionOutput",
         "ConfigError",
         "EchelonError",
@@ -22,6 +23,7 @@ def test_public_names() -> None:
         "SamplingParams",
         "SpeculativeConfig",
         "UnsupportedModelError",
+        "__version__",
         "load_model",
     ]
     for name in echelon.__all__:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from servers import MODEL, PROMPTS, Gate, Running
 
 from echelon import ConfigError, SamplingParams
 from echelon.cli import main
-from echelon.server.config import ServerConfig, read_keys
+from echelon.server.config import ServerConfig, id_of, read_keys
 from echelon.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
 from echelon.text import num_held_back
 
@@ -783,3 +784,15 @@ def test_what_http_costs_is_measured(tmp_path: Path) -> None:
     results = json.loads(path.read_text("utf-8"))["results"]
     assert results["http_over_generate"]["rounds"] == 1 and results["http_over_generate"]["median"] > 0.0
     assert results["steps_until_first_token"]["median"] >= 1
+
+
+def test_a_model_is_called_by_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    assert [id_of(name) for name in (str(folder), f"{folder}/", "org/model")] == ["my-model", "my-model", "org/model"]
+    llm = servers.build()
+    llm.target = replace(llm.target, name=str(folder))
+    with servers.serving(llm, served_model_name=None) as running, running.client() as client:
+        assert [m["id"] for m in client.get("/v1/models").json()["data"]] == ["my-model"]
+        assert client.post("/v1/completions", json={"model": "my-model", "prompt": [1, 2], "max_tokens": 2}).status_code == 200
+        assert client.post("/v1/completions", json={"model": str(folder), "prompt": [1, 2], "max_tokens": 2}).status_code == 404

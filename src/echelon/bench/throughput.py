@@ -185,6 +185,12 @@ class EngineRun:
         self._decode, self._stats = Sums(), Stats()
         self.notes: set[str] = set()
 
+    @property
+    def memory(self) -> int:
+        """Bytes of the engine's memory plan, the process's own left out."""
+        terms = self._llm.memory_plan.terms
+        return sum(terms.values()) - terms["runtime"]
+
     def warm_up(self, prompts: Prompts, params: SamplingParams) -> None:
         self._timed(prompts, params)
 
@@ -205,7 +211,7 @@ class EngineRun:
 
     def _timed(self, prompts: Prompts, params: SamplingParams) -> tuple[list[list[int]], float, Recorder]:
         recorder, start = Recorder(self._llm.stats), time.perf_counter()
-        done = self._llm.generate(list(prompts), params, on_step=recorder)
+        done = self._llm.generate(list(prompts), params, on_step=recorder, use_tqdm=False)
         return [o.outputs[0].token_ids for o in done], time.perf_counter() - start, recorder
 
     def result(self, batch_size: int, runs: SequenceOf[Run]) -> ThroughputResult:
@@ -243,7 +249,7 @@ def engine_result(method: DecodingMethod, batch_size: int, runs: SequenceOf[Run]
 def plain_outputs(target: LoadedModel, prompts: Prompts, params: SamplingParams, **settings: Any) -> list[list[int]]:
     """Token ids of plain decoding, each prompt alone: what everything else is compared with; `settings` are the engine's."""
     llm = LLM(target, max_num_seqs=1, **settings)
-    return [llm.generate([p], params)[0].outputs[0].token_ids for p in prompts]
+    return [llm.generate([p], params, use_tqdm=False)[0].outputs[0].token_ids for p in prompts]
 
 
 def measure(

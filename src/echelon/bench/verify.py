@@ -197,7 +197,7 @@ def verify_dtype(
     draft = load_model(draft_model, dtype=dtype, device=request.device, numerics=request.numerics) if draft_model else None
     alone = LLM(target, max_num_seqs=1, **request.numbers)
     params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens)
-    truth = [alone.generate([p], params)[0].outputs[0].token_ids for p in request.prompts]
+    truth = [alone.generate([p], params, use_tqdm=False)[0].outputs[0].token_ids for p in request.prompts]
     judges = _judges(request, dtype, strategies, alone)
     for strategy, (drafter, config), size in product(strategies, request.drafters.items(), batch_sizes):
         outputs = _generate(target, draft, config, STRATEGIES[strategy], size, request, params)
@@ -230,7 +230,7 @@ def _generate(
     params: SamplingParams,
 ) -> list[Tokens]:
     llm = LLM(target, config, draft, max_num_seqs=batch_size, refill=request.refill, **request.numbers, **strategy)
-    return [o.outputs[0].token_ids for o in llm.generate(list(request.prompts), params)]
+    return [o.outputs[0].token_ids for o in llm.generate(list(request.prompts), params, use_tqdm=False)]
 
 
 def _control(request: VerificationJob, dtype: str, batch_sizes: SequenceOf[int], end_tokens: frozenset[int]) -> Iterator[EqualityResult]:

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import transformers
 import typer
 from rich.markup import escape
 
-from echelon import EchelonError
+from echelon import EchelonError, __version__
 from echelon.cli import bench
 from echelon.cli.chat import chat
 from echelon.cli.convert import convert
 from echelon.cli.doctor import doctor
+from echelon.cli.drafters import drafters
 from echelon.cli.generate import generate
 from echelon.cli.inflate import inflate
 from echelon.cli.inspect import inspect
@@ -36,9 +37,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for command in (generate, chat, verify, inspect, plan, doctor, inflate, quantize, serve, train, convert):
+for command in (generate, chat, verify, drafters, inspect, plan, doctor, inflate, quantize, serve, train, convert):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"echelon {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)] = False,
+) -> None:
+    """What stands before every verb."""
 
 
 def join_dotted(arguments: list[str]) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import shorten
 from typing import Annotated, Any
 
 import typer
@@ -18,6 +19,8 @@ from echelon.cli.fingerprint import file_hash, hash_of, settings_of
 from echelon.cli.output import Mode, OutputFile
 from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, errors, print_fitting, progress, speculative_mapping, verb
 from echelon.requests import Request, read_requests, request_from_text
+
+SHOWN_OF_A_PROMPT = 72  # characters
 
 
 @verb(
@@ -73,7 +76,9 @@ def generate(
     sampling: dict[str, Any],
     num_prompts: Annotated[int | None, typer.Option(help="Only the first prompts of the input.", min=1)] = None,
     engine: dict[str, Any],
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON summary on stdout.")] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print one JSON summary on stdout, with the rows unless --output has them.")
+    ] = False,
 ) -> None:
     """Continue prompts, many at once. Lines that cannot be served are reported; the others still run (exit 3)."""
     SamplingParams(**sampling)
@@ -91,7 +96,7 @@ def generate(
         rows = _run(llm, requests, sampling, file)
     _report(rows, output, print_texts=output is None and not json_output)
     if json_output:
-        typer.echo(json.dumps(_summary(llm, rows)))
+        typer.echo(json.dumps(_summary(llm, rows) | ({} if output else {"rows": rows})))
     if any("error" in row for row in rows):
         raise typer.Exit(3)
 
@@ -142,7 +147,7 @@ def _run(llm: LLM, requests: list[Request], defaults: dict[str, Any], file: Outp
             rate = llm.stats.num_emitted_tokens / (time.monotonic() - start)
             update(note=f"{rate:,.0f} tokens/s, {llm.stats.tokens_per_step:.2f} tokens a step")
 
-        llm.generate([tokens for _, tokens, _ in accepted], [params for *_, params in accepted], finished, stepped)
+        llm.generate([tokens for _, tokens, _ in accepted], [params for *_, params in accepted], finished, stepped, use_tqdm=False)
     return [rows[request.index] for request in requests]
 
 
@@ -154,6 +159,7 @@ def output_line(request: Request, out: RequestOutput) -> dict[str, Any]:
     return {
         "index": request.index,
         "id": request.id,
+        **({} if request.prompt is None else {"prompt": request.prompt}),
         **samples[0],
         **({"samples": samples} if len(samples) > 1 else {}),
         "seed": out.outputs[0].seed,
@@ -175,11 +181,13 @@ def _logprobs(place: Mapping[int, Logprob]) -> dict[int, Any]:
 
 
 def _report(rows: list[dict[str, Any]], output: Path | None, print_texts: bool) -> None:
-    """Where the rows are, or their texts; and what is wrong with those that failed."""
+    """Where the rows are, or their texts, several below a line with the prompt; and what is wrong with those that failed."""
     if output is not None:
         errors.print(f"{escape(str(output))} holds {len(rows)} rows", highlight=False)
     for row in rows:
         if print_texts and "error" not in row:
+            if len(rows) > 1:
+                typer.echo(f"--- {row['id']}: {shorten(row.get('prompt', ''), SHOWN_OF_A_PROMPT)}")
             typer.echo(row["text"])
     for row in rows:
         if "error" in row:

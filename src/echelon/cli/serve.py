@@ -13,7 +13,7 @@ import typer
 from echelon import LLM, EngineConfig
 from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, errors, speculative_mapping, verb
 from echelon.errors import MissingExtraError
-from echelon.server.config import ServerConfig, read_keys
+from echelon.server.config import ServerConfig, id_of, read_keys
 
 
 @verb(
@@ -55,7 +55,7 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     engine["max_num_batched_tokens"] = max(engine["max_num_batched_tokens"], engine.get("max_num_seqs", 1))
     llm = LLM(model, speculative_mapping(speculative_config), **engine)
-    errors.print(f"{llm.target.name} on http://{config.host}:{config.port}/v1", highlight=False)
+    errors.print(f"{config.served_model_name or id_of(llm.target.name)} on http://{config.host}:{config.port}/v1", highlight=False)
     if status := serve_until_signal(llm, config):
         _end_process(status)
 

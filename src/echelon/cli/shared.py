@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
@@ -22,6 +24,7 @@ from echelon.inputs import shown
 from echelon.settings import Settings
 
 SPECULATIVE = "--speculative-config"
+PIPED_SECONDS = 10.0  # between lines of progress where stderr is no terminal
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name of a causal language model (safetensors).")]
 SpeculativeOption = Annotated[
     str | None,
@@ -105,10 +108,40 @@ def verb(options: type[Any] | None = None, **groups: Flags) -> Callable[[Callabl
 
 @contextmanager
 def progress(total: int, first: str) -> Iterator[Callable[..., None]]:
-    """A bar on stderr with the time that is left; call it with what is new: `advance` or `completed`, `description`, a `note` beside it."""
+    """A bar on stderr with the time that is left, or where that is no terminal a line every PIPED_SECONDS; call it with what is new:
+    `advance` or `completed`, `description`, a `note` beside it.
+    """
+    if not errors.is_terminal:
+        yield _ProgressLines(first, total).update
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.fields[note]}"), console=errors, transient=True) as bar:
         yield functools.partial(bar.update, bar.add_task(first, total=total, note=""))
+
+
+@dataclass
+class _ProgressLines:
+    """Progress for a file or a pipe."""
+
+    description: str
+    total: int
+    completed: int = 0
+    note: str = ""
+    _start: float = field(default_factory=time.monotonic)
+    _said: float = field(default_factory=time.monotonic)
+
+    def update(self, advance: int = 0, **new: Any) -> None:
+        """Take what is new, and say how far it is if it is time to."""
+        for name, value in new.items():
+            setattr(self, name, value)
+        self.completed += advance
+        now = time.monotonic()
+        if now - self._said < PIPED_SECONDS:
+            return
+        self._said, spent = now, now - self._start
+        left = f", about {spent * (self.total / self.completed - 1):.0f} s left" if self.completed else ""
+        note = f" ({self.note})" if self.note else ""
+        errors.print(escape(f"{self.description}: {self.completed}/{self.total} after {spent:.0f} s{left}{note}"), highlight=False)
 
 
 def print_fitting(llm: LLM) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
 
-from echelon import ConfigError
+from echelon import LLM, ConfigError
+from echelon.cli.advice import advice
 from echelon.cli.shared import ModelArgument, errors, progress
 from echelon.inputs import made_folder, shown
 from echelon.methods import METHODS, Can, head_class, method_names
@@ -66,6 +69,18 @@ def train(
     with progress(config.num_steps, f"training {method}") as update:
         train_head(target, texts, out, config, lambda done, _, loss: update(completed=done, note=f"loss {loss:.3f}"))
     errors.print(f"{escape(str(out))} holds the {method} head, log.jsonl and curves.png", highlight=False)
+    for line in _advice(model, out, config):
+        errors.print(escape(line), highlight=False)
+
+
+def _advice(model: str, out: Path, config: TrainingConfig) -> Iterable[str]:
+    """What the head is worth on this machine."""
+    log = [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
+    with LLM(model, {"method": config.method, "model": str(out)}) as llm:
+        assert llm.engine.controller is not None
+        table = llm.engine.controller.table
+    num_layers = json.loads((out / "config.json").read_text("utf-8")).get("options", {}).get("num_layers")
+    return advice(table, log, config.num_steps - config.falling, num_layers if config.recipe.pretrains else None)
 
 
 def _options(

@@ -158,7 +158,7 @@ def coloured_sample(llm: LLM, prompt: list[int], params: SamplingParams) -> Text
     """One continuation: the prompt dim, drafted and accepted tokens green, the target's own tokens yellow."""
     tokenizer = llm.target.tokenizer
     assert tokenizer is not None
-    completion = llm.generate([prompt], params)[0].outputs[0]
+    completion = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
     text = Text(tokenizer.decode(prompt[-24:]), style="dim")
     for token, accepted in zip(completion.token_ids, completion.is_accepted, strict=True):
         text.append(tokenizer.decode([token]), style="green" if accepted else "bold yellow")

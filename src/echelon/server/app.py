@@ -17,14 +17,15 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
+from echelon.aio.engine_thread import EngineThread
+from echelon.aio.request_handle import RequestHandle
 from echelon.errors import EchelonError, RequestError
 from echelon.llm import LLM
-from echelon.server.config import ServerConfig
-from echelon.server.engine_thread import EngineThread
+from echelon.sequence import RowState
+from echelon.server.config import ServerConfig, id_of
 from echelon.server.metrics import ServerMetrics
 from echelon.server.middleware import AdmissionMiddleware, EventStream, until_disconnect
 from echelon.server.protocol import ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, unavailable
-from echelon.server.request_handle import RequestHandle, RowState
 from echelon.server.responses import (
     ChatResponse,
     CompletionResponse,
@@ -49,7 +50,7 @@ class Service:
 
     def __init__(self, llm: LLM, config: ServerConfig) -> None:
         self.llm, self.config = llm, config
-        self.model = config.served_model_name or llm.target.name
+        self.model = config.served_model_name or id_of(llm.target.name)
         self.metrics = ServerMetrics(llm, config.metrics_prefix, self.model)
         self.engine_thread = EngineThread(llm, config, self.metrics)
         self.serializer = Serializer(llm)
@@ -115,7 +116,7 @@ class Service:
             self.engine_thread.reserve(num_sequences)
             slots.callback(self.engine_thread.release, num_sequences)
             job = await self.in_thread(self.job, body, request.state.key_salt)
-            updates = self.engine_thread.updates(job.sequences, arrived_at)
+            updates = self.engine_thread.updates(RequestHandle.of(job.sequences, arrived_at))
             if body.stream:
                 return EventStream(self._events(job, updates), slots.pop_all())
             states = await until_disconnect(self._finished(updates), request.receive)

@@ -8,26 +8,21 @@ from typing import Self
 
 from pydantic import ConfigDict, Field, SecretStr, model_validator
 
+from echelon.aio.limits import Limits
 from echelon.errors import ConfigError
-from echelon.settings import Settings
 
 SHORTEST_KEY = 16  # characters
 
 
-class ServerConfig(Settings):
-    """Seconds and bytes; a request's own limits (stop strings, `n`, prompts a call) stand in `protocol`.
+class ServerConfig(Limits):
+    """Seconds and bytes, beside the engine's `Limits`; a request's own (stop strings, `n`, prompts a call) stand in `protocol`.
 
     api_keys         any of them opens every route; without one the server listens on loopback only
-    max_queue        requests that may wait beside those that run, counted in sequences
     max_body_pieces  chunks and reads in which a body may arrive: each costs the server about 10 µs, however small it is
-    max_unread_bytes of a stream's output that may wait for a client that does not read, beside the buffers of its connection
     max_buffer_bytes that may wait in the buffers of all connections together before the client that reads least is cut
-    queue_timeout    from arrival to the first step
-    total_timeout    from arrival to the last token
     header_timeout   of reading a request's head; `body_timeout` of reading its body
     write_timeout    how long a client may leave its end of a connection full
     drain_timeout    how long running requests may go on after SIGTERM
-    stall_timeout    without a step while there is work, before the server is no longer healthy
     """
 
     model_config = ConfigDict(hide_input_in_errors=True)
@@ -35,23 +30,20 @@ class ServerConfig(Settings):
     host: str = Field(default="127.0.0.1", description="Address to listen on; other than loopback only with keys.")
     port: int = Field(default=8000, ge=0, lt=65536, description="0: a free one.")
     api_keys: tuple[SecretStr, ...] = Field(default=(), repr=False)
-    served_model_name: str | None = Field(default=None, description="What clients call the model; MODEL by default.")
+    served_model_name: str | None = Field(
+        default=None, description="What clients call the model; by default the name of its folder, or at the hub."
+    )
     metrics_prefix: str = Field(
         default="echelon:", pattern=r"^([a-zA-Z_]+[:_])?$", description="Of the names at /metrics; `vllm:` for clients made for vLLM."
     )
-    max_queue: int = Field(default=256, ge=0, description="Sequences that may wait; more are refused with 429.")
     max_body_bytes: int = Field(default=2**21, ge=1024)
     max_body_pieces: int = Field(default=2**14, ge=1024)
     max_header_bytes: int = Field(default=2**15, ge=1024)
-    max_unread_bytes: int = Field(default=2**20, ge=0)
     max_buffer_bytes: int = Field(default=2**26, ge=0)
     header_timeout: float = Field(default=10.0, gt=0)
     body_timeout: float = Field(default=30.0, gt=0)
-    queue_timeout: float = Field(default=120.0, gt=0, description="Seconds that a request may wait.")
-    total_timeout: float = Field(default=1800.0, gt=0, description="Seconds that a request may take.")
     write_timeout: float = Field(default=60.0, gt=0)
     drain_timeout: float = Field(default=300.0, gt=0, description="Seconds that running requests have after SIGTERM.")
-    stall_timeout: float = Field(default=60.0, gt=0)
 
     @property
     def is_loopback(self) -> bool:
@@ -74,6 +66,11 @@ class ServerConfig(Settings):
                 f"host = {self.host!r} can be reached from elsewhere, and no key is asked for; give --api-key-file, or listen on 127.0.0.1"
             )
         return self
+
+
+def id_of(name: str) -> str:
+    """What clients call a model by default: a folder's own name, which tells nothing of where it lies; a hub name as it is."""
+    return Path(name).resolve().name if Path(name).is_dir() else name
 
 
 def _is_good_key(key: str) -> bool:

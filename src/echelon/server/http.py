@@ -13,11 +13,11 @@ from types import FrameType
 
 import uvicorn
 
+from echelon.aio.engine_thread import POLL_SECONDS
 from echelon.llm import LLM
 from echelon.server.app import create_app
 from echelon.server.config import ServerConfig
 from echelon.server.connection import protocol_class
-from echelon.server.engine_thread import POLL_SECONDS
 from echelon.server.middleware import AdmissionMiddleware
 
 THREAD_SECONDS = 60.0  # that a server in a thread may take to start, and to end
@@ -54,7 +54,7 @@ class Server(uvicorn.Server):
             self.should_exit, self._gives_up_at, self._engine_thread.leaves_at = True, now, now + LAST_SECONDS
             return
         self._engine_thread.is_draining = True  # first of all: the next signal may come in the middle of this
-        self._gives_up_at = now + self._engine_thread.config.drain_timeout
+        self._gives_up_at = now + self._middleware.service.config.drain_timeout
         logger.info("shutting down: %d sequences are finished first", self._engine_thread.num_in_flight)
 
     async def on_tick(self, counter: int) -> bool:

@@ -8,8 +8,9 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from echelon.aio.limits import RequestObserver
+from echelon.aio.request_handle import RequestRow
 from echelon.llm import LLM
-from echelon.server.request_handle import RequestRow
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 600.0)
 UNREAD_LIMITS = ("time", "buffers", "stream")  # a connection's write timeout, the memory of all buffers, that of one stream
@@ -72,7 +73,7 @@ class EngineCollector:
             yield self._family(kind, f"spec_decode_{name}", text, counts, label)
 
 
-class ServerMetrics:
+class ServerMetrics(RequestObserver):
     """All metrics of a server. Labels come from fixed sets, so that no client can add a series."""
 
     def __init__(self, llm: LLM, prefix: str, model: str) -> None:
@@ -109,6 +110,10 @@ class ServerMetrics:
         self.end_to_end.observe(now - row.arrived_at)
         if row.sequence.num_output_tokens > 1 and row.first_at:
             self.time_per_output_token.observe((row.last_at - row.first_at) / (row.sequence.num_output_tokens - 1))
+
+    def cut(self) -> None:
+        """Count a stream whose client did not read."""
+        self.unread_cut["stream"].inc()
 
     def text(self) -> bytes:
         """All metrics in the Prometheus text format."""

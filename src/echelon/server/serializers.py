@@ -14,12 +14,11 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from echelon.errors import RequestError, location_of
+from echelon.errors import OverloadedError, RequestError, RequestTimeoutError, SlowReaderError, UnavailableError, location_of
 from echelon.llm import LLM
 from echelon.sampling import Logprobs
-from echelon.sequence import Sequence
-from echelon.server.protocol import ApiError, ChatRequest, CompletionRequest, StreamOptions, validation_error
-from echelon.server.request_handle import RowState
+from echelon.sequence import RowState, Sequence
+from echelon.server.protocol import RETRY, ApiError, ChatRequest, CompletionRequest, StreamOptions, unavailable, validation_error
 from echelon.server.responses import (
     AssistantMessage,
     ChatChoice,
@@ -100,6 +99,14 @@ def api_error(error: Exception, is_logged: bool = True) -> ApiError:
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
         case RequestError():
             return ApiError(400, str(error))
+        case OverloadedError():
+            return ApiError(429, str(error), "overloaded", headers=RETRY)
+        case RequestTimeoutError():
+            return unavailable(str(error), "timeout")
+        case UnavailableError():
+            return unavailable(str(error))
+        case SlowReaderError():
+            return ApiError(408, str(error), "slow_reader")
     if is_logged:
         logger.error("a request failed: %s", location_of(error))
     return ApiError(500, "this request failed inside the server; others are not affected", "internal_error")

@@ -17,16 +17,14 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from functools import partial
 
+from echelon.aio.limits import Limits, RequestObserver
+from echelon.aio.request_handle import RequestHandle, RequestRow
 from echelon.engine import Engine
-from echelon.errors import RowError, location_of
+from echelon.errors import OverloadedError, RequestTimeoutError, RowError, SlowReaderError, UnavailableError, location_of
 from echelon.llm import LLM
-from echelon.sequence import FinishReason, Sequence
-from echelon.server.config import ServerConfig
-from echelon.server.metrics import ServerMetrics
-from echelon.server.protocol import RETRY, ApiError, unavailable
-from echelon.server.request_handle import RequestHandle, RequestRow, RowState, state_of
+from echelon.sequence import FinishReason, RowState, Sequence, state_of
 
-logger = logging.getLogger("echelon.server")
+logger = logging.getLogger("echelon.engine")
 GATHER_SECONDS = 0.005  # that a step waits for who comes in the place of a request that has just ended, and
 GATHER_SHARE = 0.05  # no longer than this share of the step before: missing the step would cost all of it
 STALLED = "the engine makes no progress; ask again later"
@@ -38,9 +36,9 @@ POLL_SECONDS = 0.02  # between looks at a thread that is about to end
 class EngineThread:
     """The engine's thread and its interface for the event loop, from which every public method but `start` and `stop` is called."""
 
-    def __init__(self, llm: LLM, config: ServerConfig, metrics: ServerMetrics) -> None:
-        self.llm, self.config, self.metrics = llm, config, metrics
-        self.capacity = llm.config.max_num_seqs + config.max_queue
+    def __init__(self, llm: LLM, limits: Limits, observer: RequestObserver) -> None:
+        self.llm, self.limits, self._observer = llm, limits, observer
+        self.capacity = llm.config.max_num_seqs + limits.max_queue
         self.num_in_flight = 0  # sequences of requests that have not been answered to the end
         self.is_draining = False
         self._commands: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
@@ -76,65 +74,69 @@ class EngineThread:
 
     @property
     def _is_stalled(self) -> bool:
-        return time.monotonic() - self._progress_at >= self.config.stall_timeout
+        return time.monotonic() - self._progress_at >= self.limits.stall_timeout
 
     def _check_health(self) -> None:
         if not self.is_healthy:
-            raise unavailable(STOPPED if self._is_stopping else STALLED)
+            raise UnavailableError(STOPPED if self._is_stopping else STALLED)
 
     def reserve(self, count: int) -> None:
         """Reserve slots for `count` sequences, from before their prompts are read until they are answered.
 
         Raises
         ------
-        ApiError  there are none, or the server goes down, or the engine makes no progress
+        OverloadedError   there are none
+        UnavailableError  the engine shuts down, or makes no progress
         """
         if self.is_draining:
-            raise unavailable("the server is shutting down; ask again elsewhere or later")
+            raise UnavailableError("the server is shutting down; ask again elsewhere or later")
         self._check_health()
         if self.num_in_flight + count > self.capacity:
-            taken = f"the server is full: {self.num_in_flight} of {self.capacity} places are taken; ask again later"
-            raise ApiError(429, taken, "overloaded", headers=RETRY)
+            raise OverloadedError(f"the server is full: {self.num_in_flight} of {self.capacity} places are taken; ask again later")
         self.num_in_flight += count
 
     def release(self, count: int) -> None:
         """Give slots back."""
         self.num_in_flight -= count
 
-    async def updates(self, sequences: SequenceOf[Sequence], arrived_at: float) -> AsyncIterator[RequestHandle]:
-        """Run sequences; yields whenever some have grown, until all are done. Closing it takes them out of the engine.
+    async def updates(self, handle: RequestHandle) -> AsyncIterator[RequestHandle]:
+        """Run the sequences of a request; yields it whenever some have grown, until all are done or it is aborted. Closing the iterator
+        takes them out of the engine.
 
         Raises
         ------
-        ApiError  they waited or ran too long, the engine has died or made no step for too long, or the client does not read
+        RequestTimeoutError  they waited or ran too long
+        UnavailableError     the engine has died, or made no step for too long
+        SlowReaderError      nobody reads what they say
         """
-        handle = RequestHandle([RequestRow(s, arrived_at) for s in sequences], asyncio.get_running_loop())
         self._commands.put(partial(self._add, handle))
         is_last = False
         try:
             while not is_last:
-                await self._wait_for_change(handle, arrived_at)
+                await self._wait_for_change(handle)
+                if handle.is_aborted:
+                    return
                 is_last = handle.is_finished  # of the states that are yielded: later ones may come while they are sent
                 handle.num_sent = handle.num_tokens
                 yield handle
                 handle.num_sent = None
                 if handle.is_dropped:
-                    unread = f"more than {self.config.max_unread_bytes} bytes waited for a client that did not read"
-                    raise ApiError(408, f"{unread}; read faster, or ask for fewer logprobs", "slow_reader")
+                    unread = f"more than {self.limits.max_unread_bytes} bytes waited for a client that did not read"
+                    raise SlowReaderError(f"{unread}; read faster, or ask for fewer logprobs")
         finally:
             if not handle.is_finished:
                 self._commands.put(partial(self._abort, handle))
 
-    async def _wait_for_change(self, handle: RequestHandle, arrived_at: float) -> None:
+    async def _wait_for_change(self, handle: RequestHandle) -> None:
         """Wait for the next state, no longer than the request may wait or run."""
-        config = self.config
+        limits = self.limits
         while not handle.changed.is_set():
             has_started = handle.has_started
-            limit = config.total_timeout if has_started else min(config.queue_timeout, config.total_timeout)
-            remaining = arrived_at + limit - time.monotonic()
+            limit = limits.total_timeout if has_started else min(limits.queue_timeout, limits.total_timeout)
+            remaining = handle.arrived_at + limit - time.monotonic()
             if remaining <= 0.0:
                 what = f"the request {'ran' if has_started else 'waited'} longer than {limit:.0f} s and was given up"
-                raise unavailable(f"{what}; ask for fewer tokens, or later", "timeout")
+                raise RequestTimeoutError(f"{what}; ask for fewer tokens, or later")
             self._check_health()
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(remaining, IDLE_SECONDS)):
@@ -145,10 +147,10 @@ class EngineThread:
         for handle, states in changes:
             handle.states = states
             handle.changed.set()
-            if handle.num_unread_bytes > self.config.max_unread_bytes and not handle.is_dropped:
+            if handle.num_unread_bytes > self.limits.max_unread_bytes and not handle.is_dropped:
                 handle.is_dropped = True
                 logger.warning("a stream ends: its client does not read, and %d bytes wait for it", handle.num_unread_bytes)
-                self.metrics.unread_cut["stream"].inc()
+                self._observer.cut()
                 self._commands.put(partial(self._drop, handle))
 
     # The engine's side
@@ -209,7 +211,7 @@ class EngineThread:
                 self._unstarted.pop(row.sequence.id, None)
                 engine.abort(row.sequence)
                 with suppress(Exception):
-                    self.metrics.finished(row, time.monotonic(), "abort")
+                    self._observer.finished(row, time.monotonic(), "abort")
 
     def _drop(self, handle: RequestHandle, engine: Engine) -> None:
         """Abort a request whose client does not read, and free the log-probabilities that wait for it."""
@@ -269,7 +271,7 @@ class EngineThread:
                 if row := self._unstarted.pop(sequence.id, None):
                     row.started_at = now
                     with suppress(Exception):
-                        self.metrics.started(row)
+                        self._observer.started(row)
         handles: dict[RequestHandle, None] = {}
         for sequence in changed:
             row, handle = self._rows.get(sequence.id, (None, None))
@@ -285,11 +287,11 @@ class EngineThread:
         row.state = state_of(sequence)
         with suppress(Exception):  # what fails in measuring a request is no reason to end it
             if row.state.num_tokens:
-                self.metrics.grew(row, before, now)
+                self._observer.grew(row, before, now)
         if row.state.reason is not None:
             del self._rows[sequence.id]
             with suppress(Exception):
-                self.metrics.finished(row, now, row.state.reason)
+                self._observer.finished(row, now, row.state.reason)
 
     def _notify(self, changes: list[tuple[RequestHandle, list[RowState]]]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestHandle, list[RowState]]]] = {}
@@ -303,6 +305,6 @@ class EngineThread:
         """Fail all requests at the thread's end: whoever waits is told so, and whoever comes is refused."""
         changes = []
         for row, handle in self._rows.values():
-            row.state = row.state._replace(reason=FinishReason.ERROR, error=unavailable(STOPPED))
+            row.state = row.state._replace(reason=FinishReason.ERROR, error=UnavailableError(STOPPED))
             changes.append((handle, [r.state for r in handle.rows]))
         self._notify(changes)

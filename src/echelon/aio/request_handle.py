@@ -1,24 +1,14 @@
-"""Requests as the event loop and the engine's thread both see them: their rows, the state of each, and why one ended early."""
+"""Requests as the event loop and the engine's thread both see them: their rows and the state of each."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from echelon.errors import EchelonError, row_error
-from echelon.sequence import FinishReason, Sequence
+from echelon.sequence import RowState, Sequence
 
 LOGPROB_BYTES = 128  # of memory that one token with its log-probability takes
-
-
-class RowState(NamedTuple):
-    """Output of a row so far; an immutable value, so that the loop may read it while the engine goes on."""
-
-    num_tokens: int = 0
-    text: str = ""
-    reason: FinishReason | None = None
-    error: EchelonError | None = None
 
 
 @dataclass(eq=False)
@@ -35,9 +25,9 @@ class RequestRow:
 
 @dataclass(eq=False)
 class RequestHandle:
-    """One HTTP request: the samples of all its prompts, in order. `states` is the newest that the loop has got.
+    """One request: the samples of all its prompts, in order. `states` is the newest that the loop has got.
 
-    `num_sent`: tokens that the client had been sent when its connection stopped taking more; `None` while it takes what there is.
+    `num_sent`: tokens that the reader had been given when it stopped taking more; `None` while it takes what there is.
     """
 
     rows: list[RequestRow]
@@ -46,6 +36,22 @@ class RequestHandle:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     num_sent: int | None = None
     is_dropped: bool = False
+    is_aborted: bool = False
+
+    @classmethod
+    def of(cls, sequences: SequenceOf[Sequence], arrived_at: float) -> RequestHandle:
+        """A request of the running event loop, which arrived at this time (`time.monotonic`)."""
+        return cls([RequestRow(s, arrived_at) for s in sequences], asyncio.get_running_loop())
+
+    @property
+    def arrived_at(self) -> float:
+        """When it did, in seconds of `time.monotonic`."""
+        return self.rows[0].arrived_at
+
+    def abort(self) -> None:
+        """End whoever waits for its states."""
+        self.is_aborted = True
+        self.changed.set()
 
     @property
     def is_finished(self) -> bool:
@@ -69,13 +75,3 @@ class RequestHandle:
         if self.num_sent is None or count is None:
             return 0
         return (self.num_tokens - self.num_sent) * (1 + count) * LOGPROB_BYTES
-
-
-def state_of(sequence: Sequence) -> RowState:
-    """A row's state; where its text cannot be had, the row has failed."""
-    watcher, error = sequence.watcher, sequence.error
-    try:
-        text = "" if watcher is None else watcher.finish() if sequence.is_finished and error is None else watcher.text
-        return RowState(sequence.num_output_tokens, text, sequence.finish_reason, error)
-    except Exception as failure:
-        return RowState(sequence.num_output_tokens, "", FinishReason.ERROR, row_error(failure))

@@ -1,0 +1,273 @@
+"""Scylla's scaling laws, on a target of one's own: `python -m benchmarks.laws TARGET [--work FOLDER] [--steps N] [PREFIX ...]`.
+
+Heads are trained in the work folder (build/laws), where an interrupted run goes on; a cell is one trained head, or one comparison, and its
+record goes to the output folder. Two cores take about an hour for a lineage of heads on a target of 20 million parameters.
+
+oracle      tokens a step of trees that the target drafts for itself: the most that any drafter's trees of this size can have
+dD_sS_tP    Scylla's head of D layers, seed S, pretrained for P per cent of the steps at a constant rate, then fine-tuned while the rate
+            falls; each goes on from the constant part of the one before
+eagle …     EAGLE's head and EAGLE-3's, trained on as many tokens; Scylla's without pretraining, fine-tuning or the norm behind its layers
+tasks_…     tokens a step by category of Spec-Bench (`--questions FILE`)
+speed_bN    Table 5 of the paper on the target grown to `--parameters`: plain decoding, EAGLE-2 with 60 nodes, and all heads under "auto"
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from benchmarks.cells import Cell, Record, Records, asked_of, chosen, run_cells
+from benchmarks.laws_document import write_laws
+from benchmarks.workloads import VERIFIED, VERIFIED_TREE, tokens_a_step
+from echelon import ConfigError, SamplingParams
+from echelon.bench.inflate import inflate_with_heads
+from echelon.bench.throughput import DecodingMethod, EngineRun, environment
+from echelon.model.load.loading import LoadedModel, adopt_model, load_model, load_plain
+from echelon.train.heads import ROWS_PER_BATCH, TrainingConfig, train_head
+from echelon.train.sources import HELD_OUT
+from echelon.train.text import Data, fingerprint, prepare
+
+SHARES = (0, 1, 2, 5, 10, 20, 50, 100)  # per cent of the steps of pretraining
+DEPTHS, SEEDS = (1, 2, 5), (0, 1, 2)  # several seeds for the shallowest head only
+TEMPERATURES = (0.0, 1.0)
+BATCHES = (1, 2, 4, 8, 16, 32, 40, 48, 64)
+LARGEST_BATCH = 4096  # tokens: 64 rows with 61 each fit
+NUM_PROMPTS, PROMPT, NEW = 32, 64, 64
+TASK_PROMPTS, TASK_PROMPT = 12, 512
+EAGLE_2: dict[str, Any] = {"tree": "dynamic", "num_speculative_tokens": 60, "tree_top_k": 10, "tree_depth": 6}
+ADAPTIVE: dict[str, Any] = {"tree": "dynamic", "num_speculative_tokens": "auto"}
+STAGES = Literal["both", "pretraining", "fine-tuning", "neither"]
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Heads of one kind that were pretrained for several `shares` of the steps. `stages`: those that the steps are made of; "neither" is
+    for methods that do not pretrain.
+    """
+
+    name: str
+    method: str = "scylla"
+    options: tuple[tuple[str, Any], ...] = ()
+    seed: int = 0
+    shares: tuple[int, ...] = (100,)
+    stages: STAGES = "both"
+
+    def training(self, share: int, steps: int, fine_tuning: int) -> TrainingConfig:
+        """Settings of the head with this share; a checkpoint lies where its constant part ends."""
+        first, most = share * steps // 100, share * steps // 100 + fine_tuning
+        numbers = {"both": (first, fine_tuning), "pretraining": (most, 0), "fine-tuning": (0, most), "neither": (most, None)}[self.stages]
+        every = max(steps // 100, first // 10) if self.stages == "both" and first else max(1, most // 10)
+        return TrainingConfig(self.method, numbers[0], every=every, seed=self.seed, options=self.options, fine_tuning=numbers[1])
+
+
+def lineages() -> list[Lineage]:
+    """The laws' first."""
+    found = [
+        Lineage(f"d{depth}_s{seed}", options=(("num_layers", depth),), seed=seed, shares=SHARES)
+        for depth, seed in product(DEPTHS, SEEDS)
+        if depth == DEPTHS[0] or seed == SEEDS[0]
+    ]
+    two = ("num_layers", 2)
+    return [
+        *found,
+        Lineage("eagle", "eagle", stages="neither"),
+        Lineage("eagle3", "eagle3", stages="neither"),
+        Lineage("no_pretraining", options=(two,), stages="fine-tuning"),
+        Lineage("no_fine_tuning", options=(two,), stages="pretraining"),
+        Lineage("no_norm", options=(two, ("norm", False))),
+    ]
+
+
+COMPARED = {"eagle": "eagle", "eagle3": "eagle3", "scylla": "d2_s0"}  # of each method the lineage that it is compared by
+
+
+class LawStudy:
+    """A target with texts to learn from, and the heads that are trained for it; all made when first asked for."""
+
+    def __init__(
+        self,
+        target: str,
+        work: Path,
+        steps: int,
+        fine_tuning: int,
+        text: list[Path] | None = None,
+        questions: Path | None = None,
+        parameters: int = 0,
+        continuations: int = 4096,
+    ) -> None:
+        if steps < 100 or steps % 100:
+            raise ConfigError(f"--steps {steps} cannot be divided into shares of a hundredth; give a multiple of 100")
+        self._target, self._work, self._steps, self._fine_tuning = target, work, steps, fine_tuning
+        self._text, self._questions, self._parameters, self._continuations = text, questions, parameters, continuations
+        self._lineages = {lineage.name: lineage for lineage in lineages()}
+
+    @cached_property
+    def _teaching(self) -> tuple[Any, Data]:
+        """The target as it is trained with, and texts."""
+        plain, tokenizer = load_plain(self._target)
+        return plain, prepare(plain, tokenizer, self._text, self._work / "data", self._continuations)
+
+    @cached_property
+    def settings(self) -> Record:
+        """What a record depends on, besides the sources: a record of other settings is measured again."""
+        return {"target": fingerprint(load_plain(self._target)[0]), "steps": self._steps, "fine_tuning": self._fine_tuning}
+
+    @cached_property
+    def target(self) -> LoadedModel:
+        return load_model(self._target, device="cpu")
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        """Held-out text, from places that lie evenly apart."""
+        held_out = self._teaching[1].text[HELD_OUT]
+        starts = np.linspace(0, len(held_out) - PROMPT, NUM_PROMPTS).astype(np.int64)
+        return [held_out[start : start + PROMPT].tolist() for start in starts.tolist()]
+
+    def head(self, name: str, share: int = 100) -> str:
+        """The folder of a head, trained as far as it is not yet; heads with smaller shares of its lineage come first."""
+        lineage = self._lineages[name]
+        folder = self._work / name / f"{share:03d}"
+        if (folder / "model.safetensors").exists():
+            return str(folder)
+        config, end = lineage.training(share, self._steps, self._fine_tuning), folder / "constant.pt"
+        earlier = [s for s in lineage.shares if 0 < s < share]
+        if earlier and not (folder / "checkpoint.pt").exists():
+            before = Path(self.head(name, earlier[-1])) / "constant.pt"
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy(before, folder / "checkpoint.pt")
+
+        def report(done: int, _: int, loss: float) -> None:
+            if done % config.every == 0:
+                print(f"  {name}, {share} %: step {done} of {config.num_steps}, loss {loss:.3f}", flush=True)
+            if done == config.steps and lineage.stages == "both":
+                shutil.copy(folder / "checkpoint.pt", end)
+
+        target, data = self._teaching
+        train_head(target, data, folder, config, report)
+        return str(folder)
+
+    def emitted(self, config: dict[str, Any], draft: LoadedModel | None = None) -> Record:
+        """Tokens a step by temperature and drafted tokens that are verified."""
+        found = [
+            [
+                t,
+                budget,
+                tokens_a_step(self.target, {**VERIFIED_TREE, **config, "num_speculative_tokens": budget}, self.prompts, NEW, t, draft),
+            ]
+            for t, budget in product(TEMPERATURES, VERIFIED)
+        ]
+        return {"emitted": found}
+
+    def oracle(self) -> Record:
+        return self.emitted({"method": "draft_model"}, self.target)
+
+    def of_head(self, name: str, share: int) -> Record:
+        a_step = ROWS_PER_BATCH * (self._teaching[1].continuations.shape[1] - 1)
+        return {
+            "pretrained": share * self._steps // 100 * a_step,
+            **self.emitted({"method": self._lineages[name].method, "model": self.head(name, share)}),
+        }
+
+    def tasks(self, method: str) -> Record:
+        """Tokens a step by category and temperature, trees of 60 nodes."""
+        if self._questions is None:
+            raise ConfigError("categories need Spec-Bench's question.jsonl; name it with --questions")
+        prompts: dict[str, list[list[int]]] = {}
+        for line in self._questions.read_text("utf-8").splitlines():
+            question = json.loads(line)
+            own = prompts.setdefault(question["category"], [])
+            if len(own) < TASK_PROMPTS:
+                own.append(self.target.tokenizer.encode(question["turns"][0], add_special_tokens=False)[-TASK_PROMPT:])
+        config = {"method": method, "model": self.head(COMPARED[method]), **VERIFIED_TREE, "num_speculative_tokens": VERIFIED[-1]}
+        found = [[name, t, tokens_a_step(self.target, config, own, NEW, t)] for (name, own), t in product(prompts.items(), TEMPERATURES)]
+        return {"tasks": found}
+
+    @cached_property
+    def _grown(self) -> tuple[LoadedModel, dict[str, str]]:
+        plain, tokenizer = load_plain(self._target)
+        folder = Path(tempfile.mkdtemp(prefix="echelon-laws-"))
+        grown, folders = inflate_with_heads(plain, self._parameters, {m: self.head(name) for m, name in COMPARED.items()}, folder)
+        return adopt_model(grown, tokenizer, "the study's target, grown", keep_weights=False), folders
+
+    def speed(self, batch_size: int, rounds: int) -> Record:
+        """Tokens a second of decoding by setting, one a round, and tokens a step."""
+        target, folders = self._grown
+        configs: dict[str, dict[str, Any] | None] = {
+            "plain": None,
+            "eagle, 60 nodes": {"method": "eagle", "model": folders["eagle"], **EAGLE_2},
+        }
+        configs |= {f"{method}, auto": {"method": method, "model": folder, **ADAPTIVE} for method, folder in folders.items()}
+        settings = {"max_num_batched_tokens": LARGEST_BATCH}
+        runs = {name: EngineRun(DecodingMethod(name, config), target, None, batch_size, settings) for name, config in configs.items()}
+        prompts = [self.prompts[i % len(self.prompts)] for i in range(max(2, 2 * batch_size))]
+        params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
+        for run in runs.values():
+            run.warm_up(prompts[:batch_size], params.model_copy(update={"max_tokens": 8}))
+        found: dict[str, list[Any]] = {name: [] for name in runs}
+        for _, (name, run) in product(range(rounds), runs.items()):
+            found[name].append(run.run(prompts, params))
+        speeds = {name: [tokens / seconds for tokens, seconds in (run.decode for run in own)] for name, own in found.items()}
+        a_step = {name: runs[name].result(batch_size, own).tokens_per_step for name, own in found.items()}
+        return {"speeds": speeds, "tokens_per_step": a_step}
+
+
+def cells(study: LawStudy, rounds: int) -> list[Cell]:
+    """Everything that the page is made of."""
+    heads = [(line.name, share) for line in lineages() for share in line.shares]
+    return [
+        Cell("oracle", study.oracle),
+        *(Cell(f"{name}_t{share:03d}", partial(study.of_head, name, share)) for name, share in heads),
+        *(Cell(f"tasks_{method}", partial(study.tasks, method)) for method in COMPARED),
+        *(Cell(f"speed_b{batch:02d}", partial(study.speed, batch, rounds)) for batch in BATCHES),
+    ]
+
+
+def summary(records: Mapping[str, Record]) -> str:
+    """A line a head: tokens a step with the largest trees, greedy and drawn."""
+    lines = []
+    for name, record in records.items():
+        largest = [e for _, budget, e in record.get("emitted", []) if budget == VERIFIED[-1]]
+        if largest:
+            lines.append(f"{name}: " + ", ".join(f"{e:.2f}" for e in largest))
+        elif "speeds" in record:
+            lines.append(f"{name}: " + ", ".join(f"{n} {statistics.median(v):.0f}" for n, v in record["speeds"].items()))
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure the cells that have no record of these settings, write the page; 1 if a cell fails."""
+    more: dict[str, dict[str, Any]] = {
+        "--target": {"required": True, "help": "folder of the model that heads are trained for"},
+        "--work": {"type": Path, "default": Path("build/laws"), "help": "folder of training runs"},
+        "--text": {"type": Path, "action": "append", "help": "files and folders to learn from; Python source of this machine without"},
+        "--questions": {"type": Path, "help": "Spec-Bench's question.jsonl"},
+        "--steps": {"type": int, "default": 2400, "help": "of pretraining, batches of about 2,000 tokens"},
+        "--fine-tuning-steps": {"type": int, "default": 240},
+        "--parameters": {"type": int, "default": 1_100_000_000, "help": "that the target is grown to for speeds; 0: as it is"},
+        "--rounds": {"type": int, "default": 3},
+        "--continuations": {"type": int, "default": 4096, "help": "texts that the target writes for its heads"},
+    }
+    asked = asked_of(__doc__, "laws", more, arguments)
+    steps = asked.steps, asked.fine_tuning_steps
+    study = LawStudy(asked.target, asked.work, *steps, asked.text, asked.questions, asked.parameters, asked.continuations)
+    common, records = {"settings": study.settings, "environment": environment()}, Records(asked.output)
+    asked_for = chosen(cells(study, asked.rounds), asked.prefixes)
+    found = run_cells(asked_for, records, common, lambda _, record: record["settings"] == study.settings)
+    print(summary(found))
+    print(f"wrote {write_laws(asked.output.parents[1], records.read())}")
+    return int(any("failed" in record for record in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""`AsyncLLM`: the engine for programs that run an event loop of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
+from itertools import count
+from math import inf
+from types import TracebackType
+from typing import Any, Self
+
+from transformers import PreTrainedTokenizerBase
+
+from echelon.aio.engine_thread import EngineThread
+from echelon.aio.limits import Limits, RequestObserver
+from echelon.aio.request_handle import RequestHandle
+from echelon.config import SpeculativeConfig
+from echelon.errors import ClosedError, RequestError, UnavailableError
+from echelon.heads.base import Head
+from echelon.inputs import Prompt, check_kind
+from echelon.llm import LLM
+from echelon.model.load.loading import LoadedModel
+from echelon.outputs import OutputBuilder, RequestOutput
+from echelon.sampling import Parameters, one_each
+from echelon.sequence import FinishReason
+
+
+class AsyncLLM:
+    """A model that many coroutines ask at once, with vLLM's names. `close` ends it, as does leaving `async with AsyncLLM(...) as llm`.
+
+    Steps run in a thread of their own; requests enter and leave between steps. Of `max_num_seqs` + `max_queue` requests each begins at
+    once, and whoever asks beyond that waits, in order, until one has ended. A reader that is slow gets the latest output and no backlog.
+    It belongs to one event loop, the one that first asks.
+
+    Parameters
+    ----------
+    max_queue  requests that may wait inside the engine for a row; above them `generate` waits itself
+    others     those of `LLM`
+
+    Raises
+    ------
+    ConfigError, ModelLoadError, UnsupportedModelError
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | LoadedModel,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
+        draft_model: LoadedModel | None = None,
+        draft_head: Head | None = None,
+        *,
+        max_queue: int = 256,
+        **settings: Any,
+    ) -> None:
+        limits = Limits(max_queue=max_queue, queue_timeout=inf, total_timeout=inf, max_unread_bytes=2**62)
+        self.llm = LLM(model, speculative_config, draft_model, draft_head, **settings)
+        self._thread = EngineThread(self.llm, limits, RequestObserver())
+        self._places = asyncio.Semaphore(self._thread.capacity)
+        self._names = count()
+        self._running: dict[str, RequestHandle] = {}
+        self._is_closed = False
+        self._thread.start()
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: Parameters | None = None, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Continue a prompt; yields the output so far whenever it has grown, and the whole one last, with the same text as `LLM.generate`.
+
+        Closing the iterator, or cancelling whoever reads it, takes the request out of the engine.
+
+        Parameters
+        ----------
+        prompt           a string, a list of token ids, or a mapping with `prompt` or `prompt_token_ids`
+        sampling_params  `SamplingParams`, or a mapping with the same keys
+        request_id       what `abort` and the outputs call it, unlike that of any request that runs; one is made without
+
+        Raises
+        ------
+        RequestError      the prompt or the parameters cannot be served, or a running request has this name
+        UnavailableError  the engine has died, or made no step for a minute
+        ClosedError       it has been closed
+        """
+        name = request_id if request_id is not None else f"request-{next(self._names)}"
+        check_kind("request_id", name, str, RequestError)
+        (params,) = one_each(sampling_params, 1)
+        async with self._places:
+            self._check_open()
+            if name in self._running:
+                raise RequestError(f"a request with the id {name[:100]!r} is running; give another")
+            arrived_at = time.monotonic()
+            samples = await asyncio.to_thread(self.llm.inputs.samples, prompt, params, True)
+            self._check_open()
+            builder = OutputBuilder(samples, prompt, self.llm.target.tokenizer, self.llm.acceptance_name, name)
+            handle = self._running[name] = RequestHandle.of(samples, arrived_at)
+            try:
+                async with aclosing(self._thread.updates(handle)) as updates:  # type: ignore[type-var]
+                    async for now in updates:
+                        yield builder.output(now.states)
+                if handle.is_aborted and handle.states and not handle.is_finished:
+                    ended = [s if s.reason is not None else s._replace(reason=FinishReason.ABORT) for s in handle.states]
+                    yield builder.output(ended)
+            finally:
+                del self._running[name]
+
+    async def abort(self, request_id: str) -> None:
+        """End a running request: its iterator yields what there is, with the `finish_reason` "abort", and stops. Unknown ids are fine."""
+        if (handle := self._running.get(request_id)) is not None:
+            handle.abort()
+
+    async def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer; `ConfigError` where it has none."""
+        return self.llm.get_tokenizer()
+
+    async def check_health(self) -> None:
+        """Raise `UnavailableError` where the engine has died, or has made no step for a minute while it had work."""
+        if not self._thread.is_healthy:
+            raise UnavailableError("the engine has stopped or makes no progress; make a new AsyncLLM")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests can be served."""
+        return not self._is_closed and self._thread.is_healthy
+
+    async def close(self) -> None:
+        """End running requests, each with the `finish_reason` "abort", stop the thread and free the memory. Closing again does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for handle in self._running.values():
+            handle.abort()
+        await self._thread.stop()
+        if not self._thread.has_failed:
+            await asyncio.to_thread(self.llm.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("this AsyncLLM has been closed; make a new one")

@@ -1,0 +1,198 @@
+"""`AsyncLLM`: the same texts as `LLM`, whoever asks when; requests end early, wait for places, fail alone, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import aclosing
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import toys
+
+from echelon import LLM, AsyncLLM, ConfigError, RequestError, RequestOutput, SamplingParams
+from echelon.errors import ClosedError, UnavailableError
+from echelon.model.load.loading import LoadedModel
+
+PROMPTS = toys.prompts()
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def target() -> LoadedModel:
+    return toys.adopted(toys.llama())
+
+
+def served(target: LoadedModel, work: Callable[[AsyncLLM], Coroutine[Any, Any, Any]], **settings: Any) -> Any:
+    """What `work` gives with an engine of its own; afterwards nothing of it may be left."""
+
+    async def run() -> Any:
+        async with AsyncLLM(target, NGRAM, max_num_seqs=4, **settings) as llm:
+            found = await asyncio.wait_for(work(llm), 120.0)
+            assert not llm._running
+            while llm.llm.engine.has_work:
+                await asyncio.sleep(0)
+            tables = llm.llm.engine.target.cache.tables
+            prefixes = llm.llm.engine.scheduler.prefix_cache
+            assert tables.num_free == tables.num_blocks
+            assert prefixes is not None
+        return found
+
+    return asyncio.run(run())
+
+
+async def last_of(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
+    last = None
+    async for output in outputs:
+        last = output
+    assert last is not None
+    return last
+
+
+def params(**changes: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.8, "seed": 3, "max_tokens": 20, "ignore_eos": True} | changes)
+
+
+def shown(output: RequestOutput) -> list[tuple[list[int], str | None, Any]]:
+    return [(o.token_ids, o.finish_reason, o.logprobs) for o in output.outputs]
+
+
+def test_many_at_once_have_the_texts_that_they_have_alone(target: LoadedModel) -> None:
+    asked = [params(n=1 + i % 2, logprobs=2 if i % 3 else None, max_tokens=5 + i) for i in range(len(PROMPTS))]
+    wanted = LLM(target, NGRAM, max_num_seqs=4).generate(PROMPTS, asked)
+
+    async def work(llm: AsyncLLM) -> list[RequestOutput]:
+        return await asyncio.gather(*(last_of(llm.generate(p, q)) for p, q in zip(PROMPTS, asked, strict=True)))
+
+    found = served(target, work)
+    assert [shown(output) for output in found] == [shown(output) for output in wanted]
+    assert all(output.finished for output in found)
+    assert len({output.request_id for output in found}) == len(PROMPTS)
+
+
+def test_outputs_grow_and_what_has_been_shown_stays(target: LoadedModel) -> None:
+    async def work(llm: AsyncLLM) -> list[RequestOutput]:
+        return [output async for output in llm.generate({"prompt_token_ids": PROMPTS[0]}, {"temperature": 0.0, "max_tokens": 30}, "mine")]
+
+    outputs = served(target, work)
+    assert len(outputs) > 3
+    for before, after in pairwise(outputs):
+        tokens, more = before.outputs[0].token_ids, after.outputs[0].token_ids
+        assert len(tokens) <= len(more) and more[: len(tokens)] == tokens
+        assert len(before.outputs[0].is_accepted) == len(tokens)
+    assert {output.request_id for output in outputs} == {"mine"}
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+
+
+@pytest.mark.parametrize("how", ["abort", "break", "cancel"])
+def test_a_request_that_ends_early_leaves_the_others_alone(target: LoadedModel, how: str) -> None:
+    wanted = LLM(target, NGRAM).generate([PROMPTS[1]], params(max_tokens=40))
+
+    async def early(llm: AsyncLLM, has_begun: asyncio.Event) -> RequestOutput | None:
+        output = None
+        async with aclosing(llm.generate(PROMPTS[0], params(max_tokens=None), "early")) as stream:  # type: ignore[type-var]
+            async for grown in stream:
+                output = grown
+                has_begun.set()
+                if how == "break":
+                    break
+        return output
+
+    async def work(llm: AsyncLLM) -> RequestOutput:
+        has_begun = asyncio.Event()
+        task = asyncio.create_task(early(llm, has_begun))
+        other = asyncio.create_task(last_of(llm.generate(PROMPTS[1], params(max_tokens=40))))
+        await has_begun.wait()
+        if how == "cancel":
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        else:
+            await llm.abort("early")
+            ended = await task
+            assert ended is not None
+            if how == "abort":
+                assert ended.outputs[0].finish_reason == "abort"
+                assert ended.finished
+        await llm.abort("nobody")
+        return await other
+
+    assert shown(served(target, work)) == shown(wanted[0])
+
+
+def test_beyond_the_places_requests_wait_for_one(target: LoadedModel) -> None:
+    most = 0
+
+    async def counted(llm: AsyncLLM, i: int) -> list[int]:
+        nonlocal most
+        tokens: list[int] = []
+        async for output in llm.generate(PROMPTS[i % 3], params(max_tokens=6, seed=i)):
+            most, tokens = max(most, len(llm._running)), output.outputs[0].token_ids
+        return tokens
+
+    async def work(llm: AsyncLLM) -> list[list[int]]:
+        return await asyncio.gather(*(counted(llm, i) for i in range(24)))
+
+    found = served(target, work, max_queue=2)
+    assert most == 4 + 2
+    wanted = LLM(target).generate([PROMPTS[i % 3] for i in range(24)], [params(max_tokens=6, seed=i) for i in range(24)])
+    assert found == [output.outputs[0].token_ids for output in wanted]
+
+
+def test_what_cannot_be_served_is_refused_and_the_rest_goes_on(target: LoadedModel) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        stream = llm.generate(PROMPTS[0], params(max_tokens=None), "one")
+        await anext(stream)
+        for prompt, asked, name, message in (
+            ([], None, None, "is empty"),
+            ([10**6], None, None, "vocabulary"),
+            (PROMPTS[0], {"temperature": -1.0}, None, "temperature"),
+            (PROMPTS[0], None, "one", "is running"),
+            (PROMPTS[0], None, 5, "request_id"),
+        ):
+            with pytest.raises(RequestError, match=message):
+                await last_of(llm.generate(prompt, asked, name))  # type: ignore[arg-type]
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert (await last_of(llm.generate(PROMPTS[0], params(), "one"))).finished
+
+    served(target, work)
+
+
+def test_a_row_that_fails_ends_alone(target: LoadedModel) -> None:
+    def broken(_: list[int], logits: Any) -> Any:
+        raise ValueError("no")
+
+    async def work(llm: AsyncLLM) -> list[RequestOutput]:
+        asked = (params(logits_processors=[broken]), params())
+        return await asyncio.gather(*(last_of(llm.generate(PROMPTS[0], q)) for q in asked))
+
+    failed, good = served(target, work)
+    assert (failed.outputs[0].finish_reason, good.outputs[0].finish_reason) == ("error", "length")
+    assert "no" in str(failed.outputs[0].error)
+
+
+def test_closing_ends_what_runs_and_refuses_what_comes(target: LoadedModel) -> None:
+    async def run() -> None:
+        llm = AsyncLLM(target, max_num_seqs=2)
+        stream = llm.generate(PROMPTS[0], params(max_tokens=None))
+        await anext(stream)
+        rest = asyncio.create_task(last_of(stream))
+        await asyncio.sleep(0)
+        assert llm.is_running
+        await llm.check_health()
+        await llm.close()
+        await llm.close()
+        assert (await rest).outputs[0].finish_reason == "abort"
+        assert not llm.is_running
+        with pytest.raises(ClosedError):
+            await last_of(llm.generate(PROMPTS[0]))
+        with pytest.raises(UnavailableError):
+            await llm.check_health()
+
+    asyncio.run(run())
+
+
+def test_a_queue_below_nothing_is_refused(target: LoadedModel) -> None:
+    with pytest.raises(ConfigError, match="max_queue"):
+        AsyncLLM(target, max_queue=-1)

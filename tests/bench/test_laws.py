@@ -1,0 +1,141 @@
+"""The study of scaling laws: what a lineage shares, a few cells in small, and the page that they make."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import corruptions
+import numpy as np
+import pytest
+import torch
+import toys
+
+from benchmarks.laws import COMPARED, SHARES, LawStudy, Lineage, cells, lineages
+from benchmarks.laws import main as laws
+from benchmarks.laws_document import write_laws
+from echelon import ConfigError
+from echelon.heads.checkpoints import build_head, save_head
+from echelon.model.load.loading import load_plain
+from echelon.train.files import load_checkpoint
+
+ENVIRONMENT = {"cpu": "one", "threads": "1", "torch": "2", "transformers": "5", "commit": "c"}
+
+
+def study_of(folder: Path, work: Path) -> LawStudy:
+    return LawStudy(str(folder), work, 100, 2, [folder / "text.txt"], folder / "questions.jsonl", continuations=16)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target's folder with a text to learn from, and questions."""
+    folder = tmp_path_factory.mktemp("study")
+    toys.llama().save_pretrained(folder)
+    corruptions.pieces().save_pretrained(folder)
+    words = np.random.default_rng(0).integers(0, 90, 4_000)
+    (folder / "text.txt").write_text(" ".join(f"w{w}" for w in words))
+    lines = [{"category": c, "turns": [f"w{i} w{i + 1}", "w3"]} for i, c in enumerate(("qa", "math", "qa"))]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_a_head_goes_on_from_the_constant_part_of_the_one_before(toy: Path, tmp_path: Path) -> None:
+    """To the weights that it would have by itself."""
+    study = study_of(toy, tmp_path / "work")
+    shared = study.head("d1_s0", 2)
+    constant = load_checkpoint(Path(shared) / "constant.pt")
+    assert constant is not None and constant["step"] == 2
+    alone = study_of(toy, tmp_path / "alone")
+    shutil.copytree(tmp_path / "work" / "data", tmp_path / "alone" / "data")
+    alone._lineages["d1_s0"] = Lineage("d1_s0", options=(("num_layers", 1),), shares=(2,))
+    both = [torch.load(Path(f) / "checkpoint.pt", weights_only=True)["head"] for f in (shared, alone.head("d1_s0", 2))]
+    assert both[0].keys() == both[1].keys()
+    assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
+
+
+def test_cells_in_small_and_their_page(toy: Path, tmp_path: Path) -> None:
+    output = tmp_path / "docs" / "evidence" / "laws"
+    words = ["--target", str(toy), "--work", str(tmp_path / "work"), "--output", str(output), "--text", str(toy / "text.txt")]
+    words += [
+        "--questions",
+        str(toy / "questions.jsonl"),
+        "--steps",
+        "100",
+        "--fine-tuning-steps",
+        "2",
+        "--parameters",
+        "0",
+        "--rounds",
+        "1",
+        "--continuations",
+        "16",
+    ]
+    wanted = ["oracle", "d1_s0_t000", "d1_s0_t001", "d2_s0_t000", "no_norm", "no_pretraining"]
+    assert laws([*words, *wanted]) == 0
+    page = (tmp_path / "docs" / "laws.md").read_text("utf-8")
+    assert "## By pretraining tokens" in page
+    record = json.loads((output / "d1_s0_t001.json").read_text("utf-8"))
+    assert record["pretrained"] == 8 * 127
+    assert all(emitted >= 1.0 for _, _, emitted in record["emitted"])
+    before = (output / "oracle.json").stat().st_mtime_ns
+    assert laws([*words, "oracle"]) == 0
+    assert (output / "oracle.json").stat().st_mtime_ns == before, "a record of these settings is kept"
+
+
+def test_the_oracle_is_nowhere_below_a_drafter(toy: Path, tmp_path: Path) -> None:
+    study = study_of(toy, tmp_path)
+    oracle = {(t, n): e for t, n, e in study.oracle()["emitted"]}
+    assert all(oracle[(t, n)] >= e for t, n, e in study.of_head("d1_s0", 0)["emitted"])
+    assert oracle[(0.0, 4)] == pytest.approx(5.0, abs=0.5), "greedy, every drafted token of a chain is right"
+
+
+def test_tables_by_task_and_by_batch(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = study_of(toy, tmp_path)
+    monkeypatch.setattr(LawStudy, "head", lambda _, name, **__: untrained(toy, tmp_path, name))
+    assert {(c, t) for c, t, _ in study.tasks("scylla")["tasks"]} == {(c, t) for c in ("qa", "math") for t in (0.0, 1.0)}
+    record = study.speed(2, 1)
+    assert record["speeds"].keys() == {"plain", "eagle, 60 nodes", "eagle, auto", "eagle3, auto", "scylla, auto"}
+    assert record["tokens_per_step"]["plain"] == 1.0
+
+
+def untrained(toy: Path, folder: Path, name: str) -> str:
+    plain, _ = load_plain(str(toy))
+    method = next(line.method for line in lineages() if line.name == name)
+    save_head(build_head(method, plain).to(plain.dtype), folder / "heads" / name, plain)
+    return str(folder / "heads" / name)
+
+
+def test_every_part_of_the_page(tmp_path: Path) -> None:
+    """Made-up records that follow laws: the page says which, and what misses its goal."""
+
+    def head(name: str, share: int, value: float) -> tuple[str, dict[str, object]]:
+        emitted = [[t, n, value * (0.5 + n / 120) - t] for t in (0.0, 1.0) for n in (4, 60)]
+        return f"{name}_t{share:03d}", {"pretrained": share * 1_000_000, "emitted": emitted}
+
+    records = dict(
+        head(line.name, share, 4.0 + 0.1 * line.seed + np.log10(1 + share) * dict(line.options).get("num_layers", 0.5))
+        for line in lineages()
+        for share in line.shares
+    )
+    records["oracle"] = head("oracle", 0, 9.0)[1]
+    names = ("plain", "eagle, 60 nodes", "eagle, auto", "eagle3, auto", "scylla, auto")
+    for batch, slow in ((1, 1.0), (8, 1.0), (16, 1.0), (32, 3.0)):
+        speeds = {n: [100.0 * (i + 1) / (slow if n != "plain" else 1.0)] for i, n in enumerate(names)}
+        records[f"speed_b{batch:02d}"] = {"speeds": speeds, "tokens_per_step": dict.fromkeys(names, 2.0)}
+    records["tasks_eagle"] = {"tasks": [["qa", 0.0, 3.0]]}
+    page = write_laws(tmp_path, {name: {"environment": ENVIRONMENT, **record} for name, record in records.items()}).read_text("utf-8")
+    for title in ("By pretraining tokens", "By depth", "Beside other heads", "Without its parts", "Table 5", "By task"):
+        assert f"## {title}" in page
+    assert "below plain decoding at batch: 32 (published" in page
+    assert "logarithmic in tokens" in page
+    assert {p.name for p in (tmp_path / "plots").iterdir()} == {"laws-tokens.png", "laws-depth.png", "laws-batch.png"}
+
+
+def test_cells_and_settings(toy: Path, tmp_path: Path) -> None:
+    found = [cell.name for cell in cells(study_of(toy, tmp_path), 1)]
+    assert len(found) == len(set(found)) == 1 + 5 * len(SHARES) + 5 + len(COMPARED) + 9
+    with pytest.raises(ConfigError, match="a multiple of 100"):
+        LawStudy(str(toy), tmp_path, 150, 2)
+    with pytest.raises(ConfigError, match="--questions"):
+        LawStudy(str(toy), tmp_path, 100, 2).tasks("eagle")

@@ -1,0 +1,28 @@
+"""Progress where nobody watches a terminal: a line now and then, and none for what is over sooner."""
+
+from __future__ import annotations
+
+import pytest
+
+from echelon.cli import shared
+
+
+def test_a_pipe_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = [100.0]
+    monkeypatch.setattr(shared.time, "monotonic", lambda: now[0])
+    with shared.progress(8, "generating") as update:
+        for _ in range(4):
+            now[0] += 4.0
+            update(advance=1)
+            update(note="12 tokens/s")
+        update(completed=8, description="done")
+        now[0] += 10.0
+        update()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["generating: 3/8 after 12 s, about 20 s left (12 tokens/s)", "done: 8/8 after 26 s, about 0 s left (12 tokens/s)"]
+
+
+def test_what_is_over_at_once_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with shared.progress(3, "generating") as update:
+        update(advance=3)
+    assert capsys.readouterr().err == ""
