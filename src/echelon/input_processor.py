@@ -12,7 +12,7 @@ from echelon.chat import encode_text, render_chat
 from echelon.errors import RequestError
 from echelon.inputs import Prompt, check_kind, conversation, kind_of, shown, token_ids, unwrapped, valid_text
 from echelon.model.load.loading import LoadedModel
-from echelon.sampling import Sampler, SamplingParams, one_each
+from echelon.sampling import Parameters, Sampler, SamplingParams, one_each
 from echelon.scheduler import Scheduler
 from echelon.sequence import Sequence
 from echelon.text import Detokenizer
@@ -81,7 +81,7 @@ class InputProcessor:
             raise RequestError(f"stop strings and bad words need a tokenizer, and {self._target.name!r} has none; use token ids")
         self._scheduler.check_size(min(self._max_len, len(tokens) + (params.max_tokens or 1)))
 
-    def samples(self, prompt: Prompt, params: SamplingParams, watch_text: bool, name: str = "prompt", salt: bytes = b"") -> list[Sequence]:
+    def samples(self, prompt: Prompt, params: Parameters, watch_text: bool, name: str = "prompt", salt: bytes = b"") -> list[Sequence]:
         """The `n` sequences of one request, checked and ready for the engine; all but the first share the first one's prompt.
 
         With `watch_text` each has a `watcher` that holds its text after every token. Errors call the prompt `name`. Keys and values are
@@ -92,6 +92,7 @@ class InputProcessor:
         RequestError  the prompt or the parameters cannot be served
         """
         check_kind("salt", salt, bytes, RequestError)
+        (params,) = one_each(params, 1)
         prompt = unwrapped(prompt, name)
         tokens = self.encode(prompt, name=name) if isinstance(prompt, str) else token_ids(prompt, name)
         self.check_prompt(tokens, params, name)

@@ -272,5 +272,8 @@ class LLM:
 
 def _bar(use_tqdm: bool | Callable[..., Any], total: int) -> Any:
     """A bar of requests that are done; where nobody watches, none."""
-    make = use_tqdm if callable(use_tqdm) else tqdm
-    return make(total=total, desc="Processed prompts", dynamic_ncols=True, disable=None if use_tqdm else True)
+    try:
+        make = use_tqdm if callable(use_tqdm) else tqdm
+        return make(total=total, desc="Processed prompts", dynamic_ncols=True, disable=None if use_tqdm else True)
+    except TypeError as error:
+        raise RequestError(f"use_tqdm makes no bar ({error}); give a class such as tqdm.tqdm, True or False") from None

@@ -82,7 +82,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request. Refused is only what could not run even alone in the whole pool."""
-        self.check_size(min(sequence.max_len, sequence.num_prompt_tokens + sequence.params.max_tokens))
+        self.check_size(len(sequence) + sequence.num_tokens_left)
         self.waiting.append(sequence)
 
     @property

@@ -33,7 +33,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("study")
     toys.llama().save_pretrained(folder)
     corruptions.pieces().save_pretrained(folder)
-    words = np.random.default_rng(0).integers(0, 90, 4_000)
+    words = np.random.default_rng(0).integers(0, 90, 8_000)
     (folder / "text.txt").write_text(" ".join(f"w{w}" for w in words))
     lines = [{"category": c, "turns": [f"w{i} w{i + 1}", "w3"]} for i, c in enumerate(("qa", "math", "qa"))]
     (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

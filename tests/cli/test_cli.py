@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import toys
-from commands import Run
+from commands import Run, in_process
 from transformers import AutoModelForCausalLM
 
 from echelon.bench import kernels
@@ -22,6 +22,11 @@ from echelon.model.load.loading import load_plain
 from echelon.ops import compiled
 
 SPECULATIVE = '{"method":"ngram","num_speculative_tokens":7,"prompt_lookup_max":2}'
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    return in_process(capsys, monkeypatch)
 
 
 def test_the_installed_command_runs() -> None:
@@ -57,7 +62,7 @@ def test_generate_with_and_without_speculation_writes_the_same_text(run: Run, tm
     assert [r["token_ids"] for r in one] == [r["token_ids"] for r in two]
     assert [r["id"] for r in one] == ["a", "1", "2", "81"]
     assert [r["usage"]["completion_tokens"] for r in one] == [24, 5, 24, 24]
-    assert set(one[0]) == {"index", "id", "text", "token_ids", "finish_reason", "seed", "usage", "metrics"}
+    assert set(one[0]) == {"index", "id", "prompt", "text", "token_ids", "finish_reason", "seed", "usage", "metrics"}
 
 
 def test_bad_lines_are_reported_and_the_others_run(run: Run, tmp_path: Path) -> None:

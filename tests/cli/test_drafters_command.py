@@ -8,12 +8,18 @@ from pathlib import Path
 
 import pytest
 import toys
-from commands import Run
+from commands import Run, in_process
 
-from echelon.cli import drafters
+from echelon.bench.throughput import Run as MeasuredRun
+from echelon.cli.drafters import Candidate, _print
 from echelon.demo import DRAFT, EAGLE, TARGET
 
 SIZES = ["--batch-size", 2, "--num-prompts", 2, "--max-tokens", 12, "--rounds", 1]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    return in_process(capsys, monkeypatch)
 
 
 @pytest.fixture
@@ -37,7 +43,7 @@ def test_drafters_are_ranked_and_the_flags_run(run: Run, prompts: Path, tmp_path
     assert "problem" in found[str(tmp_path / "none")]
     served = [d for d in found.values() if "problem" not in d]
     assert all(d["tokens_per_step"] >= 1.0 and d["over_plain"] > 0.0 for d in served)
-    assert found[str(DRAFT)]["memory_bytes"] > found["ngram"]["memory_bytes"] >= 0
+    assert found[str(DRAFT)]["weight_bytes"] > found["ngram"]["weight_bytes"] == 0
     best = report["best"]
     assert best is None or best["over_plain"] == max(d["over_plain"] for d in served)
     flags = report["flags"] or f"--speculative-config {shlex.quote(json.dumps(found[str(EAGLE)]['speculative_config']))}"
@@ -46,16 +52,16 @@ def test_drafters_are_ranked_and_the_flags_run(run: Run, prompts: Path, tmp_path
 
 
 def test_a_table_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    run_of = lambda seconds: drafters.Run([[1] * 10], seconds, (10.0, seconds))  # noqa: E731
-    plain = drafters.Candidate("plain", {}, runs=[run_of(1.0)], tokens_per_step=1.0, memory=100)
-    fast = drafters.Candidate("fast", {"method": "ngram"}, runs=[run_of(0.5)], tokens_per_step=2.5, memory=100)
-    none = drafters.Candidate("gone", {}, "there is no such folder")
-    drafters._print([fast, none], plain, fast, 4)
+    run_of = lambda seconds: MeasuredRun([[1] * 10], seconds, (10.0, seconds))  # noqa: E731
+    plain = Candidate("plain", {}, runs=[run_of(1.0)], tokens_per_step=1.0, memory=100)
+    fast = Candidate("fast", {"method": "ngram"}, runs=[run_of(0.5)], tokens_per_step=2.5, memory=100)
+    none = Candidate("gone", {}, "there is no such folder")
+    _print([fast, none], plain, fast, 4)
     said = capsys.readouterr().out
     assert "2.00" in said
     assert """The fastest: --speculative-config '{"method": "ngram"}'""" in said
     assert "gone cannot draft for this model: there is no such folder" in said
-    drafters._print([none], plain, None, 4)
+    _print([none], plain, None, 4)
     assert "leave speculation out" in capsys.readouterr().out
 
 

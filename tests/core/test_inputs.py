@@ -44,10 +44,10 @@ NO_PROMPTS: list[tuple[Any, str]] = [
     ([b"x"], r"prompts\[0\] is a bytes"),
     ([True], r"prompts\[0\] = True"),
     ([[1, True]], r"prompts\[0\]\[1\] = True"),
-    ({}, "prompts is a dict"),
-    ({0: 1}, "prompts is a dict"),
-    ({"prompt_token_ids": [1]}, "prompts is a dict"),
-    ([{}], r"prompts\[0\] is a dict"),
+    ({}, "prompts has the keys"),
+    ({0: 1}, "prompts has the keys"),
+    ({"prompt_token_ids": [1.5]}, "prompts"),
+    ([{}], r"prompts\[0\] has the keys"),
     ({1, 2}, "prompts is a set"),
     ((t for t in [1]), "prompts is a generator"),
     (Path("x"), "prompts is a PosixPath"),
@@ -160,7 +160,7 @@ def test_every_value_of_every_setting_is_taken_or_refused_by_name(llm: LLM, cls:
             assert isinstance(said, cls.error) and field in str(said) and len(str(said)) < 1000
             continue
         assert not isinstance(value, bool) or isinstance(cls.model_fields[field].default, bool), "a truth value stands in for a number"
-        if cls is SamplingParams and made.n < 9 and made.max_tokens < 9:
+        if cls is SamplingParams and made.n < 9 and made.max_tokens is not None and made.max_tokens < 9:
             done = refused(lambda made=made: llm.generate([[1, 2]], made))
             assert done is None or all(o.error is None or "logits" in o.error for o in done[0].outputs)
 

@@ -23,6 +23,7 @@ from echelon.bench.phases import SPLIT, Recorder, Sums
 from echelon.bench.verify import STRATEGIES, check_strategies
 from echelon.config import SpeculativeConfig
 from echelon.model.load.loading import LoadedModel
+from echelon.model.patches.linear import weight_bytes
 from echelon.ops import compiled
 from echelon.ops.devices import cpu_name
 from echelon.sizes import mebibytes
@@ -187,9 +188,10 @@ class EngineRun:
 
     @property
     def memory(self) -> int:
-        """Bytes of the engine's memory plan, the process's own left out."""
-        terms = self._llm.memory_plan.terms
-        return sum(terms.values()) - terms["runtime"]
+        """Bytes of the weights that draft."""
+        storage = self._llm.storage
+        of_head = sum(p.nbytes for p in storage.head.head.parameters()) if storage.head is not None else 0
+        return of_head + sum(weight_bytes(runner.loaded.model) for runner in storage.runners[1:])
 
     def warm_up(self, prompts: Prompts, params: SamplingParams) -> None:
         self._timed(prompts, params)

@@ -37,7 +37,7 @@ class Candidate:
     problem: str = ""
     runs: list[Run] = field(default_factory=list)
     tokens_per_step: float = 0.0
-    memory: int = 0  # bytes beyond those of plain decoding
+    memory: int = 0  # bytes of its weights
 
     @property
     def speed(self) -> float:
@@ -138,17 +138,17 @@ def _as_json(candidate: Candidate, plain: Candidate) -> dict[str, Any]:
         "tokens_per_step": candidate.tokens_per_step,
         "tokens_per_second": candidate.speed,
         "over_plain": candidate.speed / plain.speed,
-        "memory_bytes": candidate.memory - plain.memory,
+        "weight_bytes": candidate.memory,
     }
 
 
 def _print(tried: list[Candidate], plain: Candidate, best: Candidate | None, batch_size: int) -> None:
     console = Console(soft_wrap=True)
-    table = Table("drafter", "tokens a step", "tokens/s", "× plain", "memory", title=f"batch {batch_size}", title_justify="left")
+    table = Table("drafter", "tokens a step", "tokens/s", "× plain", "weights", title=f"batch {batch_size}", title_justify="left")
     table.add_row("none", f"{plain.tokens_per_step:.2f}", f"{plain.speed:.1f}", "1.00", "–")
     for c in sorted((c for c in tried if not c.problem), key=lambda c: -c.speed):
         style = "bold green" if c is best else ""
-        numbers = f"{c.tokens_per_step:.2f}", f"{c.speed:.1f}", f"{c.speed / plain.speed:.2f}", f"+ {mebibytes(c.memory - plain.memory)}"
+        numbers = f"{c.tokens_per_step:.2f}", f"{c.speed:.1f}", f"{c.speed / plain.speed:.2f}", mebibytes(c.memory)
         table.add_row(c.name, *numbers, style=style)
     console.print(table)
     for c in tried:

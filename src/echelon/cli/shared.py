@@ -8,7 +8,7 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
@@ -112,7 +112,8 @@ def progress(total: int, first: str) -> Iterator[Callable[..., None]]:
     `advance` or `completed`, `description`, a `note` beside it.
     """
     if not errors.is_terminal:
-        yield _ProgressLines(first, total).update
+        now = time.monotonic()
+        yield _ProgressLines(first, total, now, now).update
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.fields[note]}"), console=errors, transient=True) as bar:
@@ -125,10 +126,10 @@ class _ProgressLines:
 
     description: str
     total: int
+    started_at: float
+    said_at: float
     completed: int = 0
     note: str = ""
-    _start: float = field(default_factory=time.monotonic)
-    _said: float = field(default_factory=time.monotonic)
 
     def update(self, advance: int = 0, **new: Any) -> None:
         """Take what is new, and say how far it is if it is time to."""
@@ -136,9 +137,9 @@ class _ProgressLines:
             setattr(self, name, value)
         self.completed += advance
         now = time.monotonic()
-        if now - self._said < PIPED_SECONDS:
+        if now - self.said_at < PIPED_SECONDS:
             return
-        self._said, spent = now, now - self._start
+        self.said_at, spent = now, now - self.started_at
         left = f", about {spent * (self.total / self.completed - 1):.0f} s left" if self.completed else ""
         note = f" ({self.note})" if self.note else ""
         errors.print(escape(f"{self.description}: {self.completed}/{self.total} after {spent:.0f} s{left}{note}"), highlight=False)
