@@ -30,7 +30,7 @@ import numpy as np
 from benchmarks.cells import Cell, Record, Records, asked_of, chosen, run_cells
 from benchmarks.laws_document import write_laws
 from benchmarks.workloads import VERIFIED, VERIFIED_TREE, tokens_a_step
-from echelon import ConfigError, SamplingParams
+from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench.inflate import inflate_with_heads
 from echelon.bench.throughput import DecodingMethod, EngineRun, environment
 from echelon.model.load.loading import LoadedModel, adopt_model, load_model, load_plain
@@ -184,11 +184,12 @@ class LawStudy:
         if self._questions is None:
             raise ConfigError("categories need Spec-Bench's question.jsonl; name it with --questions")
         prompts: dict[str, list[list[int]]] = {}
+        inputs = LLM(self.target, max_num_seqs=1).inputs
         for line in self._questions.read_text("utf-8").splitlines():
             question = json.loads(line)
             own = prompts.setdefault(question["category"], [])
             if len(own) < TASK_PROMPTS:
-                own.append(self.target.tokenizer.encode(question["turns"][0], add_special_tokens=False)[-TASK_PROMPT:])
+                own.append(inputs.encode(question["turns"][0])[-TASK_PROMPT:])
         config = {"method": method, "model": self.head(COMPARED[method]), **VERIFIED_TREE, "num_speculative_tokens": VERIFIED[-1]}
         found = [[name, t, tokens_a_step(self.target, config, own, NEW, t)] for (name, own), t in product(prompts.items(), TEMPERATURES)]
         return {"tasks": found}

@@ -11,7 +11,7 @@ from dataclasses import asdict, fields, replace
 from types import TracebackType
 from typing import Any, Self, cast
 
-from tqdm.auto import tqdm
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedTokenizerBase
 
 from echelon.adaptive.cost_files import CostRecord

@@ -102,7 +102,7 @@ class OutputBuilder:
             self._name,
             self._prompt,
             first.tokens[: first.num_prompt_tokens],
-            [self._completion(*row) for row in zip(samples, self._logprobs, states or [None] * len(samples), strict=True)],
+            [self._completion(s, self._logprobs[i], None if states is None else states[i]) for i, s in enumerate(samples)],
             RequestMetrics(steps, drafted, accepted, *rates, self._acceptance),
             None if first.params.prompt_logprobs is None else [None, *self._prompt_logprobs],
             first.num_cached_tokens,

@@ -81,6 +81,11 @@ class SamplingParams(Settings):
         return self
 
     @property
+    def most_tokens(self) -> int:
+        """`max_tokens`, or more than any context holds."""
+        return LARGEST if self.max_tokens is None else self.max_tokens
+
+    @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is always chosen."""
         return self.temperature == 0.0

@@ -94,8 +94,7 @@ class Sequence:
     @property
     def num_tokens_left(self) -> int:
         """How many tokens this request may still emit."""
-        left, most = self.max_len - len(self.tokens), self.params.max_tokens
-        return left if most is None else min(most - self.num_output_tokens, left)
+        return min(self.params.most_tokens - self.num_output_tokens, self.max_len - len(self.tokens))
 
     @property
     def stop_reason(self) -> str | int | None:
@@ -139,8 +138,7 @@ class Sequence:
     def check(self) -> None:
         """Assert that lengths and limits agree."""
         assert 0 < self.num_prompt_tokens <= len(self.tokens) <= self.max_len
-        assert len(self.is_accepted) == self.num_output_tokens
-        assert self.params.max_tokens is None or self.num_output_tokens <= self.params.max_tokens
+        assert len(self.is_accepted) == self.num_output_tokens <= self.params.most_tokens
         assert self.is_finished or self.num_tokens_left > 0
 
 

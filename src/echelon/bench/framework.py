@@ -60,7 +60,7 @@ class FrameworkRun:
     def _generate(self, rows: Prompts, params: SamplingParams, clock: StepTimes) -> list[list[int]]:
         eos = None if params.ignore_eos else self._model.generation_config.eos_token_id
         timed = StoppingCriteriaList([clock])
-        done = generate_padded(self._model, rows, params.max_tokens, eos_token_id=eos, stopping_criteria=timed, **self._extra)
+        done = generate_padded(self._model, rows, params.most_tokens, eos_token_id=eos, stopping_criteria=timed, **self._extra)
         stops = frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
         return [cut(row, stops) for row in done]
 

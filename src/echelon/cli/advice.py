@@ -69,8 +69,8 @@ def advice(table: CostTable, log: SequenceOf[Mapping[str, Any]], last_step: int,
     yield from (f"  {worth}" for worth in best_lengths(table, right))
     if (law := tokens_a_decade(log, last_step)) is not None:
         yield f"  ten times the steps: about {law[0]:+.2f} tokens a step (log10 fitted to this run, R² {law[1]:.2f})"
-    for depth in DEPTHS if num_layers is not None else ():
-        if depth != num_layers:
+    for depth in DEPTHS:
+        if num_layers is not None and depth != num_layers:
             more = TOKENS_A_DECADE_OF_LAYERS * np.log10(depth / num_layers)
             other = "; ".join(map(str, best_lengths(table, right, depth / num_layers, more)))
             yield f"  {depth} layers, by the published law of depth (0.74 tokens a decade): {other}"

@@ -109,7 +109,7 @@ class Chat:
         """The answer, or as much of it as there was before an interrupt; None where that is nothing."""
         params = self.params if self.has_template else self.params.model_copy(update={"stop": (*self.params.stop, PLAIN_STOP)})
         room = max(1, self.llm.inputs.room_after(len(tokens)))
-        params = params.model_copy(update={"max_tokens": room if params.max_tokens is None else min(params.max_tokens, room)})
+        params = params.model_copy(update={"max_tokens": min(params.most_tokens, room)})
         (sequence,) = self.llm.inputs.samples(tokens, params, watch_text=True, name="the conversation")
         answer = self._stream(sequence, was_interrupted)
         if sequence.error is not None:

@@ -111,7 +111,7 @@ def measured(
     engines = [EngineRun(DecodingMethod(c.name, c.config or None), target, None, batch_size, {}) for c in running]
     with counted((rounds + 1) * len(running), "warming up") as done:
         for engine, candidate in zip(engines, running, strict=True):
-            engine.warm_up(prompts[:batch_size], params.model_copy(update={"max_tokens": min(WARM_UP, params.max_tokens or WARM_UP)}))
+            engine.warm_up(prompts[:batch_size], params.model_copy(update={"max_tokens": min(WARM_UP, params.most_tokens)}))
             candidate.memory = engine.memory
             done(f"warming up {candidate.name}")
         for _, (engine, candidate) in product(range(rounds), zip(engines, running, strict=True)):

@@ -79,7 +79,7 @@ def run_all(models: Models, plain: PreTrainedModel | None, prompts: list[list[in
     if plain is not None:
         asked |= {(size, "transformers"): prompts if size > 1 else few for size in BATCH_SIZES}
     rows = []
-    with progress(models.title, sum(len(p) * params.max_tokens for p in asked.values())) as bar:
+    with progress(models.title, sum(len(p) * params.most_tokens for p in asked.values())) as bar:
         done = 0
         for size in BATCH_SIZES:
             for method in methods:
@@ -89,13 +89,13 @@ def run_all(models: Models, plain: PreTrainedModel | None, prompts: list[list[in
                 own, is_truth = asked[size, method.name], size == 1 and method.config is None
                 seconds = limit * 3 if is_truth else limit
                 rows.append(run_engine(llm, method.name, own, size, params, seconds, lambda n: bar.advance(bar.task_ids[0], n)))
-                done += len(own) * params.max_tokens
+                done += len(own) * params.most_tokens
                 bar.update(bar.task_ids[0], completed=done)
             if plain is not None:
                 bar.update(bar.task_ids[0], description=f"{models.title}: transformers, batch {size}")
                 own = asked[size, "transformers"]
                 rows.append(run_framework(plain, own, size, params, limit))
-                done += len(own) * params.max_tokens
+                done += len(own) * params.most_tokens
                 bar.update(bar.task_ids[0], completed=done)
     return rows
 

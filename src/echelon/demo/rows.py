@@ -67,7 +67,7 @@ def run_engine(
                 if not row.is_finished:
                     engine.abort(row)
             outputs += [row.tokens[row.num_prompt_tokens :] for row in rows]
-    was_cut = any(len(o) < params.max_tokens for o in outputs)
+    was_cut = any(len(o) < params.most_tokens for o in outputs)
     return DemoRow(method, batch_size, outputs, steps, tokens, seconds, tokens / row_steps if row_steps else 1.0, was_cut)
 
 
@@ -75,7 +75,7 @@ def run_framework(model: PreTrainedModel, prompts: Prompts, batch_size: int, par
     """The same by plain `generate` of `transformers` on left-padded batches."""
     run = FrameworkRun("transformers", model, batch_size, max_time=limit).run(prompts, params)
     tokens, seconds = run.decode
-    was_cut = any(len(o) < params.max_tokens for o in run.outputs)
+    was_cut = any(len(o) < params.most_tokens for o in run.outputs)
     return DemoRow("transformers", batch_size, run.outputs, round(tokens / batch_size), int(tokens), seconds, 1.0, was_cut)
 
 

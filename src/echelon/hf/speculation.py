@@ -46,7 +46,8 @@ class RowWatcher:
     """
 
     def __init__(self, index: int, batch: Batch, ending: Ending) -> None:
-        self.text, self.stopped_by = "", None
+        self.text = ""
+        self.stopped_by: str | None = None
         self.kept: list[tuple[Tensor, Tensor]] = []
         self._index, self._ending = index, ending
         self._processors = for_row(batch.processors, index, batch.num_rows)
