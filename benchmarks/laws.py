@@ -157,7 +157,7 @@ class LawStudy:
         train_head(target, data, folder, config, report)
         return str(folder)
 
-    def emitted(self, config: dict[str, Any], draft: LoadedModel | None = None) -> Record:
+    def emitted(self, config: dict[str, Any], draft: LoadedModel | None = None, temperatures: tuple[float, ...] = TEMPERATURES) -> Record:
         """Tokens a step by temperature and drafted tokens that are verified."""
         found = [
             [
@@ -165,12 +165,15 @@ class LawStudy:
                 budget,
                 tokens_a_step(self.target, {**VERIFIED_TREE, **config, "num_speculative_tokens": budget}, self.prompts, NEW, t, draft),
             ]
-            for t, budget in product(TEMPERATURES, VERIFIED)
+            for t, budget in product(temperatures, VERIFIED)
         ]
         return {"emitted": found}
 
     def oracle(self) -> Record:
-        return self.emitted({"method": "draft_model"}, self.target)
+        """Greedy texts are chains that the target foresees to the last token; at a temperature its likeliest trees are the best."""
+        parts = ("chain", 0.0), ("dynamic", 1.0)
+        found = [self.emitted({"method": "draft_model", "tree": tree}, self.target, (t,))["emitted"] for tree, t in parts]
+        return {"emitted": [entry for part in found for entry in part]}
 
     def of_head(self, name: str, share: int) -> Record:
         a_step = ROWS_PER_BATCH * (self._teaching[1].continuations.shape[1] - 1)
