@@ -18,7 +18,7 @@ from servers import PROMPTS, Running
 
 from echelon.sampling import Logprobs
 from echelon.server import connection as connection_module
-from echelon.server.request_handle import LOGPROB_BYTES
+from echelon.aio.request_handle import LOGPROB_BYTES
 from echelon.server.serializers import SENT, StreamSerializer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
