@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.metadata import version
 from typing import Annotated, Any
 
 import transformers
 import typer
 from rich.markup import escape
 
-from echelon import EchelonError, __version__
+from echelon import EchelonError
 from echelon.cli import bench
 from echelon.cli.chat import chat
 from echelon.cli.convert import convert
@@ -44,7 +45,7 @@ app.add_typer(bench.app, name="bench")
 
 def _print_version(is_wanted: bool) -> None:
     if is_wanted:
-        typer.echo(f"echelon {__version__}")
+        typer.echo(f"echelon {version('echelon')}")
         raise typer.Exit
 
 
