@@ -1,4 +1,4 @@
-"""Scylla's scaling laws, on a target of one's own: `python -m benchmarks.laws TARGET [--work FOLDER] [--steps N] [PREFIX ...]`.
+"""Scylla's scaling laws, on a target of one's own: `python -m benchmarks.laws --target DIR [--work FOLDER] [--steps N] [PREFIX ...]`.
 
 Heads are trained in the work folder (build/laws), where an interrupted run goes on; a cell is one trained head, or one comparison, and its
 record goes to the output folder. Two cores take about an hour for a lineage of heads on a target of 20 million parameters.
@@ -17,7 +17,6 @@ import json
 import shutil
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -200,8 +199,9 @@ class LawStudy:
     @cached_property
     def _grown(self) -> tuple[LoadedModel, dict[str, str]]:
         plain, tokenizer = load_plain(self._target)
-        folder = Path(tempfile.mkdtemp(prefix="echelon-laws-"))
-        grown, folders = inflate_with_heads(plain, self._parameters, {m: self.head(name) for m, name in COMPARED.items()}, folder)
+        grown, folders = inflate_with_heads(
+            plain, self._parameters, {m: self.head(name) for m, name in COMPARED.items()}, self._work / "grown"
+        )
         return adopt_model(grown, tokenizer, "the study's target, grown", keep_weights=False), folders
 
     def speed(self, batch_size: int, rounds: int) -> Record:

@@ -81,6 +81,10 @@ class ModelLoadError(EchelonError):
     """A checkpoint cannot be read: files missing, unsafe or mis-shaped."""
 
 
+class UnknownHeadError(ModelLoadError):
+    """A checkpoint is in none of the layouts of heads that are known; it may be a model."""
+
+
 class Refusal(StrEnum):
     """Why models of a class are refused; the value is what they do."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from echelon.inputs import Prompt
 from echelon.sampling import Logprobs
-from echelon.sequence import FinishReason, RowState, Sequence
+from echelon.sequence import FinishReason, RowState, Sequence, state_of
 from echelon.text import Decoder, decode_output, num_held_back
 
 
@@ -110,8 +110,8 @@ class OutputBuilder:
 
     def _completion(self, sequence: Sequence, decoded: list[dict[int, Logprob]], state: RowState | None) -> CompletionOutput:
         has_logprobs = sequence.params.logprobs is not None
-        text = _text(sequence, self._decoder) if state is None else _shown(state, sequence.params.stop)
-        count, _, reason, error = state or RowState(sequence.num_output_tokens, text, sequence.finish_reason, sequence.error)
+        count, _, reason, error = now = state or state_of(sequence)
+        text = _decoded(sequence, self._decoder) if sequence.watcher is None else _shown(now, sequence.params.stop)
         logprobs = sequence.logprobs[:count]
         self._decode_new(decoded, logprobs)
         return CompletionOutput(
@@ -142,16 +142,9 @@ def _shown(state: RowState, stop: SequenceOf[str]) -> str:
     return state.text if state.reason is not None else state.text[: len(state.text) - num_held_back(state.text, stop)]
 
 
-def _text(sequence: Sequence, decoder: Decoder | None) -> str:
-    """The text, so far as it is sure to stay; a watcher has made it already, or it is made here in the same way."""
-    watcher, params = sequence.watcher, sequence.params
-    if watcher is not None:
-        if sequence.error is not None:  # its decoder may be what failed
-            return watcher.text
-        if sequence.is_finished:
-            return watcher.finish()
-        return watcher.text[: len(watcher.text) - num_held_back(watcher.text, params.stop)]
+def _decoded(sequence: Sequence, decoder: Decoder | None) -> str:
+    """The text of a row that nobody watches, made as a watcher would."""
     if decoder is None or sequence.error is not None:
         return ""
     prompt = sequence.tokens[: sequence.num_prompt_tokens]
-    return decode_output(decoder, prompt, sequence.shown_tokens, params.skip_special_tokens)
+    return decode_output(decoder, prompt, sequence.shown_tokens, sequence.params.skip_special_tokens)

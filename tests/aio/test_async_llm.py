@@ -159,6 +159,15 @@ def test_what_cannot_be_served_is_refused_and_the_rest_goes_on(target: LoadedMod
     served(target, work)
 
 
+def test_of_two_with_one_name_at_once_one_runs(target: LoadedModel) -> None:
+    async def work(llm: AsyncLLM) -> list[RequestOutput | BaseException]:
+        twins = (last_of(llm.generate(PROMPTS[0], params(), "twin")) for _ in range(2))
+        return await asyncio.gather(*twins, return_exceptions=True)
+
+    found = served(target, work)
+    assert sorted(type(one).__name__ for one in found) == ["RequestError", "RequestOutput"]
+
+
 def test_a_row_that_fails_ends_alone(target: LoadedModel) -> None:
     def broken(_: list[int], logits: Any) -> Any:
         raise ValueError("no")

@@ -16,9 +16,9 @@ import pytest
 import servers
 from servers import PROMPTS, Running
 
+from echelon.aio.request_handle import LOGPROB_BYTES
 from echelon.sampling import Logprobs
 from echelon.server import connection as connection_module
-from echelon.aio.request_handle import LOGPROB_BYTES
 from echelon.server.serializers import SENT, StreamSerializer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -88,11 +88,11 @@ class AsyncLLM:
         (params,) = one_each(sampling_params, 1)
         async with self._places:
             self._check_open()
-            if name in self._running:
-                raise RequestError(f"a request with the id {name[:100]!r} is running; give another")
             arrived_at = time.monotonic()
             samples = await asyncio.to_thread(self.llm.inputs.samples, prompt, params, True)
-            self._check_open()
+            self._check_open()  # from here on to the entry in `_running` nobody else has a turn
+            if name in self._running:
+                raise RequestError(f"a request with the id {name[:100]!r} is running; give another")
             builder = OutputBuilder(samples, prompt, self.llm.target.tokenizer, self.llm.acceptance_name, name)
             handle = self._running[name] = RequestHandle.of(samples, arrived_at)
             try:

@@ -14,7 +14,7 @@ from echelon.adaptive.cost_table import CostTable
 BATCHES = (1, 8, 32)
 DEPTHS, TOKENS_A_DECADE_OF_LAYERS = (1, 2, 5), 0.74  # Scylla (arXiv 2505.07858), theorem 1.2: tokens a step by log10 of a head's layers
 FEWEST_EVALUATIONS = 4  # that a law is fitted to
-PAYS = 1.03  # times plain decoding
+PAYS = 1.03  # times plain decoding, from which a drafter is worth its memory
 
 
 @dataclass(frozen=True)

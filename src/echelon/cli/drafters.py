@@ -16,15 +16,15 @@ from rich.table import Table
 from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench.throughput import DecodingMethod, EngineRun, Run
 from echelon.bench.workloads import workload
+from echelon.cli.advice import PAYS
 from echelon.cli.measured import counted
 from echelon.cli.shared import SPECULATIVE, ModelArgument
 from echelon.demo import held_out_files
-from echelon.errors import EchelonError
+from echelon.errors import EchelonError, UnknownHeadError
 from echelon.heads.checkpoints import load_head
 from echelon.model.load.loading import LoadedModel, check_vocabularies, load_model
 from echelon.sizes import mebibytes
 
-PAYS = 1.03  # times plain decoding, from which a drafter is worth its memory
 WARM_UP = 8  # tokens
 
 
@@ -86,15 +86,20 @@ def candidates(name: str, target: LoadedModel) -> list[Candidate]:
     """The drafter in a folder as a chain, a head also as a tree; or why it cannot draft."""
     try:
         head = load_head(name, target.model)
-    except EchelonError as no_head:
-        try:
-            check_vocabularies(target, load_model(name, device=target.device.type))
-        except EchelonError as no_model:
-            problem = str(no_head) if "no head that is known" not in str(no_head) else str(no_model)
-            return [Candidate(name, {}, problem)]
-        return [Candidate(name, {"method": "draft_model", "model": name})]
+    except UnknownHeadError:
+        return [_draft_model(name, target)]
+    except EchelonError as error:
+        return [Candidate(name, {}, str(error))]
     config = {"method": head.method, "model": name}
     return [Candidate(name, config), Candidate(f"{name} (tree)", config | {"tree": "dynamic"})]
+
+
+def _draft_model(name: str, target: LoadedModel) -> Candidate:
+    try:
+        check_vocabularies(target, load_model(name, device=target.device.type))
+    except EchelonError as error:
+        return Candidate(name, {}, str(error))
+    return Candidate(name, {"method": "draft_model", "model": name})
 
 
 def measured(

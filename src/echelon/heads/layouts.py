@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
-from echelon.errors import ModelLoadError
+from echelon.errors import ModelLoadError, UnknownHeadError
 from echelon.heads.eagle3 import default_depths
 from echelon.heads.parts import head_config
 from echelon.inputs import first_line, shown
@@ -38,12 +38,13 @@ def parse(name: str, raw: dict[str, Any], tensors: Tensors, target: PreTrainedMo
 
     Raises
     ------
-    ModelLoadError  none that is known, or one that contradicts itself
+    UnknownHeadError  none that is known
+    ModelLoadError    one that contradicts itself
     """
     for is_it, read in LAYOUTS:
         if is_it(raw, tensors):
             return read(name, raw, tensors, target)
-    raise ModelLoadError(
+    raise UnknownHeadError(
         f"{name!r} is no head that is known: config.json has {shown(', '.join(list(raw)[:5]), quote=False)}…, "
         f"tensors are {shown(', '.join(sorted(tensors)[:5]), quote=False)}…; "
         "known are Medusa, Clover-2, EAGLE-1 to 3, `speculators` of kind eagle3, and what `echelon train` writes"
