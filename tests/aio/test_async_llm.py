@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from itertools import pairwise
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import toys
+from servers import Gate
 
 from echelon import LLM, AsyncLLM, ConfigError, RequestError, RequestOutput, SamplingParams
 from echelon.errors import ClosedError, UnavailableError
@@ -73,10 +75,21 @@ def test_many_at_once_have_the_texts_that_they_have_alone(target: LoadedModel) -
 
 def test_outputs_grow_and_what_has_been_shown_stays(target: LoadedModel) -> None:
     async def work(llm: AsyncLLM) -> list[RequestOutput]:
-        return [output async for output in llm.generate({"prompt_token_ids": PROMPTS[0]}, {"temperature": 0.0, "max_tokens": 30}, "mine")]
+        """Every step waits until the output of the one before has been read."""
+        step, turn, outputs = llm.llm.engine.step, threading.Semaphore(1), []
+
+        def in_turn() -> Any:
+            assert turn.acquire(timeout=60.0)
+            return step()
+
+        llm.llm.engine.step = in_turn  # type: ignore[method-assign]
+        async for output in llm.generate({"prompt_token_ids": PROMPTS[0]}, {"temperature": 0.0, "max_tokens": 30}, "mine"):
+            outputs.append(output)
+            turn.release()
+        return outputs
 
     outputs = served(target, work)
-    assert len(outputs) > 3
+    assert len(outputs) == outputs[-1].metrics.num_steps > 3
     for before, after in pairwise(outputs):
         tokens, more = before.outputs[0].token_ids, after.outputs[0].token_ids
         assert len(tokens) <= len(more) and more[: len(tokens)] == tokens
@@ -100,10 +113,10 @@ def test_a_request_that_ends_early_leaves_the_others_alone(target: LoadedModel, 
         return output
 
     async def work(llm: AsyncLLM) -> RequestOutput:
-        has_begun = asyncio.Event()
+        has_begun, gate = asyncio.Event(), Gate(llm, 1)
         task = asyncio.create_task(early(llm, has_begun))
-        other = asyncio.create_task(last_of(llm.generate(PROMPTS[1], params(max_tokens=40))))
         await has_begun.wait()
+        other = asyncio.create_task(last_of(llm.generate(PROMPTS[1], params(max_tokens=40))))
         if how == "cancel":
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -115,6 +128,7 @@ def test_a_request_that_ends_early_leaves_the_others_alone(target: LoadedModel, 
             if how == "abort":
                 assert ended.outputs[0].finish_reason == "abort"
                 assert ended.finished
+        gate.open()
         await llm.abort("nobody")
         return await other
 
@@ -132,7 +146,12 @@ def test_beyond_the_places_requests_wait_for_one(target: LoadedModel) -> None:
         return tokens
 
     async def work(llm: AsyncLLM) -> list[list[int]]:
-        return await asyncio.gather(*(counted(llm, i) for i in range(24)))
+        gate = Gate(llm)
+        tasks = [asyncio.create_task(counted(llm, i)) for i in range(24)]
+        while len(llm._running) < 6:
+            await asyncio.sleep(0)
+        gate.open()
+        return await asyncio.gather(*tasks)
 
     found = served(target, work, max_queue=2)
     assert most == 4 + 2
@@ -142,6 +161,7 @@ def test_beyond_the_places_requests_wait_for_one(target: LoadedModel) -> None:
 
 def test_what_cannot_be_served_is_refused_and_the_rest_goes_on(target: LoadedModel) -> None:
     async def work(llm: AsyncLLM) -> None:
+        gate = Gate(llm, 1)
         stream = llm.generate(PROMPTS[0], params(max_tokens=None), "one")
         await anext(stream)
         for prompt, asked, name, message in (
@@ -154,6 +174,7 @@ def test_what_cannot_be_served_is_refused_and_the_rest_goes_on(target: LoadedMod
             with pytest.raises(RequestError, match=message):
                 await last_of(llm.generate(prompt, asked, name))  # type: ignore[arg-type]
         await stream.aclose()  # type: ignore[attr-defined]
+        gate.open()
         assert (await last_of(llm.generate(PROMPTS[0], params(), "one"))).finished
 
     served(target, work)
@@ -184,6 +205,13 @@ def test_a_row_that_fails_ends_alone(target: LoadedModel) -> None:
 def test_closing_ends_what_runs_and_refuses_what_comes(target: LoadedModel) -> None:
     async def run() -> None:
         llm = AsyncLLM(target, max_num_seqs=2)
+        gate, stop = Gate(llm, 1), llm._thread.stop
+
+        async def stop_and_open() -> None:
+            gate.open()
+            await stop()
+
+        llm._thread.stop = stop_and_open  # type: ignore[method-assign]
         stream = llm.generate(PROMPTS[0], params(max_tokens=None))
         await anext(stream)
         rest = asyncio.create_task(last_of(stream))

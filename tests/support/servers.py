@@ -21,7 +21,7 @@ import httpx
 import psutil
 import toys
 
-from echelon import LLM, SamplingParams
+from echelon import LLM, AsyncLLM, SamplingParams
 from echelon.demo import DRAFT, TARGET
 from echelon.model.load.loading import LoadedModel, load_model
 from echelon.server.app import Service, create_app
@@ -94,7 +94,7 @@ def serving(llm: LLM, **changes: Any) -> Iterator[Running]:
 class Gate:
     """Holds the engine's thread before a step, once `num_steps` have been made."""
 
-    def __init__(self, running: Running, num_steps: int = 0) -> None:
+    def __init__(self, running: Running | AsyncLLM, num_steps: int = 0) -> None:
         self._engine, self._step, self._num_left = running.llm.engine, running.llm.engine.step, num_steps
         self._open, self.reached = threading.Event(), threading.Event()
         self._engine.step = self._held  # type: ignore[method-assign]
