@@ -80,7 +80,7 @@ def _fit(name: str, form: Form, x: Floats, y: Floats) -> Fit | None:
     if not first or num_free < 1:
         return None
     try:
-        with warnings.catch_warnings():
+        with np.errstate(over="ignore"), warnings.catch_warnings():  # of parameters that are tried on the way
             warnings.simplefilter("ignore", optimize.OptimizeWarning)
             found, covariance = optimize.curve_fit(form.value, x, y, first, maxfev=20_000)
     except RuntimeError:  # it does not converge: the points are of another form
