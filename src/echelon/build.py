@@ -17,6 +17,7 @@ from echelon.adaptive.measure import TOKENS, measured_drafting, measured_steps, 
 from echelon.adaptive.row_controller import RowController
 from echelon.baselines.strategies import STRATEGIES
 from echelon.config import OWN_COPY, EngineConfig, SpeculativeConfig, check_together
+from echelon.drafters.acceptance_watch import AcceptanceWatch
 from echelon.drafters.base import Drafter, LevelDrafter, NoDrafter
 from echelon.drafters.draft_model import DraftModelDrafter
 from echelon.drafters.guard import GuardedDrafter
@@ -190,7 +191,9 @@ def _engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Stora
     guard = GuardedDrafter(drafter, target.loaded.vocab_size, spec.grows_trees)
     passes = storage.runners[1].usage if len(storage.runners) > 1 else getattr(drafter, "usage", Usage())
     stats = Stats(target=target.usage, draft=passes, drafter_faults=guard.faults)
-    return Engine(target, guard, scheduler, _rule(spec), ahead, stats, controller)
+    engine = Engine(target, guard, scheduler, _rule(spec), ahead, stats, controller)
+    engine.observers.append(AcceptanceWatch(spec.method).observe)
+    return engine
 
 
 def _costs(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, drafter: Drafter) -> CostTable:
