@@ -6,6 +6,8 @@ also taken from, by the variables of their libraries. The model has random weigh
 steps      passes of 1 to 512 tokens beside reading the weights and beside as much arithmetic (`echelon bench step`)
 attention  of 1 and of 8 new tokens over 256 and over 2,048 keys; of a prompt of 1,984, beside its linear layers
 prompt     a stream's steps while another prompt of 1,984 tokens is read, beside its steps before
+sampling   of places by the vocabulary, as trained models have their logits, and flat; one thread
+pass       of the embedded draft model over one token
 draft      the embedded pair grown to 1.1 billion parameters: the draft model's speed-up beside its tokens a step
 """
 
@@ -34,17 +36,21 @@ from echelon.bench.report import described, table
 from echelon.bench.shapes import random_model
 from echelon.bench.step import StepSpeed
 from echelon.bench.step import as_markdown as steps_as_markdown
+from echelon.bench.throughput import NUM_DRAFTED
+from echelon.demo import DRAFT
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.model.attention import record_layers
 from echelon.model.load.loading import LoadedModel
 from echelon.model.runner import ModelRunner
 from echelon.ops import compiled, cpu
+from echelon.sampling import Sampler
 
 SHAPE, LAYERS, PROMPT, BLOCK = "llama-1.1b", 22, 1984, 16
 ONEDNN = {"avx2": "AVX2", "avx512": "AVX512_CORE", "avx512_bf16": "AVX512_CORE_BF16", "amx": "AVX512_CORE_AMX"}
 LIBRARIES = {"avx2": ("avx2", "AVX2"), "avx512": ("avx512", "AVX512"), "avx512_bf16": ("avx512", "AVX512"), "amx": ("avx512", "AVX512")}
 BESIDE, NEAR, AT_512 = 1.25, 1.45, 1.15  # times the larger limit; where the limits lie within a factor of 2; at 512 tokens
+VOCABULARIES, PLACES, MOST_NS, MOST_PASS = (32_000, 151_936), 8, {"trained": 2.0, "flat": 6.0}, 0.25
 ROUNDS = 7
 TITLE = "## By family of instructions"
 ABOUT = (
@@ -84,12 +90,20 @@ def draft(family: str) -> Record:
     """The draft model at batch 1 on the pair grown to serving size."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "throughput.json"
-        words = ["--parameters", "1100000000", "--batch-sizes", "1", "--strategies", "unpadded", "--drafters", "draft_model"]
+        words = ["--parameters", "1100000000", "--batch-sizes", "1", "--strategies", "unpadded"]
+        words += ["--speculative-config", json.dumps({"method": "draft_model", "num_speculative_tokens": NUM_DRAFTED})]
         sizes = ["--num-prompts", "4", "--max-tokens", "40", "--rounds", "2", "--no-transformers"]
         in_family(family, "echelon", "bench", "throughput", *words, *sizes, "--output", str(output))
         by_method = {r["method"]: r for r in json.loads(output.read_text("utf-8"))["results"]}
-    plain, drafted = (statistics.median(by_method[name]["decode_tokens_per_second"]) for name in ("plain", "draft model"))
-    return {"speedup": drafted / plain, "tokens_per_step": by_method["draft model"]["tokens_per_step"]}
+    drafting = f"draft model {NUM_DRAFTED}"
+    plain, drafted = (statistics.median(by_method[name]["decode_tokens_per_second"]) for name in ("plain", drafting))
+    return {"speedup": drafted / plain, "tokens_per_step": by_method[drafting]["tokens_per_step"]}
+
+
+def draft_pass(family: str) -> Record:
+    """A pass of the embedded draft model over one token."""
+    words = ["--tokens", "1", "--rounds", "200", "--json"]
+    return {"milliseconds": json.loads(in_family(family, "echelon", "bench", "step", str(DRAFT), *words))["results"][0]["milliseconds"]}
 
 
 def measured(what: str, family: str) -> Record:
@@ -162,7 +176,7 @@ def prompt() -> Record:
     """Seconds of a stream's steps, before and while a prompt is read beside it; the first prompt has shown what reading costs."""
     loaded = random_model(SHAPE)
     llm = LLM(loaded, max_num_seqs=2, max_model_len=2048, enable_prefix_caching=False)
-    params = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=PROMPT // 2, temperature=0, ignore_eos=True)  # the stream outlives the prompt's pieces
     prompts = [[5 + i % 90 for i in range(n)] for n in (64, PROMPT)]
     seconds: dict[str, list[float]] = {"alone": [], "beside": []}
     with llm.exclusive() as engine:
@@ -180,12 +194,29 @@ def prompt() -> Record:
         engine.add(late)
         while not late.num_output_tokens:
             step("beside")
+        assert not stream.is_finished
     plain = statistics.median(seconds["alone"][4:])
     largest = max(seconds["beside"])
     return {"plain": plain, "largest": largest, "gap": largest / plain, "reading": sum(seconds["beside"]), "steps": len(seconds["beside"])}
 
 
-MEASURES = {"attention": attention, "prompt": prompt}
+def sampling() -> Record:
+    """Nanoseconds that a place takes a token of the vocabulary, at temperature 0.8 with top_p 0.95, on one thread."""
+    torch.set_num_threads(1)
+    samplers = [Sampler(SamplingParams(temperature=0.8, top_p=0.95), seed=i) for i in range(PLACES)]
+    found: dict[str, dict[str, float]] = {"trained": {}, "flat": {}}
+    for size in VOCABULARIES:
+        generator = torch.Generator().manual_seed(size)
+        noise = torch.randn(PLACES, size, generator=generator)
+        ranks = torch.stack([torch.randperm(size, generator=generator) for _ in range(PLACES)])
+        for kind, logits in (("trained", 0.7 * noise - 1.6 * torch.log1p(ranks)), ("flat", 0.01 * noise)):
+            draw = partial(cpu.sample_rows, list(logits), samplers, range(PLACES))
+            seconds = [seconds_of(draw, logits.device) for _ in range(5 * ROUNDS)]
+            found[kind][str(size)] = statistics.median(seconds) / (PLACES * size) * 1e9
+    return {"nanoseconds": found}
+
+
+MEASURES = {"attention": attention, "prompt": prompt, "sampling": sampling}
 
 
 @dataclass(frozen=True)
@@ -221,6 +252,14 @@ def verdicts(records: dict[str, Record], family: str) -> list[Verdict]:
             found.append(Verdict(what, f"{ratio:.2f}, {share:.2f}", "≤ 2.5 or ≥ 0.5", ratio <= 2.5 or share >= 0.5))
         share = record["attention_gflop"] / record["linear_gflop"]
         found.append(Verdict("attention's rate over the linear layers', prompt", f"{share:.2f}", "≥ 0.5", share >= 0.5))
+    if (record := records.get(f"sampling_{family}")) is not None:
+        for kind, by_size in record["nanoseconds"].items():
+            figures, goal = ", ".join(f"{ns:.1f}" for ns in by_size.values()), MOST_NS[kind]
+            what = f"sampling, {kind} logits, ns a token of {', '.join(by_size)} and place"
+            found.append(Verdict(what, figures, f"≤ {goal:g}", max(by_size.values()) <= goal))
+    if (record := records.get(f"pass_{family}")) is not None:
+        took = record["milliseconds"]
+        found.append(Verdict("pass of the embedded draft model over one token, ms", f"{took:.2f}", f"≤ {MOST_PASS}", took <= MOST_PASS))
     if (record := records.get(f"prompt_{family}")) is not None:
         found.append(Verdict("largest gap beside a prompt, plain steps", f"{record['gap']:.1f}", "≤ 5", record["gap"] <= 5))
     if (record := records.get(f"draft_{family}")) is not None:
@@ -254,7 +293,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(MEASURES[asked.measure]()))
         return 0
     families = compiled.offered_isas()
-    kinds: dict[str, Callable[[str], Record]] = {"steps": steps, "draft": draft, **{m: partial(measured, m) for m in MEASURES}}
+    inside = {m: partial(measured, m) for m in MEASURES}
+    kinds: dict[str, Callable[[str], Record]] = {"steps": steps, "pass": draft_pass, "draft": draft, **inside}
     cells = [Cell(f"{what}_{family}", partial(measure, family)) for family in families for what, measure in kinds.items()]
     _, failed = run_asked(asked, cells)
     print("\n\n".join(families_part(asked.output)))

@@ -38,6 +38,8 @@ def test_figures_are_set_beside_their_goals(tmp_path: Path) -> None:
     records = {
         "steps_avx2": {"results": [step(1, 70, 60, 5), step(64, 900, 60, 500, other=30)]},
         "prompt_avx2": {"gap": 5.5},
+        "sampling_avx2": {"nanoseconds": {"trained": {"32000": 1.4, "151936": 2.1}, "flat": {"32000": 5.9}}},
+        "pass_avx2": {"milliseconds": 0.21},
         "draft_avx2": {"speedup": 2.0, "tokens_per_step": 3.0},
         "draft_generic": {"failed": "no time"},
     }
@@ -48,6 +50,9 @@ def test_figures_are_set_beside_their_goals(tmp_path: Path) -> None:
         "step of 1: times its limit": True,
         "step of 1: other, ms a layer": True,
         "step of 64: times its limit": False,
+        "sampling, trained logits, ns a token of 32000, 151936 and place": False,
+        "sampling, flat logits, ns a token of 32000 and place": True,
+        "pass of the embedded draft model over one token, ms": True,
         "largest gap beside a prompt, plain steps": False,
         "draft model's speed-up over its tokens a step": True,
     }
