@@ -53,11 +53,12 @@ TOKENS_PER_STEP = 4.2  # 3.94 times the speed of plain decoding at batch 1 takes
 LAUNCHED = "replay LLMA, no graphs"  # what padded strategies never have
 COPIED, DRAFTED = 7, 4  # tokens that LLMA copies, and that the draft model drafts
 GREATEST_GAP, SHARE_OF_COPY, ATTENTION_SHARE = 0.05, 0.8, 0.75
+TREE = {"method": "draft_model", "model": str(DRAFT), "tree": "dynamic", "num_speculative_tokens": 8, "tree_top_k": 3, "tree_depth": 4}
 EQUALITY = {
     "none": None,
     "ngram": {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 2},
-    "draft_model": {"method": "draft_model", "num_speculative_tokens": 4},
-    "tree": {"method": "draft_model", "tree": "dynamic", "num_speculative_tokens": 8, "tree_top_k": 3, "tree_depth": 4},
+    "draft_model": {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": 4},
+    "tree": TREE,
 }
 Line = list[Any]
 
@@ -182,7 +183,7 @@ class DeviceCells:
         size = self.size
         ragged = source(load_model(str(TARGET), device="cpu"), size.equality_prompts, size.equality_prompt_tokens)
         request = VerificationJob(str(TARGET), ragged, EQUALITY, size.equality_tokens, device=self.device.type, numerics=numerics)
-        results = list(verify_dtype(request, dtype, ["unpadded"], batches, str(DRAFT), has_control=False))
+        results = list(verify_dtype(request, dtype, ["unpadded"], batches, has_control=False))
         num_rows, num_exact = sum(r.num_rows for r in results), sum(r.num_exact for r in results)
         num_faults = sum(r.num_faults for r in results)
         measured = f"{num_exact} of {num_rows} rows"

@@ -234,9 +234,9 @@ class Tables:
     def equality(self) -> dict[str, Any]:
         """Exact and partial match with plain decoding at batch 1, in bfloat16."""
         prompts = source(self.models.target, self.size.equality_prompts, self.size.short_prompt_tokens)
-        drafters = {"draft_model": {"method": "draft_model", "num_speculative_tokens": 4}}
+        drafters = {"draft_model": {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": 4}}
         request = VerificationJob(str(TARGET), prompts, drafters, self.size.realign_tokens)
-        verified = verify_model(request, ["bfloat16"], list(REALIGNMENTS), self.size.realign_batches, str(DRAFT), has_control=True)
+        verified = verify_model(request, ["bfloat16"], list(REALIGNMENTS), self.size.realign_batches, has_control=True)
         return {"equality": [verified_as_json(r) for r in verified]}
 
 

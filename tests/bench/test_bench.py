@@ -25,7 +25,7 @@ from echelon.bench.framework import FrameworkRun, framework_runs
 from echelon.bench.latency import arrivals, serve
 from echelon.bench.phases import SPLIT, Recorder
 from echelon.bench.report import adaptive_as_markdown, speeds_as_markdown
-from echelon.bench.throughput import DecodingMethod, ThroughputResult, configured, default_methods, from_json, measure, methods_of
+from echelon.bench.throughput import DecodingMethod, ThroughputResult, default_methods, from_json, measure, methods_of
 from echelon.bench.verify import STRATEGIES
 from echelon.bench.workloads import code_prompts, edit_prompts, ems_prompt, renamed, workload
 from echelon.cli import main
@@ -36,6 +36,7 @@ from echelon.ops import compiled
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = toys.prompts((3, 17, 1, 33, 8))
+DRAFTING: list[dict[str, Any]] = [dict(m.config) for m in default_methods() if m.config is not None]
 HISTOGRAM = [[0, 0, 30], [7, 0, 10], [7, 1, 8], [7, 3, 5], [7, 7, 6]]
 
 
@@ -69,7 +70,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *ar
 # phases of a run
 
 
-@pytest.mark.parametrize("method", [DecodingMethod("plain", None), *methods_of(["unpadded", "padded"], ["ngram", "draft_model"])[1:]])
+@pytest.mark.parametrize("method", methods_of(DRAFTING, ["unpadded", "padded"]))
 def test_decoding_is_every_step_that_reads_no_prompt(method: DecodingMethod) -> None:
     """In a static batch: all but the first step, which reads the prompts of target and draft model, and emits a token or more a row."""
     llm = LLM(target(), method.config, draft(), max_num_seqs=5, refill=False, **STRATEGIES[method.strategy])
@@ -97,16 +98,15 @@ def test_a_prompt_in_pieces_is_no_decoding() -> None:
     assert recorder.decode["fed"] == recorder.decode["tokens"]
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model"])
-def test_prompts_read_once_give_the_same_text_in_every_strategy(drafter: str) -> None:
+@pytest.mark.parametrize("config", [None, *DRAFTING])
+def test_prompts_read_once_give_the_same_text_in_every_strategy(config: dict[str, Any] | None) -> None:
     prefixes = read_prefixes(target(), PROMPTS)
     for strategy in STRATEGIES:
-        (method,) = [m for m in methods_of([strategy], [drafter]) if m.strategy == strategy and (m.config is None) == (drafter == "none")]
-        llm = toys.watch(LLM(target(), method.config, draft(), max_num_seqs=5, refill=False, **STRATEGIES[strategy]))
+        llm = toys.watch(LLM(target(), config, draft(), max_num_seqs=5, refill=False, **STRATEGIES[strategy]))
         outputs, recorder = decode(llm, PROMPTS, GREEDY, prefixes)
         assert outputs == truth(), strategy
         assert recorder.whole["fed"] < sum(map(len, PROMPTS)) + llm.stats.num_draft_tokens + llm.stats.num_row_steps
-        reading = int(drafter == "draft_model")  # which reads the prompts in the first step
+        reading = int(config == DRAFTING[1])  # the draft model, which reads the prompts in the first step
         assert recorder.decode["steps"] == recorder.whole["steps"] - reading
         assert recorder.whole["tokens"] == 60
         toys.assert_all_blocks_free(llm)
@@ -158,7 +158,7 @@ def test_settings_of_drafters_are_named_by_what_they_say() -> None:
         {"method": "eagle", "tree": "dynamic", "num_speculative_tokens": 24},
         {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
     ]
-    assert [m.name for m in configured(given, ["unpadded"])] == [
+    assert [m.name for m in methods_of(given, ["unpadded"])] == [
         "plain",
         "LLMA 5",
         "draft model auto",
@@ -166,7 +166,7 @@ def test_settings_of_drafters_are_named_by_what_they_say() -> None:
         "eagle dynamic tree 24",
         "LLMA 5 #2",
     ]
-    results = measure(target(), draft(), configured(given[:2], ["unpadded"]), PROMPTS, GREEDY, 5, 1, truth())
+    results = measure(target(), draft(), methods_of(given[:2], ["unpadded"]), PROMPTS, GREEDY, 5, 1, truth())
     assert [r.num_identical for r in results] == [5, 5, 5]
     assert results[2].adaptive["num_steps"] > 0
     assert "draft model auto" in adaptive_as_markdown(results)
@@ -302,15 +302,15 @@ def test_workloads_that_do_not_fit(name: str, content: str | None, words: str, t
 
 def test_throughput_writes_a_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     few = ["--batch-sizes", "2", "--num-prompts", 3, "--prompt-tokens", 16, "--max-tokens", 6, "--rounds", 1]
-    chosen = ["--strategies", ",".join(STRATEGIES), "--drafters", "ngram", "--workload", "edit"]
+    chosen = ["--strategies", ",".join(STRATEGIES), "--speculative-config", json.dumps(DRAFTING[0]), "--workload", "edit"]
     code, out, err = run(capsys, monkeypatch, "throughput", *few, *chosen, "--output", tmp_path / "report")
     assert code == 0, err
     results = from_json(json.loads((tmp_path / "report" / "throughput.json").read_text()))
     names = {r.name for r in results}
-    assert names >= {"plain", "LLMA", "transformers", *(f"LLMA, {s}" for s in STRATEGIES if s != "unpadded")}
+    assert names >= {"plain", "LLMA 7", "transformers", *(f"LLMA 7, {s}" for s in STRATEGIES if s != "unpadded")}
     assert {r.group_rate is None for r in results if r.strategy == "same-length"} == {False}
     assert (tmp_path / "report" / "throughput.md").read_text().count(speeds_as_markdown(results)) == 1
-    assert "| 2 | LLMA |" in out
+    assert "| 2 | LLMA 7 |" in out
     for picture in ("throughput", "steps"):
         assert (tmp_path / "report" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
     code, _, err = run(capsys, monkeypatch, "throughput", "--strategies", "paddled")
@@ -323,20 +323,20 @@ def test_throughput_in_integers(
     parameters: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     few = ["--batch-sizes", "2", "--num-prompts", 3, "--prompt-tokens", 16, "--max-tokens", 12, "--rounds", 1, "--parameters", parameters]
-    integers = ["--quantization", "int8", "--kv-cache-dtype", "int8", "--drafters", "ngram,draft_model"]
+    integers = ["--quantization", "int8", "--kv-cache-dtype", "int8"]
     code, _, err = run(capsys, monkeypatch, "throughput", *few, *integers, "--strategies", "unpadded", "--output", tmp_path / "a.json")
     assert code == 0, err
     value = json.loads((tmp_path / "a.json").read_text())
     assert (value["quantization"], value["kv_cache_dtype"]) == ("int8", "int8")
-    assert [(r.name, r.num_identical) for r in from_json(value)] == [("plain", 3), ("LLMA", 3), ("draft model", 3)]
+    assert [(r.name, r.num_identical) for r in from_json(value)] == [("plain", 3), ("LLMA 7", 3), ("draft model 4", 3)]
     assert "transformers is left out: it does not run weights in int8, keys and values in int8" in err
     code, _, err = run(capsys, monkeypatch, "throughput", *few, *integers)
     assert code == 2 and "belongs to strategy = 'unpadded', not to 'padded'" in err
 
 
 def test_latency_writes_a_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    few = ["--batch-sizes", "1,2", "--num-prompts", 4, "--prompt-tokens", 16, "--max-tokens", 4, "--loads", "0.8", "--drafter", "ngram"]
-    code, out, err = run(capsys, monkeypatch, "latency", *few, "--output", tmp_path)
+    few = ["--batch-sizes", "1,2", "--num-prompts", 4, "--prompt-tokens", 16, "--max-tokens", 4, "--loads", "0.8"]
+    code, out, err = run(capsys, monkeypatch, "latency", *few, "--speculative-config.method", "ngram", "--output", tmp_path)
     assert code == 0, err
     results = json.loads((tmp_path / "latency.json").read_text())["results"]
     assert {(r["batch_size"], r["strategy"]) for r in results} == {(b, s) for b in (1, 2) for s in ("unpadded", "realign", "same-length")}

@@ -22,7 +22,7 @@ from echelon.model.load.publishing import publish
 from echelon.ops import compiled
 
 SMALL = ["--num-prompts", "6", "--prompt-tokens", "48", "--max-tokens", "24", "--no-control", "--dtypes", "float32"]
-IN_INTEGERS = ["--num-prompts", 4, "--prompt-tokens", 48, "--max-tokens", 24, "--batch-sizes", 3, "--drafters", "ngram", "--json"]
+IN_INTEGERS = ["--num-prompts", 4, "--prompt-tokens", 48, "--max-tokens", 24, "--batch-sizes", 3, "--json"]
 needs_kernels = pytest.mark.skipif(not compiled.is_built(), reason="the compiled kernels are not built")
 
 
@@ -39,14 +39,15 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *ar
 def test_every_published_fault_is_found(
     name: str | None, strategy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    where = ["--strategies", strategy, "--batch-sizes", 3, "--drafters", "ngram", "--json"]
+    where = ["--strategies", strategy, "--batch-sizes", 3, "--json"]
     with faults.enacted(name):
         code, out, err = run(capsys, monkeypatch, TARGET, *where, *SMALL)
     found = json.loads(out)
     assert code == (1 if name else 0), err
     assert bool(found["num_faults"]) == bool(name)
-    (result,) = found["results"]
-    assert (result["dtype"], result["strategy"], result["drafter"], result["batch_size"]) == ("float32", strategy, "ngram", 3)
+    result = found["results"][-1]
+    assert [r["drafter"] for r in found["results"]] == ["plain", "LLMA 5"]
+    assert (result["dtype"], result["strategy"], result["batch_size"]) == ("float32", strategy, 3)
     if name is None:
         assert (result["num_exact"], result["exact_match"], result["partial_match"]) == (6, 1.0, 1.0)
     else:
@@ -58,15 +59,17 @@ def test_faults_of_a_batch_need_a_batch(capsys: pytest.CaptureFixture[str], monk
     """As published: unaligned KV and position drift show only beyond batch 1, the other two at batch 1 as well."""
     for name, (_, strategy) in faults.FAULTS.items():
         with faults.enacted(name):
-            code, _, _ = run(capsys, monkeypatch, TARGET, "--strategies", strategy, "--batch-sizes", 1, "--drafters", "ngram", *SMALL)
+            code, _, _ = run(capsys, monkeypatch, TARGET, "--strategies", strategy, "--batch-sizes", 1, *SMALL)
         assert code == (0 if name in ("KV unaligned across rows", "position drift") else 1), name
 
 
 def test_table_controls_and_both_dtypes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     few = ["--num-prompts", "3", "--prompt-tokens", "24", "--max-tokens", "6", "--batch-sizes", "2", "--strategies", "unpadded,padded-kv"]
-    code, out, err = run(capsys, monkeypatch, TARGET, "--draft-model", DRAFT, *few)
+    code, out, err = run(
+        capsys, monkeypatch, TARGET, *few, "--speculative-config", json.dumps({"method": "draft_model", "model": str(DRAFT)})
+    )
     assert code == 0, err
-    for words in ("float32", "bfloat16", "padded-kv", "draft_model", "transformers", "3 of 3"):
+    for words in ("float32", "bfloat16", "padded-kv", "draft model auto", "transformers", "3 of 3"):
         assert words in out, words
 
 
@@ -89,7 +92,7 @@ def test_reference_and_judge_have_the_same_integers(capsys: pytest.CaptureFixtur
     assert found["reference"] == "plain decoding at batch 1, weights in int4, keys and values in int8"
     assert (found["quantization"], found["kv_cache_dtype"]) == ("int4", "int8")
     results = [(r["dtype"], r["strategy"], r["num_exact"]) for r in found["results"]]
-    assert results == [("float32", "unpadded", 4), ("bfloat16", "unpadded", 4)]
+    assert results == [("float32", "unpadded", 4)] * 2 + [("bfloat16", "unpadded", 4)] * 2
 
 
 @needs_kernels
@@ -108,7 +111,7 @@ def test_in_integers_the_frameworks_attention_is_no_fault(
 def test_a_published_checkpoint(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     publish(str(TARGET), tmp_path, "int4")
     few = ["--num-prompts", 2, "--prompt-tokens", 24, "--max-tokens", 6, "--batch-sizes", 2, "--strategies", "unpadded,padded"]
-    code, out, err = run(capsys, monkeypatch, tmp_path, "--dtypes", "bfloat16", "--drafters", "ngram", *few)
+    code, out, err = run(capsys, monkeypatch, tmp_path, "--dtypes", "bfloat16", *few)
     assert code == 0, err
     assert "compared with plain decoding at batch 1, weights in int4" in " ".join(out.split())
     assert "transformers" not in out and "transformers is left out: it does not run weights in int4" in err
@@ -120,8 +123,8 @@ def test_a_published_checkpoint(capsys: pytest.CaptureFixture[str], monkeypatch:
         (["--kv-cache-dtype", "int8"], "belongs to strategy = 'unpadded'"),
         (["--strategies", "paddled"], "same-length"),
         (["--dtypes", "int4"], "bfloat16"),
-        (["--drafters", "oracle"], "ngram"),
-        (["--drafters", "draft_model"], "--draft-model"),
+        (["--speculative-config.method", "oracle"], "ngram"),
+        (["--speculative-config.method", "draft_model"], "needs the key 'model'"),
         (["--batch-sizes", "0"], "1,4,8"),
     ],
 )
@@ -178,7 +181,7 @@ def test_a_tie_is_two_top_tokens_within_twice_the_error(
     mismatch = bench.Judge("exact", "rounded").compare(0, [8, 9], *texts, 1)  # type: ignore[arg-type]
     assert mismatch.is_tie == is_tie
     assert all(prefix == [8, 9, 7] for prefix in seen)
-    result = bench.EqualityResult(bench.Case("bfloat16", "padded", "none", 2), 1, 0, 0.5, mismatches=[mismatch])
+    result = bench.EqualityResult(bench.Case("bfloat16", "padded", "plain", 2), 1, 0, 0.5, mismatches=[mismatch])
     assert result.num_faults == (0 if is_tie else 1)
     assert json.loads(json.dumps(as_json(result), allow_nan=False))["num_faults"] == result.num_faults
 

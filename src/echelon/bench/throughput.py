@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import transformers
 
-from echelon import LLM, ConfigError, SamplingParams
+from echelon import LLM, SamplingParams
 from echelon.bench.clock import time_parts
 from echelon.bench.phases import SPLIT, Recorder, Sums
 from echelon.bench.verify import STRATEGIES, check_strategies
@@ -33,7 +33,8 @@ Prompts = SequenceOf[SequenceOf[int]]
 HEAD_TOKENS = 2  # of a peer's text, left out of its decoding: with the second token a draft model has read the prompt as well
 LEAST_DECODED = 0.25  # of a run's tokens, by steps that read no prompt
 MOST_BESIDE_STEPS = 0.1  # of a run's time
-DRAFTERS = {"none": "plain", "ngram": "LLMA", "draft_model": "draft model", "confident": "confident draft model"}
+NUM_DRAFTED = 4  # tokens of a draft model's draft, where nothing else is said
+NAMES = {"ngram": "LLMA", "draft_model": "draft model"}  # of methods, in tables
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,20 @@ class DecodingMethod:
     strategy: str = "unpadded"
     prepare: Callable[[LLM], None] | None = None
 
+    def unnamed(self, draft: LoadedModel | None) -> LoadedModel | None:
+        """What is loaded already drafts where the settings name no model."""
+        return draft if self.config is not None and "model" not in self.config else None
+
 
 ADAPTIVE = [  # the engine decides how much is drafted
     DecodingMethod("LLMA auto", {"method": "ngram", "prompt_lookup_max": 2}),
     DecodingMethod("draft model auto", {"method": "draft_model"}),
 ]
 # drafts end where the draft model is no longer sure, of unequal length as LLMA's
-CONFIDENT = DecodingMethod(DRAFTERS["confident"], {"method": "draft_model", "num_speculative_tokens": 7, "confidence_threshold": 0.3})
+CONFIDENT = DecodingMethod("confident draft model", {"method": "draft_model", "num_speculative_tokens": 7, "confidence_threshold": 0.3})
 
 
-def default_methods(num_ngram_tokens: int = 7, num_draft_tokens: int = 4) -> list[DecodingMethod]:
+def default_methods(num_ngram_tokens: int = 7, num_draft_tokens: int = NUM_DRAFTED) -> list[DecodingMethod]:
     """Plain decoding, LLMA with the paper's match length, and a draft model."""
     return [
         DecodingMethod("plain", None),
@@ -63,13 +68,14 @@ def default_methods(num_ngram_tokens: int = 7, num_draft_tokens: int = 4) -> lis
     ]
 
 
-def configured(texts: SequenceOf[Mapping[str, Any]], strategies: SequenceOf[str]) -> list[DecodingMethod]:
-    """Plain decoding, and every strategy with each of these settings of what drafts, named by what they say."""
+def methods_of(configs: SequenceOf[Mapping[str, Any]], strategies: SequenceOf[str]) -> list[DecodingMethod]:
+    """Plain decoding unpadded, and every strategy with each of these settings of what drafts, named by what they say."""
+    check_strategies(strategies)
     found = [DecodingMethod("plain", None)]
-    for config, strategy in product(texts, strategies):
+    for config, strategy in product(configs, strategies):
         spec = SpeculativeConfig(**config)
         words = [
-            DRAFTERS.get(spec.method, spec.method),
+            NAMES.get(spec.method, spec.method),
             "" if spec.tree == "chain" else f"{spec.tree} tree",
             str(spec.num_speculative_tokens),
         ]
@@ -78,18 +84,6 @@ def configured(texts: SequenceOf[Mapping[str, Any]], strategies: SequenceOf[str]
         same = sum(m.name.split(" #")[0] == name and m.strategy == strategy for m in found)
         found.append(DecodingMethod(f"{name} #{same + 1}" if same else name, config, strategy))
     return found
-
-
-def methods_of(
-    strategies: SequenceOf[str], drafters: SequenceOf[str], num_ngram_tokens: int = 7, num_draft_tokens: int = 4
-) -> list[DecodingMethod]:
-    """Every strategy with every drafter, after plain decoding unpadded, which all are compared with."""
-    check_strategies(strategies)
-    if unknown := [d for d in drafters if d not in DRAFTERS]:
-        raise ConfigError(f"there is no drafter {unknown[0]!r} here; known: {', '.join(DRAFTERS)}")
-    configs = {m.name: m.config for m in [*default_methods(num_ngram_tokens, num_draft_tokens), CONFIDENT]}
-    found = [DecodingMethod("plain", None), *(DecodingMethod(DRAFTERS[d], configs[DRAFTERS[d]], s) for d in drafters for s in strategies)]
-    return list({(m.name, m.strategy): m for m in found}.values())
 
 
 @dataclass(frozen=True)
@@ -176,10 +170,8 @@ class EngineRun:
     ) -> None:
         self._method = method
         self.name = display_name(method.name, method.strategy)
-        own = draft if method.config is not None and "model" not in method.config else None
-        self._llm = LLM(
-            target, method.config, own, max_num_seqs=batch_size, enable_prefix_caching=False, **STRATEGIES[method.strategy], **settings
-        )
+        settings = STRATEGIES[method.strategy] | {"max_num_seqs": batch_size, "enable_prefix_caching": False, **settings}
+        self._llm = LLM(target, method.config, method.unnamed(draft), **settings)
         time_parts(self._llm)
         if method.prepare is not None:
             method.prepare(self._llm)

@@ -47,7 +47,7 @@ Tokens = list[int]
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the table. `drafter` "none" is plain decoding: a control of batching alone; batch 1 is a control of drafting alone."""
+    """One cell of the table. `drafter` "plain" is plain decoding: a control of batching alone; batch 1 is a control of drafting alone."""
 
     dtype: str
     strategy: str
@@ -189,18 +189,16 @@ def verify_dtype(
     dtype: str,
     strategies: SequenceOf[str],
     batch_sizes: SequenceOf[int],
-    draft_model: str | None,
     has_control: bool,
 ) -> Iterator[EqualityResult]:
     """Every strategy × drafter × batch size in one dtype, and with `has_control` `transformers`, which runs no integers, against itself."""
     target = load_model(request.model, dtype=dtype, device=request.device, numerics=request.numerics, quantization=request.quantization)
-    draft = load_model(draft_model, dtype=dtype, device=request.device, numerics=request.numerics) if draft_model else None
     alone = LLM(target, max_num_seqs=1, **request.numbers)
     params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens)
     truth = [alone.generate([p], params, use_tqdm=False)[0].outputs[0].token_ids for p in request.prompts]
     judges = _judges(request, dtype, strategies, alone)
     for strategy, (drafter, config), size in product(strategies, request.drafters.items(), batch_sizes):
-        outputs = _generate(target, draft, config, STRATEGIES[strategy], size, request, params)
+        outputs = _generate(target, config, STRATEGIES[strategy], size, request, params)
         yield compare(Case(dtype, strategy, drafter, size), outputs, truth, request, judges[strategy])
     if has_control:
         yield from _control(request, dtype, batch_sizes, target.eos_token_ids)
@@ -222,14 +220,13 @@ def _judges(request: VerificationJob, dtype: str, strategies: SequenceOf[str], a
 
 def _generate(
     target: LoadedModel,
-    draft: LoadedModel | None,
     config: Mapping[str, Any] | None,
     strategy: Mapping[str, Any],
     batch_size: int,
     request: VerificationJob,
     params: SamplingParams,
 ) -> list[Tokens]:
-    llm = LLM(target, config, draft, max_num_seqs=batch_size, refill=request.refill, **request.numbers, **strategy)
+    llm = LLM(target, config, max_num_seqs=batch_size, refill=request.refill, **request.numbers, **strategy)
     return [o.outputs[0].token_ids for o in llm.generate(list(request.prompts), params, use_tqdm=False)]
 
 
@@ -239,7 +236,7 @@ def _control(request: VerificationJob, dtype: str, batch_sizes: SequenceOf[int],
     truth = _framework_generate(model, request, 1, end_tokens)
     for size in (s for s in batch_sizes if s > 1):
         outputs = _framework_generate(model, request, size, end_tokens)
-        yield compare(Case(dtype, FRAMEWORK, "none", size), outputs, truth, request, None)
+        yield compare(Case(dtype, FRAMEWORK, "plain", size), outputs, truth, request, None)
 
 
 def _framework_generate(model: PreTrainedModel, request: VerificationJob, batch_size: int, end_tokens: frozenset[int]) -> list[Tokens]:
@@ -253,7 +250,6 @@ def verify_model(
     dtypes: SequenceOf[str],
     strategies: SequenceOf[str],
     batch_sizes: SequenceOf[int],
-    draft_model: str | None = None,
     has_control: bool = True,
     on_result: Callable[[EqualityResult], None] = lambda _: None,
 ) -> list[EqualityResult]:
@@ -263,7 +259,7 @@ def verify_model(
         raise ConfigError(f"there is no dtype {unknown[0]!r}; known: {', '.join(DTYPES)}")
     results = []
     for dtype in dtypes:
-        for result in verify_dtype(request, dtype, strategies, batch_sizes, draft_model, has_control):
+        for result in verify_dtype(request, dtype, strategies, batch_sizes, has_control):
             results.append(result)
             on_result(result)
     return results

@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -18,8 +18,10 @@ from transformers import PreTrainedModel
 from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench.inflate import inflate, plan_growth
 from echelon.bench.report import described, write_json
+from echelon.bench.throughput import NUM_DRAFTED, default_methods
 from echelon.bench.workloads import WORKLOADS, workload
-from echelon.cli.shared import errors, progress
+from echelon.cli.shared import ComparedOption, errors, progress, speculative_mappings
+from echelon.config import OWN_COPY
 from echelon.demo import DRAFT, TARGET, held_out_files
 from echelon.errors import OutputError
 from echelon.inputs import made_folder, write_text
@@ -75,21 +77,36 @@ class BenchOptions:
     """The flags of every verb that runs models on prompts; a verb adds its own, and may have other defaults."""
 
     model: Annotated[str, typer.Argument(metavar="[MODEL]", help="Target; the embedded one by default.")] = str(TARGET)
-    draft_model: Annotated[str, typer.Option(help="Draft model; the embedded one by default.")] = str(DRAFT)
+    speculative_config: ComparedOption = None
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,4,8"
     workload: Annotated[str, typer.Option(help="; ".join(f"`{name}`: {what}" for name, what in WORKLOADS.items()) + ".")] = "continue"
     input: Annotated[Path | None, typer.Option(help="File that the workload reads its prompts from.")] = None
     num_prompts: Annotated[int, typer.Option(help="Number of prompts.", min=1)] = 16
     prompt_tokens: Annotated[int, typer.Option(help="Most tokens of a prompt.", min=1)] = 128
     max_tokens: Annotated[int, typer.Option(help="New tokens a prompt.", min=1)] = 64
-    num_speculative_tokens: Annotated[
-        int, typer.Option(help="Draft length of the draft model (at most 7 for the confident one).", min=1)
-    ] = 4
     output: OutputOption = None
 
     @property
     def sizes(self) -> list[int]:
         return sizes_of(self.batch_sizes)
+
+    @property
+    def configs(self) -> list[dict[str, Any]]:
+        """What drafts."""
+        return speculative_mappings(self.speculative_config) or [dict(m.config) for m in default_methods() if m.config is not None]
+
+    @property
+    def elsewhere(self) -> tuple[str, int]:
+        """Draft model and its draft length in other engines, which decide nothing by themselves: the first of each that is named."""
+        ours = [c for c in self.configs if c.get("method") == "draft_model"]
+        folders = [c["model"] for c in ours if not c.get("model", OWN_COPY).startswith(OWN_COPY)]
+        lengths = [c["num_speculative_tokens"] for c in ours if isinstance(c.get("num_speculative_tokens"), int)]
+        return next(iter(folders), str(DRAFT)), next(iter(lengths), NUM_DRAFTED)
+
+    def draft(self, device: str) -> LoadedModel | None:
+        """The embedded draft model, where one drafts and none is named."""
+        is_embedded = any(c.get("method") == "draft_model" and "model" not in c for c in self.configs)
+        return load_model(str(DRAFT), device=device) if is_embedded else None
 
     def prompts(self, target: LoadedModel, is_ragged: bool = False) -> list[list[int]]:
         """Prompts of the workload; a file alone means the workload `prompts`."""

@@ -31,8 +31,6 @@ from echelon.bench.throughput import (
     ADAPTIVE,
     CONFIDENT,
     Contender,
-    DecodingMethod,
-    configured,
     default_methods,
     environment,
     measure,
@@ -52,7 +50,7 @@ from echelon.cli.measured import (
     load_grown,
     load_target,
 )
-from echelon.cli.shared import SPECULATIVE, Flags, RefillOption, errors, speculative_mapping, verb
+from echelon.cli.shared import Flags, RefillOption, errors, verb
 from echelon.config import Quantization
 from echelon.model.load.loading import LoadedModel, load_model, load_plain
 from echelon.model.load.publishing import publish
@@ -64,14 +62,6 @@ class ThroughputOptions(BenchOptions):
 
     parameters: ParametersOption = 0
     strategies: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(STRATEGIES)}.")] = "unpadded,padded,realign"
-    drafters: Annotated[
-        str,
-        typer.Option(help="Comma-separated, of ngram, draft_model, confident (a draft model that stops where it is not sure), none."),
-    ] = "ngram,draft_model"
-    speculative_config: Annotated[
-        list[str] | None,
-        typer.Option(SPECULATIVE, metavar="JSON", help="What drafts, instead of --drafters, trees and heads too; may be repeated."),
-    ] = None
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,4,8,16"
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0
     rounds: RoundsOption = 3
@@ -81,25 +71,17 @@ class ThroughputOptions(BenchOptions):
         bool, typer.Option("--transformers/--no-transformers", help="Also run `transformers` itself; a run in integers leaves it out.")
     ] = True
 
-    @property
-    def methods(self) -> list[DecodingMethod]:
-        """Every strategy with every drafter."""
-        strategies = self.strategies.split(",")
-        check_strategies(strategies, kv_cache_dtype=self.engine["kv_cache_dtype"])
-        if self.speculative_config:
-            return configured([speculative_mapping(text) or {} for text in self.speculative_config], strategies)
-        return methods_of(strategies, self.drafters.split(","), num_draft_tokens=self.num_speculative_tokens)
-
-    def framework(self, target: LoadedModel, draft: LoadedModel) -> dict[int, list[Contender]]:
+    def framework(self, target: LoadedModel) -> dict[int, list[Contender]]:
         """`transformers` itself by batch size, where it is asked for, greedy, and runs the same numbers."""
         if not self.baselines or self.temperature > 0.0:
             return {}
-        if integers := integers_of(target.quantization or draft.quantization, self.engine["kv_cache_dtype"]):
+        if integers := integers_of(target.quantization, self.engine["kv_cache_dtype"]):
             errors.print(f"transformers is left out: it does not run {integers}", highlight=False)
             return {}
-        model, assistant = (m.to(target.device) for m in (load_grown(self.model, self.parameters), load_plain(self.draft_model)[0]))
+        folder, num_drafted = self.elsewhere
+        model, assistant = (m.to(target.device) for m in (load_grown(self.model, self.parameters), load_plain(folder)[0]))
         lookup = default_methods()[1].config or {}
-        return {size: framework_runs(model, assistant, size, lookup, self.num_speculative_tokens) for size in self.sizes}
+        return {size: framework_runs(model, assistant, size, lookup, num_drafted) for size in self.sizes}
 
 
 @verb(ThroughputOptions, engine=Flags(EngineConfig, "quantization", "kv_cache_dtype", "refill"))
@@ -109,10 +91,11 @@ def throughput(options: ThroughputOptions) -> None:
     Our plain decoding runs beside them at every batch, and so does `transformers`, where there are no integers: plain, and assisted at
     batch 1.
     """
-    sizes, rounds, methods = options.sizes, options.rounds, options.methods
+    sizes, rounds, strategies = options.sizes, options.rounds, options.strategies.split(",")
+    check_strategies(strategies, kv_cache_dtype=options.engine["kv_cache_dtype"])
+    methods = methods_of(options.configs, strategies)
     target = load_target(options.model, options.parameters, options.engine["quantization"])
-    draft = load_model(options.draft_model, device=target.device.type)
-    others = options.framework(target, draft)
+    draft, others = options.draft(target.device.type), options.framework(target)
     prompts, params = options.prompts(target), options.params(options.temperature)
     total = 1 + rounds * (len(sizes) * len(methods) + sum(map(len, others.values())))
     results = []
@@ -139,11 +122,8 @@ class LatencyOptions(BenchOptions):
     """The flags of `echelon bench latency`."""
 
     parameters: ParametersOption = 0
-    strategies: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(STRATEGIES)}; the first one's speed sets the rates.")] = (
-        "unpadded,realign,same-length"
-    )
-    drafter: Annotated[str, typer.Option(help="ngram, draft_model, confident or none.")] = "draft_model"
-    loads: Annotated[str, typer.Option(help="Arrivals over what the first strategy can serve, comma-separated.")] = "0.5,0.9"
+    strategies: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(STRATEGIES)}.")] = "unpadded,realign,same-length"
+    loads: Annotated[str, typer.Option(help="Arrivals over what plain decoding can serve, comma-separated.")] = "0.5,0.9"
     num_prompts: Annotated[int, typer.Option(help="Number of prompts.", min=1)] = 48
     seed: Annotated[int, typer.Option(help="Of the arrivals.", min=0)] = 0
     refill: RefillOption = True
@@ -153,10 +133,9 @@ class LatencyOptions(BenchOptions):
 def latency(options: LatencyOptions) -> None:
     """Latencies P50, P90 and P99 of requests that arrive at random, the same moments for every strategy; prompts of different lengths."""
     sizes, loads = options.sizes, _loads(options.loads)
-    methods = methods_of(options.strategies.split(","), [options.drafter], num_draft_tokens=options.num_speculative_tokens)
-    methods = [m for m in methods if options.drafter == "none" or m.config]
+    methods = methods_of(options.configs, options.strategies.split(","))
     target = load_target(options.model, options.parameters)
-    draft = load_model(options.draft_model, device=target.device.type)
+    draft = options.draft(target.device.type)
     prompts, params = options.prompts(target, is_ragged=True), options.params()
     results = []
     with counted(len(sizes) * len(loads) * len(methods), "warming up") as done:
@@ -234,11 +213,11 @@ def peers(options: PeersOptions) -> None:
     for peer in others:
         _ = peer.worker  # refused before anything is measured where it is not there
     target = load_model(options.model, device="cpu", quantization=options.quantization)
-    draft = load_model(options.draft_model, device="cpu")
-    prompts, params, num_drafted = options.prompts(target), options.params(), options.num_speculative_tokens
-    methods = [m for m in default_methods(num_draft_tokens=num_drafted) if m.name in {MODES[mode] for mode in modes}]
-    methods += [m for m in (CONFIDENT, *ADAPTIVE) if m.config is not None and m.config["method"] in modes]
-    lookup, threads, folders = default_methods()[1].config or {}, torch.get_num_threads(), (options.model, options.draft_model)
+    draft, (draft_model, num_drafted) = options.draft("cpu"), options.elsewhere
+    prompts, params = options.prompts(target), options.params()
+    known = [m for m in (*default_methods(), CONFIDENT, *ADAPTIVE) if ("plain" if m.config is None else m.config["method"]) in modes]
+    methods = methods_of(options.configs, ["unpadded"]) if options.speculative_config else known
+    lookup, threads, folders = default_methods()[1].config or {}, torch.get_num_threads(), (options.model, draft_model)
     with (
         TemporaryDirectory() as folder,
         counted(len(sizes) * (len(methods) * rounds + len(modes) * len(others)), "plain decoding, row by row") as done,

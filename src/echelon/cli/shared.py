@@ -35,6 +35,14 @@ SpeculativeOption = Annotated[
         "`--speculative-config.method ngram`.",
     ),
 ]
+ComparedOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        SPECULATIVE,
+        metavar="JSON",
+        help='What drafts, beside plain decoding, e.g. `{"method":"draft_model","model":"DIR"}`; may be repeated.',
+    ),
+]
 RefillOption = Annotated[bool, typer.Option("--refill/--no-refill", help=EngineConfig.model_fields["refill"].description)]
 errors = Console(stderr=True, soft_wrap=True)
 
@@ -189,6 +197,11 @@ def number_or_auto(text: str, flag: str) -> int | str:
         return int(float(text)) if "e" in text.lower() else int(text)
     except (ValueError, OverflowError):
         raise ConfigError(f"{flag} {shown(text)} is no number; give bytes such as 2000000000 or 2e9, or auto") from None
+
+
+def speculative_mappings(texts: list[str] | None) -> list[dict[str, Any]]:
+    """What each `--speculative-config` says."""
+    return [mapping for text in texts or () if (mapping := speculative_mapping(text)) is not None]
 
 
 def speculative_mapping(text: str | None) -> dict[str, Any] | None:

@@ -12,16 +12,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from echelon import LLM, ConfigError, EngineConfig, SamplingParams
-from echelon.bench.throughput import environment
+from echelon import LLM, EngineConfig, SamplingParams
+from echelon.bench.throughput import environment, methods_of
 from echelon.bench.verify import STRATEGIES, EqualityResult, VerificationJob, verify_model
 from echelon.bench.workloads import workload
 from echelon.cli.measured import counted, integers_of, sizes_of
-from echelon.cli.shared import Flags, ModelArgument, errors, verb
+from echelon.cli.shared import ComparedOption, Flags, ModelArgument, errors, speculative_mappings, verb
 from echelon.demo import held_out_files
 from echelon.requests import read_requests
 
-DRAFTERS = ("none", "ngram", "draft_model")
+LOOKUP = {"method": "ngram", "num_speculative_tokens": 5}  # what drafts where nothing is said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,18 +29,16 @@ class VerifyOptions:
     """The flags of `echelon verify`."""
 
     model: ModelArgument
-    draft_model: Annotated[str | None, typer.Option(help="Folder or hub name; without it the drafter `draft_model` is left out.")] = None
+    speculative_config: ComparedOption = None
     strategies: Annotated[str, typer.Option(help="Comma-separated; keys and values in int8 belong to `unpadded` alone.")] = ",".join(
         STRATEGIES
     )
-    drafters: Annotated[str, typer.Option(help="Comma-separated; `none` is plain decoding.")] = ",".join(DRAFTERS)
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,4,8"
     dtypes: Annotated[str, typer.Option(help="Comma-separated.")] = "float32,bfloat16"
     input: Annotated[Path | None, typer.Option(help="Prompts, .txt or .jsonl; held-out Python source by default.")] = None
     num_prompts: Annotated[int, typer.Option(help="Prompts to use.", min=1)] = 8
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the longest prompt of source; the others are shorter.", min=4)] = 96
     max_tokens: Annotated[int, typer.Option(help="New tokens a prompt.", min=1)] = 48
-    num_speculative_tokens: Annotated[int, typer.Option(help="Most drafted tokens a row.", min=1)] = 5
     engine: dict[str, Any]
     control: Annotated[
         bool,
@@ -63,7 +61,7 @@ def verify(options: VerifyOptions) -> None:
     job = VerificationJob(
         options.model,
         prompts,
-        _drafters(options.drafters.split(","), options.draft_model, options.num_speculative_tokens),
+        {m.name: m.config for m in methods_of(speculative_mappings(options.speculative_config) or [LOOKUP], ["unpadded"])},
         options.max_tokens,
         **options.engine,
     )
@@ -74,7 +72,7 @@ def verify(options: VerifyOptions) -> None:
         errors.print(f"transformers is left out: it does not run {integers}", highlight=False)
     total = len(dtypes) * (len(strategies) * len(job.drafters) * len(sizes) + has_control * sum(s > 1 for s in sizes))
     with counted(total, "plain decoding at batch 1") as done:
-        results = verify_model(job, dtypes, strategies, sizes, options.draft_model, has_control, lambda r: done(str(r.case)))
+        results = verify_model(job, dtypes, strategies, sizes, has_control, lambda r: done(str(r.case)))
     num_faults = sum(r.num_faults for r in results)
     if options.json_output:
         head = {"environment": environment(), "reference": reference, "quantization": quantization, "kv_cache_dtype": job.kv_cache_dtype}
@@ -130,14 +128,3 @@ def _prompts(options: VerifyOptions) -> tuple[list[list[int]], str | None]:
     for prompt in prompts:
         llm.inputs.check_prompt(prompt, SamplingParams(max_tokens=options.max_tokens))
     return prompts, llm.target.quantization
-
-
-def _drafters(names: SequenceOf[str], draft_model: str | None, num_speculative_tokens: int) -> dict[str, dict[str, Any] | None]:
-    """Name → speculative_config, `draft_model` only where one is given."""
-    if unknown := [n for n in names if n not in DRAFTERS]:
-        raise ConfigError(f"there is no drafter {unknown[0]!r} here; known: {', '.join(DRAFTERS)}")
-    config: dict[str, Any] = {"num_speculative_tokens": num_speculative_tokens}
-    found = {n: None if n == "none" else config | {"method": n} for n in names if n != "draft_model" or draft_model}
-    if not found:
-        raise ConfigError("the drafter 'draft_model' needs --draft-model; give one, or another drafter")
-    return found
