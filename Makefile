@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint prove prove-status pair study heads bench soak sanitize clean
+.PHONY: demo test lint wheel prove prove-status pair study heads bench soak sanitize clean
 
 demo: $(READY)
 	$(BIN)/python -m echelon.demo
@@ -67,10 +67,16 @@ sanitize: $(SANITISED)
 	$(CXX) $(SANITISERS) -o build/harness $^
 	build/harness $(CASES)
 
-# torch comes first and by its exact version, so that nothing that follows can replace it; the kernels are built against it.
+# A wheel for any Python and PyTorch of the range that pyproject.toml names, with the kernels in it.
+wheel: $(READY)
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/wheel .
+	$(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libgomp*' --wheel-dir build/wheel build/wheel/echelon-*-linux_*.whl
+	rm build/wheel/echelon-*-linux_*.whl
+
+# torch comes first and by its exact version, so that nothing that follows can replace it; the kernels are built with its headers.
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard src/echelon/csrc/* src/echelon/csrc/*/*)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 'setuptools>=77' ninja
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 'setuptools>=77'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 

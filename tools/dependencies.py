@@ -34,8 +34,8 @@ def of_command(words: list[str]) -> frozenset[Path]:
     files |= {path for flag, module in pairwise(words) if flag == "-m" for path in module_files(f"{module}.__main__")}
     if "pytest" in words:
         files.add(ROOT / "tests" / "conftest.py")
-    if {"sanitize", "tools.kernel_mutants"} & set(words):
-        files |= {ROOT / "Makefile", *PACKAGE.glob("csrc/**/*.*")}
+    if {"sanitize", "tools.kernel_mutants", "tools.install_routes"} & set(words):
+        files |= {ROOT / "Makefile", ROOT / "setup.py", *PACKAGE.glob("csrc/**/*.*")}
     return closure(files)
 
 

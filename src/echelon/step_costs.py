@@ -12,7 +12,7 @@ from typing import Protocol
 from echelon.stats import StepRecord
 
 PIECE = 1.75  # steps without a prompt that a piece may cost; a stream then waits for one more, and what steps differ by
-SMALLEST_PIECE = 4  # tokens: where arithmetic is dearest, as many more cost twice a step of one token
+SMALLEST_PIECE = 3  # tokens: where arithmetic is dearest, as many more cost a step and a half of one token
 NEWEST = 0.5  # weight of the last step in the averages
 
 

@@ -21,6 +21,7 @@ from echelon.cli import app
 from echelon.ops import compiled
 
 ROOT = Path(__file__).parents[2]
+WITHOUT_TORCH = "import pathlib; found = pathlib.Path.is_file; pathlib.Path.is_file = lambda p: p.name != 'library.h' and found(p)"
 BUILD = "import sys, runpy; sys.argv[0] = 'setup.py'; runpy.run_path('setup.py', run_name='__main__')"
 
 
@@ -42,7 +43,7 @@ def built(code: str, *arguments: str, **environ: str) -> subprocess.CompletedPro
 
 
 def test_a_build_in_isolation_installs_why_there_are_no_kernels(tmp_path: Path) -> None:
-    done = built("import sys; sys.modules['torch'] = None", "build_py", "--build-lib", str(tmp_path))
+    done = built(WITHOUT_TORCH, "build_py", "--build-lib", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "PyTorch was not there" in (tmp_path / "echelon" / compiled.NOTE.name).read_text("utf-8")
     assert (tmp_path / "echelon/llm.py").is_file(), "the package is installed all the same"
@@ -72,7 +73,7 @@ def test_the_first_engine_says_once_that_kernels_are_missing(caplog: pytest.LogC
             LLM(loaded, max_num_seqs=1, kv_cache_memory_bytes=1 << 20)
     (said,) = [record.getMessage() for record in caplog.records if "no compiled kernels" in record.getMessage()]
     assert "Python.h" in said
-    assert "pip install --no-build-isolation" in said
+    assert "pip install --no-deps --force-reinstall" in said
     assert "\n" not in said
 
 
@@ -80,7 +81,7 @@ def test_the_first_engine_says_once_that_kernels_are_missing(caplog: pytest.LogC
 def test_the_doctor_says_it_too() -> None:
     said = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["compiled kernels"]
     assert said.startswith("MISSING (compilation failed")
-    assert "pip install --no-build-isolation" in said
+    assert "pip install --no-deps --force-reinstall" in said
 
 
 @pytest.mark.usefixtures("without_kernels")
@@ -104,11 +105,20 @@ def test_the_remedy_installs_from_where_the_package_came(monkeypatch: pytest.Mon
         monkeypatch.setattr(compiled, "distribution", lambda _, source=source: source)
         words = shlex.split(compiled.remedy())
         assert words[-len(ending) :] == ending
-        assert {"--no-build-isolation", "--no-deps", "--force-reinstall"} < set(words)
+        assert {"--no-deps", "--force-reinstall"} < set(words)
     monkeypatch.setattr(compiled.shutil, "which", lambda _: None)
     assert "compiler" in compiled.remedy()
     monkeypatch.setattr(compiled.platform, "machine", lambda: "aarch64")
     assert compiled.remedy() == "", "a processor for which there are no kernels misses none"
+
+
+@pytest.mark.skipif(shutil.which("nm") is None or not compiled.is_built(), reason="there is no nm, or no kernels")
+def test_kernels_know_nothing_of_a_version_of_pytorch_or_python() -> None:
+    """Of PyTorch they import functions of C alone, of Python nothing."""
+    symbols = subprocess.run(["nm", "-D", "-C", "--undefined-only", compiled.LIBRARY], capture_output=True, text=True, check=True).stdout
+    names = [line.split(maxsplit=1)[1] for line in symbols.splitlines()]
+    assert any(name.startswith("aoti_torch_") for name in names)
+    assert not [name for name in names if name.startswith(("c10::", "at::", "torch::", "Py", "_Py", "pybind11::"))]
 
 
 def test_nothing_is_said_where_there_are_kernels() -> None:

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import toys
+from torch._ops import OpOverload
 
 from echelon import LLM, SamplingParams
 from echelon.ops import compiled
 
 MOST_FUNCTIONS = 11
-KERNELS = {"ragged_attention", "run_layers"}  # of attention, alone or within its layer
+KERNELS = (compiled.kernels.ragged_attention, compiled.kernels.run_layers) if compiled.is_built() else ()  # alone or within its layer
 # what a row of a batch is in turn: the request, its part of a step, its draft, its rows of the batch, what attention reads, what survives
 FORMS = {"Sequence", "PlannedRow", "Draft", "RaggedBatch", "CachedAttention", "RowVerdict"}
 # what holds these for a moment: all rows of a step, a row's tokens on their way into the batch, one layer's tensors, one row of logits
@@ -53,7 +54,8 @@ def test_the_way_to_the_attention_kernel_is_short(method: dict[str, Any] | None)
 
     def watch(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal longest
-        if event == "c_call" and getattr(argument, "__name__", "") in KERNELS:
+        operation = frame.f_locals.get("self") if event == "call" and frame.f_code.co_name == "__call__" else None
+        if isinstance(operation, OpOverload) and operation in KERNELS:
             longest = max(longest, functions_of(frame), key=len)
 
     with profiled(watch):

@@ -86,7 +86,7 @@ def test_emulated_tile_registers_give_the_same_bits(depth: int) -> None:
     packed = cpu.pack_integers(weight, torch.float32)
     for rows in (1, 16, 17, 33, 70):
         x = drawn(rows, depth)
-        got = compiled.kernels.emulated_amx_linear(x, packed.data, packed.columns, packed.integers)
+        got = compiled.kernels.emulated_amx_linear(x, packed.data, packed.columns, *packed.integers)
         assert torch.equal(got, reference.integer_linear(x, weight))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import platform
@@ -14,10 +13,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
+import torch
+
 from echelon.errors import ConfigError
 
 logger = logging.getLogger("echelon")
-NOTE = Path(__file__).parents[1] / "_kernels.txt"  # what the installation wrote where it built none
+LIBRARY = Path(__file__).parents[1] / "_kernels.abi3.so"
+NOTE = LIBRARY.with_name("_kernels.txt")  # what the installation wrote where it built none
 
 REASON = ""  # why there are no kernels
 
@@ -35,14 +37,25 @@ class MissingKernels:
         raise ConfigError(f"no compiled kernels ({REASON}), so there is no {name}{advice and '; '}{advice}")
 
 
+class Kernels:
+    """The library of operations that csrc/bindings defines, `torch.ops.echelon`, each looked up once."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch.ops.echelon, name).default
+        setattr(self, name, found)
+        return found
+
+
 MISSING = MissingKernels()
-kernels: Any = MISSING  # the module `echelon._kernels` (csrc/bindings)
+kernels: Any = MISSING
 try:
-    kernels = importlib.import_module("echelon._kernels")
-except ModuleNotFoundError as error:
-    REASON = NOTE.read_text("utf-8").strip() if NOTE.is_file() else str(error)
-except ImportError as error:
-    REASON = f"they were built against another PyTorch: {str(error).splitlines()[0]}"
+    torch.ops.load_library(LIBRARY)  # type: ignore[no-untyped-call]
+    kernels = Kernels()
+except OSError as error:
+    if LIBRARY.is_file():
+        REASON = f"PyTorch {torch.__version__} does not take them: {str(error).splitlines()[0]}"
+    else:
+        REASON = NOTE.read_text("utf-8").strip() if NOTE.is_file() else f"there is no {LIBRARY.name}"
 
 
 def is_built() -> bool:
@@ -55,8 +68,7 @@ def remedy() -> str:
     if is_built() or platform.machine() not in ("x86_64", "AMD64"):
         return ""
     compiler = "" if shutil.which("c++") else "install a C++20 compiler (c++), then: "
-    build = "pip install --no-build-isolation --no-deps --force-reinstall"
-    return f"{compiler}pip install 'setuptools>=77' ninja && {build} {_origin()}"
+    return f"{compiler}pip install --no-deps --force-reinstall {_origin()}"
 
 
 @cache

@@ -105,7 +105,7 @@ def packed_linear(
     x: Tensor, packed: PackedWeight, bias: Tensor | None = None, activation: Activation = Activation.NONE, float32: bool = False
 ) -> Tensor:
     """x [..., K], bias float32 [N] → [..., N]."""
-    return compiled.kernels.packed_linear(x, packed.data, packed.columns, packed.integers, bias, activation, float32)
+    return compiled.kernels.packed_linear(x, packed.data, packed.columns, *packed.integers, bias, activation, float32)
 
 
 def packed_rows(packed: PackedWeight, ids: Tensor) -> Tensor:
@@ -147,16 +147,33 @@ def decoder_layer(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
-) -> Any:
+) -> Tensor:
     """Weights of a decoder layer as `run_layers` takes them: norms [N], each with its epsilon, of its input, of its MLP's, of the heads of
-    queries and keys (or None); projections to query, key, value, output, gate, up and down, each with its bias float32 [N] or None.
+    queries and keys (or None); projections to query, key, value, output, gate, up and down, each with its bias float32 [N] or None. Its
+    bytes are the kernels' own.
     """
-    weights = [(packed.data, packed.columns, packed.depth, packed.integers, bias) for packed, bias in projections]
-    return compiled.kernels.DecoderLayer(norms, weights, activation, num_heads, scale, window, softcap, sinks)
+    none = torch.empty(0)
+    parts = [(none, 0.0, RmsWeight.AFTER_ROUNDING) if norm is None else norm for norm in norms]
+    weights, biases = [packed for packed, _ in projections], [none if bias is None else bias for _, bias in projections]
+    (integers,) = {packed.integers for packed in weights}
+    return compiled.kernels.decoder_layer(
+        *map(list, zip(*parts, strict=True)),
+        [packed.data for packed in weights],
+        [packed.columns for packed in weights],
+        [packed.depth for packed in weights],
+        *integers,
+        biases,
+        activation,
+        num_heads,
+        scale,
+        window,
+        softcap,
+        sinks,
+    )
 
 
 def run_layers(
-    layers: Sequence[Any],
+    layers: Sequence[Tensor],
     hidden: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -207,7 +224,7 @@ def read_memory(tensor: Tensor) -> None:
 
 def linear_family(dtype: torch.dtype, bits: int = 0) -> str:
     """Name the kernels that serve linear layers of this dtype, or over weights of so many bits."""
-    return compiled.kernels.linear_family(dtype, bits)
+    return compiled.kernels.linear_family(torch.empty(0, dtype=dtype), bits)
 
 
 def _first_largest(logits: Tensor) -> int:
@@ -215,6 +232,11 @@ def _first_largest(logits: Tensor) -> int:
     values = logits.numpy()
     token = int(values.argmax())  # of the first NaN, if there is one
     return token if abs(values[token]) < float("inf") else -1
+
+
+def signed(number: int) -> int:
+    """A number of 64 bits as the kernels' lists hold it."""
+    return number - 2**64 if number >= 2**63 else number
 
 
 def _columns(samplers: Sequence[Sampler], positions: Sequence[int]) -> tuple[Sequence[Any], ...]:
@@ -225,7 +247,7 @@ def _columns(samplers: Sequence[Sampler], positions: Sequence[int]) -> tuple[Seq
         [p.top_k for p in params],
         [p.top_p for p in params],
         [p.min_p for p in params],
-        [s.seed for s in samplers],
+        [signed(s.seed) for s in samplers],
         [s.index for s in samplers],
-        positions,
+        list(positions),
     )

@@ -1,6 +1,4 @@
 // Tensors in, tensors out: checks, division of work and threads around attention.cpp.
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <atomic>
 #include <initializer_list>
@@ -13,11 +11,9 @@
 namespace echelon {
 namespace {
 
-using at::Tensor;
-
 const int32_t* int32_of(const Tensor& x) {
-  TORCH_CHECK(x.scalar_type() == at::kInt && x.is_contiguous(), "positions, indptr, block_table, parents, node_indptr and text_lens must be contiguous int32");
-  return x.const_data_ptr<int32_t>();
+  CHECK(x.scalar_type() == ScalarType::Int && x.is_contiguous(), "positions, indptr, block_table, parents, node_indptr and text_lens must be contiguous int32");
+  return data_of<int32_t>(x);
 }
 
 // All threads take the next of `count` things until none is left.
@@ -25,7 +21,7 @@ template <typename Work>
 void in_turn(size_t count, const Work& work) {
   const auto n = static_cast<int64_t>(count);
   std::atomic<int64_t> next = 0;
-  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), n), 1, [&](int64_t begin, int64_t end) {
+  in_parallel(std::min(num_threads(), n), 1, [&](int64_t begin, int64_t end) {
     for (; begin < end; ++begin) take_in_turn(next, n, work);
   });
 }
@@ -35,16 +31,16 @@ Tensor ragged_attention(const Tensor& given, const Tensor& keys, const Tensor& v
                         const std::optional<Tensor>& sinks, const std::optional<Tensor>& parents, const std::optional<Tensor>& node_indptr,
                         const Tensor& text_lens) {
   const Clocked clocked(Part::attention);
-  const Tensor query = given.stride(2) == 1 ? given : given.contiguous();
+  const Tensor query = given.stride(2) == 1 ? given : torch::stable::contiguous(given);
   const Places places{positions, indptr, block_table, text_lens, parents, node_indptr};
   AttentionCall call = attention_of(places, query.scalar_type(), keys, values, query.size(1), scale, window, softcap);
-  TORCH_CHECK(query.size(2) == call.key_size, "query and keys must have one size");
-  Tensor out = at::empty({query.size(0), query.size(1), call.value_size}, query.options());
-  const Tensor sink = sinks ? sinks->to(at::kFloat).contiguous() : Tensor();
+  CHECK(query.size(2) == call.key_size, "query and keys must have one size");
+  const Tensor out = empty({query.size(0), query.size(1), call.value_size}, query.scalar_type());
+  const std::optional<Tensor> sink = float32_of(sinks);
   call.query = query.const_data_ptr(), call.query_token_stride = query.stride(0), call.query_head_stride = query.stride(1);
-  call.out = out.data_ptr();
-  call.sinks = sinks ? sink.const_data_ptr<float>() : nullptr;
-  const Division division = divide(call, at::get_num_threads());
+  call.out = out.mutable_data_ptr();
+  call.sinks = sink ? data_of<float>(*sink) : nullptr;
+  const Division division = divide(call, num_threads());
   in_turn(division.units.size(), [&](int64_t i) { attend(call, division.units[i]); });
   in_turn(division.combinations.size(), [&](int64_t i) { combine(call, division.combinations[i].first, division.combinations[i].second); });
   return out;
@@ -52,14 +48,14 @@ Tensor ragged_attention(const Tensor& given, const Tensor& keys, const Tensor& v
 
 }  // namespace
 
-AttentionCall attention_of(const Places& places, at::ScalarType type, const Tensor& keys, const Tensor& values, int64_t num_heads,
+AttentionCall attention_of(const Places& places, ScalarType type, const Tensor& keys, const Tensor& values, int64_t num_heads,
                            double scale, std::optional<int64_t> window, std::optional<double> softcap) {
-  TORCH_CHECK(keys.is_contiguous() && values.is_contiguous(), "keys and values must be contiguous");
-  TORCH_CHECK(keys.scalar_type() == values.scalar_type() && (is_rounded(keys) || keys.scalar_type() == type), "one dtype for query, keys and values");
-  TORCH_CHECK(keys.dim() == 4 && values.dim() == 4 && keys.size(2) == values.size(2), "keys and values must be [blocks, heads, block_size, size]");
+  CHECK(keys.is_contiguous() && values.is_contiguous(), "keys and values must be contiguous");
+  CHECK(keys.scalar_type() == values.scalar_type() && (is_rounded(keys) || keys.scalar_type() == type), "one dtype for query, keys and values");
+  CHECK(keys.dim() == 4 && values.dim() == 4 && keys.size(2) == values.size(2), "keys and values must be [blocks, heads, block_size, size]");
   for (const int64_t size : {numbers_of(keys), numbers_of(values)})
-    TORCH_CHECK(size >= 1 && size <= largest_head, "heads of ", size, " numbers; attention serves 1 to ", largest_head);
-  TORCH_CHECK(keys.size(1) >= 1 && num_heads % keys.size(1) == 0, "query heads must be a multiple of key/value heads");
+    CHECK(size >= 1 && size <= largest_head, "heads of ", size, " numbers; attention serves 1 to ", largest_head);
+  CHECK(keys.size(1) >= 1 && num_heads % keys.size(1) == 0, "query heads must be a multiple of key/value heads");
   AttentionCall call{};
   call.type = storage_of(type), call.is_rounded = is_rounded(keys);
   call.keys = keys.const_data_ptr(), call.values = values.const_data_ptr();
@@ -72,8 +68,10 @@ AttentionCall attention_of(const Places& places, at::ScalarType type, const Tens
   return call;
 }
 
-void bind_attention(pybind11::module_& module) {
-  module.def("ragged_attention", &ragged_attention, pybind11::call_guard<pybind11::gil_scoped_release>());
+void define_attention(Library& library) {
+  library.def("ragged_attention(Tensor query, Tensor keys, Tensor values, Tensor positions, Tensor indptr, Tensor block_table, float scale, "
+              "int? window, float? softcap, Tensor? sinks, Tensor? parents, Tensor? node_indptr, Tensor text_lens) -> Tensor");
+  library.impl("ragged_attention", TORCH_BOX(&ragged_attention));
 }
 
 }  // namespace echelon

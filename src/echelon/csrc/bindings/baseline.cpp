@@ -1,8 +1,6 @@
 // The baseline of kernels that are bound by memory: every byte of a tensor is read once, by all threads, and nothing else is done.
 #include "bindings.h"
 
-#include <ATen/Parallel.h>
-
 #include <atomic>
 
 namespace echelon {
@@ -21,11 +19,11 @@ uint64_t fold(const char* from, const char* to) {
   return all[0] ^ all[1];
 }
 
-int64_t read_memory(const at::Tensor& tensor) {
-  TORCH_CHECK(tensor.is_contiguous() && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % line == 0, "read_memory takes a whole tensor");
-  const char* data = static_cast<const char*>(tensor.data_ptr());
+int64_t read_memory(const Tensor& tensor) {
+  CHECK(tensor.is_contiguous() && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % line == 0, "read_memory takes a whole tensor");
+  const char* data = data_of<char>(tensor);
   std::atomic<uint64_t> result{0};
-  at::parallel_for(0, static_cast<int64_t>(tensor.nbytes()) / line, 1024, [&](int64_t first, int64_t last) {
+  in_parallel(bytes_in(tensor) / line, 1024, [&](int64_t first, int64_t last) {
     result ^= fold(data + first * line, data + last * line);
   });
   return static_cast<int64_t>(result.load());
@@ -33,8 +31,9 @@ int64_t read_memory(const at::Tensor& tensor) {
 
 }  // namespace
 
-void bind_baseline(pybind11::module_& module) {
-  module.def("read_memory", &read_memory, pybind11::arg("tensor"), pybind11::call_guard<pybind11::gil_scoped_release>());
+void define_baseline(Library& library) {
+  library.def("read_memory(Tensor tensor) -> int");
+  library.impl("read_memory", TORCH_BOX(&read_memory));
 }
 
 }  // namespace echelon

@@ -1,8 +1,4 @@
 // Tensors in, tensors out: a decoder layer's weights, held as checked views, and its calls.
-#include <ATen/Parallel.h>
-#include <omp.h>
-#include <pybind11/stl.h>
-
 #include <algorithm>
 #include <array>
 #include <deque>
@@ -15,38 +11,46 @@
 namespace echelon {
 namespace {
 
-using at::Tensor;
+constexpr size_t num_norms = 4, num_projections = 7;
 
-// weight [N], epsilon, how the one meets the other
-using NormArguments = std::tuple<Tensor, double, int64_t>;
-// packed weight [N, K], N, K, its integers, bias float32 [N] or none
-using ProjectionArguments = std::tuple<Tensor, int64_t, int64_t, IntegerArguments, std::optional<Tensor>>;
+// Norms of the input and the MLP, and of the heads of queries and keys, each with its epsilon and how weight and numbers meet; projections to
+// query, key, value, output, gate, up and down: packed weight [N, K], N, K and bias float32 [N]. Where there is none, a tensor is empty.
+struct Parts {
+  List<Tensor> norms;
+  List<double> epsilons;
+  List<int64_t> how;
+  List<Tensor> weights;
+  List<int64_t> columns, depths;
+  IntegerArguments integers;
+  List<Tensor> biases;
+};
 
 // A layer, and the tensors that its parts are views of.
 class LayerTensors {
  public:
-  // Norms of the input and the MLP, and of the heads of queries and keys; projections to query, key, value, output, gate, up, down.
-  LayerTensors(const std::array<std::optional<NormArguments>, 4>& norms, const std::array<ProjectionArguments, 7>& projections, int64_t activation,
-               int64_t num_heads, double scale, std::optional<int64_t> window, std::optional<double> softcap, const std::optional<Tensor>& sinks)
+  LayerTensors(const Parts& parts, int64_t activation, int64_t num_heads, double scale, std::optional<int64_t> window, std::optional<double> softcap,
+               const std::optional<Tensor>& sinks)
       : num_heads_(num_heads), scale_(scale), window_(window), softcap_(softcap) {
-    TORCH_CHECK(norms[0] && norms[1], "a layer has norms of its input and of its MLP's");
-    type_ = std::get<0>(*norms[0]).scalar_type(), width_ = std::get<0>(*norms[0]).numel();
+    CHECK(parts.norms.size() == num_norms && parts.epsilons.size() == num_norms && parts.how.size() == num_norms, "a layer has ", num_norms, " norms");
+    CHECK(parts.weights.size() == num_projections && parts.biases.size() == num_projections && parts.columns.size() == num_projections &&
+              parts.depths.size() == num_projections,
+          "a layer has ", num_projections, " projections");
+    CHECK(parts.norms[0].numel() && parts.norms[1].numel(), "a layer has norms of its input and of its MLP's");
+    type_ = parts.norms[0].scalar_type(), width_ = parts.norms[0].numel();
     RmsNorm* const own_norms[] = {&layer_.input_norm, &layer_.mlp_norm, &layer_.query_norm, &layer_.key_norm};
-    for (size_t i = 0; i < norms.size(); ++i)
-      if (norms[i]) *own_norms[i] = norm_of(*norms[i]);
+    for (size_t i = 0; i < num_norms; ++i)
+      if (parts.norms[i].numel()) *own_norms[i] = norm_of(parts, i);
     Projection* const own_projections[] = {&layer_.query, &layer_.key, &layer_.value, &layer_.output, &layer_.gate, &layer_.up, &layer_.down};
-    for (size_t i = 0; i < projections.size(); ++i) *own_projections[i] = projection_of(projections[i]);
-    TORCH_CHECK(layer_.mlp_norm.size == width_, "norms of hidden states must have one size");
-    for (const Projection* p : own_projections)
-      TORCH_CHECK(p->weight.integers == layer_.query.weight.integers, "the weights of a layer must be of one kind");
+    for (size_t i = 0; i < num_projections; ++i) *own_projections[i] = projection_of(parts, i);
+    CHECK(layer_.mlp_norm.size == width_, "norms of hidden states must have one size");
     const int64_t inner = layer_.gate.weight.columns;
     for (const Projection* p : {&layer_.query, &layer_.key, &layer_.value, &layer_.gate, &layer_.up})
-      TORCH_CHECK(p->weight.depth == width_, "a projection of hidden states takes ", width_, " numbers, not ", p->weight.depth);
+      CHECK(p->weight.depth == width_, "a projection of hidden states takes ", width_, " numbers, not ", p->weight.depth);
     for (const Projection* p : {&layer_.output, &layer_.down})
-      TORCH_CHECK(p->weight.columns == width_, "a projection to hidden states gives ", width_, " numbers, not ", p->weight.columns);
-    TORCH_CHECK(layer_.up.weight.columns == inner && layer_.down.weight.depth == inner, "gate, up and down must fit one another");
+      CHECK(p->weight.columns == width_, "a projection to hidden states gives ", width_, " numbers, not ", p->weight.columns);
+    CHECK(layer_.up.weight.columns == inner && layer_.down.weight.depth == inner, "gate, up and down must fit one another");
     layer_.activation = activation_of(activation);
-    if (sinks) sinks_ = keep(sinks->to(at::kFloat).contiguous()).const_data_ptr<float>();
+    if (const std::optional<Tensor> found = float32_of(sinks)) sinks_ = data_of<float>(keep(*found));
   }
 
   // The call of this layer, its out aside, after checks: hidden [1, T, width], cos and sin [1, T, R], all contiguous; the layer's keys and
@@ -55,68 +59,86 @@ class LayerTensors {
                  const Places& places) const {
     LayerCall call{layer_, attention_of(places, type_, keys, values, num_heads_, scale_, window_, softcap_)};
     call.attention.sinks = sinks_;
-    call.tokens = slots.numel(), call.width = width_, call.rotary = cos.size(-1);
+    call.tokens = slots.numel(), call.width = width_, call.rotary = last_size(cos);
     const AttentionCall& a = call.attention;
-    TORCH_CHECK(hidden.numel() == call.tokens * width_ && hidden.scalar_type() == type_ &&
+    CHECK(hidden.numel() == call.tokens * width_ && hidden.scalar_type() == type_ &&
                     places.positions.numel() == call.tokens,
                 "hidden states must be [1, T, ", width_, "] of the weights' dtype, with a slot and a position a token");
-    TORCH_CHECK(layer_.query.weight.columns == num_heads_ * a.key_size && layer_.key.weight.columns == a.num_kv_heads * a.key_size &&
+    CHECK(layer_.query.weight.columns == num_heads_ * a.key_size && layer_.key.weight.columns == a.num_kv_heads * a.key_size &&
                     layer_.value.weight.columns == a.num_kv_heads * a.value_size && layer_.output.weight.depth == num_heads_ * a.value_size,
                 "the projections must fit the heads of the cache");
     for (const RmsNorm* norm : {&layer_.query_norm, &layer_.key_norm})
-      TORCH_CHECK(!norm->weight || norm->size == a.key_size, "norms of heads must fit them");
-    TORCH_CHECK(cos.numel() == call.tokens * call.rotary && sin.numel() == cos.numel() && cos.scalar_type() == sin.scalar_type() &&
-                    call.rotary % 2 == 0 && call.rotary <= a.key_size && (cos.scalar_type() == type_ || cos.scalar_type() == at::kFloat),
+      CHECK(!norm->weight || norm->size == a.key_size, "norms of heads must fit them");
+    CHECK(cos.numel() == call.tokens * call.rotary && sin.numel() == cos.numel() && cos.scalar_type() == sin.scalar_type() &&
+                    call.rotary % 2 == 0 && call.rotary <= a.key_size && (cos.scalar_type() == type_ || cos.scalar_type() == ScalarType::Float),
                 "cos and sin must be [1, T, R] with even R, of the hidden states' dtype or float32");
     check_slots(slots, keys, values);
     call.angle_type = storage_of(cos.scalar_type());
     call.cos = cos.const_data_ptr(), call.sin = sin.const_data_ptr();
-    call.keys = slots_of(keys), call.values = slots_of(values), call.slots = slots.const_data_ptr<int64_t>();
+    call.keys = slots_of(keys), call.values = slots_of(values), call.slots = data_of<int64_t>(slots);
     return call;
   }
 
  private:
   const Tensor& keep(const Tensor& tensor) { return kept_.emplace_back(tensor); }
 
-  RmsNorm norm_of(const NormArguments& norm) {
-    const auto& [weight, eps, how] = norm;
-    TORCH_CHECK(weight.scalar_type() == type_ && weight.is_contiguous(), "norms must be contiguous and of one dtype");
-    return {keep(weight).const_data_ptr(), weight.numel(), static_cast<float>(eps), static_cast<RmsWeight>(how)};
+  RmsNorm norm_of(const Parts& parts, size_t i) {
+    const Tensor& weight = keep(parts.norms[i]);
+    CHECK(weight.scalar_type() == type_ && weight.is_contiguous(), "norms must be contiguous and of one dtype");
+    return {weight.const_data_ptr(), weight.numel(), static_cast<float>(parts.epsilons[i]), static_cast<RmsWeight>(parts.how[i])};
   }
 
-  Projection projection_of(const ProjectionArguments& projection) {
-    const auto& [packed, columns, depth, integers, bias] = projection;
-    if (bias) keep(*bias);
-    return {weight_of(keep(packed), columns, depth, type_, integers), bias_of(bias, columns)};
+  Projection projection_of(const Parts& parts, size_t i) {
+    const Tensor& bias = keep(parts.biases[i]);
+    const float* const added = bias.numel() ? bias_of(bias, parts.columns[i]) : nullptr;
+    return {weight_of(keep(parts.weights[i]), parts.columns[i], parts.depths[i], type_, parts.integers), added};
   }
 
-  at::ScalarType type_;
+  ScalarType type_;
   int64_t num_heads_, width_;
   double scale_;
   std::optional<int64_t> window_;
   std::optional<double> softcap_;
   const float* sinks_ = nullptr;
   DecoderLayer layer_{};
-  std::vector<Tensor> kept_;
+  std::deque<Tensor> kept_;
 };
 
+// A layer as a tensor of bytes, which are its own: it lives as long as the tensor does.
+Tensor decoder_layer(List<Tensor> norms, List<double> epsilons, List<int64_t> how, List<Tensor> weights, List<int64_t> columns,
+                     List<int64_t> depths, int64_t bits, int64_t group, bool has_zeros, List<Tensor> biases, int64_t activation, int64_t num_heads,
+                     double scale, std::optional<int64_t> window, std::optional<double> softcap, const std::optional<Tensor>& sinks) {
+  const Parts parts{norms, epsilons, how, weights, columns, depths, {bits, group, has_zeros}, biases};
+  const std::vector<int64_t> size = {sizeof(LayerTensors)}, stride = {1};
+  return torch::stable::from_blob(new LayerTensors(parts, activation, num_heads, scale, window, softcap, sinks), size, stride,
+                                  torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Byte,
+                                  [](void* layer) { delete static_cast<LayerTensors*>(layer); });
+}
+
+const LayerTensors& layer_of(const Tensor& bytes) {
+  CHECK(bytes.scalar_type() == ScalarType::Byte && bytes.numel() == sizeof(LayerTensors), "this is no layer");
+  return *static_cast<const LayerTensors*>(bytes.const_data_ptr());
+}
+
 // One layer after the other, each with its own keys and values, by the same workers.
-Tensor run_layers(const std::vector<const LayerTensors*>& layers, const Tensor& given, const Tensor& given_cos, const Tensor& given_sin,
-                  const std::vector<Tensor>& keys, const std::vector<Tensor>& values, const Tensor& slots, const Tensor& positions,
+Tensor run_layers(List<Tensor> layers, const Tensor& given, const Tensor& given_cos, const Tensor& given_sin, List<Tensor> keys,
+                  List<Tensor> values, const Tensor& slots, const Tensor& positions,
                   const Tensor& indptr, const Tensor& block_table, const std::optional<Tensor>& parents, const std::optional<Tensor>& node_indptr,
                   const Tensor& text_lens) {
-  TORCH_CHECK(keys.size() == layers.size() && values.size() == layers.size(), "every layer needs its keys and values");
-  const Tensor hidden = given.contiguous(), cos = given_cos.contiguous(), sin = given_sin.contiguous();
-  if (layers.empty() || hidden.numel() == 0) return hidden;
-  const Tensor outs[] = {at::empty_like(hidden), layers.size() > 1 ? at::empty_like(hidden) : hidden};
+  CHECK(keys.size() == layers.size() && values.size() == layers.size(), "every layer needs its keys and values");
+  CHECK(!layers.empty(), "there are no layers to run");
+  const Tensor hidden = whole(given), cos = whole(given_cos), sin = whole(given_sin);
+  const std::vector<int64_t> shape = sizes_of(hidden);
+  const Tensor outs[] = {empty(shape, hidden.scalar_type()), layers.size() > 1 ? empty(shape, hidden.scalar_type()) : hidden};
+  if (hidden.numel() == 0) return outs[0];
   std::deque<LayerCall> calls;
   for (size_t i = 0; i < layers.size(); ++i) {
-    calls.push_back(layers[i]->call(hidden, cos, sin, keys[i], values[i], slots, {positions, indptr, block_table, text_lens, parents, node_indptr}));
+    calls.push_back(layer_of(layers[i]).call(hidden, cos, sin, keys[i], values[i], slots, {positions, indptr, block_table, text_lens, parents, node_indptr}));
     calls.back().hidden = i ? calls[i - 1].out : hidden.const_data_ptr();
     calls.back().out = outs[i % 2].mutable_data_ptr();
   }
-  const bool is_alone = at::in_parallel_region() || std::none_of(calls.begin(), calls.end(), is_worth_sharing);
-  const int64_t parts = is_alone ? 1 : at::get_num_threads();
+  const bool is_alone = omp_in_parallel() || std::none_of(calls.begin(), calls.end(), is_worth_sharing);
+  const int64_t parts = is_alone ? 1 : num_threads();
   std::deque<LayerRun> runs;
   for (const LayerCall& call : calls) runs.emplace_back(call, parts);
   const int64_t bytes = std::max_element(runs.begin(), runs.end(), [](const auto& a, const auto& b) { return a.bytes() < b.bytes(); })->bytes();
@@ -135,12 +157,13 @@ Tensor run_layers(const std::vector<const LayerTensors*>& layers, const Tensor& 
 
 }  // namespace
 
-void bind_layer(pybind11::module_& module) {
-  using Unlocked = pybind11::call_guard<pybind11::gil_scoped_release>;
-  pybind11::class_<LayerTensors>(module, "DecoderLayer")
-      .def(pybind11::init<const std::array<std::optional<NormArguments>, 4>&, const std::array<ProjectionArguments, 7>&, int64_t, int64_t, double,
-                          std::optional<int64_t>, std::optional<double>, const std::optional<Tensor>&>());
-  module.def("run_layers", &run_layers, Unlocked());
+void define_layer(Library& library) {
+  library.def("decoder_layer(Tensor[] norms, float[] epsilons, int[] how, Tensor[] weights, int[] columns, int[] depths, int bits, "
+              "int group, bool has_zeros, Tensor[] biases, int activation, int num_heads, float scale, int? window, float? softcap, Tensor? sinks) -> Tensor");
+  library.def("run_layers(Tensor[] layers, Tensor hidden, Tensor cos, Tensor sin, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor slots, "
+              "Tensor positions, Tensor indptr, Tensor block_table, Tensor? parents, Tensor? node_indptr, Tensor text_lens) -> Tensor");
+  library.impl("decoder_layer", TORCH_BOX(&decoder_layer));
+  library.impl("run_layers", TORCH_BOX(&run_layers));
 }
 
 }  // namespace echelon

@@ -1,20 +1,34 @@
-// The Python face of the kernels: `echelon._kernels`. Each file of kernels binds its own operations.
-#include <pybind11/stl.h>
-
+// The kernels as a library of operations, `torch.ops.echelon`. Each file of bindings defines its own.
 #include "../clock.h"
 #include "../isa.h"
 #include "bindings.h"
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  module.def("isa", &echelon::isa);
-  module.def("offered_isas", &echelon::offered_isas);
-  module.def("set_isa", &echelon::set_isa, pybind11::arg("name"), pybind11::arg("byte_products") = true);
-  module.def("seconds_in", [] { return std::pair(echelon::seconds_in[0], echelon::seconds_in[1]); });  // of this thread: linear, attention
-  echelon::bind_attention(module);
-  echelon::bind_baseline(module);
-  echelon::bind_elementwise(module);
-  echelon::bind_layer(module);
-  echelon::bind_linear(module);
-  echelon::bind_rank(module);
-  echelon::bind_sample(module);
+namespace echelon {
+namespace {
+
+// Of this thread: linear, attention.
+std::tuple<double, double> seconds() { return {seconds_in[0], seconds_in[1]}; }
+
+void use(std::string name, bool byte_products) { set_isa(name, byte_products); }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(echelon, library) {
+  library.def("isa() -> str");
+  library.def("offered_isas() -> str[]");
+  library.def("set_isa(str name, bool byte_products) -> ()");
+  library.def("seconds_in() -> (float, float)");
+  library.impl("isa", TORCH_BOX(&isa));
+  library.impl("offered_isas", TORCH_BOX(&offered_isas));
+  library.impl("set_isa", TORCH_BOX(&use));
+  library.impl("seconds_in", TORCH_BOX(&seconds));
+  define_attention(library);
+  define_baseline(library);
+  define_elementwise(library);
+  define_layer(library);
+  define_linear(library);
+  define_rank(library);
+  define_sample(library);
 }
+
+}  // namespace echelon

@@ -76,7 +76,7 @@ float kth_largest(Scratch& s, float highest, int64_t k) {
 
 // Mass by distance from the highest value, in bins of one width from `origin` on.
 struct Masses {
-  static constexpr int64_t count = 1024, copies = 4;  // a copy for each of four tokens, so that one bin's additions do not wait for each other
+  static constexpr int64_t count = 256, copies = 4;  // a copy for each of four tokens, so that one bin's additions do not wait for each other
   float origin, bins_per_unit;
   std::array<std::array<double, count>, copies> by_copy{};
 
@@ -156,6 +156,7 @@ float quick_nucleus(Scratch& s, std::vector<Weight>& all_weights, float highest,
   for (size_t bin = 0; bin < Masses::count; ++bin) total += masses[bin];
   const double wanted = top_p * total, doubt = 2.0 * error * total + rough * far;
   const size_t bin = masses.reach(wanted, larger);
+  if (static_cast<float>(bin + 1) / coarse > near) return std::numeric_limits<float>::quiet_NaN();  // beyond it, blocks may count as far
   Masses finer{static_cast<float>(bin) / coarse, fine};
   s.members.clear();
   for (const int64_t first : s.near) {
@@ -170,16 +171,15 @@ float quick_nucleus(Scratch& s, std::vector<Weight>& all_weights, float highest,
   const size_t part = finer.reach(wanted, larger);
   std::erase_if(s.members, [&](float value) { return finer.bin_of(highest - value) != part; });
   std::sort(s.members.begin(), s.members.end(), std::greater<>());
-  const float reached = static_cast<float>(bin + 1) / coarse;  // whatever is nearer is in a block that counts as near
   for (const float value : s.members) {
-    if (larger > wanted - doubt || reached > near) break;
+    if (larger > wanted - doubt) break;
     larger += exponential(static_cast<double>(value - highest));
     if (larger > wanted + doubt) return value;
   }
   return std::numeric_limits<float>::quiet_NaN();
 }
 
-constexpr float usual = 5.0f, farthest = 16.0f;  // how far below the highest value the wanted mass is usually reached
+constexpr float usual = 6.0f, farthest = 15.0f;  // how far below the highest value the wanted mass is usually reached; as far as bins tell
 
 // Whether many blocks lie so far below the highest value that nothing of them is usually wanted.
 bool is_peaked(const Scratch& s, float highest) {
@@ -187,12 +187,16 @@ bool is_peaked(const Scratch& s, float highest) {
   return num_near * 10 < static_cast<int64_t>(s.maxima.size()) * 9;
 }
 
+// What `nucleus` returns, where it lies in few blocks near the highest value and no bound of an error leaves a doubt; else NaN.
+float small_nucleus(Scratch& s, float highest, float threshold, double top_p) {
+  return is_peaked(s, highest) ? quick_nucleus(s, s.rough_weights, highest, threshold, top_p, 3e-7, usual)
+                               : std::numeric_limits<float>::quiet_NaN();
+}
+
 // The smallest value that top_p keeps among those of at least `threshold`: the mass of all larger ones is less than top_p of the whole.
 // Sums are float64, in order of token within a bin, and of bins.
 float nucleus(Scratch& s, float highest, float threshold, double top_p) {
-  float quick = is_peaked(s, highest) ? quick_nucleus(s, s.rough_weights, highest, threshold, top_p, 3e-7, usual)
-                                      : std::numeric_limits<float>::quiet_NaN();
-  if (quick != quick) quick = quick_nucleus(s, s.rough_weights, highest, threshold, top_p, 3e-7, farthest);
+  float quick = quick_nucleus(s, s.rough_weights, highest, threshold, top_p, 3e-7, farthest);
   if (quick != quick) quick = quick_nucleus(s, s.weights, highest, threshold, top_p, 1e-10, farthest);
   if (quick == quick) return quick;
   const auto size = static_cast<int64_t>(s.scaled.size());
@@ -334,8 +338,11 @@ int64_t sample(const SampleRow& row, int64_t vocabulary) {
   if (!(std::abs(highest) < infinity)) return -1;
   const uint64_t key = noise_key(row.seed, row.index, row.position);
   float threshold = threshold_of(row, s, highest);
-  if (row.top_p < 1.0 && !is_peaked(s, highest)) return draw_from_nucleus(s, highest, threshold, row.top_p, key);
-  if (row.top_p < 1.0) threshold = nucleus(s, highest, threshold, row.top_p);
+  if (row.top_p < 1.0) {
+    const float smallest = small_nucleus(s, highest, threshold, row.top_p);
+    if (smallest != smallest) return draw_from_nucleus(s, highest, threshold, row.top_p, key);
+    threshold = smallest;
+  }
   return draw(s, nullptr, highest, threshold, key);
 }
 
