@@ -105,7 +105,7 @@ def packed_linear(
     x: Tensor, packed: PackedWeight, bias: Tensor | None = None, activation: Activation = Activation.NONE, float32: bool = False
 ) -> Tensor:
     """x [..., K], bias float32 [N] → [..., N]."""
-    return compiled.kernels.packed_linear(x, packed.data, packed.columns, *packed.integers, bias, activation, float32)
+    return compiled.kernels.packed_linear(x, packed.data, packed.columns, *packed.integers, bias, int(activation), float32)
 
 
 def packed_rows(packed: PackedWeight, ids: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def packed_rows(packed: PackedWeight, ids: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, how: RmsWeight) -> Tensor:
     """x [..., N], weight [N] → [..., N]."""
-    return compiled.kernels.rms_norm(x, weight, eps, how)
+    return compiled.kernels.rms_norm(x, weight, eps, int(how))
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -125,7 +125,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 def activate(x: Tensor, kind: Activation, other: Tensor | None = None) -> Tensor:
     """x and other [..., N] → [..., N]."""
-    return compiled.kernels.activate(x, kind, other)
+    return compiled.kernels.activate(x, int(kind), other)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
