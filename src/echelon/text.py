@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from functools import partial
 from typing import Any, Protocol
@@ -161,6 +162,18 @@ def text_offsets(decoder: Decoder, tokens: SequenceOf[int], text: str) -> list[i
         detokenizer.push(token)
     start = max(0, detokenizer.finish().find(text))
     return [min(max(0, offset - start), len(text)) for offset in detokenizer.offsets]
+
+
+def pieces_by_token(text: str, offsets: SequenceOf[int], begin: int, end: int) -> Iterator[tuple[int, str]]:
+    """Characters `begin … end − 1` of a text, cut where the texts of its tokens begin (`offsets`): index of each token and its piece. A token
+    that has no text in there has no piece.
+    """
+    first = max(0, bisect_right(offsets, begin) - 1)
+    for i, token_end in enumerate((*offsets[first + 1 :], len(text)), first):
+        until = min(token_end, end)
+        if until > begin:
+            yield i, text[begin:until]
+            begin = until
 
 
 def num_held_back(text: str, stop: SequenceOf[str]) -> int:

@@ -25,7 +25,7 @@ from echelon.config import EngineConfig
 from echelon.inputs import conversation
 from echelon.sequence import FinishReason, Sequence
 from echelon.sizes import mebibytes
-from echelon.text import Detokenizer, num_held_back
+from echelon.text import Detokenizer, num_held_back, pieces_by_token
 
 COMMANDS = {
     "/help": "this list",
@@ -149,13 +149,9 @@ class Chat:
 
     def _show_new(self, sequence: Sequence, watcher: Detokenizer, begin: int, end: int) -> int:
         """Show characters [begin, end) of the answer, token by token; returns how many have been shown."""
-        ends = [*watcher.offsets[1:], len(watcher.text)]
-        for token_end, is_drafted in zip(ends, sequence.is_accepted, strict=False):
-            until = min(token_end, end)
-            if until > begin:
-                self.show(watcher.text[begin:until], is_drafted)
-                begin = until
-        return begin
+        for i, piece in pieces_by_token(watcher.text, watcher.offsets, begin, end):
+            self.show(piece, sequence.is_accepted[i])
+        return max(begin, end)
 
     def memory(self) -> str:
         """Bytes of keys and values in use and kept, and of the process."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
@@ -25,14 +25,17 @@ from echelon.sequence import RowState
 from echelon.server.config import ServerConfig, id_of
 from echelon.server.metrics import ServerMetrics
 from echelon.server.middleware import AdmissionMiddleware, EventStream, until_disconnect
+from echelon.server.page import page
 from echelon.server.protocol import ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, unavailable
 from echelon.server.responses import (
     ChatResponse,
     CompletionResponse,
     DetokenizeResponse,
+    DrafterCard,
     ErrorResponse,
     ModelCard,
     ModelList,
+    StatsResponse,
     TokenizeResponse,
     VersionResponse,
 )
@@ -54,6 +57,7 @@ class Service:
         self.metrics = ServerMetrics(llm, config.metrics_prefix, self.model)
         self.engine_thread = EngineThread(llm, config, self.metrics)
         self.serializer = Serializer(llm)
+        self.started_at = time.monotonic()
         self.card = ModelCard(id=self.model, created=int(time.time()), owned_by="echelon", max_model_len=llm.max_len)
         self._threads = ThreadPoolExecutor(NUM_TEXT_THREADS, "echelon-text")
 
@@ -65,6 +69,26 @@ class Service:
         """Stop the engine's thread and those that read texts."""
         await self.engine_thread.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are taken."""
+        return self.engine_thread.is_healthy and not self.engine_thread.is_draining
+
+    @property
+    def drafter(self) -> DrafterCard | None:
+        """What drafts, where something does."""
+        config = self.llm.speculative_config
+        if config is None:
+            return None
+        name = None if config.model is None else id_of(config.model)
+        return DrafterCard(method=config.method, model=name, num_speculative_tokens=config.num_speculative_tokens)
+
+    def stats(self) -> StatsResponse:
+        """What runs, and the engine's counters as /metrics has them."""
+        status = "ready" if self.is_ready else "draining" if self.engine_thread.is_healthy else "unhealthy"
+        described = {"model": self.card, "drafter": self.drafter, "status": status, "uptime_seconds": time.monotonic() - self.started_at}
+        return StatsResponse(**described, max_num_seqs=self.llm.config.max_num_seqs, **self.llm.get_metrics())
 
     def check_model(self, name: str | None) -> None:
         """Raise a 404 for the name of another model; `None` names none."""
@@ -184,30 +208,46 @@ def _add_texts(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions", response_model=CompletionResponse, responses={200: stream})
     async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue prompts, given as texts or token ids."""
         return await service.respond(request, len(body.prompts) * (body.best_of or body.n or 1), body)
 
     @app.post("/v1/chat/completions", response_model=ChatResponse, responses={200: stream})
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation, in the model's own chat template."""
         return await service.respond(request, body.n or 1, body)
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
+        """Token ids of a text or a conversation."""
         service.check_model(body.model)
         return await service.in_thread(service.tokenize, body)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+        """Text of token ids."""
         service.check_model(body.model)
         return DetokenizeResponse(prompt=await service.in_thread(service.decode, body.tokens))
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
+    @app.get("/", response_class=HTMLResponse)
+    async def index() -> Response:
+        """A page that shows what runs here and how it does, with a box to try a prompt."""
+        return page()
+
+    @app.get("/stats")
+    async def stats() -> StatsResponse:
+        """What runs here, and the engine's counters since its start."""
+        return service.stats()
+
     @app.get("/v1/models")
     async def models() -> ModelList:
+        """The one model that is served."""
         return ModelList(data=[service.card])
 
     @app.get("/v1/models/{model:path}")
     async def one_model(model: str) -> ModelCard:
+        """The model of this name, which is the one that is served."""
         service.check_model(model)
         return service.card
 
@@ -224,14 +264,16 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/readyz", response_class=Response)
     async def readyz() -> Response:
         """200 while new requests are taken."""
-        return _alive(service.engine_thread.is_healthy and not service.engine_thread.is_draining)
+        return _alive(service.is_ready)
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def metrics() -> Response:
+        """All metrics, in the text format of Prometheus."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/version")
     async def show_version() -> VersionResponse:
+        """The version of this server."""
         return VersionResponse(version=version("echelon"))
 
 

@@ -19,6 +19,7 @@ from fastapi import Response
 
 from echelon.errors import location_of
 from echelon.server.config import ServerConfig
+from echelon.server.page import page
 from echelon.server.protocol import ApiError, unavailable
 from echelon.server.serializers import api_error, error_event
 
@@ -98,7 +99,10 @@ class AdmissionMiddleware:
             with _listed(self._being_answered):
                 await self._answer(scope, _replayed(body, receive), response)
         except ApiError as error:
-            await response.end(error)
+            if error.status == 401 and scope["raw_path"] == b"/" and scope["method"] == "GET":  # a browser sends no key by itself
+                await page(401, {**error.headers, "Connection": "close"})(scope, receive, response.send)
+            else:
+                await response.end(error)
         except ClientDisconnectError:
             pass
         except asyncio.CancelledError:

@@ -115,6 +115,9 @@ class GenerationRequest(Strict):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     num_speculative_tokens: int | None = Field(default=None, ge=0, le=64, description="Most drafted tokens a step; 0: none.")
+    return_tokens: bool | None = Field(
+        default=None, description="Give the text of each choice also in pieces, token by token, and say of each whether it was drafted."
+    )
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = Field(
         default=None, description="Share the keys and values of prompts only with requests of the same API key and this salt."
     )

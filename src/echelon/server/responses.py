@@ -35,6 +35,41 @@ class VersionResponse(BaseModel):
     version: str
 
 
+class DrafterCard(BaseModel):
+    """What drafts: a method with the name of its model or head, where it has one, and its most tokens a step, or "auto"."""
+
+    method: str
+    model: str | None
+    num_speculative_tokens: int | Literal["auto"]
+
+
+class StatsResponse(BaseModel):
+    """What runs here, and how it does; from `num_running` on with the names of `LLM.get_metrics`, counted since the start."""
+
+    model: ModelCard
+    drafter: DrafterCard | None
+    acceptance: str
+    status: Literal["ready", "draining", "unhealthy"]
+    uptime_seconds: float
+    max_num_seqs: int
+    num_running: int
+    num_waiting: int
+    num_emitted_tokens: int
+    num_row_steps: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_drafts_by_position: list[int]
+    num_accepted_by_position: list[int]
+    num_steps_by_draft_length: dict[int, int]
+    num_kv_blocks: int
+    num_free_kv_blocks: int
+    num_cached_kv_blocks: int
+    num_prefix_queries: int
+    num_prefix_hits: int
+    num_preemptions: int
+    drafter_faults: dict[str, int]
+
+
 class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
@@ -73,11 +108,19 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
+class TokenPiece(BaseModel):
+    """What one token adds to the text, and whether it was drafted."""
+
+    text: str
+    is_accepted: bool
+
+
 class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    tokens: list[TokenPiece] | None = None
 
 
 class GenerationResponse(BaseModel):
@@ -123,6 +166,7 @@ class ChatChoice(BaseModel):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
+    tokens: list[TokenPiece] | None = None
 
 
 class ChatResponse(GenerationResponse):

@@ -31,10 +31,11 @@ from echelon.server.responses import (
     ResponseMetrics,
     SpeculativeDecoding,
     TokenLogprob,
+    TokenPiece,
     TokenUsage,
     TopLogprob,
 )
-from echelon.text import Detokenizer, num_held_back, text_offsets
+from echelon.text import Detokenizer, num_held_back, pieces_by_token, text_offsets
 
 logger = logging.getLogger("echelon.server")
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
@@ -138,13 +139,15 @@ class Serializer:
 
     def _chat_choice(self, job: GenerationJob, i: int, sequence: Sequence, state: RowState) -> ChatChoice:
         logprobs = self.chat_logprobs(job, sequence, 0, state.num_tokens)
-        return ChatChoice(index=i, message=AssistantMessage(content=state.text), logprobs=logprobs, finish_reason=state.reason)
+        message, tokens = AssistantMessage(content=state.text), _tokens(job, sequence, state, 0, len(state.text))
+        return ChatChoice(index=i, message=message, logprobs=logprobs, finish_reason=state.reason, tokens=tokens)
 
     def _completion_choice(self, job: GenerationJob, i: int, sequence: Sequence, state: RowState) -> CompletionChoice:
         echo = job.echo_of(i)
         text, count, reason = ("", 0, "length") if job.only_echo else (state.text, state.num_tokens, state.reason)
         logprobs = self.completion_logprobs(job, sequence, 0, count, len(echo or ""), echo)
-        return CompletionChoice(index=i, text=(echo or "") + text, logprobs=logprobs, finish_reason=reason)
+        tokens = _tokens(job, sequence, state, 0, len(text))
+        return CompletionChoice(index=i, text=(echo or "") + text, logprobs=logprobs, finish_reason=reason, tokens=tokens)
 
     def usage(self, job: GenerationJob, states: SequenceOf[RowState]) -> TokenUsage:
         """Count tokens: a prompt once, whatever the number of its samples."""
@@ -240,24 +243,28 @@ class StreamSerializer:
             if not self._has_begun[i] and (state.num_tokens or is_last):
                 yield from self._head(i, sequence)
             end = len(state.text) if is_last else len(state.text) - num_held_back(state.text, sequence.params.stop)
-            text = state.text[self._num_characters[i] : end]
-            if not (text or is_last):
+            begin = self._num_characters[i]
+            if end <= begin and not is_last:
                 continue
-            self._num_characters[i] = max(end, self._num_characters[i])
+            self._num_characters[i] = max(end, begin)
             self._is_over[i] = is_last
-            yield self._chunk(i, sequence, text, state)
+            yield self._chunk(i, sequence, state, begin, end)
             if sequence.logprobs:  # those that have been sent are freed; the engine goes on appending to their list
                 sequence.logprobs[self._num_tokens[i] : state.num_tokens] = [SENT] * (state.num_tokens - self._num_tokens[i])
             self._num_tokens[i] = state.num_tokens
 
-    def _chunk(self, i: int, sequence: Sequence, text: str, state: RowState) -> bytes:
-        job, start, end = self._job, self._num_tokens[i], state.num_tokens
-        if job.is_chat:
-            return self._event(i, {"delta": {"content": text}}, self._serializer.chat_logprobs(job, sequence, start, end), state.reason)
+    def _chunk(self, i: int, sequence: Sequence, state: RowState, begin: int, end: int) -> bytes:
+        """What is new of a sample: characters `begin … end − 1`, and the tokens that have not been sent."""
+        job, text, known = self._job, state.text[begin:end], (self._num_tokens[i], state.num_tokens)
         if job.only_echo:
             return self._event(i, {"text": ""}, None, "length")
-        logprobs = self._serializer.completion_logprobs(job, sequence, start, end, len(job.echo_of(i) or ""))
-        return self._event(i, {"text": text}, logprobs, state.reason)
+        tokens = _tokens(job, sequence, state, begin, end)
+        more = {} if tokens is None else {"tokens": [token.model_dump() for token in tokens]}
+        if job.is_chat:
+            logprobs: Any = self._serializer.chat_logprobs(job, sequence, *known)
+            return self._event(i, {"delta": {"content": text}} | more, logprobs, state.reason)
+        logprobs = self._serializer.completion_logprobs(job, sequence, *known, len(job.echo_of(i) or ""))
+        return self._event(i, {"text": text} | more, logprobs, state.reason)
 
     def end(self, states: SequenceOf[RowState]) -> Iterator[bytes]:
         """Usage, where asked for, and the end."""
@@ -311,6 +318,15 @@ def speculation_of(sequence: Sequence, num_spec_tokens: int) -> SpeculativeDecod
         num_draft_tokens=drafted,
         num_spec_tokens=num_spec_tokens,
     )
+
+
+def _tokens(job: GenerationJob, sequence: Sequence, state: RowState, begin: int, end: int) -> list[TokenPiece] | None:
+    """Characters `begin … end − 1` of an output by token, where asked for."""
+    if not job.body.return_tokens:
+        return None
+    offsets = sequence.watcher.offsets[: state.num_tokens] if isinstance(sequence.watcher, Detokenizer) else []
+    pieces = pieces_by_token(state.text, offsets, begin, end)
+    return [TokenPiece(text=piece, is_accepted=sequence.is_accepted[i]) for i, piece in pieces]
 
 
 def _offsets(sequence: Sequence, start: int, end: int) -> list[int]:
