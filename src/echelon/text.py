@@ -165,8 +165,8 @@ def text_offsets(decoder: Decoder, tokens: SequenceOf[int], text: str) -> list[i
 
 
 def pieces_by_token(text: str, offsets: SequenceOf[int], begin: int, end: int) -> Iterator[tuple[int, str]]:
-    """Characters `begin … end − 1` of a text, cut where the texts of its tokens begin (`offsets`): index of each token and its piece. A token
-    that has no text in there has no piece.
+    """Characters `begin … end − 1` of a text, cut where the texts of its tokens begin (`offsets`): index of each token and its piece. A
+    token that has no text in there has no piece.
     """
     first = max(0, bisect_right(offsets, begin) - 1)
     for i, token_end in enumerate((*offsets[first + 1 :], len(text)), first):

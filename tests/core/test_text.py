@@ -9,7 +9,7 @@ from tokenizer_kinds import KINDS
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from echelon.demo import TARGET
-from echelon.text import Detokenizer, decode_output
+from echelon.text import Detokenizer, decode_output, pieces_by_token
 
 tokenizer = AutoTokenizer.from_pretrained(TARGET)
 SAMPLE = "def grüße(name: str) -> None:\n    print(f'héllo {name} ☃ 漢字 🦀')\n    return None\n\n\nclass Ünïcode:\n    pass\n"
@@ -39,6 +39,25 @@ def test_no_half_characters() -> None:
         assert "\ufffd" not in detokenizer.text
         assert SAMPLE.startswith(detokenizer.text)
     assert detokenizer.finish() == SAMPLE
+
+
+def test_a_text_is_cut_where_its_tokens_begin() -> None:
+    """Whatever part of it is wanted: tokens without text, and bytes of a character that is not whole, have no piece."""
+    detokenizer = Detokenizer(tokenizer, [])
+    tokens = tokenizer.encode(SAMPLE)
+    push_all(detokenizer, tokens)
+    offsets = detokenizer.offsets
+    whole = list(pieces_by_token(SAMPLE, offsets, 0, len(SAMPLE)))
+    assert "".join(piece for _, piece in whole) == SAMPLE
+    assert len(whole) < len(tokens), "the sample has characters of several tokens"
+    assert all(piece == tokenizer.decode([tokens[i]]) for i, piece in whole if piece.isascii())
+    for begin in range(len(SAMPLE) + 1):
+        for end in range(begin, len(SAMPLE) + 1):
+            parts = list(pieces_by_token(SAMPLE, offsets, begin, end))
+            assert "".join(piece for _, piece in parts) == SAMPLE[begin:end]
+            assert all(offsets[i] <= SAMPLE.find(piece, offsets[i]) for i, piece in parts)
+            assert [i for i, _ in parts] == [i for i, piece in whole if offsets[i] < end and offsets[i] + len(piece) > begin]
+    assert list(pieces_by_token("", [], 0, 0)) == list(pieces_by_token("", [0, 0], 0, 0)) == []
 
 
 def test_random_tokens_agree_with_the_tokenizer() -> None:

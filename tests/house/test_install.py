@@ -47,6 +47,7 @@ def test_a_build_in_isolation_installs_why_there_are_no_kernels(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert "PyTorch was not there" in (tmp_path / "echelon" / compiled.NOTE.name).read_text("utf-8")
     assert (tmp_path / "echelon/llm.py").is_file(), "the package is installed all the same"
+    assert (tmp_path / "echelon/server/page.html").is_file(), "and so is what the server shows"
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="there is no compiler")

@@ -192,6 +192,39 @@ def test_usage_streams_and_speculation_is_reported(client: httpx.Client) -> None
     assert plain["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_tokens_say_who_proposed_them(client: httpx.Client, path: str) -> None:
+    """As `is_accepted` of the library does; streamed and whole, of every sample, and only where that is asked for."""
+    llm, params = servers.build("draft_model"), SamplingParams(temperature=0.0, max_tokens=30)
+    asked: dict[str, Any] = {"prompt": PROMPTS[2]} if path == COMPLETIONS else {"messages": MESSAGES}
+    truth = (llm.generate(PROMPTS[2], params) if path == COMPLETIONS else llm.chat(MESSAGES, params))[0].outputs[0]
+    body = asked | {"max_tokens": 30, "temperature": 0, "return_tokens": True}
+    (choice,) = client.post(path, json=body).json()["choices"]
+    assert "".join(t["text"] for t in choice["tokens"]) == truth.text
+    assert [t["is_accepted"] for t in choice["tokens"]] == truth.is_accepted
+    assert {True, False} == set(truth.is_accepted)
+    streamed = [t for e in events(client, body | {"stream": True}, path) for t in e["choices"][0].get("tokens", [])]
+    assert streamed == choice["tokens"]
+    silent = asked | {"max_tokens": 3}
+    assert client.post(path, json=silent).json()["choices"][0]["tokens"] is None
+    assert not any("tokens" in e["choices"][0] for e in events(client, silent | {"stream": True}, path))
+    for more in ({"stop": ["self", "\n\n"]}, {"n": 2, "seed": 3, "temperature": 1.0}, {"stop": ["):"], "include_stop_str_in_output": True}):
+        whole = client.post(path, json=body | more).json()["choices"]
+        texts = [c["text"] if path == COMPLETIONS else c["message"]["content"] for c in whole]
+        assert ["".join(t["text"] for t in c["tokens"]) for c in whole] == texts
+        for event in events(client, body | more | {"stream": True}, path):
+            for part in event["choices"]:
+                text = part["text"] if path == COMPLETIONS else part["delta"]["content"]
+                assert "".join(t["text"] for t in part.get("tokens", [])) == text
+
+
+def test_tokens_are_those_of_the_output_and_not_of_an_echo(client: httpx.Client) -> None:
+    body = {"prompt": PROMPTS[0], "max_tokens": 4, "temperature": 0, "echo": True, "return_tokens": True}
+    choice = client.post(COMPLETIONS, json=body).json()["choices"][0]
+    assert PROMPTS[0] + "".join(t["text"] for t in choice["tokens"]) == choice["text"]
+    assert client.post(COMPLETIONS, json=body | {"max_tokens": 0}).json()["choices"][0]["tokens"] == []
+
+
 @pytest.mark.parametrize("stop", [["\n"], ["    ", "def"], ["zzzz"], ["retur", "return x"]])
 def test_nothing_after_a_stop_string_is_ever_sent(client: httpx.Client, stop: list[str]) -> None:
     body = {"prompt": PROMPTS[3], "max_tokens": 40, "temperature": 0, "stop": stop}

@@ -18,7 +18,7 @@ from servers import Running
 NUM_CASES = 2000 if toys.PROVE else 50  # an operation
 OPERATIONS = [
     "POST /v1/completions", "POST /v1/chat/completions", "POST /tokenize", "POST /detokenize", "GET /v1/models", "GET /v1/models/{model}",
-    "GET /health", "GET /livez", "GET /readyz", "GET /metrics", "GET /version",
+    "GET /health", "GET /livez", "GET /readyz", "GET /metrics", "GET /version", "GET /", "GET /stats",
 ]  # fmt: skip
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 

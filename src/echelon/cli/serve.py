@@ -55,7 +55,8 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     engine["max_num_batched_tokens"] = max(engine["max_num_batched_tokens"], engine.get("max_num_seqs", 1))
     llm = LLM(model, speculative_mapping(speculative_config), **engine)
-    errors.print(f"{config.served_model_name or id_of(llm.target.name)} on http://{config.host}:{config.port}/v1", highlight=False)
+    url = f"http://{config.host}:{config.port}"
+    errors.print(f"{config.served_model_name or id_of(llm.target.name)} on {url}/v1, live at {url}/", highlight=False)
     if status := serve_until_signal(llm, config):
         _end_process(status)
 

@@ -25,6 +25,7 @@ POLICY = "; ".join(
         f"script-src {_sources(b'script')}",
         f"style-src {_sources(b'style')}",
         "connect-src 'self'",
+        "img-src data:",  # an icon that is none: browsers look for one elsewhere
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
