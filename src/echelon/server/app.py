@@ -86,9 +86,14 @@ class Service:
 
     def stats(self) -> StatsResponse:
         """What runs, and the engine's counters as /metrics has them."""
-        status = "ready" if self.is_ready else "draining" if self.engine_thread.is_healthy else "unhealthy"
-        described = {"model": self.card, "drafter": self.drafter, "status": status, "uptime_seconds": time.monotonic() - self.started_at}
-        return StatsResponse(**described, max_num_seqs=self.llm.config.max_num_seqs, **self.llm.get_metrics())
+        return StatsResponse(
+            model=self.card,
+            drafter=self.drafter,
+            status="ready" if self.is_ready else "draining" if self.engine_thread.is_healthy else "unhealthy",
+            uptime_seconds=time.monotonic() - self.started_at,
+            max_num_seqs=self.llm.config.max_num_seqs,
+            **self.llm.get_metrics(),
+        )
 
     def check_model(self, name: str | None) -> None:
         """Raise a 404 for the name of another model; `None` names none."""
