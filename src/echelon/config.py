@@ -59,24 +59,34 @@ class SpeculativeConfig(Settings):
     node's `tree_top_k` likeliest children those that make up `tree_top_p`.
     """
 
-    method: Annotated[StrictStr, AfterValidator(_known_method)]
-    model: Text | None = None
-    num_speculative_tokens: Annotated[StrictInt, Field(ge=1, le=64)] | Literal["auto"] = "auto"
-    max_speculative_tokens: StrictInt | None = Field(default=None, ge=1, le=64)
-    cost_table: Text | None = None
-    prompt_lookup_max: StrictInt = Field(default=2, ge=1, le=16)
-    prompt_lookup_min: StrictInt = Field(default=1, ge=1, le=16)
-    prompt_lookup_source: Literal["prompt", "prompt_and_output"] = "prompt_and_output"
-    acceptance: Literal["exact", "rejection", "typical"] = "exact"
-    confidence_threshold: StrictFloat = Field(default=0.0, ge=0.0, lt=1.0)
-    posterior_threshold: StrictFloat = Field(default=0.09, gt=0.0, lt=1.0)
-    posterior_alpha: StrictFloat = Field(default=0.3, gt=0.0, lt=1.0)
-    tree: Literal["chain", "static", "dynamic"] = "chain"
-    speculative_token_tree: tuple[tuple[StrictInt, ...], ...] | None = None
-    tree_top_k: StrictInt = Field(default=4, ge=1, le=64)
-    tree_top_p: StrictFloat = Field(default=0.8, gt=0.0, le=1.0)
-    tree_depth: StrictInt = Field(default=5, ge=1, le=64)
-    quantization: Quantization | None = None
+    method: Annotated[StrictStr, AfterValidator(_known_method)] = Field(description=f"What drafts: {', '.join(METHODS)}.")
+    model: Text | None = Field(default=None, description="Folder or hub name of the draft model or head; self:int8, self:int4.")
+    num_speculative_tokens: Annotated[StrictInt, Field(ge=1, le=64)] | Literal["auto"] = Field(
+        default="auto", description="Drafted tokens of a row in a step, at most; auto: decided in every step."
+    )
+    max_speculative_tokens: StrictInt | None = Field(default=None, ge=1, le=64, description="The most that auto drafts.")
+    cost_table: Text | None = Field(default=None, description="File of costs that auto decides by, instead of measuring them.")
+    prompt_lookup_max: StrictInt = Field(default=2, ge=1, le=16, description="Longest n-gram that is looked up.")
+    prompt_lookup_min: StrictInt = Field(
+        default=1, ge=1, le=16, description="Shortest one; as long as the longest where only that is given."
+    )
+    prompt_lookup_source: Literal["prompt", "prompt_and_output"] = Field(
+        default="prompt_and_output", description="Where n-grams are looked up."
+    )
+    acceptance: Literal["exact", "rejection", "typical"] = Field(
+        default="exact", description="Which drafted tokens stay: for the same text, the same distribution, or neither."
+    )
+    confidence_threshold: StrictFloat = Field(
+        default=0.0, ge=0.0, lt=1.0, description="A draft ends where the drafter gives the whole of it less than this chance."
+    )
+    posterior_threshold: StrictFloat = Field(default=0.09, gt=0.0, lt=1.0, description="Of typical acceptance.")
+    posterior_alpha: StrictFloat = Field(default=0.3, gt=0.0, lt=1.0, description="Of typical acceptance.")
+    tree: Literal["chain", "static", "dynamic"] = Field(default="chain", description="Shape of drafts.")
+    speculative_token_tree: tuple[tuple[StrictInt, ...], ...] | None = Field(default=None, description="Paths of a static tree, by ranks.")
+    tree_top_k: StrictInt = Field(default=4, ge=1, le=64, description="Children of a node of a dynamic tree, and nodes of a level.")
+    tree_top_p: StrictFloat = Field(default=0.8, gt=0.0, le=1.0, description="Mass of a node's children that Clover keeps.")
+    tree_depth: StrictInt = Field(default=5, ge=1, le=64, description="Longest path of a dynamic tree.")
+    quantization: Quantization | None = Field(default=None, description="Weights of the draft model or head in integers.")
 
     @model_validator(mode="before")
     @classmethod
@@ -276,7 +286,7 @@ class EngineConfig(Settings):
     max_model_len: StrictInt | None = Field(
         default=None, ge=2, lt=LARGEST, description="Context limit in tokens; the model's own by default."
     )
-    block_size: StrictInt = Field(default=16, ge=1, lt=LARGEST)
+    block_size: StrictInt = Field(default=16, ge=1, lt=LARGEST, description="Tokens of a block of keys and values.")
     kv_cache_dtype: Literal["auto", "int8"] = Field(
         default="auto", description="Keys and values: as the model's numbers, or in 8 bits with a scale a token and head; CPU."
     )
@@ -305,7 +315,9 @@ class EngineConfig(Settings):
     grouping: Literal["none", "same_length"] = Field(
         default="none", description="What `realign` runs together: the first rows, or rows of equal length."
     )
-    group_window: StrictInt | None = Field(default=None, ge=1, lt=LARGEST)
+    group_window: StrictInt | None = Field(
+        default=None, ge=1, lt=LARGEST, description="Rows that a group is chosen from; three times max_num_seqs by default."
+    )
     refill: StrictBool = Field(default=True, description="Rows enter as others finish, or in static batches.")
 
     def budget(self, device_bytes: int) -> int | None:

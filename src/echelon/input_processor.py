@@ -18,6 +18,9 @@ from echelon.sequence import Sequence
 from echelon.text import Detokenizer
 
 MOST_CHARACTERS_PER_TOKEN = 64  # on average over a prompt
+GENERATION_SETTINGS = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")} | {
+    "max_new_tokens": "max_tokens"
+}
 
 
 class InputProcessor:
@@ -116,6 +119,14 @@ class InputProcessor:
                 )
             )
         return samples
+
+    def default_params(self) -> SamplingParams:
+        """The parameters of requests that bring none: the model's own, as vLLM takes them from its generation settings."""
+        said = {name: getattr(self._target.model.generation_config, key, None) for key, name in GENERATION_SETTINGS.items()}
+        try:
+            return SamplingParams(**{name: value for name, value in said.items() if value is not None})
+        except RequestError as error:
+            raise RequestError(f"the generation settings of {self._target.name!r} cannot be used ({error}); give sampling_params") from None
 
     def _detokenizer(self, tokens: list[int], params: SamplingParams) -> Detokenizer | None:
         tokenizer = self._target.tokenizer

@@ -24,7 +24,7 @@ from echelon.input_processor import InputProcessor
 from echelon.inputs import Prompt, check_callable, conversations_of, prompts_of
 from echelon.model.load.loading import LoadedModel
 from echelon.outputs import OutputBuilder, RequestOutput
-from echelon.sampling import Parameters, one_each
+from echelon.sampling import Parameters, SamplingParams, one_each
 from echelon.sequence import Sequence, check_requests
 from echelon.stats import Stats
 
@@ -118,7 +118,8 @@ class LLM:
 
         Parameters
         ----------
-        sampling_params  `SamplingParams` or mappings with the same keys; one for all, or one a prompt
+        sampling_params  `SamplingParams` or mappings with the same keys; one for all, or one a prompt; without,
+                         `get_default_sampling_params`
         on_finish        called with (index of the prompt, output) as soon as a request is done
         on_step          called after each step
         use_tqdm         shows how many are done, in a terminal or a notebook; or what makes such a bar
@@ -174,9 +175,18 @@ class LLM:
     ) -> list[OutputBuilder]:
         """Every request's samples, ready to run, in what reads their outputs."""
         named = prompts_of(prompts)
-        pairs = zip(named.items(), one_each(params, len(named)), strict=True)
+        pairs = zip(named.items(), one_each(self.get_default_sampling_params() if params is None else params, len(named)), strict=True)
         tokenizer, rule = self.target.tokenizer, self.acceptance_name
         return [OutputBuilder(self.inputs.samples(p, q, watch_text, name), p, tokenizer, rule) for (name, p), q in pairs]
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without parameters of their own run with: as the model's generation_config.json says, otherwise the defaults.
+
+        Raises
+        ------
+        RequestError  that file says what `SamplingParams` refuses
+        """
+        return self.inputs.default_params()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer.

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, StrictBool, StrictFloat, StrictInt, model_validator
+from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, model_validator
 
 from echelon.errors import EchelonError, RequestError, RowError
 from echelon.inputs import LARGEST, IdKey, Text, kind_of
@@ -33,8 +33,12 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class SamplingParams(Settings):
-    """Names, meanings and defaults of vLLM's `SamplingParams`; `temperature=0` is greedy."""
+    """Names, meanings and defaults of vLLM's `SamplingParams`; `temperature=0` is greedy.
 
+    A field may be assigned to, and is checked with all others as at construction. A request keeps the values that it was given with.
+    """
+
+    model_config = ConfigDict(frozen=False)
     error: ClassVar[type[EchelonError]] = RequestError
 
     temperature: StrictFloat = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="0 is greedy.")
@@ -45,23 +49,34 @@ class SamplingParams(Settings):
     max_tokens: StrictInt | None = Field(
         default=16, ge=1, lt=LARGEST, description="Most new tokens a prompt; None: as many as the context holds."
     )
-    min_tokens: StrictInt = Field(default=0, ge=0, lt=LARGEST)
-    n: StrictInt = Field(default=1, ge=1, le=1024)
+    min_tokens: StrictInt = Field(default=0, ge=0, lt=LARGEST, description="New tokens before a text may end by EOS or a stop token.")
+    n: StrictInt = Field(default=1, ge=1, le=1024, description="Continuations of each prompt.")
     stop: tuple[Text, ...] = Field(default=(), description="End a text before this string; may be repeated.")
-    include_stop_str_in_output: StrictBool = False
-    stop_token_ids: tuple[StrictInt, ...] = ()
+    include_stop_str_in_output: StrictBool = Field(default=False, description="Keep what stopped a text at its end.")
+    stop_token_ids: tuple[StrictInt, ...] = Field(default=(), description="End a text at any of these tokens.")
     ignore_eos: StrictBool = Field(default=False, description="Go on after the end-of-text token.")
-    skip_special_tokens: StrictBool = True
-    presence_penalty: StrictFloat = Field(default=0.0, ge=-2.0, le=2.0)
-    frequency_penalty: StrictFloat = Field(default=0.0, ge=-2.0, le=2.0)
-    repetition_penalty: StrictFloat = Field(default=1.0, gt=0.0, allow_inf_nan=False)
-    logit_bias: dict[IdKey, StrictFloat] | None = None
-    allowed_token_ids: tuple[StrictInt, ...] | None = None
-    bad_words: tuple[Text, ...] = ()
-    logits_processors: tuple[LogitsProcessor, ...] = ()
-    logprobs: StrictInt | None = Field(default=None, ge=0, lt=LARGEST)
-    prompt_logprobs: StrictInt | None = Field(default=None, ge=0, lt=LARGEST)
-    num_speculative_tokens: StrictInt | None = Field(default=None, ge=0, lt=LARGEST)
+    skip_special_tokens: StrictBool = Field(default=True, description="Leave special tokens out of the text.")
+    presence_penalty: StrictFloat = Field(default=0.0, ge=-2.0, le=2.0, description="Taken from logits of tokens that the output has.")
+    frequency_penalty: StrictFloat = Field(default=0.0, ge=-2.0, le=2.0, description="The same, times how often it has them.")
+    repetition_penalty: StrictFloat = Field(
+        default=1.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="Divides positive logits of tokens that prompt or output has; multiplies others.",
+    )
+    logit_bias: dict[IdKey, StrictFloat] | None = Field(default=None, description="Added to the logits of tokens, by id.")
+    allowed_token_ids: tuple[StrictInt, ...] | None = Field(default=None, description="No other token may be chosen.")
+    bad_words: tuple[Text, ...] = Field(default=(), description="Words whose tokens may not be completed.")
+    logits_processors: tuple[LogitsProcessor, ...] = Field(
+        default=(), description="Functions of the output's token ids and the logits, float32 [V], that give new logits."
+    )
+    logprobs: StrictInt | None = Field(
+        default=None, ge=0, lt=LARGEST, description="Likeliest tokens of each place to report, with its own."
+    )
+    prompt_logprobs: StrictInt | None = Field(default=None, ge=0, lt=LARGEST, description="The same of the prompt.")
+    num_speculative_tokens: StrictInt | None = Field(
+        default=None, ge=0, lt=LARGEST, description="Most drafted tokens in a step of this request; 0 turns drafting off."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -79,6 +94,17 @@ class SamplingParams(Settings):
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids is empty, so no token could be chosen; name at least one or leave it out")
         return self
+
+    def __setattr__(self, name: str, value: object) -> None:
+        changed = type(self)(**{field: getattr(self, field) for field in type(self).model_fields} | {name: value})
+        self.__dict__[name] = getattr(changed, name)
+        self.model_fields_set.add(name)
+
+    __hash__ = None  # type: ignore[assignment]  # it may change
+
+    def copied(self) -> Self:
+        """The same values in an object of their own, which assignments to this one do not reach."""
+        return self.model_copy(update=None if self.logit_bias is None else {"logit_bias": dict(self.logit_bias)})
 
     @property
     def most_tokens(self) -> int:
@@ -103,10 +129,10 @@ class SamplingParams(Settings):
 Parameters = SamplingParams | Mapping[str, Any]
 
 
-def one_each(params: Parameters | Sequence[Parameters] | None, num_prompts: int) -> list[SamplingParams]:
-    """Parameters of every prompt, from one for all (by default the defaults) or a list with one each; mappings have the same keys."""
+def one_each(params: Parameters | Sequence[Parameters], num_prompts: int) -> list[SamplingParams]:
+    """Parameters of every prompt as they are now, from one for all or a list with one each; mappings have the same keys."""
     if not isinstance(params, list | tuple):
-        return [SamplingParams() if params is None else _parameters(params, "sampling_params")] * num_prompts
+        return [_parameters(params, "sampling_params")] * num_prompts
     found = [_parameters(given, f"sampling_params[{i}]") for i, given in enumerate(params)]
     if len(found) != num_prompts:
         raise RequestError(f"{len(found)} sampling parameters for {num_prompts} prompts; give one for all or one each")
@@ -118,7 +144,7 @@ def _parameters(given: Any, name: str) -> SamplingParams:
         return SamplingParams(**given)
     if not isinstance(given, SamplingParams):
         raise RequestError(f"{name} is {kind_of(given)}; give SamplingParams(...) or a mapping, for all prompts or in a list with one each")
-    return given
+    return given.copied()
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,51 @@ def test_sampling_parameters_are_mappings_too(llm: LLM) -> None:
         llm.generate(PROMPTS, [{}, {"temperature": -1.0}, {}])
 
 
+def test_parameters_are_assigned_to_and_checked(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=4)
+    params.temperature, params.max_tokens, params.stop = 0.0, 6, "never"
+    assert params == greedy(stop=("never",)) and params.model_fields_set == {"temperature", "max_tokens", "stop"}
+    assert tokens_of(llm.generate(PROMPTS, params)) == tokens_of(llm.generate(PROMPTS, greedy()))
+    for name, value, problem in (
+        ("max_token", 4, "has no key 'max_token'"),
+        ("temperature", -1.0, r"temperature = -1\.0"),
+        ("min_tokens", 9, "min_tokens = 9 exceeds max_tokens = 6"),
+    ):
+        with pytest.raises(RequestError, match=problem):
+            setattr(params, name, value)
+    assert params == greedy(stop=("never",)), "what is refused changes nothing"
+
+
+def test_a_request_keeps_the_parameters_it_was_given_with(llm: LLM) -> None:
+    wanted = tokens_of(llm.generate(PROMPTS, greedy(ignore_eos=True)))
+    params = greedy(ignore_eos=True, logit_bias={5: 0.0})
+    running = llm.stream(PROMPTS, params)
+    latest = dict([next(running)])
+    params.max_tokens, params.temperature = 1, 2.0
+    assert params.logit_bias is not None
+    params.logit_bias[5] = 100.0
+    latest |= dict(running)
+    assert tokens_of([latest[i] for i in range(len(PROMPTS))]) == wanted
+    assert llm.generate(PROMPTS, params)[0].outputs[0].token_ids == [5], "the next ones have the new values"
+
+
+def test_requests_without_parameters_have_those_of_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(folder)
+    assert llm.get_default_sampling_params() == SamplingParams()
+    settings = llm.inputs._target.model.generation_config
+    for name, value in {"temperature": 0.5, "top_k": 3, "max_new_tokens": 5}.items():
+        monkeypatch.setattr(settings, name, value)
+    own = llm.get_default_sampling_params()
+    assert own == SamplingParams(temperature=0.5, top_k=3, max_tokens=5)
+    own.seed = 1
+    assert llm.get_default_sampling_params().seed is None
+    assert [len(tokens) for tokens in tokens_of(llm.generate(PROMPTS))] == [5] * 3
+    monkeypatch.setattr(settings, "temperature", -1.0)
+    with pytest.raises(RequestError, match=r"generation settings of .* cannot be used .*temperature = -1\.0.*give sampling_params"):
+        llm.generate(PROMPTS)
+    assert len(llm.generate(PROMPTS, greedy())) == 3
+
+
 def test_without_max_tokens_a_text_fills_the_context(folder: Path) -> None:
     llm = LLM(folder, max_model_len=40, max_num_seqs=2)
     (output,) = llm.generate(PROMPTS[:1], greedy(max_tokens=None, ignore_eos=True))

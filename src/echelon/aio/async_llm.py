@@ -74,7 +74,7 @@ class AsyncLLM:
         Parameters
         ----------
         prompt           a string, a list of token ids, or a mapping with `prompt` or `prompt_token_ids`
-        sampling_params  `SamplingParams`, or a mapping with the same keys
+        sampling_params  `SamplingParams`, or a mapping with the same keys; without, `LLM.get_default_sampling_params`
         request_id       what `abort` and the outputs call it, unlike that of any request that runs; one is made without
 
         Raises
@@ -85,7 +85,7 @@ class AsyncLLM:
         """
         name = request_id if request_id is not None else f"request-{next(self._names)}"
         check_kind("request_id", name, str, RequestError)
-        (params,) = one_each(sampling_params, 1)
+        (params,) = one_each(self.llm.get_default_sampling_params() if sampling_params is None else sampling_params, 1)
         async with self._places:
             self._check_open()
             arrived_at = time.monotonic()

@@ -9,20 +9,17 @@ from echelon.settings import Settings
 
 
 class Limits(Settings):
-    """Seconds, bytes and places.
-
-    max_queue        requests that may wait beside those that run, counted in sequences
-    max_unread_bytes of a request's log-probabilities that may wait for somebody who does not read
-    queue_timeout    from arrival to the first step
-    total_timeout    from arrival to the last token
-    stall_timeout    without a step while there is work, before the engine is no longer healthy
-    """
+    """Seconds, bytes and places."""
 
     max_queue: StrictInt = Field(default=256, ge=0, description="Sequences that may wait; more are refused with 429.")
-    max_unread_bytes: int = Field(default=2**20, ge=0)
-    queue_timeout: float = Field(default=120.0, gt=0, description="Seconds that a request may wait.")
-    total_timeout: float = Field(default=1800.0, gt=0, description="Seconds that a request may take.")
-    stall_timeout: float = Field(default=60.0, gt=0)
+    max_unread_bytes: int = Field(
+        default=2**20, ge=0, description="Bytes of a request's log-probabilities that may wait for somebody who does not read."
+    )
+    queue_timeout: float = Field(default=120.0, gt=0, description="Seconds that a request may wait for its first step.")
+    total_timeout: float = Field(default=1800.0, gt=0, description="Seconds that a request may take, to its last token.")
+    stall_timeout: float = Field(
+        default=60.0, gt=0, description="Seconds without a step while there is work, before the engine is no longer healthy."
+    )
 
 
 class RequestObserver:

@@ -15,34 +15,32 @@ SHORTEST_KEY = 16  # characters
 
 
 class ServerConfig(Limits):
-    """Seconds and bytes, beside the engine's `Limits`; a request's own (stop strings, `n`, prompts a call) stand in `protocol`.
-
-    api_keys         any of them opens every route; without one the server listens on loopback only
-    max_body_pieces  chunks and reads in which a body may arrive: each costs the server about 10 µs, however small it is
-    max_buffer_bytes that may wait in the buffers of all connections together before the client that reads least is cut
-    header_timeout   of reading a request's head; `body_timeout` of reading its body
-    write_timeout    how long a client may leave its end of a connection full
-    drain_timeout    how long running requests may go on after SIGTERM
-    """
+    """Seconds and bytes, beside the engine's `Limits`; a request's own (stop strings, `n`, prompts a call) stand in `protocol`."""
 
     model_config = ConfigDict(hide_input_in_errors=True)
 
     host: str = Field(default="127.0.0.1", description="Address to listen on; other than loopback only with keys.")
     port: int = Field(default=8000, ge=0, lt=65536, description="0: a free one.")
-    api_keys: tuple[SecretStr, ...] = Field(default=(), repr=False)
+    api_keys: tuple[SecretStr, ...] = Field(
+        default=(), repr=False, description="Any of them opens every route; without one the server listens on loopback only."
+    )
     served_model_name: str | None = Field(
         default=None, description="What clients call the model; by default the name of its folder, or at the hub."
     )
     metrics_prefix: str = Field(
         default="echelon:", pattern=r"^([a-zA-Z_]+[:_])?$", description="Of the names at /metrics; `vllm:` for clients made for vLLM."
     )
-    max_body_bytes: int = Field(default=2**21, ge=1024)
-    max_body_pieces: int = Field(default=2**14, ge=1024)
-    max_header_bytes: int = Field(default=2**15, ge=1024)
-    max_buffer_bytes: int = Field(default=2**26, ge=0)
-    header_timeout: float = Field(default=10.0, gt=0)
-    body_timeout: float = Field(default=30.0, gt=0)
-    write_timeout: float = Field(default=60.0, gt=0)
+    max_body_bytes: int = Field(default=2**21, ge=1024, description="Bytes of a request's body.")
+    max_body_pieces: int = Field(
+        default=2**14, ge=1024, description="Chunks and reads in which a body may arrive: each costs about 10 µs, however small it is."
+    )
+    max_header_bytes: int = Field(default=2**15, ge=1024, description="Bytes of a request's head.")
+    max_buffer_bytes: int = Field(
+        default=2**26, ge=0, description="Bytes that may wait in all connections together before the client that reads least is cut."
+    )
+    header_timeout: float = Field(default=10.0, gt=0, description="Seconds of reading a request's head.")
+    body_timeout: float = Field(default=30.0, gt=0, description="Seconds of reading its body.")
+    write_timeout: float = Field(default=60.0, gt=0, description="Seconds that a client may leave its end of a connection full.")
     drain_timeout: float = Field(default=300.0, gt=0, description="Seconds that running requests have after SIGTERM.")
 
     @property
