@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint wheel prove prove-status pair study heads bench soak sanitize clean
+.PHONY: demo test lint docs wheel prove prove-status pair study heads bench soak sanitize clean
 
 demo: $(READY)
 	$(BIN)/python -m echelon.demo
@@ -13,9 +13,14 @@ test: lint
 	$(BIN)/python -m pytest --numprocesses=logical --dist=worksteal --durations=20
 
 lint: $(READY)
-	$(BIN)/ruff check src benchmarks tools tests scripts
-	$(BIN)/ruff format --check src benchmarks tools tests scripts
+	$(BIN)/ruff check src benchmarks tools tests scripts examples
+	$(BIN)/ruff format --check src benchmarks tools tests scripts examples
 	$(BIN)/mypy
+
+# The documents as a site, in build/site; a warning is an error.
+docs: $(READY)
+	$(BIN)/python -m tools.reference
+	$(BIN)/mkdocs build --strict
 
 # Train the embedded pair again (about two hours on two cores; resumable).
 pair: $(READY)

@@ -49,24 +49,9 @@ def test_figures_of_the_pair_are_quoted_as_measured() -> None:
         assert f"| {key} | {value:.3f} |" in quoted, key
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        "README.md",
-        "docs/architecture.md",
-        "docs/correctness.md",
-        "docs/models.md",
-        "docs/serving.md",
-        "docs/benchmarks.md",
-        "docs/quantisation.md",
-        "docs/memory.md",
-        "docs/glossary.md",
-        "LOG.md",
-    ],
-)
-def test_links_lead_somewhere(document: str) -> None:
-    path = ROOT / document
-    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text("utf-8")):
+@pytest.mark.parametrize("path", [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text("utf-8")):
         assert (path.parent / target).exists(), target
 
 
