@@ -52,7 +52,9 @@ class LLM:
 
     Raises
     ------
-    ConfigError, ModelLoadError, UnsupportedModelError
+    ConfigError            a setting cannot be, or two of them do not go together
+    ModelLoadError         files of a model or head are missing, damaged or not what they say
+    UnsupportedModelError  a model cannot be batched exactly, or the drafter does not fit the target
     """
 
     def __init__(

@@ -70,7 +70,9 @@ def check_command(line: str) -> None:
     """Fail for a command that could not run: an unknown verb, flag, target of make, extra or module."""
     program, *rest = shlex.split(re.sub(r"^[A-Z]+=\$\((.*)\)$", r"\1", line), comments=True)
     if program == "echelon":
-        speculative(speculative_mapping(parsed(rest).get("speculative_config")))
+        drafters = parsed(rest).get("speculative_config") or ()
+        for text in [drafters] if isinstance(drafters, str) else drafters:
+            speculative(speculative_mapping(text))
     elif program == "make":
         assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE), rest[0]
     elif program == "pip":

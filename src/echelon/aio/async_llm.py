@@ -42,7 +42,7 @@ class AsyncLLM:
 
     Raises
     ------
-    ConfigError, ModelLoadError, UnsupportedModelError
+    ConfigError, ModelLoadError, UnsupportedModelError  as `LLM`
     """
 
     def __init__(
