@@ -20,7 +20,7 @@ lint: $(READY)
 # The documents as a site, in build/site; a warning is an error.
 docs: $(READY)
 	$(BIN)/python -m tools.reference
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Train the embedded pair again (about two hours on two cores; resumable).
 pair: $(READY)

@@ -13,11 +13,12 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic.fields import FieldInfo
 
-from echelon import LLM, EngineConfig, SamplingParams, SpeculativeConfig
+from echelon import LLM, EngineConfig, SamplingParams, SpeculativeConfig, load_model
 from echelon.cli import app
 from echelon.cli.shared import SPECULATIVE
 from echelon.demo import TARGET
 from echelon.inputs import LARGEST
+from echelon.model.load.loading import LoadedModel
 from echelon.server.config import ServerConfig
 from echelon.server.metrics import ServerMetrics
 from echelon.settings import Settings
@@ -148,11 +149,20 @@ def _shown_default(option: Any) -> str:
     return "" if option.default in (None, "") or option.default is False else f"`{option.default}`"
 
 
-def metrics_page(text: str, prefix: str) -> str:
-    """docs/metrics.md, from the answer of a server whose names begin with `prefix`."""
-    families = sorted((f for f in text_string_to_metric_families(text) if not f.name.endswith("_created")), key=lambda f: f.name)
-    rows = (_row(f"`{_sample_name(f).removeprefix(prefix)}`", f.type, _labels(f), f.documentation) for f in families)
+def metrics_page(prefix: str) -> str:
+    """docs/metrics.md, from the answers of servers whose names begin with `prefix`."""
+    target = load_model(TARGET)
+    answers = (_answer(target, prefix, length) for length in ("auto", 4))  # what adapts, and what has surely drafted
+    families = {f.name: f for text in answers for f in text_string_to_metric_families(text) if not f.name.endswith("_created")}
+    rows = (_row(f"`{_sample_name(f).removeprefix(prefix)}`", f.type, _labels(f), f.documentation) for _, f in sorted(families.items()))
     return METRICS.format(rows="\n".join(rows))
+
+
+def _answer(target: LoadedModel, prefix: str, length: int | str) -> str:
+    """What a server says after a request with n-grams of this draft length."""
+    with LLM(target, {"method": "ngram", "num_speculative_tokens": length}, max_num_seqs=1) as llm:
+        llm.generate(["for i in range(10):\n    print(i)\n" * 4], SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True))
+        return ServerMetrics(llm, prefix, "MODEL").text().decode()
 
 
 def _sample_name(family: Metric) -> str:
@@ -164,20 +174,12 @@ def _labels(family: Metric) -> str:
     return "; ".join(f"`{name}`" for name in names if name not in ("model_name", "le"))
 
 
-def metrics_text(prefix: str) -> str:
-    """What a server says that has drafted with lengths that adapt."""
-    with LLM(TARGET, {"method": "ngram"}, max_num_seqs=1) as llm:
-        llm.generate(["for i in range(10):\n    print(i)\n" * 4], SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True))
-        return ServerMetrics(llm, prefix, "MODEL").text().decode()
-
-
 def _row(*cells: str) -> str:
     return f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def main() -> int:
-    prefix = ServerConfig().metrics_prefix
-    pages = {"settings": settings_page(), "cli": cli_page(), "metrics": metrics_page(metrics_text(prefix), prefix)}
+    pages = {"settings": settings_page(), "cli": cli_page(), "metrics": metrics_page(ServerConfig().metrics_prefix)}
     for name, page in pages.items():
         (DOCS / f"{name}.md").write_text(page, "utf-8")
     return 0

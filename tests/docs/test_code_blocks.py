@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import servers
 import torch
 import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -29,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 FENCE = re.compile(r"(?:^<!-- not run: (?P<why>[^\n]+) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`(?!`)([^`]+)`(?!`)")
-PLACES = {"path/or/hub-name": TARGET, "path/of/draft": DRAFT, "path/of/head": EAGLE}
+PLACES = {"path/or/hub-name": "LOADED", "path/of/draft": repr(str(DRAFT)), "path/of/head": repr(str(EAGLE))}
 NOT_CODE = "text"
 
 
@@ -95,7 +96,7 @@ def given() -> dict[str, Any]:
 
 
 def test_every_block_says_what_it_is() -> None:
-    assert {(b.document, b.language) for b in BLOCKS if b.language not in ("python", "sh", "json", NOT_CODE)} == set()
+    assert {(b.document, b.language) for b in BLOCKS if b.language not in ("python", "sh", NOT_CODE)} == set()
     for name, path in DOCUMENTS.items():
         text = path.read_text("utf-8")
         assert text.count("```") == 2 * len(FENCE.findall(text)), f"{name}: a fence that is not seen here"
@@ -106,22 +107,16 @@ def test_every_block_says_what_it_is() -> None:
 
 @pytest.mark.parametrize("document", sorted({b.document for b in RUN if b.language == "python"}))
 def test_python_runs(document: str) -> None:
-    """The blocks of a document one after the other, in one namespace."""
+    """The blocks of a document one after the other, in one namespace; the model that they name is loaded once for all."""
     code = [b.code for b in RUN if b.document == document and b.language == "python"]
-    names = given() if "**batch" in "".join(code) else {}
+    names = {"LOADED": servers.pair()[0]} | (given() if "**batch" in "".join(code) else {})
     for block in code:
-        exec(compile(re.sub('"(path/[^"]+)"', lambda found: repr(str(PLACES[found[1]])), block), document, "exec"), names)
+        exec(compile(re.sub('"(path/[^"]+)"', lambda found: PLACES[found[1]], block), document, "exec"), names)
 
 
 @pytest.mark.parametrize(("document", "line"), COMMANDS)
 def test_commands_are_understood(document: str, line: str) -> None:
     check_command(line)
-
-
-@pytest.mark.parametrize("block", [b for b in RUN if b.language == "json"])
-def test_json_is_json(block: Block) -> None:
-    for line in block.code.splitlines():
-        json.loads(line)
 
 
 def options_of(words: list[str]) -> tuple[list[str], set[str]]:

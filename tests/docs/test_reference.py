@@ -17,7 +17,7 @@ def test_a_page_is_written_from_the_code(name: str, page: object) -> None:
 
 
 def test_the_page_of_metrics_lists_what_a_server_says() -> None:
-    page = reference.metrics_page(reference.metrics_text("vllm:"), "vllm:")
+    page = reference.metrics_page("vllm:")
     assert (reference.DOCS / "metrics.md").read_text("utf-8") == page, "run: python -m tools.reference"
 
 
