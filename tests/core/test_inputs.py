@@ -238,6 +238,8 @@ def right_arguments(folder: Path, llm: LLM) -> dict[str, dict[str, Any]]:
         "LLM.stream": many,
         "LLM.chat": {"messages": messages, "sampling_params": GREEDY, "use_tqdm": False},
         "LLM.get_tokenizer": {},
+        "LLM.get_default_sampling_params": {},
+        "InputProcessor.default_params": {},
         "InputProcessor.encode": {"text": "a", "add_special_tokens": True, "name": "prompt"},
         "InputProcessor.encode_chat": {"messages": messages, "name": "messages"},
         "InputProcessor.check_prompt": {"tokens": [1], "params": GREEDY, "name": "prompt"},
