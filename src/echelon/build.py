@@ -36,6 +36,8 @@ from echelon.model.load.sharing import share_weights
 from echelon.model.patches.packing import check_integers
 from echelon.model.runner import Runner
 from echelon.ops import compiled
+from echelon.parallel.group import RankGroup, load_in_ranks
+from echelon.parallel.runner import split_storage
 from echelon.prefix_cache import PrefixCache
 from echelon.scheduler import LONGEST_PATH, Scheduler
 from echelon.sequence import Sequence
@@ -69,19 +71,40 @@ def build(
     check_together(config, spec)
     if draft_head is not None:
         check_kind("draft_head", draft_head, Head)
-    target = _loaded(config, model, config.device, "model", config.quantization)
+    if config.tensor_parallel_size == 1:
+        target = _loaded(config, model, config.device, "model", config.quantization)
+        return _built(config, spec, target, draft_model, draft_head, None)
+    target, ranks = _loaded_in_ranks(config, model)
+    try:
+        return _built(config, spec, target, draft_model, draft_head, ranks)
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _built(
+    config: EngineConfig,
+    spec: SpeculativeConfig | None,
+    target: LoadedModel,
+    draft_model: LoadedModel | None,
+    draft_head: Head | None,
+    ranks: RankGroup | None,
+) -> tuple[Engine, Storage, int]:
+    """The rest of `build`, on a target that is loaded, and split among `ranks` where there are several."""
     if target.device.type == "cpu":
         compiled.warn_once_if_missing()
     if config.kv_cache_dtype != "auto":
         check_integers(f"kv_cache_dtype = {config.kv_cache_dtype!r}", "leave it out there", target.device)
     spec = _suited(config, spec, target)
     draft = _draft_model(config, spec, target, draft_model)
-    head = _head(spec, target, draft_head)
+    head = _head(spec, target, draft_head, is_tested=ranks is None)
     max_len = config.max_model_len or target.max_len
     if max_len > target.max_len:
         raise ConfigError(f"max_model_len = {max_len} exceeds the model's context of {target.max_len} tokens; lower it")
     models = [target] if draft is None else [target, draft]
     storage = STRATEGIES[config.strategy](config, models, max_len, spec, head)
+    if ranks is not None:
+        storage = split_storage(storage, ranks)
     logger.info("%s", storage.plan)
     return _engine(config, spec, storage), storage, max_len
 
@@ -140,6 +163,16 @@ def _loaded(
     return model
 
 
+def _loaded_in_ranks(config: EngineConfig, model: str | os.PathLike[str] | LoadedModel) -> tuple[LoadedModel, RankGroup]:
+    """The target, split among the processes that the configuration asks for."""
+    size = config.tensor_parallel_size
+    if isinstance(model, LoadedModel):
+        raise ConfigError(
+            f"tensor_parallel_size = {size} splits a model as it is read, and {model.name!r} is loaded already; give its folder or hub name"
+        )
+    return load_in_ranks(name_of(model, "model"), size, config.dtype, config.device, config.quantization)
+
+
 def _draft_model(
     config: EngineConfig, spec: SpeculativeConfig | None, target: LoadedModel, loaded: LoadedModel | None
 ) -> LoadedModel | None:
@@ -170,12 +203,14 @@ def _own_copy(config: EngineConfig, target: LoadedModel, quantization: str) -> L
     return draft
 
 
-def _head(spec: SpeculativeConfig | None, target: LoadedModel, loaded: Head | None) -> AttachedHead | None:
+def _head(spec: SpeculativeConfig | None, target: LoadedModel, loaded: Head | None, is_tested: bool) -> AttachedHead | None:
+    """What is to draft; it is tested on a target that this process has all of."""
     head = head_for(spec, target, loaded)
     if head is None:
         return None
     attached = attach_head(head, target)
-    warn_of_chance(target, head, attached.reader, attached.shapes)
+    if is_tested:
+        warn_of_chance(target, head, attached.reader, attached.shapes)
     return attached
 
 
@@ -230,7 +265,7 @@ def _steps_key(config: EngineConfig, target: Runner[Any]) -> dict[str, str]:
     """What decides how long a step takes; a table is kept by it."""
     strategy = " ".join((config.strategy, config.pad, config.grouping))
     storage = f"blocks of {config.block_size}, keys in {config.kv_cache_dtype}, {pool_of(target)}"
-    settings = f"numerics {config.numerics}, eager {config.enforce_eager}, {storage}"
+    settings = f"numerics {config.numerics}, eager {config.enforce_eager}, {config.tensor_parallel_size} ranks, {storage}"
     return machine_key(target.loaded.device) | {"model": model_key(target.loaded), "strategy": strategy, "settings": settings}
 
 

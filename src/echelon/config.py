@@ -263,6 +263,9 @@ class EngineConfig(Settings):
     texts and many rows where there is room; where there is not, kept prefixes, drafted tokens, the bits of keys and values and of weights,
     rows and at last the length of texts are given up, in this order, until the plan fits (docs/memory.md).
 
+    `tensor_parallel_size` processes on this machine hold a share of the target each and run every step together, this one among them;
+    the texts are those of one (docs/parallel.md).
+
     `quantization` rounds the weights of linear layers and experts when the model is loaded, and every token's activations in each of them
     to 8 bits: another model than the one in 16 bits, with the promises of any other, and the same sums on every processor.
     """
@@ -275,6 +278,9 @@ class EngineConfig(Settings):
     )
     quantization: Quantization | None = Field(
         default=None, description="Weights of linear layers in 8 bits, or in 4 with 8 in the output layer; CPU."
+    )
+    tensor_parallel_size: StrictInt = Field(
+        default=1, ge=1, lt=LARGEST, description="Processes among which the target is split, on this machine's cores."
     )
     max_num_seqs: StrictInt = Field(default=64, ge=1, lt=LARGEST, description="Rows that run at once.")
     max_num_batched_tokens: StrictInt = Field(
@@ -350,6 +356,16 @@ class EngineConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _ranks_take_what_they_need(self) -> Self:
+        budget = next((name for name in ("memory", "gpu_memory_utilization") if getattr(self, name) is not None), None)
+        if self.tensor_parallel_size > 1 and budget is not None:
+            raise ValueError(
+                f"{budget} is planned for one process, and tensor_parallel_size = {self.tensor_parallel_size} makes several; leave one "
+                "out, or bound keys and values by kv_cache_memory_bytes"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _every_row_can_step(self) -> Self:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
@@ -364,6 +380,7 @@ class EngineConfig(Settings):
             ("pad", self.pad, "both", "padded"),
             ("grouping", self.grouping, "none", "realign"),
             ("kv_cache_dtype", self.kv_cache_dtype, "auto", "unpadded"),
+            ("tensor_parallel_size", self.tensor_parallel_size, 1, "unpadded"),
         )
         for key, value, default, home in belonging:
             if value != default and self.strategy != home:

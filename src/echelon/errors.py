@@ -69,6 +69,10 @@ class UnavailableError(EchelonError):
     """The engine has stopped, hangs or shuts down."""
 
 
+class RankError(UnavailableError):
+    """A process that holds a share of a model has ended, hangs, or answers what it was not asked."""
+
+
 class RequestTimeoutError(EchelonError, TimeoutError):
     """A request waited or ran longer than it may, and was given up."""
 

@@ -26,7 +26,7 @@ from echelon.scheduler import Selector
 @dataclass(frozen=True)
 class Storage:
     """Runners, one a model, on pools of equally many blocks; the head that drafts and its cache; which rows step (None: all); tables whose
-    blocks are kept for texts that begin alike.
+    blocks are kept for texts that begin alike; what ends the workers of a target that runs on several ranks.
     """
 
     plan: PoolPlan
@@ -35,9 +35,11 @@ class Storage:
     head_cache: KVCache | None = None
     selector: Selector | None = None
     cached_tables: SequenceOf[CachedTables] = ()
+    close_ranks: Callable[[], object] = lambda: None
 
     def free(self) -> None:
         """Let go of all keys and values, and of what was captured on them; nothing can run any more."""
+        self.close_ranks()
         for runner in self.runners:
             runner.captured = None
         for cache in (*(r.cache for r in self.runners), *([self.head_cache] if self.head_cache else [])):

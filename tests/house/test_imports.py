@@ -31,7 +31,7 @@ LEVELS = [
     {"adaptive"},
     {"memory"},
     {"engine", "storage"},
-    {"baselines"},
+    {"baselines", "parallel"},
     {"build", "input_processor"},
     {"llm"},
     {"requests"},

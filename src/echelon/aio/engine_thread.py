@@ -20,7 +20,7 @@ from functools import partial
 from echelon.aio.limits import Limits, RequestObserver
 from echelon.aio.request_handle import RequestHandle, RequestRow
 from echelon.engine import Engine
-from echelon.errors import OverloadedError, RequestTimeoutError, RowError, SlowReaderError, UnavailableError, location_of
+from echelon.errors import OverloadedError, RankError, RequestTimeoutError, RowError, SlowReaderError, UnavailableError, location_of
 from echelon.llm import LLM
 from echelon.sequence import FinishReason, RowState, Sequence, state_of
 
@@ -227,6 +227,8 @@ class EngineThread:
         running = list(engine.scheduler.running)
         try:
             return engine.step()
+        except RankError:  # no row is at fault, and none can go on
+            raise
         except Exception as error:
             logger.error("a step failed, its rows are tried one by one: %s", location_of(error))
             return self._try_alone(engine, running, error)

@@ -53,6 +53,7 @@ class StoredTensor:
     code: str  # its dtype, as the format calls it
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the file
+    rows: tuple[int, int] | None = field(default=None, kw_only=True)  # the first that is wanted, and the one after the last; None: all
 
     def __getitem__(self, index: EllipsisType) -> Self:
         return self
@@ -83,7 +84,8 @@ class StoredTensor:
         return STORED[self.code]
 
     def read(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor, in its own dtype or cast to `dtype`, in memory of its own.
+        """The tensor, in its own dtype or cast to `dtype`, in memory of its own; where some rows are wanted, the others hold anything, and
+        large ones take no memory.
 
         Raises
         ------
@@ -98,8 +100,9 @@ class StoredTensor:
             )
         out = own_memory(self.numel, wanted)
         scratch = None if wanted == stored else torch.empty(min(PIECE, self.numel), dtype=stored)
-        for first in range(0, self.numel, PIECE):
-            part = out[first : first + PIECE]
+        begin, end = (self.numel // self.shape[0] * row for row in self.rows) if self.rows else (0, self.numel)
+        for first in range(begin, end, PIECE):
+            part = out[first : min(first + PIECE, end)]
             raw = part if scratch is None else scratch[: len(part)]
             self._fill(raw, first * stored.itemsize)
             if raw is not part:

@@ -24,6 +24,7 @@ from echelon.inputs import shown
 from echelon.settings import Settings
 
 SPECULATIVE = "--speculative-config"
+SHORT = {"tensor_parallel_size": "-tp"}  # flags that have a second name, as vLLM has it
 PIPED_SECONDS = 10.0  # between lines of progress where stderr is no terminal
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name of a causal language model (safetensors).")]
 SpeculativeOption = Annotated[
@@ -69,7 +70,8 @@ class Flags:
             kind = str
         elif _takes_text(kind):
             kind = str | None
-        annotation = Annotated[kind, typer.Option(flag, help=field.description)]
+        flags = (flag, SHORT[name]) if name in SHORT else (flag,)
+        annotation = Annotated[kind, typer.Option(*flags, help=field.description)]
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
     def taken(self, given: dict[str, Any], is_written: Callable[[str], bool]) -> dict[str, Any]:

@@ -128,9 +128,10 @@ def plan_memory(config: EngineConfig, spec: SpeculativeConfig | None, residents:
 
 
 def bytes_kept(config: EngineConfig, residents: Residents) -> tuple[int, int]:
-    """Bytes of keys and values of one token in all models and heads, and of what is kept of each block besides."""
+    """Bytes of keys and values of one token in all models and heads, on all ranks, and of what is kept of each block besides."""
     head, is_rounded = residents.head, config.kv_cache_dtype == "int8"
-    of_models = sum(m.bytes_per_token(is_rounded) for m in (residents.target, residents.draft) if m)
+    of_models = config.tensor_parallel_size * residents.target.bytes_per_token(is_rounded)
+    of_models += residents.draft.bytes_per_token(is_rounded) if residents.draft else 0
     boundary = head.boundary_bytes if head and config.enable_prefix_caching else 0
     return of_models + (head.bytes_per_token if head else 0), boundary
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel, PreTrainedTokenizerBase
 
 from echelon.checkpoint.folder import Folder
 from echelon.checkpoint.quantization import Scheme, scheme_of
@@ -21,7 +21,7 @@ from echelon.config import check_settings
 from echelon.errors import ConfigError, UnsupportedModelError
 from echelon.inputs import check_kind, first_line, name_of
 from echelon.model.attention import IMPLEMENTATION
-from echelon.model.load.reading import in_turn, read_model, settings_of
+from echelon.model.load.reading import in_turn, read_config, read_model, settings_of
 from echelon.model.load.selftest import self_test
 from echelon.model.patches import PatchedForward
 from echelon.model.patches.apply import patch_model
@@ -29,6 +29,7 @@ from echelon.model.patches.elementwise import patch_elementwise
 from echelon.model.patches.linear import LINEAR, patch_linear
 from echelon.model.patches.packing import Packing, check_integers, packing_of
 from echelon.model.patches.rope import OriginalContext
+from echelon.model.patches.split import Share, check_split, plan_of
 from echelon.ops import devices
 
 
@@ -111,6 +112,35 @@ def load_model(
     model.to(chosen).eval().requires_grad_(False)
     packing = replace(packing, is_fast=_is_fast(model, numerics))
     return _served(model, tokenizer, name, False, packing, True, scheme.quantization if scheme else quantization)
+
+
+def check_ranks(name: str, size: int) -> None:
+    """Raise where a checkpoint cannot be split among so many ranks; only its configuration is read.
+
+    Raises
+    ------
+    ConfigError, ModelLoadError, UnsupportedModelError
+    """
+    folder = Folder.locate(name, "model")
+    scheme = scheme_of(folder.shown, settings_of(folder))
+    if scheme is not None:
+        raise ConfigError(f"{folder.shown} is published in {scheme.bits} bits, which is served by one rank; use the checkpoint in bfloat16")
+    config = read_config(folder)
+    plan_of(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), type(config)), config)
+    check_split(config, name, size)
+
+
+@in_turn
+def load_share(name: str, share: Share, dtype: str, quantization: str | None) -> LoadedModel:
+    """Load one rank's share of a checkpoint that `check_ranks` has passed, on the CPU; otherwise as `load_model`. It is cut before it is
+    rounded and packed; rank 0 tests it for all.
+    """
+    folder, packing = Folder.locate(name, "model"), packing_of(quantization, False, torch.device("cpu"))
+    model, tokenizer = read_model(folder, settings_of(folder), dtype, IMPLEMENTATION, share=share)
+    model.config.name_or_path = name
+    if share.rank == 0:
+        self_test(type(model), model.config, model.dtype)
+    return _served(model.eval().requires_grad_(False), tokenizer, name, False, packing, True, quantization, share)
 
 
 @in_turn
@@ -203,9 +233,12 @@ def _served(
     packing: Packing,
     in_place: bool,
     quantization: str | None,
+    share: Share | None = None,
 ) -> LoadedModel:
-    """Patch the model with our operations; `in_place`: nobody else has its weights, so packed ones may take their memory."""
-    replaced, original_context = patch_model(model, keep_weights, packing, in_place)
+    """Patch the model with our operations; `in_place`: nobody else has its weights, so packed ones may take their memory. With `share` it
+    is cut to that first.
+    """
+    replaced, original_context = patch_model(model, keep_weights, packing, in_place, share)
     return LoadedModel(model, tokenizer, name, replaced, original_context, packing.is_fast, quantization)
 
 

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from echelon.inputs import shown
 from echelon.model.load.published import check_published, with_published
 from echelon.model.load.rounding import rounded_as_read
 from echelon.model.patches.packing import Packing
+from echelon.model.patches.split import Cutter, Share
 
 Params = ParamSpec("Params")
 Loaded = TypeVar("Loaded")
@@ -63,24 +65,45 @@ def settings_of(folder: Folder) -> dict[str, Any]:
 
 
 def read_model(
-    folder: Folder, raw: dict[str, Any], dtype: str, attention: str, scheme: Scheme | None = None, packing: Packing | None = None
+    folder: Folder,
+    raw: dict[str, Any],
+    dtype: str,
+    attention: str,
+    scheme: Scheme | None = None,
+    packing: Packing | None = None,
+    share: Share | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """A model and its tokenizer, read into memory of their own; nothing of what they are made of changes with the files any more.
 
-    Weights that `scheme` describes are packed as they are published, and others as `packing` has it where it rounds them.
+    Weights that `scheme` describes are packed as they are published, and others as `packing` has it where it rounds them. With `share` only
+    a rank's own rows of linear layers are read, and the others hold anything.
     """
     with open_weights(folder, weight_files(folder)) as stored:
         weights = stored if scheme is None else with_published(stored, scheme)
         check_counts(folder.shown, raw, len(weights.tensors), weights.largest_dimension)
         tokenizer = _read_tokenizer(folder)
         config = read_config(folder)
-        cls = type(built_without_memory(folder, config, weights))
+        built = built_without_memory(folder, config, weights)
+        cls = type(built)
+        if share is not None:
+            weights = _own_rows(weights, built, share)
         rounding = rounded_as_read(packing, config.get_text_config().vocab_size) if packing and packing.bits else nullcontext()
         with rounding:
             model = _read_weights(cls, config, dtype, attention, weights)
     if scheme is not None:
         check_published(model, folder.shown)
     return model, tokenizer
+
+
+def _own_rows(weights: Weights, model: PreTrainedModel, share: Share) -> Weights:
+    """The same tensors, of which those that a rank has some rows of read these alone, where the file has them under the model's names."""
+    cutter, prefix = Cutter.of(type(model), model.config, share), f"{model.base_model_prefix}."
+    tensors = dict(weights.tensors)
+    for key, tensor in weights.tensors.items():
+        layer, _, _ = key.removeprefix(prefix).rpartition(".")
+        if tensor.shape and (part := cutter.columns(layer, tensor.shape[0])) is not None:
+            tensors[key] = replace(tensor, rows=(part.first, part.last))
+    return Weights(weights.folder, tensors)
 
 
 def _read_tokenizer(folder: Folder) -> PreTrainedTokenizerBase | None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,36 @@ class Experts:
         gated: Tensor = module._apply_gate(full) if module.has_gate else module.act_fn(full)
         return gated[: len(x)]
 
+    def run(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gather: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Run hidden [T, K] through each token's experts, of index and weight [T, k] → [T, K]. `gather` makes what goes into all down
+        projections whole, [T · k, I] in the order of experts, where a rank has some columns of each weight.
+
+        Sums run over a token's experts in the order of `top_k_index`, in float32.
+        """
+        num_tokens, num_chosen = top_k_index.shape
+        chosen = top_k_index.flatten()
+        order = chosen.argsort(stable=True)
+        counts = torch.bincount(chosen, minlength=len(self.down.weights)).tolist()
+        inner = (self.hidden(expert, hidden[pairs // num_chosen]) for expert, pairs in _used(order, counts))
+        if gather is not None:
+            inner = iter(gather(torch.cat(list(inner))).split([n for n in counts if n]))
+        out = torch.empty(len(chosen), self.down.weights[0].columns, dtype=torch.float32, device=hidden.device)
+        for (expert, pairs), x in zip(_used(order, counts), inner, strict=True):
+            out[pairs] = self.down(expert, x, float32=True)
+        module: Any = self.module
+        if getattr(module, "has_post_expert_norm", False):
+            out = module.post_expert_norm(out.to(hidden.dtype)).float()
+        out = out.view(num_tokens, num_chosen, -1) * top_k_weights.float()[..., None]
+        total = out[:, 0]
+        for k in range(1, num_chosen):
+            total = total + out[:, k]
+        return total.to(hidden.dtype)
+
+
+def _used(order: Tensor, counts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """Experts that have something to do, each with its (token, choice) pairs, which stand in `order` [T · k]."""
+    return ((expert, pairs) for expert, pairs in enumerate(order.split(counts)) if len(pairs))
+
 
 def is_experts(module: nn.Module) -> bool:
     """A stack of experts in the form that `use_experts_implementation` marks."""
@@ -109,26 +139,5 @@ def _projection(module: Any, name: str, columns: slice, packing: Packing) -> Pro
 
 
 def _forward(experts: Experts, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Run hidden [T, K] through each token's experts, of index and weight [T, k] → [T, K].
-
-    Sums run over a token's experts in the order of `top_k_index`, in float32.
-    """
-    num_tokens, num_chosen = top_k_index.shape
-    chosen = top_k_index.flatten()
-    order = chosen.argsort(stable=True)
-    out = torch.empty(len(chosen), hidden.shape[1], dtype=torch.float32, device=hidden.device)
-    start = 0
-    for expert, count in enumerate(torch.bincount(chosen, minlength=len(experts.down.weights)).tolist()):
-        if count:
-            pairs = order[start : start + count]
-            x = experts.hidden(expert, hidden[pairs // num_chosen])
-            out[pairs] = experts.down(expert, x, float32=True)
-            start += count
-    module: Any = experts.module
-    if getattr(module, "has_post_expert_norm", False):
-        out = module.post_expert_norm(out.to(hidden.dtype)).float()
-    out = out.view(num_tokens, num_chosen, -1) * top_k_weights.float()[..., None]
-    total = out[:, 0]
-    for k in range(1, num_chosen):
-        total = total + out[:, k]
-    return total.to(hidden.dtype)
+    """Run hidden [T, K] through each token's experts, of index and weight [T, k] → [T, K]."""
+    return experts.run(hidden, top_k_index, top_k_weights)

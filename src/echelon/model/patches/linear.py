@@ -151,11 +151,18 @@ def _give_up(module: nn.Module, parameter: nn.Parameter, stand_in: nn.Parameter,
             other.weight = stand_in
 
 
+def linear_parts(forward: Any) -> tuple[PackedWeight, Tensor | None, bool]:
+    """Packed weight [N, K], float32 bias [N] and whether it gives float32, of a linear layer that `patch_linear` serves."""
+    assert isinstance(forward, PatchedForward) and forward.func is _linear, forward
+    packed, bias, is_float32 = forward.args
+    return packed, bias, is_float32
+
+
 def projection_of(forward: Any) -> tuple[PackedWeight, Tensor | None] | None:
     """Packed weight [N, K] and float32 bias [N] of a linear layer that `patch_linear` serves, in the dtype of its weight."""
     if not isinstance(forward, PatchedForward) or forward.func is not _linear:
         return None
-    packed, bias, is_float32 = forward.args
+    packed, bias, is_float32 = linear_parts(forward)
     return None if is_float32 else (packed, bias)
 
 

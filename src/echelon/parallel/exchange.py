@@ -1,0 +1,139 @@
+"""Memory that the ranks of one machine share: signs of life, how far each has come, and the activations that they bring together.
+
+The memory has no name anywhere: workers inherit it, and it is gone with the last process that has it. A gather is a copy by every rank into
+one of two slots and a number that each raises when it has written. A rank raises it for the next gather only when it has read this one, so
+that nobody writes into a slot that is still read. x86-64 shows stores to others in their order; on no other processor is this used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from echelon.errors import RankError
+
+LINE = 64  # bytes of a rank's own numbers, which no other rank writes: a cache line
+ARRIVED, HASH, SEEN, RECEIVED = range(4)  # 8-byte numbers in it: gathers written, the running plan's hash, times (ns): alive, plan read
+MOST_RANKS = 64
+HEADER = LINE * MOST_RANKS
+SLOT = 32 << 20  # bytes
+SIZE = HEADER + 2 * SLOT
+SPINS = 4000  # looks at a number before the processor is given up: a few tenths of a millisecond
+LOOK_SECONDS = 0.05  # between looks at whether the others still live
+
+_FUTEX, _WAIT, _WAKE = 202, 0, 1  # the system call's number on x86-64, and its operations
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Seconds(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+
+_LOOK = _Seconds(0, int(LOOK_SECONDS * 1e9))
+
+
+def shared_memory() -> int:
+    """A file descriptor of SIZE bytes of memory, all of it taken.
+
+    Raises
+    ------
+    OSError  there is not so much
+    """
+    descriptor = os.memfd_create("echelon-ranks")
+    try:
+        os.posix_fallocate(descriptor, 0, SIZE)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+class SharedExchange:
+    """The gathers of one rank, over the memory `descriptor`. `check` raises where others are gone: it is called while they are awaited."""
+
+    def __init__(self, descriptor: int, rank: int, size: int, check: Callable[[], None], spins: int = SPINS) -> None:
+        self.rank, self.size, self.is_connected = rank, size, False
+        self._check, self._spins = check, spins
+        self._memory = mmap.mmap(descriptor, SIZE)
+        self._numbers = memoryview(self._memory).cast("Q")
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._slots = [whole[start : start + SLOT] for start in (HEADER, HEADER + SLOT)]
+        self._count, self._plan_hash, self._is_checked = 0, 0, True
+
+    def number(self, rank: int, which: int) -> int:
+        """One of a rank's own numbers."""
+        return self._numbers[rank * LINE // 8 + which]
+
+    def note(self, which: int, value: int) -> None:
+        """Set one of this rank's numbers."""
+        self._numbers[self.rank * LINE // 8 + which] = value
+
+    def seem_alive(self, rank: int | None = None) -> None:
+        """Note the time as a sign of life of this rank, or of one that is being started."""
+        self._numbers[(self.rank if rank is None else rank) * LINE // 8 + SEEN] = time.monotonic_ns()
+
+    @contextmanager
+    def connected(self, plan_hash: int) -> Iterator[None]:
+        """Inside, all ranks run the pass of one plan."""
+        self.note(HASH, plan_hash)
+        self.is_connected, self._plan_hash, self._is_checked = True, plan_hash, False
+        try:
+            yield
+        finally:
+            self.is_connected = False
+
+    def gathered(self, part: Tensor, first: int, columns: int) -> Tensor:
+        """This rank's columns from `first` on, [..., n] → [..., columns], those of all ranks, in a slot or in memory of its own."""
+        return self._in_pieces(part, first, columns, range(self.size))
+
+    def gathered_by_first(self, part: Tensor, first: int, columns: int) -> Tensor:
+        """The same on rank 0; others wait for nobody, and what they get [..., columns] may be unfinished."""
+        return self._in_pieces(part, first, columns, range(self.size) if self.rank == 0 else ())
+
+    def _in_pieces(self, part: Tensor, first: int, columns: int, awaited: range | tuple[()]) -> Tensor:
+        rows = part.reshape(-1, part.shape[-1])
+        most = SLOT // (columns * part.itemsize)
+        if len(rows) <= most:
+            return self._exchanged(rows, first, columns, awaited).view(*part.shape[:-1], columns)
+        out = part.new_empty(*part.shape[:-1], columns)
+        for target, piece in zip(out.view(-1, columns).split(most), rows.split(most), strict=True):
+            target.copy_(self._exchanged(piece, first, columns, range(self.size)))  # awaited by all: pieces follow one another
+        return out
+
+    def _exchanged(self, part: Tensor, first: int, columns: int, awaited: range | tuple[()]) -> Tensor:
+        """part [T, n] → [T, columns], which T rows of a slot hold."""
+        whole = self._slots[self._count % 2].view(part.dtype).as_strided((len(part), columns), (columns, 1))
+        whole[:, first : first + part.shape[1]] = part
+        self._count += 1
+        self.note(ARRIVED, self._count)
+        self._wake()
+        for rank in awaited:
+            if rank != self.rank:
+                self._wait(rank)
+        self._is_checked = True
+        return whole
+
+    def _wait(self, rank: int) -> None:
+        """Wait until a rank has written as much as this one."""
+        numbers, index, count = self._numbers, rank * LINE // 8 + ARRIVED, self._count
+        for _ in range(self._spins):
+            if numbers[index] >= count:
+                break
+        while (seen := numbers[index]) < count:
+            address = ctypes.c_void_p(self._address + rank * LINE)
+            _libc.syscall(_FUTEX, address, _WAIT, ctypes.c_uint32(seen & 0xFFFFFFFF), ctypes.byref(_LOOK), None, 0)
+            self._check()
+        if numbers[index] > count + 1 or (not self._is_checked and self.number(rank, HASH) != self._plan_hash):
+            where = f"gather {numbers[index]} where {count} is due"
+            raise RankError(f"rank {rank} runs another plan than rank {self.rank} ({where}); make a new LLM")
+
+    def _wake(self) -> None:
+        _libc.syscall(_FUTEX, ctypes.c_void_p(self._address + self.rank * LINE), _WAKE, self.size, None, None, 0)

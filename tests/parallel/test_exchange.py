@@ -1,0 +1,109 @@
+"""The memory that ranks share, with a thread in the place of each process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from echelon.errors import RankError
+from echelon.model.patches.split import part_of
+from echelon.parallel import exchange as room
+from echelon.parallel.exchange import SharedExchange, shared_memory
+
+ROUNDS = 40
+
+
+def ranks(size: int, check: Callable[[], None] = lambda: None) -> list[SharedExchange]:
+    descriptor = shared_memory()
+    try:
+        return [SharedExchange(descriptor, rank, size, check, spins=0) for rank in range(size)]
+    finally:
+        os.close(descriptor)
+
+
+Result = TypeVar("Result")
+
+
+def together(group: list[SharedExchange], work: Callable[[SharedExchange], Result]) -> list[Result]:
+    with ThreadPoolExecutor(len(group)) as pool:
+        return list(pool.map(work, group))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("slot", [room.SLOT, 4096])
+def test_every_rank_gets_what_all_have(size: int, dtype: torch.dtype, slot: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one piece or several, of even shares and others, in many rounds that follow one another at once."""
+    monkeypatch.setattr(room, "SLOT", slot)
+    generator = torch.Generator().manual_seed(size)
+    wholes = [torch.randn(1, 1 + i % 7, 90 + i, generator=generator).to(dtype) for i in range(ROUNDS)]
+
+    def work(rank: SharedExchange) -> list[Tensor]:
+        got = []
+        with rank.connected(7):
+            for whole in wholes:
+                first, last, columns = part_of(whole.shape[-1], rank.rank, size)
+                got.append(rank.gathered(whole[..., first:last], first, columns).clone())
+        return got
+
+    for got in together(ranks(size), work):
+        assert all(torch.equal(a, b) for a, b in zip(got, wholes, strict=True))
+
+
+def test_only_the_first_rank_waits_for_what_is_its_own() -> None:
+    group, whole = ranks(2), torch.arange(12.0).view(3, 4)
+    for rank, first in ((group[1], 2), (group[0], 0)):  # the second is done before the first has begun
+        with rank.connected(1):
+            got = rank.gathered_by_first(whole[:, first : first + 2], first, 4)
+    assert torch.equal(got, whole)
+
+
+def test_a_rank_with_another_plan_is_told_from_the_others() -> None:
+    group = ranks(2)
+
+    def work(rank: SharedExchange) -> str:
+        with pytest.raises(RankError) as told, rank.connected(rank.rank):
+            rank.gathered(torch.zeros(1, 1), rank.rank, 2)
+        return str(told.value)
+
+    assert all("runs another plan" in message for message in together(group, work))
+
+
+def test_a_rank_that_has_gone_on_alone_is_noticed() -> None:
+    first, second = ranks(2)
+    for rank in (first, second):
+        rank.note(room.HASH, 1)
+    second.note(room.ARRIVED, 3)
+    with pytest.raises(RankError, match="runs another plan"), first.connected(1):
+        first.gathered(torch.zeros(1, 1), 0, 2)
+
+
+def test_who_waits_looks_whether_the_others_live() -> None:
+    def look() -> None:
+        raise RankError("rank 1 is gone")
+
+    first, _ = ranks(2, look)
+    with pytest.raises(RankError, match="rank 1 is gone"), first.connected(1):
+        first.gathered(torch.zeros(1, 1), 0, 2)
+
+
+def test_the_memory_has_no_name() -> None:
+    before = set(Path("/dev/shm").iterdir())
+    group = ranks(2)
+    assert set(Path("/dev/shm").iterdir()) == before
+    assert len(group) == 2
+
+
+def test_there_may_be_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "SIZE", 1 << 60)
+    open_before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(OSError, match=r"No space|Cannot allocate|too large"):
+        shared_memory()
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_before

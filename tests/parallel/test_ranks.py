@@ -1,0 +1,140 @@
+"""One, two and four ranks say the same, bit for bit: texts and log-probabilities of a fixed sample, whatever drafts and however rows run.
+
+Every cell starts workers, which takes seconds, and so holds many things at once: greedy and drawn rows, prompts in pieces, preemption, a
+second turn that finds the first one's prefix.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import toys
+from decoders import decoders
+
+from echelon import LLM, RequestOutput, SamplingParams
+from echelon.adaptive.cost_files import CostRecord, write_costs
+from echelon.adaptive.cost_table import CostTable, monotone
+from echelon.demo import EAGLE, TARGET
+from echelon.ops import compiled
+from echelon.parallel.runner import SplitRunner
+
+pytestmark = pytest.mark.skipif(not compiled.is_built(), reason="several ranks need the compiled kernels")
+LENGTHS = (1, 3, 17, 40, 64)
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """Checkpoints by name, written when they are first asked for."""
+    with TemporaryDirectory(prefix="echelon-ranks-") as path:
+        yield Path(path)
+
+
+def checkpoint(folder: Path, name: str, dtype: torch.dtype) -> str:
+    """A toy of this kind, or one that drafts for it."""
+    path = folder / f"{name}-{dtype}"
+    if not path.exists():
+        cls, config = decoders(16, 64)[name.partition("/")[0]]
+        config.tie_word_embeddings, config.vocab_size = name != "llama", toys.VOCABULARY
+        model = toys.randomised(cls, config, 0, 0.3)
+        (toys.noisy_copy(model, 0.05) if name.endswith("/draft") else model).to(dtype).save_pretrained(path)
+    return str(path)
+
+
+class Cell(NamedTuple):
+    """What runs, on how many ranks."""
+
+    size: int
+    model: str
+    spec: dict[str, Any] | None = None
+    settings: dict[str, Any] = {}  # noqa: RUF012
+    dtype: torch.dtype = torch.float32
+    draft: str | None = None
+
+
+CELLS = {
+    "a draft model's chain on four ranks": Cell(4, "llama", {"method": "draft_model", "num_speculative_tokens": 4}, draft="llama/draft"),
+    "an EAGLE tree": Cell(2, "demo", {"method": "eagle", "model": str(EAGLE), "num_speculative_tokens": 12, "tree": "dynamic"}),
+    "an adaptive copying drafter": Cell(2, "qwen3", {"method": "ngram", "cost_table": "frozen"}, dtype=torch.bfloat16),
+    "a draft model's tree in integers": Cell(
+        2,
+        "llama",
+        {"method": "draft_model", "num_speculative_tokens": 10, "tree": "dynamic", "tree_depth": 3},
+        {"quantization": "int8", "kv_cache_dtype": "int8"},
+        draft="llama/draft",
+    ),
+    "OPT": Cell(2, "opt", dtype=torch.bfloat16),
+    "a mixture of experts": Cell(2, "mixtral", {"method": "ngram", "num_speculative_tokens": 3}, dtype=torch.bfloat16),
+}
+
+
+def made(cell: Cell, folder: Path, size: int) -> LLM:
+    """An engine that reads prompts in pieces."""
+    spec = dict(cell.spec) if cell.spec else None
+    if spec and "cost_table" in spec:
+        spec["cost_table"] = str(frozen_costs(folder))
+    if spec and cell.draft:
+        spec["model"] = checkpoint(folder, cell.draft, cell.dtype)
+    model = str(TARGET) if cell.model == "demo" else checkpoint(folder, cell.model, cell.dtype)
+    rows = {"max_num_seqs": 5, "max_num_batched_tokens": 32, "max_model_len": 128, "block_size": 8}
+    return LLM(model, spec, tensor_parallel_size=size, **rows, **cell.settings)
+
+
+def frozen_costs(folder: Path) -> Path:
+    path = folder / "costs.json"
+    table = CostTable(step=monotone([1, 8, 64], [10.0, 10.5, 14.0]), key_ms=0.0, place_ms=0.01)
+    return write_costs(path, CostRecord(key={"of": "a test"}, table=table))
+
+
+def sample(llm: LLM, is_demo: bool) -> tuple[list[list[int]], list[SamplingParams]]:
+    prompts = toys.prompts(LENGTHS, 4096 if is_demo else toys.VOCABULARY)
+    drawn = {"temperature": 0.8, "top_p": 0.95, "top_k": 40}
+    greedy = {"temperature": 0.0}
+    modes: list[dict[str, Any]] = [greedy, drawn, greedy | {"logprobs": 3}, drawn | {"logprobs": 2}, greedy]
+    return prompts, [SamplingParams(max_tokens=NEW, seed=50 + i, ignore_eos=True, **mode) for i, mode in enumerate(modes)]
+
+
+def said(outputs: list[RequestOutput]) -> list[tuple[list[int], Any]]:
+    return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+
+
+def two_turns(llm: LLM, is_demo: bool) -> list[Any]:
+    """All requests at once; then each text goes on."""
+    prompts, params = sample(llm, is_demo)
+    first = llm.generate(prompts, params, use_tqdm=False)
+    longer = [p + o.outputs[0].token_ids + [1] for p, o in zip(prompts, first, strict=True)]
+    second = llm.generate(longer, params, use_tqdm=False)
+    return [said(first), said(second)]
+
+
+@functools.cache
+def alone(name: str, folder: Path) -> list[Any]:
+    """The same with one rank and a pool in which everything fits."""
+    with made(CELLS[name], folder, 1) as llm:
+        return two_turns(llm, CELLS[name].model == "demo")
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_several_ranks_say_what_one_says(name: str, folder: Path) -> None:
+    cell = CELLS[name]
+    with made(cell, folder, cell.size) as llm:
+        shrink(llm)
+        assert isinstance(llm.engine.target, SplitRunner)
+        assert two_turns(llm, cell.model == "demo") == alone(name, folder)
+        assert llm.stats.num_preemptions > 0
+        assert llm.get_metrics()["num_prefix_hits"] > 0
+        assert not cell.spec or llm.stats.num_accepted_tokens > 0
+
+
+def shrink(llm: LLM) -> None:
+    """Take blocks out of every pool until two of the longest rows fit, so that others are preempted."""
+    for tables in llm.storage.tables:
+        pool: Any = tables
+        while tables.num_free > 40:
+            pool.pool.allocate()

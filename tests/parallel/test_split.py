@@ -1,0 +1,74 @@
+"""What each rank has of a model, and who is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import toys
+from decoders import decoders
+from transformers import LlamaConfig
+
+from echelon import LLM, ConfigError, UnsupportedModelError
+from echelon.model.patches.split import PLANS, check_split, heads_of, part_of, plan_of
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@pytest.mark.parametrize("columns", [7, 48, 96, 224, 5632, 11008, 32003])
+def test_parts_are_all_columns_once_at_the_borders_of_tiles(columns: int, size: int) -> None:
+    parts = [part_of(columns, rank, size) for rank in range(size)]
+    assert [c for part in parts for c in range(part.first, part.last)] == list(range(columns))
+    assert all(part.first < part.last for part in parts)
+    if columns >= 32 * size:
+        assert all(part.first % 32 == 0 for part in parts)
+
+
+def test_heads_are_shared_out_and_repeated_where_there_are_too_few() -> None:
+    assert [heads_of(64, 8, rank, 4)[:2] for rank in range(4)] == [(0, 16), (16, 32), (32, 48), (48, 64)]
+    assert [heads_of(16, 2, rank, 4)[:2] for rank in range(4)] == [(0, 8), (0, 8), (8, 16), (8, 16)]
+    assert [heads_of(8, 1, rank, 2)[:2] for rank in range(2)] == [(0, 8), (0, 8)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "fitting"),
+    [(4, 2, {1, 2, 4}), (6, 2, {1, 2, 6}), (8, 1, {1, 2, 4, 8}), (12, 3, {1, 3, 6, 12}), (6, 6, {1, 2, 3, 6})],
+)
+def test_a_number_of_ranks_divides_the_heads(heads: int, kv_heads: int, fitting: set[int]) -> None:
+    config = LlamaConfig(num_attention_heads=heads, num_key_value_heads=kv_heads)
+    for size in range(1, heads + 2):
+        if size in fitting:
+            check_split(config, "toy", size)
+        else:
+            with pytest.raises(ConfigError, match=f"choose {', '.join(map(str, sorted(fitting)))}"):
+                check_split(config, "toy", size)
+
+
+def test_models_with_and_without_a_plan() -> None:
+    for name, (cls, config) in decoders(8, 16).items():
+        if cls in PLANS:
+            assert any(kind == "rowwise" for kind in plan_of(cls, config).values()), name
+        else:
+            with pytest.raises(UnsupportedModelError, match=cls.__name__):
+                plan_of(cls, config)
+
+
+def test_settings_that_exclude_several_ranks() -> None:
+    for settings, match in (
+        ({"strategy": "padded"}, "tensor_parallel_size = 2 belongs to strategy = 'unpadded'"),
+        ({"memory": "4GiB"}, "memory is planned for one process"),
+        ({"tensor_parallel_size": 65}, "more than the 64 ranks"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            LLM("nowhere", **({"tensor_parallel_size": 2} | settings))
+    with pytest.raises(ConfigError, match="give its folder or hub name"):
+        LLM(toys.adopted(toys.llama()), tensor_parallel_size=2)
+
+
+def test_who_does_not_fit_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    toys.llama().save_pretrained(tmp_path / "llama")
+    with pytest.raises(ConfigError, match="tensor_parallel_size = 3 does not divide the 4 attention heads"):
+        LLM(tmp_path / "llama", tensor_parallel_size=3)
+    cls, config = decoders(8, 16)["gpt2"]
+    toys.randomised(cls, config, 0, 0.3).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(UnsupportedModelError, match="not GPT2LMHeadModel"):
+        LLM(tmp_path / "gpt2", tensor_parallel_size=2)
