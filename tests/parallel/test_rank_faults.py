@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -16,8 +17,8 @@ import pytest
 import torch
 import toys
 
-from echelon import LLM, EchelonError, SamplingParams
-from echelon.errors import ClosedError, RankError
+from echelon import LLM, AsyncLLM, EchelonError, SamplingParams
+from echelon.errors import ClosedError, RankError, UnavailableError
 from echelon.ops import compiled
 from echelon.parallel import group as room
 from echelon.parallel.group import RankGroup
@@ -113,7 +114,7 @@ def test_a_worker_that_ends_at_the_start(folder: str, monkeypatch: pytest.Monkey
         self._processes[-1].send_signal(signal.SIGKILL)
 
     monkeypatch.setattr(RankGroup, "_start", killed)
-    with pytest.raises(RankError, match=r"rank 1 .*ended"):
+    with pytest.raises(RankError, match=r"rank 1 .*(ended|closed)"):
         split(folder)
 
 
@@ -137,6 +138,25 @@ def test_there_is_no_memory_to_share(folder: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(room, "shared_memory", full)
     with pytest.raises(EchelonError, match=r"no memory for 2 ranks to share \(No space left on device\)"):
         split(folder)
+
+
+def test_an_engine_without_its_ranks_ends_all_requests_and_is_known_to_have_failed() -> None:
+    """On the server too, whose engine runs in the same thread: no row is tried alone, and its exit status tells."""
+
+    def without_ranks() -> Any:
+        raise RankError("rank 1 has ended")
+
+    async def run() -> None:
+        async with AsyncLLM(toys.adopted(toys.llama()), max_num_seqs=4) as llm:
+            llm.llm.engine.step = without_ranks  # type: ignore[method-assign]
+            last = [output async for output in llm.generate([5, 9], GREEDY)][-1].outputs[0]
+            assert last.finish_reason == "error"
+            assert isinstance(last.error, UnavailableError)
+            assert llm._thread.has_failed
+            with pytest.raises(UnavailableError):
+                await llm.check_health()
+
+    asyncio.run(run())
 
 
 def test_closing_ends_the_workers_and_so_does_the_end_of_the_process(folder: str) -> None:

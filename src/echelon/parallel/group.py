@@ -60,6 +60,9 @@ class RankGroup:
         try:
             for rank in range(1, size):
                 self._start(rank, descriptor, spins)
+        except BaseException:
+            self.close()
+            raise
         finally:
             os.close(descriptor)
 

@@ -18,7 +18,8 @@ ALIVE_SECONDS = 0.5  # between signs of life
 
 def main() -> None:
     """Serve one engine."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is the parent's, which closes the socket when it ends
+    for number in (signal.SIGINT, signal.SIGTERM):  # they are the parent's, which closes the socket when it ends
+        signal.signal(number, signal.SIG_IGN)
     rank, size, descriptor, sign_at, spins, parent = map(int, sys.argv[1:])
     threading.Thread(target=_live, args=(descriptor, sign_at, parent), daemon=True).start()
     from echelon.parallel.serving import serve
