@@ -29,7 +29,7 @@ BATCH, PROMPT, NEW, TURNS = 8, 128, 48, 2
 
 def measured(folder: str, size: int) -> dict[str, Any]:
     """Milliseconds of the prompts' steps and of a decoding step, the median, and tokens: the texts are compared."""
-    settings = {"max_num_seqs": BATCH, "max_model_len": 512, "skip_tokenizer_init": True, "enable_prefix_caching": False}
+    settings: dict[str, Any] = {"max_num_seqs": BATCH, "max_model_len": 512, "skip_tokenizer_init": True, "enable_prefix_caching": False}
     llm = LLM(folder, tensor_parallel_size=size, **settings)
     prompts = torch.randint(0, llm.target.vocab_size, (BATCH, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
     params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)

@@ -63,7 +63,8 @@ class SharedExchange:
         self._check, self._spins = check, spins
         self._memory = mmap.mmap(descriptor, SIZE)
         self._numbers = memoryview(self._memory).cast("Q")
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._words = [ctypes.c_void_p(address + LINE * other + 8 * ARRIVED) for other in range(size)]  # that ranks sleep on
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._slots = [whole[start : start + SLOT] for start in (HEADER, HEADER + SLOT)]
         self._count, self._plan_hash, self._is_checked = 0, 0, True
@@ -128,12 +129,11 @@ class SharedExchange:
             if numbers[index] >= count:
                 break
         while (seen := numbers[index]) < count:
-            address = ctypes.c_void_p(self._address + rank * LINE)
-            _libc.syscall(_FUTEX, address, _WAIT, ctypes.c_uint32(seen & 0xFFFFFFFF), ctypes.byref(_LOOK), None, 0)
+            _libc.syscall(_FUTEX, self._words[rank], _WAIT, ctypes.c_uint32(seen & 0xFFFFFFFF), ctypes.byref(_LOOK), None, 0)
             self._check()
         if numbers[index] > count + 1 or (not self._is_checked and self.number(rank, HASH) != self._plan_hash):
             where = f"gather {numbers[index]} where {count} is due"
             raise RankError(f"rank {rank} runs another plan than rank {self.rank} ({where}); make a new LLM")
 
     def _wake(self) -> None:
-        _libc.syscall(_FUTEX, ctypes.c_void_p(self._address + self.rank * LINE), _WAKE, self.size, None, None, 0)
+        _libc.syscall(_FUTEX, self._words[self.rank], _WAKE, self.size, None, None, 0)

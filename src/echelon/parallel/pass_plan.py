@@ -13,6 +13,7 @@ import hashlib
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -99,9 +100,9 @@ def _unpacked(body: bytes, lengths: Sequence[int], has_trees: bool) -> tuple[Rag
     sizes = [num_tokens, num_tokens, num_tokens, num_logits, num_rows + 1, num_rows + 1, num_rows, num_rows, num_rows, num_rows * width]
     sizes += [num_nodes, num_rows + 1] if has_trees else []
     pieces = _split(np.frombuffer(body, "<i4"), [*sizes, num_copies, num_copied, num_copied])
-    arrays = {name: _tensor(next(pieces), name in _LONG) for name in _ARRAYS}
+    arrays: dict[str, Any] = {name: _tensor(next(pieces), name in _LONG) for name in _ARRAYS}
     arrays["block_table"] = arrays["block_table"].view(num_rows, width)
-    trees = {name: _tensor(next(pieces)) for name in ("parents", "node_indptr")} if has_trees else {}
+    trees: dict[str, Any] = {name: _tensor(next(pieces)) for name in ("parents", "node_indptr")} if has_trees else {}
     ends, sources, targets = (piece.astype(np.int64) for piece in pieces)
     copies = list(zip(np.split(sources, ends[:-1]), np.split(targets, ends[:-1]), strict=True)) if num_copies else []
     return RaggedBatch(block_size=block_size, **arrays, **trees), copies

@@ -199,6 +199,7 @@ class Cuts(NamedTuple):
 def cut_model(model: PreTrainedModel, share: Share) -> Cuts:
     """Leave a rank's columns of every weight that the plan names, in memory of their own."""
     cutter, cuts = Cutter.of(type(model), model.config, share), Cuts({}, {})
+    module: Any
     for name, module in model.base_model.named_modules():
         if is_experts(module):
             cuts.experts[module] = _cut_experts(module, share.rank, share.size)
