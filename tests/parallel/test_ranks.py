@@ -7,11 +7,14 @@ second turn that finds the first one's prefix.
 from __future__ import annotations
 
 import functools
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 import torch
 import toys
@@ -21,6 +24,7 @@ from echelon import LLM, RequestOutput, SamplingParams
 from echelon.adaptive.cost_files import CostRecord, write_costs
 from echelon.adaptive.cost_table import CostTable, monotone
 from echelon.demo import EAGLE, TARGET
+from echelon.errors import RankError
 from echelon.ops import compiled
 from echelon.parallel.runner import SplitRunner
 
@@ -40,9 +44,7 @@ def checkpoint(folder: Path, name: str, dtype: torch.dtype) -> str:
     """A toy of this kind, or one that drafts for it."""
     path = folder / f"{name}-{dtype}"
     if not path.exists():
-        cls, config = decoders(16, 64)[name.partition("/")[0]]
-        config.tie_word_embeddings, config.vocab_size = name != "llama", toys.VOCABULARY
-        model = toys.randomised(cls, config, 0, 0.3)
+        model = toys.llama() if name.startswith("llama") else toys.randomised(*decoders(16, 64)[name], 0, 0.3)
         (toys.noisy_copy(model, 0.05) if name.endswith("/draft") else model).to(dtype).save_pretrained(path)
     return str(path)
 
@@ -93,7 +95,7 @@ def frozen_costs(folder: Path) -> Path:
 
 
 def sample(llm: LLM, is_demo: bool) -> tuple[list[list[int]], list[SamplingParams]]:
-    prompts = toys.prompts(LENGTHS, 4096 if is_demo else toys.VOCABULARY)
+    prompts = toys.prompts(LENGTHS, 4096 if is_demo else 80)
     drawn = {"temperature": 0.8, "top_p": 0.95, "top_k": 40}
     greedy = {"temperature": 0.0}
     modes: list[dict[str, Any]] = [greedy, drawn, greedy | {"logprobs": 3}, drawn | {"logprobs": 2}, greedy]
@@ -130,6 +132,13 @@ def test_several_ranks_say_what_one_says(name: str, folder: Path) -> None:
         assert llm.stats.num_preemptions > 0
         assert llm.get_metrics()["num_prefix_hits"] > 0
         assert not cell.spec or llm.stats.num_accepted_tokens > 0
+        pids = llm.engine.target.group.pids
+        if cell.size == 4:  # one more thing that needs several workers: with one of them all end
+            os.kill(pids[1], signal.SIGKILL)
+            with pytest.raises(RankError, match="rank 2 "):
+                two_turns(llm, is_demo=False)
+            assert not any(map(psutil.pid_exists, pids))
+    assert not any(map(psutil.pid_exists, pids))
 
 
 def shrink(llm: LLM) -> None:

@@ -100,7 +100,7 @@ class SharedExchange:
         return self._in_pieces(part, first, columns, range(self.size) if self.rank == 0 else ())
 
     def _in_pieces(self, part: Tensor, first: int, columns: int, awaited: range | tuple[()]) -> Tensor:
-        rows = part.reshape(-1, part.shape[-1])
+        rows = part.flatten(0, -2)
         most = SLOT // (columns * part.itemsize)
         if len(rows) <= most:
             return self._exchanged(rows, first, columns, awaited).view(*part.shape[:-1], columns)
