@@ -24,7 +24,7 @@ from echelon.bench.shapes import SHAPES, plain_with_random_weights
 from echelon.bench.throughput import environment
 from echelon.stats import StepRecord
 
-BATCH, PROMPT, NEW, TURNS = 8, 128, 48, 2
+BATCH, PROMPT, NEW, TURNS = 8, 32, 48, 2
 
 
 def measured(folder: str, size: int) -> dict[str, Any]:

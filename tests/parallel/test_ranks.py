@@ -6,7 +6,6 @@ second turn that finds the first one's prefix.
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 from collections.abc import Iterator
@@ -115,7 +114,6 @@ def two_turns(llm: LLM, is_demo: bool) -> list[Any]:
     return [said(first), said(second)]
 
 
-@functools.cache
 def alone(name: str, folder: Path) -> list[Any]:
     """The same with one rank and a pool in which everything fits."""
     with made(CELLS[name], folder, 1) as llm:

@@ -105,7 +105,7 @@ class SharedExchange:
         if len(rows) <= most:
             return self._exchanged(rows, first, columns, awaited).view(*part.shape[:-1], columns)
         out = part.new_empty(*part.shape[:-1], columns)
-        for target, piece in zip(out.view(-1, columns).split(most), rows.split(most), strict=True):
+        for target, piece in zip(torch.split(out.view(-1, columns), most), torch.split(rows, most), strict=True):
             target.copy_(self._exchanged(piece, first, columns, range(self.size)))  # awaited by all: pieces follow one another
         return out
 

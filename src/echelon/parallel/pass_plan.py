@@ -13,6 +13,7 @@ import hashlib
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -109,10 +110,10 @@ def _unpacked(body: bytes, lengths: Sequence[int], has_trees: bool) -> tuple[Rag
 
 
 def _split(numbers: NDArray[np.int32], sizes: Sequence[int]) -> Iterator[NDArray[np.int32]]:
-    ends = np.cumsum(sizes)
-    if len(numbers) != ends[-1]:
-        raise RankError(f"a plan holds {len(numbers)} numbers, and its header says {ends[-1]}")
-    return iter(np.split(numbers, ends[:-1]))
+    if len(numbers) != sum(sizes):
+        raise RankError(f"a plan holds {len(numbers)} numbers, and its header says {sum(sizes)}")
+    starts = accumulate(sizes, initial=0)
+    return (numbers[start : start + size] for start, size in zip(starts, sizes, strict=False))
 
 
 def _tensor(numbers: NDArray[np.int32], is_long: bool = False) -> Tensor:

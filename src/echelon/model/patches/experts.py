@@ -71,7 +71,8 @@ class Experts:
         counts = torch.bincount(chosen, minlength=len(self.down.weights)).tolist()
         inner = (self.hidden(expert, hidden[pairs // num_chosen]) for expert, pairs in _used(order, counts))
         if gather is not None:
-            inner = iter(gather(torch.cat(list(inner))).split([n for n in counts if n]))
+            whole = gather(torch.cat(list(inner)))
+            inner = (piece for piece in torch.split(whole, [n for n in counts if n]))
         out = torch.empty(len(chosen), self.down.weights[0].columns, dtype=torch.float32, device=hidden.device)
         for (expert, pairs), x in zip(_used(order, counts), inner, strict=True):
             out[pairs] = self.down(expert, x, float32=True)
@@ -87,7 +88,7 @@ class Experts:
 
 def _used(order: Tensor, counts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
     """Experts that have something to do, each with its (token, choice) pairs, which stand in `order` [T · k]."""
-    return ((expert, pairs) for expert, pairs in enumerate(order.split(counts)) if len(pairs))
+    return ((expert, pairs) for expert, pairs in enumerate(torch.split(order, counts)) if len(pairs))
 
 
 def is_experts(module: nn.Module) -> bool:
