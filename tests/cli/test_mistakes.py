@@ -33,6 +33,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["generate", T, "a", "--kv-cache-memory-bytes", "1e999"], "2e9"),
     (["generate", T, "a", "--kv-cache-memory-bytes", "9" * 5000], "2e9"),
     (["generate", T, "a", "--kv-cache-memory-bytes", "1e15"], "available on"),
+    (["generate", T, "a", "-tp", "3"], "tensor_parallel_size = 3 does not divide the 8 attention heads"),
+    (["generate", T, "a", "--tensor-parallel-size", "2", "--strategy", "padded"], "belongs to strategy = 'unpadded'"),
     (["generate", T, "a", "--speculative-config", DEEP], "not JSON"),
     (["generate", T, "a", "--speculative-config.method", DEEP], "SpeculativeConfig.method"),
     (["generate", T, "a", "--speculative-config", '{"method": "\udcff"}'], "not JSON"),

@@ -34,7 +34,7 @@ def test_heads_are_shared_out_and_repeated_where_there_are_too_few() -> None:
     [(4, 2, {1, 2, 4}), (6, 2, {1, 2, 6}), (8, 1, {1, 2, 4, 8}), (12, 3, {1, 3, 6, 12}), (6, 6, {1, 2, 3, 6})],
 )
 def test_a_number_of_ranks_divides_the_heads(heads: int, kv_heads: int, fitting: set[int]) -> None:
-    config = LlamaConfig(num_attention_heads=heads, num_key_value_heads=kv_heads)
+    config = LlamaConfig(hidden_size=16 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads)
     for size in range(1, heads + 2):
         if size in fitting:
             check_split(config, "toy", size)
