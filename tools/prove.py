@@ -72,6 +72,7 @@ PROOFS = [
     pytest("inputs", "tests/core/test_inputs.py", "tests/cli/test_mistakes.py", "tests/cli/test_generate_files.py"),
     pytest("training runs", "tests/train/test_train_files.py", "tests/train/test_train_heads.py"),
     pytest("strategies", "tests/baselines/test_strategies.py"),
+    pytest("several ranks", *(f"tests/parallel/test_{part}.py" for part in ("ranks", "rank_faults"))),
     pytest("echelon verify", "tests/cli/test_verify_command.py"),
     pytest("end to end", "tests/promises/test_end_to_end.py"),
     pytest("server", *(f"tests/server/test_server{part}.py" for part in ("", "_walls", "_secrets", "_bodies", "_endings", "_readers"))),
