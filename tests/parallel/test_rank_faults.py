@@ -152,6 +152,7 @@ def test_an_engine_without_its_ranks_ends_all_requests_and_is_known_to_have_fail
             last = [output async for output in llm.generate([5, 9], GREEDY)][-1].outputs[0]
             assert (last.finish_reason, last.error) == ("error", STOPPED)
             assert llm._thread.has_failed
+            await asyncio.to_thread(llm._thread._thread.join)
             with pytest.raises(UnavailableError):
                 await llm.check_health()
 

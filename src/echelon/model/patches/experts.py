@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,7 @@ class Experts:
         return total.to(hidden.dtype)
 
 
-def _used(order: Tensor, counts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+def _used(order: Tensor, counts: list[int]) -> Iterator[tuple[int, Tensor]]:
     """Experts that have something to do, each with its (token, choice) pairs, which stand in `order` [T · k]."""
     return ((expert, pairs) for expert, pairs in enumerate(torch.split(order, counts)) if len(pairs))
 
