@@ -33,8 +33,8 @@ def serve(rank: int, size: int, descriptor: int, spins: int) -> None:
         _answer(stream, {})
         reader = PlanReader()
         while message := _message(stream):
-            plan = reader.read(message)
             exchange.note(RECEIVED, time.monotonic_ns())
+            plan = reader.read(message)
             runner.cache.tables.copies.extend(plan.copies)
             with exchange.connected(plan.hash):
                 runner.run(plan.batch)
