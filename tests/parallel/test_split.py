@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import toys
 from decoders import decoders
+from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from echelon import LLM, ConfigError, UnsupportedModelError
+from echelon import LLM, ConfigError, ModelLoadError, UnsupportedModelError
+from echelon.checkpoint.folder import Folder
+from echelon.checkpoint.tensors import open_weights
 from echelon.model.patches.split import PLANS, check_split, heads_of, part_of, plan_of
 
 
@@ -50,6 +55,21 @@ def test_models_with_and_without_a_plan() -> None:
         else:
             with pytest.raises(UnsupportedModelError, match=cls.__name__):
                 plan_of(cls, config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_the_rows_of_a_rank_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
+    """What lies in the rows of others is not looked at: a NaN there would be refused."""
+    whole = torch.randn(700, 300, generator=torch.Generator().manual_seed(0))
+    whole[:100], whole[400:] = torch.nan, torch.nan
+    save_file({"weight": whole, "bias": whole[:, 0].clone()}, tmp_path / "model.safetensors")
+    with open_weights(Folder.locate(str(tmp_path), "model"), ["model.safetensors"]) as weights:
+        for name, expected in (("weight", whole), ("bias", whole[:, 0])):
+            got = replace(weights.tensors[name], rows=(100, 400)).read(dtype)
+            assert got.shape == expected.shape
+            assert torch.equal(got[100:400], expected[100:400].to(dtype))
+            with pytest.raises(ModelLoadError, match="NaN"):
+                weights.tensors[name].read(dtype)
 
 
 def test_settings_that_exclude_several_ranks() -> None:
