@@ -66,6 +66,19 @@ def test_only_the_first_rank_waits_for_what_is_its_own() -> None:
     assert torch.equal(got, whole)
 
 
+def test_what_is_the_first_ranks_own_may_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "SLOT", 4096)
+    whole = torch.randn(1, 70, 96, generator=torch.Generator().manual_seed(0))
+
+    def work(rank: SharedExchange) -> list[Tensor]:
+        first, last, columns = part_of(96, rank.rank, 2)
+        with rank.connected(1):
+            return [rank.gathered_by_first(whole[:, :rows, first:last], first, columns).clone() for rows in (70, 3, 0, 21)]
+
+    got, _ = together(ranks(2), work)
+    assert all(torch.equal(a, whole[:, :rows]) for a, rows in zip(got, (70, 3, 0, 21), strict=True))
+
+
 def test_a_rank_with_another_plan_is_told_from_the_others() -> None:
     group = ranks(2)
 

@@ -8,6 +8,7 @@ that nobody writes into a slot that is still read. x86-64 shows stores to others
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import time
@@ -25,7 +26,8 @@ MOST_RANKS = 64
 HEADER = LINE * MOST_RANKS
 SLOT = 32 << 20  # bytes
 SIZE = HEADER + 2 * SLOT
-SPINS = 4000  # looks at a number before the processor is given up: a few tenths of a millisecond
+SPINS = 20_000  # looks at a number before the processor is given up: about a millisecond
+MOST_VIEWS = 256  # of slots, by shape, that are kept from pass to pass
 LOOK_SECONDS = 0.05  # between looks at whether the others still live
 
 _FUTEX, _WAIT, _WAKE = 202, 0, 1  # the system call's number on x86-64, and its operations
@@ -67,6 +69,7 @@ class SharedExchange:
         self._words = [ctypes.c_void_p(address + LINE * other + 8 * ARRIVED) for other in range(size)]  # that ranks sleep on
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._slots = [whole[start : start + SLOT] for start in (HEADER, HEADER + SLOT)]
+        self._views: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
         self._count, self._plan_hash, self._is_checked = 0, 0, True
 
     def number(self, rank: int, which: int) -> int:
@@ -100,19 +103,18 @@ class SharedExchange:
         return self._in_pieces(part, first, columns, range(self.size) if self.rank == 0 else ())
 
     def _in_pieces(self, part: Tensor, first: int, columns: int, awaited: range | tuple[()]) -> Tensor:
-        rows = part.flatten(0, -2)
         most = SLOT // (columns * part.itemsize)
-        if len(rows) <= most:
-            return self._exchanged(rows, first, columns, awaited).view(*part.shape[:-1], columns)
-        out = part.new_empty(*part.shape[:-1], columns)
+        if math.prod(part.shape[:-1]) <= most:
+            return self._exchanged(part, first, columns, awaited)
+        rows, out = part.flatten(0, -2), part.new_empty(*part.shape[:-1], columns)
         for target, piece in zip(torch.split(out.view(-1, columns), most), torch.split(rows, most), strict=True):
             target.copy_(self._exchanged(piece, first, columns, range(self.size)))  # awaited by all: pieces follow one another
         return out
 
     def _exchanged(self, part: Tensor, first: int, columns: int, awaited: range | tuple[()]) -> Tensor:
-        """part [T, n] → [T, columns], which T rows of a slot hold."""
-        whole = self._slots[self._count % 2].view(part.dtype).as_strided((len(part), columns), (columns, 1))
-        whole[:, first : first + part.shape[1]] = part
+        """part [..., n] → [..., columns], which a slot holds."""
+        whole, own = self._viewed(part, first, columns)
+        own.copy_(part)
         self._count += 1
         self.note(ARRIVED, self._count)
         self._wake()
@@ -121,6 +123,18 @@ class SharedExchange:
                 self._wait(rank)
         self._is_checked = True
         return whole
+
+    def _viewed(self, part: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
+        """The next slot as [..., columns], and of these the ones that `part` [..., n] goes to."""
+        key = (self._count % 2, part.dtype, part.shape, first, columns)
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) == MOST_VIEWS:
+                self._views.clear()
+            shape = (*part.shape[:-1], columns)
+            whole = self._slots[self._count % 2].view(part.dtype)[: math.prod(shape)].view(shape)
+            views = self._views[key] = whole, whole[..., first : first + part.shape[-1]]
+        return views
 
     def _wait(self, rank: int) -> None:
         """Wait until a rank has written as much as this one."""

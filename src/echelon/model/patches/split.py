@@ -256,9 +256,9 @@ def _connect_output(model: PreTrainedModel, exchange: Exchange) -> None:
 
 
 def _back(packed: PackedWeight, bias: Tensor | None, exchange: Exchange, inner: Part, outer: Part, x: Tensor) -> Tensor:
-    """This rank's part of x [..., K] → [..., N], from all of x."""
+    """This rank's part of x [..., K] → [..., N], from all of x. The models served add it to the residual before they gather again."""
     out = devices.backend_of(x).packed_linear(_gathered(exchange, x, inner), packed, bias)
-    return _gathered(exchange, out, outer).clone()
+    return _gathered(exchange, out, outer)
 
 
 def _output(whole: PackedWeight, own: PackedWeight, bias: Tensor | None, exchange: Exchange, part: Part, x: Tensor) -> Tensor:
@@ -275,8 +275,8 @@ def _output(whole: PackedWeight, own: PackedWeight, bias: Tensor | None, exchang
 def _through_experts(
     experts: Experts, exchange: Exchange, inner: Part, outer: Part, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Run hidden [T, K] through each token's experts, of index and weight [T, k] → [T, K]."""
-    return _gathered(exchange, experts.run(hidden, top_k_index, top_k_weights, lambda x: _gathered(exchange, x, inner)), outer).clone()
+    """Run hidden [T, K] through each token's experts, of index and weight [T, k] → [T, K], as `_back`."""
+    return _gathered(exchange, experts.run(hidden, top_k_index, top_k_weights, lambda x: _gathered(exchange, x, inner)), outer)
 
 
 def _gathered(exchange: Exchange, x: Tensor, part: Part) -> Tensor:
