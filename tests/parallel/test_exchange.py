@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +22,19 @@ from echelon.parallel.exchange import SharedExchange, shared_memory
 ROUNDS = 40
 
 
-def ranks(size: int, check: Callable[[], None] = lambda: None) -> list[SharedExchange]:
+def patience() -> Callable[[], None]:
+    """What ends a thread that waits for one that has failed."""
+    until = time.monotonic() + 60.0
+
+    def check() -> None:
+        if time.monotonic() > until:
+            raise RankError("another rank never comes")
+
+    return check
+
+
+def ranks(size: int, check: Callable[[], None] | None = None) -> list[SharedExchange]:
+    check = check or patience()
     descriptor = shared_memory()
     try:
         return [SharedExchange(descriptor, rank, size, check, spins=0) for rank in range(size)]

@@ -1,8 +1,9 @@
 """Memory that the ranks of one machine share: signs of life, how far each has come, and the activations that they bring together.
 
 The memory has no name anywhere: workers inherit it, and it is gone with the last process that has it. A gather is a copy by every rank into
-one of two slots and a number that each raises when it has written. A rank raises it for the next gather only when it has read this one, so
-that nobody writes into a slot that is still read. x86-64 shows stores to others in their order; on no other processor is this used.
+one of two slots and a number that each raises when it has written. A rank writes again only when all others have come as far as it has, and
+with that have read the slot, so that nobody writes into one that is still read. x86-64 shows stores to others in their order; on no other
+processor is this used.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class SharedExchange:
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._slots = [whole[start : start + SLOT] for start in (HEADER, HEADER + SLOT)]
         self._views: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
-        self._count, self._plan_hash, self._is_checked = 0, 0, True
+        self._count, self._plan_hash, self._is_checked, self._awaits = 0, 0, True, False
 
     def number(self, rank: int, which: int) -> int:
         """One of a rank's own numbers."""
@@ -113,16 +114,24 @@ class SharedExchange:
 
     def _exchanged(self, part: Tensor, first: int, columns: int, awaited: range | tuple[()]) -> Tensor:
         """part [..., n] → [..., columns], which a slot holds."""
+        if self._awaits:
+            self._wait_for(range(self.size))
         whole, own = self._viewed(part, first, columns)
         own.copy_(part)
         self._count += 1
         self.note(ARRIVED, self._count)
         self._wake()
-        for rank in awaited:
+        self._awaits = not awaited
+        self._wait_for(awaited)
+        if awaited and not self._is_checked:
+            self._is_checked = True
+            self._check_plans(awaited)
+        return whole
+
+    def _wait_for(self, ranks: range | tuple[()]) -> None:
+        for rank in ranks:
             if rank != self.rank:
                 self._wait(rank)
-        self._is_checked = True
-        return whole
 
     def _viewed(self, part: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
         """The next slot as [..., columns], and of these the ones that `part` [..., n] goes to."""
@@ -145,9 +154,18 @@ class SharedExchange:
         while (seen := numbers[index]) < count:
             _libc.syscall(_FUTEX, self._words[rank], _WAIT, ctypes.c_uint32(seen & 0xFFFFFFFF), ctypes.byref(_LOOK), None, 0)
             self._check()
-        if numbers[index] > count + 1 or (not self._is_checked and self.number(rank, HASH) != self._plan_hash):
-            where = f"gather {numbers[index]} where {count} is due"
-            raise RankError(f"rank {rank} runs another plan than rank {self.rank} ({where}); make a new LLM")
+        if numbers[index] > count + 1:
+            raise self._parted(rank)
+
+    def _check_plans(self, ranks: range | tuple[()]) -> None:
+        """Refuse to go on with ranks that run another plan; all of them have written as much as this one, and so have said which."""
+        for rank in ranks:
+            if self.number(rank, HASH) != self._plan_hash:
+                raise self._parted(rank)
+
+    def _parted(self, rank: int) -> RankError:
+        where = f"gather {self.number(rank, ARRIVED)} where {self._count} is due"
+        return RankError(f"rank {rank} runs another plan than rank {self.rank} ({where}); make a new LLM")
 
     def _wake(self) -> None:
         _libc.syscall(_FUTEX, self._words[self.rank], _WAKE, self.size, None, None, 0)
