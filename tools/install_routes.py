@@ -101,7 +101,8 @@ def tried(name: str) -> str:
         ready = time.monotonic()
         ROUTES[name](environment, Path(folder))
         installed = time.monotonic()
-        kernels = json.loads(environment.echelon("doctor", "--json"))["compiled kernels"]
+        report = json.loads(environment.echelon("doctor", "--json"))
+        kernels = report.get("compiled kernels", report["linear"])  # the former is there where they are missing
         text = environment.echelon(*FIRST_TEXT)
         done = time.monotonic()
         print(f"{name}: PyTorch {ready - start:.0f} s, echelon {installed - ready:.0f} s, doctor and first text {done - installed:.0f} s")
