@@ -227,7 +227,7 @@ def _engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Stora
     passes = storage.runners[1].usage if len(storage.runners) > 1 else getattr(drafter, "usage", Usage())
     stats = Stats(target=target.usage, draft=passes, drafter_faults=guard.faults)
     engine = Engine(target, guard, scheduler, _rule(spec), ahead, stats, controller)
-    engine.observers.append(AcceptanceWatch(spec.method).observe)
+    engine.observers.append(AcceptanceWatch(spec.method, stats).observe)
     return engine
 
 

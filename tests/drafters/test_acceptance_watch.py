@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import toys
@@ -11,35 +13,41 @@ from echelon import LLM, SamplingParams
 from echelon.draft import RowVerdict
 from echelon.drafters import acceptance_watch
 from echelon.drafters.acceptance_watch import LEAST_ACCEPTED, NUM_DRAFTS, AcceptanceWatch
-from echelon.stats import StepRecord
+from echelon.stats import Stats, StepRecord
 
 
 def step(accepted: int, drafted: int = 4) -> StepRecord:
     """Two rows, of which the second drafts nothing."""
-    return StepRecord(
-        [], [RowVerdict(drafted, list(range(accepted)), [7] * accepted, 3), RowVerdict(0, [], [], 3)], [accepted + 1, 1], 0, {}
-    )
+    rows: Any = [SimpleNamespace(num_new=1)] * 2
+    verdict = [RowVerdict(drafted, list(range(accepted)), [7] * accepted, 3), RowVerdict(0, [], [], 3)]
+    return StepRecord(rows, verdict, [accepted + 1, 1], 0, {})
+
+
+def settle(watch: AcceptanceWatch, record: StepRecord) -> None:
+    """As an engine does: counted, then observed."""
+    watch.stats.count(record)
+    watch.observe(record)
 
 
 @pytest.mark.parametrize(
     ("num_right", "warns"), [(0, True), (int(LEAST_ACCEPTED * NUM_DRAFTS) - 1, True), (int(LEAST_ACCEPTED * NUM_DRAFTS), False)]
 )
 def test_a_warning_once(num_right: int, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
-    watch = AcceptanceWatch("eagle")
+    watch = AcceptanceWatch("eagle", Stats())
     with caplog.at_level(logging.WARNING, "echelon"):
         for i in range(NUM_DRAFTS - 1):
-            watch.observe(step(int(i < num_right)))
+            settle(watch, step(int(i < num_right)))
         assert not caplog.records
         for i in range(2 * NUM_DRAFTS):
-            watch.observe(step(int(i % NUM_DRAFTS < num_right)))
+            settle(watch, step(int(i % NUM_DRAFTS < num_right)))
     assert [("'eagle'" in r.getMessage(), f"only {num_right} tokens" in r.getMessage()) for r in caplog.records] == [(True, True)] * warns
 
 
 def test_steps_without_drafts_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    watch = AcceptanceWatch("ngram")
+    watch = AcceptanceWatch("ngram", Stats())
     for _ in range(2 * NUM_DRAFTS):
-        watch.observe(step(0, drafted=0))
-    assert not caplog.records and watch.num_drafts == 0
+        settle(watch, step(0, drafted=0))
+    assert not caplog.records and watch.judged == (0, 0)
 
 
 def test_an_engine_says_so_while_it_runs(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from echelon.stats import StepRecord
+from echelon.stats import Stats, StepRecord
 
 logger = logging.getLogger("echelon")
 NUM_DRAFTS = 1000  # drafts of a row that are judged together
@@ -14,27 +14,25 @@ LEAST_ACCEPTED = 0.05  # tokens a draft
 
 @dataclass
 class AcceptanceWatch:
-    """Warns once, where of NUM_DRAFTS drafts in a row fewer than LEAST_ACCEPTED tokens each were accepted. `method`: what drafts."""
+    """Warns once, where of NUM_DRAFTS drafts in a row fewer than LEAST_ACCEPTED tokens each were accepted.
+
+    method  what drafts
+    stats   counters of the run, which have counted a step before it is observed here
+    judged  drafts and accepted tokens that have been judged already
+    """
 
     method: str
-    num_drafts: int = 0
-    num_accepted: int = 0
+    stats: Stats
+    judged: tuple[int, int] = (0, 0)
     has_warned: bool = False
 
-    def observe(self, record: StepRecord) -> None:
-        """Count the drafts of a settled step."""
-        if self.has_warned:
+    def observe(self, record: StepRecord) -> None:  # noqa: ARG002
+        """Judge what has been drafted since the last time, once it is enough."""
+        drafts, accepted = self.stats.num_row_steps - self.stats.acceptance[0, 0], self.stats.num_accepted_tokens
+        if self.has_warned or drafts - self.judged[0] < NUM_DRAFTS:
             return
-        for kept in record.verdict:
-            if kept.num_draft_tokens:
-                self.num_drafts += 1
-                self.num_accepted += len(kept.path)
-        if self.num_drafts >= NUM_DRAFTS:
-            self._judge()
-
-    def _judge(self) -> None:
-        accepted, count = self.num_accepted, self.num_drafts
-        self.num_drafts = self.num_accepted = 0
+        count, accepted = drafts - self.judged[0], accepted - self.judged[1]
+        self.judged = drafts, self.stats.num_accepted_tokens
         if accepted < LEAST_ACCEPTED * count:
             self.has_warned = True
             logger.warning(
