@@ -54,11 +54,17 @@ INLINE void weights_of(const float* scaled, float highest, double* out, int64_t 
   for (int64_t i = 0; i < size; ++i) out[i] = exponential(static_cast<double>(scaled[i] - highest));
 }
 
+// A token whose mass decides where the nucleus ends.
+struct Near {
+  float value;
+  double mass;
+};
+
 // What a row's work needs besides its logits; one a thread, kept.
 struct Scratch {
   std::vector<float> scaled, maxima, members, rough_weights;  // scaled: whole blocks, filled up with −∞; maxima: of these
   std::vector<double> weights;
-  std::vector<int64_t> near;  // blocks whose weights count
+  std::vector<Near> near;
 };
 
 // The k-th largest value: a histogram by leading bits, then a selection within one bin.
@@ -76,45 +82,44 @@ float kth_largest(Scratch& s, float highest, int64_t k) {
 
 // Mass by distance from the highest value, in bins of one width from `origin` on.
 struct Masses {
-  static constexpr int64_t count = 256, copies = 4;  // a copy for each of four tokens, so that one bin's additions do not wait for each other
+  static constexpr int64_t count = 256;
   float origin, bins_per_unit;
-  std::array<std::array<double, count>, copies> by_copy{};
+  std::array<double, count> by_bin{};
 
-  double operator[](size_t bin) const { return (by_copy[0][bin] + by_copy[1][bin]) + (by_copy[2][bin] + by_copy[3][bin]); }
-  INLINE_METHOD size_t bin_of(float distance) const {
+  size_t bin_of(float distance) const {
     return static_cast<size_t>(static_cast<int32_t>(std::min((distance - origin) * bins_per_unit, static_cast<float>(count - 1))));
   }
-  INLINE_METHOD void add(int64_t i, float distance, double mass) { by_copy[static_cast<size_t>(i) % copies][bin_of(distance)] += mass; }
+  void add(float distance, double mass) { by_bin[bin_of(distance)] += mass; }
 
   // The bin in which `wanted` is reached or, if it is not, the last; `larger` grows by the mass of those before it.
   size_t reach(double wanted, double& larger) const {
     size_t bin = 0;
-    for (; bin + 1 < count && larger + (*this)[bin] < wanted; ++bin) larger += (*this)[bin];
+    for (; bin + 1 < count && larger + by_bin[bin] < wanted; ++bin) larger += by_bin[bin];
     return bin;
   }
 };
 
-// Weights of a block, those below the threshold 0, and their distances from the highest value.
-template <class Weight>
-INLINE void weigh_block(const float* values, float highest, float threshold, Weight* weights, float* distances) {
-  for (int64_t i = 0; i < block; ++i) {
-    const Weight weight = exponential(static_cast<Weight>(values[i] - highest));
-    weights[i] = values[i] >= threshold ? weight : Weight{0};
-    distances[i] = highest - values[i];
-  }
+// `weight` where the value reaches the threshold, else 0: by its bits, for without AVX compilers make a jump of a choice.
+INLINE float from(float threshold, float value, float weight) {
+  return std::bit_cast<float>(std::bit_cast<int32_t>(weight) & -static_cast<int32_t>(value >= threshold));
+}
+INLINE double from(float threshold, float value, double weight) {
+  return std::bit_cast<double>(std::bit_cast<int64_t>(weight) & -static_cast<int64_t>(value >= threshold));
 }
 
-INLINE void weigh(const float* values, float highest, float* weights) {
-  for (int64_t i = 0; i < block; ++i) weights[i] = exponential(values[i] - highest);
+template <class Weight>
+INLINE void weigh(const float* values, float highest, Weight* weights) {
+  for (int64_t i = 0; i < block; ++i) weights[i] = exponential(static_cast<Weight>(values[i] - highest));
 }
 
 // The mass of those tokens of a block whose values are at least `threshold`: within `rough` of itself. Two loops: GCC 12 vectorises a choice
 // inside the sum wrongly for AVX2.
 constexpr double rough = 1.3e-6;
-INLINE double mass_from(const float* values, const float* weights, float threshold) {
-  alignas(64) float kept[block];
-  for (int64_t i = 0; i < block; ++i) kept[i] = values[i] >= threshold ? weights[i] : 0.0f;
-  float sums[lanes] = {};
+template <class Weight>
+INLINE double mass_from(const float* values, const Weight* weights, float threshold) {
+  alignas(64) Weight kept[block];
+  for (int64_t i = 0; i < block; ++i) kept[i] = from(threshold, values[i], weights[i]);
+  Weight sums[lanes] = {};
   for (int64_t i = 0; i < block; i += lanes)
     for (int64_t j = 0; j < lanes; ++j) sums[j] += kept[i + j];
   double total = 0.0;
@@ -128,53 +133,69 @@ INLINE double rough_mass(const float* values, float highest, float threshold) {
   return mass_from(values, weights, threshold);
 }
 
-// What `nucleus` returns, from weights that are within `error` of themselves, sums in another order and rough ones of what lies far below,
-// if the bounds of their errors leave no doubt about it; else NaN. Where the wanted mass is reached, finer bins are looked at, and the
-// values in one of these one by one.
+// Which parts of a block, of as many tokens as there are lanes, have a value of at least `limit`.
+INLINE void find_parts(const float* values, float limit, int32_t* reached) {
+  for (int64_t i = 0; i < block; i += lanes) {
+    int32_t any = 0;
+    for (int64_t j = 0; j < lanes; ++j) any |= values[i + j] >= limit;
+    reached[i / lanes] = any;
+  }
+}
+
+// Notes the tokens of a block whose values are at least `limit`, and returns the mass of the others that reach the threshold.
 template <class Weight>
-float quick_nucleus(Scratch& s, std::vector<Weight>& all_weights, float highest, float threshold, double top_p, double error, float near) {
+double note_near(const float* values, float highest, float threshold, float limit, std::vector<Near>& near) {
+  alignas(64) Weight weights[block];
+  int32_t reached[block / lanes];
+  by_features([&]() ALWAYS_INLINE {
+    weigh(values, highest, weights);
+    find_parts(values, limit, reached);
+  });
+  for (int64_t first = 0; first < block; first += lanes) {
+    if (!reached[first / lanes]) continue;
+    for (int64_t i = first; i < first + lanes; ++i) {
+      if (values[i] < limit) continue;
+      near.push_back({values[i], static_cast<double>(weights[i])});
+      weights[i] = Weight{0};
+    }
+  }
+  return by_features([&]() ALWAYS_INLINE { return mass_from(values, weights, threshold); });
+}
+
+// What `nucleus` returns, from weights that are within `error` of themselves, sums in another order and rough ones of what lies more than
+// `near` below the highest value, if the bounds of their errors leave no doubt about it; else NaN. Where the wanted mass is reached, finer
+// bins are looked at, and the values in one of these one by one.
+template <class Weight>
+float quick_nucleus(Scratch& s, float highest, float threshold, double top_p, double error, float near) {
   constexpr float coarse = 16.0f, fine = coarse * Masses::count;
-  Masses masses{0.0f, coarse};
+  const float limit = std::max(highest - near, threshold);
   double far = 0.0, larger = 0.0;
-  all_weights.resize(s.scaled.size());
   s.near.clear();
   for (size_t i = 0; i < s.maxima.size(); ++i) {
-    const int64_t first = static_cast<int64_t>(i) * block;
-    const float* const values = s.scaled.data() + first;
-    Weight* const weights = all_weights.data() + first;
+    const float* const values = s.scaled.data() + static_cast<int64_t>(i) * block;
     if (s.maxima[i] < threshold) continue;
-    if (s.maxima[i] < highest - near) {
+    if (s.maxima[i] < limit)
       far += by_features([&]() ALWAYS_INLINE { return rough_mass(values, highest, threshold); });
-      continue;
-    }
-    s.near.push_back(first);
-    alignas(64) float distances[block];
-    by_features([&]() ALWAYS_INLINE { weigh_block(values, highest, threshold, weights, distances); });
-    for (int64_t j = 0; j < block; ++j) masses.add(j, distances[j], static_cast<double>(weights[j]));
+    else
+      far += note_near<Weight>(values, highest, threshold, limit, s.near);
   }
+  Masses masses{0.0f, coarse};
+  for (const Near& token : s.near) masses.add(highest - token.value, token.mass);
   double total = far;
-  for (size_t bin = 0; bin < Masses::count; ++bin) total += masses[bin];
+  for (const double mass : masses.by_bin) total += mass;
   const double wanted = top_p * total, doubt = 2.0 * error * total + rough * far;
   const size_t bin = masses.reach(wanted, larger);
-  if (static_cast<float>(bin + 1) / coarse > near) return std::numeric_limits<float>::quiet_NaN();  // beyond it, blocks may count as far
+  if (static_cast<float>(bin + 1) / coarse >= near) return std::numeric_limits<float>::quiet_NaN();  // from it on, tokens may count as far
   Masses finer{static_cast<float>(bin) / coarse, fine};
-  s.members.clear();
-  for (const int64_t first : s.near) {
-    if (masses.bin_of(highest - s.maxima[static_cast<size_t>(first / block)]) > bin) continue;
-    for (int64_t i = first; i < first + block; ++i) {
-      const float value = s.scaled[static_cast<size_t>(i)];
-      if (value < threshold || masses.bin_of(highest - value) != bin) continue;
-      s.members.push_back(value);
-      finer.add(i, highest - value, static_cast<double>(all_weights[static_cast<size_t>(i)]));
-    }
-  }
+  std::erase_if(s.near, [&](const Near& token) { return masses.bin_of(highest - token.value) != bin; });
+  for (const Near& token : s.near) finer.add(highest - token.value, token.mass);
   const size_t part = finer.reach(wanted, larger);
-  std::erase_if(s.members, [&](float value) { return finer.bin_of(highest - value) != part; });
-  std::sort(s.members.begin(), s.members.end(), std::greater<>());
-  for (const float value : s.members) {
+  std::erase_if(s.near, [&](const Near& token) { return finer.bin_of(highest - token.value) != part; });
+  std::sort(s.near.begin(), s.near.end(), [](const Near& a, const Near& b) { return a.value > b.value; });
+  for (const Near& token : s.near) {
     if (larger > wanted - doubt) break;
-    larger += exponential(static_cast<double>(value - highest));
-    if (larger > wanted + doubt) return value;
+    larger += exponential(static_cast<double>(token.value - highest));
+    if (larger > wanted + doubt) return token.value;
   }
   return std::numeric_limits<float>::quiet_NaN();
 }
@@ -189,15 +210,15 @@ bool is_peaked(const Scratch& s, float highest) {
 
 // What `nucleus` returns, where it lies in few blocks near the highest value and no bound of an error leaves a doubt; else NaN.
 float small_nucleus(Scratch& s, float highest, float threshold, double top_p) {
-  return is_peaked(s, highest) ? quick_nucleus(s, s.rough_weights, highest, threshold, top_p, 3e-7, usual)
+  return is_peaked(s, highest) ? quick_nucleus<float>(s, highest, threshold, top_p, 3e-7, usual)
                                : std::numeric_limits<float>::quiet_NaN();
 }
 
 // The smallest value that top_p keeps among those of at least `threshold`: the mass of all larger ones is less than top_p of the whole.
 // Sums are float64, in order of token within a bin, and of bins.
 float nucleus(Scratch& s, float highest, float threshold, double top_p) {
-  float quick = quick_nucleus(s, s.rough_weights, highest, threshold, top_p, 3e-7, farthest);
-  if (quick != quick) quick = quick_nucleus(s, s.weights, highest, threshold, top_p, 1e-10, farthest);
+  float quick = quick_nucleus<float>(s, highest, threshold, top_p, 3e-7, farthest);
+  if (quick != quick) quick = quick_nucleus<double>(s, highest, threshold, top_p, 1e-10, farthest);
   if (quick == quick) return quick;
   const auto size = static_cast<int64_t>(s.scaled.size());
   s.weights.resize(s.scaled.size());
@@ -242,14 +263,15 @@ struct Best {
 
 float bound_of(float highest, double best) { return static_cast<float>(std::exp(std::min(static_cast<double>(highest) - best, 80.0))) * 1.0001f; }
 
+// At most 1 − u, and short of it by less than 2⁻²⁰ of itself and 2⁻³¹: of the 31 leading bits of the noise alone.
+INLINE float distance_from_one(uint32_t leading) {
+  return static_cast<float>(static_cast<int32_t>(0x7fffffffu - leading)) * (0x1p-31f * (1.0f - 0x1p-21f));
+}
+INLINE uint32_t leading_bits(uint64_t key, int64_t token) { return static_cast<uint32_t>(noise_bits(key, token) >> 21); }
+
 // Whether a token of this weight, exp(value − highest), may still win: its noise −log(−log u) lifts it above `best` only if
 // −log u < weight · exp(highest − best), and 1 − u ≤ −log u; 1 − u needs no logarithm. `bound` is exp(highest − best), a little more.
-INLINE bool may_win(float weight, float bound, uint64_t key, int64_t token) {
-  constexpr uint64_t all_bits = (uint64_t{1} << 52) - 1;
-  const uint64_t complement = all_bits - noise_bits(key, token);
-  const double distance = std::bit_cast<double>(std::bit_cast<uint64_t>(1.0) | complement) - 1.0;
-  return distance <= static_cast<double>(weight * bound);
-}
+INLINE bool may_win(float weight, float bound, uint32_t leading) { return distance_from_one(leading) <= weight * bound; }
 
 // Marks tokens of a block that reach the threshold and, where there are many, may still win; returns how many. `weights` may be null.
 INLINE int64_t candidates(const float* values, const float* weights, float highest, float threshold, float bound, uint64_t key, int64_t first,
@@ -264,9 +286,11 @@ INLINE int64_t candidates(const float* values, const float* weights, float highe
   alignas(64) float own[block];
   if (weights == nullptr) weigh(values, highest, own);
   const float* const of_tokens = weights == nullptr ? own : weights;
+  alignas(64) uint32_t leading[block];
+  for (int64_t i = 0; i < block; ++i) leading[i] = leading_bits(key, first + i);
   found = 0;
   for (int64_t i = 0; i < block; ++i) {
-    marks[i] &= may_win(of_tokens[i], bound, key, first + i);
+    marks[i] &= may_win(of_tokens[i], bound, leading[i]);
     found += marks[i];
   }
   return found;
@@ -288,7 +312,7 @@ int64_t draw(const Scratch& s, const float* weights, float highest, float thresh
     if (by_features([&]() ALWAYS_INLINE { return candidates(values, of_block, highest, threshold, bound, key, first, marks.data()); }) == 0)
       continue;
     for (int64_t i = 0; i < block; ++i)
-      if (marks[static_cast<size_t>(i)] && values[i] > -infinity && may_win(exponential(values[i] - highest), bound, key, first + i))
+      if (marks[static_cast<size_t>(i)] && values[i] > -infinity && may_win(exponential(values[i] - highest), bound, leading_bits(key, first + i)))
         best.offer(values[i] + gumbel(noise_bits(key, first + i)), first + i);
     bound = bound_of(highest, best.score);
   }
