@@ -199,7 +199,7 @@ def of_ratio(model: str, ratio: int) -> Record:
     count = min(512, given // per_query)
     with llm.engine.observed(watch):
         llm.generate([[5 + i % 90] * 120 for i in range(count + 8)], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
-    return {"ratio": ratio, "bytes": given, "planned": count, "held": held, "preempted": llm.get_metrics()["num_preemptions"]}
+    return {"ratio": ratio, "bytes": given, "planned": count, "held": held, "preempted": llm.get_counters()["num_preemptions"]}
 
 
 @dataclass(frozen=True)

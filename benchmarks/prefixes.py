@@ -159,7 +159,7 @@ def cold(models: Models, lengths: Lengths) -> Record:
             llm.generate(prompts, greedy(32))
             speeds[name].append(sum(len(p) + 32 for p in prompts) / (time.perf_counter() - start))
     ratios = [a / b for a, b in zip(speeds["with"][1:], speeds["without"][1:], strict=True)]
-    return {"ratio": statistics.median(ratios), "ratios": ratios, "hits": llms["with"].get_metrics()["num_prefix_hits"]}
+    return {"ratio": statistics.median(ratios), "ratios": ratios, "hits": llms["with"].get_counters()["num_prefix_hits"]}
 
 
 def mt_bench(models: Models, drafter: str, lengths: Lengths, file: Path, vllm_python: str | None = None) -> Record:

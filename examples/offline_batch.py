@@ -22,7 +22,7 @@ def main(
     params = SamplingParams(temperature=0.8, top_p=0.95, seed=1, max_tokens=max_tokens)
     with LLM(model, speculative_config={"method": "eagle", "model": head}) as llm:
         outputs = llm.generate(PROMPTS, params)
-        metrics = llm.get_metrics()
+        metrics = llm.get_counters()
     for output in outputs:
         print(f"--- {output.prompt!r}, {output.metrics.tokens_per_step:.2f} tokens a step")
         print(output.outputs[0].text)

@@ -49,7 +49,8 @@ engine), 2 usage, 3 some rows failed or requests were cut, 130 interrupted. `{sp
 METRICS = """# Metrics
 
 What `GET /metrics` of `echelon serve` says, for Prometheus. `--metrics-prefix vllm:` puts vLLM's prefix before the names, for dashboards
-and clients made for vLLM. Counters begin with the process. In Python `LLM.get_metrics()` returns the engine's own counters as a mapping.
+and clients made for vLLM. Counters begin with the process. In Python `LLM.get_metrics()` returns those
+of the engine as objects with vLLM's names, and `LLM.get_counters()` its own counters as a mapping.
 `python -m tools.reference` writes this page from a server's answer.
 
 | name | kind | labels | meaning |

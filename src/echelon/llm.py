@@ -22,6 +22,7 @@ from echelon.errors import ClosedError, ConfigError, RequestError
 from echelon.heads.base import Head
 from echelon.input_processor import InputProcessor
 from echelon.inputs import Prompt, check_callable, conversations_of, prompts_of
+from echelon.metrics import Metric, families
 from echelon.model.load.loading import LoadedModel
 from echelon.outputs import OutputBuilder, RequestOutput
 from echelon.sampling import Parameters, SamplingParams, one_each
@@ -201,9 +202,13 @@ class LLM:
             raise ConfigError(f"{self.target.name!r} has no tokenizer here; prompts are lists of token ids")
         return self.target.tokenizer
 
-    def get_metrics(self) -> dict[str, Any]:
-        """Counters since this object was made: tokens, acceptance (also by position in the draft), steps, KV use, preemptions; tokens
-        looked up in the prefix cache and found there, and free blocks that it fills.
+    def get_metrics(self) -> list[Metric]:
+        """Counters since this object was made, in vLLM's form: `Counter`, `Gauge` and `Vector` of `echelon.metrics` under vLLM's names."""
+        return [metric for family in families(self.get_counters()) for metric in family.metrics()]
+
+    def get_counters(self) -> dict[str, Any]:
+        """Counters by name since this object was made: tokens, acceptance (also by position in the draft), steps, KV use, preemptions;
+        tokens looked up in the prefix cache and found there, and free blocks that it fills.
 
         May be called while another thread runs the engine.
         """

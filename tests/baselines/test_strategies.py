@@ -96,7 +96,7 @@ def test_prompts_in_pieces_and_few_lines(strategy: str) -> None:
     probe = build(strategy, "draft_model", 4)
     small = probe.memory_plan.block_bytes * 3
     llm = build(strategy, "draft_model", 4, max_num_batched_tokens=24, kv_cache_memory_bytes=small)
-    assert llm.get_metrics()["num_kv_blocks"] == 3
+    assert llm.get_counters()["num_kv_blocks"] == 3
     assert texts(llm, "sampled") == truth("sampled")
 
 
@@ -349,7 +349,7 @@ def test_padding_is_counted() -> None:
         texts(llm, "greedy")
         usage[strategy] = llm.stats.target
         assert llm.stats.target.num_tokens == llm.stats.num_input_tokens
-        assert llm.get_metrics()["target"]["num_inputs"] == llm.stats.target.num_inputs
+        assert llm.get_counters()["target"]["num_inputs"] == llm.stats.target.num_inputs
     inputs = {name: u.padded_input_share for name, u in usage.items()}
     kv = {name: u.padded_kv_share for name, u in usage.items()}
     assert inputs["unpadded"] == inputs["pad kv"] == kv["unpadded"] == 0.0

@@ -246,6 +246,7 @@ def right_arguments(folder: Path, llm: LLM) -> dict[str, dict[str, Any]]:
         "InputProcessor.room_after": {"num_tokens": 4},
         "InputProcessor.samples": one,
         "LLM.run": {"requests": [llm.inputs.samples("a", GREEDY, False)]},
+        "LLM.get_counters": {},
         "LLM.get_metrics": {},
         "LLM.reset_prefix_cache": {},
         "LLM.measure_costs": {},

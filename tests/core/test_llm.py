@@ -54,6 +54,7 @@ USES: dict[str, Any] = {
     "chat": lambda llm: llm.chat([{"role": "user", "content": "x"}]),
     "stream": lambda llm: next(llm.stream([[1]])),
     "run": lambda llm: next(llm.run([])),
+    "get_counters": lambda llm: llm.get_counters(),
     "get_metrics": lambda llm: llm.get_metrics(),
     "stats": lambda llm: llm.stats,
     "encode": lambda llm: llm.inputs.encode("x"),

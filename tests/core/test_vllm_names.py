@@ -51,6 +51,32 @@ prompt_ids = llm.get_tokenizer().encode("w3 w4 w3 w4 w3")
 outputs = llm.generate([{{"prompt_token_ids": prompt_ids}}], sampling_params=SamplingParams(temperature=0, max_tokens=8))
 print(len(outputs[0].outputs[0].token_ids), outputs[0].finished)
 """
+METRICS = """
+from echelon import LLM, SamplingParams
+from echelon.metrics import Counter, Vector
+
+llm = LLM(model={folder!r}, speculative_config={{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}})
+outputs = llm.generate(["w3 w4 w3 w4 w3"] * 4, SamplingParams(temperature=0, max_tokens=16))
+total_num_output_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+num_drafts = num_draft_tokens = num_accepted_tokens = 0
+acceptance_counts = [0] * 3
+for metric in llm.get_metrics():
+    if metric.name == "vllm:spec_decode_num_drafts":
+        assert isinstance(metric, Counter)
+        num_drafts += metric.value
+    elif metric.name == "vllm:spec_decode_num_draft_tokens":
+        assert isinstance(metric, Counter)
+        num_draft_tokens += metric.value
+    elif metric.name == "vllm:spec_decode_num_accepted_tokens":
+        assert isinstance(metric, Counter)
+        num_accepted_tokens += metric.value
+    elif metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
+        assert isinstance(metric, Vector)
+        for pos in range(len(metric.values)):
+            acceptance_counts[pos] += metric.values[pos]
+assert num_draft_tokens >= num_drafts > 0 and sum(acceptance_counts) == num_accepted_tokens
+print(total_num_output_tokens, num_drafts, num_draft_tokens, num_accepted_tokens, acceptance_counts)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +91,7 @@ def llm(folder: Path) -> LLM:
     return LLM(folder, max_num_seqs=4)
 
 
-@pytest.mark.parametrize(("script", "num_lines"), [(BASIC, 2), (CHAT, 4), (SPECULATIVE, 1)])
+@pytest.mark.parametrize(("script", "num_lines"), [(BASIC, 2), (CHAT, 4), (SPECULATIVE, 1), (METRICS, 1)])
 def test_a_script_runs_with_the_import_changed(script: str, num_lines: int, folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "script.py"
     file.write_text(script.format(folder=str(folder)))

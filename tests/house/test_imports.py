@@ -18,7 +18,7 @@ LEVELS = [
     {"config", "checkpoint"},
     {"text", "chat", "text_process", "text_worker", "memory.pool", "kv.blocks", "kv.tables"},
     {"sequence"},
-    {"outputs", "stats"},
+    {"outputs", "stats", "metrics"},
     {"batch"},
     {"ops"},
     {"heads"},

@@ -63,7 +63,7 @@ def check(config: dict[str, Any]) -> None:
     plain = texts(LLM(target, max_num_seqs=2))
     with LLM(target, config, max_num_seqs=2) as llm:
         assert texts(llm) == plain
-        metrics = llm.get_metrics()
+        metrics = llm.get_counters()
         assert metrics["num_draft_tokens"] > 0 and not metrics["drafter_faults"]
         with servers.serving(llm) as running, running.client() as client:
             body = {"model": servers.MODEL, "prompt": PROMPTS, "temperature": 0, "max_tokens": 16, "ignore_eos": True}

@@ -133,7 +133,7 @@ def test_several_ranks_say_what_one_says(name: str, size: int, folder: Path) -> 
         assert isinstance(llm.engine.target, SplitRunner)
         assert two_turns(llm, cell.model == "demo") == alone(name, folder)
         assert llm.stats.num_preemptions > 0
-        assert llm.get_metrics()["num_prefix_hits"] > 0
+        assert llm.get_counters()["num_prefix_hits"] > 0
         assert not cell.spec or llm.stats.num_accepted_tokens > 0
         pids = llm.engine.target.group.pids
         if size == 4:  # one more thing that needs several workers: with one of them all end

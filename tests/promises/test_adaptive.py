@@ -224,13 +224,13 @@ def test_a_torn_cost_table_is_said_and_one_in_the_cache_measured_again(tmp_path:
 def test_chances_and_costs_are_reported() -> None:
     llm = adaptive_llm("model", "greedy", max_num_seqs=8)
     texts(llm, slice(None), "greedy")
-    found = llm.get_metrics()["adaptive"]
+    found = llm.get_counters()["adaptive"]
     assert found["num_proposed_tokens"] >= llm.stats.num_draft_tokens > 0
     assert found["predicted_ms"] > 0.0
     assert found["measured_ms"] > 0.0
     assert found["regret"] < 1.0
     assert np.isfinite(found["prediction_error"])
-    assert LLM(toys.adopted(target())).get_metrics()["adaptive"] is None
+    assert LLM(toys.adopted(target())).get_counters()["adaptive"] is None
 
 
 def test_sampling_parameters_are_those_of_plain_decoding() -> None:

@@ -202,7 +202,7 @@ def test_a_faulty_drafter_costs_no_token(method: str, fault: str, temperature: f
     llm.engine.observers.append(tick)
     outputs = llm.generate(toys.prompts(LENGTHS), params(temperature))
     assert [o.outputs[0].token_ids for o in outputs] == truth(temperature)
-    assert llm.get_metrics()["drafter_faults"] == {FAULTS[fault][1]: MOST_FAILURES, "cut off": 2}
+    assert llm.get_counters()["drafter_faults"] == {FAULTS[fault][1]: MOST_FAILURES, "cut off": 2}
     assert failing.hit <= {row for row, _ in failing.drafted}
     assert method == "ngram" or all(failing.drafted.values())  # a look-up may find nothing
     assert llm.stats.num_accepted_tokens > 0

@@ -396,7 +396,7 @@ def test_a_slow_drafter_costs_no_token_and_metrics_say_why() -> None:
     llm.engine.drafter, llm.stats.drafter_faults = guard, guard.faults
     try:
         assert tokens_of(llm) == truth()
-        reported = llm.get_metrics()["drafter_faults"]
+        reported = llm.get_counters()["drafter_faults"]
     finally:
         llm.engine.drafter, llm.stats.drafter_faults = own, faults
     assert reported["too slow"] == 1 and reported["cut off"] > 0

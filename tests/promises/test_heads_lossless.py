@@ -429,7 +429,7 @@ def test_typical_acceptance_says_that_it_is_lossy(kind: str, caplog: pytest.LogC
     config = {"method": own.method, **TREES["dynamic"], "acceptance": "typical"}
     llm = toys.watch(LLM(toys.adopted(target()), config, draft_head=own, max_num_seqs=8, kv_cache_memory_bytes=1 << 22))
     assert "LOSSY" in caplog.text
-    assert "LOSSY" in llm.get_metrics()["acceptance"]
+    assert "LOSSY" in llm.get_counters()["acceptance"]
     assert "LOSSY" in llm.generate(toys.prompts((3,)), SamplingParams(max_tokens=2))[0].metrics.acceptance
     assert generated(llm, toys.prompts(), params("greedy")) == truth("greedy")
     outputs = generated(llm, toys.prompts(), params("sampled"))

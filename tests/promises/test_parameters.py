@@ -213,7 +213,7 @@ def test_an_abandoned_stream_frees_its_rows() -> None:
         llm.generate([[1]])
     stream.close()
     toys.assert_all_blocks_free(llm)
-    assert llm.get_metrics()["num_running"] == llm.get_metrics()["num_waiting"] == 0
+    assert llm.get_counters()["num_running"] == llm.get_counters()["num_waiting"] == 0
     llm.generate([[1]])
 
 

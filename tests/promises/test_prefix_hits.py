@@ -113,9 +113,9 @@ def test_a_hit_has_the_bits_of_a_cold_start(name: str, temperature: float, piece
         for _ in range(NUM_ROUNDS):
             history.round()
         toys.assert_all_blocks_free(hot)
-    metrics = hot.get_metrics()
+    metrics = hot.get_counters()
     assert 0.1 < metrics["num_prefix_hits"] / metrics["num_prefix_queries"] < 1.0
-    assert cold.get_metrics()["num_prefix_hits"] == 0
+    assert cold.get_counters()["num_prefix_hits"] == 0
 
 
 def hot_bytes(name: str) -> int:
@@ -160,7 +160,7 @@ def test_many_conversations_leave_nothing_behind(name: str) -> None:
             objects.append(len(gc.get_objects()))
     toys.assert_all_blocks_free(llm)
     assert objects[1] - objects[0] < NUM_CONVERSATIONS / 8, "what is kept does not grow by the conversation"
-    assert llm.get_metrics()["num_prefix_hits"] > 0
+    assert llm.get_counters()["num_prefix_hits"] > 0
 
 
 def test_forgetting_makes_the_next_start_cold() -> None:
@@ -193,4 +193,4 @@ def test_samples_that_fork_behind_a_piece_of_one_token_are_no_hits(length: int, 
         (prompt,) = toys.prompts((length,), seed=turn)
         found, true = (each.generate([prompt, prompt], params) for each in (llm, plain))
         assert [o.token_ids for r in found for o in r.outputs] == [o.token_ids for r in true for o in r.outputs]
-    assert not llm.get_metrics()["drafter_faults"]
+    assert not llm.get_counters()["drafter_faults"]

@@ -117,7 +117,7 @@ def test_stats_are_those_of_the_metrics() -> None:
         stats, text = client.get("/stats").json(), client.get("/metrics").text
         lines = [line.removeprefix("echelon:") for line in text.splitlines() if not line.startswith("#")]
         values = {line.rsplit(" ", 1)[0].replace('model_name="pair"', ""): float(line.rsplit(" ", 1)[1]) for line in lines}
-        truth = running.llm.get_metrics()
+        truth = running.llm.get_counters()
         assert {name: stats[name] for name in stats if name in truth} == {
             name: {str(k): n for k, n in truth[name].items()} if isinstance(truth[name], dict) else truth[name]
             for name in stats

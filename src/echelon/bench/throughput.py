@@ -99,7 +99,7 @@ class ThroughputResult:
 
     The rest is of decoding steps, all rounds together: milliseconds by part of a step, share of padding in the rows fed to the layers
     and in the KV slots that attention loads, bytes of KV a step (those reserved are what no other row can use), and EXSPEC's group rate.
-    `notes` say what to make of the speed of decoding; `adaptive` is what `LLM.get_metrics` says of it where draft lengths are "auto".
+    `notes` say what to make of the speed of decoding; `adaptive` is what `LLM.get_counters` says of it where draft lengths are "auto".
     """
 
     method: str
@@ -209,7 +209,7 @@ class EngineRun:
         return [o.outputs[0].token_ids for o in done], time.perf_counter() - start, recorder
 
     def result(self, batch_size: int, runs: SequenceOf[Run]) -> ThroughputResult:
-        adaptive = self._llm.get_metrics()["adaptive"] or {}
+        adaptive = self._llm.get_counters()["adaptive"] or {}
         return replace(
             engine_result(self._method, batch_size, runs, self._stats, self._decode), notes=sorted(self.notes), adaptive=adaptive
         )

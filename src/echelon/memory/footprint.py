@@ -24,6 +24,7 @@ from echelon.model.load.reading import DTYPES, TOKENIZER_FILES, built_without_me
 from echelon.model.patches.experts import STACKED, is_experts
 from echelon.model.patches.linear import LINEAR, is_plain_linear, weight_bytes
 from echelon.model.patches.packing import GROUPS
+from echelon.model.patches.rotary_tables import table_bytes
 from echelon.ops import compiled, cpu
 from echelon.ops.contract import QuantisedWeight
 
@@ -160,7 +161,7 @@ class Outline:
         for raw, rounded, packed in late:
             most = max(most, held + (0 if raw == packed else packed + rounded))  # of the same size it is packed in place
             held += packed - raw
-        held += sum(b.numel() * b.element_size() for b in self.model.buffers())
+        held += sum(b.numel() * b.element_size() for b in self.model.buffers()) + table_bytes(self.model, self.dtype)
         return held, max(0, most - held)
 
     def _beside(self, parameter: nn.Parameter) -> int:

@@ -49,7 +49,7 @@ def pack(spans: Sequence[Span], tables: BlockTables) -> RaggedBatch:
 
 def occupancy(batch: RaggedBatch, cache: KVCache) -> Occupancy:
     """Count what a pass over `batch` holds and loads."""
-    pool, num_live = cache.tables.pool, int(batch.kv_lens.sum())
+    pool, num_live = cache.tables.pool, int(batch.kv_lens.numpy().sum())
     index_bytes = sum(t.nbytes for t in (batch.indptr, batch.slots, batch.kv_lens, batch.block_table))
     return Occupancy(batch.num_tokens, (pool.num_blocks - pool.num_free) * cache.block_size, num_live, num_live, index_bytes)
 

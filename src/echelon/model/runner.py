@@ -133,8 +133,9 @@ class Runner(ABC, Generic[BatchT]):
         device = self.cache.device
         tokens, positions, logit_rows = (x.to(device) for x in (batch.tokens, self.positions(batch), batch.logit_rows))
         missing = 0 if devices.has_kernels(tokens) else -len(tokens) % ROWS_PER_CALL
-        inputs = F.pad(tokens, (0, missing)), F.pad(positions, (0, missing))
-        logits, hidden_states = forward(self.loaded, self.hidden_state_reader, *inputs, logit_rows, self.attention(batch))
+        if missing:
+            tokens, positions = F.pad(tokens, (0, missing)), F.pad(positions, (0, missing))
+        logits, hidden_states = forward(self.loaded, self.hidden_state_reader, tokens, positions, logit_rows, self.attention(batch))
         self.count(batch, batch.num_tokens)
         return logits, None if hidden_states is None else hidden_states[: batch.num_tokens]
 

@@ -92,7 +92,7 @@ class Service:
             status="ready" if self.is_ready else "draining" if self.engine_thread.is_healthy else "unhealthy",
             uptime_seconds=time.monotonic() - self.started_at,
             max_num_seqs=self.llm.config.max_num_seqs,
-            **self.llm.get_metrics(),
+            **self.llm.get_counters(),
         )
 
     def check_model(self, name: str | None) -> None:

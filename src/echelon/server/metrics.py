@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from echelon import metrics
 from echelon.aio.limits import RequestObserver
 from echelon.aio.request_handle import RequestRow
 from echelon.llm import LLM
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 600.0)
 UNREAD_LIMITS = ("time", "buffers", "stream")  # a connection's write timeout, the memory of all buffers, that of one stream
-ENGINE_METRICS = (  # kind, name, description, name in `LLM.get_metrics`
-    (GaugeMetricFamily, "num_requests_running", "Sequences in the batch.", "num_running"),
-    (GaugeMetricFamily, "num_requests_waiting", "Sequences that wait for a place.", "num_waiting"),
-    (GaugeMetricFamily, "kv_cache_usage_perc", "Share of KV blocks in use.", "kv_usage"),
-    (CounterMetricFamily, "prefix_cache_queries", "Tokens looked up in the prefix cache.", "num_prefix_queries"),
-    (CounterMetricFamily, "prefix_cache_hits", "Of these, tokens found.", "num_prefix_hits"),
-    (CounterMetricFamily, "num_preemptions", "Sequences put back for lack of blocks.", "num_preemptions"),
-    (CounterMetricFamily, "generation_tokens", "Tokens emitted.", "num_emitted_tokens"),
-    (CounterMetricFamily, "spec_decode_num_drafts", "Drafts verified.", "num_drafts"),
-    (CounterMetricFamily, "spec_decode_num_draft_tokens", "Tokens drafted.", "num_draft_tokens"),
-    (CounterMetricFamily, "spec_decode_num_accepted_tokens", "Drafted tokens accepted.", "num_accepted_tokens"),
-)
-ADAPTIVE_METRICS = (  # the same, of names in `get_metrics()["adaptive"]`; only where draft lengths are "auto"
-    (CounterMetricFamily, "spec_decode_num_proposed_tokens", "Tokens drafted, verified or not.", "num_proposed_tokens"),
-    (CounterMetricFamily, "spec_decode_predicted_ms", "Milliseconds of steps as predicted.", "predicted_ms"),
-    (CounterMetricFamily, "spec_decode_measured_ms", "Milliseconds of the same steps as measured.", "measured_ms"),
-    (GaugeMetricFamily, "spec_decode_prediction_error", "Median of |predicted / measured - 1|, latest steps.", "prediction_error"),
-    (GaugeMetricFamily, "spec_decode_regret", "Share by which the best single length would have been faster.", "regret"),
-)
+KINDS = {metrics.Counter: CounterMetricFamily, metrics.Gauge: GaugeMetricFamily, metrics.Vector: CounterMetricFamily}
 REASONS = ("stop", "length", "error", "abort")
 
 
@@ -42,35 +25,14 @@ class EngineCollector:
     def __init__(self, llm: LLM, prefix: str, model: str) -> None:
         self._llm, self._prefix, self._model = llm, prefix, model
 
-    def _family(self, kind: type[Metric], name: str, text: str, values: Mapping[str, float], label: str | None = None) -> Metric:
-        """A metric with a value for every value of `label`; without a label there is one value."""
-        family: Any = kind(self._prefix + name, text, labels=["model_name"] + ([label] if label else []))  # type: ignore[call-arg]
-        for key, value in values.items():
-            family.add_metric([self._model] + ([key] if label else []), value)
-        return cast(Metric, family)
-
     def collect(self) -> Iterator[Metric]:
         """Read the engine's counters as metric families."""
-        metrics = self._llm.get_metrics()
-        lengths = {str(length): count for length, count in metrics["num_steps_by_draft_length"].items()}
-        accepted = {str(position): count for position, count in enumerate(metrics["num_accepted_by_position"])}
-        values = metrics | {
-            "kv_usage": 1.0 - metrics["num_free_kv_blocks"] / metrics["num_kv_blocks"],
-            "num_drafts": sum(metrics["num_drafts_by_position"][:1]),
-        }
-        for kind, name, text, key in ENGINE_METRICS:
-            yield self._family(kind, name, text, {"": values[key]})
-        adaptive = metrics["adaptive"] or {}
-        for kind, name, text, key in ADAPTIVE_METRICS:
-            if key in adaptive:
-                yield self._family(kind, name, text, {"": adaptive[key]})
-        for kind, name, text, counts, label in (
-            (CounterMetricFamily, "num_accepted_tokens_per_pos", "Accepted by position.", accepted, "position"),
-            (CounterMetricFamily, "num_steps_per_length", "Rows' steps by tokens verified.", lengths, "length"),
-            (GaugeMetricFamily, "info", "The rule by which drafted tokens are kept.", {metrics["acceptance"]: 1.0}, "acceptance"),
-            (CounterMetricFamily, "drafter_fallbacks", "Steps without the drafter, by reason.", metrics["drafter_faults"], "reason"),
-        ):
-            yield self._family(kind, f"spec_decode_{name}", text, counts, label)
+        for family in metrics.families(self._llm.get_counters()):
+            labels = ["model_name"] + ([family.label] if family.label else [])
+            found: Any = KINDS[family.kind](self._prefix + family.name, family.description, labels=labels)
+            for key, value in family.values.items():
+                found.add_metric([self._model] + ([key] if family.label else []), value)
+            yield cast(Metric, found)
 
 
 class ServerMetrics(RequestObserver):

@@ -44,7 +44,7 @@ class DrafterCard(BaseModel):
 
 
 class StatsResponse(BaseModel):
-    """What runs here, and how it does; from `num_running` on with the names of `LLM.get_metrics`, counted since the start."""
+    """What runs here, and how it does; from `num_running` on with the names of `LLM.get_counters`, counted since the start."""
 
     model: ModelCard
     drafter: DrafterCard | None

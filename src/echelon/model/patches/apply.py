@@ -11,6 +11,7 @@ from echelon.model.patches.elementwise import patch_elementwise
 from echelon.model.patches.linear import patch_linear
 from echelon.model.patches.packing import Packing
 from echelon.model.patches.rope import OriginalContext, patch_rope
+from echelon.model.patches.rotary_tables import tabulate_rotary
 from echelon.model.patches.split import Share, connect, cut_model
 from echelon.model.patches.vectors import patch_sensitive
 
@@ -28,6 +29,7 @@ def patch_model(
     with torch.inference_mode():
         original_context = patch_rope(model)
         replaced = patch_elementwise(model)
+    tabulate_rotary(model)
     replaced |= patch_linear(model, keep_weights, packing, in_place)
     if cuts is not None and share is not None:
         connect(model, cuts, share)

@@ -24,6 +24,7 @@ from echelon.errors import Refusal, UnsupportedModelError
 from echelon.model.patches import PatchedForward
 from echelon.model.patches.experts import Experts, is_experts, patch_experts
 from echelon.model.patches.packing import Packing
+from echelon.model.patches.rotary_tables import tables_of
 from echelon.model.patches.weights import SERVED_DTYPES, PackedParameter, absent
 from echelon.ops import devices
 from echelon.ops.contract import PackedWeight
@@ -38,6 +39,11 @@ TRIED = (1, 2, 3, 5, 8, 13, 16, 17, 32, 33, 63, 64)  # rows of calls that must g
 def _linear(packed: PackedWeight, bias: Tensor | None, float32: bool, x: Tensor) -> Tensor:
     """x [..., K] → [..., N]."""
     return devices.backend_of(x).packed_linear(x, packed, bias, float32=float32)
+
+
+def _looked_up(packed: PackedWeight, ids: Tensor) -> Tensor:
+    """int [...] → [..., K]."""
+    return devices.backend_of(ids).packed_rows(packed, ids)
 
 
 def _fixed(module: nn.Module, counts: ops.RowCounts, x: Tensor) -> Tensor:
@@ -149,6 +155,8 @@ def _give_up(module: nn.Module, parameter: nn.Parameter, stand_in: nn.Parameter,
     elif all(isinstance(m, GIVEN_UP) for m in sharing):
         for other in sharing:
             other.weight = stand_in
+            if type(other) is nn.Embedding and "forward" not in vars(other):
+                other.forward = PatchedForward(_looked_up, stand_in.packed)  # type: ignore[attr-defined, method-assign]
 
 
 def linear_parts(forward: Any) -> tuple[PackedWeight, Tensor | None, bool]:
@@ -182,7 +190,7 @@ def packed_weights(model: nn.Module) -> list[PackedWeight]:
 
 def weight_bytes(model: nn.Module) -> int:
     """Bytes that a patched model's weights take in memory, packed ones and tables included."""
-    tensors = [*model.parameters(), *model.buffers(), *(w.data for w in packed_weights(model))]
+    tensors = [*model.parameters(), *model.buffers(), *(w.data for w in packed_weights(model)), *tables_of(model)]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
