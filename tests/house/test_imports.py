@@ -30,6 +30,7 @@ LEVELS = [
     {"scheduler"},
     {"adaptive"},
     {"memory"},
+    {"estimate"},
     {"engine", "storage"},
     {"baselines", "parallel"},
     {"build", "input_processor"},

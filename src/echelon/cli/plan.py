@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,8 +12,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from echelon import EngineConfig
+from echelon.cli.plan_on_paper import PaperOptions, plan_on_paper
 from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, errors, speculative_mapping, verb
 from echelon.config import SpeculativeConfig, speculative
+from echelon.estimate.devices import read_devices
 from echelon.memory.ladder import Fitting
 from echelon.memory.lower_bound import LeastMemory, least_memory
 from echelon.memory.plan import MemoryPlan
@@ -31,7 +34,6 @@ from echelon.sizes import gibibytes
         "kv_cache_dtype",
         "quantization",
         "dtype",
-        "device",
         "enable_prefix_caching",
     ),
 )
@@ -43,14 +45,29 @@ def plan(
     speculation: Annotated[
         bool, typer.Option("--speculation", help="Also the least memory that each drafter of --speculative-config runs in, and pays in.")
     ] = False,
+    device: Annotated[
+        str, typer.Option(help="auto, cpu or cuda: this machine. Or on paper: " + ", ".join(read_devices()) + ", or of --devices.")
+    ] = "auto",
+    tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "-tp", help="On paper: ranks of a stage.", min=1)] = 1,
+    pipeline_parallel_size: Annotated[int, typer.Option("--pipeline-parallel-size", "-pp", help="On paper: stages.", min=1)] = 1,
+    devices: Annotated[Path | None, typer.Option(metavar="FILE", help="On paper: JSON of further devices by name.")] = None,
+    tokens_per_step: Annotated[
+        float | None, typer.Option(help="On paper: tokens a step that drafts come to; what is published by default.", min=1.0)
+    ] = None,
     engine: dict[str, Any],
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """Say where the memory goes that MODEL would take, and how many conversations fit (exit 1: they do not). No weight is read.
 
-    Without a budget, keys and values are those of --max-num-seqs rows of --max-model-len tokens.
+    Without a budget, keys and values are those of --max-num-seqs rows of --max-model-len tokens. With the name of a device it is a plan on
+    paper: bytes of each of several devices, what travels between them, and expected tokens/s; MODEL may then be the name of a shape.
     """
-    config, spec = EngineConfig(**engine), speculative(speculative_mapping(speculative_config))
+    spec = speculative(speculative_mapping(speculative_config))
+    options = PaperOptions(model, device, tensor_parallel_size, pipeline_parallel_size, devices, tokens_per_step)
+    if options.is_on_paper:
+        plan_on_paper(options, EngineConfig(**engine), spec, speculation, json_output)
+        return
+    config = EngineConfig(**engine, device=device)
     models = PlannedModels(config, spec, model)
     budget = config.budget(models.memory)
     fitting = None if budget is None else models.fitted(budget)

@@ -1,0 +1,250 @@
+"""Which numbers of a model each of several devices holds: layers split among stages, and each stage among tensor ranks.
+
+Tensor ranks have the columns that `model.patches.split` gives them, and gather where it gathers. Stages have consecutive layers; the first
+one, which is the engine's, has embeddings, the last norm and the output layer too, and gets the hidden states of the last stage back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from echelon.errors import ConfigError
+from echelon.estimate.devices import Device, Work
+from echelon.estimate.roofline import ModelShape
+from echelon.kv.cache import LayerShape
+from echelon.memory.footprint import recorded
+from echelon.model.patches.experts import STACKED, is_experts
+from echelon.model.patches.linear import LINEAR
+from echelon.model.patches.split import BACK, Cutter, Part, check_split, part_of, plan_of
+from echelon.ops import cpu
+
+LOGIT_BYTES = 4
+_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+class Pass(NamedTuple):
+    """A pass over `rows` rows with `tokens` new tokens each, on average, after `context` others."""
+
+    rows: int
+    tokens: float
+    context: float
+
+    @property
+    def num_tokens(self) -> float:
+        """Of all rows."""
+        return self.rows * self.tokens
+
+
+class Gather(NamedTuple):
+    """Numbers of each token that ranks bring together, the rank's own among them; `for_first`: only rank 0 waits for them."""
+
+    columns: int
+    own: int
+    bytes_each: int
+    for_first: bool = False
+
+    def received(self, rank: int) -> int:
+        """Bytes of each token that a rank gets from others."""
+        return 0 if self.for_first and rank else (self.columns - self.own) * self.bytes_each
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a device has of a layer, or of several.
+
+    numbers     entries of all parameters
+    matrices    of these, entries of linear layers, by which every token is multiplied
+    features    numbers that go into and out of these, a token
+    experts     entries of stacks of experts, of which a token goes through the part `chosen`
+    query_size  query heads × (size of a key + size of a value)
+    cache_size  numbers in a token's keys and values
+    kv_bytes    bytes of these as they are kept
+    layers      number of layers
+    """
+
+    numbers: int = 0
+    matrices: int = 0
+    features: int = 0
+    experts: int = 0
+    chosen: float = 0.0
+    query_size: int = 0
+    cache_size: int = 0
+    kv_bytes: int = 0
+    layers: int = 0
+    gathers: tuple[Gather, ...] = ()
+
+    def __add__(self, other: Held) -> Held:
+        counts = {name: getattr(self, name) + getattr(other, name) for name in Held.__dataclass_fields__ if name != "chosen"}
+        return Held(**counts, chosen=max(self.chosen, other.chosen))
+
+    def seconds(self, device: Device, dtype: str, bytes_each: int, run: Pass, rank: int = 0) -> dict[str, float]:
+        """What a pass takes on the device, by its parts, each bound by operations or bytes."""
+        tokens = run.num_tokens
+        linear = ModelShape(self.matrices, self.features, 0, 0, bytes_each)
+        attention = ModelShape(0, 0, self.query_size, self.cache_size, bytes_each)
+        touched = self.experts * (1.0 - (1.0 - self.chosen) ** tokens)
+        works = {
+            "linear layers": Work(linear.flops(run.rows, run.tokens, 0), linear.bytes(run.rows, run.tokens, 0)),
+            "experts": Work(2.0 * tokens * self.experts * self.chosen, bytes_each * touched),
+            "attention": Work(
+                attention.flops(run.rows, run.tokens, run.context), attention.bytes(run.rows, run.tokens, run.context)
+            ),
+        }
+        found = {name: device.seconds(work, dtype) for name, work in works.items() if work.flops}
+        if self.layers * device.layer_us:
+            found["between kernels"] = self.layers * device.layer_us * 1e-6
+        if self.gathers:
+            found["gathers"] = sum(device.seconds_to_send(tokens * gather.received(rank)) for gather in self.gathers)
+        return found
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """A rank's part of a model: what comes before its layers, each of these, what comes after, and bytes of each number."""
+
+    before: Held
+    layers: tuple[Held, ...]
+    after: Held
+
+
+def parts_of(model: PreTrainedModel, size: int = 1, is_rounded: bool = False) -> list[ModelParts]:
+    """What each of `size` tensor ranks has of a model without weights (on the meta device, in the dtype that it is served in).
+
+    Raises
+    ------
+    ConfigError            the number of ranks does not divide its heads
+    UnsupportedModelError  nobody has said how models of this kind are split
+    """
+    shapes, num_heads = recorded(model)
+    attention = [_attention(shape, num_heads, size, model.dtype, is_rounded) for shape in shapes]
+    if size == 1:
+        return [_parts(model, attention, None)]
+    check_split(model.config, type(model).__name__, size)
+    plan = plan_of(type(model), model.config)
+    return [_parts(model, attention, Cutter(plan, num_heads, shapes[0].num_kv_heads, rank, size)) for rank in range(size)]
+
+
+def _parts(model: PreTrainedModel, attention: list[Held], cutter: Cutter | None) -> ModelParts:
+    before, after, layers = Held(), Held(), list(attention)
+    for name, module in model.base_model.named_modules():
+        found = reduce(Held.__add__, _held(name, module, cutter, model), Held())
+        layer = _LAYER.search(name)
+        if layer is not None:
+            layers[int(layer[1])] += found
+        elif isinstance(module, nn.Embedding):
+            before += found
+        else:
+            after += found
+    rank, size = (cutter.rank, cutter.size) if cutter is not None else (0, 1)
+    return ModelParts(before, tuple(layers), after + _output(model, rank, size))
+
+
+def _attention(shape: LayerShape, num_heads: int, size: int, dtype: torch.dtype, is_rounded: bool) -> Held:
+    """Keys and values of a layer on one of `size` ranks; of fewer heads than ranks, several ranks have the same."""
+    own = LayerShape(max(1, shape.num_kv_heads // size), shape.key_size, shape.value_size)
+    width = own.key_size + own.value_size
+    return Held(
+        query_size=num_heads // size * width,
+        cache_size=own.num_kv_heads * width,
+        kv_bytes=own.bytes_per_token(dtype, is_rounded),
+        layers=1,
+    )
+
+
+def _held(name: str, module: Any, cutter: Cutter | None, model: PreTrainedModel) -> Iterator[Held]:
+    """The parameters of one module."""
+    if is_experts(module):
+        yield from _experts(module, cutter, model)
+    elif isinstance(module, LINEAR):
+        columns, depth = module.weight.shape if isinstance(module, nn.Linear) else reversed(module.weight.shape)
+        part = cutter.columns(name, columns) if cutter is not None else None
+        own = columns if part is None else part.last - part.first
+        bias = 0 if module.bias is None else own
+        yield Held(numbers=own * depth + bias, matrices=own * depth, features=own + depth)
+        if cutter is not None and part is not None and cutter.kind(name) == BACK:
+            for gathered in (cutter.inner(name, depth), part):
+                yield Held(gathers=(_gather(gathered, model.dtype.itemsize),))
+    else:
+        yield Held(numbers=sum(p.numel() for p in module.parameters(recurse=False)))
+
+
+def _experts(module: Any, cutter: Cutter | None, model: PreTrainedModel) -> Iterator[Held]:
+    """Stacks [E, 2 I, K] and [E, K, I]; others are whole on every rank, as no others are split."""
+    config = model.config.get_text_config()
+    stacks = [p for name, p in module.named_parameters(recurse=False) if name in STACKED]
+    count, used = stacks[0].shape[0], int(getattr(config, "num_experts_per_tok", None) or 1)
+    numbers = sum(p.numel() for p in module.parameters(recurse=False))
+    if cutter is None:
+        yield Held(numbers=numbers, experts=sum(p.numel() for p in stacks), chosen=used / count)
+        return
+    inner = part_of(module.gate_up_proj.shape[1] // 2, cutter.rank, cutter.size)
+    outer = part_of(module.down_proj.shape[1], cutter.rank, cutter.size)
+    depth = module.gate_up_proj.shape[2]
+    own = count * (2 * (inner.last - inner.first) * depth + (outer.last - outer.first) * inner.whole)
+    yield Held(numbers=own, experts=own, chosen=used / count)
+    yield Held(gathers=(_gather(inner, model.dtype.itemsize, used), _gather(outer, model.dtype.itemsize)))
+
+
+def _gather(part: Part, bytes_each: int, copies: int = 1, for_first: bool = False) -> Gather:
+    return Gather(copies * part.whole, copies * (part.last - part.first), bytes_each, for_first)
+
+
+def _output(model: Any, rank: int, size: int) -> Held:
+    """The output layer: rank 0 keeps all of it, and each rank multiplies by its tiles. One that embeddings share takes no memory."""
+    output = model.get_output_embeddings()
+    vocabulary, hidden = output.weight.shape
+    part = part_of(vocabulary, rank, size, cpu.TILE)
+    own = part.last - part.first
+    held = vocabulary if rank == 0 else own
+    is_shared = output.weight is model.get_input_embeddings().weight
+    bias = 0 if getattr(output, "bias", None) is None else vocabulary
+    gathers = (_gather(part, LOGIT_BYTES, for_first=True),) if size > 1 else ()
+    return Held(0 if is_shared else held * hidden + bias, own * hidden, own + hidden, gathers=gathers)
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """What one device has: rank `rank` of stage `stage`. The first stage runs `output` once the last one is done."""
+
+    stage: int
+    rank: int
+    held: Held
+    output: Held = field(default_factory=Held)
+
+    @property
+    def numbers(self) -> int:
+        """Entries of all its parameters."""
+        return self.held.numbers + self.output.numbers
+
+
+def stage_layers(num_layers: int, stages: int) -> list[range]:
+    """The layers of every stage, as evenly as they can be split.
+
+    Raises
+    ------
+    ConfigError  there are more stages than layers
+    """
+    if not 1 <= stages <= num_layers:
+        raise ConfigError(f"pipeline_parallel_size = {stages} is not between 1 and the model's {num_layers} layers; choose one of these")
+    return [range(num_layers * s // stages, num_layers * (s + 1) // stages) for s in range(stages)]
+
+
+def split_among(model: PreTrainedModel, ranks: int, stages: int, is_rounded: bool = False) -> list[list[StagePart]]:
+    """By stage, what each of its tensor ranks has; errors as of `parts_of` and `stage_layers`."""
+    whole = parts_of(model, ranks, is_rounded)
+    found = []
+    for stage, layers in enumerate(stage_layers(len(whole[0].layers), stages)):
+        held = [reduce(Held.__add__, parts.layers[layers.start : layers.stop]) for parts in whole]
+        if stage == 0:
+            found.append([StagePart(0, r, p.before + h, p.after) for r, (p, h) in enumerate(zip(whole, held, strict=True))])
+        else:
+            found.append([StagePart(stage, r, h) for r, h in enumerate(held)])
+    return found

@@ -1,0 +1,56 @@
+"""Models by name, as their configurations were published: built without weights."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from echelon.errors import ConfigError, EchelonError
+from echelon.inputs import shown
+from echelon.memory.footprint import Outline
+from echelon.model.attention import IMPLEMENTATION
+from echelon.model.load.reading import DTYPES
+
+TABLE = Path(__file__).with_name("shapes.json")
+DEFAULT_DTYPE = "bfloat16"
+
+
+@cache
+def published_shapes() -> dict[str, dict[str, Any]]:
+    """Configurations by name."""
+    found: dict[str, dict[str, Any]] = json.loads(TABLE.read_text("utf-8"))
+    return found
+
+
+def without_weights(name: str, dtype: str = "auto") -> PreTrainedModel:
+    """A published shape, or the model in the folder or of the hub name `name`, on the meta device and in the dtype that it is served in.
+
+    Raises
+    ------
+    ConfigError  there is neither, with the shapes that there are
+    """
+    shapes = published_shapes()
+    if name in shapes:
+        given = dict(shapes[name])
+        config = AutoConfig.for_model(given.pop("model_type"), **{"tie_word_embeddings": "ffn_dim" in given} | given)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        model.set_attn_implementation(IMPLEMENTATION)
+        return model.eval().to(DTYPES[DEFAULT_DTYPE if dtype == "auto" else dtype])
+    if not Path(name).is_dir() and "/" not in name:
+        raise ConfigError(
+            f"there is no folder {shown(name)} and no shape of that name; known shapes: {', '.join(shapes)}; for another model give a folder "
+            "with its config.json and the headers of its weights"
+        )
+    try:
+        outline = Outline.of(name, dtype)
+    except EchelonError as error:
+        raise ConfigError(f"{error}; or give one of the shapes {', '.join(shapes)}") from None
+    if outline.scheme is not None:
+        raise ConfigError(f"{shown(name)} is published in integers; on paper models have 16 or 32 bits: give the checkpoint in bfloat16")
+    return outline.model.to(outline.dtype)

@@ -1,0 +1,106 @@
+"""Expected tokens a second of a model on several devices: roofline times of passes, run through the stages as they would run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from echelon.estimate.devices import Device
+from echelon.estimate.drafting import Drafting
+from echelon.estimate.layout import Pass, StagePart
+from echelon.estimate.pipeline import Visit, run_rounds
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A step of `rows` rows in `micro_batches`: seconds of a round, tokens a second, the parts of one micro-batch's pass in seconds, and
+    the share of the time that each stage is at work.
+    """
+
+    rows: int
+    micro_batches: int
+    seconds: float
+    tokens_per_second: float
+    terms: dict[str, float] = field(hash=False)
+    busy: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A model on devices of one kind.
+
+    stages      what each rank of each stage has
+    hidden      size of a hidden state
+    bytes_each  of a number of weights and activations
+    """
+
+    stages: Sequence[Sequence[StagePart]]
+    device: Device
+    dtype: str
+    hidden: int
+    bytes_each: int
+
+    @cached_property
+    def num_devices(self) -> int:
+        """Of all stages."""
+        return sum(len(ranks) for ranks in self.stages)
+
+    def terms(self, stage: int, run: Pass) -> dict[str, float]:
+        """Seconds by part of a pass through a stage's layers, on its slowest rank; of the first stage embeddings cost nothing."""
+        return self._slowest([part.held.seconds(self.device, self.dtype, self.bytes_each, run, part.rank) for part in self.stages[stage]])
+
+    def output_terms(self, run: Pass) -> dict[str, float]:
+        """Seconds of the output layer, on the first stage."""
+        found = [part.output.seconds(self.device, self.dtype, self.bytes_each, run, part.rank) for part in self.stages[0]]
+        return {"output layer" if name == "linear layers" else name: s for name, s in self._slowest(found).items()}
+
+    @staticmethod
+    def _slowest(found: list[dict[str, float]]) -> dict[str, float]:
+        return max(found, key=lambda terms: sum(terms.values()))
+
+    def pass_terms(self, run: Pass) -> dict[str, float]:
+        """Seconds by part of a pass through all stages, one after the other."""
+        found: dict[str, float] = {}
+        between = len(self.stages) * self.seconds_between(run) if len(self.stages) > 1 else 0.0
+        parts = [*(self.terms(stage, run) for stage in range(len(self.stages))), self.output_terms(run), {"between stages": between}]
+        for name, seconds in (item for terms in parts for item in terms.items() if item[1]):
+            found[name] = found.get(name, 0.0) + seconds
+        return found
+
+    def seconds_between(self, run: Pass) -> float:
+        """Until the hidden states of a pass have come from one stage to the next."""
+        return self.device.seconds_to_send(run.num_tokens * self.hidden * self.bytes_each)
+
+    def draft_seconds(self, drafting: Drafting | None, rows: int) -> float:
+        """Seconds of drafting for so many rows, on the engine's device."""
+        return 0.0 if drafting is None else drafting.seconds(self.device, self.dtype, self.bytes_each, rows)
+
+    def visits(self, rows: int, context: float, drafting: Drafting | None) -> list[Visit]:
+        """A step of one micro-batch: drafted, read by every stage, and its output layer run where it began."""
+        run = Pass(rows, 1 + (drafting.drafted if drafting else 0), context)
+        times, output = [sum(self.terms(s, run).values()) for s in range(len(self.stages))], sum(self.output_terms(run).values())
+        draft = [Visit(0, self.draft_seconds(drafting, rows))] if drafting is not None else []
+        if len(times) == 1:
+            return [*draft, Visit(0, times[0] + output)]
+        travel = self.seconds_between(run)
+        return [*draft, *(Visit(s, seconds, travel) for s, seconds in enumerate(times)), Visit(0, output)]
+
+    def speed(self, rows: int, context: float, drafting: Drafting | None = None, micro_batches: int | None = None) -> Speed:
+        """The speed in so many micro-batches, or in the number of them that is fastest."""
+        if micro_batches is None:
+            most = min(rows, 2 * len(self.stages)) if len(self.stages) > 1 else 1
+            found = [self.speed(rows, context, drafting, count) for count in range(1, most + 1)]
+            return min(found, key=lambda s: round(s.seconds, 9))  # of equals the fewest
+        sizes = [rows * (i + 1) // micro_batches - rows * i // micro_batches for i in range(micro_batches)]
+        ran = run_rounds([self.visits(size, context, drafting) for size in sizes])
+        emitted = drafting.emitted if drafting is not None else 1.0
+        terms = self.pass_terms(Pass(sizes[-1], 1 + (drafting.drafted if drafting else 0), context))
+        if drafting is not None:
+            terms = {"drafting": self.draft_seconds(drafting, sizes[-1])} | terms
+        return Speed(rows, micro_batches, ran.seconds, rows * emitted / ran.seconds, terms, ran.busy)
+
+    def fastest(self, rows: int, context: float, draftings: Sequence[Drafting]) -> tuple[Drafting, Speed]:
+        """Of several drafts the one with which most tokens come a second."""
+        found = [(drafting, self.speed(rows, context, drafting)) for drafting in draftings]
+        return max(found, key=lambda pair: pair[1].tokens_per_second)
