@@ -67,7 +67,7 @@ def plan(
     if options.is_on_paper:
         plan_on_paper(options, EngineConfig(**engine), spec, speculation, json_output)
         return
-    config = EngineConfig(**engine, device=device)
+    config = EngineConfig(**(engine | {"device": device}))
     models = PlannedModels(config, spec, model)
     budget = config.budget(models.memory)
     fitting = None if budget is None else models.fitted(budget)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -74,7 +75,9 @@ def plan_on_paper(
             if least is not None
             else "no number of them would: lower --max-num-seqs or --max-model-len"
         )
-        errors.print(f"[red]{gibibytes(most)} are more than the {gibibytes(device.memory_bytes)} of {shown(options.device, False)}[/]; {remedy}")
+        errors.print(
+            f"[red]{gibibytes(most)} are more than the {gibibytes(device.memory_bytes)} of {shown(options.device, False)}[/]; {remedy}"
+        )
         raise typer.Exit(1)
 
 
@@ -95,17 +98,19 @@ def _print(options: PaperOptions, plan: PaperPlan, bounds: list[tuple[int, float
         for size, tokens in bounds:
             table.add_row(str(size), f"{tokens:.2f}")
         console.print(table)
-    console.print(f"On paper, by roofline: {plan.context:,} tokens before each row's own; {options.device}: {plan.device.source}.", soft_wrap=True)
+    console.print(
+        f"On paper, by roofline: {plan.context:,} tokens before each row's own; {options.device}: {plan.device.source}.", soft_wrap=True
+    )
 
 
 def _bytes_table(options: PaperOptions, plan: PaperPlan) -> Table:
     """A line a device; ranks and stages that have as much share one."""
     title = f"{options.model} on {plan.cluster.num_devices} × {options.device}, on paper: GiB of each"
-    table = _table("stage", "rank", "layers", "weights", "drafter", "KV", "activations", "in all", "share", title=title)
+    table = _table("stage", "rank", "layers", "weights", "drafter", "KV", "passes", "in all", "share", title=title)
     groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for d in plan.device_bytes:
-        counts = (d.layers, d.weights, d.draft_weights, d.keys_and_values, d.activations, d.total)
-        groups.setdefault(counts, []).append((d.stage, d.rank))
+        key = (d.layers, d.weights, d.draft_weights, d.keys_and_values, d.activations, d.total)
+        groups.setdefault(key, []).append((d.stage, d.rank))
     for (layers, *counts), places in groups.items():
         share = f"{counts[-1] / plan.device.memory_bytes:.0%}"
         gibibyte_cells = [f"{count / 2**30:.2f}" for count in counts]
@@ -114,7 +119,7 @@ def _bytes_table(options: PaperOptions, plan: PaperPlan) -> Table:
 
 
 def _table(*head: str, title: str) -> Table:
-    table = Table(*head, title=title)
+    table = Table(*head, title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in table.columns:
         column.justify, column.no_wrap = "right", True
     return table
@@ -126,11 +131,11 @@ def _range(numbers: list[int]) -> str:
 
 
 def _speed_table(plan: PaperPlan) -> Table:
-    """Expected speeds by number of rows; `parts`: micro-batches, where there are stages."""
+    """Expected speeds by number of rows; `parts`: micro-batches, where there are stages; ×: how many times as fast as plain decoding."""
     own = ["ms", "tok/s"] if len(plan.cluster.stages) == 1 else ["parts", "ms", "tok/s"]
     head, name = ["rows", *own], f" and with {plan.spec.method}" if plan.spec else ""
     if plan.spec is not None:
-        head += ["drafted", "a step", *own, "× plain"]
+        head += ["drafted", "a step", *own, "×"]
     table = _table(*head, title=f"decoding, plain{name}: ms and tokens a step, tokens/s")
     for line in plan.speeds():
         cells = [str(line.plain.rows), *_speed_cells(line.plain, len(own))]

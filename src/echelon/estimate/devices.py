@@ -48,7 +48,9 @@ class Device(Settings):
         ConfigError  nobody has said how fast it is with this dtype
         """
         if dtype not in self.tflops:
-            raise ConfigError(f"the device has no speed in {dtype}; choose another --dtype ({', '.join(self.tflops)}), or add it to a table")
+            raise ConfigError(
+                f"the device has no speed in {dtype}; choose another --dtype ({', '.join(self.tflops)}), or add it to a table"
+            )
         return self.tflops[dtype] * 1e12
 
     def seconds(self, work: Work, dtype: str) -> float:

@@ -202,5 +202,3 @@ def _counting(*modules: nn.Module) -> Iterator[list[Held]]:
 def without(drafting: Drafting) -> Drafting:
     """The same if drafting took no time."""
     return replace(drafting, levels=())
-
-

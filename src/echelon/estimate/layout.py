@@ -35,7 +35,7 @@ class Pass(NamedTuple):
 
     rows: int
     tokens: float
-    context: float
+    context: int
 
     @property
     def num_tokens(self) -> float:
@@ -94,9 +94,7 @@ class Held:
         works = {
             "linear layers": Work(linear.flops(run.rows, run.tokens, 0), linear.bytes(run.rows, run.tokens, 0)),
             "experts": Work(2.0 * tokens * self.experts * self.chosen, bytes_each * touched),
-            "attention": Work(
-                attention.flops(run.rows, run.tokens, run.context), attention.bytes(run.rows, run.tokens, run.context)
-            ),
+            "attention": Work(attention.flops(run.rows, run.tokens, run.context), attention.bytes(run.rows, run.tokens, run.context)),
         }
         found = {name: device.seconds(work, dtype) for name, work in works.items() if work.flops}
         if self.layers * device.layer_us:

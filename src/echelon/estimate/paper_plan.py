@@ -43,7 +43,9 @@ class DeviceBytes:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that travel in a step of so many tokens: what all tensor ranks get in gathers, of it logits, and hidden states from stage to stage."""
+    """Bytes that travel in a step of so many tokens: what all tensor ranks get in gathers, how much of it
+    logits are, and hidden states from stage to stage.
+    """
 
     gathered: int
     logits: int
@@ -169,7 +171,7 @@ class PaperPlan:
     def _lower_bound(self, count: int) -> bool:
         """Whether so many devices could hold the model at all; it spares splitting it into numbers that cannot."""
         numbers = sum(p.numel() for p in self.model.parameters())
-        return numbers * self.model.dtype.itemsize <= count * self.device.memory_bytes
+        return bool(numbers * self.model.dtype.itemsize <= count * self.device.memory_bytes)
 
     def _fits_on(self, ranks: int, stages: int) -> bool:
         try:

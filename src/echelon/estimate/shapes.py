@@ -44,8 +44,8 @@ def without_weights(name: str, dtype: str = "auto") -> PreTrainedModel:
         return model.eval().to(DTYPES[DEFAULT_DTYPE if dtype == "auto" else dtype])
     if not Path(name).is_dir() and "/" not in name:
         raise ConfigError(
-            f"there is no folder {shown(name)} and no shape of that name; known shapes: {', '.join(shapes)}; for another model give a folder "
-            "with its config.json and the headers of its weights"
+            f"there is no folder {shown(name)} and no shape of that name; known shapes: {', '.join(shapes)}; for another model give "
+            "a folder with its config.json and the headers of its weights"
         )
     try:
         outline = Outline.of(name, dtype)

@@ -76,7 +76,7 @@ class Cluster:
         """Seconds of drafting for so many rows, on the engine's device."""
         return 0.0 if drafting is None else drafting.seconds(self.device, self.dtype, self.bytes_each, rows)
 
-    def visits(self, rows: int, context: float, drafting: Drafting | None) -> list[Visit]:
+    def visits(self, rows: int, context: int, drafting: Drafting | None) -> list[Visit]:
         """A step of one micro-batch: drafted, read by every stage, and its output layer run where it began."""
         run = Pass(rows, 1 + (drafting.drafted if drafting else 0), context)
         times, output = [sum(self.terms(s, run).values()) for s in range(len(self.stages))], sum(self.output_terms(run).values())
@@ -86,7 +86,7 @@ class Cluster:
         travel = self.seconds_between(run)
         return [*draft, *(Visit(s, seconds, travel) for s, seconds in enumerate(times)), Visit(0, output)]
 
-    def speed(self, rows: int, context: float, drafting: Drafting | None = None, micro_batches: int | None = None) -> Speed:
+    def speed(self, rows: int, context: int, drafting: Drafting | None = None, micro_batches: int | None = None) -> Speed:
         """The speed in so many micro-batches, or in the number of them that is fastest."""
         if micro_batches is None:
             most = min(rows, 2 * len(self.stages)) if len(self.stages) > 1 else 1
@@ -100,7 +100,7 @@ class Cluster:
             terms = {"drafting": self.draft_seconds(drafting, sizes[-1])} | terms
         return Speed(rows, micro_batches, ran.seconds, rows * emitted / ran.seconds, terms, ran.busy)
 
-    def fastest(self, rows: int, context: float, draftings: Sequence[Drafting]) -> tuple[Drafting, Speed]:
+    def fastest(self, rows: int, context: int, draftings: Sequence[Drafting]) -> tuple[Drafting, Speed]:
         """Of several drafts the one with which most tokens come a second."""
         found = [(drafting, self.speed(rows, context, drafting)) for drafting in draftings]
         return max(found, key=lambda pair: pair[1].tokens_per_second)
