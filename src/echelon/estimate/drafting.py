@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from echelon.config import OWN_COPY, SpeculativeConfig
 from echelon.errors import ConfigError
 from echelon.estimate.devices import Device, Work
-from echelon.estimate.layout import Held, Pass, parts_of
+from echelon.estimate.layout import Held, parts_of
 from echelon.estimate.roofline import ModelShape
-from echelon.estimate.shapes import without_weights
+from echelon.estimate.shapes import PaperModel, without_weights
 from echelon.heads.checkpoints import build_head
 from echelon.methods import METHODS
 from echelon.model.attention import CONTEXT_KEYWORD, RecordingAttention
@@ -121,7 +120,7 @@ def acceptance_of(spec: SpeculativeConfig, tokens_per_step: float | None) -> Acc
     return Acceptance(published.tokens, published.drafted, spec.grows_trees)
 
 
-def drafting_of(spec: SpeculativeConfig, target: PreTrainedModel, acceptance: Acceptance, drafted: int, dtype: str) -> Drafting:
+def drafting_of(spec: SpeculativeConfig, target: PaperModel, acceptance: Acceptance, drafted: int, dtype: str) -> Drafting:
     """What `spec` does in a step with `drafted` tokens a row, beside a target without weights.
 
     Raises
@@ -158,13 +157,13 @@ def _draft_model(spec: SpeculativeConfig, dtype: str) -> Held:
     return sum(parts.layers, parts.before + parts.after)
 
 
-def counted_head(method: str, target: PreTrainedModel, **options: Any) -> tuple[Held, Held, Held, int]:
+def counted_head(method: str, target: PaperModel, **options: Any) -> tuple[Held, Held, Held, int]:
     """What a head multiplies by when it reads a token of the text, when it goes on from a drafted one, and for logits; and the entries of
     its weights.
     """
     with torch.device("meta"):
-        head = build_head(method, target, **options).to(target.dtype)
-        features = torch.zeros(1, len(head.hidden_state_names) * target.config.get_text_config().hidden_size, dtype=target.dtype)
+        head = build_head(method, target.model, **options).to(target.model.dtype)
+        features = torch.zeros(1, len(head.hidden_state_names) * target.hidden_size, dtype=target.model.dtype)
         zero = torch.zeros(1, dtype=torch.int64)
     calls: list[Callable[[Any], Any]] = [
         lambda _: head.encode(features, zero, zero, **{CONTEXT_KEYWORD: RecordingAttention()}),
@@ -174,7 +173,7 @@ def counted_head(method: str, target: PreTrainedModel, **options: Any) -> tuple[
     found, states = [], None
     with torch.inference_mode():
         for call in calls:
-            with _counting(head, target) as held:
+            with _counting(head, target.model) as held:
                 states = call(states)
             found.append(sum(held, Held()))
     return found[0], found[1], found[2], sum(p.numel() for p in head.parameters())

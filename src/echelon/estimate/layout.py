@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from echelon.errors import ConfigError
 from echelon.estimate.devices import Device, Work
 from echelon.estimate.roofline import ModelShape
+from echelon.estimate.shapes import PaperModel
 from echelon.kv.cache import LayerShape
 from echelon.memory.footprint import recorded
 from echelon.model.patches.experts import STACKED, is_experts
@@ -113,27 +113,28 @@ class ModelParts:
     after: Held
 
 
-def parts_of(model: PreTrainedModel, size: int = 1, is_rounded: bool = False) -> list[ModelParts]:
-    """What each of `size` tensor ranks has of a model without weights (on the meta device, in the dtype that it is served in).
+def parts_of(planned: PaperModel, size: int = 1, is_rounded: bool = False) -> list[ModelParts]:
+    """What each of `size` tensor ranks has of a model.
 
     Raises
     ------
     ConfigError            the number of ranks does not divide its heads
     UnsupportedModelError  nobody has said how models of this kind are split
     """
+    model = planned.model
     shapes, num_heads = recorded(model)
-    attention = [_attention(shape, num_heads, size, model.dtype, is_rounded) for shape in shapes]
+    attention = [_attention(shape, num_heads, size, planned.dtype, is_rounded) for shape in shapes]
     if size == 1:
-        return [_parts(model, attention, None)]
+        return [_parts(planned, attention, None)]
     check_split(model.config, type(model).__name__, size)
     plan = plan_of(type(model), model.config)
-    return [_parts(model, attention, Cutter(plan, num_heads, shapes[0].num_kv_heads, rank, size)) for rank in range(size)]
+    return [_parts(planned, attention, Cutter(plan, num_heads, shapes[0].num_kv_heads, rank, size)) for rank in range(size)]
 
 
-def _parts(model: PreTrainedModel, attention: list[Held], cutter: Cutter | None) -> ModelParts:
+def _parts(planned: PaperModel, attention: list[Held], cutter: Cutter | None) -> ModelParts:
     before, after, layers = Held(), Held(), list(attention)
-    for name, module in model.base_model.named_modules():
-        found = reduce(Held.__add__, _held(name, module, cutter, model), Held())
+    for name, module in planned.model.base_model.named_modules():
+        found = reduce(Held.__add__, _held(name, module, cutter, planned), Held())
         layer = _LAYER.search(name)
         if layer is not None:
             layers[int(layer[1])] += found
@@ -142,7 +143,7 @@ def _parts(model: PreTrainedModel, attention: list[Held], cutter: Cutter | None)
         else:
             after += found
     rank, size = (cutter.rank, cutter.size) if cutter is not None else (0, 1)
-    return ModelParts(before, tuple(layers), after + _output(model, rank, size))
+    return ModelParts(before, tuple(layers), after + _output(planned.model, rank, size))
 
 
 def _attention(shape: LayerShape, num_heads: int, size: int, dtype: torch.dtype, is_rounded: bool) -> Held:
@@ -157,10 +158,10 @@ def _attention(shape: LayerShape, num_heads: int, size: int, dtype: torch.dtype,
     )
 
 
-def _held(name: str, module: Any, cutter: Cutter | None, model: PreTrainedModel) -> Iterator[Held]:
+def _held(name: str, module: Any, cutter: Cutter | None, planned: PaperModel) -> Iterator[Held]:
     """The parameters of one module."""
     if is_experts(module):
-        yield from _experts(module, cutter, model)
+        yield from _experts(module, cutter, planned)
     elif isinstance(module, LINEAR):
         columns, depth = module.weight.shape if isinstance(module, nn.Linear) else reversed(module.weight.shape)
         part = cutter.columns(name, columns) if cutter is not None else None
@@ -169,14 +170,14 @@ def _held(name: str, module: Any, cutter: Cutter | None, model: PreTrainedModel)
         yield Held(numbers=own * depth + bias, matrices=own * depth, features=own + depth)
         if cutter is not None and part is not None and cutter.kind(name) == BACK:
             for gathered in (cutter.inner(name, depth), part):
-                yield Held(gathers=(_gather(gathered, model.dtype.itemsize),))
+                yield Held(gathers=(_gather(gathered, planned.dtype.itemsize),))
     else:
         yield Held(numbers=sum(p.numel() for p in module.parameters(recurse=False)))
 
 
-def _experts(module: Any, cutter: Cutter | None, model: PreTrainedModel) -> Iterator[Held]:
+def _experts(module: Any, cutter: Cutter | None, planned: PaperModel) -> Iterator[Held]:
     """Stacks [E, 2 I, K] and [E, K, I]; others are whole on every rank, as no others are split."""
-    config = model.config.get_text_config()
+    config = planned.model.config.get_text_config()
     stacks = [p for name, p in module.named_parameters(recurse=False) if name in STACKED]
     count, used = stacks[0].shape[0], int(getattr(config, "num_experts_per_tok", None) or 1)
     numbers = sum(p.numel() for p in module.parameters(recurse=False))
@@ -188,7 +189,7 @@ def _experts(module: Any, cutter: Cutter | None, model: PreTrainedModel) -> Iter
     depth = module.gate_up_proj.shape[2]
     own = count * (2 * (inner.last - inner.first) * depth + (outer.last - outer.first) * inner.whole)
     yield Held(numbers=own, experts=own, chosen=used / count)
-    yield Held(gathers=(_gather(inner, model.dtype.itemsize, used), _gather(outer, model.dtype.itemsize)))
+    yield Held(gathers=(_gather(inner, planned.dtype.itemsize, used), _gather(outer, planned.dtype.itemsize)))
 
 
 def _gather(part: Part, bytes_each: int, copies: int = 1, for_first: bool = False) -> Gather:
@@ -235,9 +236,9 @@ def stage_layers(num_layers: int, stages: int) -> list[range]:
     return [range(num_layers * s // stages, num_layers * (s + 1) // stages) for s in range(stages)]
 
 
-def split_among(model: PreTrainedModel, ranks: int, stages: int, is_rounded: bool = False) -> list[list[StagePart]]:
+def split_among(planned: PaperModel, ranks: int, stages: int, is_rounded: bool = False) -> list[list[StagePart]]:
     """By stage, what each of its tensor ranks has; errors as of `parts_of` and `stage_layers`."""
-    whole = parts_of(model, ranks, is_rounded)
+    whole = parts_of(planned, ranks, is_rounded)
     found = []
     for stage, layers in enumerate(stage_layers(len(whole[0].layers), stages)):
         held = [reduce(Held.__add__, parts.layers[layers.start : layers.stop]) for parts in whole]

@@ -7,13 +7,12 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from echelon.config import EngineConfig, SpeculativeConfig
 from echelon.errors import ConfigError
 from echelon.estimate.devices import Device
 from echelon.estimate.drafting import Acceptance, Drafting, acceptance_of, drafting_of
 from echelon.estimate.layout import LOGIT_BYTES, Pass, StagePart, split_among
+from echelon.estimate.shapes import PaperModel
 from echelon.estimate.speed import Cluster, Speed
 from echelon.memory.footprint import pass_bytes, recorded
 from echelon.memory.lower_bound import SHAPES as DRAFT_SHAPES
@@ -82,7 +81,7 @@ class PaperPlan:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        planned: PaperModel,
         device: Device,
         ranks: int,
         stages: int,
@@ -93,18 +92,18 @@ class PaperPlan:
         for name in ("quantization", "memory", "gpu_memory_utilization"):
             if getattr(config, name) is not None:
                 raise ConfigError(f"{name} belongs to a plan for this machine; on paper leave it out")
-        self.model, self.device, self.ranks, self.config = model, device, ranks, config
-        self._dtype, self._is_rounded = str(model.dtype).removeprefix("torch."), config.kv_cache_dtype == "int8"
-        device.flops(self._dtype)
+        self.planned, self.model, self.device, self.ranks, self.config = planned, planned.model, device, ranks, config
+        self._is_rounded = config.kv_cache_dtype == "int8"
+        device.flops(planned.dtype_name)
         self.cluster = self._cluster(ranks, stages)
         self.spec, self._acceptance = spec, acceptance_of(spec, tokens_per_step) if spec is not None else None
-        text = model.config.get_text_config()
+        text = planned.model.config.get_text_config()
         self.max_len = config.max_model_len or int(getattr(text, "max_position_embeddings", None) or 2048)
 
     def _cluster(self, ranks: int, stages: int) -> Cluster:
-        hidden = int(self.model.config.get_text_config().hidden_size)
-        parts = split_among(self.model, ranks, stages, self._is_rounded)
-        return Cluster(parts, self.device, self._dtype, hidden, self.model.dtype.itemsize)
+        planned = self.planned
+        parts = split_among(planned, ranks, stages, self._is_rounded)
+        return Cluster(parts, self.device, planned.dtype_name, planned.hidden_size, planned.dtype.itemsize)
 
     @property
     def context(self) -> int:
@@ -118,7 +117,7 @@ class PaperPlan:
 
     def _drafting(self, drafted: int) -> Drafting:
         assert self.spec is not None and isinstance(self._acceptance, Acceptance)
-        return drafting_of(self.spec, self.model, self._acceptance, drafted, self.config.dtype)
+        return drafting_of(self.spec, self.planned, self._acceptance, drafted, self.config.dtype)
 
     @cached_property
     def device_bytes(self) -> list[DeviceBytes]:
@@ -130,7 +129,7 @@ class PaperPlan:
 
     def _bytes(self, part: StagePart) -> DeviceBytes:
         rows, nodes = self.config.max_num_seqs, self.spec.most_tokens if self.spec else 0
-        size, is_first = self.model.dtype.itemsize, part.stage == part.rank == 0
+        size, is_first = self.planned.dtype.itemsize, part.stage == part.rank == 0
         fed = min(self.config.max_num_batched_tokens, rows * self.max_len) + rows * nodes
         vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
         logits = rows * (1 + nodes) * vocabulary * LOGIT_BYTES if is_first else 0
@@ -147,7 +146,7 @@ class PaperPlan:
     @cached_property
     def _pass_bytes(self) -> int:
         layers, num_heads = recorded(self.model)
-        return pass_bytes(self.model, layers, num_heads, self.model.dtype)
+        return pass_bytes(self.model, layers, num_heads, self.planned.dtype)
 
     @property
     def fits(self) -> bool:
@@ -171,7 +170,7 @@ class PaperPlan:
     def _lower_bound(self, count: int) -> bool:
         """Whether so many devices could hold the model at all; it spares splitting it into numbers that cannot."""
         numbers = sum(p.numel() for p in self.model.parameters())
-        return bool(numbers * self.model.dtype.itemsize <= count * self.device.memory_bytes)
+        return bool(numbers * self.planned.dtype.itemsize <= count * self.device.memory_bytes)
 
     def _fits_on(self, ranks: int, stages: int) -> bool:
         try:

@@ -32,7 +32,7 @@ class Rounds:
 
 
 def run_rounds(batches: Sequence[Sequence[Visit]], rounds: int = ROUNDS, warm_up: int = WARM_UP) -> Rounds:
-    """Let every micro-batch make its visits `warm_up` + `rounds` times; the last `rounds` are measured."""
+    """Let every micro-batch make its visits `warm_up` + `rounds` times, none waiting for the others; the last `rounds` are measured."""
     free = [0.0] * (1 + max(visit.device for visits in batches for visit in visits))
     kept = [0.0] * len(free)
     ends: list[list[float]] = [[] for _ in batches]
@@ -48,6 +48,6 @@ def run_rounds(batches: Sequence[Sequence[Visit]], rounds: int = ROUNDS, warm_up
             ends[number].append(end)
         if len(ends[number]) < warm_up + rounds:
             heapq.heappush(ready, (end, number, place + 1))
-    first, last = (max(own[place] for own in ends) for place in (warm_up - 1, warm_up + rounds - 1))
-    whole = max(max(own) for own in ends)
-    return Rounds((last - first) / rounds, tuple(k / whole for k in kept))
+    first = max(own[warm_up - 1] for own in ends) if warm_up else 0.0
+    last = max(own[-1] for own in ends)
+    return Rounds((last - first) / rounds, tuple(k / last for k in kept))

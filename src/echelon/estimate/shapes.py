@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -27,8 +27,25 @@ def published_shapes() -> dict[str, dict[str, Any]]:
     return found
 
 
-def without_weights(name: str, dtype: str = "auto") -> PreTrainedModel:
-    """A published shape, or the model in the folder or of the hub name `name`, on the meta device and in the dtype that it is served in.
+class PaperModel(NamedTuple):
+    """A model without weights, on the meta device in bfloat16, in which all kinds can be recorded; `dtype` is what it is served in."""
+
+    model: PreTrainedModel
+    dtype: torch.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a hidden state."""
+        return int(self.model.config.get_text_config().hidden_size)
+
+    @property
+    def dtype_name(self) -> str:
+        """As settings call it."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+def without_weights(name: str, dtype: str = "auto") -> PaperModel:
+    """A published shape, or the model in the folder or of the hub name `name`.
 
     Raises
     ------
@@ -41,7 +58,7 @@ def without_weights(name: str, dtype: str = "auto") -> PreTrainedModel:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
         model.set_attn_implementation(IMPLEMENTATION)
-        return model.eval().to(DTYPES[DEFAULT_DTYPE if dtype == "auto" else dtype])
+        return PaperModel(model.eval().to(torch.bfloat16), DTYPES[DEFAULT_DTYPE if dtype == "auto" else dtype])
     if not Path(name).is_dir() and "/" not in name:
         raise ConfigError(
             f"there is no folder {shown(name)} and no shape of that name; known shapes: {', '.join(shapes)}; for another model give "
@@ -53,4 +70,4 @@ def without_weights(name: str, dtype: str = "auto") -> PreTrainedModel:
         raise ConfigError(f"{error}; or give one of the shapes {', '.join(shapes)}") from None
     if outline.scheme is not None:
         raise ConfigError(f"{shown(name)} is published in integers; on paper models have 16 or 32 bits: give the checkpoint in bfloat16")
-    return outline.model.to(outline.dtype)
+    return PaperModel(outline.model, outline.dtype)

@@ -76,31 +76,60 @@ class Cluster:
         """Seconds of drafting for so many rows, on the engine's device."""
         return 0.0 if drafting is None else drafting.seconds(self.device, self.dtype, self.bytes_each, rows)
 
-    def visits(self, rows: int, context: int, drafting: Drafting | None) -> list[Visit]:
-        """A step of one micro-batch: drafted, read by every stage, and its output layer run where it began."""
-        run = Pass(rows, 1 + (drafting.drafted if drafting else 0), context)
-        times, output = [sum(self.terms(s, run).values()) for s in range(len(self.stages))], sum(self.output_terms(run).values())
-        draft = [Visit(0, self.draft_seconds(drafting, rows))] if drafting is not None else []
-        if len(times) == 1:
-            return [*draft, Visit(0, times[0] + output)]
-        travel = self.seconds_between(run)
-        return [*draft, *(Visit(s, seconds, travel) for s, seconds in enumerate(times)), Visit(0, output)]
+    def visits(self, rows: int, tokens: float, context: int) -> list[Visit]:
+        """A micro-batch's way through the stages and back, `tokens` of each of its rows."""
+        run = Pass(rows, tokens, context)
+        travel = self.seconds_between(run) if len(self.stages) > 1 else 0.0
+        return [Visit(stage, sum(self.terms(stage, run).values()), travel) for stage in range(len(self.stages))]
 
     def speed(self, rows: int, context: int, drafting: Drafting | None = None, micro_batches: int | None = None) -> Speed:
-        """The speed in so many micro-batches, or in the number of them that is fastest."""
+        """The speed in so many micro-batches, or in the number of them that is fastest, at most as many as there are stages."""
         if micro_batches is None:
-            most = min(rows, 2 * len(self.stages)) if len(self.stages) > 1 else 1
-            found = [self.speed(rows, context, drafting, count) for count in range(1, most + 1)]
+            found = [self.speed(rows, context, drafting, count) for count in range(1, min(rows, len(self.stages)) + 1)]
             return min(found, key=lambda s: round(s.seconds, 9))  # of equals the fewest
         sizes = [rows * (i + 1) // micro_batches - rows * i // micro_batches for i in range(micro_batches)]
-        ran = run_rounds([self.visits(size, context, drafting) for size in sizes])
-        emitted = drafting.emitted if drafting is not None else 1.0
-        terms = self.pass_terms(Pass(sizes[-1], 1 + (drafting.drafted if drafting else 0), context))
+        tokens, emitted = (1 + drafting.drafted, drafting.emitted) if drafting is not None else (1, 1.0)
+        ways = [self.visits(size, tokens, context) for size in sizes]
+        seconds, busy = self._run(ways, rows, tokens, context, drafting)
+        terms = self.pass_terms(Pass(sizes[-1], tokens, context))
         if drafting is not None:
-            terms = {"drafting": self.draft_seconds(drafting, sizes[-1])} | terms
-        return Speed(rows, micro_batches, ran.seconds, rows * emitted / ran.seconds, terms, ran.busy)
+            terms = {"drafting": self.draft_seconds(drafting, rows)} | terms
+        return Speed(rows, micro_batches, seconds, rows * emitted / seconds, terms, busy)
+
+    def _run(
+        self, ways: list[list[Visit]], rows: int, tokens: float, context: int, drafting: Drafting | None
+    ) -> tuple[float, tuple[float, ...]]:
+        """Seconds of a step, and the share of them that each stage works: all rows are drafted for, micro-batches go through the stages, and
+        the output layer runs for all rows once the last is back.
+        """
+        around = self.draft_seconds(drafting, rows) + sum(self.output_terms(Pass(rows, tokens, context)).values())
+        ran = run_rounds(ways, rounds=1, warm_up=0)
+        seconds = around + ran.seconds
+        return seconds, tuple((b * ran.seconds + (0.0 if stage else around)) / seconds for stage, b in enumerate(ran.busy))
 
     def fastest(self, rows: int, context: int, draftings: Sequence[Drafting]) -> tuple[Drafting, Speed]:
         """Of several drafts the one with which most tokens come a second."""
         found = [(drafting, self.speed(rows, context, drafting)) for drafting in draftings]
         return max(found, key=lambda pair: pair[1].tokens_per_second)
+
+
+class FreeCluster(Cluster):
+    """The same where no micro-batch waits for the others: one is drafted for, or has its output layer run, while others are read."""
+
+    def speed(self, rows: int, context: int, drafting: Drafting | None = None, micro_batches: int | None = None) -> Speed:
+        """In up to twice as many micro-batches as there are stages."""
+        if micro_batches is not None:
+            return super().speed(rows, context, drafting, micro_batches)
+        found = [self.speed(rows, context, drafting, count) for count in range(1, min(rows, 2 * len(self.stages)) + 1)]
+        return min(found, key=lambda s: round(s.seconds, 9))
+
+    def _run(
+        self, ways: list[list[Visit]], rows: int, tokens: float, context: int, drafting: Drafting | None
+    ) -> tuple[float, tuple[float, ...]]:
+        own = []
+        for number, way in enumerate(ways):
+            size = rows * (number + 1) // len(ways) - rows * number // len(ways)
+            output = sum(self.output_terms(Pass(size, tokens, context)).values())
+            own.append([Visit(0, self.draft_seconds(drafting, size)), *way, Visit(0, output)])
+        ran = run_rounds(own)
+        return ran.seconds, ran.busy
