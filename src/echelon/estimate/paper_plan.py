@@ -61,9 +61,14 @@ class SpeedLine:
     speculative: Speed | None = None
 
     @property
+    def speculative_speed(self) -> float:
+        """Tokens a second with drafts, or without where nothing drafts."""
+        return (self.speculative or self.plain).tokens_per_second
+
+    @property
     def gain(self) -> float:
         """Speculative over plain."""
-        return self.speculative.tokens_per_second / self.plain.tokens_per_second if self.speculative else 1.0
+        return self.speculative_speed / self.plain.tokens_per_second
 
     @property
     def pays_from(self) -> float:
