@@ -14,8 +14,10 @@ from echelon.inputs import write_text
 
 PaperRecords = Mapping[str, Record]
 ABOUT = (
-    "Written by `python -m benchmarks.on_paper` from `evidence/on_paper/*.json`. **Nothing on this page was measured on several devices.** "
-    "Every figure is computed: from published figures of devices (`src/echelon/estimate/devices.json`, each with its source) and shapes of "
+    "Written by `python -m benchmarks.on_paper` from `evidence/on_paper/*.json`. **Nothing on this page was measured on several "
+    "devices.** "
+    "Every figure is computed: from published figures of devices (`src/echelon/estimate/devices.json`, each with its source) and "
+    "shapes of "
     "models (`shapes.json` beside it), by a roofline, and where there are stages by a simulation of the engine's own schedule. What was "
     "measured here, or published by others, is named so, and stands beside what the model says of it."
 )
@@ -26,12 +28,12 @@ echelon plan llama-70b --device mi250-die -pp 8 --speculative-config.method eagl
 MODEL = """## The model
 
 A pass over rows of new tokens takes, in each device's share of the layers, the larger of operations ÷ operations a second and bytes ÷
-bandwidth, for linear layers, experts, attention and the output layer each, and these times add up. A gather takes the link's latency and what
-a rank gets from others ÷ the link's bandwidth; between stages go hidden states. Shares are those of `model/patches/split.py`: a test compares
-them with real shards, number by number. A step of stages drafts for all rows on the first one, sends micro-batches through all stages, and
-runs the output layer on the first for all rows, as the engine does. What drafts is counted from the head's own code. Tokens a step are given
-(`--tokens-per-step`), or those that were published for the method; with another number of drafted tokens a tree's grow with the logarithm of
-its nodes, a chain's by one chance of acceptance.
+bandwidth, for linear layers, experts, attention and the output layer each, and these times add up. A gather takes the link's latency and
+what a rank gets from others ÷ the link's bandwidth; between stages go hidden states. Shares are those of `model/patches/split.py`: a test
+compares them with real shards, number by number. A step of stages drafts for all rows on the first one, sends micro-batches through all
+stages, and runs the output layer on the first for all rows, as the engine does. What drafts is counted from the head's own code. Tokens a
+step are given (`--tokens-per-step`), or those that were published for the method; with another number of drafted tokens a tree's grow
+with the logarithm of its nodes, a chain's by one chance of acceptance.
 
 Left out: Python, launches and synchronisation unless a device's table has them (`layer_us`), prompts, the keys and values of what drafts,
 and everything that keeps a kernel from the roofline. So speeds are bounds; ratios of two runs on the same devices are better founded.
@@ -76,17 +78,25 @@ def here_part(record: Record) -> list[str]:
     return listed(
         "## Beside what was measured here",
         [
-            "Passes of one engine (`evidence/step.json`, `step-opt.json`: AMD EPYC, 2 cores). The bandwidth is that of reading the weights in the "
-            "same run, the arithmetic that of the largest product in `kernels.json`; time between kernels is taken from the pass over one token, "
+            "Passes of one engine (`evidence/step.json`, `step-opt.json`: AMD EPYC, 2 cores). The bandwidth is that of reading the "
+            "weights in the "
+            "same run, the arithmetic that of the largest product in `kernels.json`; time between kernels is taken from the pass over "
+            "one token, "
             "which is thereby no prediction.",
             table(["model", "tokens", "ms, measured", "ms, told", "error", "linear layers: both", "attention: both"], rows),
-            f"Median error {statistics.median(map(abs, errors)):.0%}, largest {max(map(abs, errors)):.0%}, always too fast where it is large: "
-            "attention reaches about a third of the arithmetic of large products here, and linear layers of OPT with 32 tokens and more nine "
+            f"Median error {statistics.median(map(abs, errors)):.0%}, largest {max(map(abs, errors)):.0%}, always too fast where it is "
+            "large: "
+            "attention reaches about a third of the arithmetic of large products here, and linear layers of OPT with 32 tokens and "
+            "more nine "
             "tenths.",
-            f"Two ranks of one core each (`ranks.json`, 1.1 B parameters, batch 8): one engine {one[0]:.1f} ms measured, {one[1]:.1f} told "
-            f"({one[1] / one[0] - 1:+.0%}); two ranks {ranks[0]:.1f} measured, {ranks[1]:.1f} told ({ranks[1] / ranks[0] - 1:+.0%}), with "
-            f"gathers that cost no more than their bytes. The difference of {lost:.1f} ms is {lost / record['ranks']['gathers'] * 1e3:.0f} µs a "
-            f"gather, of which a pass has {record['ranks']['gathers']}: ranks call kernels and gathers from Python, one engine runs all layers "
+            f"Two ranks of one core each (`ranks.json`, 1.1 B parameters, batch 8): one engine {one[0]:.1f} ms measured, {one[1]:.1f} "
+            "told "
+            f"({one[1] / one[0] - 1:+.0%}); two ranks {ranks[0]:.1f} measured, {ranks[1]:.1f} told ({ranks[1] / ranks[0] - 1:+.0%}), "
+            "with "
+            f"gathers that cost no more than their bytes. The difference of {lost:.1f} ms is "
+            f"{lost / record['ranks']['gathers'] * 1e3:.0f} µs a "
+            f"gather, of which a pass has {record['ranks']['gathers']}: ranks call kernels and gathers from Python, one engine runs all "
+            "layers "
             f"in one call. The rounds themselves spread from {min(o for o, _ in record['ranks']['rounds']):.0f} to "
             f"{max(o for o, _ in record['ranks']['rounds']):.0f} ms for the one engine.",
         ],
@@ -108,8 +118,10 @@ def plans_part(record: Record) -> list[str]:
     return listed(
         "## Shapes on devices",
         [
-            f"{record['rows']} rows of {record['length']:,} tokens in 16 bits, half of them read on average; the largest device's bytes (bold: more "
-            "than it has), the least number of such devices that have room, and what a plain step of all rows sends. Speeds: plain, and with "
+            f"{record['rows']} rows of {record['length']:,} tokens in 16 bits, half of them read on average; the largest device's bytes "
+            "(bold: more "
+            "than it has), the least number of such devices that have room, and what a plain step of all rows sends. Speeds: plain, "
+            "and with "
             "EAGLE's trees of up to 48 tokens (4.48 tokens a step, as published for 70 B), in brackets how many the plan drafts.",
             table(head, rows),
         ],
@@ -139,15 +151,20 @@ def stages_part(record: Record) -> list[str]:
     return listed(
         "## SpecMemo's eight stages",
         [
-            "Llama-2-70B, 10 layers on each of eight dies of MI250s (software sees a die as a device), Medusa's heads on the first, 512 tokens "
-            "before each row's own. Tokens a step follow from the accuracies that Medusa's authors published for heads of 33 B, as Medusa's own "
-            f"tree search counts them; by drafted tokens: {tokens}. Tokens/s with drafts (× plain decoding in batches on the same stages; "
+            "Llama-2-70B, 10 layers on each of eight dies of MI250s (software sees a die as a device), Medusa's heads on the first, "
+            "512 tokens "
+            "before each row's own. Tokens a step follow from the accuracies that Medusa's authors published for heads of 33 B, as "
+            "Medusa's own "
+            f"tree search counts them; by drafted tokens: {tokens}. Tokens/s with drafts (× plain decoding in batches on the same "
+            "stages; "
             "drafted tokens that are fastest); from batch 1 to 10:",
             table(["", *(f"batch {b}" for b in batches), "1 → 10"], rows),
-            f"As the engine runs it the ratios are {gains[4]:.2f} at batch 4 (published {theirs[4] / plain[4]:.2f}), {gains[10]:.2f} at 10 "
+            f"As the engine runs it the ratios are {gains[4]:.2f} at batch 4 (published {theirs[4] / plain[4]:.2f}), {gains[10]:.2f} at "
+            "10 "
             f"({theirs[10] / plain[10]:.2f}), and {growth:.2f} from batch 1 to 10 ({published_growth:.2f}). What each part brings:",
             stage_findings(record),
-            f"*The time that the published system takes besides* is fitted to its plain decoding at batch 4 and 10 alone: {besides['layer_us']:,.0f} "
+            "*The time that the published system takes besides* is fitted to its plain decoding at batch 4 and 10 alone: "
+            f"{besides['layer_us']:,.0f} "
             f"µs a layer and {besides['row_us']:,.0f} µs a row and stage, where the roofline has {_per_layer(record):,.0f} µs a layer.",
         ],
     )
@@ -172,18 +189,25 @@ def stage_findings(record: Record) -> str:
     off = {b: v[slow]["speculative"][i] / published[b] - 1 for i, b in enumerate(batches)}
     return "\n".join(
         (
-            f"- *Tree sizes by batch*: with 43 nodes always, {gain(fixed, ten):.2f} at batch 10: a die does 110 operations while it reads a "
+            f"- *Tree sizes by batch*: with 43 nodes always, {gain(fixed, ten):.2f} at batch 10: a die does 110 operations while it "
+            "reads a "
             "byte, so that more than about 110 tokens in a stage are not free.",
-            f"- *Micro-batches*: the same trees with one stage at work at a time come to {gain(both, ten):.2f} at batch 10; wide trees need all "
+            f"- *Micro-batches*: the same trees with one stage at work at a time come to {gain(both, ten):.2f} at batch 10; wide trees "
+            "need all "
             "stages at once, small ones read weights that one micro-batch reads as fast.",
-            f"- *Static batches*, which end with their last text, cost {1 - v[static]['speculative'][ten] / v[both]['speculative'][ten]:.0%} at "
+            "- *Static batches*, which end with their last text, cost "
+            f"{1 - v[static]['speculative'][ten] / v[both]['speculative'][ten]:.0%} at "
             "batch 10; the engine fills rows anew.",
-            f"- *What else the published system takes* hides arithmetic behind it: with it, fixed trees and one stage at a time, the model says "
+            "- *What else the published system takes* hides arithmetic behind it: with it, fixed trees and one stage at a time, the "
+            "model says "
             f"{v[slow]['speculative'][four]:.1f} and {v[slow]['speculative'][ten]:.1f} tokens/s at batch 4 and 10 "
-            f"({off[4]:+.0%}, {off[10]:+.0%} of the published), and {v[slow]['speculative'][0]:.1f} at batch 1 ({off[1]:+.0%}). The published "
-            "5.7 and 14.5 at batch 1 and 2 are slower a step than its own batch 4, which no term here explains; without them there would be no "
+            f"({off[4]:+.0%}, {off[10]:+.0%} of the published), and {v[slow]['speculative'][0]:.1f} at batch 1 ({off[1]:+.0%}). The "
+            "published "
+            "5.7 and 14.5 at batch 1 and 2 are slower a step than its own batch 4, which no term here explains; without them there "
+            "would be no "
             "growth of eight times.",
-            f"- *Stages of this machine* (steps of `evidence/step.json`, made longer by the ratio of numbers; wider ones by the last slope) "
+            "- *Stages of this machine* (steps of `evidence/step.json`, made longer by the ratio of numbers; wider ones by the last "
+            "slope) "
             f"come to {gain(here, four):.2f} at batch 4 and {gain(here, ten):.2f} at 10, below the published at both: its balance is 22 "
             "operations a byte, so that trees pay for themselves up to about 20 tokens in all, five a row at batch 4.",
         )
@@ -193,26 +217,37 @@ def stage_findings(record: Record) -> str:
 def scylla_part(record: Record) -> list[str]:
     """Table 5."""
     rows = [
-        (line["batch"], *(f"{t:,.0f} ({p:,})" for t, p in zip(line["told"][:3], line["published"], strict=True)), f"{line['told'][3]:,.0f}", f"{line['by_law']}, {line['drafted']}")
+        (
+            line["batch"],
+            *(f"{t:,.0f} ({p:,})" for t, p in zip(line["told"][:3], line["published"], strict=True)),
+            f"{line['told'][3]:,.0f}",
+            f"{line['by_law']}, {line['drafted']}",
+        )
         for line in record["lines"]
     ]
     names = ("plain", "EAGLE-2, 60 nodes", "Scylla, k_opt of its law")
     errors = ", ".join(
-        f"{name} {median:.0%} (at most {most:.0%})" for name, median, most in zip(names, record["error"], record["largest_error"], strict=True)
+        f"{name} {median:.0%} (at most {most:.0%})"
+        for name, median, most in zip(names, record["error"], record["largest_error"], strict=True)
     )
     eagle, own = record["tokens_per_step"]
     return listed(
         "## Scylla's 72 B on four devices",
         [
-            "Qwen2.5-72B on four H800, tensor ranks, 10,000 tokens before each row's own; tokens/s told (published in its Table 5, by a secondary "
+            "Qwen2.5-72B on four H800, tensor ranks, 10,000 tokens before each row's own; tokens/s told (published in its Table 5, by "
+            "a secondary "
             "source). Fitted are three numbers, all to batch 1: the share of the published bandwidth that plain decoding reaches "
-            f"({record['bandwidth']:.2f}), and tokens a step of EAGLE-2 ({eagle:.2f}) and Scylla ({own:.2f}) with 60 nodes. Arithmetic is the "
+            f"({record['bandwidth']:.2f}), and tokens a step of EAGLE-2 ({eagle:.2f}) and Scylla ({own:.2f}) with 60 nodes. Arithmetic "
+            "is the "
             "published, heads are shared out among ranks. Everything below batch 1 is told.",
             table(["batch", *names, "fastest tree by the model", "nodes: law, model"], rows),
-            f"Median errors: {errors}. That EAGLE-2 with 60 nodes falls below plain decoding from batch 32 is told by arithmetic alone. The law's "
-            "k_opt is where arithmetic begins to bind, which is not where most tokens a second come out: the model would draft fewer, and be "
+            f"Median errors: {errors}. That EAGLE-2 with 60 nodes falls below plain decoding from batch 32 is told by arithmetic alone. "
+            "The law's "
+            "k_opt is where arithmetic begins to bind, which is not where most tokens a second come out: the model would draft fewer, "
+            "and be "
             "faster, but for what the logarithm of the nodes promises of small trees.",
-            f"64 rows of 10,000 tokens would take {record['gib_needed']:.0f} GiB with the weights, and four H800 have {record['gib']:.0f}: the "
+            f"64 rows of 10,000 tokens would take {record['gib_needed']:.0f} GiB with the weights, and four H800 have "
+            f"{record['gib']:.0f}: the "
             "largest batches of the table had shorter texts, or keys and values in fewer bits.",
         ],
     )
@@ -227,20 +262,27 @@ def padding_part(record: Record) -> list[str]:
         ratios = [f"{own['vanilla'] / own['unpadded']:.2f}" for own in (token, row)]
         gains = [f"{row['plain'] / row[name]:.2f}" for name in ("vanilla", "unpadded")]
         where = f"{line['ranks']} × {line['device']}"
-        rows.append((line["shape"], where, line["batch"], published, *ratios, *gains, f"{row['padded_tokens']:.0%}, {row['padded_keys']:.0%}"))
+        rows.append(
+            (line["shape"], where, line["batch"], published, *ratios, *gains, f"{row['padded_tokens']:.0%}, {row['padded_keys']:.0%}")
+        )
     large = [line for line in record["lines"] if not line["published"]]
     ratios = [line["once a row"]["vanilla"] / line["once a row"]["unpadded"] for line in large]
     head = ["shape", "devices", "batch", "published", "keys read by token", "keys read by row", "vanilla × plain", "unpadded × plain"]
     return listed(
         "## EMS-SD's batches at 70 B",
         [
-            f"LLMA's drafts, replayed at {record['tokens_per_step']} tokens a step, 128 new tokens after prompts of about 900 (assumed), static "
-            "batches; unpadded over vanilla as a ratio of speeds. EMS-SD published it for 6.7 B alone. Its kernel reads a row's keys and values "
+            f"LLMA's drafts, replayed at {record['tokens_per_step']} tokens a step, 128 new tokens after prompts of about 900 "
+            "(assumed), static "
+            "batches; unpadded over vanilla as a ratio of speeds. EMS-SD published it for 6.7 B alone. Its kernel reads a row's keys "
+            "and values "
             "for every token fed, twice; ours once a row. The published ratios lie between the two:",
             table([*head, "padding of tokens, of keys"], rows),
-            f"At 70 B and batch 8 to 64 unpadding brings {min(ratios):.2f} to {max(ratios):.2f} where keys are read once a row: less than at 6.7 B "
-            "at equal batch on paper, because padded tokens are free until a step is bound by arithmetic (about 150 tokens on an A100, 300 on an "
-            "H100), and keys and values of 8 heads are an eighth. From there on all padded tokens cost what they weigh, and vanilla's half of "
+            f"At 70 B and batch 8 to 64 unpadding brings {min(ratios):.2f} to {max(ratios):.2f} where keys are read once a row: less "
+            "than at 6.7 B "
+            "at equal batch on paper, because padded tokens are free until a step is bound by arithmetic (about 150 tokens on an A100, "
+            "300 on an "
+            "H100), and keys and values of 8 heads are an eighth. From there on all padded tokens cost what they weigh, and vanilla's "
+            "half of "
             "them brings it towards plain decoding; unpadded batches stay ahead of it.",
         ],
     )
@@ -257,15 +299,22 @@ def replicas_part(record: Record) -> list[str]:
     return listed(
         "## Up to 1,000 replicas",
         [
-            "Replicas are engines of their own: nothing of a step crosses them, so what grows is the choice. Choosing by a conversation's "
-            f"beginning was timed here in Python (a hash of 4 kB and a search on a ring of 64 points a replica; {described(record['environment'])}); "
-            "traffic is that of 2 requests a second and replica, 1,000 tokens of prompt and 200 events of 200 bytes each, health is asked every "
-            "10 s. Loads are simulated, 32 conversations a replica: the fullest replica over the mean, and the share of turns that find the "
+            "Replicas are engines of their own: nothing of a step crosses them, so what grows is the choice. Choosing by a "
+            "conversation's "
+            "beginning was timed here in Python (a hash of 4 kB and a search on a ring of 64 points a replica; "
+            f"{described(record['environment'])}); "
+            "traffic is that of 2 requests a second and replica, 1,000 tokens of prompt and 200 events of 200 bytes each, health is "
+            "asked every "
+            "10 s. Loads are simulated, 32 conversations a replica: the fullest replica over the mean, and the share of turns that "
+            "find the "
             "replica which has their prefix.",
             table(["replicas", "choosing a request", "MB/s through the door", "probes a second", *rules], rows),
-            f"A hundred times the replicas make a choice {last['lookup_us'] / record['lines'][1]['lookup_us']:.1f} times as long, and 1,000 of "
-            f"them keep one chooser {last['core_share']:.0%} busy. What passes through it, {last['megabytes_per_second']:.0f} MB/s in 400,000 events "
-            "a second, is the first to need more than one process; the choice itself has no state but the ring and the loads, so that any number of "
+            f"A hundred times the replicas make a choice {last['lookup_us'] / record['lines'][1]['lookup_us']:.1f} times as long, and "
+            "1,000 of "
+            f"them keep one chooser {last['core_share']:.0%} busy. What passes through it, {last['megabytes_per_second']:.0f} MB/s in "
+            "400,000 events "
+            "a second, is the first to need more than one process; the choice itself has no state but the ring and the loads, so that "
+            "any number of "
             "doors choose alike.",
         ],
     )

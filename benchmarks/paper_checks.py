@@ -95,7 +95,7 @@ def scylla() -> Record:
         return Cluster(parts, device, "bfloat16", model.hidden_size, 2)
 
     bandwidth = _solved(lambda x: cluster(x).speed(1, SCYLLA_CONTEXT).tokens_per_second, PUBLISHED[1][0])
-    used, lines = cluster(bandwidth), []
+    used, lines = cluster(bandwidth), list[dict[str, Any]]()
     eagle = _split(_drafting(EAGLE_2, model, 60))
     eagle = replace(eagle, emitted=_tokens(used, eagle, PUBLISHED[1][1]))
     trees = {n: _split(_drafting(EAGLE_2 | {"method": "scylla"}, model, n)) for n in range(1, 61)}
@@ -130,7 +130,9 @@ def _gibibytes(parts: Any, rows: int) -> float:
 
 
 def _drafting(spec: dict[str, Any], model: PaperModel, nodes: int) -> Drafting:
-    return drafting_of(SpeculativeConfig(**spec | {"num_speculative_tokens": nodes}), model, Acceptance(2.0, nodes, True), nodes, "bfloat16")
+    return drafting_of(
+        SpeculativeConfig(**spec | {"num_speculative_tokens": nodes}), model, Acceptance(2.0, nodes, True), nodes, "bfloat16"
+    )
 
 
 def _split(drafting: Drafting) -> Drafting:

@@ -1,7 +1,7 @@
 """How the cost of replicas grows to 1,000: what one that chooses among them does for a request, and how evenly they are loaded.
 
-A conversation goes where the hash of its beginning says, on a ring with several points a replica; with a bound, to the next replica that has
-no more than so many times its share. Times are measured here, in Python; loads are simulated.
+A conversation goes where the hash of its beginning says, on a ring with several points a replica; with a bound, to the next replica that
+has no more than so many times its share. Times are measured here, in Python; loads are simulated.
 """
 
 from __future__ import annotations

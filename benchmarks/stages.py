@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def lengths(nodes: int) -> list[float]:
     reached = [1.0] + [0.0] * (len(accuracies) + 1)
     for path in best_paths(accuracies, nodes):
         reached[len(path)] += float(np.prod([accuracies[d][r] for d, r in enumerate(path)]))
-    return [a - b for a, b in zip(reached, reached[1:], strict=False)]
+    return [a - b for a, b in pairwise(reached)]
 
 
 def static_share(rows: int, nodes: int, seed: int = 0) -> float:
@@ -92,7 +93,7 @@ class MeasuredCluster(Cluster):
     def output_terms(self, run: Pass) -> dict[str, float]:  # noqa: ARG002
         return {}
 
-    def draft_seconds(self, drafting: Drafting | None, rows: int) -> float:  # noqa: ARG002
+    def draft_seconds(self, drafting: Drafting | None, rows: int) -> float:
         """Heads of Medusa: what their numbers are of the target's, for a row each."""
         if drafting is None:
             return 0.0
@@ -167,7 +168,7 @@ class StageStudy:
         nodes: tuple[int, ...] = NODES,
         micro_batches: int | None = None,
         is_static: bool = False,
-    ) -> dict[str, list[float]]:
+    ) -> dict[str, list[float] | list[int]]:
         """Tokens/s by batch, plain and speculative, and drafted tokens."""
         used, plain, speculative, drafted = cluster or self.cluster(), [], [], []
         for batch in BATCHES:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -196,8 +196,3 @@ def _counting(*modules: nn.Module) -> Iterator[list[Held]]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def without(drafting: Drafting) -> Drafting:
-    """The same if drafting took no time."""
-    return replace(drafting, levels=())

@@ -99,8 +99,8 @@ class Cluster:
     def _run(
         self, ways: list[list[Visit]], rows: int, tokens: float, context: int, drafting: Drafting | None
     ) -> tuple[float, tuple[float, ...]]:
-        """Seconds of a step, and the share of them that each stage works: all rows are drafted for, micro-batches go through the stages, and
-        the output layer runs for all rows once the last is back.
+        """Seconds of a step, and the share of them that each stage works: all rows are drafted for, micro-batches go through the stages,
+        and the output layer runs for all rows once the last is back.
         """
         around = self.draft_seconds(drafting, rows) + sum(self.output_terms(Pass(rows, tokens, context)).values())
         ran = run_rounds(ways, rounds=1, warm_up=0)
