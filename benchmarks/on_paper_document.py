@@ -61,14 +61,14 @@ def write_on_paper(folder: Path, records: PaperRecords) -> Path:
 
 def here_part(record: Record) -> list[str]:
     """The model beside what was measured on one machine."""
-    errors = [s["told_ms"] / s["ms"] - 1 for s in record["steps"]]
+    errors = [s["predicted_ms"] / s["ms"] - 1 for s in record["steps"]]
     rows = [
         (
             s["model"],
             s["tokens"],
             f"{s['ms']:.1f}",
-            f"{s['told_ms']:.1f}",
-            f"{s['told_ms'] / s['ms'] - 1:+.0%}",
+            f"{s['predicted_ms']:.1f}",
+            f"{s['predicted_ms'] / s['ms'] - 1:+.0%}",
             *(f"{s[f'{part}_ms'][0]:.1f}, {s[f'{part}_ms'][1]:.1f}" for part in ("linear", "attention")),
         )
         for s in record["steps"]
@@ -83,15 +83,14 @@ def here_part(record: Record) -> list[str]:
             "same run, the arithmetic that of the largest product in `kernels.json`; time between kernels is taken from the pass over "
             "one token, "
             "which is thereby no prediction.",
-            table(["model", "tokens", "ms, measured", "ms, told", "error", "linear layers: both", "attention: both"], rows),
+            table(["model", "tokens", "ms, measured", "ms, predicted", "error", "linear layers: both", "attention: both"], rows),
             f"Median error {statistics.median(map(abs, errors)):.0%}, largest {max(map(abs, errors)):.0%}, always too fast where it is "
             "large: "
-            "attention reaches about a third of the arithmetic of large products here, and linear layers of OPT with 32 tokens and "
-            "more nine "
-            "tenths.",
+            "attention reaches a third to a half of the arithmetic of large products here, and the linear layers of OPT seven eighths with "
+            "32 tokens and more.",
             f"Two ranks of one core each (`ranks.json`, 1.1 B parameters, batch 8): one engine {one[0]:.1f} ms measured, {one[1]:.1f} "
-            "told "
-            f"({one[1] / one[0] - 1:+.0%}); two ranks {ranks[0]:.1f} measured, {ranks[1]:.1f} told ({ranks[1] / ranks[0] - 1:+.0%}), "
+            "predicted "
+            f"({one[1] / one[0] - 1:+.0%}); two ranks {ranks[0]:.1f} measured, {ranks[1]:.1f} predicted ({ranks[1] / ranks[0] - 1:+.0%}), "
             "with "
             f"gathers that cost no more than their bytes. The difference of {lost:.1f} ms is "
             f"{lost / record['ranks']['gathers'] * 1e3:.0f} µs a "
@@ -219,8 +218,8 @@ def scylla_part(record: Record) -> list[str]:
     rows = [
         (
             line["batch"],
-            *(f"{t:,.0f} ({p:,})" for t, p in zip(line["told"][:3], line["published"], strict=True)),
-            f"{line['told'][3]:,.0f}",
+            *(f"{t:,.0f} ({p:,})" for t, p in zip(line["predicted"][:3], line["published"], strict=True)),
+            f"{line['predicted'][3]:,.0f}",
             f"{line['by_law']}, {line['drafted']}",
         )
         for line in record["lines"]
@@ -234,14 +233,14 @@ def scylla_part(record: Record) -> list[str]:
     return listed(
         "## Scylla's 72 B on four devices",
         [
-            "Qwen2.5-72B on four H800, tensor ranks, 10,000 tokens before each row's own; tokens/s told (published in its Table 5, by "
+            "Qwen2.5-72B on four H800, tensor ranks, 10,000 tokens before each row's own; tokens/s predicted (published in its Table 5, by "
             "a secondary "
             "source). Fitted are three numbers, all to batch 1: the share of the published bandwidth that plain decoding reaches "
             f"({record['bandwidth']:.2f}), and tokens a step of EAGLE-2 ({eagle:.2f}) and Scylla ({own:.2f}) with 60 nodes. Arithmetic "
             "is the "
-            "published, heads are shared out among ranks. Everything below batch 1 is told.",
+            "published, heads are shared out among ranks. All other rows are predicted.",
             table(["batch", *names, "fastest tree by the model", "nodes: law, model"], rows),
-            f"Median errors: {errors}. That EAGLE-2 with 60 nodes falls below plain decoding from batch 32 is told by arithmetic alone. "
+            f"Median errors: {errors}. That EAGLE-2 with 60 nodes falls below plain decoding from batch 32 is predicted by arithmetic alone. "
             "The law's "
             "k_opt is where arithmetic begins to bind, which is not where most tokens a second come out: the model would draft fewer, "
             "and be "

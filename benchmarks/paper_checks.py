@@ -60,13 +60,13 @@ def _steps() -> Iterator[dict[str, Any]]:
             terms = cluster.pass_terms(Pass(rows, r["tokens"] / rows, r["context"]))
             told = {"linear": sum(terms[n] for n in ("linear layers", "output layer")), "attention": terms["attention"]}
             parts = {name: 1e3 * seconds for name, seconds in told.items()}
-            yield {"model": record["model"], "tokens": r["tokens"], "ms": r["milliseconds"], "told_ms": 1e3 * sum(terms.values())} | {
+            yield {"model": record["model"], "tokens": r["tokens"], "ms": r["milliseconds"], "predicted_ms": 1e3 * sum(terms.values())} | {
                 f"{part}_ms": [r[part], parts[part]] for part in parts
             }
 
 
 def _ranks() -> dict[str, Any]:
-    """One engine on all cores, and two ranks with half of the machine each; gathers are told to cost what their bytes do."""
+    """One engine on all cores, and two ranks with half of the machine each; gathers are taken to cost what their bytes do."""
     record, told = _read("ranks"), {}
     model = without_weights(record["shape"])
     whole = _machine(model, _read("step"))
@@ -85,7 +85,7 @@ def _ranks() -> dict[str, Any]:
 
 def scylla() -> Record:
     """Table 5. The share of the bandwidth that is reached is fitted to plain decoding at batch 1, and tokens a step of both drafters to
-    their cells at batch 1; all other cells are told, with all of the published arithmetic.
+    their cells at batch 1; all other cells are predicted, with all of the published arithmetic.
     """
     model, published = without_weights("qwen2.5-72b"), read_devices()["h800"]
     parts = split_among(model, SCYLLA_RANKS, 1)
@@ -106,8 +106,8 @@ def scylla() -> Record:
         by_law = min(60, round(published_k_opt(batch)))
         told = [used.speed(batch, SCYLLA_CONTEXT, drafting).tokens_per_second for drafting in (None, eagle, trees[by_law])]
         told.append(adaptive.tokens_per_second)
-        lines.append({"batch": batch, "published": cells, "told": told, "by_law": by_law, "drafted": chosen.drafted})
-    errors = [[abs(line["told"][i] / line["published"][i] - 1) for line in lines] for i in range(3)]
+        lines.append({"batch": batch, "published": cells, "predicted": told, "by_law": by_law, "drafted": chosen.drafted})
+    errors = [[abs(line["predicted"][i] / line["published"][i] - 1) for line in lines] for i in range(3)]
     return {
         "bandwidth": bandwidth,
         "tokens_per_step": [eagle.emitted, accepted.tokens],

@@ -22,8 +22,9 @@ from echelon.config import SpeculativeConfig
 from echelon.estimate.devices import Device, read_devices
 from echelon.estimate.drafting import Acceptance, Drafting, drafting_of
 from echelon.estimate.layout import Pass, split_among
+from echelon.estimate.pipeline import Visit, run_on
 from echelon.estimate.shapes import PaperModel, without_weights
-from echelon.estimate.speed import Cluster, FreeCluster
+from echelon.estimate.speed import Cluster, Speed
 from echelon.trees import best_paths, expected_tokens
 
 STEP = Path("docs/evidence/step.json")
@@ -78,6 +79,28 @@ def static_share(rows: int, nodes: int, seed: int = 0) -> float:
     draws = np.random.default_rng(seed).choice(len(chances), size=(TRIALS, rows, NEW), p=chances / chances.sum()) + 1
     steps = (np.cumsum(draws, -1) < NEW).sum(-1) + 1
     return float((steps.mean(1) / steps.max(1)).mean())
+
+
+class FreeCluster(Cluster):
+    """The same where no micro-batch waits for the others: one is drafted for, or has its output layer run, while others are read."""
+
+    def speed(self, rows: int, context: int, drafting: Drafting | None = None, micro_batches: int | None = None) -> Speed:
+        """In up to twice as many micro-batches as there are stages."""
+        if micro_batches is not None:
+            return super().speed(rows, context, drafting, micro_batches)
+        found = [self.speed(rows, context, drafting, count) for count in range(1, min(rows, 2 * len(self.stages)) + 1)]
+        return min(found, key=lambda s: round(s.seconds, 9))
+
+    def run_step(
+        self, ways: list[list[Visit]], rows: int, tokens: float, context: int, drafting: Drafting | None
+    ) -> tuple[float, tuple[float, ...]]:
+        own = []
+        for number, way in enumerate(ways):
+            size = rows * (number + 1) // len(ways) - rows * number // len(ways)
+            output = sum(self.output_terms(Pass(size, tokens, context)).values())
+            own.append([Visit(0, self.draft_seconds(drafting, size)), *way, Visit(0, output)])
+        ran = run_on(own)
+        return ran.seconds, ran.busy
 
 
 @dataclass(frozen=True)

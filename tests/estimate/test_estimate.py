@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
+from benchmarks.stages import FreeCluster
 from echelon import ConfigError, EngineConfig
 from echelon.config import SpeculativeConfig
 from echelon.estimate.devices import Device, Work, device_named, read_devices
 from echelon.estimate.drafting import Acceptance, Drafting, acceptance_of, counted_head, drafting_of
 from echelon.estimate.layout import Gather, Held, Pass, StagePart, parts_of, split_among
 from echelon.estimate.paper_plan import PaperPlan
-from echelon.estimate.pipeline import Visit, run_rounds
+from echelon.estimate.pipeline import Visit, run_on, run_once
 from echelon.estimate.shapes import PaperModel, published_shapes, without_weights
-from echelon.estimate.speed import Cluster, FreeCluster
+from echelon.estimate.speed import Cluster
 
 SLOW = Device(memory_gb=1e-6, read_gb=1e-9, tflops={"float32": 1e-12}, link_gb=1e-9, link_us=1e6, source="1 byte, 1 operation a second")
 BILLIONS = {"llama-7b": 6.74, "llama-13b": 13.02, "llama-70b": 68.98, "qwen2.5-72b": 72.71, "mixtral-8x7b": 46.70, "opt-6.7b": 6.66}
@@ -60,10 +61,10 @@ def test_a_layer_by_hand() -> None:
 def test_micro_batches_overlap_by_hand() -> None:
     """Two stages of 3 and 2 seconds: one micro-batch takes 5, and of two the second ends 3 later; with travel each way is longer."""
     way = [Visit(0, 3.0), Visit(1, 2.0)]
-    assert run_rounds([way], rounds=1, warm_up=0).seconds == 5.0
-    assert run_rounds([way, way], rounds=1, warm_up=0).seconds == 8.0
-    assert run_rounds([[Visit(0, 3.0, 1.0), Visit(1, 2.0, 1.0)]], rounds=1, warm_up=0).seconds == 7.0
-    going = run_rounds([way, way])
+    assert run_once([way]).seconds == 5.0
+    assert run_once([way, way]).seconds == 8.0
+    assert run_once([[Visit(0, 3.0, 1.0), Visit(1, 2.0, 1.0)]]).seconds == 7.0
+    going = run_on([way, way])
     assert going.seconds == pytest.approx(6.0), "the first stage is always at work"
     assert going.busy[0] == pytest.approx(1.0, abs=0.05) and going.busy[1] == pytest.approx(2 / 3, abs=0.05)
 
@@ -87,7 +88,7 @@ def test_a_step_of_stages_by_hand() -> None:
     assert both.seconds < two.speed(2, 0, micro_batches=1).seconds
     assert two.speed(2, 0).micro_batches == 2
     free = cluster(2, FreeCluster).speed(4, 0, micro_batches=4)
-    assert free.seconds == pytest.approx(4 * (120 + 20)), "the first stage has most to do, and never waits"
+    assert free.seconds == pytest.approx(4 * (120 + 20), rel=0.01), "the first stage has most to do, and never waits"
 
 
 def test_drafts_pay_where_bytes_bind() -> None:

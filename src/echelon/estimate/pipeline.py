@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 WARM_UP = 4  # rounds of every micro-batch that are not counted
-ROUNDS = 16  # that are
+ROUNDS = 32  # that are
 
 
 class Visit(NamedTuple):
@@ -31,23 +31,42 @@ class Rounds:
     busy: tuple[float, ...]
 
 
-def run_rounds(batches: Sequence[Sequence[Visit]], rounds: int = ROUNDS, warm_up: int = WARM_UP) -> Rounds:
-    """Let every micro-batch make its visits `warm_up` + `rounds` times, none waiting for the others; the last `rounds` are measured."""
-    free = [0.0] * (1 + max(visit.device for visits in batches for visit in visits))
-    kept = [0.0] * len(free)
-    ends: list[list[float]] = [[] for _ in batches]
-    ready = [(0.0, number, 0) for number in range(len(batches))]  # when, which micro-batch, its next visit
-    while ready:
-        now, number, place = heapq.heappop(ready)
-        visits = batches[number]
-        visit = visits[place % len(visits)]
-        free[visit.device] = max(now, free[visit.device]) + visit.seconds
-        kept[visit.device] += visit.seconds
-        end = free[visit.device] + visit.travel
-        if (place + 1) % len(visits) == 0:
-            ends[number].append(end)
-        if len(ends[number]) < warm_up + rounds:
-            heapq.heappush(ready, (end, number, place + 1))
-    first = max(own[warm_up - 1] for own in ends) if warm_up else 0.0
-    last = max(own[-1] for own in ends)
-    return Rounds((last - first) / rounds, tuple(k / last for k in kept))
+class _Devices:
+    """Devices that are kept by micro-batches; `ends`: of each micro-batch, when its rounds were over."""
+
+    def __init__(self, batches: Sequence[Sequence[Visit]]) -> None:
+        self._batches = batches
+        self.free = [0.0] * (1 + max(visit.device for visits in batches for visit in visits))
+        self.kept = [0.0] * len(self.free)
+        self.ends: list[list[float]] = [[] for _ in batches]
+        self._ready = [(0.0, number, 0) for number in range(len(batches))]  # when, which micro-batch, its next visit
+
+    def run(self, rounds: int, is_ending: bool) -> None:
+        """Until all have made so many rounds; who has leaves then (`is_ending`), or goes on as long as others have not."""
+        while min(map(len, self.ends)) < rounds:
+            now, number, place = heapq.heappop(self._ready)
+            visits = self._batches[number]
+            device, seconds, travel = visits[place % len(visits)]
+            self.free[device] = max(now, self.free[device]) + seconds
+            self.kept[device] += seconds
+            end = self.free[device] + travel
+            if (place + 1) % len(visits) == 0:
+                self.ends[number].append(end)
+            if not is_ending or len(self.ends[number]) < rounds:
+                heapq.heappush(self._ready, (end, number, place + 1))
+
+
+def run_once(batches: Sequence[Sequence[Visit]]) -> Rounds:
+    """Let every micro-batch make its visits once, all of them ready at first: seconds until the last has."""
+    devices = _Devices(batches)
+    devices.run(1, is_ending=True)
+    seconds = max(own[0] for own in devices.ends)
+    return Rounds(seconds, tuple(kept / seconds for kept in devices.kept))
+
+
+def run_on(batches: Sequence[Sequence[Visit]]) -> Rounds:
+    """Let every micro-batch make its visits again and again, none waiting for the others: seconds of a round, once they are under way."""
+    devices = _Devices(batches)
+    devices.run(WARM_UP + ROUNDS, is_ending=False)
+    seconds = sum(own[WARM_UP + ROUNDS - 1] - own[WARM_UP - 1] for own in devices.ends) / len(batches) / ROUNDS
+    return Rounds(seconds, tuple(kept / max(devices.free) for kept in devices.kept))

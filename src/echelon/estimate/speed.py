@@ -9,7 +9,7 @@ from functools import cached_property
 from echelon.estimate.devices import Device
 from echelon.estimate.drafting import Drafting
 from echelon.estimate.layout import Pass, StagePart
-from echelon.estimate.pipeline import Visit, run_rounds
+from echelon.estimate.pipeline import Visit, run_once
 
 
 @dataclass(frozen=True)
@@ -90,20 +90,20 @@ class Cluster:
         sizes = [rows * (i + 1) // micro_batches - rows * i // micro_batches for i in range(micro_batches)]
         tokens, emitted = (1 + drafting.drafted, drafting.emitted) if drafting is not None else (1, 1.0)
         ways = [self.visits(size, tokens, context) for size in sizes]
-        seconds, busy = self._run(ways, rows, tokens, context, drafting)
+        seconds, busy = self.run_step(ways, rows, tokens, context, drafting)
         terms = self.pass_terms(Pass(sizes[-1], tokens, context))
         if drafting is not None:
             terms = {"drafting": self.draft_seconds(drafting, rows)} | terms
         return Speed(rows, micro_batches, seconds, rows * emitted / seconds, terms, busy)
 
-    def _run(
+    def run_step(
         self, ways: list[list[Visit]], rows: int, tokens: float, context: int, drafting: Drafting | None
     ) -> tuple[float, tuple[float, ...]]:
         """Seconds of a step, and the share of them that each stage works: all rows are drafted for, micro-batches go through the stages,
         and the output layer runs for all rows once the last is back.
         """
         around = self.draft_seconds(drafting, rows) + sum(self.output_terms(Pass(rows, tokens, context)).values())
-        ran = run_rounds(ways, rounds=1, warm_up=0)
+        ran = run_once(ways)
         seconds = around + ran.seconds
         return seconds, tuple((b * ran.seconds + (0.0 if stage else around)) / seconds for stage, b in enumerate(ran.busy))
 
@@ -111,25 +111,3 @@ class Cluster:
         """Of several drafts the one with which most tokens come a second."""
         found = [(drafting, self.speed(rows, context, drafting)) for drafting in draftings]
         return max(found, key=lambda pair: pair[1].tokens_per_second)
-
-
-class FreeCluster(Cluster):
-    """The same where no micro-batch waits for the others: one is drafted for, or has its output layer run, while others are read."""
-
-    def speed(self, rows: int, context: int, drafting: Drafting | None = None, micro_batches: int | None = None) -> Speed:
-        """In up to twice as many micro-batches as there are stages."""
-        if micro_batches is not None:
-            return super().speed(rows, context, drafting, micro_batches)
-        found = [self.speed(rows, context, drafting, count) for count in range(1, min(rows, 2 * len(self.stages)) + 1)]
-        return min(found, key=lambda s: round(s.seconds, 9))
-
-    def _run(
-        self, ways: list[list[Visit]], rows: int, tokens: float, context: int, drafting: Drafting | None
-    ) -> tuple[float, tuple[float, ...]]:
-        own = []
-        for number, way in enumerate(ways):
-            size = rows * (number + 1) // len(ways) - rows * number // len(ways)
-            output = sum(self.output_terms(Pass(size, tokens, context)).values())
-            own.append([Visit(0, self.draft_seconds(drafting, size)), *way, Visit(0, output)])
-        ran = run_rounds(own)
-        return ran.seconds, ran.busy
