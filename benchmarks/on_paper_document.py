@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.cells import Record
 from benchmarks.document_parts import listed
 from echelon.bench.report import described, table
+from echelon.estimate.devices import read_devices
 from echelon.inputs import write_text
 
 PaperRecords = Mapping[str, Record]
@@ -44,7 +45,7 @@ A device of your own is an entry in a JSON file, given by `--devices FILE`; `ech
 def write_on_paper(folder: Path, records: PaperRecords) -> Path:
     """Write the page below `folder`."""
     known = {name: record for name, record in records.items() if "failed" not in record}
-    parts = ["# Several devices, on paper", ABOUT, COMMAND, MODEL]
+    parts = ["# Several devices, on paper", ABOUT, COMMAND, MODEL, *devices_part()]
     makers = {
         "here": here_part,
         "plans": plans_part,
@@ -57,6 +58,22 @@ def write_on_paper(folder: Path, records: PaperRecords) -> Path:
         if name in known:
             parts += make(known[name])
     return write_text(folder / "on_paper.md", "\n\n".join(parts) + "\n", "--output")
+
+
+def devices_part() -> list[str]:
+    """The table of devices."""
+    rows = [
+        (
+            name,
+            f"{d.memory_gb:g}",
+            f"{d.read_gb:,g}",
+            f"{d.tflops.get('bfloat16', d.tflops.get('float16', 0.0)):,g}",
+            f"{d.link_gb:g}, {d.link_us:g} µs",
+            d.source,
+        )
+        for name, d in read_devices().items()
+    ]
+    return listed("## Devices", [table(["device", "GB", "GB/s", "TFLOP/s in 16 bits", "link: GB/s, latency", "from"], rows)])
 
 
 def here_part(record: Record) -> list[str]:

@@ -204,6 +204,9 @@ def test_devices_of_ones_own(tmp_path: Path) -> None:
 
 def test_published_devices_name_their_sources() -> None:
     assert all({"bfloat16", "float16"} & device.tflops.keys() for device in read_devices().values())
+    here = json.loads((Path(__file__).parents[2] / "docs" / "evidence" / "kernels.json").read_text("utf-8"))["machine"]
+    assert read_devices()["epyc-2-cores"].read_gb == pytest.approx(here["read_gb"], rel=0.01)
+    assert read_devices()["epyc-2-cores"].flops("bfloat16") == pytest.approx(here["matmul_gflop"] * 1e9, rel=0.01)
     assert all({"model_type", "hidden_size"} <= shape.keys() for shape in published_shapes().values())
 
 
