@@ -16,11 +16,9 @@ from echelon.inputs import write_text
 PaperRecords = Mapping[str, Record]
 ABOUT = (
     "Written by `python -m benchmarks.on_paper` from `evidence/on_paper/*.json`. **Nothing on this page was measured on several "
-    "devices.** "
-    "Every figure is computed: from published figures of devices (`src/echelon/estimate/devices.json`, each with its source) and "
-    "shapes of "
-    "models (`shapes.json` beside it), by a roofline, and where there are stages by a simulation of the engine's own schedule. What was "
-    "measured here, or published by others, is named so, and stands beside what the model says of it."
+    "devices.** Every figure is computed: from published figures of devices (`src/echelon/estimate/devices.json`, each with its source) "
+    "and shapes of models (`shapes.json` beside it), by a roofline, and where there are stages by a simulation of the engine's own "
+    "schedule. What was measured here, or published by others, is named so, and stands beside what the model says of it."
 )
 COMMAND = """```sh
 echelon plan llama-70b --device a100-80gb -tp 4 --max-num-seqs 32
@@ -96,25 +94,19 @@ def here_part(record: Record) -> list[str]:
         "## Beside what was measured here",
         [
             "Passes of one engine (`evidence/step.json`, `step-opt.json`: AMD EPYC, 2 cores). The bandwidth is that of reading the "
-            "weights in the "
-            "same run, the arithmetic that of the largest product in `kernels.json`; time between kernels is taken from the pass over "
-            "one token, "
-            "which is thereby no prediction.",
+            "weights in the same run, the arithmetic that of the largest product in `kernels.json`; time between kernels is taken from "
+            "the pass over one token, which is thereby no prediction.",
             table(["model", "tokens", "ms, measured", "ms, predicted", "error", "linear layers: both", "attention: both"], rows),
             f"Median error {statistics.median(map(abs, errors)):.0%}, largest {max(map(abs, errors)):.0%}, always too fast where it is "
-            "large: "
-            "attention reaches a third to a half of the arithmetic of large products here, and the linear layers of OPT seven eighths with "
-            "32 tokens and more.",
+            "large: attention reaches a third to a half of the arithmetic of large products here, and the linear layers of OPT seven "
+            "eighths with 32 tokens and more.",
             f"Two ranks of one core each (`ranks.json`, 1.1 B parameters, batch 8): one engine {one[0]:.1f} ms measured, {one[1]:.1f} "
-            "predicted "
-            f"({one[1] / one[0] - 1:+.0%}); two ranks {ranks[0]:.1f} measured, {ranks[1]:.1f} predicted ({ranks[1] / ranks[0] - 1:+.0%}), "
-            "with "
-            f"gathers that cost no more than their bytes. The difference of {lost:.1f} ms is "
-            f"{lost / record['ranks']['gathers'] * 1e3:.0f} µs a "
-            f"gather, of which a pass has {record['ranks']['gathers']}: ranks call kernels and gathers from Python, one engine runs all "
-            "layers "
-            f"in one call. The rounds themselves spread from {min(o for o, _ in record['ranks']['rounds']):.0f} to "
-            f"{max(o for o, _ in record['ranks']['rounds']):.0f} ms for the one engine.",
+            f"predicted ({one[1] / one[0] - 1:+.0%}); two ranks {ranks[0]:.1f} measured, {ranks[1]:.1f} predicted "
+            f"({ranks[1] / ranks[0] - 1:+.0%}), with gathers that cost no more than their bytes. The difference of {lost:.1f} ms is "
+            f"{lost / record['ranks']['gathers'] * 1e3:.0f} µs a gather, of which a pass has {record['ranks']['gathers']}: ranks call "
+            "kernels and gathers from Python, one engine runs all layers in one call. The rounds themselves spread from "
+            f"{min(o for o, _ in record['ranks']['rounds']):.0f} to {max(o for o, _ in record['ranks']['rounds']):.0f} ms for the one "
+            "engine.",
         ],
     )
 
@@ -135,10 +127,9 @@ def plans_part(record: Record) -> list[str]:
         "## Shapes on devices",
         [
             f"{record['rows']} rows of {record['length']:,} tokens in 16 bits, half of them read on average; the largest device's bytes "
-            "(bold: more "
-            "than it has), the least number of such devices that have room, and what a plain step of all rows sends. Speeds: plain, "
-            "and with "
-            "EAGLE's trees of up to 48 tokens (4.48 tokens a step, as published for 70 B), in brackets how many the plan drafts.",
+            "(bold: more than it has), the least number of such devices that have room, and what a plain step of all rows sends. Speeds: "
+            "plain, and with EAGLE's trees of up to 48 tokens (4.48 tokens a step, as published for 70 B), in brackets how many the plan "
+            "drafts.",
             table(head, rows),
         ],
     )
@@ -167,21 +158,17 @@ def stages_part(record: Record) -> list[str]:
     return listed(
         "## SpecMemo's eight stages",
         [
-            "Llama-2-70B, 10 layers on each of eight dies of MI250s (software sees a die as a device), Medusa's heads on the first, "
-            "512 tokens "
-            "before each row's own. Tokens a step follow from the accuracies that Medusa's authors published for heads of 33 B, as "
-            "Medusa's own "
-            f"tree search counts them; by drafted tokens: {tokens}. Tokens/s with drafts (× plain decoding in batches on the same "
-            "stages; "
-            "drafted tokens that are fastest); from batch 1 to 10:",
+            "Llama-2-70B, 10 layers on each of eight dies of MI250s (software sees a die as a device), Medusa's heads on the first, 512 "
+            "tokens before each row's own. Tokens a step follow from the accuracies that Medusa's authors published for heads of 33 B, "
+            f"as Medusa's own tree search counts them; by drafted tokens: {tokens}. Tokens/s with drafts (× plain decoding in batches on "
+            "the same stages; drafted tokens that are fastest); from batch 1 to 10:",
             table(["", *(f"batch {b}" for b in batches), "1 → 10"], rows),
             f"As the engine runs it the ratios are {gains[4]:.2f} at batch 4 (published {theirs[4] / plain[4]:.2f}), {gains[10]:.2f} at "
-            "10 "
-            f"({theirs[10] / plain[10]:.2f}), and {growth:.2f} from batch 1 to 10 ({published_growth:.2f}). What each part brings:",
+            f"10 ({theirs[10] / plain[10]:.2f}), and {growth:.2f} from batch 1 to 10 ({published_growth:.2f}). What each part brings:",
             stage_findings(record),
             "*The time that the published system takes besides* is fitted to its plain decoding at batch 4 and 10 alone: "
-            f"{besides['layer_us']:,.0f} "
-            f"µs a layer and {besides['row_us']:,.0f} µs a row and stage, where the roofline has {_per_layer(record):,.0f} µs a layer.",
+            f"{besides['layer_us']:,.0f} µs a layer and {besides['row_us']:,.0f} µs a row and stage, where the roofline has "
+            f"{_per_layer(record):,.0f} µs a layer.",
         ],
     )
 
@@ -205,27 +192,20 @@ def stage_findings(record: Record) -> str:
     off = {b: v[slow]["speculative"][i] / published[b] - 1 for i, b in enumerate(batches)}
     return "\n".join(
         (
-            f"- *Tree sizes by batch*: with 43 nodes always, {gain(fixed, ten):.2f} at batch 10: a die does 110 operations while it "
-            "reads a "
-            "byte, so that more than about 110 tokens in a stage are not free.",
+            f"- *Tree sizes by batch*: with 43 nodes always, {gain(fixed, ten):.2f} at batch 10: a die does 110 operations while it reads "
+            "a byte, so that more than about 110 tokens in a stage are not free.",
             f"- *Micro-batches*: the same trees with one stage at work at a time come to {gain(both, ten):.2f} at batch 10; wide trees "
-            "need all "
-            "stages at once, small ones read weights that one micro-batch reads as fast.",
+            "need all stages at once, small ones read weights that one micro-batch reads as fast.",
             "- *Static batches*, which end with their last text, cost "
-            f"{1 - v[static]['speculative'][ten] / v[both]['speculative'][ten]:.0%} at "
-            "batch 10; the engine fills rows anew.",
+            f"{1 - v[static]['speculative'][ten] / v[both]['speculative'][ten]:.0%} at batch 10; the engine fills rows anew.",
             "- *What else the published system takes* hides arithmetic behind it: with it, fixed trees and one stage at a time, the "
-            "model says "
-            f"{v[slow]['speculative'][four]:.1f} and {v[slow]['speculative'][ten]:.1f} tokens/s at batch 4 and 10 "
-            f"({off[4]:+.0%}, {off[10]:+.0%} of the published), and {v[slow]['speculative'][0]:.1f} at batch 1 ({off[1]:+.0%}). The "
-            "published "
-            "5.7 and 14.5 at batch 1 and 2 are slower a step than its own batch 4, which no term here explains; without them there "
-            "would be no "
-            "growth of eight times.",
+            f"model says {v[slow]['speculative'][four]:.1f} and {v[slow]['speculative'][ten]:.1f} tokens/s at batch 4 and 10 "
+            f"({off[4]:+.0%}, {off[10]:+.0%} of the published), {v[slow]['speculative'][1]:.1f} at batch 2 ({off[2]:+.0%}) and "
+            f"{v[slow]['speculative'][0]:.1f} at batch 1 ({off[1]:+.0%}). By the published figures a step at batch 1 takes longer than "
+            "one at batch 2 or 4, which no term here explains; without that there would be no growth of eight times.",
             "- *Stages of this machine* (steps of `evidence/step.json`, made longer by the ratio of numbers; wider ones by the last "
-            "slope) "
-            f"come to {gain(here, four):.2f} at batch 4 and {gain(here, ten):.2f} at 10, below the published at both: its balance is 22 "
-            "operations a byte, so that trees pay for themselves up to about 20 tokens in all, five a row at batch 4.",
+            f"slope) come to {gain(here, four):.2f} at batch 4 and {gain(here, ten):.2f} at 10, below the published at both: its balance "
+            "is 22 operations a byte, so that trees pay for themselves up to about 20 tokens in all, five a row at batch 4.",
         )
     )
 
@@ -250,21 +230,16 @@ def scylla_part(record: Record) -> list[str]:
     return listed(
         "## Scylla's 72 B on four devices",
         [
-            "Qwen2.5-72B on four H800, tensor ranks, 10,000 tokens before each row's own; tokens/s predicted (published in its Table 5, by "
-            "a secondary "
-            "source). Fitted are three numbers, all to batch 1: the share of the published bandwidth that plain decoding reaches "
-            f"({record['bandwidth']:.2f}), and tokens a step of EAGLE-2 ({eagle:.2f}) and Scylla ({own:.2f}) with 60 nodes. Arithmetic "
-            "is the "
-            "published, heads are shared out among ranks. All other rows are predicted.",
+            "Qwen2.5-72B on four H800, tensor ranks, 10,000 tokens before each row's own; tokens/s predicted (published in its Table 5, "
+            "by a secondary source). Fitted are three numbers, all to batch 1: the share of the published bandwidth that plain decoding "
+            f"reaches ({record['bandwidth']:.2f}), and tokens a step of EAGLE-2 ({eagle:.2f}) and Scylla ({own:.2f}) with 60 nodes. "
+            "Arithmetic is the published, heads are shared out among ranks. All other rows are predicted.",
             table(["batch", *names, "fastest tree by the model", "nodes: law, model"], rows),
-            f"Median errors: {errors}. That EAGLE-2 with 60 nodes falls below plain decoding from batch 32 is predicted by arithmetic alone. "
-            "The law's "
-            "k_opt is where arithmetic begins to bind, which is not where most tokens a second come out: the model would draft fewer, "
-            "and be "
-            "faster, but for what the logarithm of the nodes promises of small trees.",
+            f"Median errors: {errors}. That EAGLE-2 with 60 nodes falls below plain decoding from batch 32 is predicted by arithmetic "
+            "alone. The law's k_opt is where arithmetic begins to bind, which is not where most tokens a second come out: the model "
+            "would draft fewer, and be faster, but for what the logarithm of the nodes promises of small trees.",
             f"64 rows of 10,000 tokens would take {record['gib_needed']:.0f} GiB with the weights, and four H800 have "
-            f"{record['gib']:.0f}: the "
-            "largest batches of the table had shorter texts, or keys and values in fewer bits.",
+            f"{record['gib']:.0f}: the largest batches of the table had shorter texts, or keys and values in fewer bits.",
         ],
     )
 
@@ -287,19 +262,14 @@ def padding_part(record: Record) -> list[str]:
     return listed(
         "## EMS-SD's batches at 70 B",
         [
-            f"LLMA's drafts, replayed at {record['tokens_per_step']} tokens a step, 128 new tokens after prompts of about 900 "
-            "(assumed), static "
-            "batches; unpadded over vanilla as a ratio of speeds. EMS-SD published it for 6.7 B alone. Its kernel reads a row's keys "
-            "and values "
-            "for every token fed, twice; ours once a row. The published ratios lie between the two:",
+            f"LLMA's drafts, replayed at {record['tokens_per_step']} tokens a step, 128 new tokens after prompts of about 900 (assumed), "
+            "static batches; unpadded over vanilla as a ratio of speeds. EMS-SD published it for 6.7 B alone. Its kernel reads a row's "
+            "keys and values for every token fed, twice; ours once a row. The published ratios lie between the two:",
             table([*head, "padding of tokens, of keys"], rows),
-            f"At 70 B and batch 8 to 64 unpadding brings {min(ratios):.2f} to {max(ratios):.2f} where keys are read once a row: less "
-            "than at 6.7 B "
-            "at equal batch on paper, because padded tokens are free until a step is bound by arithmetic (about 150 tokens on an A100, "
-            "300 on an "
-            "H100), and keys and values of 8 heads are an eighth. From there on all padded tokens cost what they weigh, and vanilla's "
-            "half of "
-            "them brings it towards plain decoding; unpadded batches stay ahead of it.",
+            f"At 70 B and batch 8 to 64 unpadding brings {min(ratios):.2f} to {max(ratios):.2f} where keys are read once a row: less than "
+            "at 6.7 B at equal batch on paper, because padded tokens are free until a step is bound by arithmetic (about 150 tokens on "
+            "an A100, 300 on an H100), and keys and values of 8 heads are an eighth. From there on all padded tokens cost what they "
+            "weigh, and vanilla's half of them brings it towards plain decoding; unpadded batches stay ahead of it.",
         ],
     )
 
@@ -316,21 +286,14 @@ def replicas_part(record: Record) -> list[str]:
         "## Up to 1,000 replicas",
         [
             "Replicas are engines of their own: nothing of a step crosses them, so what grows is the choice. Choosing by a "
-            "conversation's "
-            "beginning was timed here in Python (a hash of 4 kB and a search on a ring of 64 points a replica; "
-            f"{described(record['environment'])}); "
-            "traffic is that of 2 requests a second and replica, 1,000 tokens of prompt and 200 events of 200 bytes each, health is "
-            "asked every "
-            "10 s. Loads are simulated, 32 conversations a replica: the fullest replica over the mean, and the share of turns that "
-            "find the "
-            "replica which has their prefix.",
+            "conversation's beginning was timed here in Python (a hash of 4 kB and a search on a ring of 64 points a replica; "
+            f"{described(record['environment'])}); traffic is that of 2 requests a second and replica, 1,000 tokens of prompt and 200 "
+            "events of 200 bytes each, health is asked every 10 s. Loads are simulated, 32 conversations a replica: the fullest replica "
+            "over the mean, and the share of turns that find the replica which has their prefix.",
             table(["replicas", "choosing a request", "MB/s through the door", "probes a second", *rules], rows),
             f"A hundred times the replicas make a choice {last['lookup_us'] / record['lines'][1]['lookup_us']:.1f} times as long, and "
-            "1,000 of "
-            f"them keep one chooser {last['core_share']:.0%} busy. What passes through it, {last['megabytes_per_second']:.0f} MB/s in "
-            "400,000 events "
-            "a second, is the first to need more than one process; the choice itself has no state but the ring and the loads, so that "
-            "any number of "
-            "doors choose alike.",
+            f"1,000 of them keep one chooser {last['core_share']:.0%} busy. What passes through it, {last['megabytes_per_second']:.0f} "
+            "MB/s in 400,000 events a second, is the first to need more than one process; the choice itself has no state but the ring "
+            "and the loads, so that any number of doors choose alike.",
         ],
     )
