@@ -14,7 +14,7 @@ from benchmarks.laws_document import PUBLISHED
 from echelon.bench.balance import published_k_opt
 from echelon.config import SpeculativeConfig
 from echelon.estimate.devices import Device, read_devices
-from echelon.estimate.drafting import Acceptance, Drafting, drafting_of
+from echelon.estimate.drafting import Acceptance, DraftingCost, drafting_of
 from echelon.estimate.layout import Pass, split_among
 from echelon.estimate.shapes import PaperModel, without_weights
 from echelon.estimate.speed import Cluster
@@ -119,7 +119,7 @@ def scylla() -> Record:
     }
 
 
-def _tokens(used: Cluster, drafting: Drafting, speed: float) -> float:
+def _tokens(used: Cluster, drafting: DraftingCost, speed: float) -> float:
     """Tokens a step with which one row has this speed."""
     return speed * used.speed(1, SCYLLA_CONTEXT, drafting).seconds
 
@@ -129,13 +129,13 @@ def _gibibytes(parts: Any, rows: int) -> float:
     return float(sum(part.numbers * 2 + rows * SCYLLA_CONTEXT * part.held.kv_bytes for ranks in parts for part in ranks) / 2**30)
 
 
-def _drafting(spec: dict[str, Any], model: PaperModel, nodes: int) -> Drafting:
+def _drafting(spec: dict[str, Any], model: PaperModel, nodes: int) -> DraftingCost:
     return drafting_of(
         SpeculativeConfig(**spec | {"num_speculative_tokens": nodes}), model, Acceptance(2.0, nodes, True), nodes, "bfloat16"
     )
 
 
-def _split(drafting: Drafting) -> Drafting:
+def _split(drafting: DraftingCost) -> DraftingCost:
     """The head shared out among the ranks, as published systems have it."""
     levels = (
         replace(level, held=replace(level.held, matrices=level.held.matrices // SCYLLA_RANKS, features=level.held.features // SCYLLA_RANKS))

@@ -20,7 +20,7 @@ from benchmarks.cells import Record
 from echelon.adaptive.cost_table import CostCurve
 from echelon.config import SpeculativeConfig
 from echelon.estimate.devices import Device, read_devices
-from echelon.estimate.drafting import Acceptance, Drafting, drafting_of
+from echelon.estimate.drafting import Acceptance, DraftingCost, drafting_of
 from echelon.estimate.layout import Pass, split_among
 from echelon.estimate.pipeline import Visit, run_on
 from echelon.estimate.shapes import PaperModel, without_weights
@@ -84,7 +84,7 @@ def static_share(rows: int, nodes: int, seed: int = 0) -> float:
 class FreeCluster(Cluster):
     """The same where no micro-batch waits for the others: one is drafted for, or has its output layer run, while others are read."""
 
-    def speed(self, rows: int, context: int, drafting: Drafting | None = None, micro_batches: int | None = None) -> Speed:
+    def speed(self, rows: int, context: int, drafting: DraftingCost | None = None, micro_batches: int | None = None) -> Speed:
         """In up to twice as many micro-batches as there are stages."""
         if micro_batches is not None:
             return super().speed(rows, context, drafting, micro_batches)
@@ -92,7 +92,7 @@ class FreeCluster(Cluster):
         return min(found, key=lambda s: round(s.seconds, 9))
 
     def run_step(
-        self, ways: list[list[Visit]], rows: int, tokens: float, context: int, drafting: Drafting | None
+        self, ways: list[list[Visit]], rows: int, tokens: float, context: int, drafting: DraftingCost | None
     ) -> tuple[float, tuple[float, ...]]:
         own = []
         for number, way in enumerate(ways):
@@ -116,7 +116,7 @@ class MeasuredCluster(Cluster):
     def output_terms(self, run: Pass) -> dict[str, float]:  # noqa: ARG002
         return {}
 
-    def draft_seconds(self, drafting: Drafting | None, rows: int) -> float:
+    def draft_seconds(self, drafting: DraftingCost | None, rows: int) -> float:
         """Heads of Medusa: what their numbers are of the target's, for a row each."""
         if drafting is None:
             return 0.0
@@ -144,7 +144,7 @@ class StageStudy:
         self.device = read_devices()[device]
         self.draftings = {nodes: self._drafting(nodes) for nodes in NODES}
 
-    def _drafting(self, nodes: int) -> Drafting:
+    def _drafting(self, nodes: int) -> DraftingCost:
         spec = SpeculativeConfig(method="medusa", tree="static", num_speculative_tokens=nodes)
         return drafting_of(spec, self.model, Acceptance(medusa_tokens(nodes), nodes, True), nodes, "bfloat16")
 

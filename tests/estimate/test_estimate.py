@@ -14,7 +14,7 @@ from benchmarks.stages import FreeCluster
 from echelon import ConfigError, EngineConfig
 from echelon.config import SpeculativeConfig
 from echelon.estimate.devices import Device, Work, device_named, read_devices
-from echelon.estimate.drafting import Acceptance, Drafting, acceptance_of, counted_head, drafting_of
+from echelon.estimate.drafting import Acceptance, DraftingCost, acceptance_of, counted_head, drafting_of
 from echelon.estimate.layout import Gather, Held, Pass, StagePart, parts_of, split_among
 from echelon.estimate.paper_plan import PaperPlan
 from echelon.estimate.pipeline import Visit, run_on, run_once
@@ -93,7 +93,7 @@ def test_a_step_of_stages_by_hand() -> None:
 
 def test_drafts_pay_where_bytes_bind() -> None:
     quick = SLOW.model_copy(update={"tflops": {"float32": 1.0}})
-    drafting = Drafting((), 0, 3, 2.5)
+    drafting = DraftingCost((), 0, 3, 2.5)
     plain, speculative = (cluster(1, device=quick).speed(1, 0, d) for d in (None, drafting))
     assert speculative.tokens_per_second == pytest.approx(2.5 * plain.tokens_per_second)
     bound = cluster(1).speed(1, 0, drafting)

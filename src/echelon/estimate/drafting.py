@@ -81,7 +81,7 @@ def _chain_tokens(chance: float, drafted: int) -> float:
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftingCost:
     """Drafting of one step on the engine's device: its levels, entries of weights that it adds, and what it comes to."""
 
     levels: tuple[Level, ...]
@@ -120,7 +120,7 @@ def acceptance_of(spec: SpeculativeConfig, tokens_per_step: float | None) -> Acc
     return Acceptance(published.tokens, published.drafted, spec.grows_trees)
 
 
-def drafting_of(spec: SpeculativeConfig, target: PaperModel, acceptance: Acceptance, drafted: int, dtype: str) -> Drafting:
+def drafting_of(spec: SpeculativeConfig, target: PaperModel, acceptance: Acceptance, drafted: int, dtype: str) -> DraftingCost:
     """What `spec` does in a step with `drafted` tokens a row, beside a target without weights.
 
     Raises
@@ -131,17 +131,17 @@ def drafting_of(spec: SpeculativeConfig, target: PaperModel, acceptance: Accepta
     depth, width, emitted = used.longest_path, float(used.widest_level), acceptance.at(drafted)
     needs = METHODS[spec.method].needs
     if needs == "nothing":
-        return Drafting((), 0, drafted, emitted)
+        return DraftingCost((), 0, drafted, emitted)
     if needs == "model":
         held = _draft_model(used, dtype)
-        return Drafting((Level(held, emitted), *(Level(held, width) for _ in range(depth - 1))), held.numbers, drafted, emitted)
+        return DraftingCost((Level(held, emitted), *(Level(held, width) for _ in range(depth - 1))), held.numbers, drafted, emitted)
     own = {"num_heads": depth} if spec.method in ("medusa", "clover", "clover2") else {}
     read, extended, output, numbers = counted_head(spec.method, target, **own)
     places = width if extended.matrices else 1.0  # heads that do not look at what was drafted say the same everywhere
     levels = [Level(read, emitted), Level(output, 1.0)]
     for _ in range(depth - 1):
         levels += [Level(extended, places), Level(output, places)]
-    return Drafting(tuple(level for level in levels if level.held.matrices), numbers, drafted, emitted)
+    return DraftingCost(tuple(level for level in levels if level.held.matrices), numbers, drafted, emitted)
 
 
 def replaced(spec: SpeculativeConfig, drafted: int) -> SpeculativeConfig:

@@ -10,7 +10,7 @@ from typing import Any
 from echelon.config import EngineConfig, SpeculativeConfig
 from echelon.errors import ConfigError
 from echelon.estimate.devices import Device
-from echelon.estimate.drafting import Acceptance, Drafting, acceptance_of, drafting_of
+from echelon.estimate.drafting import Acceptance, DraftingCost, acceptance_of, drafting_of
 from echelon.estimate.layout import LOGIT_BYTES, Pass, StagePart, split_among
 from echelon.estimate.shapes import PaperModel
 from echelon.estimate.speed import Cluster, Speed
@@ -41,7 +41,7 @@ class DeviceBytes:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class StepTraffic:
     """Bytes that travel in a step of so many tokens: what all tensor ranks get in gathers, how much of it
     logits are, and hidden states from stage to stage.
     """
@@ -116,11 +116,11 @@ class PaperPlan:
         return self.max_len // 2
 
     @cached_property
-    def drafting(self) -> Drafting | None:
+    def drafting(self) -> DraftingCost | None:
         """The most that is drafted."""
         return self._drafting(self.spec.most_tokens) if self.spec is not None else None
 
-    def _drafting(self, drafted: int) -> Drafting:
+    def _drafting(self, drafted: int) -> DraftingCost:
         assert self.spec is not None and isinstance(self._acceptance, Acceptance)
         return drafting_of(self.spec, self.planned, self._acceptance, drafted, self.config.dtype)
 
@@ -183,7 +183,7 @@ class PaperPlan:
         except ConfigError:
             return False
 
-    def traffic(self, run: Pass) -> Traffic:
+    def traffic(self, run: Pass) -> StepTraffic:
         """Bytes that one pass sends between devices."""
         tokens = round(run.num_tokens)
         parts = [part for ranks in self.cluster.stages for part in ranks]
@@ -191,7 +191,7 @@ class PaperPlan:
         received = sum(g.received(rank) for g, rank in gathers)
         logits = sum(g.received(rank) for g, rank in gathers if g.for_first)
         hops = len(self.cluster.stages) * self.ranks if len(self.cluster.stages) > 1 else 0
-        return Traffic(tokens * received, tokens * logits, tokens * hops * self.cluster.hidden * self.cluster.bytes_each)
+        return StepTraffic(tokens * received, tokens * logits, tokens * hops * self.cluster.hidden * self.cluster.bytes_each)
 
     def speeds(self) -> Iterator[SpeedLine]:
         """By number of rows, up to `max_num_seqs`; where drafts adapt, with the number of tokens that is fastest."""
@@ -205,7 +205,7 @@ class PaperPlan:
             yield SpeedLine(plain, drafting.drafted, drafting.emitted, found)
 
     @cached_property
-    def _draftings(self) -> list[Drafting]:
+    def _draftings(self) -> list[DraftingCost]:
         assert self.spec is not None
         most = self.spec.most_tokens
         counts = sorted({*(2**i for i in range(most.bit_length())), most}) if self.spec.is_adaptive else [most]

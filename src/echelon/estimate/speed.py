@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from echelon.estimate.devices import Device
-from echelon.estimate.drafting import Drafting
+from echelon.estimate.drafting import DraftingCost
 from echelon.estimate.layout import Pass, StagePart
 from echelon.estimate.pipeline import Visit, run_once
 
@@ -72,7 +72,7 @@ class Cluster:
         """Until the hidden states of a pass have come from one stage to the next."""
         return self.device.seconds_to_send(run.num_tokens * self.hidden * self.bytes_each)
 
-    def draft_seconds(self, drafting: Drafting | None, rows: int) -> float:
+    def draft_seconds(self, drafting: DraftingCost | None, rows: int) -> float:
         """Seconds of drafting for so many rows, on the engine's device."""
         return 0.0 if drafting is None else drafting.seconds(self.device, self.dtype, self.bytes_each, rows)
 
@@ -82,7 +82,7 @@ class Cluster:
         travel = self.seconds_between(run) if len(self.stages) > 1 else 0.0
         return [Visit(stage, sum(self.terms(stage, run).values()), travel) for stage in range(len(self.stages))]
 
-    def speed(self, rows: int, context: int, drafting: Drafting | None = None, micro_batches: int | None = None) -> Speed:
+    def speed(self, rows: int, context: int, drafting: DraftingCost | None = None, micro_batches: int | None = None) -> Speed:
         """The speed in so many micro-batches, or in the number of them that is fastest, at most as many as there are stages."""
         if micro_batches is None:
             found = [self.speed(rows, context, drafting, count) for count in range(1, min(rows, len(self.stages)) + 1)]
@@ -97,7 +97,7 @@ class Cluster:
         return Speed(rows, micro_batches, seconds, rows * emitted / seconds, terms, busy)
 
     def run_step(
-        self, ways: list[list[Visit]], rows: int, tokens: float, context: int, drafting: Drafting | None
+        self, ways: list[list[Visit]], rows: int, tokens: float, context: int, drafting: DraftingCost | None
     ) -> tuple[float, tuple[float, ...]]:
         """Seconds of a step, and the share of them that each stage works: all rows are drafted for, micro-batches go through the stages,
         and the output layer runs for all rows once the last is back.
@@ -107,7 +107,7 @@ class Cluster:
         seconds = around + ran.seconds
         return seconds, tuple((b * ran.seconds + (0.0 if stage else around)) / seconds for stage, b in enumerate(ran.busy))
 
-    def fastest(self, rows: int, context: int, draftings: Sequence[Drafting]) -> tuple[Drafting, Speed]:
+    def fastest(self, rows: int, context: int, draftings: Sequence[DraftingCost]) -> tuple[DraftingCost, Speed]:
         """Of several drafts the one with which most tokens come a second."""
         found = [(drafting, self.speed(rows, context, drafting)) for drafting in draftings]
         return max(found, key=lambda pair: pair[1].tokens_per_second)
