@@ -48,6 +48,7 @@ def test_a_build_in_isolation_installs_why_there_are_no_kernels(tmp_path: Path) 
     assert "PyTorch was not there" in (tmp_path / "echelon" / compiled.NOTE.name).read_text("utf-8")
     assert (tmp_path / "echelon/llm.py").is_file(), "the package is installed all the same"
     assert (tmp_path / "echelon/server/page.html").is_file(), "and so is what the server shows"
+    assert (tmp_path / "echelon/estimate/devices.json").is_file() and (tmp_path / "echelon/estimate/shapes.json").is_file()
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="there is no compiler")
