@@ -17,7 +17,8 @@ from torch import Tensor
 from echelon.errors import RankError
 from echelon.model.patches.split import part_of
 from echelon.parallel import exchange as room
-from echelon.parallel.exchange import SharedExchange, shared_memory
+from echelon.parallel.exchange import SharedExchange
+from echelon.parallel.rank_memory import ARRIVED, HASH, shared_memory
 
 ROUNDS = 40
 
@@ -110,8 +111,8 @@ def test_a_rank_with_another_plan_is_told_from_the_others() -> None:
 def test_a_rank_that_has_gone_on_alone_is_noticed() -> None:
     first, second = ranks(2)
     for rank in (first, second):
-        rank.note(room.HASH, 1)
-    second.note(room.ARRIVED, 3)
+        rank.note(HASH, 1)
+    second.note(ARRIVED, 3)
     with pytest.raises(RankError, match="runs another plan"), first.connected(1):
         first.gathered(torch.zeros(1, 1), 0, 2)
 
