@@ -26,7 +26,8 @@ from echelon.scheduler import Selector
 @dataclass(frozen=True)
 class Storage:
     """Runners, one a model, on pools of equally many blocks; the head that drafts and its cache; which rows step (None: all); tables whose
-    blocks are kept for texts that begin alike; what ends the workers of a target that runs on several ranks.
+    blocks are kept for texts that begin alike; what raises `RankError` where a worker of a target on several ranks has failed, and what
+    ends them all.
     """
 
     plan: PoolPlan
@@ -35,6 +36,7 @@ class Storage:
     head_cache: KVCache | None = None
     selector: Selector | None = None
     cached_tables: SequenceOf[CachedTables] = ()
+    check_ranks: Callable[[], object] = lambda: None
     close_ranks: Callable[[], object] = lambda: None
 
     def free(self) -> None:

@@ -37,4 +37,4 @@ def split_storage(storage: Storage, group: RankGroup) -> Storage:
     group.tell({"num_blocks": cache.num_blocks, "block_size": cache.block_size, "is_rounded": cache.is_rounded, "wanted": wanted})
     group.answers()
     runner = FirstStage(target, group, wanted) if group.setting == STAGES else SplitRunner(target, group)
-    return replace(storage, runners=[runner, *storage.runners[1:]], close_ranks=group.close)
+    return replace(storage, runners=[runner, *storage.runners[1:]], check_ranks=group.check, close_ranks=group.close)
