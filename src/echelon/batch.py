@@ -107,7 +107,7 @@ class RaggedBatch(PassInputs):
     def rows(self, first: int, last: int) -> RaggedBatch:
         """Rows first … last − 1 as a batch of their own, without logits."""
         begin, end = self.indptr[[first, last]].tolist()
-        trees: dict[str, Tensor] = {}
+        trees: dict[str, Any] = {}
         if self.parents is not None and self.node_indptr is not None:
             nodes = self.node_indptr[first : last + 1]
             trees = {"parents": self.parents[nodes[0] : nodes[-1]], "node_indptr": nodes - nodes[0]}

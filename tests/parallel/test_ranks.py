@@ -56,7 +56,9 @@ def deeper(name: str) -> tuple[Any, Any]:
     cls, config = decoders(16, 64)[name]
     config.num_hidden_layers = 4
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1] * 4
+        config.layer_types = ["full_attention"] * 4
+    if name == "qwen2":
+        config.layer_types[2:], config.sliding_window, config.use_sliding_window = ["sliding_attention"] * 2, 16, True
     return cls, config
 
 
@@ -77,9 +79,7 @@ CELLS = {
     "an EAGLE tree": Cell(
         (2, -4), (2, -4), "demo", {"method": "eagle", "model": str(EAGLE), "num_speculative_tokens": 12, "tree": "dynamic"}
     ),
-    "an adaptive copying drafter": Cell(
-        (2, -6), (-2, -4), "qwen3", {"method": "ngram", "cost_table": "frozen"}, dtype=torch.bfloat16
-    ),
+    "an adaptive copying drafter": Cell((2, -6), (-2, -4), "qwen3", {"method": "ngram", "cost_table": "frozen"}, dtype=torch.bfloat16),
     "a draft model's tree in integers": Cell(
         (2, -4),
         (4, -2),
@@ -90,9 +90,8 @@ CELLS = {
     ),
     "OPT": Cell((2, -3, -6), (2, -4), "opt", dtype=torch.bfloat16),
     "OPT with narrow embeddings": Cell((-2,), (-2, -3), "opt-350m", {"method": "ngram", "num_speculative_tokens": 3}),
-    "a mixture of experts": Cell(
-        (2, -6), (-2, -3), "mixtral", {"method": "ngram", "num_speculative_tokens": 3}, dtype=torch.bfloat16
-    ),
+    "windows in half of the layers": Cell((-2,), (-2, -3), "qwen2"),
+    "a mixture of experts": Cell((2, -6), (-2, -3), "mixtral", {"method": "ngram", "num_speculative_tokens": 3}, dtype=torch.bfloat16),
 }
 
 

@@ -30,7 +30,8 @@ def row_ends(batch: RaggedBatch, most: int) -> list[int]:
     """Where a batch is cut into at most so many micro-batches of about equally many tokens: of each the row after its last."""
     count = max(1, min(most, batch.num_tokens // FEWEST_TOKENS))
     wanted = batch.num_tokens * np.arange(1, count + 1) / count
-    return np.unique(np.searchsorted(batch.indptr[1:].numpy(), wanted) + 1).tolist()
+    ends: list[int] = np.unique(np.searchsorted(batch.indptr[1:].numpy(), wanted) + 1).tolist()
+    return ends
 
 
 class StageRunner(ModelRunner):
@@ -92,7 +93,7 @@ class FirstStage(StageRunner):
         ends = row_ends(batch, self.stage.size)
         with self.group.running(batch, self.cache.tables.copies, ends):
             self.cache.apply_copies()
-            states = self._through_all(batch, ends).split(self._width, -1)
+            states = torch.split(self._through_all(batch, ends), self._width, -1)
             found = dict(zip([self.stage.num_layers, *self.wanted], states, strict=True))
             inputs = batch.tokens, self.positions(batch), batch.logit_rows, self.attention(batch)
             with self.stage.behind(found):
@@ -103,7 +104,7 @@ class FirstStage(StageRunner):
     def _through_all(self, batch: RaggedBatch, ends: Sequence[int]) -> Tensor:
         """The states of all tokens behind the last layer."""
         parts, whole = self.parts(batch, ends), self.room(batch.num_tokens, self.stage.num_layers)
-        awaited = iter(whole.split([part.num_tokens for part in parts]))
+        awaited = iter(torch.split(whole, [part.num_tokens for part in parts]))
         for number, part in enumerate(parts, 1):
             states = self.through(part, None)
             if number >= self.stage.size:

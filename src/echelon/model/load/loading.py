@@ -151,7 +151,9 @@ def load_share(name: str, share: Share, dtype: str, quantization: str | None) ->
 
 @in_turn
 def load_stage(name: str, stage: Stage, dtype: str, quantization: str | None) -> LoadedModel:
-    """Load one rank's layers of a checkpoint that `check_ranks` has passed, on the CPU; otherwise as `load_model`. Rank 0 tests it for all."""
+    """Load one rank's layers of a checkpoint that `check_ranks` has passed, on the CPU; otherwise as `load_model`. Rank 0 tests it for
+    all.
+    """
     folder, packing = Folder.locate(name, "model"), packing_of(quantization, False, torch.device("cpu"))
     model, tokenizer = read_model(folder, settings_of(folder), dtype, IMPLEMENTATION, packing=packing, share=stage)
     model.config.name_or_path = name

@@ -164,9 +164,7 @@ def built_without_memory(folder: Folder, config: Any, weights: Weights) -> PreTr
     return model
 
 
-def _read_weights(
-    cls: type[PreTrainedModel], config: Any, wanted: torch.dtype | None, attention: str, weights: Weights
-) -> PreTrainedModel:
+def _read_weights(cls: type[PreTrainedModel], config: Any, wanted: torch.dtype | None, attention: str, weights: Weights) -> PreTrainedModel:
     """A model of `cls` filled from `weights`, one tensor after the other."""
     folder = weights.folder
     if wanted not in DTYPES.values():

@@ -73,7 +73,9 @@ def check_stages(cls: type[PreTrainedModel], config: Any, name: str, size: int) 
 
 
 class Stage:
-    """One of `size` stages; `layers` are known once a model is read. What stands between it and the others is `parallel.stages`' business."""
+    """One of `size` stages: `layers` of the `num_layers` that the model has, known once it is read. The way to the others is in
+    `echelon.parallel`.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.num_layers, self.layers = rank, size, 0, range(0)
@@ -121,7 +123,7 @@ class Stage:
         """Once all is patched, let the norm at the end keep what the stage's layers give, and on rank 0 places stand for other layers."""
         places = PLACES[type(model)]
         holder = model.get_submodule(places.holder)
-        norm = getattr(holder, places.norm) or nn.Identity()
+        norm: Any = getattr(holder, places.norm) or nn.Identity()
         norm.forward = PatchedForward(self._at_end, norm.forward)
         setattr(holder, places.norm, norm)
         if self.rank:
