@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from rank_threads import ranks, together
@@ -25,9 +27,12 @@ def test_what_goes_round_comes_back(size: int, dtype: torch.dtype, slot: int | N
     generator = torch.Generator().manual_seed(size)
     passes = [[torch.randn(1 + (5 * i + k) % 23, 24, generator=generator).to(dtype) for k in range(1 + i * 2)] for i in range(PASSES)]
 
+    told = threading.Barrier(size, timeout=60.0)  # no rank is told of a pass before rank 0 has all of the last one
+
     def first(rank: Handover) -> list[Tensor]:
         got: list[Tensor] = []
         for number, parts in enumerate(passes):
+            told.wait()
             with rank.connected(number):
                 awaited = iter([torch.empty_like(part) for part in parts])
                 for count, part in enumerate(parts, 1):
@@ -39,6 +44,7 @@ def test_what_goes_round_comes_back(size: int, dtype: torch.dtype, slot: int | N
 
     def other(rank: Handover) -> list[Tensor]:
         for number, parts in enumerate(passes):
+            told.wait()
             with rank.connected(number):
                 for part in parts:
                     rank.send(rank.receive(torch.empty_like(part)) + 1)
