@@ -162,7 +162,8 @@ def test_a_worker_may_be_late_and_may_not_be_told_something_else(setting: str, f
         assert not psutil.pid_exists(pid)
 
 
-def test_a_worker_that_ends_at_the_start(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("setting", RANKS if toys.PROVE else RANKS[:1])
+def test_a_worker_that_ends_at_the_start(setting: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     start = RankGroup._start
 
     def killed(self: RankGroup, *args: Any) -> None:
@@ -171,10 +172,11 @@ def test_a_worker_that_ends_at_the_start(folder: str, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(RankGroup, "_start", killed)
     with pytest.raises(RankError, match=r"rank 1 .*(ended|closed)"):
-        split(folder)
+        split(folder, setting)
 
 
-def test_a_worker_that_hangs_at_the_start(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("setting", RANKS if toys.PROVE else RANKS[:1])
+def test_a_worker_that_hangs_at_the_start(setting: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     start = RankGroup._start
 
     def stopped(self: RankGroup, *args: Any) -> None:
@@ -184,7 +186,7 @@ def test_a_worker_that_hangs_at_the_start(folder: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(RankGroup, "_start", stopped)
     monkeypatch.setattr(room, "SILENT_SECONDS", 0.5)
     with pytest.raises(RankError, match="no sign of life"):
-        split(folder)
+        split(folder, setting)
 
 
 def test_there_is_no_memory_to_share(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
