@@ -104,6 +104,28 @@ class RaggedBatch(PassInputs):
             return []
         return [nodes.tolist() for nodes in self.parents.tensor_split(self.node_indptr[1:-1].long())]
 
+    def rows(self, first: int, last: int) -> RaggedBatch:
+        """Rows first … last − 1 as a batch of their own, without logits."""
+        begin, end = self.indptr[[first, last]].tolist()
+        trees: dict[str, Any] = {}
+        if self.parents is not None and self.node_indptr is not None:
+            nodes = self.node_indptr[first : last + 1]
+            trees = {"parents": self.parents[nodes[0] : nodes[-1]], "node_indptr": nodes - nodes[0]}
+        return RaggedBatch(
+            tokens=self.tokens[begin:end],
+            positions=self.positions[begin:end],
+            logit_rows=self.logit_rows[:0],
+            logit_indptr=torch.zeros(last - first + 1, dtype=torch.int32),
+            indptr=self.indptr[first : last + 1] - begin,
+            slots=self.slots[begin:end],
+            kv_lens=self.kv_lens[first:last],
+            text_lens=self.text_lens[first:last],
+            prompt_lens=self.prompt_lens[first:last],
+            block_table=self.block_table[first:last],
+            block_size=self.block_size,
+            **trees,
+        )
+
     def check(self) -> None:
         """In a row positions count up to its length; in a tree, from each token's parent."""
         starts, ends = self.indptr[:-1].long(), self.indptr[1:].long()

@@ -38,6 +38,7 @@ from echelon.model.runner import Runner
 from echelon.ops import compiled
 from echelon.parallel.group import RankGroup, load_in_ranks
 from echelon.parallel.runner import split_storage
+from echelon.parallel.splits import STAGES, TENSOR
 from echelon.prefix_cache import PrefixCache
 from echelon.scheduler import LONGEST_PATH, Scheduler
 from echelon.sequence import Sequence
@@ -71,7 +72,7 @@ def build(
     check_together(config, spec)
     if draft_head is not None:
         check_kind("draft_head", draft_head, Head)
-    if config.tensor_parallel_size == 1:
+    if config.num_ranks == 1:
         target = _loaded(config, model, config.device, "model", config.quantization)
         return _built(config, spec, target, draft_model, draft_head, None)
     target, ranks = _loaded_in_ranks(config, model)
@@ -165,12 +166,12 @@ def _loaded(
 
 def _loaded_in_ranks(config: EngineConfig, model: str | os.PathLike[str] | LoadedModel) -> tuple[LoadedModel, RankGroup]:
     """The target, split among the processes that the configuration asks for."""
-    size = config.tensor_parallel_size
+    setting, size = TENSOR if config.tensor_parallel_size > 1 else STAGES, config.num_ranks
     if isinstance(model, LoadedModel):
         raise ConfigError(
-            f"tensor_parallel_size = {size} splits a model as it is read, and {model.name!r} is loaded already; give its folder or hub name"
+            f"{setting} = {size} splits a model as it is read, and {model.name!r} is loaded already; give its folder or hub name"
         )
-    return load_in_ranks(name_of(model, "model"), size, config.dtype, config.device, config.quantization)
+    return load_in_ranks(name_of(model, "model"), setting, size, config.dtype, config.device, config.quantization)
 
 
 def _draft_model(
@@ -265,7 +266,8 @@ def _steps_key(config: EngineConfig, target: Runner[Any]) -> dict[str, str]:
     """What decides how long a step takes; a table is kept by it."""
     strategy = " ".join((config.strategy, config.pad, config.grouping))
     storage = f"blocks of {config.block_size}, keys in {config.kv_cache_dtype}, {pool_of(target)}"
-    settings = f"numerics {config.numerics}, eager {config.enforce_eager}, {config.tensor_parallel_size} ranks, {storage}"
+    ranks = f"{config.tensor_parallel_size} ranks, {config.pipeline_parallel_size} stages"
+    settings = f"numerics {config.numerics}, eager {config.enforce_eager}, {ranks}, {storage}"
     return machine_key(target.loaded.device) | {"model": model_key(target.loaded), "strategy": strategy, "settings": settings}
 
 

@@ -17,6 +17,7 @@ from echelon.settings import Settings
 from echelon.sizes import parse_bytes
 
 MOST_CHAIN, MOST_NODES = 8, 64  # drafted tokens of a row in a step that adapts, unless told otherwise
+RANKS = ("tensor_parallel_size", "pipeline_parallel_size")  # settings that make several processes run the target
 OWN_COPY = "self:"  # before the integers that a model's own copy drafts in
 Quantization = Literal["int8", "int4"]
 
@@ -264,7 +265,8 @@ class EngineConfig(Settings):
     rows and at last the length of texts are given up, in this order, until the plan fits (docs/memory.md).
 
     `tensor_parallel_size` processes on this machine hold a share of the target each and run every step together, this one among them;
-    the texts are those of one (docs/parallel.md).
+    the texts are those of one (docs/parallel.md). `pipeline_parallel_size` processes hold some of its layers each, one after the other. One
+    of the two may be above 1.
 
     `quantization` rounds the weights of linear layers and experts when the model is loaded, and every token's activations in each of them
     to 8 bits: another model than the one in 16 bits, with the promises of any other, and the same sums on every processor.
@@ -281,6 +283,9 @@ class EngineConfig(Settings):
     )
     tensor_parallel_size: StrictInt = Field(
         default=1, ge=1, lt=LARGEST, description="Processes among which the target is split, on this machine's cores."
+    )
+    pipeline_parallel_size: StrictInt = Field(
+        default=1, ge=1, lt=LARGEST, description="Processes among which the target's layers are shared out, on this machine's cores."
     )
     max_num_seqs: StrictInt = Field(default=64, ge=1, lt=LARGEST, description="Rows that run at once.")
     max_num_batched_tokens: StrictInt = Field(
@@ -339,6 +344,11 @@ class EngineConfig(Settings):
             return self.max_num_seqs
         return self.group_window or 3 * self.max_num_seqs
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes that run the target."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
     @model_validator(mode="after")
     def _one_budget(self) -> Self:
         given = [name for name in ("memory", "gpu_memory_utilization") if getattr(self, name) is not None]
@@ -357,11 +367,14 @@ class EngineConfig(Settings):
 
     @model_validator(mode="after")
     def _ranks_take_what_they_need(self) -> Self:
+        asked = [f"{name} = {size}" for name in RANKS if (size := getattr(self, name)) > 1]
+        if len(asked) > 1:
+            raise ValueError(f"{' and '.join(asked)} are not served together: a model is split one way; leave one of them out")
         budget = next((name for name in ("memory", "gpu_memory_utilization") if getattr(self, name) is not None), None)
-        if self.tensor_parallel_size > 1 and budget is not None:
+        if asked and budget is not None:
             raise ValueError(
-                f"{budget} is planned for one process, and tensor_parallel_size = {self.tensor_parallel_size} makes several; leave one "
-                "out, or bound keys and values by kv_cache_memory_bytes"
+                f"{budget} is planned for one process, and {asked[0]} makes several; leave one out, or bound keys and values by "
+                "kv_cache_memory_bytes"
             )
         return self
 
@@ -380,7 +393,7 @@ class EngineConfig(Settings):
             ("pad", self.pad, "both", "padded"),
             ("grouping", self.grouping, "none", "realign"),
             ("kv_cache_dtype", self.kv_cache_dtype, "auto", "unpadded"),
-            ("tensor_parallel_size", self.tensor_parallel_size, 1, "unpadded"),
+            *((name, getattr(self, name), 1, "unpadded") for name in RANKS),
         )
         for key, value, default, home in belonging:
             if value != default and self.strategy != home:

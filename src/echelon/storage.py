@@ -26,7 +26,8 @@ from echelon.scheduler import Selector
 @dataclass(frozen=True)
 class Storage:
     """Runners, one a model, on pools of equally many blocks; the head that drafts and its cache; which rows step (None: all); tables whose
-    blocks are kept for texts that begin alike; what ends the workers of a target that runs on several ranks.
+    blocks are kept for texts that begin alike; what raises `RankError` where a worker of a target on several ranks has failed, and what
+    ends them all.
     """
 
     plan: PoolPlan
@@ -35,6 +36,7 @@ class Storage:
     head_cache: KVCache | None = None
     selector: Selector | None = None
     cached_tables: SequenceOf[CachedTables] = ()
+    check_ranks: Callable[[], object] = lambda: None
     close_ranks: Callable[[], object] = lambda: None
 
     def free(self) -> None:
@@ -69,6 +71,8 @@ def build_unpadded(
     """Build runners over blocks, for batches without padding (EMS-SD)."""
     residents, device = _residents(models, head), models[0].device
     layers = [list(m.layers) for m in (residents.target, residents.draft) if m is not None]
+    if models[0].stage is not None:
+        layers[0] = layers[0][: len(models[0].stage.layers)]  # the others' are elsewhere
     captures = not config.enforce_eager and device.type == "cuda" and torch.cuda.is_available()  # steps become CUDA graphs
     longest = max_len + (spec.most_tokens if spec else 0)  # a tree may take more slots than the text has left
     limit, is_kept, is_rounded = config.kv_cache_memory_bytes, config.enable_prefix_caching, config.kv_cache_dtype == "int8"

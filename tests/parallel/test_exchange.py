@@ -4,50 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 import torch
+from rank_threads import ranks, together
 from torch import Tensor
 
 from echelon.errors import RankError
 from echelon.model.patches.split import part_of
 from echelon.parallel import exchange as room
-from echelon.parallel.exchange import SharedExchange, shared_memory
+from echelon.parallel.exchange import SharedExchange
+from echelon.parallel.rank_memory import ARRIVED, HASH, shared_memory
 
 ROUNDS = 40
-
-
-def patience() -> Callable[[], None]:
-    """What ends a thread that waits for one that has failed."""
-    until = time.monotonic() + 60.0
-
-    def check() -> None:
-        if time.monotonic() > until:
-            raise RankError("another rank never comes")
-
-    return check
-
-
-def ranks(size: int, check: Callable[[], None] | None = None) -> list[SharedExchange]:
-    check = check or patience()
-    descriptor = shared_memory()
-    try:
-        return [SharedExchange(descriptor, rank, size, check, spins=0) for rank in range(size)]
-    finally:
-        os.close(descriptor)
-
-
-Result = TypeVar("Result")
-
-
-def together(group: list[SharedExchange], work: Callable[[SharedExchange], Result]) -> list[Result]:
-    with ThreadPoolExecutor(len(group)) as pool:
-        return list(pool.map(work, group))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -67,12 +37,12 @@ def test_every_rank_gets_what_all_have(size: int, dtype: torch.dtype, slot: int,
                 got.append(rank.gathered(whole[..., first:last], first, columns).clone())
         return got
 
-    for got in together(ranks(size), work):
+    for got in together(ranks(SharedExchange, size), work):
         assert all(torch.equal(a, b) for a, b in zip(got, wholes, strict=True))
 
 
 def test_only_the_first_rank_waits_for_what_is_its_own() -> None:
-    group, whole = ranks(2), torch.arange(12.0).view(3, 4)
+    group, whole = ranks(SharedExchange, 2), torch.arange(12.0).view(3, 4)
     for rank, first in ((group[1], 2), (group[0], 0)):  # the second is done before the first has begun
         with rank.connected(1):
             got = rank.gathered_by_first(whole[:, first : first + 2], first, 4)
@@ -92,12 +62,12 @@ def test_what_is_the_first_ranks_own_may_come_in_pieces(monkeypatch: pytest.Monk
                 rank.gathered(whole[:, :1, first:last], first, columns)  # as a pass has many before it comes to logits again
         return got
 
-    got, _ = together(ranks(2), work)
+    got, _ = together(ranks(SharedExchange, 2), work)
     assert all(torch.equal(a, whole[:, :rows]) for a, rows in zip(got, (70, 3, 0, 21), strict=True))
 
 
 def test_a_rank_with_another_plan_is_told_from_the_others() -> None:
-    group = ranks(2)
+    group = ranks(SharedExchange, 2)
 
     def work(rank: SharedExchange) -> str:
         with pytest.raises(RankError) as told, rank.connected(rank.rank):
@@ -108,10 +78,10 @@ def test_a_rank_with_another_plan_is_told_from_the_others() -> None:
 
 
 def test_a_rank_that_has_gone_on_alone_is_noticed() -> None:
-    first, second = ranks(2)
+    first, second = ranks(SharedExchange, 2)
     for rank in (first, second):
-        rank.note(room.HASH, 1)
-    second.note(room.ARRIVED, 3)
+        rank.note(HASH, 1)
+    second.note(ARRIVED, 3)
     with pytest.raises(RankError, match="runs another plan"), first.connected(1):
         first.gathered(torch.zeros(1, 1), 0, 2)
 
@@ -120,14 +90,14 @@ def test_who_waits_looks_whether_the_others_live() -> None:
     def look() -> None:
         raise RankError("rank 1 is gone")
 
-    first, _ = ranks(2, look)
+    first, _ = ranks(SharedExchange, 2, look)
     with pytest.raises(RankError, match="rank 1 is gone"), first.connected(1):
         first.gathered(torch.zeros(1, 1), 0, 2)
 
 
 def test_the_memory_has_no_name() -> None:
     before = set(Path("/dev/shm").iterdir())
-    group = ranks(2)
+    group = ranks(SharedExchange, 2)
     assert set(Path("/dev/shm").iterdir()) == before
     assert len(group) == 2
 

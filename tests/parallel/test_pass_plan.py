@@ -40,8 +40,9 @@ def fields(batch: RaggedBatch) -> dict[str, Any]:
 def test_a_plan_arrives_as_it_was_sent(has_trees: bool, moved: tuple[int, ...]) -> None:
     sent, writer, reader = batch(has_trees), PlanWriter(), PlanReader()
     for number in (1, 2):
-        plan = reader.read(writer.packed(sent, copies(*moved)))
-        assert (plan.number, plan.hash) == (number, writer.hash)
+        ends = [1, 3][:number]
+        plan = reader.read(writer.packed(sent, copies(*moved), ends))
+        assert (plan.number, plan.hash, plan.ends) == (number, writer.hash, ends)
         for name, value in fields(sent).items():
             got = getattr(plan.batch, name)
             assert (value is None and got is None) or torch.equal(torch.as_tensor(got), torch.as_tensor(value)), name

@@ -1,7 +1,7 @@
 """One, two and four ranks say the same, bit for bit: texts and log-probabilities of a fixed sample, whatever drafts and however rows run.
 
 Every cell starts workers, which takes seconds, and so holds many things at once: greedy and drawn rows, prompts in pieces, preemption, a
-second turn that finds the first one's prefix.
+second turn that finds the first one's prefix; in stages, passes in micro-batches.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from decoders import decoders
 from echelon import LLM, RequestOutput, SamplingParams
 from echelon.adaptive.cost_files import CostRecord, write_costs
 from echelon.adaptive.cost_table import CostTable, monotone
+from echelon.config import RANKS
 from echelon.demo import EAGLE, TARGET
 from echelon.errors import RankError
 from echelon.ops import compiled
+from echelon.parallel import stages
 from echelon.parallel.runner import SplitRunner
+from echelon.parallel.stages import FirstStage
 
 pytestmark = pytest.mark.skipif(not compiled.is_built(), reason="several ranks need the compiled kernels")
 LENGTHS = (1, 3, 17, 40, 64)
@@ -43,15 +46,27 @@ def checkpoint(folder: Path, name: str, dtype: torch.dtype) -> str:
     """A toy of this kind, or one that drafts for it."""
     path = folder / f"{name}-{dtype}"
     if not path.exists():
-        model = toys.llama() if name.startswith("llama") else toys.randomised(*decoders(16, 64)[name], 0, 0.3)
+        model = toys.llama(num_hidden_layers=4) if name.startswith("llama") else toys.randomised(*deeper(name), 0, 0.3)
         (toys.noisy_copy(model, 0.05) if name.endswith("/draft") else model).to(dtype).save_pretrained(path)
     return str(path)
 
 
-class Cell(NamedTuple):
-    """What runs, on how many ranks: the first number always, the others with PROVE=1."""
+def deeper(name: str) -> tuple[Any, Any]:
+    """Class and configuration of a toy with layers for four stages."""
+    cls, config = decoders(16, 64)[name]
+    config.num_hidden_layers = 4
+    if getattr(config, "layer_types", None):
+        config.layer_types = ["full_attention"] * 4
+    if name == "qwen2":
+        config.layer_types[2:], config.sliding_window, config.use_sliding_window = ["sliding_attention"] * 2, 16, True
+    return cls, config
 
-    sizes: tuple[int, ...]
+
+class Cell(NamedTuple):
+    """What runs, on how many ranks and in how many stages: where a number is negated, with PROVE=1 alone."""
+
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
     model: str
     spec: dict[str, Any] | None = None
     settings: dict[str, Any] = {}  # noqa: RUF012
@@ -60,24 +75,27 @@ class Cell(NamedTuple):
 
 
 CELLS = {
-    "a draft model's chain on four ranks": Cell(
-        (4, 2), "llama", {"method": "draft_model", "num_speculative_tokens": 4}, draft="llama/draft"
+    "a draft model's chain": Cell((4, -2), (-2, -4), "llama", {"method": "draft_model", "num_speculative_tokens": 4}, draft="llama/draft"),
+    "an EAGLE tree": Cell(
+        (2, -4), (2, -4), "demo", {"method": "eagle", "model": str(EAGLE), "num_speculative_tokens": 12, "tree": "dynamic"}
     ),
-    "an EAGLE tree": Cell((2, 4), "demo", {"method": "eagle", "model": str(EAGLE), "num_speculative_tokens": 12, "tree": "dynamic"}),
-    "an adaptive copying drafter": Cell((2, 6), "qwen3", {"method": "ngram", "cost_table": "frozen"}, dtype=torch.bfloat16),
+    "an adaptive copying drafter": Cell((2, -6), (-2, -4), "qwen3", {"method": "ngram", "cost_table": "frozen"}, dtype=torch.bfloat16),
     "a draft model's tree in integers": Cell(
-        (2, 4),
+        (2, -4),
+        (4, -2),
         "llama",
         {"method": "draft_model", "num_speculative_tokens": 10, "tree": "dynamic", "tree_depth": 3},
         {"quantization": "int8", "kv_cache_dtype": "int8"},
         draft="llama/draft",
     ),
-    "OPT": Cell((2, 3, 6), "opt", dtype=torch.bfloat16),
-    "a mixture of experts": Cell((2, 6), "mixtral", {"method": "ngram", "num_speculative_tokens": 3}, dtype=torch.bfloat16),
+    "OPT": Cell((2, -3, -6), (2, -4), "opt", dtype=torch.bfloat16),
+    "OPT with narrow embeddings": Cell((-2,), (-2, -3), "opt-350m", {"method": "ngram", "num_speculative_tokens": 3}),
+    "windows in half of the layers": Cell((-2,), (-2, -3), "qwen2"),
+    "a mixture of experts": Cell((2, -6), (-2, -3), "mixtral", {"method": "ngram", "num_speculative_tokens": 3}, dtype=torch.bfloat16),
 }
 
 
-def made(cell: Cell, folder: Path, size: int) -> LLM:
+def made(cell: Cell, folder: Path, **split: int) -> LLM:
     """An engine that reads prompts in pieces."""
     spec = dict(cell.spec) if cell.spec else None
     if spec and "cost_table" in spec:
@@ -86,7 +104,7 @@ def made(cell: Cell, folder: Path, size: int) -> LLM:
         spec["model"] = checkpoint(folder, cell.draft, cell.dtype)
     model = str(TARGET) if cell.model == "demo" else checkpoint(folder, cell.model, cell.dtype)
     rows = {"max_num_seqs": 5, "max_num_batched_tokens": 32, "max_model_len": 128, "block_size": 8}
-    return LLM(model, spec, tensor_parallel_size=size, **rows, **cell.settings)
+    return LLM(model, spec, **split, **rows, **cell.settings)
 
 
 def frozen_costs(folder: Path) -> Path:
@@ -116,21 +134,33 @@ def two_turns(llm: LLM, is_demo: bool) -> list[Any]:
     return [said(first), said(second)]
 
 
+ALONE: dict[str, list[Any]] = {}
+
+
 def alone(name: str, folder: Path) -> list[Any]:
     """The same with one rank and a pool in which everything fits."""
-    with made(CELLS[name], folder, 1) as llm:
-        return two_turns(llm, CELLS[name].model == "demo")
+    if name not in ALONE:
+        with made(CELLS[name], folder) as llm:
+            ALONE[name] = two_turns(llm, CELLS[name].model == "demo")
+    return ALONE[name]
 
 
-RUNS = [(name, size) for name, cell in CELLS.items() for size in (cell.sizes if toys.PROVE else cell.sizes[:1])]
+RUNS = [
+    (name, setting, abs(size))
+    for name, cell in CELLS.items()
+    for setting, sizes in zip(RANKS, (cell.ranks, cell.stages), strict=True)
+    for size in sizes
+    if size > 0 or toys.PROVE
+]
 
 
-@pytest.mark.parametrize(("name", "size"), RUNS)
-def test_several_ranks_say_what_one_says(name: str, size: int, folder: Path) -> None:
+@pytest.mark.parametrize(("name", "setting", "size"), RUNS)
+def test_several_ranks_say_what_one_says(name: str, setting: str, size: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "FEWEST_TOKENS", 4)
     cell = CELLS[name]
-    with made(cell, folder, size) as llm:
+    with made(cell, folder, **{setting: size}) as llm:
         shrink(llm)
-        assert isinstance(llm.engine.target, SplitRunner)
+        assert isinstance(llm.engine.target, SplitRunner | FirstStage)
         assert two_turns(llm, cell.model == "demo") == alone(name, folder)
         assert llm.stats.num_preemptions > 0
         assert llm.get_counters()["num_prefix_hits"] > 0

@@ -159,11 +159,12 @@ def test_an_engine_that_fails_is_told_to_every_request(no_traceback: pytest.LogC
         while running.service.engine_thread.num_in_flight:  # a place is given back just after its client has read the end
             assert time.monotonic() < end
             time.sleep(0.02)
-        with running.client() as client:
-            assert client.get("/readyz").status_code == client.get("/health").status_code == 503
-            assert client.post("/tokenize", json={"prompt": "a"}).status_code == 200
-        running.server.handle_exit(signal.SIGTERM, None)
-        running.server.has_ended.wait(60.0)  # though the engine's thread still hangs
+        if fault == "hangs":  # it might go on; one that has died ends the server
+            with running.client() as client:
+                assert client.get("/readyz").status_code == client.get("/health").status_code == 503
+                assert client.post("/tokenize", json={"prompt": "a"}).status_code == 200
+            running.server.handle_exit(signal.SIGTERM, None)
+        assert running.server.has_ended.wait(60.0)  # though the engine's thread still hangs
         assert running.server.exit_status == 1
         if fault == "hangs":
             gate.open()

@@ -45,7 +45,8 @@ class EngineThread:
         self._rows: dict[int, tuple[RequestRow, RequestHandle]] = {}  # by sequence id; the engine's side alone
         self._unstarted: dict[int, RequestRow] = {}
         self.leaves_at = math.inf  # `time.monotonic` from which nothing is waited for any more
-        self._is_stopping = self._has_died = False
+        self.has_died = False  # of an error, which nothing mends
+        self._is_stopping = False
         self._gathers_until = 0.0
         self._progress_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="echelon-engine", daemon=True)
@@ -70,7 +71,7 @@ class EngineThread:
     @property
     def has_failed(self) -> bool:
         """The engine's thread has died of an error, or hangs."""
-        return self._has_died or (self._thread.is_alive() and self._is_stalled)
+        return self.has_died or (self._thread.is_alive() and self._is_stalled)
 
     @property
     def _is_stalled(self) -> bool:
@@ -88,9 +89,9 @@ class EngineThread:
         OverloadedError   there are none
         UnavailableError  the engine shuts down, or makes no progress
         """
+        self._check_health()
         if self.is_draining:
             raise UnavailableError("the server is shutting down; ask again elsewhere or later")
-        self._check_health()
         if self.num_in_flight + count > self.capacity:
             raise OverloadedError(f"the server is full: {self.num_in_flight} of {self.capacity} places are taken; ask again later")
         self.num_in_flight += count
@@ -161,7 +162,7 @@ class EngineThread:
                 while not self._is_stopping:
                     self._tick(engine)
         except BaseException as error:
-            self._has_died = True
+            self.has_died = True
             logger.critical("the engine's thread ends: %s", location_of(error))
         finally:
             self._is_stopping = True
@@ -171,6 +172,7 @@ class EngineThread:
         """Execute the commands that have come meanwhile, then make a step."""
         if not engine.has_work:
             self._progress_at = time.monotonic()
+            self.llm.storage.check_ranks()
             with suppress(queue.Empty):
                 self._execute(self._commands.get(timeout=IDLE_SECONDS), engine)
         with suppress(queue.Empty):

@@ -40,6 +40,7 @@ SHOWN_OF_A_PROMPT = 72  # characters
     engine=Flags(
         EngineConfig,
         "tensor_parallel_size",
+        "pipeline_parallel_size",
         "max_num_seqs",
         "max_model_len",
         "kv_cache_dtype",

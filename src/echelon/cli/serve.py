@@ -23,6 +23,7 @@ from echelon.server.config import ServerConfig, id_of, read_keys
     engine=Flags(
         EngineConfig,
         "tensor_parallel_size",
+        "pipeline_parallel_size",
         "max_num_seqs",
         "max_num_batched_tokens",
         "max_model_len",

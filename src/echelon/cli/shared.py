@@ -24,7 +24,7 @@ from echelon.inputs import shown
 from echelon.settings import Settings
 
 SPECULATIVE = "--speculative-config"
-SHORT = {"tensor_parallel_size": "-tp"}  # flags that have a second name, as vLLM has it
+SHORT = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp"}  # flags that have a second name, as vLLM has it
 PIPED_SECONDS = 10.0  # between lines of progress where stderr is no terminal
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name of a causal language model (safetensors).")]
 SpeculativeOption = Annotated[

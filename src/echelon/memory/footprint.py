@@ -186,8 +186,10 @@ class Outline:
 
 
 def footprint_of(loaded: LoadedModel) -> Footprint:
-    """A model that is loaded: what its weights take is known."""
+    """A model that is loaded: what its weights take is known. Of layers that other ranks have, each stores what the last one here does."""
     shapes, num_heads = recorded(loaded.model)
+    if loaded.stage is not None:
+        shapes += shapes[-1:] * (loaded.stage.num_layers - len(shapes))
     return Footprint(
         loaded.name,
         weight_bytes(loaded.model),

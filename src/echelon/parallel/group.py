@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,11 +24,11 @@ import torch
 
 from echelon.batch import RaggedBatch
 from echelon.errors import ConfigError, ModelLoadError, RankError
-from echelon.model.load.loading import LoadedModel, check_ranks, load_share
-from echelon.model.patches.split import Share
+from echelon.model.load.loading import LoadedModel, check_ranks
 from echelon.ops import compiled, devices
-from echelon.parallel.exchange import LINE, LOOK_SECONDS, MOST_RANKS, RECEIVED, SEEN, SPINS, SharedExchange, shared_memory
 from echelon.parallel.pass_plan import Copies, PlanWriter
+from echelon.parallel.rank_memory import LINE, LOOK_SECONDS, MOST_RANKS, RECEIVED, SEEN, SPINS, shared_memory
+from echelon.parallel.splits import SPLITS, STAGES
 from echelon.text_process import receive, send
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -40,18 +40,19 @@ AGAIN = "make a new LLM, or start the server again"
 class RankGroup:
     """The workers of one engine, direct children of this process. While there are any, it has a share of the threads, as each has.
 
+    setting          which of the settings asks for them, and so how the model is split
     seconds_to_plan  from the start of packing the last plan until the last worker had it
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, setting: str, size: int) -> None:
         cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
-        self.size, self.num_threads = size, max(1, threads // size)
+        self.setting, self.size, self.num_threads = setting, size, max(1, threads // size)
         spins = SPINS if size * self.num_threads <= cores else 0  # where ranks take turns, whoever waits makes room
         try:
             descriptor = shared_memory()
         except OSError as error:
             raise ConfigError(f"there is no memory for {size} ranks to share ({error.strerror}); free some, or take fewer ranks") from error
-        self.exchange = SharedExchange(descriptor, 0, size, self.check, spins)
+        self.memory = SPLITS[setting].memory(descriptor, 0, size, self.check, spins)
         self._writer, self._failure, self._planned_at = PlanWriter(), "", 0
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[socket.socket] = []
@@ -71,7 +72,7 @@ class RankGroup:
         paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"OMP_NUM_THREADS": str(self.num_threads), "PYTHONPATH": os.pathsep.join(paths)}
         numbers = (rank, self.size, descriptor, rank * LINE + 8 * SEEN, spins, os.getpid())
-        self.exchange.seem_alive(rank)
+        self.memory.seem_alive(rank)
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-P", str(WORKER), *map(str, numbers)],
@@ -91,7 +92,7 @@ class RankGroup:
     @property
     def seconds_to_plan(self) -> float:
         """From the start of packing the last plan until the last worker had read it."""
-        return max(self.exchange.number(rank, RECEIVED) - self._planned_at for rank in range(1, self.size)) / 1e9
+        return max(self.memory.number(rank, RECEIVED) - self._planned_at for rank in range(1, self.size)) / 1e9
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """Ask all workers to load, or to make room for keys and values; `answers` waits until they have."""
@@ -116,8 +117,9 @@ class RankGroup:
                 raise ModelLoadError(f"rank {rank}: {answer['error']}")
 
     @contextmanager
-    def running(self, batch: RaggedBatch, copies: Copies) -> Iterator[None]:
-        """Inside, the workers run the pass over `batch` after `copies`, and this process is to do so too. What goes wrong ends them all.
+    def running(self, batch: RaggedBatch, copies: Copies, ends: Sequence[int] = ()) -> Iterator[None]:
+        """Inside, the workers run the pass over `batch` after `copies`, in stages cut behind the rows `ends`, and this process is to do so
+        too. What goes wrong ends them all.
 
         Raises
         ------
@@ -126,10 +128,10 @@ class RankGroup:
         if self._failure or not self.close.alive:
             raise RankError(self._failure or f"the workers of this model have ended; {AGAIN}")
         self._planned_at = time.monotonic_ns()
-        message = self._writer.packed(batch, copies)
+        message = self._writer.packed(batch, copies, ends)
         try:
             self._send(message)
-            with self.exchange.connected(self._writer.hash):
+            with self.memory.connected(self._writer.hash):
                 yield
         except BaseException as error:  # the workers are in the middle of a pass that nobody ends
             self._give_up(str(error) if isinstance(error, RankError) else f"a pass failed on rank 0 ({type(error).__name__}); {AGAIN}")
@@ -150,7 +152,7 @@ class RankGroup:
         for rank, process in enumerate(self._processes, 1):
             if process.poll() is not None:
                 self._fail(f"rank {rank} (process {process.pid}) has ended with status {process.returncode}")
-            silent = (time.monotonic_ns() - self.exchange.number(rank, SEEN)) / 1e9
+            silent = (time.monotonic_ns() - self.memory.number(rank, SEEN)) / 1e9
             if silent > SILENT_SECONDS:
                 self._fail(f"rank {rank} (process {process.pid}) has given no sign of life for {silent:.0f} s")
 
@@ -181,8 +183,8 @@ def _end(owner: int, processes: list[subprocess.Popen[bytes]], connections: list
             process.wait()
 
 
-def load_in_ranks(name: str, size: int, dtype: str, device: str, quantization: str | None) -> tuple[LoadedModel, RankGroup]:
-    """Rank 0's share of a checkpoint, and the workers that have the others.
+def load_in_ranks(name: str, setting: str, size: int, dtype: str, device: str, quantization: str | None) -> tuple[LoadedModel, RankGroup]:
+    """Rank 0's part of a checkpoint that is split as `setting` has it, and the workers that have the others.
 
     Raises
     ------
@@ -190,12 +192,13 @@ def load_in_ranks(name: str, size: int, dtype: str, device: str, quantization: s
     ModelLoadError, UnsupportedModelError  as of `load_model`
     RankError                              a worker has ended, or hangs
     """
-    _check_machine(size, device)
-    check_ranks(name, size)
-    group = RankGroup(size)
+    _check_machine(f"{setting} = {size}", size, device)
+    check_ranks(name, size, setting == STAGES)
+    group = RankGroup(setting, size)
+    part = {"model": name, "dtype": dtype, "quantization": quantization}
     try:
-        group.tell({"model": name, "dtype": dtype, "quantization": quantization, "threads": group.num_threads, "isa": compiled.isa()})
-        loaded = load_share(name, Share(group.exchange), dtype, quantization)
+        group.tell(part | {"split": setting, "threads": group.num_threads, "isa": compiled.isa()})
+        loaded = SPLITS[setting].load(group.memory, name, dtype, quantization)
         group.answers()
     except BaseException:
         group.close()
@@ -203,8 +206,7 @@ def load_in_ranks(name: str, size: int, dtype: str, device: str, quantization: s
     return loaded, group
 
 
-def _check_machine(size: int, device: str) -> None:
-    asked = f"tensor_parallel_size = {size}"
+def _check_machine(asked: str, size: int, device: str) -> None:
     if size > MOST_RANKS:
         raise ConfigError(f"{asked} is more than the {MOST_RANKS} ranks that are served; lower it")
     if devices.chosen_device(device).type != "cpu":

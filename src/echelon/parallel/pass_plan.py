@@ -24,8 +24,8 @@ from torch import Tensor
 from echelon.batch import RaggedBatch
 from echelon.errors import RankError
 
-MARK, FORMAT, HAS_TREES = b"ECHP", 1, 1
-_HEADER = struct.Struct("<4sHHQQQ8I")
+MARK, FORMAT, HAS_TREES = b"ECHP", 2, 1
+_HEADER = struct.Struct("<4sHHQQQ9I")
 _HASH_AT = 16  # bytes before the plan's own hash
 _ARRAYS = ("tokens", "positions", "slots", "logit_rows", "logit_indptr", "indptr", "kv_lens", "text_lens", "prompt_lens", "block_table")
 _LONG = ("slots", "logit_rows")  # int64 in a batch
@@ -35,12 +35,15 @@ Copies = list[tuple[NDArray[np.int64], NDArray[np.int64]]]  # (from, to) slots, 
 
 @dataclass(frozen=True)
 class PassPlan:
-    """A batch and the copies of keys and values that go before it; `number` counts from 1."""
+    """A batch and the copies of keys and values that go before it; `number` counts from 1. `ends`: where the rows of the batch are cut into
+    micro-batches, for stages: the row after the last of each.
+    """
 
     number: int
     hash: int
     batch: RaggedBatch
     copies: Copies
+    ends: list[int]
 
 
 class PlanWriter:
@@ -49,16 +52,16 @@ class PlanWriter:
     def __init__(self) -> None:
         self.number = self.hash = 0
 
-    def packed(self, batch: RaggedBatch, copies: Copies) -> bytes:
+    def packed(self, batch: RaggedBatch, copies: Copies, ends: Sequence[int] = ()) -> bytes:
         """The message for the next pass."""
         self.number += 1
         nodes = [] if batch.parents is None or batch.node_indptr is None else [batch.parents, batch.node_indptr]
-        ends = np.cumsum([len(sources) for sources, _ in copies])
+        copy_ends = np.cumsum([len(sources) for sources, _ in copies])
         slots = [np.concatenate([c[i] for c in copies]) for i in (0, 1)] if copies else []
-        arrays = [getattr(batch, name).numpy() for name in _ARRAYS] + [n.numpy() for n in nodes] + [ends, *slots]
+        arrays = [getattr(batch, name).numpy() for name in _ARRAYS] + [n.numpy() for n in nodes] + [copy_ends, *slots, ends]
         body = b"".join(np.ascontiguousarray(a, "<i4").tobytes() for a in arrays)
         counts = (batch.num_tokens, batch.num_rows, len(batch.logit_rows), batch.block_table.shape[1], batch.block_size)
-        lengths = (*counts, len(nodes[0]) if nodes else 0, len(copies), int(ends[-1]) if copies else 0)
+        lengths = (*counts, len(nodes[0]) if nodes else 0, len(copies), int(copy_ends[-1]) if copies else 0, len(ends))
         head = (MARK, FORMAT, HAS_TREES if nodes else 0, self.number)
         before, self.hash = self.hash, _hash_of(_HEADER.pack(*head, 0, self.hash, *lengths), body)
         return _HEADER.pack(*head, self.hash, before, *lengths) + body
@@ -96,17 +99,17 @@ def _hash_of(*parts: bytes) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def _unpacked(body: bytes, lengths: Sequence[int], has_trees: bool) -> tuple[RaggedBatch, Copies]:
-    num_tokens, num_rows, num_logits, width, block_size, num_nodes, num_copies, num_copied = lengths
+def _unpacked(body: bytes, lengths: Sequence[int], has_trees: bool) -> tuple[RaggedBatch, Copies, list[int]]:
+    num_tokens, num_rows, num_logits, width, block_size, num_nodes, num_copies, num_copied, num_ends = lengths
     sizes = [num_tokens, num_tokens, num_tokens, num_logits, num_rows + 1, num_rows + 1, num_rows, num_rows, num_rows, num_rows * width]
     sizes += [num_nodes, num_rows + 1] if has_trees else []
-    pieces = _split(np.frombuffer(body, "<i4"), [*sizes, num_copies, num_copied, num_copied])
+    pieces = _split(np.frombuffer(body, "<i4"), [*sizes, num_copies, num_copied, num_copied, num_ends])
     arrays: dict[str, Any] = {name: _tensor(next(pieces), name in _LONG) for name in _ARRAYS}
     arrays["block_table"] = arrays["block_table"].view(num_rows, width)
     trees: dict[str, Any] = {name: _tensor(next(pieces)) for name in ("parents", "node_indptr")} if has_trees else {}
-    ends, sources, targets = (piece.astype(np.int64) for piece in pieces)
-    copies = list(zip(np.split(sources, ends[:-1]), np.split(targets, ends[:-1]), strict=True)) if num_copies else []
-    return RaggedBatch(block_size=block_size, **arrays, **trees), copies
+    copy_ends, sources, targets, ends = (piece.astype(np.int64) for piece in pieces)
+    copies = list(zip(np.split(sources, copy_ends[:-1]), np.split(targets, copy_ends[:-1]), strict=True)) if num_copies else []
+    return RaggedBatch(block_size=block_size, **arrays, **trees), copies, ends.tolist()
 
 
 def _split(numbers: NDArray[np.int32], sizes: Sequence[int]) -> Iterator[NDArray[np.int32]]:

@@ -8,8 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from echelon.batch import RaggedBatch
+from echelon.model.hidden_states import LAYER
 from echelon.model.runner import ModelRunner
 from echelon.parallel.group import RankGroup
+from echelon.parallel.splits import STAGES
+from echelon.parallel.stages import FirstStage
 from echelon.storage import Storage
 
 
@@ -26,9 +29,12 @@ class SplitRunner(ModelRunner):
 
 
 def split_storage(storage: Storage, group: RankGroup) -> Storage:
-    """The same with the target on all ranks, which have room for as many tokens by then."""
+    """The same with the target on all ranks, which have room for as many tokens by then, and know whose inputs rank 0 wants to see."""
     target: Any = storage.runners[0]
-    cache = target.cache
-    group.tell({"num_blocks": cache.num_blocks, "block_size": cache.block_size, "is_rounded": cache.is_rounded})
+    cache, reader = target.cache, target.hidden_state_reader
+    names = reader.names if reader is not None else ()
+    wanted = [int(name.removeprefix(LAYER)) for name in names if name.startswith(LAYER)]
+    group.tell({"num_blocks": cache.num_blocks, "block_size": cache.block_size, "is_rounded": cache.is_rounded, "wanted": wanted})
     group.answers()
-    return replace(storage, runners=[SplitRunner(target, group), *storage.runners[1:]], close_ranks=group.close)
+    runner = FirstStage(target, group, wanted) if group.setting == STAGES else SplitRunner(target, group)
+    return replace(storage, runners=[runner, *storage.runners[1:]], check_ranks=group.check, close_ranks=group.close)

@@ -28,7 +28,7 @@ logger = logging.getLogger("echelon.server")
 
 class Server(uvicorn.Server):
     """On the first SIGTERM or SIGINT, requests are refused while running ones finish, for the drain timeout; on the second, or then, they
-    are cut: each is told so."""
+    are cut: each is told so. Where the engine has died all have been told, and the server ends by itself."""
 
     def __init__(self, config: uvicorn.Config, app: AdmissionMiddleware) -> None:
         super().__init__(config)
@@ -53,11 +53,17 @@ class Server(uvicorn.Server):
             logger.info("a second signal: running requests are cut")
             self.should_exit, self._gives_up_at, self._engine_thread.leaves_at = True, now, now + LAST_SECONDS
             return
-        self._engine_thread.is_draining = True  # first of all: the next signal may come in the middle of this
-        self._gives_up_at = now + self._middleware.service.config.drain_timeout
+        self._drain()
         logger.info("shutting down: %d sequences are finished first", self._engine_thread.num_in_flight)
 
+    def _drain(self) -> None:
+        self._engine_thread.is_draining = True  # first of all: a signal may come in the middle of this
+        self._gives_up_at = time.monotonic() + self._middleware.service.config.drain_timeout
+
     async def on_tick(self, counter: int) -> bool:
+        if self._engine_thread.has_died and not self._engine_thread.is_draining:
+            logger.critical("the engine has died: the server ends, once all requests have been told")
+            self._drain()
         if self._engine_thread.is_draining and not self.should_exit:
             self.should_exit = self._engine_thread.num_in_flight == 0 or time.monotonic() > self._gives_up_at
         return await super().on_tick(counter)
@@ -115,7 +121,9 @@ def build_server(app: AdmissionMiddleware, config: ServerConfig) -> Server:
 
 
 def serve_until_signal(llm: LLM, config: ServerConfig) -> int:
-    """Serve until SIGTERM or SIGINT, and until the requests of that moment are answered; the exit status of the process."""
+    """Serve until SIGTERM or SIGINT, or the engine's death, and until the requests of that moment are answered; the exit status of the
+    process.
+    """
     server = build_server(create_app(llm, config), config)
     server.run()
     return server.exit_status

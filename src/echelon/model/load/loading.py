@@ -30,6 +30,7 @@ from echelon.model.patches.linear import LINEAR, patch_linear
 from echelon.model.patches.packing import Packing, check_integers, packing_of
 from echelon.model.patches.rope import OriginalContext
 from echelon.model.patches.split import Share, check_split, plan_of
+from echelon.model.patches.stages import Stage, check_stages
 from echelon.ops import devices
 
 
@@ -44,6 +45,7 @@ class LoadedModel:
     original_context: OriginalContext | None  # where longer texts have rotary frequencies of their own
     is_fast: bool = False  # linear layers may round by the batch (`EngineConfig.numerics`)
     quantization: str | None = None  # the integers that linear layers have, rounded at load or published so
+    stage: Stage | None = None  # where other ranks have some of the layers
 
     @property
     def device(self) -> torch.device:
@@ -114,8 +116,8 @@ def load_model(
     return _served(model, tokenizer, name, False, packing, True, scheme.quantization if scheme else quantization)
 
 
-def check_ranks(name: str, size: int) -> None:
-    """Raise where a checkpoint cannot be split among so many ranks; only its configuration is read.
+def check_ranks(name: str, size: int, are_stages: bool) -> None:
+    """Raise where a checkpoint cannot be split among so many ranks, by columns or in stages; only its configuration is read.
 
     Raises
     ------
@@ -126,8 +128,12 @@ def check_ranks(name: str, size: int) -> None:
     if scheme is not None:
         raise ConfigError(f"{folder.shown} is published in {scheme.bits} bits, which is served by one rank; use the checkpoint in bfloat16")
     config = read_config(folder)
-    plan_of(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), type(config)), config)
-    check_split(config, name, size)
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), type(config))
+    if are_stages:
+        check_stages(cls, config, name, size)
+    else:
+        plan_of(cls, config)
+        check_split(config, name, size)
 
 
 @in_turn
@@ -141,6 +147,22 @@ def load_share(name: str, share: Share, dtype: str, quantization: str | None) ->
     if share.rank == 0:
         self_test(type(model), model.config, model.dtype)
     return _served(model.eval().requires_grad_(False), tokenizer, name, False, packing, True, quantization, share)
+
+
+@in_turn
+def load_stage(name: str, stage: Stage, dtype: str, quantization: str | None) -> LoadedModel:
+    """Load one rank's layers of a checkpoint that `check_ranks` has passed, on the CPU; otherwise as `load_model`. Rank 0 tests it for
+    all.
+    """
+    folder, packing = Folder.locate(name, "model"), packing_of(quantization, False, torch.device("cpu"))
+    model, tokenizer = read_model(folder, settings_of(folder), dtype, IMPLEMENTATION, packing=packing, share=stage)
+    model.config.name_or_path = name
+    if stage.rank == 0:
+        self_test(type(model), model.config, model.dtype)
+    stage.enter(model)
+    loaded = _served(model.eval().requires_grad_(False), tokenizer, name, False, packing, True, quantization)
+    stage.connect(model)
+    return replace(loaded, stage=stage)
 
 
 @in_turn

@@ -33,6 +33,7 @@ from echelon.model.load.published import check_published, with_published
 from echelon.model.load.rounding import rounded_as_read
 from echelon.model.patches.packing import Packing
 from echelon.model.patches.split import Cutter, Share
+from echelon.model.patches.stages import Stage
 
 Params = ParamSpec("Params")
 Loaded = TypeVar("Loaded")
@@ -71,12 +72,12 @@ def read_model(
     attention: str,
     scheme: Scheme | None = None,
     packing: Packing | None = None,
-    share: Share | None = None,
+    share: Share | Stage | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """A model and its tokenizer, read into memory of their own; nothing of what they are made of changes with the files any more.
 
     Weights that `scheme` describes are packed as they are published, and others as `packing` has it where it rounds them. With `share` only
-    a rank's own rows of linear layers are read, and the others hold anything.
+    a rank's own rows of linear layers are read, and the others hold anything; with a stage, its layers alone.
     """
     with open_weights(folder, weight_files(folder)) as stored:
         weights = stored if scheme is None else with_published(stored, scheme)
@@ -84,12 +85,14 @@ def read_model(
         tokenizer = _read_tokenizer(folder)
         config = read_config(folder)
         built = built_without_memory(folder, config, weights)
-        cls = type(built)
-        if share is not None:
+        cls, wanted = type(built), DTYPES.get(dtype) or getattr(config, "dtype", None) or weights.first_float()
+        if isinstance(share, Stage):
+            config, weights = share.part(config, weights)
+        elif share is not None:
             weights = _own_rows(weights, built, share)
         rounding = rounded_as_read(packing, config.get_text_config().vocab_size) if packing and packing.bits else nullcontext()
         with rounding:
-            model = _read_weights(cls, config, dtype, attention, weights)
+            model = _read_weights(cls, config, wanted, attention, weights)
     if scheme is not None:
         check_published(model, folder.shown)
     return model, tokenizer
@@ -161,10 +164,9 @@ def built_without_memory(folder: Folder, config: Any, weights: Weights) -> PreTr
     return model
 
 
-def _read_weights(cls: type[PreTrainedModel], config: Any, dtype: str, attention: str, weights: Weights) -> PreTrainedModel:
+def _read_weights(cls: type[PreTrainedModel], config: Any, wanted: torch.dtype | None, attention: str, weights: Weights) -> PreTrainedModel:
     """A model of `cls` filled from `weights`, one tensor after the other."""
     folder = weights.folder
-    wanted = DTYPES.get(dtype) or getattr(config, "dtype", None) or weights.first_float()
     if wanted not in DTYPES.values():
         raise UnsupportedModelError(f"{folder.shown} is stored in {wanted}; served are {', '.join(DTYPES)}: pass dtype=")
     text_only = not isinstance(config, cls.config_class) and isinstance(config.get_text_config(), cls.config_class)

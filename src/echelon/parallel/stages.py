@@ -1,0 +1,115 @@
+"""A pass through stages: micro-batches of whole rows go from one to the next, and what the last gives comes back to rank 0.
+
+A token's numbers do not depend on what shares its batch, so that a pass may be cut between any two rows. While one micro-batch is in a
+stage, another is in the stage before. Fewer of them than there are stages are under way at a time: some stage is always free to take one,
+so that nobody waits in a ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from echelon.batch import RaggedBatch
+from echelon.kv.cache import KVCache
+from echelon.model.hidden_states import LAYER, HiddenStateReader
+from echelon.model.load.loading import LoadedModel
+from echelon.model.runner import ModelRunner, forward
+from echelon.parallel.group import RankGroup
+from echelon.parallel.handover import Handover
+from echelon.parallel.pass_plan import PassPlan
+
+FEWEST_TOKENS = 64  # of a micro-batch: every one reads all weights again, which takes longer than fewer tokens do
+
+
+def row_ends(batch: RaggedBatch, most: int) -> list[int]:
+    """Where a batch is cut into at most so many micro-batches of about equally many tokens: of each the row after its last."""
+    count = max(1, min(most, batch.num_tokens // FEWEST_TOKENS))
+    wanted = batch.num_tokens * np.arange(1, count + 1) / count
+    ends: list[int] = np.unique(np.searchsorted(batch.indptr[1:].numpy(), wanted) + 1).tolist()
+    return ends
+
+
+class StageRunner(ModelRunner):
+    """Runs one stage's layers. `wanted`: numbers of layers whose inputs go to rank 0, for what drafts from them.
+
+    From stage to stage go states [T, (1 + n) · d]: hidden states after the stage's last layer, and those n inputs that are known by then.
+    """
+
+    def __init__(self, loaded: LoadedModel, cache: KVCache, handover: Handover, wanted: Sequence[int]) -> None:
+        super().__init__(loaded, cache)
+        assert loaded.stage is not None
+        self.stage, self.handover = loaded.stage, handover
+        self.wanted = sorted({number for number in wanted if number})  # the input of layer 0 is rank 0's own
+        first = self.stage.layers.start
+        own = [f"{LAYER}{number - first}" for number in self.wanted if number in self.stage.layers]
+        self._own = HiddenStateReader(loaded.model, own) if own else None
+        self._width = int(loaded.model.config.get_text_config().hidden_size)
+
+    def room(self, num_tokens: int, layer: int) -> Tensor:
+        """Memory for the states of so many tokens before a layer."""
+        return torch.empty(num_tokens, (1 + sum(n < layer for n in self.wanted)) * self._width, dtype=self.loaded.model.dtype)
+
+    def parts(self, batch: RaggedBatch, ends: Sequence[int]) -> list[RaggedBatch]:
+        """The micro-batches that `row_ends` has named."""
+        return [batch.rows(first, last) for first, last in pairwise([0, *ends])]
+
+    def through(self, part: RaggedBatch, states: Tensor | None) -> Tensor:
+        """Run this stage's layers over a micro-batch, on the states that the stage before has handed on; what is to be handed on."""
+        entering = None if states is None else states[:, : self._width].contiguous()
+        with self.stage.inside(entering):
+            inputs = part.tokens, self.positions(part), part.logit_rows, self.attention(part)
+            _, own = forward(self.loaded, self._own, *inputs)
+        carried = [] if states is None else [states[:, self._width :]]
+        known = [*carried, *([] if own is None else [own])]
+        return torch.cat([self.stage.leaving, *known], -1) if known else self.stage.leaving
+
+
+class WorkerStage(StageRunner):
+    """Any stage but the first."""
+
+    @torch.inference_mode()
+    def run_plan(self, plan: PassPlan) -> None:
+        """Run one pass."""
+        self.cache.apply_copies()
+        for part in self.parts(plan.batch, plan.ends):
+            self.handover.send(self.through(part, self.handover.receive(self.room(part.num_tokens, self.stage.layers.start))))
+
+
+class FirstStage(StageRunner):
+    """Rank 0's, with what is before and after all layers; blocks and rows are its own business."""
+
+    def __init__(self, runner: ModelRunner, group: RankGroup, wanted: Sequence[int]) -> None:
+        assert isinstance(group.memory, Handover)
+        super().__init__(runner.loaded, runner.cache, group.memory, wanted)
+        self.hidden_state_reader, self.group = runner.hidden_state_reader, group
+
+    @torch.inference_mode()
+    def run(self, batch: RaggedBatch) -> tuple[Tensor, Tensor | None]:
+        ends = row_ends(batch, self.stage.size)
+        with self.group.running(batch, self.cache.tables.copies, ends):
+            self.cache.apply_copies()
+            states = torch.split(self._through_all(batch, ends), self._width, -1)
+            found = dict(zip([self.stage.num_layers, *self.wanted], states, strict=True))
+            inputs = batch.tokens, self.positions(batch), batch.logit_rows, self.attention(batch)
+            with self.stage.behind(found):
+                logits, hidden_states = forward(self.loaded, self.hidden_state_reader, *inputs)
+        self.count(batch, batch.num_tokens)
+        return logits, hidden_states
+
+    def _through_all(self, batch: RaggedBatch, ends: Sequence[int]) -> Tensor:
+        """The states of all tokens behind the last layer."""
+        parts, whole = self.parts(batch, ends), self.room(batch.num_tokens, self.stage.num_layers)
+        awaited = iter(torch.split(whole, [part.num_tokens for part in parts]))
+        for number, part in enumerate(parts, 1):
+            states = self.through(part, None)
+            if number >= self.stage.size:
+                self.handover.receive(next(awaited))
+            self.handover.send(states)
+        for rest in awaited:
+            self.handover.receive(rest)
+        return whole
