@@ -37,6 +37,7 @@ LEVELS = [
     {"requests"},
     {"aio"},
     {"server"},
+    {"ray"},
     {"bench"},
     {"demo"},
     {"cli", "hf"},
