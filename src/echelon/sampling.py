@@ -309,8 +309,10 @@ def uniform_noise(seed: int, index: int, position: int, token_ids: Int64, purpos
 
 
 def seed_of(request_id: str, index: int = 0) -> int:
-    """The seed of prompt `index` of a request that brings none: a hash of its id, so the same wherever and however often it is served."""
-    return int.from_bytes(hashlib.sha256(f"{index}/{request_id}".encode("utf-8", "surrogatepass")).digest()[:8], "little")
+    """The seed of prompt `index` of a request that brings none: 63 bits of a hash of its id, so the same wherever and however often it is
+    served.
+    """
+    return int.from_bytes(hashlib.sha256(f"{index}/{request_id}".encode("utf-8", "surrogatepass")).digest()[:8], "little") >> 1
 
 
 def noise_key(seed: int, index: int, position: int, purpose: int = 0) -> int:

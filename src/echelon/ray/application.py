@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -97,9 +97,9 @@ def _scale(num_replicas: int, autoscaling: Mapping[str, Any] | None, rows: int) 
     return config.max_replicas, {"autoscaling_config": config}
 
 
-def run_until_signal(app: serve.Application, config: ServerConfig, announce: str) -> None:
-    """Run an application on the cluster that this process has joined, until SIGTERM or SIGINT; running requests are answered then, for as
-    long as `config.drain_timeout`.
+def run_until_signal(app: serve.Application, config: ServerConfig, announce: Callable[[], None]) -> None:
+    """Run an application on the cluster that this process has joined, and call `announce` once it takes requests, until SIGTERM or SIGINT;
+    running requests are answered then, for as long as `config.drain_timeout`.
 
     Raises
     ------
@@ -119,6 +119,6 @@ def run_until_signal(app: serve.Application, config: ServerConfig, announce: str
         raise UnavailableError(f"the replicas did not start: {error}") from None
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
-    print(announce, flush=True)
+    announce()
     ended.wait()
     serve.delete(NAME)

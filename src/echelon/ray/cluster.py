@@ -54,7 +54,7 @@ def _start(num_cpus: int | None) -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ.setdefault("RAY_worker_niceness", "0")
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # of this cluster alone; Ray would keep one in a file for all to read
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # of this cluster; Ray would keep one in a file for all
     ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, logging_level="ERROR")
     if not _is_loopback(ray.util.get_node_ip_address()) or os.environ.get("RAY_AUTH_MODE") != "token":
         ray.shutdown()

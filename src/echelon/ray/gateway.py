@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import secrets
 from typing import Any
 
 import ray.exceptions
-from pydantic_core import from_json
 from ray.serve.exceptions import ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from echelon.errors import RequestTimeoutError, UnavailableError
+from echelon.ray.affinity import affinity_of
 from echelon.ray.resumption import ResumableAnswer
 from echelon.server.config import ServerConfig
 from echelon.server.middleware import AdmissionMiddleware, App, Message, Receive, ResponseSender, Scope, Send, until_disconnect
@@ -23,8 +22,7 @@ from echelon.server.serializers import api_error
 logger = logging.getLogger("ray.serve")
 LOST = (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.ObjectLostError, ReplicaUnavailableError)
 MOST_ATTEMPTS = 4  # a request that ends every replica it meets ends no more than so many
-SESSION, REQUEST_ID = b"x-session-id", b"x-request-id"
-PREFIX_CHARACTERS, PREFIX_TOKENS = 256, 64
+REQUEST_ID = b"x-request-id"
 STATE_SECONDS = 10.0  # for what asks how a replica does
 ALIVE: tuple[Message, ...] = ({"type": "http.response.start", "status": 200, "headers": []}, {"type": "http.response.body", "body": b""})
 PASSED_ON = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "client", "server")
@@ -93,27 +91,3 @@ def _without_request_id(send: Send) -> Send:
         await send(message)
 
     return unnamed
-
-
-def affinity_of(scope: Scope, body: bytes) -> str:
-    """What requests have in common that should meet the same replica: their X-Session-ID; else API key and beginning, which all turns
-    of a conversation share: its messages up to the first of the user, or of a prompt 256 characters or 64 tokens. What is no generation
-    (a page, metrics) is one session, so that it shows the same replica every time.
-    """
-    headers = dict(scope["headers"])
-    digest = hashlib.sha256(headers.get(b"authorization", b""))
-    digest.update(headers[SESSION] if SESSION in headers else repr(_beginning(body)).encode() if body else b"")
-    return digest.hexdigest()
-
-
-def _beginning(body: bytes) -> Any:
-    try:
-        asked = from_json(body)
-        if messages := asked.get("messages"):
-            users = (i for i, message in enumerate(messages) if message.get("role") == "user")
-            return messages[: next(users, 0) + 1]
-        prompt = asked.get("prompt")
-        first = prompt[0] if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else prompt
-        return first[: PREFIX_CHARACTERS if isinstance(first, str) else PREFIX_TOKENS]
-    except (ValueError, AttributeError, TypeError, KeyError):
-        return None  # no request; the replica says what is wrong with it

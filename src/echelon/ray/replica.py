@@ -18,9 +18,7 @@ from echelon.server.middleware import Message, Scope
 class Replica:
     """What `echelon serve` runs, in an actor of Ray Serve. Parameters are those of `LLM`, and the server's configuration."""
 
-    def __init__(
-        self, model: str, speculative_config: Mapping[str, Any] | None, engine: Mapping[str, Any], config: ServerConfig
-    ) -> None:
+    def __init__(self, model: str, speculative_config: Mapping[str, Any] | None, engine: Mapping[str, Any], config: ServerConfig) -> None:
         transformers.logging.disable_progress_bar()  # many actors, one log
         self._app = create_app(LLM(model, speculative_config, **engine), config)
         self._app.service.engine_thread.start()

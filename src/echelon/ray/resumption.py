@@ -8,9 +8,9 @@ from typing import Any
 
 from echelon.errors import UnavailableError
 from echelon.server.middleware import Message, ResponseSender
-from echelon.server.serializers import event
+from echelon.server.serializers import DONE, event
 
-DATA = b"data: "
+DATA, END = b"data: ", b"\n\n"
 
 
 class ResumableAnswer:
@@ -27,7 +27,7 @@ class ResumableAnswer:
         self._num_read: Counter[int] = Counter()  # of the replica that answers now
         self._begun: set[int] = set()
         self._ended: set[int | None] = set()  # samples with a finish_reason; `None`: the usage of all
-        self._is_again = self._has_lists = False
+        self._is_again = self._has_lists = self._is_done = False
 
     def restart(self) -> None:
         """Another replica begins from the first message on.
@@ -51,7 +51,7 @@ class ResumableAnswer:
         if not self._sender.has_begun:
             await self._sender.send(self._start)
         if self._sender.is_stream and (body := message.get("body", b"")):
-            events = [self._event(part) for part in body.split(b"\n\n") if part]
+            events = [self._event(part) for part in body.split(END) if part]
             message = {**message, "body": b"".join(events)}
             if not message["body"]:
                 return
@@ -59,8 +59,9 @@ class ResumableAnswer:
 
     def _event(self, part: bytes) -> bytes:
         """What a client does not have yet of an event."""
-        if not part.startswith(DATA + b"{"):
-            return part + b"\n\n"
+        if part + END == DONE:
+            is_known, self._is_done = self._is_done, True
+            return b"" if is_known else DONE
         chunk = json.loads(part.removeprefix(DATA))
         self._first = self._first or {key: chunk[key] for key in ("id", "created") if key in chunk}
         choices = chunk.get("choices", [])
@@ -68,7 +69,7 @@ class ResumableAnswer:
         if "usage" in chunk and not choices:
             self._ended.add(None)
         if not self._is_again:
-            return part + b"\n\n"
+            return part + END
         return event({**chunk, **self._first}) if any(is_new) else b""
 
     def _cut(self, choice: dict[str, Any]) -> bool:
