@@ -73,6 +73,7 @@ PROOFS = [
     pytest("training runs", "tests/train/test_train_files.py", "tests/train/test_train_heads.py"),
     pytest("strategies", "tests/baselines/test_strategies.py"),
     pytest("several ranks", *(f"tests/parallel/test_{part}.py" for part in ("ranks", "rank_faults"))),
+    pytest("replicas on Ray", *(f"tests/replicas/test_{part}.py" for part in ("answers", "parts", "on_ray"))),
     pytest("echelon verify", "tests/cli/test_verify_command.py"),
     pytest("end to end", "tests/promises/test_end_to_end.py"),
     pytest("server", *(f"tests/server/test_server{part}.py" for part in ("", "_walls", "_secrets", "_bodies", "_endings", "_readers"))),
