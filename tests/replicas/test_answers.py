@@ -34,7 +34,7 @@ def replicas(*methods: str) -> Iterator[list[Replica]]:
         yield made
     finally:
         for replica in made:
-            asyncio.run(replica.__del__())
+            asyncio.run(replica.close())
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import asyncio
 import importlib.util
 import ipaddress
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -142,14 +141,13 @@ def test_all_that_listens_is_on_loopback(served: Served) -> None:
 
 
 def test_nobody_joins_without_the_token(served: Served) -> None:
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     head = next(iter(named(psutil.Process(served.process.pid), "gcs_server")))
-    ports = [c.laddr.port for c in head.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-    for port in ports:
+    codes = set()
+    for port in (c.laddr.port for c in head.net_connections("inet") if c.status == psutil.CONN_LISTEN):
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, pytest.raises(grpc.RpcError) as refused:
             channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo", lambda b: b, lambda b: b)(b"", timeout=60.0)
-        assert refused.value.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED)
-    assert ports, environ
+        codes.add(refused.value.code())
+    assert grpc.StatusCode.UNAUTHENTICATED in codes
 
 
 def test_the_routes_are_those_of_the_server(served: Served) -> None:
@@ -184,7 +182,9 @@ def test_a_replica_that_is_killed_is_noticed_by_nobody(served: Served) -> None:
     texts = asyncio.run(texts_of(served.url, {NUM_REQUESTS // 4: kill}))
     with LLM(str(TARGET), **ENGINE) as llm:
         prompts = [asked(i) for i in range(NUM_REQUESTS)]
-        params = [SamplingParams(p["temperature"], max_tokens=p["max_tokens"], seed=seed_of(f"r{i}")) for i, p in enumerate(prompts)]
+        params = [
+            SamplingParams(temperature=p["temperature"], max_tokens=p["max_tokens"], seed=seed_of(f"r{i}")) for i, p in enumerate(prompts)
+        ]
         assert [out.outputs[0].text for out in llm.generate([p["prompt"] for p in prompts], params)] == texts
     until(lambda: len(named(process, "echelon:Replica")) == 2, "no replica takes the place of the one that was killed")
 

@@ -26,6 +26,12 @@ REPLICAS_A_GATEWAY = 8
 HEALTH_SECONDS = 5.0  # between checks; Ray Serve replaces a replica that fails three
 
 
+class ServedReplica(Replica):
+    """Closed by Ray Serve, which awaits what Python would call too late."""
+
+    __del__ = Replica.close
+
+
 def build_app(
     model: str | os.PathLike[str],
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
@@ -64,7 +70,8 @@ def build_app(
     rows, drafting = EngineConfig(**engine).max_num_seqs, speculative(speculative_config)
     most, scale = _scale(num_replicas, autoscaling_config, rows)
     replicas = serve.deployment(
-        Replica,
+        ServedReplica,
+        name="Replica",
         **scale,
         ray_actor_options={"num_cpus": 1, **(ray_actor_options or {})},
         max_ongoing_requests=rows + config.max_queue,

@@ -53,6 +53,7 @@ def _start(num_cpus: int | None) -> None:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # no cluster of several machines: all ports on loopback
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "30")  # Ray's 5 are short for a process to start on a busy machine
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # of this cluster; Ray would keep one in a file for all
     ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, logging_level="ERROR")

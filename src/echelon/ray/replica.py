@@ -51,7 +51,6 @@ class Replica:
         if not self._app.service.is_ready:
             raise UnavailableError("the engine has stopped or makes no progress")
 
-    async def __del__(self) -> None:
-        """Ray Serve awaits this once the last request has been answered."""
-        if (app := getattr(self, "_app", None)) is not None:
-            await app.service.close()
+    async def close(self) -> None:
+        """Stop the engine, once the last request has been answered."""
+        await self._app.service.close()
