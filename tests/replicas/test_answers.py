@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import servers
+from prometheus_client.parser import text_string_to_metric_families
 
 from echelon import LLM, SamplingParams
 from echelon.demo import TARGET
 from echelon.errors import MissingExtraError, UnavailableError
 from echelon.ray.affinity import affinity_of
+from echelon.ray.merged_metrics import merged
 from echelon.ray.replica import Replica
 from echelon.ray.resumption import ResumableAnswer
 from echelon.sampling import seed_of
@@ -208,6 +210,17 @@ def test_sessions_that_are_named_hold_whatever_is_asked_and_keys_are_apart() -> 
 )
 def test_what_is_no_request_has_a_session_too(body: bytes) -> None:
     assert len(affinity_of(scope_of(), body)) == 64
+
+
+def test_metrics_of_replicas_stand_on_one_page(two: list[Replica]) -> None:
+    pages = {name: replica.metrics_text() for name, replica in zip("ab", two, strict=True)}
+    families = {family.name: family for family in text_string_to_metric_families(merged(pages).decode())}
+    for name, page in pages.items():
+        for family in text_string_to_metric_families(page):
+            known = [(s.name, s.labels, s.value) for s in family.samples]
+            of_one = [s for s in families[family.name].samples if s.labels["replica"] == name]
+            assert [(s.name, {k: v for k, v in s.labels.items() if k != "replica"}, s.value) for s in of_one] == known
+            assert (families[family.name].type, families[family.name].documentation) == (family.type, family.documentation)
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

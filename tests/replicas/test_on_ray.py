@@ -9,6 +9,7 @@ import asyncio
 import importlib.util
 import ipaddress
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -154,7 +155,8 @@ def test_the_routes_are_those_of_the_server(served: Served) -> None:
     with httpx.Client(base_url=served.url, timeout=60.0) as client:
         assert client.get("/readyz").status_code == client.get("/livez").status_code == client.get("/health").status_code == 200
         assert client.get("/v1/models").json()["data"][0]["id"] == "target"
-        assert "num_requests_running" in client.get("/metrics").text
+        running = re.findall(r'^echelon:num_requests_running{.*replica="(\w+)"', client.get("/metrics").text, re.MULTILINE)
+        assert len(set(running)) == 2
         wrong = client.post("/v1/completions", json={"prompt": "a", "colour": 1})
         assert wrong.status_code == 400 and "colour" in wrong.json()["error"]["message"]
         assert client.get("/v1/models", headers={"Host": "elsewhere"}).status_code == 403
@@ -181,11 +183,10 @@ def test_a_replica_that_is_killed_is_noticed_by_nobody(served: Served) -> None:
 
     texts = asyncio.run(texts_of(served.url, {NUM_REQUESTS // 4: kill}))
     with LLM(str(TARGET), **ENGINE) as llm:
-        prompts = [asked(i) for i in range(NUM_REQUESTS)]
-        params = [
-            SamplingParams(temperature=p["temperature"], max_tokens=p["max_tokens"], seed=seed_of(f"r{i}")) for i, p in enumerate(prompts)
-        ]
-        assert [out.outputs[0].text for out in llm.generate([p["prompt"] for p in prompts], params)] == texts
+        rows = [asked(i) for i in range(NUM_REQUESTS)]
+        noise = [{"temperature": row["temperature"], "seed": seed_of(f"r{i}")} for i, row in enumerate(rows)]
+        params = [SamplingParams(max_tokens=row["max_tokens"], **more) for row, more in zip(rows, noise, strict=True)]
+        assert [out.outputs[0].text for out in llm.generate([row["prompt"] for row in rows], params)] == texts
     until(lambda: len(named(process, "echelon:Replica")) == 2, "no replica takes the place of the one that was killed")
 
 

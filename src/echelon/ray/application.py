@@ -23,13 +23,18 @@ from echelon.server.config import ServerConfig
 NAME = "echelon"  # of the application on a cluster
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 REPLICAS_A_GATEWAY = 8
+MOST_STARTS = 3  # of a replica whose model cannot be loaded
 HEALTH_SECONDS = 5.0  # between checks; Ray Serve replaces a replica that fails three
 
 
 class ServedReplica(Replica):
-    """Closed by Ray Serve, which awaits what Python would call too late."""
+    """A replica as Ray Serve knows it, which gives it a name and awaits its end."""
 
     __del__ = Replica.close
+
+    def metrics(self) -> tuple[str, str]:
+        """Its name and its page of /metrics."""
+        return serve.get_replica_context().replica_id.unique_id, self.metrics_text()
 
 
 def build_app(
@@ -77,6 +82,7 @@ def build_app(
         max_ongoing_requests=rows + config.max_queue,
         graceful_shutdown_timeout_s=config.drain_timeout,
         health_check_period_s=HEALTH_SECONDS,
+        max_constructor_retry_count=MOST_STARTS,
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
     )
     gateway = serve.deployment(
@@ -123,7 +129,9 @@ def run_until_signal(app: serve.Application, config: ServerConfig, announce: Cal
         serve.run(app, name=NAME, route_prefix="/", logging_config=quiet)
     except RuntimeError as error:
         serve.delete(NAME)
-        raise UnavailableError(f"the replicas did not start: {error}") from None
+        lines = str(error).splitlines()
+        reason = next((line for line in reversed(lines) if "Error: " in line), lines[0])
+        raise UnavailableError(f"the replicas did not start: {reason.strip()}") from None
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     announce()

@@ -8,12 +8,15 @@ import secrets
 from typing import Any
 
 import ray.exceptions
+from prometheus_client import CONTENT_TYPE_LATEST
 from ray.serve.exceptions import ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
+from starlette.responses import Response
 
 from echelon.errors import RequestTimeoutError, UnavailableError
 from echelon.ray.affinity import affinity_of
+from echelon.ray.merged_metrics import merged
 from echelon.ray.resumption import ResumableAnswer
 from echelon.server.config import ServerConfig
 from echelon.server.middleware import AdmissionMiddleware, App, Message, Receive, ResponseSender, Scope, Send, until_disconnect
@@ -24,7 +27,6 @@ LOST = (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exc
 MOST_ATTEMPTS = 4  # a request that ends every replica it meets ends no more than so many
 REQUEST_ID = b"x-request-id"
 STATE_SECONDS = 10.0  # for what asks how a replica does
-ALIVE: tuple[Message, ...] = ({"type": "http.response.start", "status": 200, "headers": []}, {"type": "http.response.body", "body": b""})
 PASSED_ON = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "client", "server")
 
 
@@ -49,21 +51,24 @@ class Gateway:
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["raw_path"] == b"/livez":
-            for message in ALIVE:
-                await send(message)
+            await Response()(scope, receive, send)
             return
-        body = (await receive())["body"]
-        name = scope["state"]["request_id"] or secrets.token_hex(16)
-        headers = [(key, value) for key, value in scope["headers"] if key != REQUEST_ID]
-        asked = {key: scope[key] for key in PASSED_ON if key in scope} | {"headers": [*headers, (REQUEST_ID, name.encode())]}
+        body, sender = (await receive())["body"], ResponseSender(send)
+        is_metrics = scope["raw_path"] == b"/metrics" and scope["method"] == "GET"
+        work = self._metrics(scope, receive, sender.send) if is_metrics else self._answer(_asked(scope), body, sender)
         limit = self._config.queue_timeout + self._config.total_timeout if scope["method"] == "POST" else STATE_SECONDS
-        sender = ResponseSender(send)
         try:
             async with asyncio.timeout(limit):
-                await until_disconnect(self._answer(asked, body, sender), receive)
+                await until_disconnect(work, receive)
         except Exception as error:
             late = isinstance(error, TimeoutError)
             await sender.end(api_error(RequestTimeoutError(f"no replica answered within {limit:.0f} s; ask later") if late else error))
+
+    async def _metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with the figures of all replicas."""
+        found = await self._replicas.broadcast("metrics").results_async(return_exceptions=True)
+        page = merged(dict(each for each in found if not isinstance(each, BaseException)))
+        await Response(page, media_type=CONTENT_TYPE_LATEST)(scope, receive, send)
 
     async def _answer(self, asked: Scope, body: bytes, sender: ResponseSender) -> None:
         """Ask the replica that the request's session belongs to, and where it ends on the way, the next one."""
@@ -80,6 +85,13 @@ class Gateway:
             finally:
                 messages.cancel()
         raise UnavailableError(f"{MOST_ATTEMPTS} replicas ended while they answered this request; ask again later")
+
+
+def _asked(scope: Scope) -> Scope:
+    """What a replica is told of a request, which has an id now if it had none."""
+    name = scope["state"]["request_id"] or secrets.token_hex(16)
+    headers = [(key, value) for key, value in scope["headers"] if key != REQUEST_ID]
+    return {key: scope[key] for key in PASSED_ON if key in scope} | {"headers": [*headers, (REQUEST_ID, name.encode())]}
 
 
 def _without_request_id(send: Send) -> Send:

@@ -51,6 +51,10 @@ class Replica:
         if not self._app.service.is_ready:
             raise UnavailableError("the engine has stopped or makes no progress")
 
+    def metrics_text(self) -> str:
+        """What /metrics says."""
+        return self._app.service.metrics.text().decode()  # type: ignore[no-any-return]
+
     async def close(self) -> None:
         """Stop the engine, once the last request has been answered."""
         await self._app.service.close()
