@@ -194,12 +194,19 @@ DRIVER = """
 import sys
 import ray
 from echelon.demo import TARGET
+from echelon.errors import RequestError
 from echelon.ray import connect, generate
 output, count, part = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 connect(num_cpus=2)
 rows = [{"id": f"q{i}", "prompt": f"def f{i}(x):\\n", "params": {"max_tokens": 8 + i % 8}} for i in range(count)]
 rows[3] = {"id": "q3", "prompt": "word " * 100_000, "params": None}
 engine = {"max_num_seqs": 16, "dtype": "float32"}
+for wrong in ([{"prompt": "a"}], [{"id": None, "prompt": "a"}], [{"id": 1, "prompt": "a"}] * 2):
+    try:
+        generate(ray.data.from_items(wrong), TARGET, output + "-wrong")
+    except RequestError:
+        continue
+    raise SystemExit("rows without an id of their own were taken")
 found = generate(ray.data.from_items(rows), TARGET, output, {"temperature": 0.8}, num_engines=2, batch_size=part, **engine)
 print(found.count())
 """

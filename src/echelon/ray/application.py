@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
+import ray.exceptions
 from pydantic import ValidationError
 from ray import serve
 from ray.serve.config import RequestRouterConfig
@@ -124,12 +125,11 @@ def run_until_signal(app: serve.Application, config: ServerConfig, announce: Cal
         ended.set()
 
     quiet = {"log_level": "WARNING", "enable_access_log": False}
-    serve.start(http_options={"host": config.host, "port": config.port}, logging_config=quiet)
     try:
+        serve.start(http_options={"host": config.host, "port": config.port}, logging_config=quiet)
         serve.run(app, name=NAME, route_prefix="/", logging_config=quiet)
-    except RuntimeError as error:
-        serve.delete(NAME)
-        lines = str(error).splitlines()
+    except (RuntimeError, TimeoutError, ray.exceptions.RayError) as error:
+        lines = str(error).splitlines() or [type(error).__name__]
         reason = next((line for line in reversed(lines) if "Error: " in line), lines[0])
         raise UnavailableError(f"the replicas did not start: {reason.strip()}") from None
     for number in (signal.SIGTERM, signal.SIGINT):

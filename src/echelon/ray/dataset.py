@@ -40,7 +40,7 @@ def generate(
     use_tqdm: bool = True,
     **engine: Any,
 ) -> ray.data.Dataset:
-    """Continue every prompt of a dataset; the rows of all parts in `output`, each id once.
+    """Continue every prompt of a dataset; what comes back are the rows of all parts in `output`, each id once.
 
     A row has an `id` and a `prompt`, `prompt_token_ids` or `messages`, and may have `params` of its own, as lines of `echelon generate`.
     Results have the keys of that command's output; a row that cannot be served has an `error`. A row without a seed gets one from its id,
@@ -82,7 +82,8 @@ def generate(
     }
     with _quiet():
         folder = PartsFolder.begin(output, given)
-        total, blocks = _rest(dataset, folder.ids(), batch_size)
+        done = folder.ids()
+        total, blocks = _rest(dataset, done, batch_size)
         running = ray.data.from_arrow_refs(blocks).map_batches(
             EngineActor,
             fn_constructor_kwargs={"folder": folder, **given},
@@ -92,9 +93,11 @@ def generate(
             num_cpus=num_cpus,
             num_gpus=num_gpus,
         )
-        if blocks:
-            _run(running, total, folder, use_tqdm)
-    return ray.data.read_json([str(part) for part in sorted(folder.path.glob(PATTERN))])
+        with tqdm(total=total, initial=len(done), unit="row", disable=not use_tqdm) as bar:
+            for batch in running.iter_batches(batch_size=None) if blocks else ():
+                bar.update(int(sum(batch["num_rows"])))
+    parts = [str(part) for part in sorted(folder.path.glob(PATTERN))]
+    return ray.data.read_json(parts) if parts else ray.data.from_items([])
 
 
 class EngineActor:
@@ -158,13 +161,6 @@ def _rest(dataset: ray.data.Dataset, done: set[str], batch_size: int) -> tuple[i
         if rest.num_rows:
             blocks.append(ray.put(rest))
     return len(seen), blocks
-
-
-def _run(running: ray.data.Dataset, total: int, folder: PartsFolder, use_tqdm: bool) -> None:
-    """Run to the end, and show how far it is."""
-    with tqdm(total=total, initial=len(folder.ids()), unit="row", disable=not use_tqdm) as bar:
-        for batch in running.iter_batches(batch_size=None):
-            bar.update(int(sum(batch["num_rows"])))
 
 
 def _plain(value: Any) -> Any:
