@@ -72,7 +72,7 @@ def serve(
         _serve_replicas(model, config, replicas, ray_address, scale, taken, speculative_mapping(speculative_config), engine)
         return
     if given := [flag for flag, value in on_ray.items() if value is not None]:
-        raise ConfigError(f"{', '.join(given)} say how replicas run on Ray; give --replicas too")
+        raise ConfigError(f"{', '.join(given)}: how replicas run on Ray; give --replicas too")
     llm = LLM(model, speculative_mapping(speculative_config), **engine)
     url = f"http://{config.host}:{config.port}"
     errors.print(f"{config.served_model_name or id_of(llm.target.name)} on {url}/v1, live at {url}/", highlight=False)

@@ -6,9 +6,11 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+import ray
 import ray.exceptions
 from pydantic import ValidationError
 from ray import serve
@@ -129,11 +131,20 @@ def run_until_signal(app: serve.Application, config: ServerConfig, announce: Cal
         serve.start(http_options={"host": config.host, "port": config.port}, logging_config=quiet)
         serve.run(app, name=NAME, route_prefix="/", logging_config=quiet)
     except (RuntimeError, TimeoutError, ray.exceptions.RayError) as error:
-        lines = str(error).splitlines() or [type(error).__name__]
-        reason = next((line for line in reversed(lines) if "Error: " in line), lines[0])
-        raise UnavailableError(f"the replicas did not start: {reason.strip()}") from None
+        raise UnavailableError(f"the replicas did not start: {_given_up(error)}") from None
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     announce()
     ended.wait()
     serve.delete(NAME)
+
+
+def _given_up(error: Exception) -> str:
+    """Why an application does not start, in one line; it is taken from the cluster, whose processes then have no more to say."""
+    said = [str(error) or type(error).__name__]
+    with suppress(Exception):
+        said += [deployment.message for deployment in serve.status().applications[NAME].deployments.values()]
+        serve.delete(NAME)
+    ray.shutdown()
+    lines = [line.strip() for text in said for line in text.splitlines()]
+    return next((line for line in reversed(lines) if "Error: " in line), lines[0])

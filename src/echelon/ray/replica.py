@@ -56,5 +56,6 @@ class Replica:
         return self._app.service.metrics.text().decode()  # type: ignore[no-any-return]
 
     async def close(self) -> None:
-        """Stop the engine, once the last request has been answered."""
-        await self._app.service.close()
+        """Stop the engine, once the last request has been answered; where it could not be made, there is none."""
+        if hasattr(self, "_app"):
+            await self._app.service.close()
