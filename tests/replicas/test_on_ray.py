@@ -245,8 +245,16 @@ def test_what_is_no_address_is_refused(address: str) -> None:
         cluster.connect(address)
 
 
+def test_an_address_where_nobody_listens_is_refused_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(ConfigError, match="no Ray cluster answers"):
+        cluster.connect(f"127.0.0.1:{port}")
+
+
 def test_a_cluster_off_loopback_is_not_joined_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setattr(cluster, "_check_reached", lambda *_: None)
     with pytest.raises(ConfigError, match="no token is set here"):
         cluster.connect("192.0.2.1:6379")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import secrets
+import socket
 
 import grpc
 import ray
@@ -31,6 +32,7 @@ def connect(address: str | None = None, num_cpus: int | None = None) -> None:
         _start(num_cpus)
         return
     host = _host_of(address)
+    _check_reached(address, host)
     if not _is_loopback(host):
         _check_closed(address)
     try:
@@ -67,6 +69,15 @@ def _host_of(address: str) -> str:
     if not (host and colon and port.isdecimal()) or "/" in address:
         raise ConfigError(f"the Ray address {address!r} is none; give HOST:PORT of the head, such as 10.0.0.5:6379")
     return host.strip("[]")
+
+
+def _check_reached(address: str, host: str) -> None:
+    """Raise where nobody listens, which Ray would wait for."""
+    try:
+        socket.create_connection((host, int(address.rpartition(":")[2])), PROBE_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or "no such port or host"
+        raise ConfigError(f"no Ray cluster answers at {address!r} ({reason}); check address and firewall") from None
 
 
 def _is_loopback(host: str) -> bool:
