@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint docs wheel prove prove-status pair study heads bench soak sanitize clean
+.PHONY: demo test lint docs wheel replicas prove prove-status pair study heads bench soak sanitize clean
 
 demo: $(READY)
 	$(BIN)/python -m echelon.demo
@@ -46,8 +46,13 @@ heads: $(READY)
 bench: $(READY)
 	$(BIN)/python -m tools.prove bench
 
+# Replicas and datasets on a Ray cluster of this machine, of which parts are killed. Ray is installed first: 170 MB to load, 550 MB on disk.
+RAY := $(VENV)/.ray
+replicas: $(RAY)
+	$(BIN)/python -m pytest tests/replicas tests/examples
+
 # Every full-size proof, cell by cell; goes on where it was cut off. Results: docs/evidence/prove.json
-prove: $(READY)
+prove: $(RAY)
 	$(BIN)/python -m tools.prove
 
 # Which of them belong to the sources as they are.
@@ -84,6 +89,10 @@ $(READY): pyproject.toml constraints.txt setup.py $(wildcard src/echelon/csrc/* 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 'setuptools>=77'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
+
+$(RAY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint constraints.txt --editable '.[ray]'
+	touch $(RAY)
 
 clean:
 	rm -rf $(VENV) build

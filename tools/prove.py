@@ -75,6 +75,7 @@ PROOFS = [
     pytest("several ranks", *(f"tests/parallel/test_{part}.py" for part in ("ranks", "stages"))),
     pytest("several ranks, a thousand rows", "tests/parallel/test_rank_rows.py"),
     pytest("several ranks that fail", "tests/parallel/test_rank_faults.py", "tests/server/test_server_ranks.py"),
+    pytest("replicas on Ray", *(f"tests/replicas/test_{part}.py" for part in ("answers", "parts", "on_ray"))),
     pytest("echelon verify", "tests/cli/test_verify_command.py"),
     pytest("end to end", "tests/promises/test_end_to_end.py"),
     pytest("server", *(f"tests/server/test_server{part}.py" for part in ("", "_walls", "_secrets", "_bodies", "_endings", "_readers"))),

@@ -1,9 +1,10 @@
-"""Requests from files: one JSON object a line, one prompt a line, or Spec-Bench's questions."""
+"""Requests from files: one JSON object a line, one prompt a line, or Spec-Bench's questions; and what a file of results says of them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ from pydantic_core import from_json
 
 from echelon.errors import ConfigError, RequestError
 from echelon.inputs import Conversation, Text, first_problem
+from echelon.outputs import CompletionOutput, Logprob, RequestOutput
 
 if TYPE_CHECKING:
     from echelon.llm import LLM
@@ -118,3 +120,32 @@ def _parse(index: int, number: int, line: str) -> Request:
     except ValueError as error:
         problem = f"no JSON: {str(error).replace(' line 1 ', ' ')}; correct it"
     return Request(index, str(index), problem=f"line {number}: {problem}")
+
+
+def output_line(request: Request, out: RequestOutput) -> dict[str, Any]:
+    """What a file of results says of a request; with n > 1, `samples` has every continuation and the line itself the first."""
+    if problems := [completion.error for completion in out.outputs if completion.error]:
+        return {"index": request.index, "id": request.id, "error": problems[0]}
+    samples = [_sample(completion) for completion in out.outputs]
+    return {
+        "index": request.index,
+        "id": request.id,
+        **({} if request.prompt is None else {"prompt": request.prompt}),
+        **samples[0],
+        **({"samples": samples} if len(samples) > 1 else {}),
+        "seed": out.outputs[0].seed,
+        "usage": {
+            "prompt_tokens": len(out.prompt_token_ids),
+            "completion_tokens": sum(len(completion.token_ids) for completion in out.outputs),
+        },
+        "metrics": asdict(out.metrics),
+    } | ({} if out.prompt_logprobs is None else {"prompt_logprobs": [_logprobs(p or {}) for p in out.prompt_logprobs]})
+
+
+def _sample(completion: CompletionOutput) -> dict[str, Any]:
+    line = {"text": completion.text, "token_ids": completion.token_ids, "finish_reason": completion.finish_reason}
+    return line | ({} if completion.logprobs is None else {"logprobs": [_logprobs(place) for place in completion.logprobs]})
+
+
+def _logprobs(place: Mapping[int, Logprob]) -> dict[int, Any]:
+    return {token: asdict(entry) for token, entry in place.items()}

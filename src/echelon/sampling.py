@@ -9,6 +9,7 @@ Communication and Drafter-Invariant Speculative Decoding").
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -305,6 +306,13 @@ def uniform_noise(seed: int, index: int, position: int, token_ids: Int64, purpos
     `position` is the absolute position that the token will have in its sequence; `purpose` keeps different uses at one place apart.
     """
     return noise_at(np.uint64(noise_key(seed, index, position, purpose)), token_ids)
+
+
+def seed_of(request_id: str, index: int = 0) -> int:
+    """The seed of prompt `index` of a request that brings none: 63 bits of a hash of its id, so the same wherever and however often it is
+    served.
+    """
+    return int.from_bytes(hashlib.sha256(f"{index}/{request_id}".encode("utf-8", "surrogatepass")).digest()[:8], "little") >> 1
 
 
 def noise_key(seed: int, index: int, position: int, purpose: int = 0) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -22,6 +23,7 @@ CASES: dict[str, tuple[list[str], str]] = {  # by file: its arguments, and what 
         ["--text", str(DOCS), "--out", "{folder}/head", "--steps", "2", "--continuations", "4"],
         "the same text",
     ),
+    "ray_replicas.py": (SHORT, "--- row 3, seed "),
     "notebook.ipynb": ([], "EAGLE head   tokens a step: "),
 }
 
@@ -45,6 +47,8 @@ def test_every_example_is_run_and_short() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
+    if name.startswith("ray") and importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed; run: make replicas")
     arguments, said = CASES[name]
     command = command_of(EXAMPLES / name, [word.format(folder=tmp_path) for word in arguments])
     done = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, check=False, timeout=300)

@@ -38,6 +38,7 @@ LEVELS = [
     {"requests"},
     {"aio"},
     {"server"},
+    {"ray"},
     {"bench"},
     {"demo"},
     {"cli", "hf"},

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from textwrap import shorten
 from typing import Annotated, Any
@@ -14,11 +12,11 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from echelon import LLM, CompletionOutput, ConfigError, EchelonError, EngineConfig, Logprob, RequestOutput, SamplingParams
+from echelon import LLM, ConfigError, EchelonError, EngineConfig, RequestOutput, SamplingParams
 from echelon.cli.fingerprint import file_hash, hash_of, settings_of
 from echelon.cli.output import Mode, OutputFile
 from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, errors, print_fitting, progress, speculative_mapping, verb
-from echelon.requests import Request, read_requests, request_from_text
+from echelon.requests import Request, output_line, read_requests, request_from_text
 
 SHOWN_OF_A_PROMPT = 72  # characters
 
@@ -151,35 +149,6 @@ def _run(llm: LLM, requests: list[Request], defaults: dict[str, Any], file: Outp
 
         llm.generate([tokens for _, tokens, _ in accepted], [params for *_, params in accepted], finished, stepped, use_tqdm=False)
     return [rows[request.index] for request in requests]
-
-
-def output_line(request: Request, out: RequestOutput) -> dict[str, Any]:
-    """What the file says of a request; with n > 1, `samples` has every continuation and the line itself the first."""
-    if problems := [completion.error for completion in out.outputs if completion.error]:
-        return {"index": request.index, "id": request.id, "error": problems[0]}
-    samples = [_sample(completion) for completion in out.outputs]
-    return {
-        "index": request.index,
-        "id": request.id,
-        **({} if request.prompt is None else {"prompt": request.prompt}),
-        **samples[0],
-        **({"samples": samples} if len(samples) > 1 else {}),
-        "seed": out.outputs[0].seed,
-        "usage": {
-            "prompt_tokens": len(out.prompt_token_ids),
-            "completion_tokens": sum(len(completion.token_ids) for completion in out.outputs),
-        },
-        "metrics": asdict(out.metrics),
-    } | ({} if out.prompt_logprobs is None else {"prompt_logprobs": [_logprobs(p or {}) for p in out.prompt_logprobs]})
-
-
-def _sample(completion: CompletionOutput) -> dict[str, Any]:
-    line = {"text": completion.text, "token_ids": completion.token_ids, "finish_reason": completion.finish_reason}
-    return line | ({} if completion.logprobs is None else {"logprobs": [_logprobs(place) for place in completion.logprobs]})
-
-
-def _logprobs(place: Mapping[int, Logprob]) -> dict[int, Any]:
-    return {token: asdict(entry) for token, entry in place.items()}
 
 
 def _report(rows: list[dict[str, Any]], output: Path | None, print_texts: bool) -> None:

@@ -208,12 +208,17 @@ def speculative_mappings(texts: list[str] | None) -> list[dict[str, Any]]:
 
 def speculative_mapping(text: str | None) -> dict[str, Any] | None:
     """What `--speculative-config` says."""
+    return mapping_of(text, SPECULATIVE, f"quote it for the shell, or write {SPECULATIVE}.method ngram", '{"method":"ngram"}')
+
+
+def mapping_of(text: str | None, flag: str, remedy: str = "quote it for the shell", example: str = '{"key":1}') -> dict[str, Any] | None:
+    """The JSON object that a flag says."""
     if text is None:
         return None
     try:
         value = from_argument(text)
     except ValueError as error:
-        raise ConfigError(f"{SPECULATIVE} is not JSON ({error}); quote it for the shell, or write {SPECULATIVE}.method ngram") from None
+        raise ConfigError(f"{flag} is not JSON ({error}); {remedy}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{SPECULATIVE} must be a JSON object such as " + '{"method":"ngram"}')
+        raise ConfigError(f"{flag} must be a JSON object such as {example}")
     return value

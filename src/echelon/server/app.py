@@ -21,6 +21,7 @@ from echelon.aio.engine_thread import EngineThread
 from echelon.aio.request_handle import RequestHandle
 from echelon.errors import EchelonError, RequestError
 from echelon.llm import LLM
+from echelon.sampling import seed_of
 from echelon.sequence import RowState
 from echelon.server.config import ServerConfig, id_of
 from echelon.server.metrics import ServerMetrics
@@ -100,8 +101,10 @@ class Service:
         if name is not None and name != self.model:
             raise ApiError(404, f"the model {name[:200]!r} does not exist here; this server has {self.model!r}", "model_not_found", "model")
 
-    def job(self, body: CompletionRequest | ChatRequest, key_salt: bytes) -> GenerationJob:
-        """Render, tokenize and check a conversation, or the prompts of a completion. `key_salt` tells API keys apart."""
+    def job(self, body: CompletionRequest | ChatRequest, key_salt: bytes, request_id: str = "") -> GenerationJob:
+        """Render, tokenize and check a conversation, or the prompts of a completion. `key_salt` tells API keys apart; without a seed,
+        `request_id` gives one, where there is any.
+        """
         inputs = self.llm.inputs
         salt = key_salt if body.cache_salt is None else hmac.digest(key_salt, body.cache_salt.encode(), "sha256")
         if isinstance(body, ChatRequest):
@@ -109,6 +112,8 @@ class Service:
         else:
             encoded = [inputs.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
         all_params = [body.sampling_params(inputs.room_after(len(tokens))) for tokens in encoded]
+        if body.seed is None and request_id:
+            all_params = [params.model_copy(update={"seed": seed_of(request_id, i)}) for i, params in enumerate(all_params)]
         prompts = [inputs.samples(tokens, params, watch_text=True, salt=salt) for tokens, params in zip(encoded, all_params, strict=True)]
         given = body.prompts if isinstance(body, CompletionRequest) and body.echo else None
         echo = None if given is None else [p if isinstance(p, str) else self.decode(p) for p in given]
@@ -144,7 +149,7 @@ class Service:
         with ExitStack() as slots:
             self.engine_thread.reserve(num_sequences)
             slots.callback(self.engine_thread.release, num_sequences)
-            job = await self.in_thread(self.job, body, request.state.key_salt)
+            job = await self.in_thread(self.job, body, request.state.key_salt, request.state.request_id)
             updates = self.engine_thread.updates(RequestHandle.of(job.sequences, arrived_at))
             if body.stream:
                 return EventStream(self._events(job, updates), slots.pop_all())

@@ -91,7 +91,9 @@ class AdmissionMiddleware:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
-        response = ResponseSender(_with_request_id(scope, send))
+        name = _request_id(scope)
+        scope.setdefault("state", {})["request_id"] = name
+        response = ResponseSender(_with_request_id(name, send) if name else send)
         try:
             with _listed(self._being_read):
                 self._admit(scope)
@@ -206,16 +208,19 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return next_message
 
 
-def _with_request_id(scope: Scope, send: Send) -> Send:
-    """The client's own name for a request goes back to it, and nowhere else."""
+def _request_id(scope: Scope) -> str:
+    """The client's own name for a request; empty where it gives none, several, or no printable one."""
     given = _values(scope, b"x-request-id")
     name = given[0] if len(given) == 1 else b""
-    if not 0 < len(name) <= LONGEST_REQUEST_ID or not all(33 <= c < 127 for c in name):
-        return send
+    return name.decode() if 0 < len(name) <= LONGEST_REQUEST_ID and all(33 <= c < 127 for c in name) else ""
+
+
+def _with_request_id(name: str, send: Send) -> Send:
+    """The client's own name for a request goes back to it."""
 
     async def named(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", name)]
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode())]
         await send(message)
 
     return named
