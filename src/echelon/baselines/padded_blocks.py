@@ -2,8 +2,8 @@
 
 What `layout` pads on the framework's attention is padded here in the same amount, on the kernels and the cache of `unpadded`:
 
-inputs  every row feeds as many tokens as the longest. Pads stand before a row's tokens, go through all layers, attend to what the row's first
-        new token sees, and are written to a block that no row ever gets.
+inputs  every row feeds as many tokens as the longest. Pads stand before a row's tokens, go through all layers, attend to what the row's
+        first new token sees, and are written to a block that no row ever gets.
 keys    a row of a rectangle has dead slots: before its first token, and where it accepted less than the best row. They are held in blocks
         of the row's own and attended to by all of its queries; what comes of that is dropped, as a mask would have it.
 shifts  realigned rows are read and written anew as often as a rectangle would shift them.

@@ -74,8 +74,8 @@ def build_padded_blocks(
     spec: SpeculativeConfig | None,
     head: AttachedHead | None,
 ) -> Storage:
-    """Blocks for every row and for the dead slots that it would have in a rectangle, and one that takes what pads write. A head's own passes
-    are not padded.
+    """Blocks for every row and for the dead slots that it would have in a rectangle, and one that takes what pads write. A head's own
+    passes are not padded.
     """
     layers, device = [list(footprint_of(m).layers) for m in models], models[0].device
     longest = max_len + (spec.most_tokens if spec else 0)
