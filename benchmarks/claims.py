@@ -115,7 +115,7 @@ def kernels_part(evidence: Evidence) -> list[str]:
     return [
         "## Padding told apart from kernels",
         "Unpadded over padded decoding, LLMA on random weights in the shape of OPT-1.3B at about 4 tokens a step. With other kernels, as "
-        f"in the [tables](benchmarks.md), `padded` runs on the framework's attention{spread}; with the same, on ours, and the ratio is one of "
+        f"in the [tables](benchmarks.md), `padded` runs on the framework's attention{spread}; with the same, on ours, and the ratio is of "
         "padding alone. At batch 1 nothing is padded, so that the first column there is what kernels make.",
         table(["batch", "other kernels", "the same kernels", "published"], lines),
     ]

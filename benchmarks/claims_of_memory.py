@@ -13,6 +13,7 @@ from benchmarks.verdicts import AtLeast, AtMost, Claim, Crosses, Evidence, Measu
 PLANNED_COMMAND = "python -m benchmarks.specmemo planned"
 MEMORY_COMMAND = "python -m benchmarks.memory {}"
 TREES_COMMAND = "python -m benchmarks.alike trees_b{:02d}"
+LEAST_MINUTES = 30  # of a soak whose memory has a slope
 LEAF_LOGITS = "logits gathered by leaf"
 
 
@@ -240,11 +241,10 @@ def long_speed(evidence: Evidence) -> Measured | None:
 
 
 def soaked(key: str, form: str, evidence: Evidence) -> Measured | None:
-    """Of all parts of the soak together."""
-    parts = evidence.record("soak")
-    if not parts:
+    """Of all parts of the soak together that are long enough for a slope."""
+    own = [p for p in (evidence.record("soak") or {}).values() if p["minutes"] >= LEAST_MINUTES or p["violations"]]
+    if not own:
         return None
-    own = list(parts.values())
     minutes, requests = (sum(p[k] for p in own) for k in ("minutes", "requests"))
     total = max(p[key] for p in own) if key == "mib_an_hour" else sum(p[key] for p in own)
     return sampled([total], form, f"{minutes:.0f} minutes, {requests:,} requests")

@@ -179,8 +179,8 @@ def ratios_beside_kernels(cells: Cells) -> list[str]:
     kernels = f"; at batch 1, where nothing is padded, it is {min(alone):.2f} to {max(alone):.2f}" if alone else ""
     return [
         f"- `unpadded` over `padded` is {min(padded):.2f} to {max(padded):.2f} at batch 8 and 16 in {len(padded)} comparisons whose drafts "
-        f"differ in length, as LLMA's do{kernels}. The two run different attention kernels, so that no published ratio is reached or missed "
-        "by these: with the same kernels, and beside the published ratios, they stand in [claims](claims.md)."
+        f"differ in length, as LLMA's do{kernels}. The two run different attention kernels, so that no published ratio is reached or "
+        "missed by these: with the same kernels, and beside the published ratios, they stand in [claims](claims.md)."
     ]
 
 

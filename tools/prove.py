@@ -71,7 +71,7 @@ PROOFS = [
     pytest("texts", "tests/core/test_text.py", "tests/promises/test_one_text.py", "tests/core/test_chat.py"),
     pytest("inputs", "tests/core/test_inputs.py", "tests/cli/test_mistakes.py", "tests/cli/test_generate_files.py"),
     pytest("training runs", "tests/train/test_train_files.py", "tests/train/test_train_heads.py"),
-    pytest("strategies", "tests/baselines/test_strategies.py"),
+    pytest("strategies", "tests/baselines/test_strategies.py", "tests/baselines/test_padded_blocks.py"),
     pytest("several ranks", *(f"tests/parallel/test_{part}.py" for part in ("ranks", "rank_faults"))),
     pytest("echelon verify", "tests/cli/test_verify_command.py"),
     pytest("end to end", "tests/promises/test_end_to_end.py"),

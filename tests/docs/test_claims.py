@@ -1,5 +1,4 @@
-"""docs/claims.md is what the evidence says: every verdict follows from its rule, every command can be given, and no paper is outdone elsewhere.
-"""
+"""docs/claims.md is what the evidence says: verdicts follow from rules, commands can be given, and no paper is outdone elsewhere."""
 
 from __future__ import annotations
 
@@ -107,7 +106,7 @@ def test_what_needs_a_device_names_the_cell_that_decides() -> None:
         assert claim.command == f"scripts/gpu_check.sh {found[1]}"
 
 
-class Parsed(Exception):
+class ParsedError(Exception):
     """A command has understood its arguments."""
 
 
@@ -118,12 +117,12 @@ def check_benchmark(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def parse_and_stop(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
         parse(parser, args, namespace)
-        raise Parsed
+        raise ParsedError
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
     monkeypatch.setattr(sys, "argv", [module, *arguments])
     found = importlib.import_module(module)
-    with pytest.raises(Parsed):
+    with pytest.raises(ParsedError):
         found.parser().parse_args(arguments) if hasattr(found, "parser") else found.main()
 
 
