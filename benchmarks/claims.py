@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
+from benchmarks import categories
 from benchmarks.cells import Records
 from benchmarks.claims_of_eagle import EAGLES, SCYLLA
 from benchmarks.claims_of_equality import EQSPEC
@@ -67,7 +68,7 @@ def write_claims(folder: Path) -> Path:
     ]
     for paper, own in rows.items():
         parts += [f"## {paper}", paper_table(own)]
-    parts += machines_part(everything)
+    parts += [*tasks_part(evidence), *machines_part(everything)]
     return write_text(folder / "claims.md", "\n\n".join(parts) + "\n", "--output")
 
 
@@ -137,6 +138,14 @@ def paper_table(rows: SequenceOf[Judged]) -> str:
         for row in rows
     ]
     return table(head, lines)
+
+
+def tasks_part(evidence: Evidence) -> list[str]:
+    """Spec-Bench by task, where it has been asked."""
+    names = [path.stem for path in sorted((evidence.folder / "categories").glob("*.json"))]
+    found = {name: record for name in names if (record := evidence.record(f"categories/{name}"))}
+    about = "Speed-up over plain decoding by the harness's own metric, in brackets tokens a step (`python -m benchmarks.categories`):"
+    return ["## Spec-Bench by task", about, categories.as_markdown(found)] if found else []
 
 
 def machines_part(rows: SequenceOf[Judged]) -> list[str]:

@@ -15,7 +15,7 @@ SPEED_UPS = {1: 3.94, 2: 3.50, 4: 2.83, 8: 2.17, 12: 1.81, 16: 1.63, 20: 1.46, 2
 VANILLA = {1: 3.94, 2: 3.21, 4: 2.26, 8: 1.37, 12: 0.99, 16: 0.83, 20: 0.70, 24: 0.66}
 ON_DEVICE = (8, 16, 24)
 OTHERS = (("padding both", RATIOS, (LLMA, "padded")), ("plain decoding", SPEED_UPS, ("plain", "unpadded")))
-DEVICE = "a CUDA device: the cell `{}` of `scripts/gpu_check.sh` decides it"
+DEVICE = "a CUDA device; the cell `{}` of `scripts/gpu_check.sh` decides it"
 
 
 # counted reasons
@@ -106,7 +106,7 @@ COMMAND = "python -m benchmarks.alike opt_b{:02d}"
 EMS_SD = [
     Claim(
         "padding-1",
-        "At batch 1, where nothing is padded, both ways of batching are one: what is measured above is padding alone.",
+        "At batch 1, where nothing is padded, both ways of batching are one: what is measured below is padding alone.",
         f"1.00 ({SETTING})",
         COMMAND.format(1),
         Within(0.97, 1.03),

@@ -202,7 +202,7 @@ def verdict_of(claim: Claim, measured: Measured | None) -> str:
     """The rule of the page: what was measured decides by the claim's own rule; where nothing was, whether it could have been."""
     if measured is not None and measured.samples:
         return HOLDS if claim.rule.holds(measured) else FAILS
-    return f"{NOT_HERE}: {claim.needs}" if claim.needs else NOT_MEASURED
+    return f"{NOT_HERE}: it takes {claim.needs}" if claim.needs else NOT_MEASURED
 
 
 def judge(claim: Claim, evidence: Evidence) -> Judged:

@@ -81,14 +81,14 @@ def test_what_is_not_measured_says_whether_it_could_be() -> None:
     claim = Claim("a", "A.", "1", "make test", AtLeast(1.0), lambda _: None)
     assert verdict_of(claim, None) == NOT_MEASURED
     needing = Claim("a", "A.", "1", "make test", AtLeast(1.0), lambda _: None, needs="a hub")
-    assert verdict_of(needing, None) == f"{NOT_HERE}: a hub"
+    assert verdict_of(needing, None) == f"{NOT_HERE}: it takes a hub"
     assert verdict_of(needing, Measured([2.0])) == HOLDS, "what was measured decides"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.claim.name)
 def test_every_verdict_follows_from_its_rule(row: Judged) -> None:
     if row.measured is None or not row.measured.samples:
-        assert row.verdict == (f"{NOT_HERE}: {row.claim.needs}" if row.claim.needs else NOT_MEASURED)
+        assert row.verdict == (f"{NOT_HERE}: it takes {row.claim.needs}" if row.claim.needs else NOT_MEASURED)
     else:
         assert row.verdict == (HOLDS if row.claim.rule.holds(row.measured) else FAILS)
         assert row.records, "a figure has evidence"
