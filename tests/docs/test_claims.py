@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
+import runpy
 import shlex
 import sys
 from collections.abc import Iterator
@@ -128,9 +129,11 @@ def check_benchmark(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_is_understood(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = command.split()[0]
-    if program.startswith("scripts/") or command.startswith("python scripts/"):
-        assert (ROOT / command.removeprefix("python ").split()[0]).exists()
+    program, *arguments = shlex.split(command)
+    if program.startswith("scripts/"):
+        assert (ROOT / program).exists()
+    elif command.startswith("python scripts/"):
+        runpy.run_path(str(ROOT / arguments[0]))["parser"]().parse_args(arguments[1:])
     elif command.startswith("python -m benchmarks."):
         check_benchmark(command, monkeypatch)
     else:
