@@ -4,11 +4,11 @@
 framework's attention; here they run on ours (`baselines.padded_blocks`), so that what separates them is padding, and at batch 1, where
 there is none, nothing. Static batches of B rows until N rows have been decoded, prompts read once for all, strategies by turns.
 
-opt_bBB      plain decoding and LLMA in every strategy on random weights in the shape of OPT-1.3B; acceptance is replayed so that a step
-             emits as many tokens as the published speed at batch 1 takes
-realign_bBB  plain decoding, and a draft model of 4 tokens, unpadded, realigned, and realigned in groups of equal length, on the grown pair
-windows_b08  how often groups of equal length are found, by the rows that they are chosen from
-trees_bBB    EAGLE's chains and trees, unpadded and padded as SpecMemo pads them, on the grown pair
+opt_bBB         plain decoding and LLMA in every strategy on random weights in the shape of OPT-1.3B; acceptance is replayed so that a step
+                emits as many tokens as the published speed at batch 1 takes
+realign_bBB     plain decoding, and a draft model of 4 tokens, unpadded, realigned, and realigned in groups of equal length, on the grown pair
+windows_b08     how often groups of equal length are found, by the rows that they are chosen from
+trees_HEAD_bBB  chains and trees of EAGLE, Medusa and Clover, unpadded and padded as SpecMemo pads them, on the grown pair
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from echelon.sampling import SamplingParams
 BATCHES = (1, 8, 2, 4, 16, 12, 20, 24)
 REALIGNED = (1, 4, 8, 16, 32)
 TREES_AT = (1, 4, 8)
+HEADS = ("eagle", "medusa", "clover")
 LAW = 4.2  # tokens a step that 3.94 times the speed of plain decoding takes at batch 1
 EXTRA_SLOTS = 32  # slots of a row for the ends of its blocks
 WINDOWS = (8, 16, 24, 48, 96)
 REALIGNMENTS = ("unpadded", "realign", "same-length")
-EAGLES: dict[str, dict[str, Any]] = {
+TREES: dict[str, dict[str, Any]] = {
     "chain": {"tree": "chain", "num_speculative_tokens": 4},
     "tree": {"tree": "dynamic", "num_speculative_tokens": 12, "tree_top_k": 4, "tree_depth": 5},
 }
@@ -83,7 +84,8 @@ class Alike:
 
     def __init__(self, size: Size, rows: int, rounds: int, tokens: int) -> None:
         self.size, self.rows, self.rounds, self.tokens = size, rows, rounds, tokens
-        self.models = Models(replace(size, table_batches=(max(map(self.count, BATCHES)),)), ["eagle"])
+        size = replace(size, table_batches=(max(map(self.count, BATCHES)),))
+        self.models, self._with_head = Models(size, []), {head: Models(size, [head]) for head in HEADS}
 
     def count(self, batch: int) -> int:
         """Prompts that make whole batches."""
@@ -136,13 +138,13 @@ class Alike:
             found.append([window, result.group_rate or 0.0, result.decode_median])
         return {"rows": len(prompts), "windows": found}
 
-    def trees(self, batch: int) -> Record:
-        """EAGLE under SpecMemo's padded batching; heads read their prompts, so that nothing is read before."""
-        target, folders = self.models.with_heads
+    def trees(self, head: str, batch: int) -> Record:
+        """A head under SpecMemo's padded batching; it reads its prompts, so that nothing is read before."""
+        target, folders = self._with_head[head].with_heads
         prompts = source(target, self.count(batch), self.size.short_prompt_tokens)
-        own = {"method": "eagle", "model": folders["eagle"]}
+        own = {"method": head, "model": folders[head]}
         methods = [DecodingMethod("plain", None)]
-        methods += [DecodingMethod(name, own | tree, s) for (name, tree), s in product(EAGLES.items(), ("unpadded", "padded"))]
+        methods += [DecodingMethod(name, own | tree, s) for (name, tree), s in product(TREES.items(), ("unpadded", "padded"))]
         results = measure(target, None, methods, prompts, greedy(self.tokens), batch, self.rounds, [], said, refill=False)
         return {"rows": len(prompts), "results": [asdict(r) for r in results]}
 
@@ -181,7 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
     cells = [Cell(f"opt_b{b:02d}", partial(alike.opt, b)) for b in BATCHES]
     cells += [Cell(f"realign_b{b:02d}", partial(alike.realign, b)) for b in REALIGNED]
     cells += [Cell("windows_b08", partial(alike.windows, 8))]
-    cells += [Cell(f"trees_b{b:02d}", partial(alike.trees, b)) for b in TREES_AT]
+    cells += [Cell(f"trees_{head}_b{b:02d}", partial(alike.trees, head, b)) for head, b in product(HEADS, TREES_AT)]
     return run_with_settings(asked, cells, {name: getattr(asked, name) for name in ("rows", "rounds", "tokens")}, as_markdown)
 
 

@@ -73,7 +73,7 @@ def test_realigned_rows_with_one_attention(study: Alike) -> None:
 
 
 def test_trees_padded_and_not(study: Alike) -> None:
-    record = study.trees(2)
+    record = study.trees("eagle", 2)
     assert record["rows"] == 4
     assert results(record)["tree", "padded"]["padded_input_share"] > 0.0
 
