@@ -6,7 +6,7 @@ there is none, nothing. Static batches of B rows until N rows have been decoded,
 
 opt_bBB         plain decoding and LLMA in every strategy on random weights in the shape of OPT-1.3B; acceptance is replayed so that a step
                 emits as many tokens as the published speed at batch 1 takes
-realign_bBB     plain decoding, and a draft model of 4 tokens, unpadded, realigned, and realigned in groups of equal length, on the grown pair
+realign_bBB     plain decoding, and a draft model of 4 tokens, unpadded, realigned, and in groups of equal length, on the grown pair
 windows_b08     how often groups of equal length are found, by the rows that they are chosen from
 trees_HEAD_bBB  chains and trees of EAGLE, Medusa and Clover, unpadded and padded as SpecMemo pads them, on the grown pair
 """
