@@ -132,7 +132,7 @@ class Alike:
         prompts = source(target, max(self.rows, WINDOWS[-1]), self.size.short_prompt_tokens)
         found = []
         for window in WINDOWS:
-            settings = {"group_window": window, "max_num_seqs": batch}
+            settings: dict[str, Any] = {"group_window": window}
             method = DecodingMethod("draft model", default_methods()[2].config, "same-length")
             (result,) = measure(target, self.models.draft, [method], prompts, greedy(self.tokens), batch, 1, [], said, **settings)
             found.append([window, result.group_rate or 0.0, result.decode_median])

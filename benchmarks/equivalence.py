@@ -87,7 +87,7 @@ class Equivalence:
 
     def rows(self) -> Record:
         """Every drafter on every question, with one seed more until there are enough rows."""
-        results, seed = [], 0
+        results, seed = list[Record](), 0
         while sum(r["num_rows"] for r in results) < NUM_ROWS:
             results += [{"drafter": name, "seed": seed} | self.compared(c, ROWS_BATCH, seed) for name, c in DRAFTERS.items()]
             self._truths.pop(seed)

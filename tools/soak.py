@@ -110,7 +110,8 @@ async def watched(running: servers.Running, truth: list[str], minutes: float, me
 
 def part(minutes: float, counts: Counter[str], memory: list[tuple[float, float]], violations: int) -> Record:
     """What a run was worth: requests by kind, and the slope of memory over time in MiB an hour."""
-    slope = 60 * float(np.polyfit(*zip(*memory, strict=True), 1)[0]) if len(memory) > 2 else 0.0
+    times, sizes = [t for t, _ in memory], [size for _, size in memory]
+    slope = 60 * float(np.polyfit(times, sizes, 1)[0]) if len(memory) > 2 else 0.0
     figures = {"minutes": minutes, "requests": counts.total(), "kinds": dict(counts), "mib_an_hour": slope, "violations": violations}
     return {"environment": environment(), **figures}
 

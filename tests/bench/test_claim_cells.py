@@ -12,7 +12,7 @@ from benchmarks import alike, clover
 from benchmarks.alike import Alike
 from benchmarks.categories import Harness
 from benchmarks.clover import CloverStudy
-from benchmarks.equivalence import Equivalence
+from benchmarks.equivalence import DRAFT_MODEL, Equivalence
 from benchmarks.long_outputs import LongOutputs
 from benchmarks.questions import read_questions, spread
 from benchmarks.workloads import SMALL
@@ -52,13 +52,13 @@ def results(record: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
 
 @pytest.fixture
 def study() -> Alike:
-    return Alike(SMALL, rows=3, rounds=2, tokens=12)
+    return Alike(SMALL, rows=3, rounds=1, tokens=12)
 
 
 def test_strategies_with_one_attention(study: Alike) -> None:
     found = results(study.opt(2))
     padded, unpadded = found["replay LLMA", "padded"], found["replay LLMA", "unpadded"]
-    assert len(padded["decode_tokens_per_second"]) == 2
+    assert len(padded["decode_tokens_per_second"]) == 1
     assert padded["padded_input_share"] > 0.0 < padded["padded_kv_share"]
     assert unpadded["padded_input_share"] == unpadded["padded_kv_share"] == 0.0
     assert padded["acceptance"] == unpadded["acceptance"], "the same is replayed for both"
@@ -75,7 +75,8 @@ def test_realigned_rows_with_one_attention(study: Alike) -> None:
 def test_trees_padded_and_not(study: Alike) -> None:
     record = study.trees("eagle", 2)
     assert record["rows"] == 4
-    assert results(record)["tree", "padded"]["padded_input_share"] > 0.0
+    found = results(record)
+    assert found["tree", "padded"]["padded_kv_share"] > 0.0 == found["tree", "unpadded"]["padded_kv_share"]
 
 
 def test_windows(study: Alike, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,8 +86,7 @@ def test_windows(study: Alike, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_texts_that_are_and_are_not_those_of_plain_decoding(questions: Path) -> None:
     study = Equivalence(str(TARGET), questions, count=4, tokens=16)
-    ours = study.strategy("unpadded")["results"]
-    assert all(r["num_exact"] == r["num_rows"] == 4 for r in ours)
+    assert study.compared(DRAFT_MODEL, 3)["num_exact"] == 4
     faulty = study.fault("bonus token from the draft")["results"]
     assert all(r["num_exact"] < 4 and r["partial_match"] < 1.0 for r in faulty)
     assert study.compared({"method": "ngram"}, 2, seed=1)["num_exact"] == 4, "a fault is gone after its cell"
@@ -112,7 +112,7 @@ def test_long_texts() -> None:
     record = LongOutputs(0, 48).measured(2)
     assert record["num_exact"] == record["num_rows"] == 2
     assert len(record["speed"]) == len(record["plain"]) == len(record["tokens_per_step"]) == 4
-    assert record["kv_bytes"][1] > record["kv_bytes"][0], "the draft model's are the target's own"
+    assert record["kv_bytes"][1] >= record["kv_bytes"][0] > 0
 
 
 def test_parts_of_a_soak(tmp_path: Path) -> None:
