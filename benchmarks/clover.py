@@ -32,8 +32,8 @@ PROMPT = 64
 class CloverStudy:
     """Both sizes with their heads, each grown when first asked for."""
 
-    def __init__(self, rounds: int, tokens: int) -> None:
-        self.rounds, self.tokens = rounds, tokens
+    def __init__(self, rows: int, rounds: int, tokens: int) -> None:
+        self.rows, self.rounds, self.tokens = rows, rounds, tokens
 
     @cached_property
     def models(self) -> dict[str, Models]:
@@ -42,7 +42,7 @@ class CloverStudy:
     def measured(self, size: str, batch: int) -> Record:
         """Plain decoding, and both heads with both trees, by turns."""
         target, folders = self.models[size].with_heads
-        prompts = source(target, max(2 * batch, 48), PROMPT, is_ragged=False)
+        prompts = source(target, max(2 * batch, self.rows), PROMPT, is_ragged=False)
         methods = [DecodingMethod("plain", None)]
         methods += [DecodingMethod(f"{h}, {t}", {"method": h, "model": folders[h], **TREES[t]}) for h, t in product(HEADS, TREES)]
         results = measure(target, None, methods, prompts, greedy(self.tokens), batch, self.rounds, [], said)
@@ -63,13 +63,14 @@ def as_markdown(records: dict[str, Record]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Measure the cells that have no record of these settings on this processor; 1 if one fails."""
     more: dict[str, dict[str, Any]] = {
+        "--rows": {"type": int, "default": 48, "help": "prompts of a cell, at least, and two batches of them"},
         "--rounds": {"type": int, "default": 3},
         "--tokens": {"type": int, "default": 64, "help": "new tokens of a row"},
     }
     asked = asked_of(__doc__, "clover", more, arguments)
-    study = CloverStudy(asked.rounds, asked.tokens)
+    study = CloverStudy(asked.rows, asked.rounds, asked.tokens)
     cells = [Cell(f"{size}_b{batch:02d}", partial(study.measured, size, batch)) for size, batch in product(SIZES, BATCHES)]
-    return run_with_settings(asked, cells, {"rounds": asked.rounds, "tokens": asked.tokens}, as_markdown)
+    return run_with_settings(asked, cells, {name: getattr(asked, name) for name in ("rows", "rounds", "tokens")}, as_markdown)
 
 
 if __name__ == "__main__":

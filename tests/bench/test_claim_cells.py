@@ -67,12 +67,13 @@ def test_strategies_with_one_attention(study: Alike) -> None:
 
 
 def test_realigned_rows_with_one_attention(study: Alike) -> None:
-    found = results(study.realign(2))
+    found = results(study.realign(3))
     assert set(found) == {("plain", "unpadded"), *(("draft model", s) for s in alike.REALIGNMENTS)}
     assert len({r["tokens_per_step"] for (method, _), r in found.items() if method == "draft model"}) == 1, "the same text"
 
 
-def test_trees_padded_and_not(study: Alike) -> None:
+def test_trees_padded_and_not(study: Alike, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alike, "TREES", {"tree": alike.TREES["tree"]})
     record = study.trees("eagle", 2)
     assert record["rows"] == 4
     found = results(record)
@@ -104,8 +105,9 @@ def test_spec_bench_by_task(questions: Path) -> None:
 
 def test_clover_beside_medusa(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clover, "SIZES", {"small": 0})
-    found = results(CloverStudy(rounds=1, tokens=4).measured("small", 4))
-    assert {m for m, _ in found} == {"plain", "clover, 4", "clover, auto", "medusa, 4", "medusa, auto"}
+    monkeypatch.setattr(clover, "TREES", {"4": clover.TREES["4"]})
+    found = results(CloverStudy(rows=2, rounds=1, tokens=4).measured("small", 1))
+    assert {m for m, _ in found} == {"plain", "clover, 4", "medusa, 4"}
 
 
 def test_long_texts() -> None:
