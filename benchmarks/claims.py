@@ -7,9 +7,10 @@ Nothing is measured here. A row's command measures what its verdict is computed 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
+from typing import Any
 
 from benchmarks import categories
 from benchmarks.cells import Records
@@ -33,7 +34,7 @@ PAPERS: Mapping[str, SequenceOf[Claim]] = {
     "EAGLE, EAGLE-2, EAGLE-3 (Li et al., arXiv 2401.15077, 2406.16858, 2503.01840)": EAGLES,
     "Scylla (Yan et al. 2025, arXiv 2505.07858)": SCYLLA,
     "SpecMemo (Yildirim and Chen 2025, arXiv 2506.01986)": SPECMEMO,
-    "What this project promises itself, and what no head of its own stands behind": OWN,
+    "This project's own promises, and drafters of Spec-Bench without a head": OWN,
 }
 RULES = f"""A verdict is computed from the evidence, by this rule, and never typed:
 
@@ -174,13 +175,22 @@ def tasks_part(evidence: Evidence) -> list[str]:
     return ["## Spec-Bench by task", about, categories.as_markdown(found)] if found else []
 
 
+def environments(record: Any) -> Iterator[dict[str, str]]:
+    """Where a record, or what it holds, was measured."""
+    if isinstance(record, dict) and "environment" in record:
+        yield record["environment"]
+    elif isinstance(record, dict | list):
+        for part in record.values() if isinstance(record, dict) else record:
+            yield from environments(part)
+
+
 def machines_part(rows: SequenceOf[Judged]) -> list[str]:
     """Where what decides was measured."""
     found: dict[str, set[str]] = {}
     for row in rows:
         for name, record in row.records.items():
-            if "environment" in record:
-                found.setdefault(described(record["environment"]), set()).add(name.split("/")[0])
+            for environment in environments(record):
+                found.setdefault(described(environment), set()).add(name.split("/")[0])
     lines = [f"- {where}: {', '.join(sorted(names))}" for where, names in sorted(found.items())]
     return ["## Machines and commits of the evidence", "\n".join(lines)] if lines else []
 

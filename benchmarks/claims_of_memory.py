@@ -23,11 +23,7 @@ def planned(evidence: Evidence) -> dict[str, Any]:
 
 def tree_share(evidence: Evidence) -> Measured | None:
     stock, own = planned(evidence).get("tree", (0, 0))
-    return (
-        sampled([own / stock], note=f"{own / 1e6:.2f} of {stock / 1e6:.2f} MB a row, without keys and values counted twice")
-        if stock
-        else None
-    )
+    return sampled([own / stock], note=f"{own / 1e6:.2f} of {stock / 1e6:.2f} MB a row") if stock else None
 
 
 def kept(other: str, evidence: Evidence) -> Measured | None:

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,10 +43,10 @@ class Evidence:
         """(method, strategy) → decoding speed by round."""
         return {(r.method, r.strategy): r.decode_tokens_per_second for r in self.results(name)}
 
-    @cached_property
-    def device(self) -> dict[str, Record]:
-        """Records of `scripts/gpu_check.sh` by cell; none where no device was there."""
-        return {name: r for name, r in (self.record("gpu_check") or {}).items() if isinstance(r, dict) and "failed" not in r}
+    def device(self, cell: str) -> Record:
+        """The record of a cell of `scripts/gpu_check.sh`; nothing where no device was there, or it failed."""
+        record: Record = (self.record("gpu_check") or {}).get(cell, {})
+        return {} if "failed" in record else record
 
 
 @dataclass(frozen=True)
