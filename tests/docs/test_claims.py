@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import re
 import runpy
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from benchmarks.verdicts import (
     Within,
     verdict_of,
 )
+from echelon.bench.throughput import ThroughputResult
 from echelon.ops.devices import chosen_device
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +108,67 @@ def test_what_needs_a_device_names_the_cell_that_decides() -> None:
         assert found is not None
         assert found[1] in cells
         assert claim.command == f"scripts/gpu_check.sh {found[1]}"
+
+
+def speeds(**by_method: float) -> dict[str, Any]:
+    """A record of speeds, three rounds each; names are METHOD__STRATEGY."""
+    named = [(*name.split("__"), value) for name, value in by_method.items()]
+    results = [
+        ThroughputResult(method.replace("_", " "), 8, [value] * 3, 4.2, 0.5, 0, 0, [], strategy.replace("_", "-"), [value] * 3, [], STEP)
+        for method, strategy, value in named
+    ]
+    return {"environment": WHERE, "results": [asdict(r) for r in results]}
+
+
+WHERE = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit"), "x")
+STEP = {"draft": 1.0, "forward": 7.0, "verify": 0.5, "layout": 1.0, "host": 0.5}
+TABLE = speeds(
+    plain__unpadded=50, replay_LLMA__padded=100, replay_LLMA__padded_kv=150, replay_LLMA__padded_inputs=120, replay_LLMA__unpadded=160
+)
+TABLE["results"][1] |= {"padded_input_share": 0.5, "padded_kv_share": 0.25}
+ROWS_EQUAL = {"batch_size": 4, "num_rows": 480, "num_exact": 12, "partial_match": 0.3}
+TASK = {"plain": [10.0, 10.0], "ours": [20.0, 30.0], "steps": 100, "tokens": 400}
+ARRIVED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {  # evidence → record, and the verdicts that follow
+    "alike/opt_b08": (TABLE, {"padding-8": HOLDS, "gain-8": HOLDS, "inputs-first": HOLDS}),
+    "alike/opt_b24": (TABLE, {"padding-24": FAILS, "gain-24": HOLDS}),
+    "gpu_check": ({"table-OPT-6.7B-08": TABLE}, {"device-replay-8": HOLDS, "device-plain-8": HOLDS}),
+    "alike/realign_b08": (speeds(draft_model__realign=90, draft_model__same_length=80), {"overhead-40": FAILS}),
+    "alike/windows_b08": ({"windows": [[8, 0.1, 50.0], [16, 0.4, 55.0]]}, {"groups-by-window": HOLDS}),
+    "alike/trees_eagle_b04": (speeds(plain__unpadded=50, tree__padded=110), {"specmemo-batch-4": HOLDS}),
+    "equivalence/bonus_token_from_the_draft": ({"results": [ROWS_EQUAL]}, {"fault-bonus-draft": HOLDS}),
+    "equivalence/unpadded": ({"results": [ROWS_EQUAL | {"num_exact": 480}]}, {"equal-4": HOLDS}),
+    "equivalence/rows": ({"num_rows": 10_080, "num_exact": 10_079}, {"own-equal-ten-thousand": FAILS}),
+    "categories/eagle_b1_t0": (
+        {"tasks": {"qa": TASK}, "overall": {"speed_up": 2.5, "tokens_per_step": 4.0}, "num_questions": 2},
+        {"spec-bench-eagle-speed": HOLDS, "spec-bench-eagle-tokens": FAILS},
+    ),
+    "clover/small_b04": (
+        {
+            "results": [
+                r | {"method": n, "strategy": "unpadded"}
+                for n, r in zip(("plain", "clover, 4", "medusa, 4"), TABLE["results"], strict=False)
+            ]
+        },
+        {"clover-small-4": HOLDS, "clover-over-medusa-small": FAILS},
+    ),
+    "long/b01": ({"num_rows": 1, "num_exact": 1, "plain": [9, 9], "speed": [18, 8]}, {"own-long-speed": FAILS}),
+    "soak": (
+        {"part-01": {"environment": WHERE, "minutes": 60.0, "requests": 9, "mib_an_hour": 2.0, "violations": 0}},
+        {"own-soak-wrong": HOLDS, "own-soak-memory": FAILS},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARRIVED)
+def test_records_decide_as_they_come(name: str, tmp_path: Path) -> None:
+    record, verdicts = ARRIVED[name]
+    path = tmp_path / "evidence" / f"{name}.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(record), "utf-8")
+    rows = {r.claim.name: r for own in judged_rows(Evidence(tmp_path / "evidence")).values() for r in own}
+    assert {n: rows[n].verdict for n in verdicts} == verdicts
+    text = write_claims(tmp_path).read_text("utf-8")
+    assert all(f"`{n}`: " in text.split("## How verdicts are made")[0] for n, v in verdicts.items() if v == FAILS), "first, and why"
 
 
 class ParsedError(Exception):
