@@ -115,6 +115,24 @@ def run_asked(
     return measured, int(len(measured) < len(found))
 
 
+def run_with_settings(
+    asked: argparse.Namespace, cells: Iterable[Cell], settings: Record, as_markdown: Callable[[dict[str, Record]], str]
+) -> int:
+    """Measure what was asked for and has no record of these settings on this processor, whatever the commit, and print the figures of all
+    that is known of it; 1 if any cell failed.
+    """
+    where = environment()
+
+    def is_current(_: str, record: Record) -> bool:
+        return bool(record["settings"] == settings and record["environment"]["cpu"] == where["cpu"])
+
+    found = run_cells(chosen(cells, asked.prefixes), Records(asked.output), {"settings": settings, "environment": where}, is_current)
+    measured = {name: record for name, record in found.items() if "failed" not in record}
+    if measured:
+        print(f"On {described(where)}.\n\n{as_markdown(measured)}")
+    return int(len(measured) < len(found))
+
+
 def said(name: str) -> None:
     """A part of a cell is done."""
     print(f"  {name}", flush=True)

@@ -110,17 +110,20 @@ def write_prefixes(runner: Runner[Any], rows: SequenceOf[int], prefixes: Sequenc
         tables.advance(row, len(prefix.tokens))
 
 
-def begin(llm: LLM, prompts: SequenceOf[SequenceOf[int]], params: SamplingParams, prefixes: SequenceOf[Prefix]) -> list[Sequence]:
-    """Requests of one static batch in the engine, the target's prompts read already."""
-    sequences = [sequence_of(llm, row, prompt, params) for row, prompt in enumerate(prompts)]
-    write_prefixes(llm.engine.target, range(len(prompts)), prefixes)
+def begin(
+    llm: LLM, prompts: SequenceOf[SequenceOf[int]], params: SamplingParams, prefixes: SequenceOf[Prefix], first_row: int = 0
+) -> list[Sequence]:
+    """Requests of one static batch in the engine, the target's prompts read already; rows are numbered from `first_row` on."""
+    rows = range(first_row, first_row + len(prompts))
+    sequences = [sequence_of(llm, row, prompt, params) for row, prompt in zip(rows, prompts, strict=True)]
+    write_prefixes(llm.engine.target, rows, prefixes)
     for sequence in sequences:
         llm.engine.add(sequence)
     return sequences
 
 
 def decode(
-    llm: LLM, prompts: SequenceOf[SequenceOf[int]], params: SamplingParams, prefixes: SequenceOf[Prefix]
+    llm: LLM, prompts: SequenceOf[SequenceOf[int]], params: SamplingParams, prefixes: SequenceOf[Prefix], first_row: int = 0
 ) -> tuple[list[list[int]], Recorder]:
     """Run one static batch to its end, the target's prompts read already: token ids, and what the steps added up to.
 
@@ -128,7 +131,7 @@ def decode(
     """
     recorder = Recorder(llm.stats)
     with llm.exclusive() as engine:
-        sequences = begin(llm, prompts, params, prefixes)
+        sequences = begin(llm, prompts, params, prefixes, first_row)
         recorder.start()
         reads_prompts = len(llm.storage.runners) > 1
         while engine.has_work:

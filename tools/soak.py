@@ -1,7 +1,8 @@
 """Many requests on the embedded pair, good, bad and abandoned ones, from a server in this process; then everything must be as before.
 
 `python -m tools.soak [MINUTES]` runs for that long (10 by default) and for at least 2,000 requests a minute. It fails if an answer is
-wrong, a bad request is not refused by a 4xx, a canary has changed, or blocks, threads, descriptors or memory have been lost.
+wrong, a bad request is not refused by a 4xx, a canary has changed, which is asked every minute, or blocks, threads, descriptors or memory
+have been lost. Every run is a part of docs/evidence/soak.json, with how its memory grew: six hours may be as many parts as they like.
 """
 
 from __future__ import annotations
@@ -12,12 +13,21 @@ import random
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
+import psutil
 import servers
 
+from benchmarks.cells import Record, Records
+from echelon.bench.throughput import environment
+from tools import ROOT
+
 NUM_CLIENTS = 24
+MINUTE = 60.0  # between two looks at memory and canaries
+PARTS = ROOT / "docs" / "evidence" / "soak.json"
 REQUESTS_PER_MINUTE = 2000
 BAD: list[dict[str, Any]] = [
     {"temperature": -1}, {"prompt": ""}, {"prompt": [10**6]}, {"n": 99}, {"stop": ""}, {"no_such_field": 1}, {"max_tokens": -3},
@@ -80,16 +90,53 @@ async def load(url: str, truth: list[str], minutes: float) -> Counter[str]:
     return counts
 
 
+async def watched(running: servers.Running, truth: list[str], minutes: float, memory: list[tuple[float, float]]) -> Counter[str]:
+    """The load, with (minutes, MiB) noted in `memory` and the canaries asked every minute."""
+    start, before = time.monotonic(), await asyncio.to_thread(servers.canaries, running)
+
+    async def look() -> None:
+        while True:
+            memory.append(((time.monotonic() - start) / 60, psutil.Process().memory_info().rss / 2**20))
+            await asyncio.sleep(MINUTE)
+            assert await asyncio.to_thread(servers.canaries, running) == before, "a canary has changed"
+
+    watch = asyncio.create_task(look())
+    counts = await load(running.url, truth, minutes)
+    watch.cancel()
+    if watch.done() and not watch.cancelled():
+        watch.result()
+    return counts
+
+
+def part(minutes: float, counts: Counter[str], memory: list[tuple[float, float]], violations: int) -> Record:
+    """What a run was worth: requests by kind, and the slope of memory over time in MiB an hour."""
+    times, sizes = [t for t, _ in memory], [size for _, size in memory]
+    slope = 60 * float(np.polyfit(times, sizes, 1)[0]) if len(memory) > 2 else 0.0
+    figures = {"minutes": minutes, "requests": counts.total(), "kinds": dict(counts), "mib_an_hour": slope, "violations": violations}
+    return {"environment": environment(), **figures}
+
+
+def keep(path: Path, record: Record) -> None:
+    """Add a part to those that are there."""
+    records = Records(path)
+    records.write(f"part-{len(records.read()) + 1:02d}", record)
+
+
 def main(minutes: float) -> int:
-    asked = kinds()
+    asked, memory, counts = kinds(), list[tuple[float, float]](), Counter[str]()
     outputs = servers.build("plain").generate([b["prompt"] for b in asked], [servers.params(b) for b in asked])
     truth = [o.outputs[0].text for o in outputs]
     with servers.serving(servers.build("draft_model", kv_cache_memory_bytes=2**23)) as running:
         asyncio.run(load(running.url, truth, 0.1 * minutes))  # what is allocated once is allocated now
         start = time.monotonic()
-        with servers.unharmed(running):
-            counts = asyncio.run(load(running.url, truth, minutes))
+        try:
+            with servers.unharmed(running):
+                counts = asyncio.run(watched(running, truth, minutes, memory))
+        except AssertionError:
+            keep(PARTS, part(minutes, counts, memory, 1))
+            raise
         seconds = time.monotonic() - start
+        keep(PARTS, part(minutes, counts, memory, 0))
         print(f"{counts.total()} requests in {seconds:.0f} s ({dict(counts)}), {running.llm.stats.num_preemptions} preemptions")
         print("all answers right; canaries, blocks, threads, descriptors and memory as before")
     return 0

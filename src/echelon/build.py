@@ -16,7 +16,7 @@ from echelon.adaptive.cost_table import CostTable
 from echelon.adaptive.measure import TOKENS, measured_drafting, measured_steps, pool_of, reach_of
 from echelon.adaptive.row_controller import RowController
 from echelon.baselines.strategies import STRATEGIES
-from echelon.config import OWN_COPY, EngineConfig, SpeculativeConfig, check_together
+from echelon.config import OWN_COPY, EngineConfig, SpeculativeConfig
 from echelon.drafters.acceptance_watch import AcceptanceWatch
 from echelon.drafters.base import Drafter, LevelDrafter, NoDrafter
 from echelon.drafters.draft_model import DraftModelDrafter
@@ -69,7 +69,6 @@ def build(
     ------
     ConfigError, ModelLoadError, UnsupportedModelError
     """
-    check_together(config, spec)
     if draft_head is not None:
         check_kind("draft_head", draft_head, Head)
     if config.num_ranks == 1:
@@ -125,7 +124,6 @@ def fit_to_memory(
     """
     if config.memory is None and config.gpu_memory_utilization is None:
         return None
-    check_together(config, spec)
     models = PlannedModels(config, spec, model, draft_model, draft_head)
     fitting = models.fitted(config.budget(models.memory) or 0)
     for line in fitting.lines():

@@ -242,9 +242,10 @@ def speculative(config: SpeculativeConfig | Mapping[str, Any] | None) -> Specula
 class EngineConfig(Settings):
     """How the engine runs a model; names are vLLM's where vLLM has one. The last five choose how rows become a batch.
 
-    `unpadded` (EMS-SD) is the engine's own. The others are the field's, on the framework's attention: `padded`, with `pad` saying what is
-    padded, and `realign` (EQSPEC), with `grouping="same_length"` EXSPEC: up to `group_window` rows are held, by default 3 × max_num_seqs,
-    and max_num_seqs of them with equal lengths run in a step. With `refill=False` rows enter only when all others are done.
+    `unpadded` (EMS-SD) is the engine's own. The others are the field's, on the framework's attention, with heads and trees on ours:
+    `padded`, with `pad` saying what is padded, and `realign` (EQSPEC), with `grouping="same_length"` EXSPEC: up to `group_window` rows are
+    held, by default 3 × max_num_seqs, and max_num_seqs of them with equal lengths run in a step. With `refill=False` rows enter only when
+    all others are done.
     `device="auto"` is CUDA where PyTorch sees a device; with `enforce_eager` no step is captured there as a CUDA graph,
     and none is launched before the last one is settled.
 
@@ -410,12 +411,3 @@ class EngineConfig(Settings):
 def check_settings(**values: Any) -> None:
     """Raise `ConfigError` for a value that `EngineConfig` would refuse."""
     EngineConfig(**values)
-
-
-def check_together(engine: EngineConfig, spec: SpeculativeConfig | None) -> None:
-    """Raise `ConfigError` for a drafter that the strategy cannot serve."""
-    if spec is None or engine.strategy == "unpadded" or not (spec.is_head or spec.grows_trees):
-        return
-    tree = f"tree = {spec.tree!r}", "a tree's nodes need blocks"
-    asked, why = (f"method {spec.method!r}", "its trees and its own keys and values need blocks") if spec.is_head else tree
-    raise ConfigError(f"{asked} needs strategy = 'unpadded', not {engine.strategy!r}: {why}")

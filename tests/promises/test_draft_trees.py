@@ -113,5 +113,3 @@ def test_bfloat16_on_the_kernels(tree: str, batch_size: int, mode: str) -> None:
 def test_what_a_tree_cannot_be_combined_with() -> None:
     with pytest.raises(ConfigError, match="acceptance = 'rejection' is defined on chains"):
         LLM(toys.adopted(target()), {"method": "draft_model", "tree": "static", "acceptance": "rejection"}, toys.adopted(draft()))
-    with pytest.raises(ConfigError, match=r"tree = 'dynamic' needs strategy = 'unpadded', not 'padded'"):
-        LLM(toys.adopted(target()), {"method": "draft_model", "tree": "dynamic"}, toys.adopted(draft()), strategy="padded")

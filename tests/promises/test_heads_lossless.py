@@ -384,7 +384,6 @@ class Last(heads.Independent):
 
 BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no folder": ({"method": "eagle"}, {}, "needs the key 'model'"),
-    "rectangle": ({"method": "eagle", "model": "x"}, {"strategy": "padded"}, "needs strategy = 'unpadded'"),
     "rejection": ({"method": "eagle", "model": "x", "acceptance": "rejection"}, {}, "defined on chains"),
     "tree without a head": ({"method": "ngram", "tree": "dynamic"}, {}, "drafts chains"),
     "paths without a tree": ({"method": "medusa", "model": "x", "speculative_token_tree": [[0]]}, {}, "needs tree = 'static'"),

@@ -1,18 +1,24 @@
-"""The table of batching strategies: the engine's own, and those of the field on the framework's attention."""
+"""The table of batching strategies: the engine's own, and those of the field, on the framework's attention or on ours."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 
 from echelon.baselines import layout
 from echelon.baselines.lines import LineTables
 from echelon.baselines.masked import MaskedRunner, Pack, refuse_softcap_and_sinks
+from echelon.baselines.padded_blocks import PADDINGS, PaddedBlocksRunner, PaddedTables
 from echelon.baselines.rectangle import RectangleCache
 from echelon.baselines.selection import SameLength, prompts_apart
 from echelon.config import EngineConfig, SpeculativeConfig
 from echelon.drafters.heads import AttachedHead
 from echelon.errors import UnsupportedModelError
-from echelon.memory.pool import plan_kv
+from echelon.kv.blocks import BlockTables
+from echelon.kv.cache import KVCache
+from echelon.memory.footprint import footprint_of
+from echelon.memory.pool import num_blocks_for, plan_kv
 from echelon.model.attention import record_layers
 from echelon.model.load.loading import LoadedModel
 from echelon.storage import BuildStorage, Storage, build_unpadded
@@ -61,4 +67,65 @@ def build_rectangles(
     return Storage(plan, runners, selector=selector)
 
 
-STRATEGIES: dict[str, BuildStorage] = {"unpadded": build_unpadded, "padded": build_rectangles, "realign": build_rectangles}
+def build_padded_blocks(
+    config: EngineConfig,
+    models: SequenceOf[LoadedModel],
+    max_len: int,
+    spec: SpeculativeConfig | None,
+    head: AttachedHead | None,
+) -> Storage:
+    """Blocks for every row and for the dead slots that it would have in a rectangle, and one that takes what pads write. A head's own
+    passes are not padded.
+    """
+    layers, device = [list(footprint_of(m).layers) for m in models], models[0].device
+    longest = max_len + (spec.most_tokens if spec else 0)
+    per_token = sum(s.bytes_per_token(m.model.dtype) for m, shapes in zip(models, layers, strict=True) for s in shapes)
+    per_token += head.bytes_per_token if head is not None else 0
+    plan = plan_kv(per_token, config.block_size, config.num_rows_held, 2 * longest, config.kv_cache_memory_bytes, device, 1)
+    most_blocks = num_blocks_for(longest, plan.block_size)
+    runners: list[PaddedBlocksRunner] = []
+    for loaded, shapes in zip(models, layers, strict=True):
+        tables = PaddedTables(plan.num_blocks, plan.block_size, most_blocks, longest)
+        cache = KVCache(shapes, tables, loaded.model.dtype, device, has_null_block=True)
+        padding = PADDINGS[config.strategy, config.pad, config.grouping]
+        runners.append(PaddedBlocksRunner(loaded, cache, padding, queries_of(loaded)))
+    head_cache = None
+    if head is not None:
+        runners[0].hidden_state_reader = head.reader
+        if head.shapes:
+            head_cache = KVCache(head.shapes, BlockTables(plan.num_blocks, plan.block_size, most_blocks), head.head.dtype, device)
+    selector = prompts_apart if config.grouping == "none" else SameLength(config.max_num_seqs, runners[0].usage)
+    return Storage(plan, runners, head, head_cache, selector=selector)
+
+
+def queries_of(loaded: LoadedModel) -> list[tuple[int, int]]:
+    """Heads of every layer's queries, and their size."""
+    found: list[tuple[int, int]] = []
+    record_layers(loaded.model, lambda call: found.append((call.query.shape[1], call.query.shape[2])))
+    return found
+
+
+def build_padded(
+    config: EngineConfig,
+    models: SequenceOf[LoadedModel],
+    max_len: int,
+    spec: SpeculativeConfig | None,
+    head: AttachedHead | None,
+) -> Storage:
+    """Rectangles for chains; trees and heads, which need blocks, on ours."""
+    builds = build_padded_blocks if spec is not None and (spec.is_head or spec.grows_trees) else build_rectangles
+    return builds(config, models, max_len, spec, head)
+
+
+STRATEGIES: dict[str, BuildStorage] = {"unpadded": build_unpadded, "padded": build_padded, "realign": build_padded}
+
+
+@contextmanager
+def on_our_attention() -> Iterator[None]:
+    """While inside, engines of the field's strategies are built on our attention, chains too, so that padding alone tells them apart."""
+    before = dict(STRATEGIES)
+    STRATEGIES.update(dict.fromkeys(("padded", "realign"), build_padded_blocks))
+    try:
+        yield
+    finally:
+        STRATEGIES.update(before)

@@ -1,0 +1,337 @@
+"""What SpecMemo (Yildirim and Chen 2025) claims of memory, what this project promises itself, and what was measured of both."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from benchmarks.claims_of_equality import EQUALITY, equal_rows
+from benchmarks.claims_of_heads import spec_bench_rows
+from benchmarks.claims_of_padding import widening
+from benchmarks.verdicts import AtLeast, AtMost, Claim, Crosses, Evidence, Measured, Within, labelled, middle, over, sampled
+
+PLANNED_COMMAND = "python -m benchmarks.specmemo planned"
+MEMORY_COMMAND = "python -m benchmarks.memory {}"
+TREES_COMMAND = "python -m benchmarks.alike trees_{}_b{:02d}"
+LEAST_MINUTES = 30  # of a soak whose memory has a slope
+LEAF_LOGITS = "logits gathered by leaf"
+
+
+def planned(evidence: Evidence) -> dict[str, Any]:
+    return evidence.record("specmemo/planned_eagle") or {}
+
+
+def tree_share(evidence: Evidence) -> Measured | None:
+    stock, own = planned(evidence).get("tree", (0, 0))
+    return sampled([own / stock], note=f"{own / 1e6:.2f} of {stock / 1e6:.2f} MB a row") if stock else None
+
+
+def kept(other: str, evidence: Evidence) -> Measured | None:
+    return sampled(over(planned(evidence).get("speeds", {}), "planned", other))
+
+
+def gathered(which: str, evidence: Evidence) -> Measured | None:
+    """Megabytes of logits that Medusa's own layout gathers by leaf."""
+    record = evidence.record("memory/trees")
+    return sampled([record[f"Medusa {which}"][LEAF_LOGITS] / 1e6], "{:.1f} MB", "counted") if record else None
+
+
+def all_buffers(evidence: Evidence) -> Measured | None:
+    record = evidence.record("memory/trees")
+    if not record:
+        return None
+    return sampled([sum(record["Medusa planned"].values()) / sum(record["Medusa stock"].values())], note="all buffers of a tree, counted")
+
+
+def our_buffers(evidence: Evidence) -> Measured | None:
+    """Bytes of a tree of 44 nodes over those of 64, in our layout, which gathers nothing."""
+    record = evidence.record("memory/trees")
+    if not record:
+        return None
+    own, stock = (sum(record[f"ours {which}"].values()) / 1e6 for which in ("planned", "stock"))
+    medusa = sum(record["Medusa stock"].values()) / 1e6
+    return sampled([own / stock], note=f"{own:.1f} of {stock:.1f} MB a query, where Medusa's layout takes {medusa:.1f}")
+
+
+def fastest_shape(evidence: Evidence) -> Measured | None:
+    """The fastest shape's share of the most paths and of the most nodes that were tried."""
+    shapes = (evidence.record("specmemo/grid_eagle") or {}).get("shapes", [])
+    if not shapes:
+        return None
+    best = max(shapes, key=lambda s: s["speed"])
+    shares = {name: best[name] / max(s[name] for s in shapes) for name in ("heads", "nodes")}
+    return labelled({f"{best[name]} {name}": share for name, share in shares.items()})
+
+
+def within_bound(evidence: Evidence) -> Measured | None:
+    """Speed at the lower bound over plain decoding; nothing where less memory did too."""
+    record = evidence.record("memory/bound")
+    if not record or "died" not in record["below"]:
+        return None
+    limit, below = record["above"]["least"] / 2**20, record["below"]["limit"] / 2**20
+    return sampled(
+        [record["above"]["speed"] / record["plain"]["speed"]],
+        note=f"under a hard limit of {limit:,.0f} MiB by plan; under {below:,.0f} MiB it dies",
+    )
+
+
+def queries(evidence: Evidence) -> Measured | None:
+    """Queries that fit at a ratio of keys to weights, over those that were planned."""
+    found = {f"1:{r}": evidence.record(f"memory/ratio_llama_{r}") for r in (2, 3, 5, 8, 15)}
+    return labelled({name: r["held"] / r["planned"] if r else None for name, r in found.items()}, "{:.3f}")
+
+
+def padded_trees(batch: int, evidence: Evidence) -> Measured | None:
+    return sampled(over(evidence.speeds(f"alike/trees_eagle_b{batch:02d}"), ("tree", "padded"), ("plain", "unpadded")))
+
+
+def unpadded_trees(head: str, evidence: Evidence) -> Measured | None:
+    return sampled(over(evidence.speeds(f"alike/trees_{head}_b08"), ("tree", "unpadded"), ("tree", "padded")))
+
+
+def trees_by_batch(evidence: Evidence) -> Measured | None:
+    """Throughput of padded trees at batch 8 over that at batch 1."""
+    many, one = (evidence.speeds(f"alike/trees_eagle_b{b:02d}").get(("tree", "padded"), []) for b in (8, 1))
+    return sampled([a / b for a, b in zip(many, one, strict=False)])
+
+
+EIGHT = "eight devices and a model of 70 B; no cell of `scripts/gpu_check.sh` decides it, and `echelon plan` counts its memory"
+SPECMEMO = [
+    Claim(
+        "specmemo-tree",
+        "A planned tree takes 65 % less memory than the stock tree.",
+        "19.5 of 55 MB a query: 0.355 (Vicuna-7B, Medusa)",
+        PLANNED_COMMAND,
+        AtMost(0.355, "{:.3f}"),
+        tree_share,
+    ),
+    Claim(
+        "specmemo-kept",
+        "It keeps 96 % of the throughput.",
+        "0.96 (Titan RTX, MT-Bench)",
+        PLANNED_COMMAND,
+        AtLeast(0.96),
+        partial(kept, "stock"),
+    ),
+    Claim(
+        "specmemo-gains",
+        "And speculation still gains over plain decoding.",
+        "retaining the speed-up (abstract)",
+        PLANNED_COMMAND,
+        AtLeast(1.0),
+        partial(kept, "plain"),
+    ),
+    Claim(
+        "specmemo-shape",
+        "The fastest shape has neither the most heads nor the most nodes.",
+        "3 of 5 heads, 44 of 64 nodes",
+        "python -m benchmarks.specmemo grid",
+        AtMost(0.99),
+        fastest_shape,
+    ),
+    Claim(
+        "specmemo-bound",
+        "There is a least memory in which speculation runs and gains; below it nothing runs.",
+        "a lower bound, from a model of memory",
+        MEMORY_COMMAND.format("bound"),
+        AtLeast(1.0),
+        within_bound,
+    ),
+    Claim(
+        "specmemo-19",
+        "Its tree of 44 nodes takes 19.5 MB a query.",
+        "19.5 MB",
+        MEMORY_COMMAND.format("trees"),
+        Within(19.4, 19.6, "{:.1f} MB"),
+        partial(gathered, "planned"),
+        is_merit=False,
+    ),
+    Claim(
+        "specmemo-55",
+        "Medusa's stock tree takes 55 MB a query.",
+        "55 MB, which its layout gathers for 3 heads; with the 5 that it has by default it gathers more",
+        MEMORY_COMMAND.format("trees"),
+        Within(54.0, 56.0, "{:.1f} MB"),
+        partial(gathered, "stock"),
+        is_merit=False,
+    ),
+    Claim(
+        "specmemo-all",
+        "All buffers of a tree together shrink by 65 %.",
+        "0.355, of which tensors is not said",
+        MEMORY_COMMAND.format("trees"),
+        AtMost(0.355, "{:.3f}"),
+        all_buffers,
+        is_merit=False,
+    ),
+    Claim(
+        "specmemo-ours",
+        "The same in our layout, which gathers no logits by leaf, so that the smaller tree saves less.",
+        "no figure",
+        MEMORY_COMMAND.format("trees"),
+        AtMost(1.0, "{:.3f}"),
+        our_buffers,
+        is_merit=False,
+    ),
+    Claim(
+        "specmemo-queries",
+        "The queries that fit at a ratio of keys to weights of 1:2 to 1:15 are those that the plan counts.",
+        "figures cannot be read; within 1 %",
+        MEMORY_COMMAND.format("ratio"),
+        AtLeast(0.99, "{:.3f}"),
+        queries,
+    ),
+    Claim(
+        "specmemo-70b",
+        "Padded batches of trees over eight devices have 8 times the throughput at batch 10 of one row.",
+        "46.0 against 5.7 tokens/s (Llama-2-70B, 8 × MI250)",
+        "echelon plan MODEL --speculation",
+        AtLeast(8.0),
+        lambda _: None,
+        needs=EIGHT,
+    ),
+    Claim(
+        "specmemo-batch",
+        "Batching padded trees brings throughput, here from batch 1 to batch 8.",
+        "41.6 against 5.7 tokens/s: 7.3",
+        TREES_COMMAND.format("eagle", 8),
+        AtLeast(7.3),
+        trees_by_batch,
+        why=widening,
+    ),
+    Claim(
+        "specmemo-batch-4",
+        "Padded trees are twice as fast as plain decoding in a batch of 4.",
+        "28.8 against 14.2 tokens/s: 2.03; 1.54 at batch 10",
+        TREES_COMMAND.format("eagle", 4),
+        AtLeast(2.03),
+        partial(padded_trees, 4),
+        why=widening,
+    ),
+    *(
+        Claim(
+            f"specmemo-unpadded-{head}",
+            f"Unpadded, trees of {name} are no slower in a batch of 8 (the paper leaves padding as its waste).",
+            "no figure: 1.00 at least",
+            TREES_COMMAND.format(head, 8),
+            AtLeast(1.0),
+            partial(unpadded_trees, head),
+            why=widening,
+        )
+        for head, name in (("eagle", "EAGLE"), ("medusa", "Medusa"), ("clover", "Clover"))
+    ),
+]
+
+
+# what this project promises
+
+
+def whole(name: str, evidence: Evidence) -> Measured | None:
+    """Equal rows of a run, in per cent."""
+    record = evidence.record(name)
+    return sampled([100 * record["num_exact"] / record["num_rows"]], "{:.2f} %", f"{record['num_rows']:,} rows") if record else None
+
+
+def long_speed(evidence: Evidence) -> Measured | None:
+    """Of the last quarter of a long text, over plain decoding there."""
+    record = evidence.record("long/b01")
+    found = {f"quarter {i + 1}": a / b for i, (a, b) in enumerate(zip(record["speed"], record["plain"], strict=True))} if record else {}
+    return labelled(dict(found))
+
+
+def soaked(key: str, form: str, evidence: Evidence) -> Measured | None:
+    """Of all parts of the soak together that are long enough for a slope."""
+    own = [p for p in (evidence.record("soak") or {}).values() if p["minutes"] >= LEAST_MINUTES or p["violations"]]
+    if not own:
+        return None
+    minutes, requests = (sum(p[k] for p in own) for k in ("minutes", "requests"))
+    total = max(p[key] for p in own) if key == "mib_an_hour" else sum(p[key] for p in own)
+    return sampled([total], form, f"{minutes:.0f} minutes, {requests:,} requests")
+
+
+def same_drafts(evidence: Evidence) -> Measured | None:
+    record = evidence.record("eagle3_in_vllm")
+    return (
+        sampled([record["num_equal"] / record["num_drafts"]["after the same text"]], note=f"{record['num_equal']} drafts")
+        if record
+        else None
+    )
+
+
+def falls_with_batch(evidence: Evidence) -> Measured | None:
+    """LLMA with fixed lengths over plain decoding, by batch."""
+    speeds = {b: evidence.speeds(f"benchmarks/gain-{b:02d}") for b in (1, 8, 16)}
+    return labelled({f"batch {b}": middle(over(s, ("LLMA", "unpadded"), ("plain", "unpadded"))) for b, s in speeds.items()})
+
+
+SOAK = "python -m tools.soak 60"
+OWN = [
+    Claim(
+        "own-equal",
+        "Unpadded texts are those of plain decoding to the last token, in bfloat16, at batch 1 to 16.",
+        "100 %",
+        "python -m benchmarks.tables equality",
+        AtLeast(100.0, "{:.1f} %"),
+        partial(equal_rows, "unpadded", "draft_model", (1, 2, 4, 8, 16)),
+    ),
+    Claim(
+        "own-equal-ten-thousand",
+        "So are 10,000 rows of every drafter.",
+        "100 %",
+        f"{EQUALITY} rows",
+        AtLeast(100.0, "{:.2f} %"),
+        partial(whole, "equivalence/rows"),
+    ),
+    Claim(
+        "own-long-equal",
+        "So are texts of 4,096 tokens.",
+        "100 %",
+        "python -m benchmarks.long_outputs",
+        AtLeast(100.0, "{:.2f} %"),
+        partial(whole, "long/b08"),
+    ),
+    Claim(
+        "own-long-speed",
+        "Speculation gains to the end of a text of 4,096 tokens.",
+        "above 1 in every quarter",
+        "python -m benchmarks.long_outputs b01",
+        AtLeast(1.0),
+        long_speed,
+        why=widening,
+    ),
+    Claim(
+        "own-vllm",
+        "vLLM drafts the same tokens with an EAGLE-3 head that was trained here.",
+        "all",
+        "python -m benchmarks.eagle3_in_vllm",
+        AtLeast(1.0, "{:.3f}"),
+        same_drafts,
+    ),
+    Claim(
+        "own-soak-wrong",
+        "A server under load, with bad and abandoned requests, gives no wrong answer.",
+        "0",
+        SOAK,
+        AtMost(0.0, "{:.0f}"),
+        partial(soaked, "violations", "{:.0f}"),
+    ),
+    Claim(
+        "own-soak-memory",
+        "And its memory does not grow.",
+        "1 MiB an hour at most",
+        SOAK,
+        AtMost(1.0, "{:.2f} MiB/h"),
+        partial(soaked, "mib_an_hour", "{:.2f} MiB/h"),
+    ),
+    Claim(
+        "own-crosses",
+        "Fixed drafts gain at batch 1 and no longer at batch 16 on this processor.",
+        "the README says so",
+        "python -m benchmarks.tables gain",
+        Crosses(),
+        falls_with_batch,
+        is_merit=False,
+    ),
+    *spec_bench_rows("ngram", 1.66, 1.75),
+    *spec_bench_rows("draft_model", 1.52, 2.28),
+]

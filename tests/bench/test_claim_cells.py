@@ -1,0 +1,128 @@
+"""The cells that the page of claims waits for, at a size of seconds: they measure what their names say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import alike, clover
+from benchmarks.alike import Alike
+from benchmarks.categories import Harness
+from benchmarks.clover import CloverStudy
+from benchmarks.equivalence import DRAFT_MODEL, Equivalence
+from benchmarks.long_outputs import LongOutputs
+from benchmarks.questions import read_questions, spread
+from benchmarks.workloads import SMALL
+from echelon import ConfigError
+from echelon.demo import TARGET
+from tools import soak
+
+QUESTIONS = [
+    {"question_id": 1, "category": "writing", "turns": ["def main(argv):\n    return", "class Stack:"]},
+    {"question_id": 2, "category": "coding", "turns": ["import os\nimport"]},
+    {"question_id": 3, "category": "qa", "turns": ["for i in range(10):\n    print("]},
+    {"question_id": 4, "category": "qa", "turns": ["def read(path):\n    with open("]},
+]
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    path = tmp_path / "question.jsonl"
+    path.write_text("".join(json.dumps(q) + "\n" for q in QUESTIONS), "utf-8")
+    return path
+
+
+def test_questions_by_task(questions: Path, tmp_path: Path) -> None:
+    found = read_questions(questions)
+    assert [q.task for q in found] == ["mt_bench", "mt_bench", "qa", "qa"]
+    assert [q.task for q in spread(found, 2)] == ["mt_bench", "qa"]
+    with pytest.raises(ConfigError, match=r"name its question\.jsonl"):
+        read_questions(None)
+    (tmp_path / "empty").write_text("", "utf-8")
+    with pytest.raises(ConfigError, match="holds no questions"):
+        read_questions(tmp_path / "empty")
+
+
+def results(record: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(r["method"], r["strategy"]): r for r in record["results"]}
+
+
+@pytest.fixture
+def study() -> Alike:
+    return Alike(SMALL, rows=3, rounds=1, tokens=12)
+
+
+def test_strategies_with_one_attention(study: Alike) -> None:
+    found = results(study.opt(2))
+    padded, unpadded = found["replay LLMA", "padded"], found["replay LLMA", "unpadded"]
+    assert len(padded["decode_tokens_per_second"]) == 1
+    assert padded["padded_input_share"] > 0.0 < padded["padded_kv_share"]
+    assert unpadded["padded_input_share"] == unpadded["padded_kv_share"] == 0.0
+    assert padded["acceptance"] == unpadded["acceptance"], "the same is replayed for both"
+    assert found["replay LLMA", "padded-kv"]["padded_input_share"] == 0.0
+    assert found["replay LLMA", "padded-inputs"]["padded_kv_share"] == 0.0
+
+
+def test_realigned_rows_with_one_attention(study: Alike) -> None:
+    found = results(study.realign(3))
+    assert set(found) == {("plain", "unpadded"), *(("draft model", s) for s in alike.REALIGNMENTS)}
+    assert len({r["tokens_per_step"] for (method, _), r in found.items() if method == "draft model"}) == 1, "the same text"
+
+
+def test_trees_padded_and_not(study: Alike, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alike, "TREES", {"tree": alike.TREES["tree"]})
+    record = study.trees("eagle", 2)
+    assert record["rows"] == 4
+    found = results(record)
+    assert found["tree", "padded"]["padded_kv_share"] > 0.0 == found["tree", "unpadded"]["padded_kv_share"]
+
+
+def test_windows(study: Alike, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alike, "WINDOWS", (2, 4))
+    assert [w for w, _, _ in study.windows(2)["windows"]] == [2, 4]
+
+
+def test_texts_that_are_and_are_not_those_of_plain_decoding(questions: Path) -> None:
+    study = Equivalence(str(TARGET), questions, count=4, tokens=16)
+    assert study.compared(DRAFT_MODEL, 3)["num_exact"] == 4
+    faulty = study.fault("bonus token from the draft")["results"]
+    assert all(r["num_exact"] < 4 and r["partial_match"] < 1.0 for r in faulty)
+    assert study.compared({"method": "ngram"}, 2, seed=1)["num_exact"] == 4, "a fault is gone after its cell"
+
+
+def test_spec_bench_by_task(questions: Path) -> None:
+    record = Harness(0, questions, count=2, tokens=8).measured("draft_model", 1, 0)
+    assert set(record["tasks"]) == {"mt_bench", "qa"}
+    assert record["num_questions"] == 4
+    assert len(record["tasks"]["mt_bench"]["ours"]) == 2
+    assert record["overall"]["tokens_per_step"] > 1.0
+    together = Harness(0, questions, count=2, tokens=8).measured("ngram", 8, 1)
+    assert len(together["tasks"]["qa"]["ours"]) == 1
+
+
+def test_clover_beside_medusa(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clover, "SIZES", {"small": 0})
+    monkeypatch.setattr(clover, "TREES", {"4": clover.TREES["4"]})
+    found = results(CloverStudy(rows=2, rounds=1, tokens=4).measured("small", 1))
+    assert {m for m, _ in found} == {"plain", "clover, 4", "medusa, 4"}
+
+
+def test_long_texts() -> None:
+    record = LongOutputs(0, 48).measured(2)
+    assert record["num_exact"] == record["num_rows"] == 2
+    assert len(record["speed"]) == len(record["plain"]) == len(record["tokens_per_step"]) == 4
+    assert record["kv_bytes"][1] >= record["kv_bytes"][0] > 0
+
+
+def test_parts_of_a_soak(tmp_path: Path) -> None:
+    memory = [(0.0, 100.0), (30.0, 100.5), (60.0, 101.0)]
+    counts = soak.Counter({"good": 5, "bad": 1})
+    for _ in range(2):
+        soak.keep(tmp_path / "soak.json", soak.part(60.0, counts, memory, 0))
+    parts = json.loads((tmp_path / "soak.json").read_text("utf-8"))
+    assert list(parts) == ["part-01", "part-02"]
+    assert parts["part-02"]["mib_an_hour"] == pytest.approx(1.0)
+    assert parts["part-02"]["requests"] == 6

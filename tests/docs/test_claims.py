@@ -1,0 +1,234 @@
+"""docs/claims.md is what the evidence says: verdicts follow from rules, commands can be given, and no paper is outdone elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_code_blocks import check_command
+
+from benchmarks.claims import PAPERS, judged_rows, write_claims
+from benchmarks.gpu import DeviceCells, DeviceSize
+from benchmarks.verdicts import (
+    FAILS,
+    HOLDS,
+    NOT_HERE,
+    NOT_MEASURED,
+    AtLeast,
+    AtMost,
+    Claim,
+    Crosses,
+    Evidence,
+    Judged,
+    Measured,
+    Ordered,
+    VerdictRule,
+    Within,
+    verdict_of,
+)
+from echelon.bench.throughput import ThroughputResult
+from echelon.ops.devices import chosen_device
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+ROWS = [row for rows in judged_rows(Evidence(DOCS / "evidence")).values() for row in rows]
+CLAIMS = {row.claim.name: row.claim for row in ROWS}
+COMMANDS = sorted({claim.command for claim in CLAIMS.values()})
+NAMES = r"EMS-SD|EQSPEC|EXSPEC|SpecMemo|Scylla|Clover|Medusa|EAGLE(?:-[123])?|[Pp]ublish\w*|[Tt]he paper\w*"
+
+
+def test_the_page_is_what_the_command_writes(tmp_path: Path) -> None:
+    (tmp_path / "evidence").symlink_to(DOCS / "evidence")
+    written = write_claims(tmp_path).read_text("utf-8")
+    assert (DOCS / "claims.md").read_text("utf-8") == written, "run: python -m benchmarks.claims"
+
+
+def test_there_are_rows_enough_and_none_twice() -> None:
+    assert len(ROWS) == len(CLAIMS) >= 25
+    assert len(PAPERS) == 8
+
+
+RULED: list[tuple[VerdictRule, Measured, bool]] = [
+    (AtLeast(1.5), Measured([1.0, 1.5, 9.0]), True),
+    (AtLeast(1.5), Measured([1.0, 1.49, 9.0]), False),
+    (AtLeast(1.0), Measured([1.1, 0.9], labels=["a", "b"]), False),
+    (AtMost(0.5), Measured([0.5]), True),
+    (AtMost(0.5), Measured([0.1, 0.6], labels=["a", "b"]), False),
+    (Within(0.97, 1.03), Measured([0.5, 1.0, 2.0]), True),
+    (Within(0.97, 1.03), Measured([1.04]), False),
+    (Ordered(), Measured([1.0, 2.0, 3.0], labels=["a", "b", "c"]), True),
+    (Ordered(), Measured([1.0, 3.0, 2.0], labels=["a", "b", "c"]), False),
+    (Ordered(rises=False), Measured([3.0, 2.0], labels=["a", "b"]), True),
+    (Crosses(), Measured([2.0, 1.1, 0.9], labels=["a", "b", "c"]), True),
+    (Crosses(), Measured([2.0, 1.1, 1.0], labels=["a", "b", "c"]), False),
+]
+
+
+@pytest.mark.parametrize(("rule", "measured", "holds"), RULED)
+def test_rules(rule: VerdictRule, measured: Measured, holds: bool) -> None:
+    claim = Claim("a", "A.", "1", "make test", rule, lambda _: measured)
+    assert rule.holds(measured) is holds
+    assert verdict_of(claim, measured) == (HOLDS if holds else FAILS)
+
+
+def test_what_is_not_measured_says_whether_it_could_be() -> None:
+    claim = Claim("a", "A.", "1", "make test", AtLeast(1.0), lambda _: None)
+    assert verdict_of(claim, None) == NOT_MEASURED
+    needing = Claim("a", "A.", "1", "make test", AtLeast(1.0), lambda _: None, needs="a hub")
+    assert verdict_of(needing, None) == f"{NOT_HERE}: it takes a hub"
+    assert verdict_of(needing, Measured([2.0])) == HOLDS, "what was measured decides"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.claim.name)
+def test_every_verdict_follows_from_its_rule(row: Judged) -> None:
+    if row.measured is None or not row.measured.samples:
+        assert row.verdict == (f"{NOT_HERE}: it takes {row.claim.needs}" if row.claim.needs else NOT_MEASURED)
+    else:
+        assert row.verdict == (HOLDS if row.claim.rule.holds(row.measured) else FAILS)
+        assert row.records, "a figure has evidence"
+    assert not row.is_worse or row.claim.why is not None, "why ours is worse"
+
+
+def test_what_needs_a_device_names_the_cell_that_decides() -> None:
+    cells = {cell.name for cell in DeviceCells(DeviceSize(), chosen_device("cpu"), "invariant").all}
+    needing = [claim for claim in CLAIMS.values() if "CUDA" in claim.needs]
+    assert len(needing) >= 6
+    for claim in needing:
+        found = re.search(r"the cell `([^`]+)` of `scripts/gpu_check.sh`", claim.needs)
+        assert found is not None
+        assert found[1] in cells
+        assert claim.command == f"scripts/gpu_check.sh {found[1]}"
+
+
+def speeds(**by_method: float) -> dict[str, Any]:
+    """A record of speeds, three rounds each; names are METHOD__STRATEGY."""
+    named = [(*name.split("__"), value) for name, value in by_method.items()]
+    results = [
+        ThroughputResult(method.replace("_", " "), 8, [value] * 3, 4.2, 0.5, 0, 0, [], strategy.replace("_", "-"), [value] * 3, [], STEP)
+        for method, strategy, value in named
+    ]
+    return {"environment": WHERE, "results": [asdict(r) for r in results]}
+
+
+WHERE = dict.fromkeys(("cpu", "threads", "torch", "transformers", "commit"), "x")
+STEP = {"draft": 1.0, "forward": 7.0, "verify": 0.5, "layout": 1.0, "host": 0.5}
+TABLE = speeds(
+    plain__unpadded=50, replay_LLMA__padded=100, replay_LLMA__padded_kv=150, replay_LLMA__padded_inputs=120, replay_LLMA__unpadded=160
+)
+TABLE["results"][1] |= {"padded_input_share": 0.5, "padded_kv_share": 0.25}
+ROWS_EQUAL = {"batch_size": 4, "num_rows": 480, "num_exact": 12, "partial_match": 0.3}
+TASK = {"plain": [10.0, 10.0], "ours": [20.0, 30.0], "steps": 100, "tokens": 400}
+ARRIVED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {  # evidence → record, and the verdicts that follow
+    "alike/opt_b08": (TABLE, {"padding-8": HOLDS, "gain-8": HOLDS, "inputs-first": HOLDS}),
+    "alike/opt_b24": (TABLE, {"padding-24": FAILS, "gain-24": HOLDS}),
+    "gpu_check": ({"table-OPT-6.7B-08": TABLE}, {"device-replay-8": HOLDS, "device-plain-8": HOLDS}),
+    "alike/realign_b08": (speeds(draft_model__realign=90, draft_model__same_length=80), {"overhead-40": FAILS}),
+    "alike/windows_b08": ({"windows": [[8, 0.1, 50.0], [16, 0.4, 55.0]]}, {"groups-by-window": HOLDS}),
+    "alike/trees_eagle_b04": (speeds(plain__unpadded=50, tree__padded=110), {"specmemo-batch-4": HOLDS}),
+    "equivalence/bonus_token_from_the_draft": ({"results": [ROWS_EQUAL]}, {"fault-bonus-draft": HOLDS}),
+    "equivalence/unpadded": ({"results": [ROWS_EQUAL | {"num_exact": 480}]}, {"equal-4": HOLDS}),
+    "equivalence/rows": ({"num_rows": 10_080, "num_exact": 10_079}, {"own-equal-ten-thousand": FAILS}),
+    "categories/eagle_b1_t0": (
+        {"tasks": {"qa": TASK}, "overall": {"speed_up": 2.5, "tokens_per_step": 4.0}, "num_questions": 2},
+        {"spec-bench-eagle-speed": HOLDS, "spec-bench-eagle-tokens": FAILS},
+    ),
+    "clover/small_b04": (
+        {
+            "results": [
+                r | {"method": n, "strategy": "unpadded"}
+                for n, r in zip(("plain", "clover, 4", "medusa, 4"), TABLE["results"], strict=False)
+            ]
+        },
+        {"clover-small-4": HOLDS, "clover-over-medusa-small": FAILS},
+    ),
+    "long/b01": ({"num_rows": 1, "num_exact": 1, "plain": [9, 9], "speed": [18, 8]}, {"own-long-speed": FAILS}),
+    "soak": (
+        {"part-01": {"environment": WHERE, "minutes": 60.0, "requests": 9, "mib_an_hour": 2.0, "violations": 0}},
+        {"own-soak-wrong": HOLDS, "own-soak-memory": FAILS},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARRIVED)
+def test_records_decide_as_they_come(name: str, tmp_path: Path) -> None:
+    record, verdicts = ARRIVED[name]
+    path = tmp_path / "evidence" / f"{name}.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(record), "utf-8")
+    rows = {r.claim.name: r for own in judged_rows(Evidence(tmp_path / "evidence")).values() for r in own}
+    assert {n: rows[n].verdict for n in verdicts} == verdicts
+    text = write_claims(tmp_path).read_text("utf-8")
+    assert all(f"`{n}`: " in text.split("## How verdicts are made")[0] for n, v in verdicts.items() if v == FAILS), "first, and why"
+
+
+class ParsedError(Exception):
+    """A command has understood its arguments."""
+
+
+def check_benchmark(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a module parse what follows it, and no more."""
+    module, *arguments = shlex.split(command)[2:]
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
+        parse(parser, args, namespace)
+        raise ParsedError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    found = importlib.import_module(module)
+    with pytest.raises(ParsedError):
+        found.parser().parse_args(arguments) if hasattr(found, "parser") else found.main()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_understood(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, *arguments = shlex.split(command)
+    if program.startswith("scripts/"):
+        assert (ROOT / program).exists()
+    elif command.startswith("python scripts/"):
+        runpy.run_path(str(ROOT / arguments[0]))["parser"]().parse_args(arguments[1:])
+    elif command.startswith("python -m benchmarks."):
+        check_benchmark(command, monkeypatch)
+    else:
+        check_command(command)
+
+
+def sentences() -> Iterator[tuple[str, str]]:
+    """(document, sentence) of all that is written by hand and speaks of a paper in numbers."""
+    for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md"))):
+        if path.name in ("claims.md", "benchmarks.md", "laws.md", "changelog.md"):
+            continue  # written from evidence, or what changed
+        text = re.sub(r"```.*?```", "", path.read_text("utf-8"), flags=re.DOTALL)
+        for sentence in re.split(r"(?<=[.:;])\s+|\n\n|\n[-|]", text):
+            if re.search(NAMES, sentence):
+                yield path.name, " ".join(sentence.split())
+
+
+def ratios(sentence: str) -> set[str]:
+    """Numbers that outdo something: 2.17, 1.9 times, 96 %; no counts."""
+    sentence = re.sub(r"[\d.]+(?: to [\d.]+)? (?:thousand|million|billion|B)\b", "", sentence)
+    return set(re.findall(r"(?<![\w.,-])\d+\.\d+(?![\w.])|(?<![\w.,-])\d+(?= times\b| ?%)", sentence))
+
+
+def test_no_paper_is_outdone_where_the_page_says_nothing() -> None:
+    """Every ratio in a sentence that names a paper stands in the page of claims."""
+    page = (DOCS / "claims.md").read_text("utf-8")
+    known = set(re.findall(r"\d+(?:\.\d+)?", page))
+    missing = {f"{name}: {r} in {sentence}" for name, sentence in sentences() for r in ratios(sentence) if r not in known}
+    assert missing == set()
+
+
+def test_the_page_is_linked() -> None:
+    assert "docs/claims.md" in (ROOT / "README.md").read_text("utf-8")
+    assert "claims.md" in (ROOT / "mkdocs.yml").read_text("utf-8")
