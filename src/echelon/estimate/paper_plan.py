@@ -215,12 +215,11 @@ class PaperPlan:
         """Drafted tokens of a row, and tokens a step from which a draft of that size is faster than plain decoding."""
         if self.spec is None:
             return []
-        plain, found = self.cluster.speed(rows, self.context), []
-        for count in DRAFT_SHAPES[self.spec.grows_trees]:
-            if count <= self.spec.most_tokens:
-                drafting = self._drafting(count)
-                speed = self.cluster.speed(rows, self.context, drafting)
-                found.append((count, SpeedLine(plain, count, drafting.emitted, speed).pays_from))
+        plain, found, most = self.cluster.speed(rows, self.context), [], self.spec.most_tokens
+        for count in sorted({*(c for c in DRAFT_SHAPES[self.spec.grows_trees] if c < most), most}):
+            drafting = self._drafting(count)
+            speed = self.cluster.speed(rows, self.context, drafting)
+            found.append((count, SpeedLine(plain, count, drafting.emitted, speed).pays_from))
         return found
 
     def as_dict(self) -> dict[str, Any]:
