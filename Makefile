@@ -80,7 +80,7 @@ sanitize: $(SANITISED)
 # A wheel for any Python and PyTorch of the range that pyproject.toml names, with the kernels in it.
 wheel: $(READY)
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/wheel .
-	$(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libgomp*' --wheel-dir build/wheel build/wheel/echelon-*-linux_*.whl
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libgomp*' --wheel-dir build/wheel build/wheel/echelon-*-linux_*.whl
 	rm build/wheel/echelon-*-linux_*.whl
 
 # torch comes first and by its exact version, so that nothing that follows can replace it; the kernels are built with its headers.
