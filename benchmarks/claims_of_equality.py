@@ -30,13 +30,14 @@ def equal_rows(strategy: str, drafter: str, batches: tuple[int, ...], evidence: 
 
 
 def faulty_rows(fault: str, evidence: Evidence) -> Measured | None:
-    """Equal rows with a fault re-enacted."""
+    """Equal rows with a fault re-enacted, where rows run together: some faults need two."""
     record = evidence.record(f"equivalence/{fault.replace(' ', '_')}")
     if not record:
         return None
-    shares = [100 * r["num_exact"] / r["num_rows"] for r in record["results"]]
-    sizes = ", ".join(str(r["batch_size"]) for r in record["results"])
-    return sampled(shares, "{:.1f} %", f"{record['results'][0]['num_rows']} prompts of Spec-Bench at batch {sizes}")
+    together = [r for r in record["results"] if r["batch_size"] > 1]
+    sizes = ", ".join(str(r["batch_size"]) for r in together)
+    note = f"{record['results'][0]['num_rows']} prompts of Spec-Bench at batch {sizes}"
+    return sampled([100 * r["num_exact"] / r["num_rows"] for r in together], "{:.1f} %", note)
 
 
 def realigned(batch: int, lengths: str, evidence: Evidence) -> dict[str, ThroughputResult]:
@@ -149,7 +150,7 @@ EQSPEC = [
             f"With the fault of {who}, {fault}, hardly any text is that of plain decoding.",
             f"{published} (with all faults of that system)",
             f"{EQUALITY} '{fault.replace(' ', '_')}'",
-            AtMost(50.0, "{:.1f} %"),
+            AtMost(10.0, "{:.1f} %"),
             partial(faulty_rows, fault),
             is_merit=False,
         )

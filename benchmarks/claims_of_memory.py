@@ -95,7 +95,7 @@ def trees_by_batch(evidence: Evidence) -> Measured | None:
     return sampled([a / b for a, b in zip(many, one, strict=False)])
 
 
-EIGHT = "eight devices and a model of 70 B; no cell of `scripts/gpu_check.sh` decides it, and `echelon plan` counts its memory"
+EIGHT = "eight devices and a model of 70 B; no cell of `scripts/gpu_check.sh` decides it; [a model of it](on_paper.md) counts it"
 SPECMEMO = [
     Claim(
         "specmemo-tree",
@@ -270,7 +270,7 @@ OWN = [
         "own-equal",
         "Unpadded texts are those of plain decoding to the last token, in bfloat16, at batch 1 to 16.",
         "100 %",
-        "python -m benchmarks.tables equality",
+        f"{EQUALITY} unpadded",
         AtLeast(100.0, "{:.1f} %"),
         partial(equal_rows, "unpadded", "draft_model", (1, 2, 4, 8, 16)),
     ),
