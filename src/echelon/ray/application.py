@@ -19,6 +19,7 @@ from ray.serve.config import RequestRouterConfig
 from echelon.config import EngineConfig, SpeculativeConfig, speculative
 from echelon.errors import ConfigError, UnavailableError
 from echelon.inputs import check_kind, first_problem, name_of
+from echelon.ray.cluster import listen_on_node_alone
 from echelon.ray.gateway import Gateway
 from echelon.ray.replica import Replica
 from echelon.server.config import ServerConfig
@@ -34,6 +35,10 @@ class ServedReplica(Replica):
     """A replica as Ray Serve knows it, which gives it a name and awaits its end."""
 
     __del__ = Replica.close
+
+    def __init__(self, *given: Any) -> None:
+        listen_on_node_alone()
+        super().__init__(*given)
 
     def metrics(self) -> tuple[str, str]:
         """Its name and its page of /metrics."""

@@ -6,10 +6,12 @@ import ipaddress
 import os
 import secrets
 import socket
+from typing import Any
 
 import grpc
 import ray
 from ray._private import ray_constants
+from ray.serve._private import replica as serving
 
 from echelon.errors import ConfigError
 
@@ -45,6 +47,19 @@ def connect(address: str | None = None, num_cpus: int | None = None) -> None:
         except ConfigError:
             ray.shutdown()
             raise
+
+
+def listen_on_node_alone() -> None:
+    """Bind the port on which an actor of Ray Serve in this process is going to take calls of other actors to the node's own address, so to
+    loopback on a cluster of this machine: Ray binds it to all interfaces, and unpickles what comes in.
+    """
+    host = ray.util.get_node_ip_address()
+    add = serving.add_port_to_grpc_server
+
+    def add_narrowed(server: Any, address: str) -> Any:
+        return add(server, address.replace("[::]", f"[{host}]" if ":" in host else host))
+
+    serving.add_port_to_grpc_server = add_narrowed
 
 
 def _start(num_cpus: int | None) -> None:

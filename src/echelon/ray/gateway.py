@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from echelon.errors import RequestTimeoutError, UnavailableError
 from echelon.ray.affinity import affinity_of
+from echelon.ray.cluster import listen_on_node_alone
 from echelon.ray.merged_metrics import merged
 from echelon.ray.resumption import ResumableAnswer
 from echelon.server.config import ServerConfig
@@ -38,6 +39,7 @@ class Gateway:
     """
 
     def __init__(self, replicas: DeploymentHandle[Any], config: ServerConfig) -> None:
+        listen_on_node_alone()
         self._replicas, self._config = replicas, config
 
     def __serve_build_asgi_app__(self) -> App:
