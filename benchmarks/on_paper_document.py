@@ -304,8 +304,8 @@ def replicas_part(record: Record) -> list[str]:
             f"search on a ring of 64 points a replica; {described(record['environment'])}). Traffic is computed for 2 requests a second on "
             "each replica, with 1,000 tokens of prompt and 200 events of 200 bytes each; health is asked every 10 s. Loads are simulated "
             "with 32 conversations a replica. The last three columns are ways to choose: by the hash alone, the emptier of two "
-            "drawn at random, and by the hash unless that replica has 1.25 of its share; of each the load of the fullest replica over the mean, "
-            "and how many of a conversation's turns go to the replica that has its prefix.",
+            "drawn at random, and by the hash unless that replica has 1.25 of its share; of each the load of the fullest replica over the "
+            "mean, and how many of a conversation's turns go to the replica that has its prefix.",
             table(["replicas", "choosing a request", "MB/s through the gateway", "probes a second", *rules], rows),
             f"A hundred times the replicas make a choice {last['lookup_us'] / record['lines'][1]['lookup_us']:.1f} times as long, and "
             f"1,000 of them keep one chooser {last['core_share']:.0%} busy. What passes through it, {last['megabytes_per_second']:.0f} "
