@@ -36,17 +36,24 @@ PAPERS: Mapping[str, SequenceOf[Claim]] = {
     "SpecMemo (Yildirim and Chen 2025, arXiv 2506.01986)": SPECMEMO,
     "This project's own promises, and drafters of Spec-Bench without a head": OWN,
 }
+ABOUT = """Papers on speculative decoding claim speed-ups, tokens a step and equal texts. Each row below is one such claim: the published
+figure, ours, the condition that ours has to meet, the verdict, and the command that measures it. Published figures are those of GPUs and of
+trained models with billions of parameters; ours are those of two CPU cores with small models, or random ones in the shape of large models.
+That a figure holds or fails here says nothing of the paper's own machine.
+
+*Plain decoding* is decoding without drafts, one token a step. *Tokens a step* are what a step emits for one row: the accepted drafted
+tokens and the target's own. *Padded* batching fills rows up to the longest; *unpadded* batching, this engine's, lays them end to end. LLMA
+drafts by copying from the prompt: "2/7" copies 7 tokens after a match of 2. Further words: [glossary](glossary.md)."""
 RULES = f"""A verdict is computed from the evidence, by this rule, and never typed:
 
 - **{HOLDS}**, **{FAILS}**: something was measured, and its median meets the condition in the column *rule*, or does not. Where *ours* lists
   several labelled values, the condition is on all of them, or on their order.
-- **{NOT_HERE}**: nothing was measured, and it takes what the verdict names: a device, weights or data that a CPU without a hub does not
-  have. Where a GPU is what is missing, the cell of `scripts/gpu_check.sh` that decides is named, and its record decides once it is there.
+- **{NOT_HERE}**: nothing was measured, for it takes what the verdict names: a GPU, or weights, data or a judge that have to come from
+  elsewhere. Where a GPU is missing, the verdict names the part of `scripts/gpu_check.sh` that measures the row on one.
 - **{NOT_MEASURED}**: nothing was measured, and the command in the row would.
 
-*ours* is the median with the least and the largest of its samples: rounds by turns, seeds, or cells. With fewer than {LEAST_SAMPLES}
-samples it says so. Published speeds are those of GPUs and of trained models of billions of parameters; ours are those of two cores. That a
-figure holds or fails here says nothing of the paper's own machine."""
+*ours* is a median, in brackets the least and the largest of its samples; samples are repeated runs, seeds or batch sizes. With fewer than
+{LEAST_SAMPLES} it says how many."""
 
 
 def judged_rows(evidence: Evidence) -> dict[str, list[Judged]]:
@@ -61,7 +68,8 @@ def write_claims(folder: Path) -> Path:
     everything = [row for own in rows.values() for row in own]
     parts = [
         "# Claims of the papers, and what holds here",
-        f"Written by `python -m benchmarks.claims` from `evidence`: {counted(everything)}",
+        ABOUT,
+        f"{counted(everything)} `python -m benchmarks.claims` writes this page from the records in `evidence`.",
         *worse_part(everything, evidence),
         *unrepeated_part(everything),
         f"## How verdicts are made\n\n{RULES}",
@@ -77,7 +85,7 @@ def write_claims(folder: Path) -> Path:
 def counted(rows: SequenceOf[Judged]) -> str:
     """How many rows have which verdict."""
     verdicts = (HOLDS, FAILS, NOT_MEASURED, NOT_HERE)
-    return f"{len(rows)} rows, " + ", ".join(f"{sum(r.verdict.startswith(v) for r in rows)} *{v}*" for v in verdicts) + "."
+    return f"{len(rows)} claims: " + ", ".join(f"{sum(r.verdict.startswith(v) for r in rows)} *{v}*" for v in verdicts) + "."
 
 
 def worse_part(rows: SequenceOf[Judged], evidence: Evidence) -> list[str]:
@@ -90,16 +98,20 @@ def worse_part(rows: SequenceOf[Judged], evidence: Evidence) -> list[str]:
         return ["## Where ours is worse than published\n\nNowhere, of what has been measured."]
     lines = []
     for reason, own in reasons.items():
-        lines += [f"- Why: {reason}.", *(f"    - `{r.claim.name}`: {r.claim.sentence} Ours: {r.measured}." for r in own)]
+        lines.append(f"- {reason[0].upper()}{reason[1:]}:")
+        lines += [f"    - `{r.claim.name}`: {r.claim.sentence} Ours: {r.measured}." for r in own]
     count = sum(row.is_worse for row in rows)
-    return ["## Where ours is worse than published", f"In {count} rows; each reason stands above the rows that it is of.", "\n".join(lines)]
+    return ["## Where ours is worse than published", f"{count} claims, each below the reason that it falls short here.", "\n".join(lines)]
 
 
 def unrepeated_part(rows: SequenceOf[Judged]) -> list[str]:
     """Claims of others' costs and methods that did not come out here."""
     found = [r for r in rows if r.verdict == FAILS and not r.claim.is_merit]
     lines = [f"- `{r.claim.name}`: {r.claim.sentence} Published: {r.claim.published}. Ours: {r.measured}." for r in found]
-    about = "Claims that do not come out here, and that ours is no worse for:"
+    about = (
+        "What papers say of other methods, or of what these cost, and what did not come out so here. None of it is a shortcoming of this "
+        "engine:"
+    )
     return ["## What does not repeat here", about, "\n".join(lines)] if found else []
 
 
@@ -114,13 +126,14 @@ def kernels_part(evidence: Evidence) -> list[str]:
     found = Records(evidence.folder / "benchmarks").read()
     differing = [(b, ratio(own)) for _, method, b, own in groups(found) if b in (8, 16) and method not in EQUAL_DRAFTS]
     known = [value for _, value in differing if value is not None]
-    spread = f" (of all comparisons at batch 8 and 16 {min(known):.1f} to {max(known):.1f})" if known else ""
+    spread = f" ({min(known):.1f} to {max(known):.1f} over all comparisons at batch 8 and 16)" if known else ""
     return [
         "## Padding told apart from kernels",
-        "Unpadded over padded decoding, LLMA on random weights in the shape of OPT-1.3B at about 4 tokens a step. With other kernels, as "
-        f"in the [tables](benchmarks.md), `padded` runs on the framework's attention{spread}; with the same, on ours, and the ratio is of "
-        "padding alone. At batch 1 nothing is padded, so that the first column there is what kernels make.",
-        table(["batch", "other kernels", "the same kernels", "published"], lines),
+        "How many times as fast unpadded decoding is as padded decoding; LLMA on random weights in the shape of OPT-1.3B, about 4 tokens a "
+        f"step. In the [tables](benchmarks.md) `padded` runs on PyTorch's attention and `unpadded` on this engine's{spread}, so that their "
+        "ratio mixes padding with kernels. With both on this engine's attention it is that of padding alone. At batch 1 nothing is padded: "
+        "what the first column shows there, kernels alone bring.",
+        table(["batch", "padded on PyTorch's attention", "both on this engine's", "published"], lines),
     ]
 
 
@@ -134,10 +147,10 @@ def memory_part(evidence: Evidence) -> list[str]:
             pair = (found["padded"], found["unpadded"])
             held = [f"{r.kv_bytes_reserved / 2**20:,.0f}" for r in pair]
             indices = [f"{r.index_bytes / 2**10:,.1f}" for r in pair]
-            lines.append((batch, *held, *indices, *(f"{r.decode_median:.1f}" for r in pair), "ours" if alike else "the framework's"))
+            lines.append((batch, *held, *indices, *(f"{r.decode_median:.1f}" for r in pair), "this engine's" if alike else "PyTorch's"))
     head = [
         "batch",
-        "keys held, MiB: padded",
+        "keys and values, MiB: padded",
         "unpadded",
         "indices, KiB: padded",
         "unpadded",
@@ -145,8 +158,11 @@ def memory_part(evidence: Evidence) -> list[str]:
         "unpadded",
         "padded's attention",
     ]
-    about = "What is held in memory and what is known of it by indices, a step on average, LLMA in the shape of OPT-1.3B:"
-    return ["### Memory and indices against speed", about, table(head, lines)] if lines else []
+    about = (
+        "What unpadding takes in memory beside what it brings: slots held for keys and values, and the indices that say where rows and "
+        "their slots are, averaged over steps; LLMA on random weights in the shape of OPT-1.3B."
+    )
+    return ["### Memory beside speed", about, table(head, lines)] if lines else []
 
 
 def paper_table(rows: SequenceOf[Judged]) -> str:

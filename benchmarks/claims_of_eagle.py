@@ -24,7 +24,7 @@ from benchmarks.laws_document import by_tokens, emitted
 from benchmarks.verdicts import AtLeast, AtMost, Claim, Crosses, Evidence, Measured, Ordered, labelled, middle, over, sampled
 
 LAWS_COMMAND = "python -m benchmarks.laws --target TARGET {}"
-SHAREGPT = "68 thousand conversations, a day or two on 4 × A100"
+SHAREGPT = "68 thousand conversations (a day or two on 4 × A100)"
 CHAINS = ((2, 1.81), (4, 1.82), (8, 1.62), (16, 1.48), (32, 1.32))  # batch, EAGLE-3's chain of 3 over plain decoding in SGLang
 
 
@@ -43,10 +43,10 @@ def small_trees(evidence: Evidence) -> str:
     found = {c["seed"]: c["trees"]["dynamic"] for c in cells_of("eagle", evidence)}
     nodes = middle([t["drafted_a_step"] for t in found.values()]) or 0
     trees = [row for name in ("eagle", "eagle3") for row in (evidence.record(f"benchmarks/verified-{name}") or {}).get("trees", [])]
-    better = ", ".join(f"{row[1]} at temperature {row[0]:g} {row[3] / row[2]:.2f}" for row in trees)
+    better = ", ".join(f"{row[3] / row[2]:.2f} ({row[1]}, temperature {row[0]:g})" for row in trees)
     return (
-        f"both trees have {nodes:.0f} nodes and depth 5 here, the published ones 60 against 25, part of the published gain is size; "
-        f"with better trained heads: {better}"
+        f"here both trees have {nodes:.0f} nodes and depth 5, where the paper compares 60 nodes with 25, so that part of its gain is size; "
+        f"with heads that were trained longer the ratio is {better}"
     )
 
 
@@ -74,12 +74,12 @@ def unequal_training(evidence: Evidence) -> str:
         return "no heads have been trained for it here"
     times, first = one["seconds_a_batch"] / other["seconds_a_batch"], (one["top1"][0], other["top1"][0])
     text = (
-        f"equal minutes are unequal training: EAGLE-3, whose batch takes {times:.1f} times as long, has seen {one['batches']} batches "
-        f"against {other['batches']} (top-1 of the first head {first[0]:.2f} against {first[1]:.2f})"
+        f"both heads were trained for equally long, and EAGLE-3, whose batch takes {times:.1f} times as long, has seen {one['batches']} "
+        f"batches against {other['batches']} (top-1 of the first head {first[0]:.2f} against {first[1]:.2f})"
     )
     chains = [[c["trees"]["chain"]["tokens_per_step"] for c in cells_of(v, evidence)] for v in ("eagle3-training-time-test", "eagle")]
     if all(chains):
-        text += f"; after equally many batches, by ablation, its chains emit {middle(chains[0]):.2f} tokens a step and EAGLE's "
+        text += f"; after equally many batches its chains emit {middle(chains[0]):.2f} tokens a step and EAGLE's "
         text += f"{middle(chains[1]):.2f}"
     return text
 
@@ -160,7 +160,7 @@ EAGLES = [
     ),
     Claim(
         "eagle-level",
-        "Acceptance hardly falls as the drafter goes on from its own features: 0.79 to 0.67 after four.",
+        "Acceptance hardly falls as EAGLE drafts on from its own features: 0.79 at first, 0.67 after four of them.",
         "0.85",
         "python -m benchmarks.plateau",
         AtLeast(0.85),
@@ -187,7 +187,7 @@ EAGLES = [
     ),
     Claim(
         "eagle2-trees",
-        "Trees by joint probability emit 4.98 tokens a step where the static tree emits 3.92.",
+        "EAGLE-2's trees, grown by joint probability, emit 4.98 tokens a step where EAGLE's static tree emits 3.92.",
         "1.27 (Vicuna-7B, MT-Bench, 60 nodes)",
         ABLATION_COMMAND.format("eagle"),
         AtLeast(1.27),
@@ -205,7 +205,7 @@ EAGLES = [
     ),
     Claim(
         "eagle2-tokens",
-        "Its trees of 60 nodes emit 4.68 tokens a step, greedy.",
+        "EAGLE-2's trees of 60 nodes emit 4.68 tokens a step, greedy.",
         "4.68 (Vicuna-7B)",
         f"{VERIFIED_COMMAND}-eagle",
         AtLeast(4.68),
@@ -214,7 +214,7 @@ EAGLES = [
     ),
     Claim(
         "eagle2-tokens-sampled",
-        "And 4.20 at temperature 1.",
+        "EAGLE-2's trees of 60 nodes emit 4.20 tokens a step at temperature 1.",
         "4.20; ours at temperature 0.8",
         f"{VERIFIED_COMMAND}-eagle",
         AtLeast(4.20),
@@ -224,7 +224,7 @@ EAGLES = [
     *spec_bench_rows("eagle", 2.36, 4.34),
     Claim(
         "eagle3-level",
-        "With training-time test acceptance stays level in depth.",
+        "An EAGLE-3 head that is trained on its own drafts (training-time test) is accepted as often at depth 5 as at depth 1.",
         "0.79 to 0.76 after five: 0.96 (figure)",
         ABLATION_COMMAND.format("eagle3-training"),
         AtLeast(0.96),
@@ -233,7 +233,7 @@ EAGLES = [
     ),
     Claim(
         "eagle3-one-step",
-        "Without it acceptance falls.",
+        "Without training-time test acceptance falls with depth.",
         "0.71 to 0.52: 0.73 (figure, EAGLE)",
         ABLATION_COMMAND.format("eagle3-one"),
         AtMost(0.73),
@@ -252,7 +252,7 @@ EAGLES = [
     *(
         Claim(
             f"eagle3-batch-{batch}",
-            f"Chains of 3 are {published} times as fast as plain decoding in a batch of {batch}.",
+            f"EAGLE-3's chains of 3 are {published} times as fast as plain decoding in a batch of {batch}.",
             f"{published} (SGLang, Llama-3.1-8B, H100)",
             HEADS_COMMAND,
             AtLeast(published),
@@ -266,15 +266,15 @@ EAGLES = [
 SCYLLA = [
     Claim(
         "scylla-tokens",
-        "Tokens a step grow with the logarithm of the tokens that the drafter is pretrained on.",
-        "R² 0.89 (constants do not reproduce the paper's own points, so the form is tried)",
+        "Tokens a step grow with the logarithm of the number of tokens that the drafter is pretrained on (Scylla).",
+        "R² 0.89 (the published constants do not give the paper's own points, so only the form is tried)",
         LAWS_COMMAND.format("d"),
         AtLeast(0.89),
         by_pretraining,
     ),
     Claim(
         "scylla-depth",
-        "They grow with the drafter's depth.",
+        "Tokens a step grow with the number of the drafter's layers (Scylla).",
         "4.61, 4.83 and 5.13 for 1, 2 and 5 layers",
         LAWS_COMMAND.format("d"),
         Ordered(),
@@ -291,7 +291,7 @@ SCYLLA = [
     ),
     Claim(
         "scylla-eagle3",
-        "And 0.3 more than EAGLE-3.",
+        "Scylla emits 0.3 tokens a step more than EAGLE-3.",
         "+0.3",
         LAWS_COMMAND.format("eagle3 d2_s0"),
         AtLeast(0.3, "{:+.2f}"),
@@ -300,7 +300,7 @@ SCYLLA = [
     ),
     Claim(
         "scylla-throughput",
-        "As many paths as the batch allows are twice as fast as EAGLE-2's fixed 60 nodes at batch 16.",
+        "Drafts whose size follows the batch (Scylla) are twice as fast as EAGLE-2's fixed 60 nodes at batch 16.",
         "1650 against 830 tokens/s (Qwen2.5-72B, 4 × H800): 1.99",
         LAWS_COMMAND.format("speed_b16"),
         AtLeast(1.99),
@@ -318,7 +318,7 @@ SCYLLA = [
     ),
     Claim(
         "scylla-adaptive",
-        "What is drafted by the batch never loses to plain decoding (4.17 at batch 1, 1.21 at 64).",
+        "Drafts whose size follows the batch never lose to plain decoding (4.17 times as fast at batch 1, 1.21 at 64).",
         "1.21 at least",
         "python -m benchmarks.adaptive",
         AtLeast(1.0),
@@ -327,7 +327,7 @@ SCYLLA = [
     ),
     Claim(
         "scylla-paths",
-        "The best number of drafted tokens a row falls with the batch.",
+        "The best number of drafted tokens for a row falls as the batch grows.",
         "27904 · √(1 + 0.034 / b) − 27897: 477 at batch 1, 37 at 16",
         "python -m benchmarks.adaptive",
         Ordered(rises=False),

@@ -60,7 +60,11 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 def overhead(evidence: Evidence) -> Measured | None:
     shares = {f"batch {b}": shift_share(realigned(b, "random", evidence).get("realign")) for b in BATCHES}
     return labelled(
-        shares, "{:.1f} %", 1, "shifts are one gather a tensor; theirs copy row by row with 4 waits for the device a row and layer"
+        shares,
+        "{:.1f} %",
+        1,
+        "here keys are moved by one gather for each tensor; the paper's code copies row by row and waits for the device 4 times for each "
+        "row and layer",
     )
 
 
@@ -87,7 +91,7 @@ def grouped_over_realigned(batch: int, lengths: str, evidence: Evidence) -> Meas
         f"{one.decode_median:.0f} against {other.decode_median:.0f} tokens/s; groups were found in {one.group_rate or 0:.0%} of the steps"
     )
     pairs = zip(one.decode_tokens_per_second, other.decode_tokens_per_second, strict=False)
-    note += ", in all others rows are copied together as well as padded, and more of them are held"
+    note += "; in all others rows are padded and also copied together, and more rows are kept in memory"
     return sampled([a / b for a, b in pairs if b], note=note)
 
 
@@ -112,7 +116,7 @@ TABLES = "python -m benchmarks.tables {}"
 EQSPEC = [
     Claim(
         "equal-1",
-        "Speculation at batch 1 gives 97.3, 94.6 and 96.7 % of the texts of plain decoding; the rest are said to be rounding.",
+        "Speculation at batch 1 gives 97.3, 94.6 and 96.7 % of the texts of plain decoding; the others are put down to rounding.",
         "97.3 % at most (Vicuna, Qwen3, GLM-4; 480 prompts × 50 tokens, float16)",
         f"{EQUALITY} unpadded",
         AtLeast(97.3, "{:.1f} %"),
@@ -120,7 +124,7 @@ EQSPEC = [
     ),
     Claim(
         "equal-4",
-        "A correct batch of 4 gives 92.1, 92.3 and 96.5 % of them (EXSPEC 90.8, 95.0 and 95.2 %).",
+        "Correct speculation in a batch of 4 gives 92.1, 92.3 and 96.5 % of the texts of plain decoding (EXSPEC 90.8, 95.0 and 95.2 %).",
         "96.5 % at most",
         f"{EQUALITY} unpadded",
         AtLeast(96.5, "{:.1f} %"),
@@ -128,7 +132,7 @@ EQSPEC = [
     ),
     Claim(
         "equal-realigned",
-        "EQSPEC re-enacted on the framework's attention, whose rounding changes with the batch, lies where EQSPEC does.",
+        "EQSPEC re-enacted on PyTorch's attention, whose rounding changes with the batch, gives as many equal texts as EQSPEC reports.",
         "90.8 to 97.3 %",
         f"{EQUALITY} realign",
         Within(90.8, 97.3, "{:.1f} %"),
@@ -137,7 +141,7 @@ EQSPEC = [
     ),
     Claim(
         "equal-framework",
-        "Batching alone changes texts in the framework: a batch of 4 without speculation gives 53.8, 92.9 and 93.3 % of them.",
+        "Batching alone changes texts in `transformers`: plain batches of 4 give 53.8, 92.9 and 93.3 % of the texts of batch 1.",
         "53.8 to 93.3 %",
         "python -m benchmarks.tables equality",
         Within(53.8, 93.3, "{:.1f} %"),
@@ -147,7 +151,7 @@ EQSPEC = [
     *(
         Claim(
             f"fault-{fault.split()[0].lower()}-{fault.split()[-1].lower()}",
-            f"With the fault of {who}, {fault}, hardly any text is that of plain decoding.",
+            f"With a fault that the paper finds in {who} ({fault}) hardly any text is that of plain decoding.",
             f"{published} (with all faults of that system)",
             f"{EQUALITY} '{fault.replace(' ', '_')}'",
             AtMost(10.0, "{:.1f} %"),
@@ -158,7 +162,7 @@ EQSPEC = [
     ),
     Claim(
         "overhead-grows",
-        "Realigning keys takes more of a step the larger the batch is.",
+        "The larger the batch, the greater the share of a step that moving keys into line takes (EQSPEC).",
         "13 % at batch 1, 27.7 % at 4, 38 to 40 % at 32",
         "python -m benchmarks.alike realign",
         Ordered(),
@@ -167,7 +171,7 @@ EQSPEC = [
     ),
     Claim(
         "overhead-40",
-        "Realigning keys takes up to 40 % of a step.",
+        "Moving keys into line takes up to 40 % of a step (EQSPEC).",
         "38 to 40 % at batch 32",
         "python -m benchmarks.alike realign",
         AtLeast(38.0, "{:.1f} %"),
@@ -176,7 +180,7 @@ EQSPEC = [
     ),
     Claim(
         "scaling",
-        "Batch 8 brings up to 3 times the throughput of batch 1, at equal text; ours.",
+        "Batch 8 brings up to 3 times the throughput of batch 1, at equal text; this engine.",
         "3 (EXSPEC over itself at batch 1)",
         TABLES.format("realign"),
         AtLeast(3.0),
@@ -185,7 +189,7 @@ EQSPEC = [
     ),
     Claim(
         "scaling-theirs",
-        "The same, EXSPEC re-enacted.",
+        "Batch 8 brings up to 3 times the throughput of batch 1; EXSPEC re-enacted.",
         "3",
         TABLES.format("realign"),
         AtLeast(3.0),
@@ -194,7 +198,7 @@ EQSPEC = [
     ),
     Claim(
         "grouping-4",
-        "Running rows of equal length together (EXSPEC) is faster than realigning (EQSPEC).",
+        "Running rows of equal length together (EXSPEC) is faster than moving keys into line (EQSPEC).",
         "156.4 against 95.6 tokens/s at batch 4: 1.64; their own log shows groups in 4.2 % of the steps, and refilling in the other 96 %",
         TABLES.format("realign"),
         AtLeast(1.64),
@@ -203,7 +207,7 @@ EQSPEC = [
     ),
     Claim(
         "grouping-8-equal",
-        "It is faster where prompts have equal lengths, which is where grouping should work best.",
+        "EXSPEC is faster than EQSPEC where all prompts have the same length, which is where grouping should work best.",
         "faster than EQSPEC (figure)",
         TABLES.format("realign"),
         AtLeast(1.0),
@@ -212,7 +216,7 @@ EQSPEC = [
     ),
     Claim(
         "groups-random",
-        "Groups of equal length are hardly ever found among prompts of random lengths at batch 8.",
+        "Among prompts of random lengths EXSPEC hardly ever finds rows of equal length at batch 8.",
         "4.8 % at batch 8, 23.6 % at 2 (Multi30k, window 50)",
         TABLES.format("realign"),
         AtMost(4.8, "{:.1f} %"),
@@ -221,7 +225,7 @@ EQSPEC = [
     ),
     Claim(
         "groups-equal",
-        "Among prompts of equal length they are found in most steps.",
+        "Among prompts of equal length EXSPEC finds rows of equal length in most steps.",
         "84.1 % at batch 8, 95.9 % at 2 (window 50)",
         TABLES.format("realign"),
         AtLeast(84.1, "{:.1f} %"),
@@ -230,7 +234,7 @@ EQSPEC = [
     ),
     Claim(
         "groups-by-window",
-        "The more rows are held, the more groups are found.",
+        "The more rows EXSPEC keeps to choose from (its window), the more often it finds rows of equal length.",
         "window 50 of 100 prompts",
         "python -m benchmarks.alike windows",
         Ordered(),
@@ -239,7 +243,7 @@ EQSPEC = [
     ),
     Claim(
         "tail-8",
-        "Waiting for equal lengths makes the slowest answers of EXSPEC slower than EQSPEC's.",
+        "Waiting for rows of equal length makes the slowest answers (P99) of EXSPEC slower than EQSPEC's.",
         "P99 33.9 against 22.5 s at batch 8: 1.51",
         "python -m benchmarks.tables latency",
         AtLeast(1.51),

@@ -68,13 +68,13 @@ def few_batches(method: str, published: str, evidence: Evidence) -> str:
         return "no head has been trained for it here"
     tokens, minutes = run["batches"] * TOKENS_A_BATCH, run["reached"] * run["seconds_a_batch"] / 60
     return (
-        f"the head has seen {run['batches']} batches, {tokens / 1e6:.1f} million tokens, in {minutes:.0f} "
-        f"minutes on two cores; published: {published}"
+        f"the head was trained on {run['batches']} batches ({tokens / 1e6:.1f} million tokens, {minutes:.0f} minutes on two cores), the "
+        f"published one on {published}"
     )
 
 
 def few_and_wide(method: str, published: str, evidence: Evidence) -> str:
-    return f"{few_batches(method, published, evidence)}; and {widening(evidence)}"
+    return f"{few_batches(method, published, evidence)}; besides, {widening(evidence)}"
 
 
 def cells_of(variant: str, evidence: Evidence) -> list[dict[str, Any]]:
@@ -98,7 +98,7 @@ def by_task(method: str, evidence: Evidence) -> str:
     """What a step emits by task."""
     tasks = (evidence.record(f"categories/{method}_b1_t0") or {}).get("tasks", {})
     emitted = ", ".join(f"{name} {task['tokens'] / task['steps']:.2f}" for name, task in tasks.items() if task["steps"])
-    return f"the target has learned Python source and none of these tasks; tokens a step are {emitted}"
+    return f"the target was trained on Python source and on none of these tasks; tokens a step are {emitted}"
 
 
 def spec_bench_rows(method: str, speed: float, tokens: float) -> list[Claim]:
@@ -118,7 +118,7 @@ def spec_bench_rows(method: str, speed: float, tokens: float) -> list[Claim]:
         ),
         Claim(
             f"spec-bench-{method}-tokens",
-            f"And emits {tokens} tokens a step.",
+            f"On Spec-Bench {what} emits {tokens} tokens a step.",
             f"{tokens} ({size})",
             command,
             AtLeast(tokens),
@@ -155,7 +155,10 @@ def ladder(evidence: Evidence) -> Measured | None:
 def little_text(evidence: Evidence) -> str:
     batches = next((c["plan"]["steps"] for c in cells_of("clover-full", evidence)), 0)
     tokens = batches * TOKENS_A_BATCH / 1e6
-    return f"by ablation at {tokens:.2f} million tokens a seed; published: an epoch of 150 million, and heads of 200 million weights"
+    return (
+        f"the heads that are compared were trained on {tokens:.2f} million tokens each; the published ones, of 200 million weights, on 150 "
+        "million"
+    )
 
 
 def clover(size: str, batch: int, other: str, evidence: Evidence) -> Measured | None:
@@ -187,7 +190,7 @@ def logarithmic(evidence: Evidence) -> Measured | None:
 TYPICAL_COMMAND = (
     "echelon generate MODEL --speculative-config.method medusa --speculative-config.model HEAD --speculative-config.acceptance typical"
 )
-LEARNED = "60 thousand conversations, 5 hours on an A100"
+LEARNED = "60 thousand conversations (5 hours on an A100)"
 MEDUSA = [
     Claim(
         "medusa-speed",
@@ -209,8 +212,8 @@ MEDUSA = [
     ),
     Claim(
         "medusa-tree",
-        "The tree makes heads 1.9 / 1.5 times as fast as their chain.",
-        "1.27",
+        "Medusa's tree is 1.27 times as fast as a chain of its heads.",
+        "1.27: speed-ups of 1.9 and 1.5",
         HEADS_COMMAND,
         AtLeast(1.27),
         partial(tree_over_chain, "medusa", True),
@@ -218,7 +221,7 @@ MEDUSA = [
     ),
     Claim(
         "medusa-tree-tokens",
-        "The tree emits more tokens a step than the chain.",
+        "Medusa's tree emits more tokens a step than a chain of its heads.",
         "1.27 in speed, at an overhead above 1",
         HEADS_COMMAND,
         AtLeast(1.27),
@@ -227,7 +230,7 @@ MEDUSA = [
     ),
     Claim(
         "medusa-head-1",
-        "The first head's likeliest token is right for 56 % of the places.",
+        "The likeliest token of Medusa's first head is right in 56 % of the positions.",
         "0.560 (7 B, first release)",
         "python -m benchmarks.plateau",
         AtLeast(0.56, "{:.3f}"),
@@ -236,7 +239,7 @@ MEDUSA = [
     ),
     Claim(
         "medusa-head-5",
-        "The fifth head's is for 12 %.",
+        "The likeliest token of Medusa's fifth head is right in 12 % of the positions.",
         "0.118",
         "python -m benchmarks.plateau",
         AtLeast(0.118, "{:.3f}"),
@@ -245,7 +248,7 @@ MEDUSA = [
     ),
     Claim(
         "medusa-log",
-        "Tokens a step grow with the logarithm of the candidates.",
+        "Tokens a step grow with the logarithm of the number of drafted tokens (Medusa).",
         "0.477 · log n (figure); R² is ours",
         f"{VERIFIED_COMMAND}-medusa",
         AtLeast(0.9),
@@ -253,7 +256,7 @@ MEDUSA = [
     ),
     Claim(
         "medusa-crosses",
-        "A tree of fixed size gains at batch 1 and loses at large batches.",
+        "Medusa's tree of fixed size gains at batch 1 and loses to plain decoding at large batches.",
         "the modelled gain is gone beyond batch 32",
         HEADS_COMMAND,
         Crosses(),
@@ -276,7 +279,7 @@ CLOVER_SPEEDS = (("small", 4, 1.91), ("large", 4, 2.46), ("small", 16, 1.57), ("
 CLOVER = [
     Claim(
         "clover-tokens",
-        "Clover emits 50 to 76 % more extra tokens a step than Medusa, with trees of 4.",
+        "Beyond the one token of plain decoding, Clover emits 50 to 76 % more tokens a step than Medusa, both with trees of 4 tokens.",
         "+50 to +76 %",
         ABLATION_COMMAND.format("clover"),
         AtLeast(50.0, "{:+.0f} %"),
@@ -285,7 +288,7 @@ CLOVER = [
     ),
     Claim(
         "clover-ladder",
-        "Each block brings tokens: Augmenting Block, Regressive Connection, Attention Decoder.",
+        "Each block of Clover brings tokens a step: Augmenting Block, Regressive Connection, Attention Decoder, added in turn.",
         "each does (ablation)",
         ABLATION_COMMAND.format("clover"),
         Ordered(),
@@ -294,7 +297,7 @@ CLOVER = [
     ),
     Claim(
         "clover-gap",
-        "The blocks bring later heads more than earlier ones.",
+        "Clover's blocks raise the accuracy of later heads more than that of earlier ones.",
         "11.7, 21.7 and 26.4 points of top-5",
         ABLATION_COMMAND.format("clover"),
         Ordered(),
@@ -304,7 +307,7 @@ CLOVER = [
     *(
         Claim(
             f"clover-head-{head}",
-            f"All blocks together bring head {head} {published} points of top-5 accuracy.",
+            f"Clover's blocks together raise the top-5 accuracy of head {head} by {published} points.",
             f"{published} (Baichuan, small model)",
             ABLATION_COMMAND.format("clover"),
             AtLeast(published, "{:.1f}"),
@@ -321,25 +324,25 @@ CLOVER = [
             CLOVER_COMMAND.format(size, batch),
             AtLeast(published),
             partial(clover, size, batch, "plain"),
-            why=partial(few_and_wide, "clover", "0.15 billion tokens"),
+            why=partial(few_and_wide, "clover", "150 million tokens"),
         )
         for size, batch, published in CLOVER_SPEEDS
     ),
     *(
         Claim(
             f"clover-over-medusa-{size}",
-            f"That is up to {published} points above Medusa.",
+            f"On the {size} model Clover's speed-up over plain decoding is up to {published} points above Medusa's.",
             f"+{published} points at batch 4, on the {size} model",
             CLOVER_COMMAND.format(size, 4),
             AtLeast(float(published), "{:+.0f} points"),
             partial(clover, size, 4, "medusa"),
-            why=partial(few_and_wide, "clover", "0.15 billion tokens"),
+            why=partial(few_and_wide, "clover", "150 million tokens"),
         )
         for size, published in (("small", 37), ("large", 57))
     ),
     Claim(
         "clover-falls",
-        "What a tree of 4 brings falls with the batch; at 48 a small model loses to plain decoding.",
+        "The speed-up of Clover's tree of 4 falls as the batch grows; at batch 48 the small model loses to plain decoding.",
         "1.91 at batch 4, 0.79 at 48",
         "python -m benchmarks.clover small",
         Crosses(),

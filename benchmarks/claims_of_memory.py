@@ -71,7 +71,7 @@ def within_bound(evidence: Evidence) -> Measured | None:
     limit, below = record["above"]["least"] / 2**20, record["below"]["limit"] / 2**20
     return sampled(
         [record["above"]["speed"] / record["plain"]["speed"]],
-        note=f"under a hard limit of {limit:,.0f} MiB by plan; under {below:,.0f} MiB it dies",
+        note=f"under a hard limit of {limit:,.0f} MiB, which the plan says it needs; under {below:,.0f} MiB it dies",
     )
 
 
@@ -95,11 +95,11 @@ def trees_by_batch(evidence: Evidence) -> Measured | None:
     return sampled([a / b for a, b in zip(many, one, strict=False)])
 
 
-EIGHT = "eight devices and a model of 70 B; no cell of `scripts/gpu_check.sh` decides it; [a model of it](on_paper.md) counts it"
+EIGHT = "eight devices and a model of 70 B; no cell of `scripts/gpu_check.sh` decides it; [on paper](on_paper.md#specmemos-eight-stages) it is computed"
 SPECMEMO = [
     Claim(
         "specmemo-tree",
-        "A planned tree takes 65 % less memory than the stock tree.",
+        "A tree that is planned for the memory takes 65 % less of it than Medusa's stock tree.",
         "19.5 of 55 MB a query: 0.355 (Vicuna-7B, Medusa)",
         PLANNED_COMMAND,
         AtMost(0.355, "{:.3f}"),
@@ -107,7 +107,7 @@ SPECMEMO = [
     ),
     Claim(
         "specmemo-kept",
-        "It keeps 96 % of the throughput.",
+        "The planned tree keeps 96 % of the stock tree's throughput.",
         "0.96 (Titan RTX, MT-Bench)",
         PLANNED_COMMAND,
         AtLeast(0.96),
@@ -115,7 +115,7 @@ SPECMEMO = [
     ),
     Claim(
         "specmemo-gains",
-        "And speculation still gains over plain decoding.",
+        "The planned tree is still faster than plain decoding.",
         "retaining the speed-up (abstract)",
         PLANNED_COMMAND,
         AtLeast(1.0),
@@ -123,7 +123,7 @@ SPECMEMO = [
     ),
     Claim(
         "specmemo-shape",
-        "The fastest shape has neither the most heads nor the most nodes.",
+        "The fastest tree has neither the most heads (levels) nor the most nodes.",
         "3 of 5 heads, 44 of 64 nodes",
         "python -m benchmarks.specmemo grid",
         AtMost(0.99),
@@ -139,7 +139,7 @@ SPECMEMO = [
     ),
     Claim(
         "specmemo-19",
-        "Its tree of 44 nodes takes 19.5 MB a query.",
+        "SpecMemo's tree of 44 nodes takes 19.5 MB a query.",
         "19.5 MB",
         MEMORY_COMMAND.format("trees"),
         Within(19.4, 19.6, "{:.1f} MB"),
@@ -149,7 +149,7 @@ SPECMEMO = [
     Claim(
         "specmemo-55",
         "Medusa's stock tree takes 55 MB a query.",
-        "55 MB, which its layout gathers for 3 heads; with the 5 that it has by default it gathers more",
+        "55 MB, which is what Medusa's layout takes with 3 heads; it has 5 by default",
         MEMORY_COMMAND.format("trees"),
         Within(54.0, 56.0, "{:.1f} MB"),
         partial(gathered, "stock"),
@@ -157,8 +157,8 @@ SPECMEMO = [
     ),
     Claim(
         "specmemo-all",
-        "All buffers of a tree together shrink by 65 %.",
-        "0.355, of which tensors is not said",
+        "All buffers of a tree together shrink by 65 % from the stock tree to the planned one, in Medusa's layout.",
+        "0.355; the paper does not say of which tensors",
         MEMORY_COMMAND.format("trees"),
         AtMost(0.355, "{:.3f}"),
         all_buffers,
@@ -166,7 +166,7 @@ SPECMEMO = [
     ),
     Claim(
         "specmemo-ours",
-        "The same in our layout, which gathers no logits by leaf, so that the smaller tree saves less.",
+        "They shrink in this engine's layout too, by less, as it copies no logits for each leaf.",
         "no figure",
         MEMORY_COMMAND.format("trees"),
         AtMost(1.0, "{:.3f}"),
@@ -175,24 +175,24 @@ SPECMEMO = [
     ),
     Claim(
         "specmemo-queries",
-        "The queries that fit at a ratio of keys to weights of 1:2 to 1:15 are those that the plan counts.",
-        "figures cannot be read; within 1 %",
+        "As many queries fit as the plan says, where keys and values may take 1/2 to 1/15 of the weights' bytes.",
+        "only in figures that cannot be read off; here within 1 %",
         MEMORY_COMMAND.format("ratio"),
         AtLeast(0.99, "{:.3f}"),
         queries,
     ),
     Claim(
         "specmemo-70b",
-        "Padded batches of trees over eight devices have 8 times the throughput at batch 10 of one row.",
+        "Padded batches of trees on eight devices have 8 times the throughput at batch 10 that they have at batch 1.",
         "46.0 against 5.7 tokens/s (Llama-2-70B, 8 × MI250)",
-        "echelon plan MODEL --speculation",
+        "python -m benchmarks.on_paper stages",
         AtLeast(8.0),
         lambda _: None,
         needs=EIGHT,
     ),
     Claim(
         "specmemo-batch",
-        "Batching padded trees brings throughput, here from batch 1 to batch 8.",
+        "Padded batches of trees have 7.3 times the throughput at batch 8 that they have at batch 1.",
         "41.6 against 5.7 tokens/s: 7.3",
         TREES_COMMAND.format("eagle", 8),
         AtLeast(7.3),
@@ -211,7 +211,7 @@ SPECMEMO = [
     *(
         Claim(
             f"specmemo-unpadded-{head}",
-            f"Unpadded, trees of {name} are no slower in a batch of 8 (the paper leaves padding as its waste).",
+            f"Unpadded trees of {name} are no slower than padded ones in a batch of 8 (the paper names padding as what it wastes).",
             "no figure: 1.00 at least",
             TREES_COMMAND.format(head, 8),
             AtLeast(1.0),
@@ -268,7 +268,7 @@ SOAK = "python -m tools.soak 60"
 OWN = [
     Claim(
         "own-equal",
-        "Unpadded texts are those of plain decoding to the last token, in bfloat16, at batch 1 to 16.",
+        "Texts of unpadded speculation are those of plain decoding to the last token, in bfloat16, at batch 1 to 16.",
         "100 %",
         f"{EQUALITY} unpadded",
         AtLeast(100.0, "{:.1f} %"),
@@ -276,7 +276,7 @@ OWN = [
     ),
     Claim(
         "own-equal-ten-thousand",
-        "So are 10,000 rows of every drafter.",
+        "10,000 texts of every drafter are those of plain decoding.",
         "100 %",
         f"{EQUALITY} rows",
         AtLeast(100.0, "{:.2f} %"),
@@ -284,7 +284,7 @@ OWN = [
     ),
     Claim(
         "own-long-equal",
-        "So are texts of 4,096 tokens.",
+        "Texts of 4,096 tokens are those of plain decoding.",
         "100 %",
         "python -m benchmarks.long_outputs",
         AtLeast(100.0, "{:.2f} %"),
@@ -317,7 +317,7 @@ OWN = [
     ),
     Claim(
         "own-soak-memory",
-        "And its memory does not grow.",
+        "The memory of a server under load does not grow.",
         "1 MiB an hour at most",
         SOAK,
         AtMost(1.0, "{:.2f} MiB/h"),
@@ -325,7 +325,7 @@ OWN = [
     ),
     Claim(
         "own-crosses",
-        "Fixed drafts gain at batch 1 and no longer at batch 16 on this processor.",
+        "Drafts of fixed length gain at batch 1 and no longer at batch 16 on this processor.",
         "the README says so",
         "python -m benchmarks.tables gain",
         Crosses(),

@@ -14,8 +14,8 @@ RATIOS = PUBLISHED | {12: 1.83, 20: 2.09}  # EMS over vanilla; of figure 1, spee
 SPEED_UPS = {1: 3.94, 2: 3.50, 4: 2.83, 8: 2.17, 12: 1.81, 16: 1.63, 20: 1.46, 24: 1.41}  # EMS over plain decoding
 VANILLA = {1: 3.94, 2: 3.21, 4: 2.26, 8: 1.37, 12: 0.99, 16: 0.83, 20: 0.70, 24: 0.66}
 ON_DEVICE = (8, 16, 24)
-OTHERS = (("padding both", RATIOS, (LLMA, "padded")), ("plain decoding", SPEED_UPS, ("plain", "unpadded")))
-DEVICE = "a CUDA device; the cell `{}` of `scripts/gpu_check.sh` decides it"
+OTHERS = (("padded speculation", RATIOS, (LLMA, "padded")), ("plain decoding", SPEED_UPS, ("plain", "unpadded")))
+DEVICE = "a CUDA device; the cell `{}` of `scripts/gpu_check.sh` measures it"
 
 
 # counted reasons
@@ -25,12 +25,12 @@ def widening(evidence: Evidence) -> str:
     """What steps of many tokens cost beside those of few, by parts."""
     steps = sorted((evidence.record("step-opt") or {}).get("results", []), key=lambda r: int(r["tokens"]))
     if not steps:
-        return "the step's costs have not been counted (`echelon bench step`)"
+        return "what a step costs has not been measured (`echelon bench step`)"
     tokens, total, linear = (", ".join(f"{r[key]:.0f}" for r in steps) for key in ("tokens", "milliseconds", "linear"))
     return (
-        f"a step costs more the more tokens it verifies: those of {tokens} tokens take {total} ms on these two cores (OPT-1.3B; linear "
-        f"layers {linear}, of which reading the weights is {steps[0]['reading']:.0f}): they are limited by arithmetic from about 20 tokens "
-        "on, where a GPU still waits for memory"
+        f"the more tokens a step verifies, the longer it takes: steps of {tokens} tokens take {total} ms on these two cores (OPT-1.3B; its "
+        f"linear layers {linear}, and merely reading their weights {steps[0]['reading']:.0f}), for from about 20 tokens on arithmetic is "
+        "the limit here, where a GPU still waits for memory"
     )
 
 
@@ -39,7 +39,7 @@ def few_emitted(published: float, batch: int, evidence: Evidence) -> str:
     found = [r for name in (f"alike/opt_b{batch:02d}", f"benchmarks/rescaled-{batch:02d}") for r in evidence.results(name)]
     emitted = next((r.tokens_per_step for r in found if r.strategy == "unpadded" and r.method in (LLMA, "replay 4.2")), 0.0)
     if 0.0 < emitted < published:
-        return "a step emits fewer tokens here than the published speed takes even if wider steps cost no more"
+        return "a step emits fewer tokens here than the published speed-up, which it could not exceed even if verifying drafts cost nothing"
     return widening(evidence)
 
 
@@ -111,7 +111,7 @@ COMMAND = "python -m benchmarks.alike opt_b{:02d}"
 EMS_SD = [
     Claim(
         "padding-1",
-        "At batch 1, where nothing is padded, both ways of batching are one: what is measured below is padding alone.",
+        "At batch 1, where nothing is padded, padded and unpadded decoding are equally fast, so that larger batches measure padding alone.",
         f"1.00 ({SETTING})",
         COMMAND.format(1),
         Within(0.97, 1.03),
@@ -121,7 +121,7 @@ EMS_SD = [
     *(
         Claim(
             f"padding-{batch}",
-            f"Unpadding inputs and keys is {RATIOS[batch]} times as fast as padding both, at batch {batch}; both on our attention.",
+            f"Unpadding inputs and keys is {RATIOS[batch]} times as fast as padding both, at batch {batch}, both on our attention.",
             f"{RATIOS[batch]} ({SETTING})",
             COMMAND.format(batch),
             AtLeast(RATIOS[batch]),
@@ -153,7 +153,7 @@ EMS_SD = [
     ),
     Claim(
         "unpadded-falls",
-        "What speculation brings falls from batch to batch.",
+        "The speed-up of unpadded speculation falls as the batch grows.",
         f"by batch {', '.join(f'{b}: {s}' for b, s in SPEED_UPS.items())}",
         "python -m benchmarks.alike opt_b",
         Ordered(rises=False),
@@ -162,7 +162,7 @@ EMS_SD = [
     ),
     Claim(
         "inputs-first",
-        "Of the two, unpadding inputs brings more than unpadding keys (the paper's table; its caption says the opposite).",
+        "Unpadding inputs alone brings more than unpadding keys alone (the paper's table; its caption says the opposite).",
         "2.02 against 1.47 over plain decoding at batch 8: 1.37",
         COMMAND.format(8),
         AtLeast(1.0),
@@ -171,7 +171,7 @@ EMS_SD = [
     ),
     Claim(
         "no-dead-slots",
-        "Unpadded rows hold no dead slots: no key is loaded that belongs to no token.",
+        "Unpadded batches load no padding: every key that is read belongs to a token.",
         "0 by construction",
         "python -m benchmarks.tables table-opt",
         AtMost(0.0, "{:.1f} %"),
@@ -179,17 +179,17 @@ EMS_SD = [
     ),
     Claim(
         "articles",
-        "The same on the paper's own 480 articles and trained weights.",
+        "Unpadding is 1.59 times as fast as padding both at batch 8, on the paper's own 480 articles and trained weights.",
         "1.59 over padding and 2.17 over plain decoding at batch 8",
         "python scripts/opt_cnn_dailymail.py --output docs/evidence/opt_cnn_dailymail",
         AtLeast(1.59),
         articles,
-        needs="weights of OPT and CNN/Daily Mail, from a hub",
+        needs="trained weights of OPT and the CNN/Daily Mail articles, which have to be downloaded",
     ),
     *(
         Claim(
             f"device-{others[0].split()[0]}-{batch}",
-            f"At its own size, on a GPU: {published[batch]} times as fast as {what} at batch {batch}.",
+            f"At the paper's own size, on a GPU, unpadded speculation is {published[batch]} times as fast as {what} at batch {batch}.",
             f"{published[batch]} ({SETTING})",
             f"scripts/gpu_check.sh table-OPT-6.7B-{batch:02d}",
             AtLeast(published[batch]),

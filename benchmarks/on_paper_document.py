@@ -15,29 +15,38 @@ from echelon.inputs import write_text
 
 PaperRecords = Mapping[str, Record]
 ABOUT = (
-    "Written by `python -m benchmarks.on_paper` from `evidence/on_paper/*.json`. **Nothing on this page was measured on several "
-    "devices.** Every figure is computed: from published figures of devices (`src/echelon/estimate/devices.json`, each with its source) "
-    "and shapes of models (`shapes.json` beside it), by a roofline, and where there are stages by a simulation of the engine's own "
-    "schedule. What was measured here, or published by others, is named so, and stands beside what the model says of it."
+    "How much memory and time would a model take on devices that are not here? `echelon plan` estimates it; this page has the formulas, "
+    "compares them with what was measured here or published by others, and estimates published systems. **Nothing on this page was "
+    "measured on several devices.** Every figure is computed from published data of devices (`src/echelon/estimate/devices.json`, each "
+    "with its source) and shapes of models (`shapes.json` beside it), by a roofline model: each part of a step takes as long as its "
+    "arithmetic or its memory traffic, whichever is longer. Where there are pipeline stages, the engine's schedule is simulated. What was "
+    "measured or published is named so. The page is written by `python -m benchmarks.on_paper` from `evidence/on_paper/*.json`."
 )
 COMMAND = """```sh
 echelon plan llama-70b --device a100-80gb -tp 4 --max-num-seqs 32
 echelon plan llama-70b --device mi250-die -pp 8 --speculative-config.method eagle --tokens-per-step 3
 ```"""
-MODEL = """## The model
+MODEL = """The first argument is a folder with a model, or the name of a published shape. `-tp` is the number of tensor-parallel ranks,
+`-pp` that of pipeline stages ([several ranks](parallel.md) says what these are).
 
-A pass over rows of new tokens takes, in each device's share of the layers, the larger of operations ÷ operations a second and bytes ÷
-bandwidth, for linear layers, experts, attention and the output layer each, and these times add up. A gather takes the link's latency and
-what a rank gets from others ÷ the link's bandwidth; between stages go hidden states. Shares are those of `model/patches/split.py`: a test
-compares them with real shards, number by number. A step of stages drafts for all rows on the first one, sends micro-batches through all
-stages, and runs the output layer on the first for all rows, as the engine does. What drafts is counted from the head's own code. Tokens a
-step are given (`--tokens-per-step`), or those that were published for the method; with another number of drafted tokens a tree's grow
-with the logarithm of its nodes, a chain's by one chance of acceptance.
+## How it is computed
 
-Left out: Python, launches and synchronisation unless a device's table has them (`layer_us`), prompts, the keys and values of what drafts,
-and everything that keeps a kernel from the roofline. So speeds are bounds; ratios of two runs on the same devices are better founded.
+- *A forward pass*: for linear layers, experts, attention and the output layer each the larger of operations ÷ the device's operations a
+  second and bytes ÷ its memory bandwidth, for the part of the layers that the device has; these times add up.
+- *Between ranks*: a gather takes the link's latency and the bytes that a rank gets from others ÷ the link's bandwidth. Each rank has what
+  `model/patches/split.py` gives it; a test compares that with real shards, number by number.
+- *Between stages* go hidden states. The first stage drafts for all rows, micro-batches go through all stages, and the first stage runs the
+  output layer for all rows, as in the engine.
+- *Drafting* is counted from the head's own code.
+- *Tokens a step* are given (`--tokens-per-step`), or those published for the method. With another number of drafted tokens, those of a tree
+  grow with the logarithm of its nodes, those of a chain as if every token had the same chance of acceptance.
 
-A device of your own is an entry in a JSON file, given by `--devices FILE`; `echelon bench kernels` measures its two rates."""
+Left out are Python, kernel launches and synchronisation unless a device's entry has them (`layer_us`), prompts, the drafter's keys and
+values, and whatever else keeps kernels from the roofline. So speeds are upper bounds; ratios between two runs on the same devices are more
+reliable.
+
+A device of your own is an entry in a JSON file, given by `--devices FILE`; `echelon bench kernels` measures its two rates, bandwidth and
+arithmetic."""
 
 
 def write_on_paper(folder: Path, records: PaperRecords) -> Path:
@@ -93,18 +102,18 @@ def here_part(record: Record) -> list[str]:
     return listed(
         "## Beside what was measured here",
         [
-            "Passes of one engine (`evidence/step.json`, `step-opt.json`: AMD EPYC, 2 cores). The bandwidth is that of reading the "
-            "weights in the same run, the arithmetic that of the largest product in `kernels.json`; time between kernels is taken from "
-            "the pass over one token, which is thereby no prediction.",
+            "Forward passes of one engine (`evidence/step.json`, `step-opt.json`: AMD EPYC, 2 cores). The bandwidth is that of reading the "
+            "weights in the same run, the arithmetic that of the largest product in `kernels.json`. The time between kernels is fitted to "
+            "the pass over one token, so that first line is no prediction.",
             table(["model", "tokens", "ms, measured", "ms, predicted", "error", "linear layers: both", "attention: both"], rows),
-            f"Median error {statistics.median(map(abs, errors)):.0%}, largest {max(map(abs, errors)):.0%}, always too fast where it is "
-            "large: attention reaches a third to a half of the arithmetic of large products here, and the linear layers of OPT seven "
-            "eighths with 32 tokens and more.",
+            f"The median error is {statistics.median(map(abs, errors)):.0%}, the largest {max(map(abs, errors)):.0%}. Where it is large, "
+            "the prediction is too fast: attention reaches a third to a half of the arithmetic rate of large products here, and the linear "
+            "layers of OPT seven eighths from 32 tokens on.",
             f"Two ranks of one core each (`ranks.json`, 1.1 B parameters, batch 8): one engine {one[0]:.1f} ms measured, {one[1]:.1f} "
             f"predicted ({one[1] / one[0] - 1:+.0%}); two ranks {ranks[0]:.1f} measured, {ranks[1]:.1f} predicted "
-            f"({ranks[1] / ranks[0] - 1:+.0%}), with gathers that cost no more than their bytes. The difference of {lost:.1f} ms is "
-            f"{lost / record['ranks']['gathers'] * 1e3:.0f} µs a gather, of which a pass has {record['ranks']['gathers']}: ranks call "
-            "kernels and gathers from Python, one engine runs all layers in one call. The rounds themselves spread from "
+            f"({ranks[1] / ranks[0] - 1:+.0%}), if gathers took only the time of their bytes. The difference of {lost:.1f} ms is "
+            f"{lost / record['ranks']['gathers'] * 1e3:.0f} µs for each of the {record['ranks']['gathers']} gathers of a pass: ranks call "
+            "kernels and gathers from Python, one engine runs all layers in one call. Single rounds spread from "
             f"{min(o for o, _ in record['ranks']['rounds']):.0f} to {max(o for o, _ in record['ranks']['rounds']):.0f} ms for the one "
             "engine.",
         ],
@@ -126,10 +135,11 @@ def plans_part(record: Record) -> list[str]:
     return listed(
         "## Shapes on devices",
         [
-            f"{record['rows']} rows of {record['length']:,} tokens in 16 bits, half of them read on average; the largest device's bytes "
-            "(bold: more than it has), the least number of such devices that have room, and what a plain step of all rows sends. Speeds: "
-            "plain, and with EAGLE's trees of up to 48 tokens (4.48 tokens a step, as published for 70 B), in brackets how many the plan "
-            "drafts.",
+            f"Memory: for {record['rows']} rows of {record['length']:,} tokens in 16 bits, the bytes of the fullest device and what it has "
+            "(bold: too much for it), the least number of such devices that would do, and what one plain step of all rows sends between "
+            f"them. Speed: tokens/s of 1, 8 and 32 rows that are {record['length'] // 2:,} tokens long, plain, and with EAGLE's trees of "
+            "up to 48 tokens (4.48 tokens a step, as published for 70 B); in brackets how many tokens the plan drafts for a row. Where "
+            "memory does not suffice, speeds are those that the same devices would have with more of it.",
             table(head, rows),
         ],
     )
@@ -160,11 +170,13 @@ def stages_part(record: Record) -> list[str]:
         [
             "Llama-2-70B, 10 layers on each of eight dies of MI250s (software sees a die as a device), Medusa's heads on the first, 512 "
             "tokens before each row's own. Tokens a step follow from the accuracies that Medusa's authors published for heads of 33 B, "
-            f"as Medusa's own tree search counts them; by drafted tokens: {tokens}. Tokens/s with drafts (× plain decoding in batches on "
-            "the same stages; drafted tokens that are fastest); from batch 1 to 10:",
+            f"as Medusa's own tree search counts them; by drafted tokens: {tokens}. The table has tokens/s with drafts, in brackets "
+            "how many times plain decoding in batches on the same stages, and the number of drafted tokens at which it is fastest; the "
+            "last column is the growth from batch 1 to 10.",
             table(["", *(f"batch {b}" for b in batches), "1 → 10"], rows),
             f"As the engine runs it the ratios are {gains[4]:.2f} at batch 4 (published {theirs[4] / plain[4]:.2f}), {gains[10]:.2f} at "
-            f"10 ({theirs[10] / plain[10]:.2f}), and {growth:.2f} from batch 1 to 10 ({published_growth:.2f}). What each part brings:",
+            f"10 ({theirs[10] / plain[10]:.2f}), and batch 10 has {growth:.2f} times the throughput of batch 1 "
+            f"({published_growth:.2f}). What each part brings:",
             stage_findings(record),
             "*The time that the published system takes besides* is fitted to its plain decoding at batch 4 and 10 alone: "
             f"{besides['layer_us']:,.0f} µs a layer and {besides['row_us']:,.0f} µs a row and stage, where the roofline has "
@@ -196,8 +208,9 @@ def stage_findings(record: Record) -> str:
             "a byte, so that more than about 110 tokens in a stage are not free.",
             f"- *Micro-batches*: the same trees with one stage at work at a time come to {gain(both, ten):.2f} at batch 10; wide trees "
             "need all stages at once, small ones read weights that one micro-batch reads as fast.",
-            "- *Static batches*, which end with their last text, cost "
-            f"{1 - v[static]['speculative'][ten] / v[both]['speculative'][ten]:.0%} at batch 10; the engine fills rows anew.",
+            "- *Static batches*, in which nothing is added until the last text has ended, cost "
+            f"{1 - v[static]['speculative'][ten] / v[both]['speculative'][ten]:.0%} at batch 10; the engine lets a new text in as "
+            "soon as one ends.",
             "- *What else the published system takes* hides arithmetic behind it: with it, fixed trees and one stage at a time, the "
             f"model says {v[slow]['speculative'][four]:.1f} and {v[slow]['speculative'][ten]:.1f} tokens/s at batch 4 and 10 "
             f"({off[4]:+.0%}, {off[10]:+.0%} of the published), {v[slow]['speculative'][1]:.1f} at batch 2 ({off[2]:+.0%}) and "
@@ -263,8 +276,9 @@ def padding_part(record: Record) -> list[str]:
         "## EMS-SD's batches at 70 B",
         [
             f"LLMA's drafts, replayed at {record['tokens_per_step']} tokens a step, 128 new tokens after prompts of about 900 (assumed), "
-            "static batches; unpadded over vanilla as a ratio of speeds. EMS-SD published it for 6.7 B alone. Its kernel reads a row's "
-            "keys and values for every token fed, twice; ours once a row. The published ratios lie between the two:",
+            "static batches. The ratios are speeds of unpadded batches over those of padded ones, the paper's *vanilla*. EMS-SD published "
+            "them for 6.7 B alone. Its kernel reads a row's keys and values twice for every token fed, ours once for the row; the "
+            "published ratios lie between what is computed for the two:",
             table([*head, "padding of tokens, of keys"], rows),
             f"At 70 B and batch 8 to 64 unpadding brings {min(ratios):.2f} to {max(ratios):.2f} where keys are read once a row: less than "
             "at 6.7 B at equal batch on paper, because padded tokens are free until a step is bound by arithmetic (about 150 tokens on "
@@ -285,15 +299,17 @@ def replicas_part(record: Record) -> list[str]:
     return listed(
         "## Up to 1,000 replicas",
         [
-            "Replicas are engines of their own: nothing of a step crosses them, so what grows is the choice. Choosing by a "
-            "conversation's beginning was timed here in Python (a hash of 4 kB and a search on a ring of 64 points a replica; "
-            f"{described(record['environment'])}); traffic is that of 2 requests a second and replica, 1,000 tokens of prompt and 200 "
-            "events of 200 bytes each, health is asked every 10 s. Loads are simulated, 32 conversations a replica: the fullest replica "
-            "over the mean, and the share of turns that find the replica which has their prefix.",
-            table(["replicas", "choosing a request", "MB/s through the door", "probes a second", *rules], rows),
+            "[Replicas](replicas.md) are engines of their own: nothing of a step passes between them, so what grows with their number is "
+            "the work of choosing one for a request. Choosing by a conversation's beginning was timed here in Python (a hash of 4 kB and a "
+            f"search on a ring of 64 points a replica; {described(record['environment'])}). Traffic is computed for 2 requests a second on "
+            "each replica, with 1,000 tokens of prompt and 200 events of 200 bytes each; health is asked every 10 s. Loads are simulated "
+            "with 32 conversations a replica. The last three columns are ways to choose: by the hash alone, the emptier of two "
+            "drawn at random, and by the hash unless that replica has 1.25 of its share; of each the load of the fullest replica over the "
+            "mean, and how many of a conversation's turns go to the replica that has its prefix.",
+            table(["replicas", "choosing a request", "MB/s through the gateway", "probes a second", *rules], rows),
             f"A hundred times the replicas make a choice {last['lookup_us'] / record['lines'][1]['lookup_us']:.1f} times as long, and "
             f"1,000 of them keep one chooser {last['core_share']:.0%} busy. What passes through it, {last['megabytes_per_second']:.0f} "
-            "MB/s in 400,000 events a second, is the first to need more than one process; the choice itself has no state but the ring "
-            "and the loads, so that any number of doors choose alike.",
+            "MB/s in 400,000 events a second, needs more than one process first; the choice itself has no state but the ring "
+            "and the loads, so that any number of gateways choose alike.",
         ],
     )

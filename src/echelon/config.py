@@ -283,17 +283,17 @@ class EngineConfig(Settings):
         default=None, description="Weights of linear layers in 8 bits, or in 4 with 8 in the output layer; CPU."
     )
     tensor_parallel_size: StrictInt = Field(
-        default=1, ge=1, lt=LARGEST, description="Processes among which the target is split, on this machine's cores."
+        default=1, ge=1, lt=LARGEST, description="Processes that each have a part of every layer of the target, on this machine's cores."
     )
     pipeline_parallel_size: StrictInt = Field(
-        default=1, ge=1, lt=LARGEST, description="Processes among which the target's layers are shared out, on this machine's cores."
+        default=1, ge=1, lt=LARGEST, description="Processes that each have some of the target's layers, on this machine's cores."
     )
     max_num_seqs: StrictInt = Field(default=64, ge=1, lt=LARGEST, description="Rows that run at once.")
     max_num_batched_tokens: StrictInt = Field(
         default=2048,
         ge=1,
         lt=LARGEST,
-        description="Most tokens of a step before drafts; prompts go in pieces, beside decoding rows small ones.",
+        description="Most tokens of a step, without drafted ones; longer prompts are read in pieces, smaller ones while other rows decode.",
     )
     max_model_len: StrictInt | None = Field(
         default=None, ge=2, lt=LARGEST, description="Context limit in tokens; the model's own by default."
@@ -306,7 +306,7 @@ class EngineConfig(Settings):
         default="auto", description="Bytes of the KV pool, or auto."
     )
     memory: StrictInt | Text | None = Field(
-        default=None, description="All that the process may take, such as 8GiB: settings that are left out are chosen to fit."
+        default=None, description="Memory that the whole process may take, such as 8GiB: settings that are left out are chosen to fit."
     )
     gpu_memory_utilization: StrictFloat | None = Field(
         default=None, gt=0.0, le=1.0, description="The same as a share of the device's memory, on a CPU of the machine's."

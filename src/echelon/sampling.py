@@ -46,7 +46,7 @@ class SamplingParams(Settings):
     top_k: StrictInt = Field(default=0, ge=-1, lt=LARGEST, description="Keep the k likeliest tokens; 0 keeps all.")
     top_p: StrictFloat = Field(default=1.0, gt=0.0, le=1.0, description="Keep the likeliest tokens of this mass.")
     min_p: StrictFloat = Field(default=0.0, ge=0.0, le=1.0, description="Keep tokens at least this likely, relative to the likeliest.")
-    seed: StrictInt | None = Field(default=None, ge=0, lt=1 << 64, description="Of the noise; without it one is drawn and reported.")
+    seed: StrictInt | None = Field(default=None, ge=0, lt=1 << 64, description="Seed of sampling; without it one is drawn and reported.")
     max_tokens: StrictInt | None = Field(
         default=16, ge=1, lt=LARGEST, description="Most new tokens a prompt; None: as many as the context holds."
     )

@@ -43,16 +43,16 @@ def plan(
     speculative_config: SpeculativeOption = None,
     turns: Annotated[int, typer.Option(help="Turns of a conversation; the plan says how many tokens each may have.", min=1)] = 1,
     speculation: Annotated[
-        bool, typer.Option("--speculation", help="Also the least memory that each drafter of --speculative-config runs in, and pays in.")
+        bool, typer.Option("--speculation", help="Also what memory each size of draft needs, and from how many tokens a step it is faster.")
     ] = False,
     device: Annotated[
         str, typer.Option(help="auto, cpu or cuda: this machine. Or on paper: " + ", ".join(read_devices()) + ", or of --devices.")
     ] = "auto",
-    tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "-tp", help="On paper: ranks of a stage.", min=1)] = 1,
-    pipeline_parallel_size: Annotated[int, typer.Option("--pipeline-parallel-size", "-pp", help="On paper: stages.", min=1)] = 1,
-    devices: Annotated[Path | None, typer.Option(metavar="FILE", help="On paper: JSON of further devices by name.")] = None,
+    tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "-tp", help="On paper: tensor-parallel ranks.", min=1)] = 1,
+    pipeline_parallel_size: Annotated[int, typer.Option("--pipeline-parallel-size", "-pp", help="On paper: pipeline stages.", min=1)] = 1,
+    devices: Annotated[Path | None, typer.Option(metavar="FILE", help="On paper: JSON file of further devices.")] = None,
     tokens_per_step: Annotated[
-        float | None, typer.Option(help="On paper: tokens a step that drafts come to; what is published by default.", min=1.0)
+        float | None, typer.Option(help="On paper: tokens a step with drafts; as published for the method by default.", min=1.0)
     ] = None,
     engine: dict[str, Any],
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
@@ -60,7 +60,8 @@ def plan(
     """Say where the memory goes that MODEL would take, and how many conversations fit (exit 1: they do not). No weight is read.
 
     Without a budget, keys and values are those of --max-num-seqs rows of --max-model-len tokens. With the name of a device it is a plan on
-    paper: bytes of each of several devices, what travels between them, and expected tokens/s; MODEL may then be the name of a shape.
+    paper, an estimate for devices that are not here: bytes of each, what a step sends between them, and expected tokens/s. MODEL may then
+    be a published shape, such as llama-70b (docs/on_paper.md).
     """
     spec = speculative(speculative_mapping(speculative_config))
     options = PaperOptions(model, device, tensor_parallel_size, pipeline_parallel_size, devices, tokens_per_step)

@@ -49,7 +49,8 @@ class PaperOptions:
         wanted |= self.model in published_shapes() and not Path(self.model).exists()
         if wanted and self.device in HERE:
             known = ", ".join(read_devices(self.table))
-            raise ConfigError(f"--device {self.device} is planned here, for one process; for a plan on paper name a device: {known}")
+            asked = "names of shapes, -tp, -pp, --devices and --tokens-per-step are for devices that are not here"
+            raise ConfigError(f"{asked}, and --device is {self.device}; for a plan on paper name a device: {known}")
         return self.device not in HERE
 
 

@@ -20,7 +20,7 @@ class ServerConfig(Limits):
     model_config = ConfigDict(hide_input_in_errors=True)
 
     host: str = Field(default="127.0.0.1", description="Address to listen on; other than loopback only with keys.")
-    port: int = Field(default=8000, ge=0, lt=65536, description="0: a free one.")
+    port: int = Field(default=8000, ge=0, lt=65536, description="Port to listen on; 0 takes a free one.")
     api_keys: tuple[SecretStr, ...] = Field(
         default=(), repr=False, description="Any of them opens every route; without one the server listens on loopback only."
     )
@@ -28,7 +28,7 @@ class ServerConfig(Limits):
         default=None, description="What clients call the model; by default the name of its folder, or at the hub."
     )
     metrics_prefix: str = Field(
-        default="echelon:", pattern=r"^([a-zA-Z_]+[:_])?$", description="Of the names at /metrics; `vllm:` for clients made for vLLM."
+        default="echelon:", pattern=r"^([a-zA-Z_]+[:_])?$", description="Prefix of names at /metrics; `vllm:` for clients made for vLLM."
     )
     max_body_bytes: int = Field(default=2**21, ge=1024, description="Bytes of a request's body.")
     max_body_pieces: int = Field(
