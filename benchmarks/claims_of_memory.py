@@ -95,7 +95,10 @@ def trees_by_batch(evidence: Evidence) -> Measured | None:
     return sampled([a / b for a, b in zip(many, one, strict=False)])
 
 
-EIGHT = "eight devices and a model of 70 B; no cell of `scripts/gpu_check.sh` decides it; [on paper](on_paper.md#specmemos-eight-stages) it is computed"
+EIGHT = (
+    "eight devices and a model of 70 B; no cell of `scripts/gpu_check.sh` decides it; "
+    "[on paper](on_paper.md#specmemos-eight-stages) it is computed"
+)
 SPECMEMO = [
     Claim(
         "specmemo-tree",
