@@ -70,8 +70,8 @@ class Measured:
             text = f"{printed[0]} (one sample)"
         else:
             least, most = self.form.format(min(self.samples)), self.form.format(max(self.samples))
-            few = " samples" if len(printed) >= LEAST_SAMPLES else " samples alone"
-            text = f"{self.form.format(self.median)} ({least} to {most}, {len(printed)}{few})"
+            count = f"{len(printed)} samples" if len(printed) >= LEAST_SAMPLES else f"only {len(printed)} samples"
+            text = f"{self.form.format(self.median)} ({least} to {most}, {count})"
         return f"{text}; {self.note}" if self.note else text
 
 
