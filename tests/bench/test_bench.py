@@ -495,7 +495,7 @@ def test_the_document_says_where_speculation_loses() -> None:
 
     assert "fastest strategy in 1 of 1" in said(5, 11) and "in 0 of 1 comparisons `unpadded` speculation" in said(5, 11)
     assert "padded by 20%" in said(6, 5) and "0.50 × plain" in said(6, 5)
-    assert "1.10 against 1.59" in said(10, 11)
+    assert "`unpadded` over `padded` is 1.10 to 1.10 at batch 8 and 16 in 1 comparisons" in said(10, 11)
 
 
 def test_the_script_of_ems_sd_on_a_stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
