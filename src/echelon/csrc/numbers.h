@@ -100,13 +100,15 @@ INLINE Float reduced_exponential(Float& x) {
   return n;
 }
 
-// eˣ with a relative error below 3e-7. x is cut to [−87, 88].
-INLINE float exponential(float x) {
+// eˣ for x ≤ 88, with a relative error below 3e-7. x is cut to −87.
+INLINE float exponential_up_to_88(float x) {
   x = x < -87.0f ? -87.0f : x;  // not std::max, whose references keep a loop from being vectorised
-  x = x > 88.0f ? 88.0f : x;
   const float n = reduced_exponential(x);
   return x * std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
 }
+
+// The same of any x, which is cut to [−87, 88].
+INLINE float exponential(float x) { return exponential_up_to_88(x > 88.0f ? 88.0f : x); }
 
 // eˣ for x ≤ 0, with a relative error below 1e-15. x is cut to −700.
 INLINE double exponential(double x) {

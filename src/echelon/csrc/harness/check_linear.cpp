@@ -187,6 +187,22 @@ void check_integers(Random& random) {
   }
 }
 
+// Of a group in 4 bits, the squared error by the scale that was chosen, and by the one that takes the largest entry to −8.
+void expect_least(const char* row, const uint8_t* values, float scale, int64_t first, int64_t group, Storage type) {
+  double largest = 0.0, chosen = 0.0, simple = 0.0;
+  for (int64_t k = first; k < first + group; ++k) {
+    const double x = entry(row, k, type);
+    largest = std::abs(x) > std::abs(largest) ? x : largest;
+  }
+  const double step = largest == 0.0 ? 1.0 : -largest / 8.0;
+  for (int64_t k = first; k < first + group; ++k) {
+    const double x = entry(row, k, type), q = std::clamp(std::nearbyint(x / step), -8.0, 7.0);
+    chosen += std::pow(static_cast<double>(scale) * (values[k] - 8) - x, 2);
+    simple += std::pow(step * q - x, 2);
+  }
+  expect(chosen <= simple * 1.0001, "no scale is worse than the simple one");
+}
+
 void check_rounded_weight(Random& random) {
   const Storage type = static_cast<Storage>(between(random, 0, 2));
   const int64_t group = 32 << between(random, 0, 2);
@@ -198,9 +214,12 @@ void check_rounded_weight(Random& random) {
   for (int64_t k = 0; k < depth; ++k) {
     const int q = values.as<uint8_t>()[k];
     expect(in_groups ? q < 16 : q >= 1, "integers fit their bits");
-    const float scale = scales.as<float>()[in_groups ? k / group : 0], error = scale * static_cast<float>(q - (in_groups ? 8 : 128)) - entry(row.as(), k, type);
-    expect(std::abs(error) <= std::abs(scale) * (in_groups ? 2.0f : 0.501f), "a rounded entry is near what it was");
+    if (in_groups) continue;
+    const float scale = scales.as<float>()[0], error = scale * static_cast<float>(q - 128) - entry(row.as(), k, type);
+    expect(std::abs(error) <= std::abs(scale) * 0.501f, "a rounded entry is near what it was");
   }
+  for (int64_t g = 0; in_groups && g < groups; ++g)
+    expect_least(row.as(), values.as<uint8_t>(), scales.as<float>()[g], g * group, group, type);
 }
 
 }  // namespace harness

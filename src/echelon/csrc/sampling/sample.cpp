@@ -107,9 +107,12 @@ INLINE double from(float threshold, float value, double weight) {
   return std::bit_cast<double>(std::bit_cast<int64_t>(weight) & -static_cast<int64_t>(value >= threshold));
 }
 
+INLINE float weight_of(float below_highest) { return exponential_up_to_88(below_highest); }
+INLINE double weight_of(double below_highest) { return exponential(below_highest); }
+
 template <class Weight>
 INLINE void weigh(const float* values, float highest, Weight* weights) {
-  for (int64_t i = 0; i < block; ++i) weights[i] = exponential(static_cast<Weight>(values[i] - highest));
+  for (int64_t i = 0; i < block; ++i) weights[i] = weight_of(static_cast<Weight>(values[i] - highest));
 }
 
 // The mass of those tokens of a block whose values are at least `threshold`: within `rough` of itself. Two loops: GCC 12 vectorises a choice

@@ -62,7 +62,7 @@ class CausalLMForward:
             keywords = others | {"attention_mask": None, "position_ids": position_ids, "past_key_values": None, "use_cache": False}
             for layer in self.layers:
                 hidden = layer(hidden, position_embeddings=embeddings, **keywords)
-        return CausalLMOutputWithPast(logits=self.output_layer(inner.norm(hidden)[:, logits_to_keep]))
+        return CausalLMOutputWithPast(logits=self.output_layer(inner.norm(hidden).index_select(1, logits_to_keep)))
 
 
 def _is_named(model: Any, inner: Any) -> bool:
