@@ -53,8 +53,6 @@ MUTANTS = [
     Mutant("a row of x has the scale of its weight alone", "linear/finish.h", "v[i] * (of_row.scale * scales[i])", "v[i] * scales[i]", "integers"),
     Mutant("a token beyond the nucleus is drawn", "sampling/sample.cpp", "if (larger + doubt < wanted) return token;", "return token;", "sample"),
     Mutant("the nucleus is that of the whole vocabulary", "sampling/sample.cpp", "total += mass_from(values + first, weights + first, threshold)", "total += mass_from(values + first, weights + first, -infinity)", "sample"),
-    Mutant("what lies near the highest value counts as far too", "sampling/sample.cpp", "      weights[i] = Weight{0};\n", "", "sample"),
-    Mutant("a token that may win is passed over", "sampling/sample.cpp", "0x7fffffffu - leading", "0x7fffffffu - leading / 2", "sample"),
 ]  # fmt: skip
 
 
