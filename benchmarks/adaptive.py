@@ -1,9 +1,9 @@
 """Adaptive lengths beside every fixed one: `python -m benchmarks.adaptive [--output FOLDER] [--rounds N] [PREFIX ...]`, resumable by cell.
 
-A cell is a family of instructions, a drafter, a batch size and a temperature, on the embedded pair grown to 1.1 billion parameters; prompts
-of 32 tokens go on by 64, rows enter as others finish, and speed is that of steps that read no prompt. All settings take turns. A fixed one
-that is below DROPPED × plain in its first round runs no more. The best of the others is chosen in the even rounds and compared with in the
-odd ones, so that no luck of the same rounds makes it the best.
+A cell is a family of instructions, a drafter, a batch size and a temperature, on the embedded pair grown to 1.1 billion parameters; two prompts
+a row, of 32 tokens, go on by 64; rows enter as others finish, and speed is that of steps that read no prompt. All settings take turns. A
+fixed one that is below DROPPED × plain in its first round runs no more. The best of the others is chosen in the even rounds and compared
+with in the odd ones, so that no luck of the same rounds makes it the best.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from benchmarks.cells import Cell, Record, asked_of, run_asked
+from benchmarks.cells import Cell, Record, asked_of, run_with_settings
 from benchmarks.families import environment_of
 from benchmarks.workloads import Models, Size, source
 from echelon import ConfigError, SamplingParams
@@ -29,7 +29,7 @@ from echelon.bench.throughput import DecodingMethod, EngineRun
 from echelon.model.load.loading import LoadedModel
 from echelon.ops import compiled
 
-PROMPT_TOKENS, NEW_TOKENS, WAVES = 32, 64, 2.5
+PROMPT_TOKENS, NEW_TOKENS, WAVES = 32, 64, 2
 BATCHES, CHAINS, TREES = (1, 4, 8, 16, 32), (1, 2, 3, 4, 6, 8), (4, 12, 24, 60)
 DRAFTERS = ("ngram", "draft_model", "eagle_tree")
 DROPPED, LEVEL, GAIN, WORTH = 0.67, 0.97, 1.10, 1.13  # × plain; goal of every cell; goal over the best single setting, and where it holds
@@ -58,7 +58,7 @@ def measure(drafter: str, batch_size: int, temperature: float, rounds: int, size
     """
     models = Models(size, ["eagle"])
     target, folders = models.with_heads if drafter == "eagle_tree" else (models.grown, {})
-    prompts = source(target, max(2, int(WAVES * batch_size)), PROMPT_TOKENS, is_ragged=False)
+    prompts = source(target, WAVES * batch_size, PROMPT_TOKENS, is_ragged=False)
     params = SamplingParams(temperature=temperature, seed=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     speeds: dict[str, list[float]] = {}
     runs = {name: _run(name, config, target, models.draft, batch_size) for name, config in settings_of(drafter, folders).items()}
@@ -136,7 +136,7 @@ def as_markdown(records: Mapping[str, Record]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure the cells that have no record of this commit; 1 if one fails."""
+    """Measure the cells that have no record of these settings on this processor; 1 if one fails."""
     more: dict[str, dict[str, Any]] = {"--rounds": {"type": int, "default": 4}, "--measure": {"help": argparse.SUPPRESS}}
     asked = asked_of(__doc__, "adaptive", more, arguments)
     if asked.measure:
@@ -149,7 +149,8 @@ def main(arguments: list[str] | None = None) -> int:
         Cell(f"{family}_{drafter}_t{temperature:g}_b{batch}", partial(in_family, family, drafter, batch, temperature, asked.rounds))
         for family, drafter, temperature, batch in wanted
     ]
-    return run_asked(asked, cells, as_markdown)[1]
+    settings = {"rounds": asked.rounds, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS, "waves": WAVES}
+    return run_with_settings(asked, cells, settings, as_markdown)
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def run_with_settings(
     where = environment()
 
     def is_current(_: str, record: Record) -> bool:
-        return bool(record["settings"] == settings and record["environment"]["cpu"] == where["cpu"])
+        return bool(record.get("settings") == settings and record["environment"]["cpu"] == where["cpu"])
 
     found = run_cells(chosen(cells, asked.prefixes), Records(asked.output), {"settings": settings, "environment": where}, is_current)
     measured = {name: record for name, record in found.items() if "failed" not in record}
