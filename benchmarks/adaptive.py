@@ -1,9 +1,9 @@
 """Adaptive lengths beside every fixed one: `python -m benchmarks.adaptive [--output FOLDER] [--rounds N] [PREFIX ...]`, resumable by cell.
 
-A cell is a family of instructions, a drafter, a batch size and a temperature, on the embedded pair grown to 1.1 billion parameters; two prompts
-a row, of 32 tokens, go on by 64; rows enter as others finish, and speed is that of steps that read no prompt. All settings take turns. A
-fixed one that is below DROPPED × plain in its first round runs no more. The best of the others is chosen in the even rounds and compared
-with in the odd ones, so that no luck of the same rounds makes it the best.
+A cell is a family of instructions, a drafter, a batch size and a temperature, on the embedded pair grown to 1.1 billion parameters. Two
+prompts a row, of 32 tokens, go on by 64; rows enter as others finish, and speed is that of steps that read no prompt. All settings take
+turns. A fixed one that is below DROPPED × plain in its first round runs no more. The best of the others is chosen in the even rounds and
+compared with in the odd ones, so that no luck of the same rounds makes it the best.
 """
 
 from __future__ import annotations
