@@ -2,8 +2,8 @@
 
 A cell is a family of instructions, a drafter, a batch size and a temperature, on the embedded pair grown to 1.1 billion parameters. Two
 prompts a row, of 32 tokens, go on by 64; rows enter as others finish, and speed is that of steps that read no prompt. All settings take
-turns. A fixed one that is below DROPPED × plain in its first round runs no more. The best of the others is chosen in the even rounds and
-compared with in the odd ones, so that no luck of the same rounds makes it the best.
+turns. A fixed one that is below HOPELESS × plain in the run that warms up takes none, and one below DROPPED in its first round no more. The
+best of the others is chosen in the even rounds and compared with in the odd ones, so that no luck of the same rounds makes it the best.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from echelon.ops import compiled
 PROMPT_TOKENS, NEW_TOKENS, WAVES = 32, 64, 2
 BATCHES, CHAINS, TREES = (1, 4, 8, 16, 32), (1, 2, 3, 4, 6, 8), (4, 12, 24, 60)
 DRAFTERS = ("ngram", "draft_model", "eagle_tree")
-DROPPED, LEVEL, GAIN, WORTH = 0.67, 0.97, 1.10, 1.13  # × plain; goal of every cell; goal over the best single setting, and where it holds
+HOPELESS, DROPPED = 0.4, 0.67  # × plain
+LEVEL, GAIN, WORTH = 0.97, 1.10, 1.13  # goal of every cell; goal over the best single setting, and where it holds
 Settings = dict[str, dict[str, Any] | None]
 
 
@@ -62,18 +63,21 @@ def measure(drafter: str, batch_size: int, temperature: float, rounds: int, size
     params = SamplingParams(temperature=temperature, seed=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     speeds: dict[str, list[float]] = {}
     runs = {name: _run(name, config, target, models.draft, batch_size) for name, config in settings_of(drafter, folders).items()}
-    for run in runs.values():
-        run.warm_up(prompts[:batch_size], params.model_copy(update={"max_tokens": 8}))
+    few = params.model_copy(update={"max_tokens": 8})
+    looks = {name: run.run(prompts[:batch_size], few).decoding_speed for name, run in runs.items()}
+    hopeless = {n: v / looks["plain"] for n, v in looks.items() if n not in ("plain", "auto") and v < HOPELESS * looks["plain"]}
     expected = None
     for turn, (name, run) in product(range(rounds), runs.items()):
+        if name in hopeless:
+            continue
         if turn and name not in ("plain", "auto") and speeds[name][0] < DROPPED * speeds["plain"][0]:
             continue
         found = run.run(prompts, params)
         expected = expected or found.outputs
         if found.outputs != expected:
             raise ConfigError(f"{name}: a text differs from that of plain decoding")
-        speeds.setdefault(name, []).append(found.decode[0] / found.decode[1])
-    return {"speeds": speeds, "adaptive": runs["auto"].result(batch_size, []).adaptive}
+        speeds.setdefault(name, []).append(found.decoding_speed)
+    return {"speeds": speeds, "hopeless": hopeless, "adaptive": runs["auto"].result(batch_size, []).adaptive}
 
 
 def _run(name: str, config: dict[str, Any] | None, target: LoadedModel, draft: LoadedModel, batch_size: int) -> EngineRun:

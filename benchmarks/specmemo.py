@@ -95,7 +95,7 @@ def grid(study: Study) -> Record:
     speeds: dict[tuple[int, int], list[float]] = {shape: [] for shape in runs}
     for _, (shape, run) in product(range(2), runs.items()):
         found = run.run(study.prompts, greedy(study.new))
-        speeds[shape].append(found.decode[0] / found.decode[1])
+        speeds[shape].append(found.decoding_speed)
     lines = []
     for (heads, nodes), own in speeds.items():
         plan, result = study.plan(study.config(heads, nodes), study.length), runs[heads, nodes].result(1, [])
@@ -129,7 +129,7 @@ def planned(study: Study, records: Records) -> Record:
     texts: list[list[list[int]]] = []
     for _, (name, run) in product(range(study.rounds), runs.items()):
         found = run.run(study.prompts, greedy(study.new))
-        speeds[name].append(found.decode[0] / found.decode[1])
+        speeds[name].append(found.decoding_speed)
         texts.append(found.outputs)
     if any(text != texts[0] for text in texts):
         raise ConfigError("a text differs from that of plain decoding")

@@ -68,7 +68,7 @@ class FrameworkRun:
         """tokens_per_step is emitted tokens over steps of one row; acceptance is not reported by the framework."""
         per_step = self._num_tokens / self._num_steps if self._batch_size == 1 and self._num_steps else 1.0
         speeds = [sum(map(len, r.outputs)) / r.seconds for r in runs]
-        decode = [tokens / seconds if seconds else 0.0 for tokens, seconds in (r.decode for r in runs)]
+        decode = [r.decoding_speed for r in runs]
         return ThroughputResult(
             self.name, batch_size, speeds, per_step, 0.0, 0, 0, strategy="transformers", decode_tokens_per_second=decode
         )

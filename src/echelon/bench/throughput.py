@@ -149,6 +149,12 @@ class Run:
     seconds: float
     decode: tuple[float, float]
 
+    @property
+    def decoding_speed(self) -> float:
+        """Tokens a second of the steps that read no prompt; 0 where there were none."""
+        tokens, seconds = self.decode
+        return tokens / seconds if seconds else 0.0
+
 
 class Contender(Protocol):
     """Something that generates at a batch size, on equal terms with the others."""
@@ -228,7 +234,7 @@ def engine_result(method: DecodingMethod, batch_size: int, runs: SequenceOf[Run]
         0,
         stats.histogram(),
         method.strategy,
-        [tokens / seconds if seconds else 0.0 for tokens, seconds in (r.decode for r in runs)],
+        [r.decoding_speed for r in runs],
         [a / d for a, d in zip(accepted, drafted, strict=True)],
         {part: 1e3 * decode.per(part, "steps") for part in SPLIT},
         1.0 - decode.per("fed", "inputs") if decode["inputs"] else 0.0,
