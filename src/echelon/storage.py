@@ -15,7 +15,7 @@ from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache, LayerShape
 from echelon.kv.tables import KVTables
 from echelon.memory.footprint import footprint_of
-from echelon.memory.plan import Residents, bytes_kept, footprint_of_head, working_bytes
+from echelon.memory.plan import Residents, are_captured, bytes_kept, footprint_of_head, working_bytes
 from echelon.memory.pool import PoolPlan, plan_kv
 from echelon.model.load.loading import LoadedModel
 from echelon.model.runner import ModelRunner, Runner
@@ -69,11 +69,12 @@ def build_unpadded(
     head: AttachedHead | None,
 ) -> Storage:
     """Build runners over blocks, for batches without padding (EMS-SD)."""
-    residents, device = _residents(models, head), models[0].device
+    device = models[0].device
+    captures = are_captured(config, device)
+    residents = _residents(models, head, captures)
     layers = [list(m.layers) for m in (residents.target, residents.draft) if m is not None]
     if models[0].stage is not None:
         layers[0] = layers[0][: len(models[0].stage.layers)]  # the others' are elsewhere
-    captures = not config.enforce_eager and device.type == "cuda" and torch.cuda.is_available()  # steps become CUDA graphs
     longest = max_len + (spec.most_tokens if spec else 0)  # a tree may take more slots than the text has left
     limit, is_kept, is_rounded = config.kv_cache_memory_bytes, config.enable_prefix_caching, config.kv_cache_dtype == "int8"
     per_token, boundary = bytes_kept(config, residents)
@@ -94,10 +95,11 @@ def build_unpadded(
     return Storage(plan, runners, head, head_cache, cached_tables=_cached(runners, head_cache) if is_kept else ())
 
 
-def _residents(models: SequenceOf[LoadedModel], head: AttachedHead | None) -> Residents:
+def _residents(models: SequenceOf[LoadedModel], head: AttachedHead | None, captures: bool) -> Residents:
     """What is loaded."""
     target, *drafts = map(footprint_of, models)
-    return Residents(target, drafts[0] if drafts else None, footprint_of_head(head) if head is not None else None)
+    of_head = footprint_of_head(head) if head is not None else None
+    return Residents(target, drafts[0] if drafts else None, of_head, captures=captures)
 
 
 def _capture(runners: SequenceOf[ModelRunner]) -> None:

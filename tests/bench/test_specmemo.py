@@ -1,7 +1,8 @@
-"""SpecMemo's experiment, small."""
+"""SpecMemo's experiments, small."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,14 @@ import toys
 
 from benchmarks import specmemo
 from benchmarks.cells import Records
-from benchmarks.workloads import SMALL
-from echelon import ConfigError
+from benchmarks.conversations import Conversation, of_mt_bench, of_story
+from benchmarks.memory_plots import shape_plots
+from benchmarks.workloads import SMALL, Models
+from echelon import ConfigError, load_model
+from echelon.demo import TARGET
 from echelon.trees import StaticTree
+
+TINY = specmemo.Lengths(conversations=1, prompt=24, new=10, answer=6, story=180, rounds=1, grid_rounds=1)
 
 
 @pytest.mark.parametrize(("heads", "nodes"), specmemo.shapes_of_the_grid("medusa"))
@@ -22,16 +28,44 @@ def test_trees_keep_their_first_level_and_are_connected(heads: int, nodes: int) 
     StaticTree(paths)
 
 
+def questions_in(folder: Path) -> Path:
+    asked = [{"category": "coding", "turns": ["Write a loop.", "Shorter."]}, {"category": "qa", "turns": ["Who?"]}]
+    (folder / "question.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    return folder / "question.jsonl"
+
+
 @pytest.mark.parametrize("method", list(specmemo.STOCK) if toys.PROVE else ["eagle"])
 def test_a_shape_is_chosen_from_the_grid_and_measured_beside_stock(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(specmemo, "shapes_of_the_grid", lambda _: [(2, 16), (4, 64)])
-    study, records = specmemo.Study(SMALL, method, prompt=24, new=10, rounds=1), Records(tmp_path)
-    with pytest.raises(ConfigError, match="grid"):
-        specmemo.planned(study, records)
-    records.write(f"grid_{method}", specmemo.grid(study))
-    found = specmemo.planned(study, records)
-    assert found["shape"] == (2, 16) and found["tree"][1] <= specmemo.MOST_TREE * found["tree"][0]
-    said = specmemo.as_markdown(records.read() | {"planned": found})
-    specmemo.draw(records.read() | {"planned": found}, tmp_path / "plots" / "shapes.png")
-    assert (tmp_path / "plots" / "shapes.png").stat().st_size > 5000
-    assert "throughput kept" in said and "| 4 | 64 |" in said
+    models, records, name = Models(SMALL, [method]), Records(tmp_path), f"{method}_mt_bench"
+    study = specmemo.Study(models, method, "mt_bench", TINY, questions_in(tmp_path))
+    for chooses in (specmemo.planned, specmemo.budgets):
+        with pytest.raises(ConfigError, match="grid"):
+            chooses(study, records)
+    records.write(study.name("grid"), specmemo.grid(study))
+    found = {f"planned_{name}": specmemo.planned(study, records), f"budgets_{name}": specmemo.budgets(study, records)}
+    planned, budgets = found.values()
+    assert planned["shape"] == (2, 16) and planned["tree"][1] <= specmemo.MOST_TREE * planned["tree"][0]
+    assert planned["process"][1] < planned["process"][0]
+    assert [b["ran"] == b["held"] == b["asked"] for b in budgets["budgets"]] == [True] * len(specmemo.KV_BUDGETS)
+    assert [b["stock_runs"] for b in budgets["budgets"]] == [False, False, False, True], "the context's keys and values are the largest"
+    said = specmemo.as_markdown(records.read() | found)
+    shape_plots(records.read() | found, method, tmp_path / "plots")
+    for plot in (f"memory-shapes-{method}-mt-bench", f"memory-budgets-{method}"):
+        assert (tmp_path / "plots" / f"{plot}.png").stat().st_size > 5000
+    assert "throughput kept" in said and "| 4 | 64 |" in said and "2 of 2" in said
+
+
+def test_turns_that_no_longer_fit_are_left_out(tmp_path: Path) -> None:
+    target = load_model(str(TARGET), device="cpu")
+    (story,) = of_story(target, 400, 16)
+    assert 350 < story.length <= 400 and len(story.turns) > 8
+    assert story.shortened(story.length) == story
+    assert story.shortened(story.length - 1) == Conversation(story.turns[:-1], 16) and story.shortened(3).turns == []
+    turns = [(40, 1.0, 0.5), (80, 1.0, 0.5), (120, 1.0, 2.0)]
+    assert [t.length for t in specmemo.fitting([list(turns)], 100)] == [40, 80]
+    (asked,) = of_mt_bench(target, questions_in(tmp_path), 4, 8)
+    assert len(asked.turns) == 2 and asked.length == sum(map(len, asked.turns)) + 16
+    (tmp_path / "question.jsonl").write_text(json.dumps({"category": "qa", "turns": ["Who?"]}))
+    with pytest.raises(ConfigError, match="two turns"):
+        of_mt_bench(target, tmp_path / "question.jsonl", 4, 8)

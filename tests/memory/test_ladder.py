@@ -61,6 +61,10 @@ def test_where_there_is_room_texts_grow_before_rows() -> None:
     assert sizes[0][0] is not None and PLANNED_LEN <= sizes[0][0] < CONTEXT and sizes[0][1] == PLANNED_ROWS
     assert sizes == sorted(sizes) and sizes[-1] == (CONTEXT, 64)
     assert all(not f.rungs for f in map(fit, (3300, 40000)))
+    rows = [fit(size, max_model_len=512).config.max_num_seqs for size in (2700, 2800, 3300, 40000)]
+    assert rows == sorted(rows) and rows[0] < rows[1] < rows[2] and rows[-1] == 64, (
+        "texts that stay as long as they are leave room for rows"
+    )
 
 
 def test_rungs_come_in_their_order() -> None:
@@ -124,16 +128,21 @@ def test_a_fixed_number_of_drafted_tokens_stays() -> None:
     assert fit(1400, capped).spec == capped
 
 
-@given(sizes=st.lists(st.integers(1200, 30_000), min_size=2, max_size=5), drafts=st.sampled_from([None, CHAIN, TREE]))
-def test_less_memory_never_gives_more(sizes: list[int], drafts: SpeculativeConfig | None) -> None:
+@given(
+    sizes=st.lists(st.integers(1200, 30_000), min_size=2, max_size=5),
+    drafts=st.sampled_from([None, CHAIN, TREE]),
+    length=st.sampled_from([None, 512, 4096]),
+)
+def test_less_memory_never_gives_more(sizes: list[int], drafts: SpeculativeConfig | None, length: int | None) -> None:
+    own = {} if length is None else {"max_model_len": length}
     found = []
     for size in sorted(sizes, reverse=True):
         try:
-            fitting = fit(size, drafts)
+            fitting = fit(size, drafts, **own)
         except ConfigError:
             found.append(None)
             continue
-        assert fitting.plan.total_bytes <= size * MIB and fitting == fit(size, drafts), "it fits, and again"
+        assert fitting.plan.total_bytes <= size * MIB and fitting == fit(size, drafts, **own), "it fits, and again"
         config = fitting.config
         bits = BITS[config.quantization], 16 if config.kv_cache_dtype == "auto" else 8
         found.append((config.max_num_seqs, config.max_model_len, *bits))

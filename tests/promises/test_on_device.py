@@ -37,7 +37,7 @@ from echelon.memory import pool
 from echelon.memory.pool import plan_kv
 from echelon.model.load import loading
 from echelon.model.load.loading import LoadedModel, adopt_model, serve_head
-from echelon.ops import compiled, cpu, devices, sample
+from echelon.ops import compiled, devices, sample
 from echelon.ops import triton as on_triton
 from echelon.ops.compiled import is_built
 from echelon.ops.contract import Activation
@@ -317,16 +317,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[card.Card]:
     """A card that is not there (tests/support/card.py), kernels of the CPU standing in for Triton's."""
     if HAS_DEVICE or not is_built():
         pytest.skip("a device finds it by itself; without kernels of the CPU nothing can stand in")
-    there = card.Card()
-
-    def linear_of_the_cpu(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, float32: bool = False) -> torch.Tensor:
-        return cpu.packed_linear(x, cpu.pack(weight), bias, float32=float32)
-
-    monkeypatch.setattr(triton_linear, "linear_invariant", there.kernel(linear_of_the_cpu))
-    for name in ("ragged_attention", "sample_rows", "rms_norm", "layer_norm", "activate", "rotate", "write_slots"):
-        monkeypatch.setattr(on_triton, name, there.kernel(getattr(cpu, name)))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 << 30, 1 << 31))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+    there = card.stand_in(monkeypatch)
     monkeypatch.setattr(sys.modules[__name__], "HAS_DEVICE", True)
     for made in (served, truth, head):
         made.cache_clear()

@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from echelon.model.patches.weights import PackedParameter
+from echelon.ops import cpu
+from echelon.ops import triton as on_triton
+from echelon.ops.triton import linear as triton_linear
 
 CUDA = torch.device("cuda", 0)
 MAKERS = {torch.empty, torch.zeros, torch.full, torch.arange, torch.tensor, torch.ones}
@@ -96,6 +100,21 @@ class Card(TorchFunctionMode):
                 return self.put(function(*args, **kwargs))
 
         return run
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Card:
+    """A card with kernels of the CPU in the place of Triton's; to be entered."""
+    there = Card()
+
+    def linear_of_the_cpu(x: Tensor, weight: Tensor, bias: Any = None, float32: bool = False) -> Tensor:
+        return cpu.packed_linear(x, cpu.pack(weight), bias, float32=float32)
+
+    monkeypatch.setattr(triton_linear, "linear_invariant", there.kernel(linear_of_the_cpu))
+    for name in ("ragged_attention", "sample_rows", "rms_norm", "layer_norm", "activate", "rotate", "write_slots"):
+        monkeypatch.setattr(on_triton, name, there.kernel(getattr(cpu, name)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 << 30, 1 << 31))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+    return there
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

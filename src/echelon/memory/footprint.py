@@ -28,6 +28,7 @@ from echelon.model.patches.rotary_tables import table_bytes
 from echelon.ops import compiled, cpu
 from echelon.ops.contract import QuantisedWeight
 
+HOST = torch.device("cpu")
 BITS = {None: 0, "int8": 8, "int4": 4}
 TOKENIZER_GROWTH = 12  # bytes of a tokenizer in memory for each in its files
 
@@ -82,7 +83,8 @@ class Outline:
     scheme     how the checkpoint has its weights in integers, if it has
     published  names of the weights that it has so
     has_zeros  whether their groups have zeros of their own
-    tokenizer  bytes of its tokenizer
+    tokenizer  bytes of its tokenizer, where it lies on the device that is planned for
+    device     that it is to be served on
     """
 
     name: str
@@ -92,9 +94,10 @@ class Outline:
     published: frozenset[str]
     has_zeros: bool
     tokenizer: int
+    device: torch.device = HOST
 
     @classmethod
-    def of(cls, name: str, dtype: str = "auto") -> Outline:
+    def of(cls, name: str, dtype: str = "auto", device: torch.device = HOST) -> Outline:
         """The model in the folder, or of the hub name, `name`; errors as of `load_model`."""
         folder = Folder.locate(name, "model")
         raw = settings_of(folder)
@@ -108,10 +111,15 @@ class Outline:
             has_zeros = any("zero" in key.rpartition(".")[2] for key in stored.tensors)
         if wanted is None or wanted not in DTYPES.values():
             raise UnsupportedModelError(f"{folder.shown} is stored in {wanted}; served are {', '.join(DTYPES)}: pass dtype=")
-        files = sum(p.stat().st_size for p in folder.path.iterdir() if p.name.startswith(TOKENIZER_FILES))
+        files = sum(p.stat().st_size for p in folder.path.iterdir() if p.name.startswith(TOKENIZER_FILES)) if device.type == "cpu" else 0
         model.set_attn_implementation(IMPLEMENTATION)
         model.to(torch.bfloat16)  # the one type that all kinds of experts can be recorded in; it says nothing of how the model is served
-        return cls(name, model.eval(), wanted, scheme, published, has_zeros, files * TOKENIZER_GROWTH)
+        return cls(name, model.eval(), wanted, scheme, published, has_zeros, files * TOKENIZER_GROWTH, device)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether kernels lay its weights out anew: those of a device read them as they are."""
+        return is_packed_on(self.device)
 
     @property
     def lookup_bytes(self) -> int:
@@ -161,7 +169,8 @@ class Outline:
         for raw, rounded, packed in late:
             most = max(most, held + (0 if raw == packed else packed + rounded))  # of the same size it is packed in place
             held += packed - raw
-        held += sum(b.numel() * b.element_size() for b in self.model.buffers()) + table_bytes(self.model, self.dtype)
+        held += sum(b.numel() * b.element_size() for b in self.model.buffers())
+        held += table_bytes(self.model, self.dtype) if self.is_packed else 0
         return held, max(0, most - held)
 
     def _beside(self, parameter: nn.Parameter) -> int:
@@ -171,11 +180,11 @@ class Outline:
         holder = next(m for m in self.model.modules() if any(parameter is p for p in m.parameters(recurse=False)))
         if parameter.ndim == 1 or is_experts(holder):
             return 4 * parameter.numel()
-        is_looked_up = isinstance(holder, nn.Embedding)
-        return 0 if is_looked_up or parameter.ndim > 2 else self._packed_bytes(Matrix(len(parameter), parameter.shape[1], 0))
+        is_read = isinstance(holder, nn.Embedding) or not self.is_packed
+        return 0 if is_read or parameter.ndim > 2 else self._packed_bytes(Matrix(len(parameter), parameter.shape[1], 0))
 
     def _packed_bytes(self, matrix: Matrix) -> int:
-        if not compiled.is_built():
+        if not self.is_packed:
             return matrix.columns * matrix.depth * self.dtype.itemsize
         published = self.scheme is not None and matrix.bits == 4
         group = self.scheme.group_size if self.scheme is not None and published else None
@@ -183,6 +192,11 @@ class Outline:
         columns = matrix.columns // matrix.parts
         tiles = matrix.parts * -(-columns // cpu.TILE)
         return tiles * tile_bytes(matrix.depth, matrix.bits, self.dtype, group, published and self.has_zeros)
+
+
+def is_packed_on(device: torch.device) -> bool:
+    """Whether kernels on this device lay weights out anew, beside or in the place of what was read."""
+    return device.type == "cpu" and compiled.is_built()
 
 
 def footprint_of(loaded: LoadedModel) -> Footprint:

@@ -207,11 +207,11 @@ def _sized(config: EngineConfig, rows: int, length: int) -> EngineConfig:
 
 
 def _grown(walk: _Walk, free: set[str], context: int, most_rows: int) -> EngineConfig:
-    """Longer texts, up to the model's context, and then more rows, where the user has named neither."""
+    """Longer texts, up to the model's context, and then more rows: of these what the user has not named."""
     length, rows = walk.config.max_model_len or context, walk.config.max_num_seqs
     if "max_model_len" in free:
         length = _largest(length, context, lambda n: walk.needs(rows, n) <= walk.budget)
-    if "max_num_seqs" in free and length == context:
+    if "max_num_seqs" in free and (length == context or "max_model_len" not in free):
         rows = _largest(rows, most_rows, lambda n: walk.needs(n, length) <= walk.budget)
     return _sized(walk.config, rows, length)
 

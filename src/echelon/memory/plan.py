@@ -14,7 +14,7 @@ import torch
 
 from echelon.config import EngineConfig, SpeculativeConfig
 from echelon.drafters.heads import MOST_UNREAD, AttachedHead
-from echelon.memory.footprint import Footprint
+from echelon.memory.footprint import Footprint, is_packed_on
 from echelon.memory.pool import PoolPlan, block_bytes, num_blocks_for
 from echelon.methods import METHODS
 from echelon.scheduler import PROMPT_LOGITS
@@ -46,7 +46,8 @@ class HeadFootprint:
 def footprint_of_head(attached: AttachedHead) -> HeadFootprint:
     """A head that is loaded, on its target."""
     head = attached.head
-    weights = sum(p.numel() * p.element_size() * (2 if p.ndim == 2 else 1) for p in head.parameters())
+    copies = 2 if is_packed_on(next(head.parameters()).device) else 1
+    weights = sum(p.numel() * p.element_size() * (copies if p.ndim == 2 else 1) for p in head.parameters())
     features = int(attached.reader.example().shape[-1]) * head.dtype.itemsize
     return HeadFootprint(weights, attached.bytes_per_token, features)
 
@@ -55,7 +56,8 @@ def footprint_of_head(attached: AttachedHead) -> HeadFootprint:
 class Residents:
     """What is in memory besides the engine's own: the target, what drafts, and the process as it was before them.
 
-    shared  bytes of the draft model that are the target's own once both are loaded
+    shared    bytes of the draft model that are the target's own once both are loaded
+    captures  passes are captured as CUDA graphs: they keep a block that no row gets, and what each of them gives back
     """
 
     target: Footprint
@@ -63,6 +65,7 @@ class Residents:
     head: HeadFootprint | None = None
     shared: int = 0
     runtime: int = 0
+    captures: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,11 @@ def process_bytes(device: torch.device, loaded: int = 0) -> int:
     return DEVICE_RUNTIME if device.type == "cuda" else max(0, int(psutil.Process().memory_info().rss) - loaded) + GROWTH
 
 
+def are_captured(config: EngineConfig, device: torch.device) -> bool:
+    """Whether an engine's passes become CUDA graphs."""
+    return not config.enforce_eager and device.type == "cuda" and torch.cuda.is_available()
+
+
 def plan_memory(config: EngineConfig, spec: SpeculativeConfig | None, residents: Residents, max_len: int) -> MemoryPlan:
     """Count the bytes of an engine with `max_num_seqs` rows of `max_len` tokens, each with its drafts, at their peak."""
     target, draft, head = residents.target, residents.draft, residents.head
@@ -107,6 +115,8 @@ def plan_memory(config: EngineConfig, spec: SpeculativeConfig | None, residents:
     if config.kv_cache_memory_bytes != "auto":
         of_rows = max(1, config.kv_cache_memory_bytes // block_bytes(per_token, size, boundary))
         of_texts = min(of_texts, of_rows)
+    elif residents.captures:
+        of_rows += 1
     pool = PoolPlan(of_rows, size, block_bytes(per_token, size, boundary), f"{rows} rows of {max_len:,} tokens")
     models = {
         "runtime": residents.runtime,
@@ -121,6 +131,7 @@ def plan_memory(config: EngineConfig, spec: SpeculativeConfig | None, residents:
         "logits and sampling": logit_bytes(config, spec, residents),
         "logits of prompts": prompt_logit_bytes(target),
         "activations": activation_bytes(config, spec, residents, max_len),
+        "captured passes": captured_bytes(config, spec, residents),
     }
     while_read = max(target.loading, draft.weights + draft.loading if draft else 0)
     held = models["draft weights"] + sum(serving.values())
@@ -138,7 +149,7 @@ def bytes_kept(config: EngineConfig, residents: Residents) -> tuple[int, int]:
 
 def working_bytes(config: EngineConfig, spec: SpeculativeConfig | None, residents: Residents, max_len: int) -> int:
     """What the largest step holds beside weights, keys and values."""
-    logits = logit_bytes(config, spec, residents) + prompt_logit_bytes(residents.target)
+    logits = logit_bytes(config, spec, residents) + prompt_logit_bytes(residents.target) + captured_bytes(config, spec, residents)
     return logits + activation_bytes(config, spec, residents, max_len)
 
 
@@ -153,6 +164,22 @@ def logit_bytes(config: EngineConfig, spec: SpeculativeConfig | None, residents:
     if spec is not None and spec.acceptance == "rejection":
         probabilities = rows * nodes * 8
     return (places * FLOAT + probabilities) * residents.target.vocab_size
+
+
+def captured_bytes(config: EngineConfig, spec: SpeculativeConfig | None, residents: Residents) -> int:
+    """What CUDA graphs hold of each model beside the pools: the memory of the widest, which all share, and the logits that each gives
+    back, one graph of every size that a step's places are filled up to.
+    """
+    if not residents.captures:
+        return 0
+    from echelon.model.graphs.buckets import filled_up  # imports Triton
+    from echelon.model.graphs.graphs import MOST_GRAPHS
+    from echelon.model.graphs.programs import MOST_TOKENS
+
+    places = min(MOST_TOKENS, config.max_num_seqs * (1 + (spec.most_tokens if spec else 0)))
+    sizes = sorted({filled_up(n) for n in range(1, places + 1)})[-MOST_GRAPHS:]
+    models = [m for m in (residents.target, residents.draft) if m is not None]
+    return sum(sum(sizes) * FLOAT * m.vocab_size + sizes[-1] * m.pass_bytes for m in models)
 
 
 def prompt_logit_bytes(target: Footprint) -> int:

@@ -17,9 +17,9 @@ from echelon.errors import ConfigError
 from echelon.heads.base import Head
 from echelon.heads.checkpoints import NOT_OF_THE_HEAD
 from echelon.inputs import name_of
-from echelon.memory.footprint import Footprint, Outline, footprint_of
+from echelon.memory.footprint import HOST, Footprint, Outline, footprint_of, is_packed_on
 from echelon.memory.ladder import Fitting, fitted
-from echelon.memory.plan import HeadFootprint, MemoryPlan, Residents, footprint_of_head, plan_memory, process_bytes
+from echelon.memory.plan import HeadFootprint, MemoryPlan, Residents, are_captured, footprint_of_head, plan_memory, process_bytes
 from echelon.methods import METHODS
 from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.linear import weight_bytes
@@ -44,10 +44,10 @@ class PlannedModels:
     ) -> None:
         self._config, self._spec, self._given_head = config, spec, head
         self._footprints: dict[tuple[int, str | None], Footprint] = {}
-        self._target = model if isinstance(model, LoadedModel) else Outline.of(name_of(model), config.dtype)
-        self._draft = draft_model if draft_model is not None else self._outlined_draft(spec, config)
         loaded = [m for m in (model, draft_model) if isinstance(m, LoadedModel)]
         self.device = loaded[0].device if loaded else devices.chosen_device(config.device)
+        self._target = model if isinstance(model, LoadedModel) else Outline.of(name_of(model), config.dtype, self.device)
+        self._draft = draft_model if draft_model is not None else self._outlined_draft(spec, config)
         self._runtime = process_bytes(self.device, sum(weight_bytes(m.model) for m in loaded))
 
     @property
@@ -74,14 +74,14 @@ class PlannedModels:
 
     def residents(self, config: EngineConfig, spec: SpeculativeConfig | None) -> Residents:
         """What the settings have in memory."""
-        target = self._footprint(self._target, config.quantization)
+        target, captures = self._footprint(self._target, config.quantization), are_captured(config, self.device)
         if spec is None:
-            return Residents(target, runtime=self._runtime)
+            return Residents(target, runtime=self._runtime, captures=captures)
         if spec.own_copy is not None:
             copy = self._footprint(self._read_again, spec.own_copy)
-            return Residents(target, copy, shared=self._read_again.lookup_bytes, runtime=self._runtime)
+            return Residents(target, copy, shared=self._read_again.lookup_bytes, runtime=self._runtime, captures=captures)
         draft = self._footprint(self._draft, spec.quantization) if self._draft is not None else None
-        return Residents(target, draft, self._head(spec), runtime=self._runtime)
+        return Residents(target, draft, self._head(spec), runtime=self._runtime, captures=captures)
 
     def fitted(self, budget: int) -> Fitting:
         """Settings that fit `budget` bytes.
@@ -102,14 +102,14 @@ class PlannedModels:
     @cached_property
     def _read_again(self) -> Outline:
         """The target's checkpoint, which its own copy is read from."""
-        return self._target if isinstance(self._target, Outline) else Outline.of(self._target.name, self._config.dtype)
+        return self._target if isinstance(self._target, Outline) else Outline.of(self._target.name, self._config.dtype, self.device)
 
     def _outlined_draft(self, spec: SpeculativeConfig | None, config: EngineConfig) -> Outline | None:
         if spec is None or METHODS[spec.method].needs != "model" or spec.own_copy is not None:
             return None
         if spec.model is None:
             raise ConfigError(f"method {spec.method!r} needs the key 'model': a folder or hub name of a small model")
-        return Outline.of(spec.model, config.dtype)
+        return Outline.of(spec.model, config.dtype, self.device)
 
     def _footprint(self, model: Outline | LoadedModel, quantization: str | None) -> Footprint:
         key = id(model), quantization
@@ -130,19 +130,22 @@ class PlannedModels:
         if spec.model is None:
             raise ConfigError(f"method {spec.method!r} needs the key 'model': the folder of a head that was trained on the target")
         model, dtype = self._target.model, self._target.model.dtype if isinstance(self._target, LoadedModel) else self._target.dtype
-        return stored_head(spec.model, spec.method, model.config.get_text_config().hidden_size, dtype, spec.longest_path)
+        size = model.config.get_text_config().hidden_size
+        return stored_head(spec.model, spec.method, size, dtype, spec.longest_path, self.device)
 
 
-def stored_head(name: str, method: str, hidden_size: int, dtype: torch.dtype, longest: int) -> HeadFootprint:
-    """A head in a folder, by the headers of its files: its keys and values are what its key and value projections give."""
+def stored_head(name: str, method: str, hidden_size: int, dtype: torch.dtype, longest: int, device: torch.device = HOST) -> HeadFootprint:
+    """A head in a folder, by the headers of its files: its keys and values are what its key and value projections give. Its matrices stay
+    beside their packed copies, where kernels have such.
+    """
     folder = Folder.locate(name, "head", needs_owner=True)
     files = [WEIGHTS] if folder.has(WEIGHTS) else sorted(p.name for p in folder.path.glob("*.safetensors"))
-    weights = of_a_token = 0
+    weights, of_a_token, copies = 0, 0, 2 if is_packed_on(device) else 1
     with open_weights(folder, files) if files else weight_headers(folder) as stored:
         for key, tensor in stored.tensors.items():
             number = _DEPTH.search(key)
             if key in NOT_OF_THE_HEAD or (method == "medusa" and number is not None and int(number[1]) >= longest):
                 continue
-            weights += tensor.numel * dtype.itemsize * (2 if len(tensor.shape) == 2 else 1)
+            weights += tensor.numel * dtype.itemsize * (copies if len(tensor.shape) == 2 else 1)
             of_a_token += tensor.shape[0] * dtype.itemsize if key.endswith(KEYS_AND_VALUES) else 0
     return HeadFootprint(weights, of_a_token, NUM_FEATURES.get(method, 1) * hidden_size * dtype.itemsize)

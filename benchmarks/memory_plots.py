@@ -1,0 +1,116 @@
+"""Pictures of planned memory, from records: shapes of trees, budgets, plans beside peaks, and queries under a hard limit."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cells import Record
+from benchmarks.conversations import WORKLOADS
+from echelon.bench.plot import pyplot_or_refusal
+
+MIB = 2**20
+
+
+def draw(record: Record, plain: float | None, path: Path) -> None:
+    """Speed by bytes of the tree, a line for each depth; `plain`: that of decoding without drafts."""
+    shapes: list[dict[str, Any]] = record["shapes"]
+    pyplot = pyplot_or_refusal()
+    figure, axis = pyplot.subplots(figsize=(6.4, 4.0), constrained_layout=True)
+    for heads in dict.fromkeys(s["heads"] for s in shapes):
+        own = sorted((s["tree_bytes"] / 1e6, s["speed"], s["nodes"]) for s in shapes if s["heads"] == heads)
+        axis.plot([x for x, _, _ in own], [y for _, y, _ in own], marker="o", label=f"paths of at most {heads}")
+    for nodes in dict.fromkeys(s["nodes"] for s in shapes):
+        size, speed = max((s["tree_bytes"] / 1e6, s["speed"]) for s in shapes if s["nodes"] == nodes)
+        axis.annotate(f"{nodes}", (size, speed), textcoords="offset points", xytext=(0, 7), ha="center", fontsize=8)
+    if plain is not None:
+        axis.axhline(plain, color="#888888", linewidth=0.8, linestyle="--")
+        axis.annotate("plain decoding", (0.99, plain), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
+    axis.set(xlabel="MB that grow with the nodes of one row (nodes above the points)", ylabel="tokens a second, batch 1", ylim=(0, None))
+    axis.legend(fontsize=8)
+    _keep(figure, path)
+
+
+def draw_budgets(records: Mapping[str, Record], path: Path) -> None:
+    """The best milliseconds a token under each budget of keys and values, a line for each kind of conversation."""
+    pyplot = pyplot_or_refusal()
+    figure, axis = pyplot.subplots(figsize=(6.4, 4.0), constrained_layout=True)
+    for label, record in records.items():
+        own = record["budgets"]
+        axis.plot([b["budget"] for b in own], [b["ms"] for b in own], marker="o", label=label)
+        for b in own:
+            said = f"{b['heads']} heads, {b['nodes']} nodes\n{b['ran']} of {b['asked']} turns"
+            axis.annotate(said, (b["budget"], b["ms"]), textcoords="offset points", xytext=(0, 8), ha="center", fontsize=7)
+    axis.set(xlabel="keys and values: GB of a model of 7 B, of which the last holds the context", ylabel="milliseconds a token, batch 1")
+    ticks = sorted({b["budget"] for record in records.values() for b in record["budgets"]})
+    axis.set(xscale="log", ylim=(0, None))
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.minorticks_off()
+    axis.margins(x=0.12)
+    axis.legend(fontsize=8)
+    _keep(figure, path)
+
+
+def _keep(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot_or_refusal().close(figure)
+
+
+def shape_plots(records: Mapping[str, Record], method: str, folder: Path) -> None:
+    """A picture of each grid, and one of the budgets."""
+    for workload in WORKLOADS:
+        end = "_".join(filter(None, (method, workload)))
+        if "shapes" in (record := records.get(f"grid_{end}", {})):
+            speeds = records.get(f"planned_{end}", {}).get("speeds")
+            plain = statistics.median(speeds["plain"]) if speeds else None
+            draw(record, plain, folder / f"memory-shapes-{end.replace('_', '-')}.png")
+    found = {
+        label: record
+        for workload, label in (("mt_bench", "MT-Bench, two turns"), ("story", "a story of many turns"))
+        if "budgets" in (record := records.get(f"budgets_{method}_{workload}", {}))
+    }
+    if found:
+        draw_budgets(found, folder / f"memory-budgets-{method}.png")
+
+
+def draw_peaks(records: Mapping[str, Record], allowed: float, path: Path) -> None:
+    """By how much plans exceed peaks, a bar a setting for each model; `allowed`: MiB that they may."""
+    found: dict[str, dict[str, float]] = {}
+    for name, record in records.items():
+        if name.startswith("peak_"):
+            _, model, setting = name.split("_", 2)
+            found.setdefault(setting, {})[model] = (record["total_bytes"] - record["peak"]) / MIB
+    pyplot = pyplot_or_refusal()
+    figure, axis = pyplot.subplots(figsize=(6.4, 4.0), constrained_layout=True)
+    models = list(dict.fromkeys(model for own in found.values() for model in own))
+    width, least = 0.8 / max(1, len(found)), min((v for own in found.values() for v in own.values()), default=0.0)
+    for i, (setting, own) in enumerate(found.items()):
+        places = [models.index(model) + (i + 0.5) * width - 0.4 for model in own]
+        axis.bar(places, list(own.values()), width, label=setting.replace("_", " "))
+    axis.axhline(allowed, color="#888888", linewidth=0.8, linestyle="--")
+    axis.annotate("allowed", (0.01, allowed), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
+    axis.axhline(0, color="black", linewidth=0.8)
+    axis.set_xticks(range(len(models)), models)
+    axis.set(ylabel="MiB by which the plan exceeds the peak", ylim=(min(0.0, least), 1.15 * allowed))
+    axis.legend(fontsize=8, ncols=6, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, columnspacing=1.0)
+    _keep(figure, path)
+
+
+def draw_ratios(records: Mapping[str, Record], path: Path) -> None:
+    """Queries that are held under one hard limit: by fixed shares of the weights, and by plan."""
+    found = {str(r["ratio"]): r for name, r in records.items() if name.startswith("ratio_")}
+    order = sorted((ratio for ratio in found if ratio != "plan"), key=int) + [ratio for ratio in found if ratio == "plan"]
+    pyplot = pyplot_or_refusal()
+    figure, axis = pyplot.subplots(figsize=(6.4, 3.6), constrained_layout=True)
+    for i, ratio in enumerate(order):
+        record = found[ratio]
+        axis.bar(i, record["held"], color="tab:green" if ratio == "plan" else "tab:blue")
+        said = "out of memory" if "died" in record else str(record["held"])
+        axis.annotate(said, (i, record["held"]), ha="center", va="bottom", fontsize=8)
+    axis.set_xticks(range(len(order)), ["plan" if ratio == "plan" else f"1:{ratio}" for ratio in order])
+    axis.set(xlabel="keys and values : weights", ylabel="queries of 128 tokens held at once")
+    axis.margins(y=0.12)
+    _keep(figure, path)
