@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.acceptance import Exact, Rejection, Rule, Typical
 from echelon.adaptive.controller import BatchController, Controller
-from echelon.adaptive.cost_files import CostRecord, kept_costs, machine_key, read_costs, shapes_of
+from echelon.adaptive.cost_files import CostRecord, kept_costs, key_of_model, machine_key, read_costs, shapes_of
 from echelon.adaptive.cost_table import CostTable
 from echelon.adaptive.measure import TOKENS, measured_drafting, measured_steps, pool_of, reach_of
 from echelon.adaptive.row_controller import RowController
@@ -280,7 +280,7 @@ def _costs_key(config: EngineConfig, spec: SpeculativeConfig, storage: Storage) 
 
 def model_key(target: LoadedModel) -> str:
     """Class, types and shapes of a model."""
-    return f"{type(target.model).__name__}, {target.model.dtype}, {target.quantization}, {shapes_of(target.model)}"
+    return key_of_model(target.model, target.model.dtype, target.quantization)
 
 
 def _controller(spec: SpeculativeConfig, costs: CostTable, drafter: Drafter) -> Controller:

@@ -93,6 +93,11 @@ def test_bad_lines_are_reported_and_the_others_run(run: Run, tmp_path: Path) -> 
         (["generate", TARGET, "a", "--strategy", "padded", "--grouping", "same_length"], "realign"),
         (["generate", TARGET, "a", "--strategy", "staircase"], "unpadded"),
         (["inflate", TARGET, "/tmp/never", "--width", "3"], "power of two"),
+        (["plan", "./nowhere", "--memory", "8GiB"], "does not exist"),
+        (["plan", TARGET, "--memory", "8 G"], "memory"),
+        (["plan", TARGET, "--memory", "-8GiB"], "memory"),
+        (["plan", TARGET, "--memory", "nan"], "memory"),
+        (["plan", TARGET, "--memory", "10MiB"], "give at least"),
     ],
 )
 def test_usage_errors_are_one_line_and_exit_2(run: Run, arguments: list[object], words: str) -> None:

@@ -21,6 +21,8 @@ from echelon.memory import residents as residents_module
 from echelon.memory.footprint import Footprint
 from echelon.memory.ladder import PLANNED_LEN, PLANNED_ROWS, Fitting, fitted
 from echelon.memory.plan import HeadFootprint, MemoryPlan, Residents, plan_memory
+from echelon.memory.step_speeds import UNKNOWN
+from echelon.server import http as serving
 from echelon.sizes import gibibytes, parse_bytes
 
 CONTEXT, MIB = 8192, 2**20
@@ -48,8 +50,12 @@ def plan_of(config: EngineConfig, spec: SpeculativeConfig | None) -> MemoryPlan:
     return plan_memory(config, spec, residents(config, spec), config.max_model_len or CONTEXT)
 
 
+def unmeasured(_before: object, _after: object) -> str:
+    return UNKNOWN
+
+
 def fit(mebibytes: int, spec: SpeculativeConfig | None = None, may_round: set[str] = ROUNDED, **settings: Any) -> Fitting:
-    return fitted(EngineConfig(memory=mebibytes * MIB, **settings), spec, mebibytes * MIB, plan_of, CONTEXT, may_round)
+    return fitted(EngineConfig(memory=mebibytes * MIB, **settings), spec, mebibytes * MIB, plan_of, CONTEXT, may_round, unmeasured)
 
 
 def said(fitting: Fitting) -> list[str]:
@@ -102,7 +108,7 @@ def test_a_kept_prefix_goes_before_anything_else() -> None:
         return MemoryPlan(found.terms | {"boundary states": 50 * MIB * config.enable_prefix_caching}, 0, found.pool)
 
     full = plan(EngineConfig(max_num_seqs=4, max_model_len=4096), CHAIN).total_bytes
-    found = fitted(EngineConfig(), CHAIN, full - MIB, plan, CONTEXT, ROUNDED)
+    found = fitted(EngineConfig(), CHAIN, full - MIB, plan, CONTEXT, ROUNDED, unmeasured)
     assert said(found) == ["no prefix cache"] and "--no-enable-prefix-caching" in found.flags()
 
 
@@ -194,6 +200,22 @@ def test_flags_make_the_same_engine(folder: Path) -> None:
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     texts = [[o.outputs[0].token_ids for o in llm.generate(toys.prompts((1, 5, 9)), params)] for llm in (by_memory, by_flags)]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("drafts", [[], ["--speculative-config.method", "ngram"]], ids=["plain", "ngram"])
+def test_a_server_with_the_flags_is_the_same_server(drafts: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[LLM] = []
+    monkeypatch.setattr(serving, "serve_until_signal", lambda llm, _config: served.append(llm))
+    asked = ("--dtype", "bfloat16", "--max-num-seqs", "4", "--max-model-len", str(toys.CONTEXT))
+    whole = json.loads(run("plan", str(folder), "--json", *asked, *drafts).stdout)
+    budget = ("--dtype", "bfloat16", "--memory", str(whole["total_bytes"] - MIB // 4))
+    flags = json.loads(run("plan", str(folder), "--json", *budget, *drafts).stdout)["flags"]
+    for words in ([*budget, *drafts], ["--dtype", "bfloat16", *(word for flag in flags for word in flag.split(" ", 1))]):
+        assert run("serve", str(folder), "--port", "0", *words).exit_code == 0
+    by_memory, by_flags = served
+    assert by_memory.fitting is not None and by_memory.fitting.rungs and by_flags.fitting is None
+    assert by_flags.config == by_memory.config and by_flags.speculative_config == by_memory.speculative_config
+    assert by_flags.storage.plan.num_blocks == by_memory.storage.plan.num_blocks
 
 
 def run(*words: str) -> Any:

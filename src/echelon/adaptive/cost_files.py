@@ -42,9 +42,14 @@ def machine_key(device: torch.device) -> dict[str, str]:
     }
 
 
-def shapes_of(module: torch.nn.Module) -> str:
-    """A short hash of names, shapes and types of its parameters: models of the same shapes cost the same."""
-    lines = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in module.named_parameters()]
+def key_of_model(module: torch.nn.Module, dtype: torch.dtype, quantization: str | None) -> str:
+    """Class, types and shapes of a model that is served in `dtype`, with its weights in integers where `quantization` says so."""
+    return f"{type(module).__name__}, {dtype}, {quantization}, {shapes_of(module, dtype)}"
+
+
+def shapes_of(module: torch.nn.Module, dtype: torch.dtype | None = None) -> str:
+    """A short hash of names, shapes and types of its parameters, or of `dtype` for all: models of the same shapes cost the same."""
+    lines = [f"{name} {tuple(p.shape)} {dtype or p.dtype}" for name, p in module.named_parameters()]
     return hashlib.sha256("\n".join([type(module).__name__, *lines]).encode()).hexdigest()[:16]
 
 

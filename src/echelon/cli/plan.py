@@ -14,7 +14,7 @@ from rich.table import Table
 from echelon import EngineConfig
 from echelon.cli.plan_on_paper import PaperOptions, plan_on_paper
 from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, errors, speculative_mapping, verb
-from echelon.config import SpeculativeConfig, speculative
+from echelon.config import speculative
 from echelon.estimate.devices import read_devices
 from echelon.memory.ladder import Fitting
 from echelon.memory.lower_bound import LeastMemory, least_memory
@@ -89,14 +89,14 @@ def plan(
     if json_output:
         typer.echo(json.dumps(report))
     else:
-        _print(planned, fitting, least, spec)
+        _print(planned, fitting, least)
         typer.echo(f"{rows} conversations of {length:,} tokens" + (f", {length // turns:,} in each of {turns} turns" if turns > 1 else ""))
     if not report["fits"]:
         errors.print(f"[red]{gibibytes(planned.total_bytes)} are more than the {gibibytes(limit)} there are[/]; --memory chooses what fits")
         raise typer.Exit(1)
 
 
-def _print(planned: MemoryPlan, fitting: Fitting | None, least: list[LeastMemory], spec: SpeculativeConfig | None) -> None:
+def _print(planned: MemoryPlan, fitting: Fitting | None, least: list[LeastMemory]) -> None:
     """The plan as tables."""
     table = Table("what", "memory", "share", title="at its peak")
     table.columns[1].justify = table.columns[2].justify = "right"
@@ -109,8 +109,8 @@ def _print(planned: MemoryPlan, fitting: Fitting | None, least: list[LeastMemory
     console.print(table)
     for line in fitting.lines() if fitting is not None else ():
         console.print(escape(line), soft_wrap=True)
-    if least and spec is not None:
-        bounds = Table("drafts", "runs in", "pays from", title=f"{spec.method}: least memory for one row")
+    if least:
+        bounds = Table("method", "drafts", "runs in", "pays from", title="least memory for one row")
         for found in least:
-            bounds.add_row(found.shape, gibibytes(found.bytes), found.pays)
+            bounds.add_row(found.method, found.shape, gibibytes(found.bytes), found.pays)
         console.print(bounds)

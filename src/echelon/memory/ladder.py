@@ -23,21 +23,25 @@ NODES, CHAIN = (44, 32, 24, 16), (6, 5, 4, 3, 2, 1)  # drafted tokens of a row; 
 DEPTHS = (4, 3, 2)  # heads of Medusa, each of which drafts a token further
 KEPT = {"dtype", "strategy", "pad", "grouping", "group_window", "refill", "block_size"}  # never touched
 
+Served = tuple[EngineConfig, SpeculativeConfig | None]
 Choice = tuple[str, str, dict[str, Any], dict[str, Any]]  # what is shed, what that loses, and the settings of engine and drafter
 # (settings, what drafts) → the plan of an engine with them
 PlanOf = Callable[[EngineConfig, SpeculativeConfig | None], MemoryPlan]
+# (settings before, and after something is shed) → what that does to the speed
+SpeedOf = Callable[[Served, Served], str]
 
 
 @dataclass(frozen=True)
 class Rung:
-    """Something shed: what, how many bytes that frees, and what is expected to be lost."""
+    """Something shed: what, how many bytes that frees, what is lost by it, and what is expected of the speed."""
 
     what: str
     freed: int
     loses: str
+    speed: str
 
     def __str__(self) -> str:
-        return f"{self.what}: {gibibytes(self.freed)} freed; {self.loses}"
+        return f"{self.what}: {gibibytes(self.freed)} freed; {self.loses}; {self.speed}"
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,13 @@ class Fitting:
 
 
 def fitted(
-    config: EngineConfig, spec: SpeculativeConfig | None, budget: int, plan_of: PlanOf, context: int, may_round: Set[str]
+    config: EngineConfig,
+    spec: SpeculativeConfig | None,
+    budget: int,
+    plan_of: PlanOf,
+    context: int,
+    may_round: Set[str],
+    speed_of: SpeedOf,
 ) -> Fitting:
     """Settings that fit `budget` bytes. `context`: the model's own, in tokens; `may_round`: settings whose numbers can be rounded here.
 
@@ -83,7 +93,7 @@ def fitted(
     free = set(EngineConfig.model_fields) - config.model_fields_set - KEPT
     rows = min(PLANNED_ROWS, asked.max_num_seqs) if "max_num_seqs" in free else asked.max_num_seqs
     length = min(PLANNED_LEN, context) if "max_model_len" in free else asked.max_model_len or context
-    walk = _Walk(budget, plan_of, _sized(asked, rows, min(length, context)), spec)
+    walk = _Walk(budget, plan_of, speed_of, _sized(asked, rows, min(length, context)), spec)
     if walk.fits:
         walk.config = _grown(walk, free, context, asked.max_num_seqs)
     else:
@@ -100,8 +110,8 @@ def fitted(
 class _Walk:
     """Settings on their way down the ladder."""
 
-    def __init__(self, budget: int, plan_of: PlanOf, config: EngineConfig, spec: SpeculativeConfig | None) -> None:
-        self.budget, self.plan_of, self.config, self.spec = budget, plan_of, config, spec
+    def __init__(self, budget: int, plan_of: PlanOf, speed_of: SpeedOf, config: EngineConfig, spec: SpeculativeConfig | None) -> None:
+        self.budget, self.plan_of, self.speed_of, self.config, self.spec = budget, plan_of, speed_of, config, spec
         self.shed: list[tuple[Rung, dict[str, Any], dict[str, Any]]] = []  # with the settings of engine and drafter that it changed
 
     @property
@@ -125,7 +135,8 @@ class _Walk:
                 changed = self.config.model_copy(update=settings), _drafting(self.spec, drafts)
                 found = self.plan_of(*changed).total_bytes
                 if found < best:
-                    best, taken = found, (Rung(what, before - found, loses), settings, drafts)
+                    speed = self.speed_of((self.config, self.spec), changed)
+                    best, taken = found, (Rung(what, before - found, loses, speed), settings, drafts)
                 if found <= self.budget:
                     break
             if taken is not None:
@@ -167,8 +178,8 @@ def _ladder(config: EngineConfig, spec: SpeculativeConfig | None, free: set[str]
         yield [("keys and values in 8 bits", "attention rounds: below 0.1 % of loss", {"kv_cache_dtype": "int8"}, {})]
     if "quantization" in free & may_round:
         ways = (
-            ("int8", "8 bits", "about 0.1 % of loss, and steps are faster"),
-            ("int4", "4 bits", "about 1 % of loss, and narrow steps are faster"),
+            ("int8", "8 bits", "about 0.1 % of loss"),
+            ("int4", "4 bits", "about 1 % of loss"),
         )
         for name, bits, loses in ways:
             if spec is None or spec.own_copy != name:  # a model's own copy has fewer bits than it

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from echelon.adaptive.cost_files import all_costs, machine_key
 from echelon.adaptive.cost_table import CostTable
 from echelon.config import EngineConfig, SpeculativeConfig
 from echelon.memory.residents import PlannedModels
@@ -16,38 +15,38 @@ SHAPES = {False: (1, 2, 4, 8), True: (16, 32, 44, 64)}  # drafted tokens of chai
 
 @dataclass(frozen=True)
 class LeastMemory:
-    """One shape of drafts: the bytes of an engine with one row of it, and from how many tokens a step it is faster than plain decoding, as
-    far as steps have been measured here.
+    """One shape of a method's drafts: the bytes of an engine with one row of it, and from how many tokens a step it is faster than plain
+    decoding, as far as steps have been measured here.
     """
 
+    method: str
     shape: str
     bytes: int
     pays: str
 
 
 def least_memory(models: PlannedModels, config: EngineConfig, spec: SpeculativeConfig | None) -> list[LeastMemory]:
-    """Plain decoding, and every shape of drafts that `spec` allows, each with one row of the planned length."""
+    """Plain decoding, and every shape of drafts that `spec` allows, each with one row of the planned length; without `spec` of the methods
+    that need no model or head of their own.
+    """
     alone = config.model_copy(update={"max_num_seqs": 1, "kv_cache_memory_bytes": "auto"})
-    found = [LeastMemory("none", models.plan(alone, None).total_bytes, "always: plain decoding")]
-    if spec is None:
-        return found
-    costs = _costs(models, spec)
+    found = [LeastMemory("none", "none", models.plan(alone, None).total_bytes, "always: plain decoding")]
+    copies = ["self:int4"] if config.quantization != "int4" and "quantization" in models.may_round else []
+    own = [SpeculativeConfig(method="ngram"), *(SpeculativeConfig(method="draft_model", model=copy) for copy in copies)]
+    for method in [spec] if spec is not None else own:
+        found += _of_method(models, alone, method)
+    return found
+
+
+def _of_method(models: PlannedModels, alone: EngineConfig, spec: SpeculativeConfig) -> list[LeastMemory]:
+    found = []
+    costs = models.speeds.table(alone, spec)
     shapes = [n for n in SHAPES[spec.grows_trees] if n <= spec.most_tokens] if spec.is_adaptive else [spec.most_tokens]
     for count in shapes:
         drafting = spec.model_copy(update={"max_speculative_tokens": count}) if spec.is_adaptive else spec
         total = models.plan(alone, drafting).total_bytes
-        found.append(LeastMemory(f"{count} tokens", total, _pays(costs, count, drafting.longest_path)))
+        found.append(LeastMemory(spec.method, f"{count} tokens", total, _pays(costs, count, drafting.longest_path)))
     return found
-
-
-def _costs(models: PlannedModels, spec: SpeculativeConfig) -> CostTable | None:
-    """The newest table of this machine and model that knows what drafting costs."""
-    here = machine_key(models.device)
-    for record in reversed(all_costs()):
-        is_here = all(record.key.get(key) == value for key, value in here.items())
-        if is_here and record.key.get("model", "").startswith(models.kind) and record.key.get("drafter", "").startswith(f"{spec.method},"):
-            return record.table
-    return None
 
 
 def _pays(costs: CostTable | None, count: int, depth: int) -> str:

@@ -20,6 +20,7 @@ from echelon.inputs import name_of
 from echelon.memory.footprint import HOST, Footprint, Outline, footprint_of, is_packed_on
 from echelon.memory.ladder import Fitting, fitted
 from echelon.memory.plan import HeadFootprint, MemoryPlan, Residents, are_captured, footprint_of_head, plan_memory, process_bytes
+from echelon.memory.step_speeds import StepSpeeds
 from echelon.methods import METHODS
 from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.linear import weight_bytes
@@ -50,10 +51,10 @@ class PlannedModels:
         self._draft = draft_model if draft_model is not None else self._outlined_draft(spec, config)
         self._runtime = process_bytes(self.device, sum(weight_bytes(m.model) for m in loaded))
 
-    @property
-    def kind(self) -> str:
-        """The target's class, as cost tables name it."""
-        return type(self._target.model).__name__
+    @cached_property
+    def speeds(self) -> StepSpeeds:
+        """What steps of the target have cost on this machine."""
+        return StepSpeeds(self._target.model, self._dtype, self.device)
 
     @property
     def context(self) -> int:
@@ -90,7 +91,7 @@ class PlannedModels:
         ------
         ConfigError  nothing does
         """
-        return fitted(self._config, self._spec, budget, self.plan, self.context, self.may_round)
+        return fitted(self._config, self._spec, budget, self.plan, self.context, self.may_round, self.speeds.lost)
 
     @property
     def memory(self) -> int:
@@ -98,6 +99,10 @@ class PlannedModels:
         if self.device.type == "cuda":
             return int(torch.cuda.get_device_properties(self.device).total_memory)
         return int(psutil.virtual_memory().total)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._target.model.dtype if isinstance(self._target, LoadedModel) else self._target.dtype
 
     @cached_property
     def _read_again(self) -> Outline:
@@ -129,9 +134,8 @@ class PlannedModels:
             return footprint_of_head(attach_head(self._given_head, self._target))
         if spec.model is None:
             raise ConfigError(f"method {spec.method!r} needs the key 'model': the folder of a head that was trained on the target")
-        model, dtype = self._target.model, self._target.model.dtype if isinstance(self._target, LoadedModel) else self._target.dtype
-        size = model.config.get_text_config().hidden_size
-        return stored_head(spec.model, spec.method, size, dtype, spec.longest_path, self.device)
+        size = self._target.model.config.get_text_config().hidden_size
+        return stored_head(spec.model, spec.method, size, self._dtype, spec.longest_path, self.device)
 
 
 def stored_head(name: str, method: str, hidden_size: int, dtype: torch.dtype, longest: int, device: torch.device = HOST) -> HeadFootprint:
