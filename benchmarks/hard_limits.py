@@ -19,7 +19,7 @@ from echelon.memory.residents import PlannedModels
 
 RATIOS = (2, 3, 5, 8, 15)
 DEVICE, WEIGHTS = 16.0, 13.5  # GB of SpecMemo's smaller device, and of the model that it serves there
-QUERY, ANSWER = 128, 8  # tokens of a query, and of its answer among them
+QUERY, ANSWER = 128, 32  # tokens of a query, and of its answer among them
 CONVERSATIONS = 200
 MARGIN = 32 * 2**20  # bytes below what a process took
 
@@ -55,7 +55,7 @@ def survived(model: str, extra: int) -> Record:
 
 def of_ratio(model: str, ratio: str) -> Record:
     """Keys and values of 1/`ratio` of the weights, or by plan, under a limit in the proportion of SpecMemo's device to its model: queries
-    that are held at once, planned and counted as they run. 0 are planned where the plan of these settings exceeds the limit.
+    that are held at once, planned and as they run. 0 are planned where the plan of these settings exceeds the limit.
     """
     settings: Settings = {"max_num_seqs": 512, "max_num_batched_tokens": 512, "max_model_len": QUERY, "enable_prefix_caching": False}
     models = PlannedModels(EngineConfig(), None, folder_of(model)[0])
@@ -78,16 +78,21 @@ def of_ratio(model: str, ratio: str) -> Record:
     record: Record = {"ratio": ratio, "bytes": given, "budget": budget, "limit": limit_data(budget), "planned": planned, "held": 0}
     say(record)
     llm = LLM(folder_of(model)[0], **settings | {"kv_cache_memory_bytes": given})
-    held = 0
+    return record | {"held": count if are_held(llm, count) else 0, "holds_one_more": are_held(llm, count + 1)}
+
+
+def are_held(llm: LLM, count: int) -> bool:
+    """Whether so many queries run at once from the first to the last token, and none is put off."""
+    before, most = llm.get_counters()["num_preemptions"], 0
 
     def watch(_: object) -> None:
-        nonlocal held
-        held = max(held, len(llm.engine.scheduler.running))
+        nonlocal most
+        most = max(most, len(llm.engine.scheduler.running))
 
+    prompts = [[5 + i % 90] * (QUERY - ANSWER) for i in range(count)]
     with llm.engine.observed(watch):
-        prompts = [[5 + i % 90] * (QUERY - ANSWER) for i in range(count + 8)]
         llm.generate(prompts, SamplingParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True), use_tqdm=False)
-    return record | {"held": held, "preempted": llm.get_counters()["num_preemptions"]}
+    return most == count and llm.get_counters()["num_preemptions"] == before
 
 
 def bounded(drafter: str, extra: int) -> Record:

@@ -83,6 +83,8 @@ def draw_peaks(records: Mapping[str, Record], allowed: float, path: Path) -> Non
         if name.startswith("peak_"):
             _, model, setting = name.split("_", 2)
             found.setdefault(setting, {})[model] = (record["total_bytes"] - record["peak"]) / MIB
+    if not found:
+        return
     pyplot = pyplot_or_refusal()
     figure, axis = pyplot.subplots(figsize=(6.4, 4.0), constrained_layout=True)
     models = list(dict.fromkeys(model for own in found.values() for model in own))
@@ -102,6 +104,8 @@ def draw_peaks(records: Mapping[str, Record], allowed: float, path: Path) -> Non
 def draw_ratios(records: Mapping[str, Record], path: Path) -> None:
     """Queries that are held under one hard limit: by fixed shares of the weights, and by plan."""
     found = {str(r["ratio"]): r for name, r in records.items() if name.startswith("ratio_")}
+    if not found:
+        return
     order = sorted((ratio for ratio in found if ratio != "plan"), key=int) + [ratio for ratio in found if ratio == "plan"]
     pyplot = pyplot_or_refusal()
     figure, axis = pyplot.subplots(figsize=(6.4, 3.6), constrained_layout=True)

@@ -112,6 +112,42 @@ def test_a_kept_prefix_goes_before_anything_else() -> None:
     assert said(found) == ["no prefix cache"] and "--no-enable-prefix-caching" in found.flags()
 
 
+ALL = {"enable_prefix_caching": True, "kv_cache_dtype": "auto", "quantization": None, "max_num_seqs": 4, "max_model_len": 4096}
+
+
+@pytest.mark.parametrize(
+    ("free", "less", "rungs"),
+    [
+        ("enable_prefix_caching", 40, ["no prefix cache"]),
+        ("kv_cache_dtype", 100, ["keys and values in 8 bits"]),
+        ("quantization", 900, ["weights in 8 bits"]),
+        ("quantization", 1300, ["weights in 8 bits", "weights in 4 bits"]),
+        ("max_num_seqs", 80, ["3 rows at once"]),
+        ("max_model_len", 1, ["texts of 4,032 tokens"]),
+        ("drafts", 1, ["44 nodes of a tree"]),
+        ("drafts", 80, ["16 nodes of a tree", "4 heads"]),
+    ],
+)
+def test_each_rung_alone(free: str, less: int, rungs: list[str]) -> None:
+    """Everything else is set, and stays."""
+
+    def plan(config: EngineConfig, spec: SpeculativeConfig | None) -> MemoryPlan:
+        found = plan_of(config, spec)
+        return MemoryPlan(found.terms | {"boundary states": 50 * MIB * config.enable_prefix_caching}, 0, found.pool)
+
+    asked = EngineConfig(**{name: value for name, value in ALL.items() if name != free})
+    spec = TREE if free == "drafts" else SpeculativeConfig(method="medusa", model="head", tree="dynamic", num_speculative_tokens=16)
+    full = plan(EngineConfig(**ALL), spec).total_bytes
+    found = fitted(asked, spec, full - less * MIB, plan, CONTEXT, ROUNDED, unmeasured)
+    if free == "max_num_seqs":
+        assert len(found.rungs) == 1 and found.config.max_num_seqs == 3
+    elif free == "max_model_len":
+        assert said(found)[-1].startswith("texts of") and found.config.max_model_len is not None and found.config.max_model_len < 4096
+    assert said(found)[: len(rungs)] == rungs
+    assert sum(rung.freed for rung in found.rungs) == full - found.plan.total_bytes >= less * MIB
+    assert {name for name in ALL if getattr(found.config, name) != ALL[name]} == ({free} if free != "drafts" else set())
+
+
 @pytest.mark.parametrize(
     ("settings", "changed"),
     [
