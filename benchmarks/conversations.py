@@ -12,7 +12,7 @@ from echelon.bench.throughput import EngineRun
 from echelon.errors import ConfigError
 from echelon.model.load.loading import LoadedModel
 
-WORKLOADS = ("", "mt_bench", "story")  # source goes without a name
+LABELS = {"": "held-out source", "mt_bench": "MT-Bench, two turns", "story": "a story of many turns"}  # of what is said
 OPENING = "Once upon a time the keeper of a lighthouse found a letter in a bottle, and this is the story of what was written in it."
 ASKED = (
     "What did the keeper do next?",

@@ -23,14 +23,12 @@ from random import Random
 
 from benchmarks.cells import Cell, Record, Records, asked_of, run_asked
 from benchmarks.hard_limits import CONVERSATIONS, RATIOS, bound, bounded, in_process, limited, of_ratio, survived
+from benchmarks.memory_document import is_met, over, write_memory
 from benchmarks.memory_models import MODELS, SETTINGS, engine_settings, folder_of, status
-from benchmarks.memory_plots import draw_peaks, draw_ratios
 from echelon import LLM, EngineConfig, SamplingParams
 from echelon.bench.report import table
 from echelon.config import speculative
 from echelon.memory.residents import PlannedModels
-
-MOST_OVER, MOST_OVER_BYTES = 0.05, 128 * 2**20  # by how much a plan may exceed the peak: the larger of the two
 
 
 def filled(llm: LLM, length: int, prompt: int, seed: int) -> None:
@@ -95,16 +93,6 @@ def trees() -> Record:
     }
 
 
-def over(record: Record) -> float:
-    """Bytes by which the plan exceeds the peak."""
-    return float(record["total_bytes"] - record["peak"])
-
-
-def is_met(record: Record) -> bool:
-    """Never under, and over by no more than is allowed."""
-    return 0 <= over(record) <= max(MOST_OVER_BYTES, MOST_OVER * float(record["peak"]))
-
-
 def as_markdown(records: Mapping[str, Record]) -> str:
     """A line for each cell."""
     lines: list[tuple[str, ...]] = []
@@ -159,9 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     for model in MODELS:
         folder_of(model)
     measured, failed = run_asked(asked, cells(), as_markdown)
-    folder, kept = asked.output.parents[1] / "plots", Records(asked.output).read()
-    draw_peaks(kept, MOST_OVER_BYTES / 2**20, folder / "memory-peaks.png")
-    draw_ratios(kept, folder / "memory-ratios.png")
+    write_memory(asked.output.parents[1] / "memory.md", Records(asked.output).read(), Records(asked.output.parent / "specmemo").read())
     is_over = any("peak" in record and not is_met(record) for record in measured.values())
     has_died = any(record.get("survived", CONVERSATIONS) < CONVERSATIONS for record in measured.values())
     return failed or int(is_over or has_died)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cells import Record
-from benchmarks.conversations import WORKLOADS
 from echelon.bench.plot import pyplot_or_refusal
 
 MIB = 2**20
 
 
-def draw(record: Record, plain: float | None, path: Path) -> None:
+def draw_shapes(record: Record, plain: float | None, path: Path) -> None:
     """Speed by bytes of the tree, a line for each depth; `plain`: that of decoding without drafts."""
     shapes: list[dict[str, Any]] = record["shapes"]
     pyplot = pyplot_or_refusal()
@@ -22,13 +20,13 @@ def draw(record: Record, plain: float | None, path: Path) -> None:
     for heads in dict.fromkeys(s["heads"] for s in shapes):
         own = sorted((s["tree_bytes"] / 1e6, s["speed"], s["nodes"]) for s in shapes if s["heads"] == heads)
         axis.plot([x for x, _, _ in own], [y for _, y, _ in own], marker="o", label=f"paths of at most {heads}")
-    for nodes in dict.fromkeys(s["nodes"] for s in shapes):
-        size, speed = max((s["tree_bytes"] / 1e6, s["speed"]) for s in shapes if s["nodes"] == nodes)
-        axis.annotate(f"{nodes}", (size, speed), textcoords="offset points", xytext=(0, 7), ha="center", fontsize=8)
+    sizes = {s["nodes"]: s["tree_bytes"] / 1e6 for s in shapes}
+    for nodes, size in sizes.items():
+        axis.annotate(f"{nodes}", (size, 0.02), xycoords=("data", "axes fraction"), ha="center", fontsize=8)
     if plain is not None:
         axis.axhline(plain, color="#888888", linewidth=0.8, linestyle="--")
         axis.annotate("plain decoding", (0.99, plain), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
-    axis.set(xlabel="MB that grow with the nodes of one row (nodes above the points)", ylabel="tokens a second, batch 1", ylim=(0, None))
+    axis.set(xlabel="MB that grow with the nodes of one row (nodes above the axis)", ylabel="tokens a second, batch 1", ylim=(0, None))
     axis.legend(fontsize=8)
     _keep(figure, path)
 
@@ -57,23 +55,6 @@ def _keep(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, metadata={"Software": None})
     pyplot_or_refusal().close(figure)
-
-
-def shape_plots(records: Mapping[str, Record], method: str, folder: Path) -> None:
-    """A picture of each grid, and one of the budgets."""
-    for workload in WORKLOADS:
-        end = "_".join(filter(None, (method, workload)))
-        if "shapes" in (record := records.get(f"grid_{end}", {})):
-            speeds = records.get(f"planned_{end}", {}).get("speeds")
-            plain = statistics.median(speeds["plain"]) if speeds else None
-            draw(record, plain, folder / f"memory-shapes-{end.replace('_', '-')}.png")
-    found = {
-        label: record
-        for workload, label in (("mt_bench", "MT-Bench, two turns"), ("story", "a story of many turns"))
-        if "budgets" in (record := records.get(f"budgets_{method}_{workload}", {}))
-    }
-    if found:
-        draw_budgets(found, folder / f"memory-budgets-{method}.png")
 
 
 def draw_peaks(records: Mapping[str, Record], allowed: float, path: Path) -> None:

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cells import Cell, Record, Records, asked_of, run_asked
-from benchmarks.conversations import WORKLOADS, Conversation, Turn, ms_a_token, of_mt_bench, of_source, of_story, told
-from benchmarks.memory_plots import shape_plots
+from benchmarks.conversations import LABELS, Conversation, Turn, ms_a_token, of_mt_bench, of_source, of_story, told
+from benchmarks.memory_document import LEAST_SPEED, MOST_MEMORY, MOST_TREE, write_memory
 from benchmarks.workloads import Models, Size, greedy
 from echelon import ConfigError, EngineConfig, SpeculativeConfig
 from echelon.bench.report import table
@@ -39,7 +39,6 @@ from echelon.trees import Path as TreePath
 
 HEADS, NODES = (2, 3, 4, 5), (16, 24, 32, 44, 64)
 STOCK = {"medusa": (4, 64), "eagle": (5, 64)}
-MOST_TREE, MOST_MEMORY, LEAST_SPEED = 0.36, 0.60, 0.96
 WIDTH = 10  # nodes of the first level that every tree keeps
 KV_BUDGETS = (1.0, 1.8, 3.6, 7.2)  # GB of a model of 7 B; the first and the last are SpecMemo's
 
@@ -292,7 +291,7 @@ def main(arguments: list[str] | None = None) -> int:
     }
     asked = asked_of(__doc__, "specmemo", more, arguments)
     records, models = Records(asked.output), Models(Size(), [asked.method])
-    workloads = [w for w in WORKLOADS if w != "mt_bench" or asked.questions]
+    workloads = [w for w in LABELS if w != "mt_bench" or asked.questions]
     studies = [Study(models, asked.method, w, questions=asked.questions) for w in workloads]
     measures: dict[str, Callable[[Study], Record]] = {
         "grid": grid,
@@ -305,7 +304,7 @@ def main(arguments: list[str] | None = None) -> int:
         if study.workload or name != "budgets"  # of source there is one turn
     ]
     failed = run_asked(asked, cells, as_markdown)[1]
-    shape_plots(records.read(), asked.method, asked.output.parents[1] / "plots")
+    write_memory(asked.output.parents[1] / "memory.md", Records(asked.output.parent / "memory").read(), records.read())
     return failed
 
 

@@ -11,7 +11,7 @@ import toys
 from benchmarks import specmemo
 from benchmarks.cells import Records
 from benchmarks.conversations import Conversation, of_mt_bench, of_story
-from benchmarks.memory_plots import shape_plots
+from benchmarks.memory_document import write_memory
 from benchmarks.workloads import SMALL, Models
 from echelon import ConfigError, load_model
 from echelon.demo import TARGET
@@ -50,7 +50,11 @@ def test_a_shape_is_chosen_from_the_grid_and_measured_beside_stock(method: str, 
     assert [b["ran"] == b["held"] == b["asked"] for b in budgets["budgets"]] == [True] * len(specmemo.KV_BUDGETS)
     assert [b["stock_runs"] for b in budgets["budgets"]] == [False, False, False, True], "the context's keys and values are the largest"
     said = specmemo.as_markdown(records.read() | found)
-    shape_plots(records.read() | found, method, tmp_path / "plots")
+    (tmp_path / "memory.md").write_text("# Memory\n\nAs it is.\n\n## Measured\n\nOf old.\n")
+    here = {"environment": {"cpu": "one", "isa": "none", "threads": "1", "torch": "2", "commit": "0"}}
+    write_memory(tmp_path / "memory.md", {}, {name: record | here for name, record in (records.read() | found).items()})
+    written = (tmp_path / "memory.md").read_text()
+    assert "As it is." in written and "Of old." not in written and "MT-Bench, two turns | 2 heads, 16 nodes" in written
     for plot in (f"memory-shapes-{method}-mt-bench", f"memory-budgets-{method}"):
         assert (tmp_path / "plots" / f"{plot}.png").stat().st_size > 5000
     assert "throughput kept" in said and "| 4 | 64 |" in said and "2 of 2" in said

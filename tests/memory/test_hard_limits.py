@@ -6,9 +6,10 @@ from pathlib import Path
 
 from benchmarks import memory
 from benchmarks.hard_limits import limited
-from benchmarks.memory_plots import draw_peaks, draw_ratios
+from benchmarks.memory_document import write_memory
 
 MIB = 2**20
+HERE = {"cpu": "one", "isa": "none", "threads": "1", "torch": "2", "commit": "0"}
 
 
 def test_a_process_that_a_limit_kills_leaves_a_record() -> None:
@@ -20,14 +21,17 @@ def test_what_was_measured_is_told_and_drawn(tmp_path: Path) -> None:
     peaks = {f"peak_{m}_{s}": {"total_bytes": 1100 * MIB, "peak": 1000 * MIB} for m in ("llama", "opt") for s in ("chain", "int8_kv")}
     ratios = {
         "ratio_llama_2": {"ratio": "2", "bytes": 200 * MIB, "planned": 0, "held": 0, "died": "of it"},
-        "ratio_llama_15": {"ratio": "15", "bytes": 30 * MIB, "planned": 15, "held": 15},
-        "ratio_llama_plan": {"ratio": "plan", "bytes": 60 * MIB, "planned": 28, "held": 28},
+        "ratio_llama_15": {"ratio": "15", "bytes": 30 * MIB, "planned": 15, "held": 15, "holds_one_more": False},
+        "ratio_llama_plan": {"ratio": "plan", "bytes": 60 * MIB, "planned": 28, "held": 28, "holds_one_more": False},
     }
     limits = {"limit_llama": {"planned": 900 * MIB, "data": 800 * MIB, "survived": 200}}
     fell_short = {"limit_opt": {"planned": 900 * MIB, "survived": 120, "died": "of it"}}
     said = memory.as_markdown(peaks | ratios | limits | fell_short).splitlines()
     assert any("200 of 200" in line and "yes" in line for line in said) and any("120 of 200" in line and "**no**" in line for line in said)
     assert any("0 queries" in line and "died" in line for line in said) and any("28 held" in line for line in said)
-    draw_peaks(peaks, 128.0, tmp_path / "peaks.png")
-    draw_ratios(ratios, tmp_path / "ratios.png")
-    assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in ("peaks", "ratios"))
+    records = {name: record | {"environment": HERE} for name, record in (peaks | ratios | limits | fell_short).items()}
+    (tmp_path / "memory.md").write_text("# Memory\n")
+    written = write_memory(tmp_path / "memory.md", records, {}).read_text()
+    assert "4 of 4 are met" in written and "| llama | +100 of 1,000 | – |" in written and "llama 200, opt 120" in written
+    assert "| 1:2 | 200 MiB | no start | died |" in written and "| the plan's choice | 60 MiB | 28 | 28 |" in written
+    assert all((tmp_path / "plots" / f"memory-{name}.png").stat().st_size > 5000 for name in ("peaks", "ratios"))

@@ -10,6 +10,8 @@ import toys
 from safetensors.torch import load_file, save_file
 
 from benchmarks import memory
+from benchmarks.hard_limits import in_process
+from benchmarks.memory_document import is_met
 from echelon import LLM, EngineConfig, ModelLoadError, load_model
 from echelon.config import speculative
 from echelon.memory.footprint import Outline
@@ -18,14 +20,14 @@ from echelon.memory.residents import PlannedModels
 
 @pytest.mark.parametrize("setting", ["chain", "int8"])
 def test_a_plan_is_never_under_the_peak_and_little_over(setting: str) -> None:
-    assert memory.is_met(memory.in_process("peak", "embedded", setting))
+    assert is_met(in_process("peak", "embedded", setting))
 
 
 def test_the_goal_is_judged_both_ways() -> None:
     mebibyte = 2**20
     for total, met in ((1000, True), (999, False), (1128, True), (1129, False)):
-        assert memory.is_met({"total_bytes": total * mebibyte, "peak": 1000 * mebibyte}) is met
-    assert memory.is_met({"total_bytes": 10_400 * mebibyte, "peak": 10_000 * mebibyte}), "5 % of a large one"
+        assert is_met({"total_bytes": total * mebibyte, "peak": 1000 * mebibyte}) is met
+    assert is_met({"total_bytes": 10_400 * mebibyte, "peak": 10_000 * mebibyte}), "5 % of a large one"
 
 
 def test_buffers_of_trees_are_those_of_the_digest() -> None:
