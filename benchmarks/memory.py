@@ -3,6 +3,8 @@
 peak_MODEL_SETTING   the plan of an engine, and the peak of a process that loads it and fills every row (VmHWM)
 trees                bytes that grow with the nodes of a tree, for one query of Vicuna-7B in fp16: Medusa's stock tree in its own layout
                      and in ours, and SpecMemo's best one
+nodes_N              the same of the embedded target with its EAGLE head, measured: the peak of a process with 32 rows, whose trees have N
+                     nodes, beside its plan
 limit_MODEL          conversations of random lengths under a hard limit of data (RLIMIT_DATA) equal to the plan: how many come to their end
 ratio_llama_N        under one hard limit, of 16 bytes for every 13.5 of weights as SpecMemo's smaller device has for its model, with keys
                      and values of 1/N of the weights: whether the engine starts, and how many queries of 128 tokens it holds, by plan and
@@ -28,7 +30,10 @@ from benchmarks.memory_models import MODELS, SETTINGS, engine_settings, folder_o
 from echelon import LLM, EngineConfig, SamplingParams
 from echelon.bench.report import table
 from echelon.config import speculative
+from echelon.demo import EAGLE, TARGET
 from echelon.memory.residents import PlannedModels
+
+ROWS, NODES = 32, (16, 64)  # of trees whose bytes are measured
 
 
 def filled(llm: LLM, length: int, prompt: int, seed: int) -> None:
@@ -45,6 +50,15 @@ def measured_peak(model: str, setting: str) -> Record:
     planned = plan.plan(EngineConfig(**engine), speculative(drafter))
     filled(LLM(folder_of(model)[0], drafter, **engine), length, prompt, 0)
     return planned.as_dict() | {"peak": status("VmHWM"), "data": status("VmData")}
+
+
+def measured_nodes(nodes: int) -> Record:
+    """In a process of its own: the plan of 32 rows with trees of so many nodes, the root included, and the peak."""
+    engine = EngineConfig(max_num_seqs=ROWS, max_model_len=256)
+    drafter = {"method": "eagle", "model": str(EAGLE), "tree": "dynamic", "num_speculative_tokens": nodes - 1, "tree_top_k": 10}
+    planned = PlannedModels(engine, speculative(drafter), TARGET).plan(engine, speculative(drafter))
+    filled(LLM(TARGET, drafter, max_num_seqs=ROWS, max_model_len=256), 256, 224, 0)
+    return planned.as_dict() | {"tree_bytes": planned.tree_bytes, "peak": status("VmHWM")}
 
 
 @dataclass(frozen=True)
@@ -97,7 +111,7 @@ def as_markdown(records: Mapping[str, Record]) -> str:
     """A line for each cell."""
     lines: list[tuple[str, ...]] = []
     for name, r in records.items():
-        if name.startswith("peak"):
+        if name.startswith(("peak", "nodes")):
             sizes = f"{r['total_bytes'] / 2**20:,.0f} MiB", f"{r['peak'] / 2**20:,.0f} MiB"
             lines.append((name, *sizes, f"{over(r) / 2**20:+,.0f} MiB ({over(r) / r['peak']:+.1%})", "yes" if is_met(r) else "**no**"))
         elif name.startswith("limit"):
@@ -126,6 +140,7 @@ def cells() -> list[Cell]:
     found = [Cell(f"peak_{m}_{s}", partial(in_process, "peak", m, s)) for m in MODELS for s in SETTINGS]
     found += [Cell(f"limit_{m}", partial(limited, "limit", m, "0")) for m in MODELS]
     found += [Cell("trees", trees), Cell("bound", bound)]
+    found += [Cell(f"nodes_{n}", partial(in_process, "nodes", "embedded", str(n))) for n in NODES]
     return found + [Cell(f"ratio_llama_{n}", partial(limited, "ratio", "llama", str(n))) for n in (*RATIOS, "plan")]
 
 
@@ -134,6 +149,7 @@ MEASURES: Mapping[str, Callable[[str, str], Record]] = {
     "limit": lambda m, n: survived(m, int(n)),
     "bound": lambda d, n: bounded(d, int(n)),
     "ratio": of_ratio,
+    "nodes": lambda _, n: measured_nodes(int(n)),
 }
 
 

@@ -36,7 +36,7 @@ def write_memory(page: Path, memory: Records, specmemo: Records) -> Path:
     """Write what was measured into the page, in the place of what it has under that heading, with the pictures beside it."""
     text, plots = page.read_text("utf-8"), page.parent / "plots"
     parts = [*_machines([*memory.values(), *specmemo.values()]), *peaks_part(memory, plots), *limits_part(memory)]
-    parts += [*ratios_part(memory, plots), *bound_part(memory), *trees_part(memory)]
+    parts += [*ratios_part(memory, plots), *bound_part(memory), *trees_part(memory), *nodes_part(memory)]
     for method in METHODS:
         parts += specmemo_part(specmemo, method, plots)
     return write_text(page, "\n\n".join([text.partition(HEADING)[0].rstrip(), HEADING, *parts]) + "\n", "--output")
@@ -143,6 +143,18 @@ def trees_part(records: Records) -> Iterator[str]:
             f"A tree's buffers for one query of Vicuna-7B, counted by Medusa's own layout: {sums['Medusa stock']:.1f} MB for its 64 "
             f"nodes, of which {leaf:.0f} MB are logits gathered once more for every leaf, and {sums['Medusa planned']:.1f} MB for "
             f"SpecMemo's 44; here {sums['ours stock']:.1f} MB, nothing being gathered, and {sums['ours planned']:.1f} MB."
+        )
+
+
+def nodes_part(records: Records) -> Iterator[str]:
+    """Bytes of trees, measured by peaks."""
+    found = sorted((int(name.partition("_")[2]), r) for name, r in records.items() if name.startswith("nodes_"))
+    if len(found) > 1:
+        (few, small), (many, large) = found[0], found[-1]
+        planned, measured = ((large[key] - small[key]) / 1e6 for key in ("tree_bytes", "peak"))
+        yield (
+            "Measured for ours (`python -m benchmarks.memory nodes`): the peak of a process with 32 rows of the embedded target and its EAGLE "
+            f"head grows by {measured:.0f} MB from trees of {few} nodes to {many}; the plan counts {planned:.0f} MB for them."
         )
 
 
