@@ -153,8 +153,8 @@ def nodes_part(records: Records) -> Iterator[str]:
         (few, small), (many, large) = found[0], found[-1]
         planned, measured = ((large[key] - small[key]) / 1e6 for key in ("tree_bytes", "peak"))
         yield (
-            "Measured for ours (`python -m benchmarks.memory nodes`): the peak of a process with 32 rows of the embedded target and its EAGLE "
-            f"head grows by {measured:.0f} MB from trees of {few} nodes to {many}; the plan counts {planned:.0f} MB for them."
+            "Measured for ours (`python -m benchmarks.memory nodes`): the peak of a process with 32 rows of the embedded target and its "
+            f"EAGLE head grows by {measured:.0f} MB from trees of {few} nodes to {many}; the plan counts {planned:.0f} MB for them."
         )
 
 
