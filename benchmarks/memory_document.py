@@ -113,7 +113,7 @@ def ratios_part(records: Records, plots: Path) -> Iterator[str]:
         (
             "the plan's choice" if name == "plan" else f"1:{name}",
             f"{r['bytes'] / MIB:,.0f} MiB",
-            "no start" if not r["planned"] else str(r["planned"]),
+            "does not fit" if not r["planned"] else str(r["planned"]),
             "died" if "died" in r else f"{r['held']}{', and one more' if r['holds_one_more'] else ''}",
         )
         for name, r in found.items()

@@ -33,7 +33,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[card.Card]:
     if torch.cuda.is_available() or not compiled.is_built():
         pytest.skip("a device measures by itself; without kernels of the CPU nothing can stand in")
     there = card.stand_in(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(total_memory=1 << 31))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(total_memory=1 << 31, name="a card"))
     monkeypatch.setattr(devices, "chosen_device", lambda _name: card.CUDA)
     with there:
         yield there

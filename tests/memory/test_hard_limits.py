@@ -35,5 +35,5 @@ def test_what_was_measured_is_told_and_drawn(tmp_path: Path) -> None:
     written = write_memory(tmp_path / "memory.md", records, {}).read_text()
     assert "4 of 4 are met" in written and "| llama | +100 of 1,000 | – |" in written and "llama 200, opt 120" in written
     assert "grows by 48 MB from trees of 16 nodes to 64; the plan counts 48 MB" in written
-    assert "| 1:2 | 200 MiB | no start | died |" in written and "| the plan's choice | 60 MiB | 28 | 28 |" in written
+    assert "| 1:2 | 200 MiB | does not fit | died |" in written and "| the plan's choice | 60 MiB | 28 | 28 |" in written
     assert all((tmp_path / "plots" / f"memory-{name}.png").stat().st_size > 5000 for name in ("peaks", "ratios"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,32 +21,34 @@ DRAFTS = SpeculativeConfig(method="draft_model", model="draft", max_speculative_
 STEPS = CostCurve(tokens=(1, 4, 16, 64), milliseconds=(10.0, 12.0, 20.0, 52.0))
 
 
+@pytest.fixture(autouse=True)
+def nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests measure models of these shapes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
 @pytest.fixture
 def loaded() -> LoadedModel:
     return toys.adopted(toys.llama())
 
 
 @pytest.fixture
-def kept(loaded: LoadedModel) -> Iterator[None]:
+def kept(loaded: LoadedModel) -> None:
     """Costs of this model: its steps, those with a draft model, and with keys and values in 8 bits; and of another model's."""
     folder = cache_folder() / "costs"
     folder.mkdir(parents=True, exist_ok=True)
     key = machine_key(loaded.device) | {"model": key_of_model(loaded.model, loaded.model.dtype, None), "settings": "keys in auto, a pool"}
-    written: list[Path] = []
 
     def keep(name: str, factor: float, drafting: CostCurve | None = None, **other: str) -> None:
         table = CostTable(
             step=CostCurve(tokens=STEPS.tokens, milliseconds=tuple(factor * t for t in STEPS.milliseconds)), drafting=drafting
         )
-        written.append(write_costs(folder / f"{name}.json", CostRecord(key=key | other, table=table)))
+        write_costs(folder / f"{name}.json", CostRecord(key=key | other, table=table))
 
     keep("steps", 1.0)
     keep("rounded", 0.5, settings="keys in int8, a pool")
     keep("drafts", 1.0, CostCurve(tokens=(1,), milliseconds=(2.0,)), drafter="draft_model, chain, 8, None, 0")
     keep("another", 100.0, model="LlamaForCausalLM, torch.float32, None, 0")
-    yield
-    for path in written:
-        path.unlink()
 
 
 def settings(**changed: Any) -> EngineConfig:
