@@ -99,10 +99,13 @@ PROOFS = [
     pytest("goodness of fit", "tests/promises/test_fit.py"),
     pytest("state machine", "tests/core/test_scheduler.py"),
     pytest("prefix cache", "tests/core/test_prefix_cache.py", "tests/promises/test_prefix_hits.py"),
-    pytest("memory", *(f"tests/memory/test_{part}.py" for part in ("footprint", "ladder", "peak"))),
+    pytest(
+        "memory", *(f"tests/memory/test_{part}.py" for part in ("footprint", "ladder", "peak", "device_plan", "hard_limits", "step_speeds"))
+    ),
     pytest("plans on paper", *(f"tests/estimate/test_{part}.py" for part in ("layout", "estimate")), "tests/cli/test_plan_on_paper.py"),
     Proof("several devices on paper", ["python", "-m", "benchmarks.on_paper"], full_size=False),
     Proof("peaks of memory", ["python", "-m", "benchmarks.memory"], full_size=False),
+    Proof("SpecMemo's experiments", ["python", "-m", "benchmarks.specmemo"], full_size=False),
     pytest("steps ahead", "tests/model/test_ahead.py", "tests/model/test_ahead_books.py"),
     Proof("sanitisers", ["make", "-j2", "sanitize", "CASES=12500"], full_size=False),
     Proof("mutants of the kernels", ["python", "-m", "tools.kernel_mutants"], full_size=False),
