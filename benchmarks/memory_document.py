@@ -151,10 +151,11 @@ def nodes_part(records: Records) -> Iterator[str]:
     found = sorted((int(name.partition("_")[2]), r) for name, r in records.items() if name.startswith("nodes_"))
     if len(found) > 1:
         (few, small), (many, large) = found[0], found[-1]
-        planned, measured = ((large[key] - small[key]) / 1e6 for key in ("tree_bytes", "peak"))
+        tree, planned, measured = ((large[key] - small[key]) / 1e6 for key in ("tree_bytes", "total_bytes", "peak"))
         yield (
             "Measured for ours (`python -m benchmarks.memory nodes`): the peak of a process with 32 rows of the embedded target and its "
-            f"EAGLE head grows by {measured:.0f} MB from trees of {few} nodes to {many}; the plan counts {planned:.0f} MB for them."
+            f"EAGLE head grows by {measured:.0f} MB from trees of {few} nodes to {many}, its plan by {planned:.0f} MB, of which {tree:.0f} are "
+            "keys, values and logits of nodes and the others activations."
         )
 
 

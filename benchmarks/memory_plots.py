@@ -35,15 +35,15 @@ def draw_budgets(records: Mapping[str, Record], path: Path) -> None:
     """The best milliseconds a token under each budget of keys and values, a line for each kind of conversation."""
     pyplot = pyplot_or_refusal()
     figure, axis = pyplot.subplots(figsize=(6.4, 4.0), constrained_layout=True)
-    for label, record in records.items():
+    for (label, record), offset in zip(records.items(), (8, -20), strict=False):  # labels above one line and below the other
         own = record["budgets"]
         axis.plot([b["budget"] for b in own], [b["ms"] for b in own], marker="o", label=label)
         for b in own:
             said = f"{b['heads']} heads, {b['nodes']} nodes\n{b['ran']} of {b['asked']} turns"
-            axis.annotate(said, (b["budget"], b["ms"]), textcoords="offset points", xytext=(0, 8), ha="center", fontsize=7)
+            axis.annotate(said, (b["budget"], b["ms"]), textcoords="offset points", xytext=(0, offset), ha="center", fontsize=7)
     axis.set(xlabel="keys and values: GB of a model of 7 B, of which the last holds the context", ylabel="milliseconds a token, batch 1")
     ticks = sorted({b["budget"] for record in records.values() for b in record["budgets"]})
-    axis.set(xscale="log", ylim=(0, None))
+    axis.set(xscale="log", ylim=(0, 1.2 * max(b["ms"] for record in records.values() for b in record["budgets"])))
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.minorticks_off()
     axis.margins(x=0.12)

@@ -189,7 +189,7 @@ def planned(study: Study, records: Records) -> Record:
         "speeds": speeds,
         "tree": [stock_plan.tree_bytes, plan.tree_bytes],
         "beyond": [beyond_weights(stock_plan), beyond_weights(plan)],
-        "process": [stock_plan.total_bytes, plan.total_bytes],
+        "process": [stock_plan.total_bytes, plan.total_bytes - plan.terms["runtime"] + stock_plan.terms["runtime"]],
     }
 
 

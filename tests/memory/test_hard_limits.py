@@ -25,7 +25,7 @@ def test_what_was_measured_is_told_and_drawn(tmp_path: Path) -> None:
         "ratio_llama_plan": {"ratio": "plan", "bytes": 60 * MIB, "planned": 28, "held": 28, "holds_one_more": False},
     }
     limits = {"limit_llama": {"planned": 900 * MIB, "data": 800 * MIB, "survived": 200}}
-    nodes = {f"nodes_{n}": {"total_bytes": 10**9, "peak": 9 * 10**8 + n * 10**6, "tree_bytes": n * 10**6} for n in (16, 64)}
+    nodes = {f"nodes_{n}": {"total_bytes": 10**9 + 2 * n * 10**6, "peak": 9 * 10**8 + n * 10**6, "tree_bytes": n * 10**6} for n in (16, 64)}
     fell_short = {"limit_opt": {"planned": 900 * MIB, "survived": 120, "died": "of it"}}
     said = memory.as_markdown(peaks | ratios | limits | fell_short).splitlines()
     assert any("200 of 200" in line and "yes" in line for line in said) and any("120 of 200" in line and "**no**" in line for line in said)
@@ -34,6 +34,6 @@ def test_what_was_measured_is_told_and_drawn(tmp_path: Path) -> None:
     (tmp_path / "memory.md").write_text("# Memory\n")
     written = write_memory(tmp_path / "memory.md", records, {}).read_text()
     assert "4 of 4 are met" in written and "| llama | +100 of 1,000 | – |" in written and "llama 200, opt 120" in written
-    assert "grows by 48 MB from trees of 16 nodes to 64; the plan counts 48 MB" in written
+    assert "grows by 48 MB from trees of 16 nodes to 64, its plan by 96 MB, of which 48 are" in written
     assert "| 1:2 | 200 MiB | does not fit | died |" in written and "| the plan's choice | 60 MiB | 28 | 28 |" in written
     assert all((tmp_path / "plots" / f"memory-{name}.png").stat().st_size > 5000 for name in ("peaks", "ratios"))
