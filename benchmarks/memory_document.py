@@ -154,8 +154,8 @@ def nodes_part(records: Records) -> Iterator[str]:
         tree, planned, measured = ((large[key] - small[key]) / 1e6 for key in ("tree_bytes", "total_bytes", "peak"))
         yield (
             "Measured for ours (`python -m benchmarks.memory nodes`): the peak of a process with 32 rows of the embedded target and its "
-            f"EAGLE head grows by {measured:.0f} MB from trees of {few} nodes to {many}, its plan by {planned:.0f} MB, of which {tree:.0f} are "
-            "keys, values and logits of nodes and the others activations."
+            f"EAGLE head grows by {measured:.0f} MB from trees of {few} nodes to {many}, its plan by {planned:.0f} MB, of which "
+            f"{tree:.0f} are keys, values and logits of nodes and the others activations."
         )
 
 

@@ -32,22 +32,22 @@ def draw_shapes(record: Record, plain: float | None, path: Path) -> None:
 
 
 def draw_budgets(records: Mapping[str, Record], path: Path) -> None:
-    """The best milliseconds a token under each budget of keys and values, a line for each kind of conversation."""
+    """The best milliseconds a token under each budget of keys and values, a panel for each kind of conversation."""
     pyplot = pyplot_or_refusal()
-    figure, axis = pyplot.subplots(figsize=(6.4, 4.0), constrained_layout=True)
-    for (label, record), offset in zip(records.items(), (8, -20), strict=False):  # labels above one line and below the other
+    figure, panels = pyplot.subplots(
+        1, len(records), figsize=(1 + 4.2 * len(records), 3.6), sharey=True, squeeze=False, constrained_layout=True
+    )
+    for axis, (label, record) in zip(panels[0], records.items(), strict=True):
         own = record["budgets"]
-        axis.plot([b["budget"] for b in own], [b["ms"] for b in own], marker="o", label=label)
+        axis.plot([b["budget"] for b in own], [b["ms"] for b in own], marker="o")
         for b in own:
-            said = f"{b['heads']} heads, {b['nodes']} nodes\n{b['ran']} of {b['asked']} turns"
-            axis.annotate(said, (b["budget"], b["ms"]), textcoords="offset points", xytext=(0, offset), ha="center", fontsize=7)
-    axis.set(xlabel="keys and values: GB of a model of 7 B, of which the last holds the context", ylabel="milliseconds a token, batch 1")
-    ticks = sorted({b["budget"] for record in records.values() for b in record["budgets"]})
-    axis.set(xscale="log", ylim=(0, 1.2 * max(b["ms"] for record in records.values() for b in record["budgets"])))
-    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axis.minorticks_off()
-    axis.margins(x=0.12)
-    axis.legend(fontsize=8)
+            said = f"{b['heads']} heads,\n{b['nodes']} nodes,\n{b['ran']} of {b['asked']} turns"
+            axis.annotate(said, (b["budget"], b["ms"]), textcoords="offset points", xytext=(0, 8), ha="center", fontsize=7)
+        axis.set(title=label, xlabel="keys and values: GB of a model of 7 B", xscale="log")
+        axis.set_xticks([b["budget"] for b in own], [f"{b['budget']:g}" for b in own])
+        axis.minorticks_off()
+        axis.margins(x=0.15)
+    panels[0][0].set(ylabel="milliseconds a token, batch 1", ylim=(0, 1.35 * max(b["ms"] for r in records.values() for b in r["budgets"])))
     _keep(figure, path)
 
 
