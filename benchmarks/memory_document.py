@@ -105,9 +105,9 @@ def ratios_part(records: Records, plots: Path) -> Iterator[str]:
     if not found:
         return
     yield (
-        "SpecMemo's other experiment gives keys and values a fixed share of the weights' bytes. Here the random Llama has, besides what "
-        "the process takes, 16 bytes for every 13.5 of its weights, as the paper's smaller device has for its model, as a hard limit "
-        "(`python -m benchmarks.memory ratio`): queries of 128 tokens that run at once, none of them put off."
+        "Keys and values may also be given a fixed share of the weights' bytes. Here the random Llama has, besides what the process takes, "
+        "16 bytes for every 13.5 of its weights, as a device of 16 GB has for a model of 7 B, as a hard limit (`python -m "
+        "benchmarks.memory ratio`): queries of 128 tokens that run at once, none of them put off."
     )
     lines = [
         (
@@ -140,9 +140,9 @@ def trees_part(records: Records) -> Iterator[str]:
         sums = {kind: sum(record[kind].values()) / 1e6 for kind in ("Medusa stock", "Medusa planned", "ours stock", "ours planned")}
         leaf = record["Medusa stock"]["logits gathered by leaf"] / 1e6
         yield (
-            f"A tree's buffers for one query of Vicuna-7B, counted by Medusa's own layout: {sums['Medusa stock']:.1f} MB for its 64 "
-            f"nodes, of which {leaf:.0f} MB are logits gathered once more for every leaf, and {sums['Medusa planned']:.1f} MB for "
-            f"SpecMemo's 44; here {sums['ours stock']:.1f} MB, nothing being gathered, and {sums['ours planned']:.1f} MB."
+            f"A tree's buffers for one query of Vicuna-7B, counted by Medusa's own layout: {sums['Medusa stock']:.1f} MB for its 64 nodes, "
+            f"of which {leaf:.0f} MB are logits gathered once more for every leaf. With 44 nodes they are {sums['Medusa planned']:.1f} MB. "
+            f"Here, where nothing is gathered, these trees take {sums['ours stock']:.1f} and {sums['ours planned']:.1f} MB."
         )
 
 

@@ -141,7 +141,7 @@ class Folder:
             raise ModelLoadError(f"{self.label(name)} has {size:,} bytes; at most {MAX_JSON:,} are read: copy the checkpoint again")
         try:
             with path.open("rb") as file:
-                return file.read(MAX_JSON + 1)
+                return file.read(size + 1)  # which is reserved at once; one more shows that it has grown
         except OSError as error:
             raise ModelLoadError(f"{self.label(name)} cannot be read ({_reason(error)}); check its permissions") from error
 
