@@ -8,6 +8,8 @@ import subprocess
 import sys
 from random import Random
 
+import torch
+
 from benchmarks.cells import Record
 from benchmarks.memory_models import Settings, engine_settings, folder_of, status
 from benchmarks.workloads import source
@@ -28,6 +30,7 @@ def limit_data(planned: int) -> int:
     """Let this process map no more than a plan of so many bytes allows. What is counted is memory that is mapped to be written: so pages
     of files are taken from the plan, and what is mapped and not resident now is added.
     """
+    torch.ones(2**20).exp_()  # starts the threads that will compute: their stacks are mapped, and hardly resident
     limit = planned - status("RssFile") + max(0, status("VmData") - status("RssAnon"))
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     return limit
