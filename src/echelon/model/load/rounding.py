@@ -15,6 +15,7 @@ from echelon.model.patches.experts import STACKED, is_experts, splits_evenly
 from echelon.model.patches.linear import is_plain_linear, weight_of
 from echelon.model.patches.packing import Packing
 from echelon.model.patches.weights import SERVED_DTYPES, PackedParameter
+from echelon.text_worker import give_memory_back
 
 _ACTIVE = threading.local()
 
@@ -31,6 +32,7 @@ def rounded_as_read(packing: Packing, vocab_size: int) -> Iterator[None]:
         yield
     finally:
         del _ACTIVE.rounds, _ACTIVE.outputs
+        give_memory_back()  # of weights as they were read, before the output layer is rounded
 
 
 def _on_module(parent: nn.Module, _: str, module: Any) -> None:
