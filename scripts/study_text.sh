@@ -4,7 +4,7 @@
 # Usage: scripts/study_text.sh FOLDER
 set -eu
 
-folder=$1.part
+folder=$(realpath -m "$1").part
 rm -rf "$folder" && mkdir -p "$folder"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -32,4 +32,4 @@ done
 for mail in "$folder"/spam-assassin/*; do # the body alone
     sed -i '1,/^$/d' "$mail"
 done
-mv "$folder" "$1"
+mv "$folder" "${folder%.part}"
