@@ -35,7 +35,7 @@ study: $(READY)
 
 # Heads of every kind for the embedded target, which the benchmarks draw curves of (10 to 20 minutes each on two cores, EAGLE's and Scylla's 35; resumable).
 # $(call learn,METHOD,BATCHES,OPTIONS)
-learn = $(BIN)/echelon train src/echelon/demo/pair/target --method $(1) --steps $(2) $(3) --data build/heads/data --out build/heads/$(1)
+learn = $(BIN)/echelon train src/echelon/demo/pair/target --method $(1) --steps $(2) $(3) --data build/heads/data --output build/heads/$(1)
 heads: $(READY)
 	$(call learn,medusa,900)
 	$(call learn,clover,900)

@@ -147,7 +147,7 @@ def test_doctor_says_whether_a_head_knows_the_model(run: Run, tmp_path: Path) ->
 
 
 def test_inspect_names_architecture_layers_memory_and_drafters(run: Run, tmp_path: Path) -> None:
-    done = run("inspect", TARGET, "--draft", DRAFT, "--json")
+    done = run("inspect", TARGET, "--drafter", DRAFT, "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["architecture"]["class"] == "LlamaForCausalLM"
@@ -156,7 +156,7 @@ def test_inspect_names_architecture_layers_memory_and_drafters(run: Run, tmp_pat
     assert report["memory"]["KV per token"] == "1,024 bytes"
     assert report["drafters"][str(DRAFT)].startswith("yes: 9.5%")
     toys.llama().save_pretrained(tmp_path / "toy")
-    other = run("inspect", TARGET, "--draft", tmp_path / "toy")
+    other = run("inspect", TARGET, "--drafter", tmp_path / "toy")
     assert other.returncode == 1
     assert "no: " in other.stdout
 

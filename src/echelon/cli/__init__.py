@@ -37,6 +37,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 for command in (generate, chat, verify, drafters, inspect, plan, doctor, inflate, quantize, serve, train, convert):
     app.command()(command)

@@ -12,7 +12,7 @@ import torch
 import typer
 
 from echelon import LLM, EngineConfig
-from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, errors, mapping_of, speculative_mapping, verb
+from echelon.cli.shared import BATCHED, ENGINE, Flags, ModelArgument, SpeculativeOption, errors, mapping_of, speculative_mapping, verb
 from echelon.errors import ConfigError, MissingExtraError
 from echelon.server.config import ServerConfig, id_of, read_keys
 
@@ -21,25 +21,7 @@ from echelon.server.config import ServerConfig, id_of, read_keys
     server=Flags(
         ServerConfig, "host", "port", "served_model_name", "max_queue", "queue_timeout", "total_timeout", "drain_timeout", "metrics_prefix"
     ),
-    engine=Flags(
-        EngineConfig,
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "max_model_len",
-        "kv_cache_dtype",
-        "kv_cache_memory_bytes",
-        "memory",
-        "gpu_memory_utilization",
-        "dtype",
-        "quantization",
-        "device",
-        "numerics",
-        "enable_prefix_caching",
-        "enforce_eager",
-        max_num_batched_tokens=512,
-    ),
+    engine=Flags(EngineConfig, *ENGINE, *BATCHED, max_num_batched_tokens=512),
 )
 def serve(
     model: ModelArgument,

@@ -18,13 +18,29 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from echelon import LLM
-from echelon.config import EngineConfig
+from echelon.config import EngineConfig, Quantization
 from echelon.errors import ConfigError
 from echelon.inputs import shown
 from echelon.settings import Settings
 
 SPECULATIVE = "--speculative-config"
 SHORT = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp"}  # flags that have a second name, as vLLM has it
+SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")  # flags of verbs that write one text after another
+ENGINE = (  # flags of verbs that run a model
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "max_model_len",
+    "kv_cache_dtype",
+    "kv_cache_memory_bytes",
+    "memory",
+    "gpu_memory_utilization",
+    "dtype",
+    "quantization",
+    "device",
+    "numerics",
+    "enforce_eager",
+)
+BATCHED = ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching")  # of those that run many requests at once
 PIPED_SECONDS = 10.0  # between lines of progress where stderr is no terminal
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name of a causal language model (safetensors).")]
 SpeculativeOption = Annotated[
@@ -45,6 +61,7 @@ ComparedOption = Annotated[
     ),
 ]
 RefillOption = Annotated[bool, typer.Option("--refill/--no-refill", help=EngineConfig.model_fields["refill"].description)]
+QuantizationOption = Annotated[Quantization | None, typer.Option(help=EngineConfig.model_fields["quantization"].description)]
 errors = Console(stderr=True, soft_wrap=True)
 
 

@@ -26,12 +26,14 @@ BLOCKS = ("augmenting", "regressive", "attention-decoder")  # of Clover
 def train(
     model: ModelArgument,
     method: Annotated[str, typer.Option(help=f"What to train: {', '.join(method_names(Can.TRAIN))}.")],
-    out: Annotated[Path, typer.Option(help="Folder of the run; an interrupted one goes on.")],
+    output: Annotated[Path, typer.Option(help="Folder of the run; an interrupted one goes on.")],
     text: Annotated[
         list[Path] | None,
         typer.Option(help="UTF-8 files, folders, JSON lines, or (with `datasets`) a data set; Python source of this machine without."),
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder for tokens and the target's own text, to share between runs; OUT/data.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder for tokens and the target's own text, to share between runs; OUTPUT/data.")
+    ] = None,
     steps: Annotated[int, typer.Option(help="Batches of about 2,000 tokens; of a method that pretrains, those of raw text.", min=0)] = 1000,
     fine_tuning_steps: Annotated[
         int | None, typer.Option(help="Batches of the model's own text after pretraining; a quarter of --steps without.", min=0)
@@ -60,16 +62,16 @@ def train(
         raise ConfigError(f"method {method} does not pretrain; leave --fine-tuning-steps out")
     is_soft = None if targets is None else targets == "soft"
     config = None if is_model else TrainingConfig(method, steps, rate, every, seed, is_soft, options, fine_tuning=fine_tuning_steps)
-    made_folder(out, "--out")
+    made_folder(output, "--output")
     target, tokenizer = load_plain(model)
-    texts = prepare(target, tokenizer, text, data or out / "data", num_continuations)
+    texts = prepare(target, tokenizer, text, data or output / "data", num_continuations)
     if config is None:
-        train_draft_model(target, tokenizer, texts.text, out, data or out / "data", steps, RATE if rate is None else rate, every)
+        train_draft_model(target, tokenizer, texts.text, output, data or output / "data", steps, RATE if rate is None else rate, every)
         return
     with progress(config.num_steps, f"training {method}") as update:
-        train_head(target, texts, out, config, lambda done, _, loss: update(completed=done, note=f"loss {loss:.3f}"))
-    errors.print(f"{escape(str(out))} holds the {method} head, log.jsonl and curves.png", highlight=False)
-    for line in _advice(model, out, config):
+        train_head(target, texts, output, config, lambda done, _, loss: update(completed=done, note=f"loss {loss:.3f}"))
+    errors.print(f"{escape(str(output))} holds the {method} head, log.jsonl and curves.png", highlight=False)
+    for line in _advice(model, output, config):
         errors.print(escape(line), highlight=False)
 
 
