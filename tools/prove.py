@@ -89,6 +89,7 @@ PROOFS = [
     Proof("soak", ["python", "-m", "tools.soak"], full_size=False),
     *(Proof(name, ["python", "-m", "tools.third_party", name], full_size=False) for name in ("lm-eval", "guidellm")),
     Proof("heads learn in 20 minutes", ["python", "-m", "benchmarks.plateau"], full_size=False),
+    Proof("drafters are ranked alike", ["python", "-m", "benchmarks.ranking"], full_size=False),
     Proof("vLLM drafts the same", ["python", "-m", "benchmarks.eagle3_in_vllm"], full_size=False),
     pytest("linear layers", "tests/ops/test_linear.py"),
     pytest("linear layers of integers", "tests/ops/test_integers.py", "tests/ops/test_rounded_keys.py"),

@@ -34,7 +34,8 @@ class SpeculativeConfig(Settings):
 
     `ngram` is LLMA (Yang et al. 2023): the last `prompt_lookup_max` tokens down to `prompt_lookup_min` are looked up in the source,
     and what followed them there is proposed. `draft_model` runs the small model in `model`, with `quantization` in integers; it is meant,
-    too, where a model is given and no method. `model="self:int4"` (or `self:int8`) is the target's own copy in integers, read from its checkpoint once more and kept beside it.
+    too, where a model is given and no method. `model="self:int4"` (or `self:int8`) is the target's own copy in integers, read from its
+    checkpoint once more and kept beside it.
 
     `acceptance="exact"` keeps a drafted token if plain decoding would choose it: the same text. `"rejection"` (Leviathan et al. 2023) keeps
     the distribution, not the text. `"typical"` (Cai et al. 2024) keeps neither and is LOSSY: at a temperature above 0 a drafted token stays

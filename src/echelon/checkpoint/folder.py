@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from echelon.errors import EchelonError, ModelLoadError
@@ -184,8 +185,16 @@ def _reason(error: BaseException) -> str:
 def _fetch(name: str, what: str, patterns: tuple[str, ...]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
+    except GatedRepoError as error:
+        raise ModelLoadError(
+            f"the {what} {shown(name)} is gated at the hub; ask for access on its page there, then set HF_TOKEN or run `hf auth login`"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelLoadError(
+            f"there is no folder {shown(name)}, and at the hub no {what} of that name, or a private one; check the name, or set HF_TOKEN"
+        ) from error
     except Exception as error:  # the hub's own errors share no base
         raise ModelLoadError(
-            f"there is no folder {shown(name)}, and the {what} cannot be fetched from the hub: {first_line(error)}; give a folder, or a hub "
-            "name that this machine can reach"
+            f"there is no folder {shown(name)}, and the {what} cannot be fetched from the hub: {first_line(error)}; give a folder, or a "
+            "hub name that this machine can reach"
         ) from error

@@ -43,7 +43,7 @@ def serve(
 ) -> None:
     """Serve MODEL to OpenAI clients: /v1/completions, /v1/chat/completions, /v1/models, /metrics and more (docs/serving.md)."""
     try:
-        from echelon.server.http import serve_until_signal
+        from echelon.server.http import check_address, serve_until_signal
     except ImportError as error:
         raise MissingExtraError(f"{error.name} is not installed; run: pip install 'echelon[server]'") from error
     config = ServerConfig(**server, api_keys=read_keys(api_key_file) if api_key_file else ())
@@ -56,10 +56,10 @@ def serve(
         return
     if given := [flag for flag, value in on_ray.items() if value is not None]:
         raise ConfigError(f"{', '.join(given)}: how replicas run on Ray; give --replicas too")
+    check_address(config)
     llm = LLM(model, speculative_mapping(speculative_config), **engine)
-    url = f"http://{config.host}:{config.port}"
-    errors.print(f"{config.served_model_name or id_of(llm.target.name)} on {url}/v1, live at {url}/", highlight=False)
-    if status := serve_until_signal(llm, config):
+    name = config.served_model_name or id_of(llm.target.name)
+    if status := serve_until_signal(llm, config, lambda url: errors.print(f"{name} on {url}/v1, live at {url}/", highlight=False)):
         _end_process(status)
 
 
