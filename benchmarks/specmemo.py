@@ -178,13 +178,14 @@ def draw(records: Mapping[str, Record], path: Path) -> None:
     for heads in dict.fromkeys(s["heads"] for s in shapes):
         own = sorted((s["tree_bytes"] / 1e6, s["speed"], s["nodes"]) for s in shapes if s["heads"] == heads)
         axis.plot([x for x, _, _ in own], [y for _, y, _ in own], marker="o", label=f"paths of at most {heads}")
-    for size, speed, nodes in sorted((s["tree_bytes"] / 1e6, s["speed"], s["nodes"]) for s in shapes if s["heads"] == max(HEADS)):
-        axis.annotate(f"{nodes}", (size, speed), textcoords="offset points", xytext=(0, 6), ha="center", fontsize=8)
+    for nodes in dict.fromkeys(s["nodes"] for s in shapes):
+        size, speed = min(((s["tree_bytes"] / 1e6, s["speed"]) for s in shapes if s["nodes"] == nodes), key=lambda point: point[1])
+        axis.annotate(f"{nodes}", (size, speed), textcoords="offset points", xytext=(0, -14), ha="center", fontsize=8)
     if record := next((r for r in records.values() if "beyond" in r), None):
         plain = statistics.median(record["speeds"]["plain"])
         axis.axhline(plain, color="#888888", linewidth=0.8, linestyle="--")
         axis.annotate("plain decoding", (0.99, plain), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
-    axis.set(xlabel="MB that grow with the nodes of one row (nodes above the points)", ylabel="tokens a second, batch 1", ylim=(0, None))
+    axis.set(xlabel="MB that grow with the nodes of one row (nodes below the points)", ylabel="tokens a second, batch 1", ylim=(0, None))
     axis.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, metadata={"Software": None})
