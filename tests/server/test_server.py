@@ -336,7 +336,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
             ({"prompt": "a"}, "prompt"),
             ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "content"),
             ({"chat_template": "{{ 1 }}"}, "template"),
-            ({"chat_template_kwargs": {}}, "template"),
+            ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs cannot set tools"),
+            ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
         ]
     ],
     ("/tokenize", {}, "prompt"),
