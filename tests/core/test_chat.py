@@ -265,7 +265,8 @@ def test_the_renderer_ends_with_whoever_started_it() -> None:
     """However that ends: it reads from a socket that the operating system closes then."""
     renderer = TextProcess()
     answer = renderer.ask(
-        {"template": "{{ a }}", "messages": MESSAGES, "special_tokens": {"a": "b"}, "most_characters": 9, "bytes": 2**28}, 5.0
+        {"template": "{{ a }}", "messages": MESSAGES, "special_tokens": {"a": "b"}, "variables": {}, "most_characters": 9, "bytes": 2**28},
+        5.0,
     )
     assert answer == {"text": "b"}
     assert renderer.pid is not None and renderer._socket is not None
