@@ -18,7 +18,8 @@ from echelon.bench.throughput import DecodingMethod, EngineRun, Run
 from echelon.bench.workloads import workload
 from echelon.cli.advice import PAYS
 from echelon.cli.measured import counted
-from echelon.cli.shared import SPECULATIVE, ModelArgument
+from echelon.cli.shared import ModelArgument
+from echelon.cli.words import SPECULATIVE
 from echelon.demo import held_out_files
 from echelon.errors import EchelonError, UnknownHeadError
 from echelon.heads.checkpoints import load_head

@@ -15,7 +15,8 @@ from rich.markup import escape
 from echelon import LLM, ConfigError, EchelonError, EngineConfig, RequestOutput, SamplingParams
 from echelon.cli.fingerprint import file_hash, hash_of, settings_of
 from echelon.cli.output import Mode, OutputFile
-from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, errors, print_fitting, progress, speculative_mapping, verb
+from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, print_fitting, progress, speculative_mapping, verb
+from echelon.cli.words import errors
 from echelon.requests import Request, output_line, read_requests, request_from_text
 
 SHOWN_OF_A_PROMPT = 72  # characters
