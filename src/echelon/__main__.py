@@ -1,17 +1,5 @@
-"""The command `echelon`, which is also `python -m echelon`."""
+"""`python -m echelon` is the command `echelon`."""
 
-import sys
+from echelon.cli import main
 
-
-def main() -> None:
-    """Load the command, which takes seconds, and run it; an interrupt meanwhile ends it without a trace of calls."""
-    try:
-        from echelon.cli import main as run
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
-    run()
-
-
-if __name__ == "__main__":
-    main()
+main()

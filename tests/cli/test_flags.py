@@ -8,7 +8,8 @@ from commands import Run, in_process
 
 from echelon import EngineConfig, SamplingParams
 from echelon.cli import app
-from echelon.cli.shared import BATCHED, ENGINE, SAMPLING, SPECULATIVE
+from echelon.cli.shared import BATCHED, ENGINE, SAMPLING
+from echelon.cli.words import SPECULATIVE
 from echelon.demo import DRAFT, EAGLE, TARGET
 from echelon.server.config import ServerConfig
 from tools.reference import verbs

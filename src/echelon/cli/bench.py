@@ -1,4 +1,4 @@
-"""`echelon bench`: measurements that anyone can repeat."""
+"""Measure: whole runs, or a step without its model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ from echelon.bench.throughput import environment
 from echelon.bench.workloads import code_texts
 from echelon.cli.measured import IsaOption, JsonOption, OutputOption, counted, said, sizes_of, writable_file, write_report
 from echelon.cli.runs import latency, peers, throughput
-from echelon.cli.shared import QuantizationOption, SpeculativeOption, errors, speculative_mapping
+from echelon.cli.shared import QuantizationOption, SpeculativeOption, speculative_mapping
+from echelon.cli.words import errors
 from echelon.config import Quantization
 from echelon.demo import held_out_files
 from echelon.model.load.loading import LoadedModel, load_model
@@ -51,7 +52,7 @@ from echelon.ops.devices import chosen_device, has_kernels
 from echelon.requests import read_requests
 
 AUTO = {"num_speculative_tokens": "auto"}
-app = typer.Typer(help="Measure: whole runs, or a step without its model.", no_args_is_help=True)
+app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 for command in (throughput, latency, peers):
     app.command()(command)
 

@@ -19,7 +19,8 @@ from echelon.bench.throughput import DecodingMethod, EngineRun, Run
 from echelon.bench.workloads import workload
 from echelon.cli.advice import PAYS
 from echelon.cli.measured import counted
-from echelon.cli.shared import SPECULATIVE, Flags, ModelArgument, errors, verb
+from echelon.cli.shared import Flags, ModelArgument, verb
+from echelon.cli.words import SPECULATIVE, errors
 from echelon.demo import held_out_files
 from echelon.errors import EchelonError, UnknownHeadError
 from echelon.heads.checkpoints import load_head

@@ -22,12 +22,12 @@ from echelon.cli.shared import (
     Flags,
     ModelArgument,
     SpeculativeOption,
-    errors,
     print_fitting,
     progress,
     speculative_mapping,
     verb,
 )
+from echelon.cli.words import errors
 from echelon.requests import Request, output_line, read_requests, request_from_text
 
 SHOWN_OF_A_PROMPT = 72  # characters

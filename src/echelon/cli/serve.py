@@ -12,7 +12,8 @@ import torch
 import typer
 
 from echelon import LLM, EngineConfig
-from echelon.cli.shared import BATCHED, ENGINE, Flags, ModelArgument, SpeculativeOption, errors, mapping_of, speculative_mapping, verb
+from echelon.cli.shared import BATCHED, ENGINE, Flags, ModelArgument, SpeculativeOption, mapping_of, speculative_mapping, verb
+from echelon.cli.words import errors
 from echelon.errors import ConfigError, MissingExtraError
 from echelon.server.config import ServerConfig, id_of, read_keys
 

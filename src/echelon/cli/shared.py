@@ -12,18 +12,16 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
-from pydantic_core import from_json
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from echelon import LLM
+from echelon.cli.words import SPECULATIVE, errors, from_argument
 from echelon.config import EngineConfig, Quantization
 from echelon.errors import ConfigError
 from echelon.inputs import shown
 from echelon.settings import Settings
 
-SPECULATIVE = "--speculative-config"
 SHORT = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp"}  # flags that have a second name, as vLLM has it
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")  # flags of verbs that write one text after another
 ENGINE = (  # flags of verbs that run a model
@@ -62,7 +60,6 @@ ComparedOption = Annotated[
 ]
 RefillOption = Annotated[bool, typer.Option("--refill/--no-refill", help=EngineConfig.model_fields["refill"].description)]
 QuantizationOption = Annotated[Quantization | None, typer.Option(help=EngineConfig.model_fields["quantization"].description)]
-errors = Console(stderr=True, soft_wrap=True)
 
 
 class Flags:
@@ -201,11 +198,6 @@ def _takes_word(kind: Any) -> bool:
     return get_origin(kind) in (Union, types.UnionType) and {Literal, None} <= {
         get_origin(k) for k in get_args(kind) if k is not type(None)
     }
-
-
-def from_argument(text: str) -> Any:
-    """JSON of an argument; `ValueError` for what is none. Bytes that are no UTF-8, which Python hands on as lone surrogates, are none."""
-    return from_json(text.encode("utf-8", "backslashreplace"))
 
 
 def number_or_auto(text: str, flag: str) -> int | str:

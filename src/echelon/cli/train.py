@@ -13,7 +13,8 @@ from rich.markup import escape
 
 from echelon import LLM, ConfigError
 from echelon.cli.advice import advice
-from echelon.cli.shared import SPECULATIVE, ModelArgument, errors, progress
+from echelon.cli.shared import ModelArgument, progress
+from echelon.cli.words import SPECULATIVE, errors
 from echelon.inputs import made_folder, shown
 from echelon.methods import METHODS, Can, head_class, method_names
 from echelon.model.load.loading import load_plain
