@@ -23,9 +23,9 @@ from echelon.aio.engine_thread import STOPPED
 from echelon.config import RANKS
 from echelon.errors import RankError, UnavailableError
 from echelon.ops import compiled
-from echelon.parallel import group as room
+from echelon.parallel import children as room
+from echelon.parallel.children import ChildRanks
 from echelon.parallel.exchange import SharedExchange
-from echelon.parallel.group import RankGroup
 from echelon.parallel.splits import STAGES, TENSOR
 
 pytestmark = pytest.mark.skipif(not compiled.is_built(), reason="several ranks need the compiled kernels")
@@ -61,7 +61,7 @@ def split(folder: str, setting: str = TENSOR) -> LLM:
     return LLM(folder, SPLIT, **{setting: 2}, max_num_seqs=4, kv_cache_memory_bytes=1 << 20)
 
 
-def group_of(llm: LLM) -> RankGroup:
+def group_of(llm: LLM) -> ChildRanks:
     return llm.engine.target.group  # type: ignore[attr-defined, no-any-return]
 
 
@@ -164,26 +164,26 @@ def test_a_worker_may_be_late_and_may_not_be_told_something_else(setting: str, f
 
 @pytest.mark.parametrize("setting", RANKS if toys.PROVE else RANKS[:1])
 def test_a_worker_that_ends_at_the_start(setting: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = RankGroup._start
+    start = ChildRanks._start
 
-    def killed(self: RankGroup, *args: Any) -> None:
+    def killed(self: ChildRanks, *args: Any) -> None:
         start(self, *args)
         self._processes[-1].send_signal(signal.SIGKILL)
 
-    monkeypatch.setattr(RankGroup, "_start", killed)
+    monkeypatch.setattr(ChildRanks, "_start", killed)
     with pytest.raises(RankError, match=r"rank 1 .*(ended|closed)"):
         split(folder, setting)
 
 
 @pytest.mark.parametrize("setting", RANKS if toys.PROVE else RANKS[:1])
 def test_a_worker_that_hangs_at_the_start(setting: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = RankGroup._start
+    start = ChildRanks._start
 
-    def stopped(self: RankGroup, *args: Any) -> None:
+    def stopped(self: ChildRanks, *args: Any) -> None:
         start(self, *args)
         self._processes[-1].send_signal(signal.SIGSTOP)
 
-    monkeypatch.setattr(RankGroup, "_start", stopped)
+    monkeypatch.setattr(ChildRanks, "_start", stopped)
     monkeypatch.setattr(room, "SILENT_SECONDS", 0.5)
     with pytest.raises(RankError, match="no sign of life"):
         split(folder, setting)
