@@ -52,6 +52,7 @@ def nothing_is_left() -> Iterator[None]:
 
 SPLIT = {"num_speculative_tokens": 3, "method": "ngram"}
 FAULTS = {"ends": (signal.SIGKILL, r"rank 1 .*(ended|closed)"), "hangs": (signal.SIGSTOP, r"rank 1 .*has given no sign of life for 2 s")}
+ROUNDS = range(50 if toys.PROVE else 1)  # of each
 PHASES = ("prefill", "draft", "verify", "idle")
 CASES = [(setting, fault, phase) for setting in RANKS for fault in FAULTS for phase in PHASES]
 SHORT = [(TENSOR, "ends", "prefill"), (TENSOR, "ends", "idle"), (TENSOR, "hangs", "verify"), (STAGES, "ends", "verify")]
@@ -98,14 +99,11 @@ def before_writing(llm: LLM, do: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize(("setting", "fault", "phase"), CASES if toys.PROVE else SHORT)
-def test_a_worker_that_fails(setting: str, fault: str, phase: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("_", ROUNDS)
+def test_a_worker_that_fails(setting: str, fault: str, phase: str, _: int, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All requests end with its error, and every later one; no request is left in the engine. One that hangs is known by its signs of life,
     which stop; the limit is shortened here, and above the time between two of them.
     """
-    fail(folder, setting, fault, phase, monkeypatch)
-
-
-def fail(folder: str, setting: str, fault: str, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     number, match = FAULTS[fault]
     prompts = toys.prompts((5, 9))
     with split(folder, setting) as llm:
@@ -124,16 +122,9 @@ def fail(folder: str, setting: str, fault: str, phase: str, monkeypatch: pytest.
             llm.generate(prompts, GREEDY, use_tqdm=False)
 
 
-@pytest.mark.skipif(not toys.PROVE, reason="PROVE=1")
-@pytest.mark.parametrize("setting", RANKS)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_fifty_workers_that_fail(setting: str, fault: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(50):
-        fail(folder, setting, fault, PHASES[number % len(PHASES)], monkeypatch)
-
-
 @pytest.mark.parametrize("setting", RANKS if toys.PROVE else RANKS[1:])
-def test_a_worker_may_be_late_and_may_not_be_told_something_else(setting: str, folder: str) -> None:
+@pytest.mark.parametrize("_", ROUNDS)
+def test_a_worker_may_be_late_and_may_not_be_told_something_else(setting: str, _: int, folder: str) -> None:
     """It stands still in a pass for a while, and the texts are the same; then it gets the last plan again, which does not follow it."""
     prompts = toys.prompts((5, 9))
     with split(folder, setting) as llm:
@@ -163,7 +154,8 @@ def test_a_worker_may_be_late_and_may_not_be_told_something_else(setting: str, f
 
 
 @pytest.mark.parametrize("setting", RANKS if toys.PROVE else RANKS[:1])
-def test_a_worker_that_ends_at_the_start(setting: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("_", ROUNDS)
+def test_a_worker_that_ends_at_the_start(setting: str, _: int, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     start = ChildRanks._start
 
     def killed(self: ChildRanks, *args: Any) -> None:
@@ -176,7 +168,8 @@ def test_a_worker_that_ends_at_the_start(setting: str, folder: str, monkeypatch:
 
 
 @pytest.mark.parametrize("setting", RANKS if toys.PROVE else RANKS[:1])
-def test_a_worker_that_hangs_at_the_start(setting: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("_", ROUNDS)
+def test_a_worker_that_hangs_at_the_start(setting: str, _: int, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     start = ChildRanks._start
 
     def stopped(self: ChildRanks, *args: Any) -> None:
@@ -189,7 +182,8 @@ def test_a_worker_that_hangs_at_the_start(setting: str, folder: str, monkeypatch
         split(folder, setting)
 
 
-def test_there_is_no_memory_to_share(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("_", ROUNDS)
+def test_there_is_no_memory_to_share(_: int, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full() -> int:
         raise OSError(28, "No space left on device")
 
