@@ -1,7 +1,7 @@
 """What two devices would need to run a model as two ranks: a layer's columns on each, gathered by NCCL; a cell of `benchmarks.gpu`.
 
-The engine itself splits models on CPUs alone (docs/parallel.md). Measured are the two things that it would stand on: that a device with half
-of a layer's columns computes the bits of one that has all, and how long a gather takes. On the CPU the same code runs by gloo.
+The engine itself splits models on CPUs alone (docs/parallel.md). Measured are the two things that it would stand on: that a device with
+half of a layer's columns computes the bits of one that has all, and how long a gather takes. On the CPU the same code runs by gloo.
 """
 
 from __future__ import annotations

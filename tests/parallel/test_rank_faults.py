@@ -122,6 +122,20 @@ def test_a_worker_that_fails(setting: str, fault: str, phase: str, _: int, folde
             llm.generate(prompts, GREEDY, use_tqdm=False)
 
 
+def test_two_engines_at_once_keep_apart(folder: str) -> None:
+    """One fails; the other says what it has said, and the threads of this process come back with the last."""
+    prompts = toys.prompts((5, 9))
+    first, second = split(folder, TENSOR), split(folder, STAGES)
+    expected = [o.outputs[0].token_ids for o in second.generate(prompts, GREEDY, use_tqdm=False)]
+    assert [o.outputs[0].token_ids for o in first.generate(prompts, GREEDY, use_tqdm=False)] == expected
+    os.kill(group_of(first).pids[0], signal.SIGKILL)
+    with pytest.raises(RankError):
+        first.generate(prompts, GREEDY, use_tqdm=False)
+    first.close()
+    assert [o.outputs[0].token_ids for o in second.generate(prompts, GREEDY, use_tqdm=False)] == expected
+    second.close()
+
+
 @pytest.mark.parametrize("setting", RANKS if toys.PROVE else RANKS[1:])
 @pytest.mark.parametrize("_", ROUNDS)
 def test_a_worker_may_be_late_and_may_not_be_told_something_else(setting: str, _: int, folder: str) -> None:

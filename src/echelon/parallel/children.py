@@ -12,6 +12,7 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -27,13 +28,41 @@ from echelon.text_process import receive, send
 WORKER = Path(__file__).with_name("worker.py")
 
 
+class _Threads:
+    """Of PyTorch in this process, which has a share of them while it has workers of any engine, and all again after the last."""
+
+    def __init__(self) -> None:
+        self._lock, self._num_groups, self._before = threading.Lock(), 0, 0
+
+    @property
+    def whole(self) -> int:
+        """As many as there are without workers."""
+        return self._before if self._num_groups else torch.get_num_threads()
+
+    def take(self, share: int) -> None:
+        """For one more engine."""
+        with self._lock:
+            self._before = self.whole
+            self._num_groups += 1
+        torch.set_num_threads(share)
+
+    def give_back(self) -> None:
+        """One engine has no workers any more."""
+        with self._lock:
+            self._num_groups -= 1
+            if not self._num_groups:
+                torch.set_num_threads(self._before)
+
+
+_threads = _Threads()
+
+
 class ChildRanks(RankGroup):
     """The workers of one engine, direct children of this process. While there are any, it has a share of the threads, as each has."""
 
     def __init__(self, setting: str, size: int) -> None:
         super().__init__(setting, size)
-        cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
-        self.num_threads = max(1, threads // size)
+        cores, self.num_threads = len(os.sched_getaffinity(0)), max(1, _threads.whole // size)
         spins = SPINS if size * self.num_threads <= cores else 0  # where ranks take turns, whoever waits makes room
         try:
             descriptor = shared_memory()
@@ -42,8 +71,8 @@ class ChildRanks(RankGroup):
         self.memory = SPLITS[setting].memory(descriptor, 0, size, self.check, spins)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[socket.socket] = []
-        self.close = weakref.finalize(self, _end, os.getpid(), self._processes, self._connections, threads)
-        torch.set_num_threads(self.num_threads)
+        self.close = weakref.finalize(self, _end, os.getpid(), self._processes, self._connections)
+        _threads.take(self.num_threads)
         try:
             for rank in range(1, size):
                 self._start(rank, descriptor, spins)
@@ -119,13 +148,13 @@ def check_machine(asked: str) -> None:
         raise ConfigError(f"{asked} is served on Linux on x86-64, not on {sys.platform} on {platform.machine()}; leave it out")
 
 
-def _end(owner: int, processes: list[subprocess.Popen[bytes]], connections: list[socket.socket], threads: int) -> None:
-    """Close the way to the workers, end those that do not end by themselves, and take `threads` threads again."""
+def _end(owner: int, processes: list[subprocess.Popen[bytes]], connections: list[socket.socket]) -> None:
+    """Close the way to the workers, and end those that do not end by themselves."""
     for connection in connections:
         connection.close()
     if os.getpid() != owner:
         return
-    torch.set_num_threads(threads)
+    _threads.give_back()
     until = time.monotonic() + ENDING_SECONDS
     for process in processes:
         try:
