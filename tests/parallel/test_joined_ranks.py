@@ -88,7 +88,9 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield make
     for process in (p for one in made for p in one.processes):
         process.kill()
-        process.communicate()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
 
 
 def listening() -> set[str]:
@@ -124,10 +126,9 @@ def look_until_known(llm: LLM) -> None:
 
 
 CASES = [(setting, fault, phase) for setting in RANKS for fault in ("ends", "hangs") for phase in ("pass", "idle")]
-SHORT = [(TENSOR, "ends", "pass"), (STAGES, "hangs", "pass"), (STAGES, "ends", "idle")]
 
 
-@pytest.mark.parametrize(("setting", "fault", "phase"), CASES if toys.PROVE else SHORT)
+@pytest.mark.parametrize(("setting", "fault", "phase"), CASES if toys.PROVE else [(STAGES, "ends", "idle")])
 def test_one_that_fails(setting: str, fault: str, phase: str, folder: str, beside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = beside(2)
     ranks.start("-c", WORKER.format(model="elsewhere", setting=setting, size=2))
@@ -158,6 +159,7 @@ def test_one_that_fails(setting: str, fault: str, phase: str, folder: str, besid
             said(llm)
 
 
+@pytest.mark.skipif(not toys.PROVE, reason="PROVE=1")
 def test_workers_end_with_a_rank_0_that_is_killed(folder: str, beside: Any) -> None:
     ranks = beside(2)
     ranks.start("-c", WORKER.format(model=folder, setting=TENSOR, size=2))
