@@ -33,8 +33,9 @@ MODEL = """The first argument is a folder with a model, or the name of a publish
 
 - *A forward pass*: for linear layers, experts, attention and the output layer each the larger of operations ÷ the device's operations a
   second and bytes ÷ its memory bandwidth, for the part of the layers that the device has; these times add up.
-- *Weights in integers* (`--quantization int8` or `int4`) take the bytes of our kernels' layout and are read in as many. They are multiplied at
-  the device's rate of 8-bit integers where its entry has one (`int8`), else at its rate in 16 bits. (The engine serves them on CPUs alone.)
+- *Weights in integers* (`--quantization int8` or `int4`) take the bytes of our kernels' layout and are read in as many. They are multiplied
+  at the device's rate of 8-bit integers where its entry has one (`int8`), else at its rate in 16 bits. (The engine serves them on CPUs
+  alone.)
 - *Between ranks*: a gather takes the link's latency and the bytes that a rank gets from others ÷ the link's bandwidth. Each rank has what
   `model/patches/split.py` gives it; a test compares that with real shards, number by number.
 - *Between stages* go hidden states. The first stage drafts for all rows, micro-batches go through all stages, and the first stage runs the
@@ -220,8 +221,8 @@ def stage_findings(record: Record) -> str:
             "one at batch 2 or 4, which no term here explains; without that there would be no growth of eight times.",
             "- *Stages of this machine* (steps of `evidence/step.json`, made longer by the ratio of numbers; wider ones by the last "
             f"slope) come to {gain(here, four):.2f} at batch 4 and {gain(here, ten):.2f} at 10, below the published at both: its balance "
-            "is 22 operations a byte, so that trees pay for themselves up to about 20 tokens in all, five a row at batch 4. The cause is that all rows wait for "
-            "the last micro-batch before any is drafted for again, as in the engine: if none waited for the others, the same stages would "
+            "is 22 operations a byte, so that trees pay for themselves up to about 20 tokens in all, five a row at batch 4. The cause is "
+            "that all rows wait for the last micro-batch before any is drafted for again, as in the engine: if none waited for the others, the same stages would "
             f"come to {gain(freely, four):.2f} and {gain(freely, ten):.2f}, and to "
             f"{v[freely]['speculative'][ten] / v[freely]['speculative'][0]:.2f} times the throughput of batch 1 at batch 10.",
         )
