@@ -222,8 +222,8 @@ def stage_findings(record: Record) -> str:
             "- *Stages of this machine* (steps of `evidence/step.json`, made longer by the ratio of numbers; wider ones by the last "
             f"slope) come to {gain(here, four):.2f} at batch 4 and {gain(here, ten):.2f} at 10, below the published at both: its balance "
             "is 22 operations a byte, so that trees pay for themselves up to about 20 tokens in all, five a row at batch 4. The cause is "
-            "that all rows wait for the last micro-batch before any is drafted for again, as in the engine: if none waited for the others, the same stages would "
-            f"come to {gain(freely, four):.2f} and {gain(freely, ten):.2f}, and to "
+            "that all rows wait for the last micro-batch before any is drafted for again, as in the engine: if none waited for the "
+            f"others, the same stages would come to {gain(freely, four):.2f} and {gain(freely, ten):.2f}, and to "
             f"{v[freely]['speculative'][ten] / v[freely]['speculative'][0]:.2f} times the throughput of batch 1 at batch 10.",
         )
     )
