@@ -61,7 +61,7 @@ class JoinedRanks(RankGroup):
         self._meeting.leave(has_failed=True)
 
 
-class JoinedLine:
+class JoinedWay:
     """A worker's way to a rank 0 that has not started it."""
 
     def __init__(self, setting: str, summons: Summons) -> None:
@@ -97,13 +97,13 @@ def serve_summoned(setting: str, summons: Summons) -> None:
     ------
     EchelonError  another rank has ended, or hangs, or is none of ours
     """
-    line = JoinedLine(setting, summons)
+    way = JoinedWay(setting, summons)
     try:
-        serve(line)
-        line.end()
+        serve(way)
+        way.end()
     except BaseException as error:
-        line.meeting.say_why(str(error) if isinstance(error, RankError) else type(error).__name__)
-        line.meeting.leave(has_failed=True)
+        way.meeting.say_why(str(error) if isinstance(error, RankError) else type(error).__name__)
+        way.meeting.leave(has_failed=True)
         raise
 
 

@@ -18,12 +18,12 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from echelon.errors import ConfigError, RankError
-from echelon.inputs import first_line, shown
+from echelon.inputs import first_line
 from echelon.parallel.group import AGAIN
-from echelon.parallel.pulse import Pulse
+from echelon.parallel.pulse import ENDED, MOST_CHARACTERS, Pulse, reason_in
 from echelon.parallel.summons import TOKEN, Summons
 
 JOIN_SECONDS = 300.0  # that ranks wait for one another at the start
@@ -31,7 +31,6 @@ TICK = timedelta(seconds=0.2)  # between looks at whether the others still live
 NEVER = timedelta(days=365)  # the limit of one message: who hangs is known by the pulse
 LOOK_SECONDS = 0.02  # between looks into the store
 SIGNATURE = 64  # characters of one there
-MOST_CHARACTERS = 300  # of what another rank says of its end
 
 
 class Meeting:
@@ -89,10 +88,13 @@ class Meeting:
 
     def read(self, name: str, check: Callable[[], None]) -> bytes:
         """What another rank has posted, awaited; `check` raises where it is gone."""
-        while not self.store.check([name]):
-            check()
-            time.sleep(LOOK_SECONDS)
-        signed = bytes(self.store.get(name))
+        try:
+            while not self.store.check([name]):
+                check()
+                time.sleep(LOOK_SECONDS)
+            signed = bytes(self.store.get(name))
+        except DistError as error:
+            raise RankError(f"the store in which ranks meet is gone ({first_line(error)}); {AGAIN}") from error
         signature, value = signed[:SIGNATURE], signed[SIGNATURE:]
         if not hmac.compare_digest(signature, self._signature(name, value)):
             raise RankError(f"{name!r} in the store is not what a rank has signed; {AGAIN}")
@@ -142,17 +144,16 @@ class Meeting:
     def say_why(self, reason: str) -> None:
         """Tell the others, as far as they can be reached, why this rank ends."""
         try:
-            self.store.set("ended", f"rank {self.rank}: {reason}"[:MOST_CHARACTERS])
+            self.store.set(ENDED, f"rank {self.rank}: {reason}"[:MOST_CHARACTERS])
         except RuntimeError:
             return
 
     def reason(self) -> str:
         """Why another rank has ended, as it has said; empty where it has not."""
         try:
-            said = self.store.get("ended") if self.store.check(["ended"]) else b""
+            return reason_in(self.store)
         except RuntimeError:
             return ""
-        return shown(said.decode("utf-8", "replace")[:MOST_CHARACTERS], quote=False)
 
     def leave(self, has_failed: bool) -> None:
         """Give no more signs of life. After a failure nobody waits for messages under way, as the end of a group of gloo would."""

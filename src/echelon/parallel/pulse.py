@@ -7,10 +7,18 @@ import time
 from typing import Any
 
 from echelon.errors import RankError
-from echelon.inputs import first_line
+from echelon.inputs import first_line, shown
 from echelon.parallel.group import AGAIN, SILENT_SECONDS
 
 ALIVE_SECONDS = 0.5  # between signs of life
+ENDED = "ended"  # where a rank says why it ends
+MOST_CHARACTERS = 300  # of that
+
+
+def reason_in(store: Any) -> str:
+    """Why a rank has ended, as it has said under ENDED; empty where none has."""
+    said = store.get(ENDED) if store.check([ENDED]) else b""
+    return shown(bytes(said).decode("utf-8", "replace")[:MOST_CHARACTERS], quote=False)
 
 
 class Pulse:
@@ -39,14 +47,14 @@ class Pulse:
         self._thread.join(ALIVE_SECONDS)
 
     def _beat(self) -> None:
-        while not self._is_over.is_set():
+        while not self._is_over.is_set() and not self._gone:
             try:
                 self._store.add(f"alive/{self._rank}", 1)
                 for rank, (count, _) in self._seen.items():
                     now = self._store.add(f"alive/{rank}", 0)
                     if now != count:
                         self._seen[rank] = now, time.monotonic()
+                self._gone = reason_in(self._store)
             except RuntimeError as error:
                 self._gone = f"the store in which ranks meet is gone ({first_line(error)})"
-                return
             self._is_over.wait(ALIVE_SECONDS)

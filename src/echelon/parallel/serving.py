@@ -24,7 +24,7 @@ from echelon.parallel.splits import SPLITS, STAGES, Split
 from echelon.parallel.stages import WorkerStage
 
 
-class Line(Protocol):
+class WayToFirst(Protocol):
     """A worker's way to rank 0."""
 
     def link(self, split: Split) -> Any:
@@ -37,7 +37,7 @@ class Line(Protocol):
         """Tell rank 0 that what it asked is done, or why it cannot be."""
 
 
-class SocketLine:
+class SocketWay:
     """The socket that is the standard input of a worker which rank 0 has started, and the memory that both have."""
 
     def __init__(self, rank: int, size: int, descriptor: int, spins: int) -> None:
@@ -64,39 +64,39 @@ def _go_on() -> None:
     """Rank 0 watches: it ends all workers when one is gone, and a thread of each ends it when rank 0 is."""
 
 
-def serve(line: Line) -> None:
+def serve(way: WayToFirst) -> None:
     """Load, make room for keys and values, then run what rank 0 plans, until there is nothing more."""
-    asked = json.loads(line.message() or "{}")
+    asked = json.loads(way.message() or "{}")
     if not asked:
         return
     split = SPLITS[asked["split"]]
-    link = line.link(split)
-    if (loaded := _loaded(line, split, link, asked)) is None or not (room := json.loads(line.message() or "{}")):
+    link = way.link(split)
+    if (loaded := _loaded(way, split, link, asked)) is None or not (room := json.loads(way.message() or "{}")):
         return
     cache, run = _runner(loaded, asked["split"], link, room)
-    line.answer({})
+    way.answer({})
     reader = PlanReader()
-    while message := line.message():
+    while message := way.message():
         plan = reader.read(message)
         cache.tables.copies.extend(plan.copies)
         with link.connected(plan.hash):
             run(plan)
 
 
-def _loaded(line: Line, split: Split, link: Any, asked: dict[str, Any]) -> LoadedModel | None:
+def _loaded(way: WayToFirst, split: Split, link: Any, asked: dict[str, Any]) -> LoadedModel | None:
     """The part that the first message asks for; None where it cannot be loaded, which rank 0 is told."""
     try:
         logging.disable_progress_bar()
         torch.set_num_threads(asked.get("threads", torch.get_num_threads()))
         compiled.set_isa(asked["isa"])
         if asked.get("digest", "") not in ("", checkpoint_digest(asked["model"])):
-            line.answer({"error": f"{asked['model']!r} is another checkpoint here than on rank 0; copy it from there"})
+            way.answer({"error": f"{asked['model']!r} is another checkpoint here than on rank 0; copy it from there"})
             return None
         loaded = split.load(link, asked["model"], asked["dtype"], asked["quantization"])
     except EchelonError as error:
-        line.answer({"error": str(error)})
+        way.answer({"error": str(error)})
         return None
-    line.answer({})
+    way.answer({})
     return loaded
 
 

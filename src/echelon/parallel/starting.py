@@ -54,6 +54,7 @@ def serve_if_summoned(sizes: dict[str, int]) -> None:
     """Where this process was started as a worker of the ranks that `sizes` asks for, by setting, be that and then end the process."""
     for setting, size in sizes.items():
         if size > 1 and (summons := summons_for(f"{setting} = {size}", size)) is not None and summons.rank:
+            _check_ranks(f"{setting} = {size}", size, "cpu")
             serve_summoned(setting, summons)
             raise SystemExit(0)
 
