@@ -271,9 +271,9 @@ class EngineConfig(Settings):
     texts and many rows where there is room; where there is not, kept prefixes, drafted tokens, the bits of keys and values and of weights,
     rows and at last the length of texts are given up, in this order, until the plan fits (docs/memory.md).
 
-    `tensor_parallel_size` processes on this machine hold a share of the target each and run every step together, this one among them;
-    the texts are those of one (docs/parallel.md). `pipeline_parallel_size` processes hold some of its layers each, one after the other. One
-    of the two may be above 1.
+    `tensor_parallel_size` processes hold a share of the target each and run every step together, this one among them; the texts are those
+    of one. `pipeline_parallel_size` processes hold some of its layers each, one after the other. One of the two may be above 1. They are
+    started on this machine, unless `torchrun` has started them (docs/parallel.md).
 
     `quantization` rounds the weights of linear layers and experts when the model is loaded, and every token's activations in each of them
     to 8 bits: another model than the one in 16 bits, with the promises of any other, and the same sums on every processor.
@@ -289,10 +289,10 @@ class EngineConfig(Settings):
         default=None, description="Weights of linear layers in 8 bits, or in 4 with 8 in the output layer; CPU."
     )
     tensor_parallel_size: StrictInt = Field(
-        default=1, ge=1, lt=LARGEST, description="Processes that each have a part of every layer of the target, on this machine's cores."
+        default=1, ge=1, lt=LARGEST, description="Processes that each have a part of every layer of the target, on CPUs."
     )
     pipeline_parallel_size: StrictInt = Field(
-        default=1, ge=1, lt=LARGEST, description="Processes that each have some of the target's layers, on this machine's cores."
+        default=1, ge=1, lt=LARGEST, description="Processes that each have some of the target's layers, on CPUs."
     )
     max_num_seqs: StrictInt = Field(default=64, ge=1, lt=LARGEST, description="Rows that run at once.")
     max_num_batched_tokens: StrictInt = Field(

@@ -17,9 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from echelon import LLM
 from echelon.cli.words import SPECULATIVE, errors, from_argument
-from echelon.config import EngineConfig, Quantization
+from echelon.config import RANKS, EngineConfig, Quantization
 from echelon.errors import ConfigError
 from echelon.inputs import shown
+from echelon.parallel.starting import serve_if_summoned
 from echelon.settings import Settings
 
 SHORT = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp"}  # flags that have a second name, as vLLM has it
@@ -122,6 +123,7 @@ def verb(options: type[Any] | None = None, **groups: Flags) -> Callable[[Callabl
                 return source is not None and source.name != "DEFAULT"
 
             values = {name: flags.taken(given, is_written) for name, flags in groups.items()} | given
+            serve_if_summoned({name: values.get("engine", {}).get(name, 1) for name in RANKS})
             run(**values) if options is None else run(options(**values))
 
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
