@@ -26,14 +26,16 @@ docs: $(READY)
 pair: $(READY)
 	$(BIN)/python -m echelon.train.pair src/echelon/demo/pair
 
-# The pair of the study, on Python source and on text in the folders STUDY_TEXT (some six hours on two cores; resumable).
-STUDY_TEXT ?= /usr/share/doc
+# The pair of the study, on Python source and on English text in STUDY_TEXT, fetched where it is not there (some four hours on two cores;
+# resumable).
+STUDY_TEXT ?= $(CURDIR)/build/study/text
 study: $(READY)
-	$(BIN)/python -m echelon.train.pair build/study --study --text $(STUDY_TEXT) --work build/study/work --steps 3400 --decay 700
+	[ -d $(STUDY_TEXT) ] || scripts/study_text.sh $(STUDY_TEXT)
+	$(BIN)/python -m echelon.train.pair build/study --study --text $(STUDY_TEXT) --work build/study/work --steps 2400 --decay 500 --draft-steps 800
 
 # Heads of every kind for the embedded target, which the benchmarks draw curves of (10 to 20 minutes each on two cores, EAGLE's and Scylla's 35; resumable).
 # $(call learn,METHOD,BATCHES,OPTIONS)
-learn = $(BIN)/echelon train src/echelon/demo/pair/target --method $(1) --steps $(2) $(3) --data build/heads/data --out build/heads/$(1)
+learn = $(BIN)/echelon train src/echelon/demo/pair/target --method $(1) --steps $(2) $(3) --data build/heads/data --output build/heads/$(1)
 heads: $(READY)
 	$(call learn,medusa,900)
 	$(call learn,clover,900)

@@ -92,24 +92,33 @@ def in_family(family: str, drafter: str, batch_size: int, temperature: float, ro
     return record
 
 
+def over_plain(speeds: Mapping[str, SequenceOf[float]]) -> dict[str, float]:
+    """Median over the rounds of each setting's speed over plain decoding's in the same round."""
+    return {name: statistics.median(s / p for s, p in zip(own, speeds["plain"], strict=False)) for name, own in speeds.items()}
+
+
 def ratios(speeds: Mapping[str, SequenceOf[float]]) -> tuple[float, float, str]:
     """Speed of "auto" over plain decoding and over the best other setting, which is chosen in the even rounds, and its name."""
-    auto, plain = speeds["auto"], speeds["plain"]
+    auto = speeds["auto"]
     others = {name: v for name, v in speeds.items() if name != "auto" and len(v) == len(auto)}
     best = max(others, key=lambda name: statistics.median(others[name][::2]))
     later = slice(1, None, 2) if len(auto) > 1 else slice(None)
     over_best = statistics.median(a / b for a, b in zip(auto[later], others[best][later], strict=True))
-    return statistics.median(a / p for a, p in zip(auto, plain, strict=True)), over_best, best
+    return over_plain(speeds)["auto"], over_best, best
 
 
-README_SETTINGS = ("1", "2", "4", "8", "confident")
-
-
-def readme_row(batch_size: int, speeds: Mapping[str, SequenceOf[float]]) -> str:
-    """A line of the README's table: plain decoding in tokens a second, "auto" and fixed settings over it."""
-    over_plain = {n: statistics.median(a / p for a, p in zip(v, speeds["plain"], strict=False)) for n, v in speeds.items()}
-    others = " | ".join(f"{over_plain[name]:.2f}" for name in README_SETTINGS)
-    return f"| {batch_size} | {statistics.median(speeds['plain']):.1f} | **{over_plain['auto']:.2f}** | {others} |"
+def readme_table(records: Mapping[str, Record], family: str) -> list[str]:
+    """Lines of the README's table, one a batch size: plain decoding in tokens a second; over it, by drafter, "auto" and the best length."""
+    lines = []
+    for batch_size in BATCHES:
+        own = [records[f"{family}_{drafter}_t0_b{batch_size}"]["speeds"] for drafter in DRAFTERS]
+        cells = [f"{statistics.median(speed for speeds in own for speed in speeds['plain']):.1f}"]
+        for speeds in own:
+            gains = over_plain(speeds)
+            best = max(gains.keys() - {"plain", "auto"}, key=lambda name: gains[name])
+            cells += [f"**{gains['auto']:.2f}**", f"{gains[best]:.2f} ({best})"]
+        lines.append(f"| {batch_size} | {' | '.join(cells)} |")
+    return lines
 
 
 def over_single(records: SequenceOf[Record]) -> tuple[float, float]:

@@ -205,7 +205,7 @@ MEDUSA = [
         "medusa-2",
         "Heads trained together with their target (Medusa-2) are 2.83 times as fast.",
         "2.83 (Vicuna-7B)",
-        "echelon train MODEL --method medusa --out HEAD",
+        "echelon train MODEL --method medusa --output HEAD",
         AtLeast(2.83),
         lambda _: None,
         needs="training the target itself, which changes its text; heads here leave it as it is",

@@ -98,7 +98,7 @@ def missing(cells: Cells, expected: SequenceOf[str]) -> list[str]:
         experiment, _, batch = name.rpartition("-")
         gone.setdefault(experiment if batch.isdigit() else name, []).append(batch.lstrip("0") if batch.isdigit() else "")
     count = sum(map(len, gone.values()))
-    lines = [f"  - `{name}`" + (f" at batch {', '.join(batches)}" if batches[0] else "") for name, batches in gone.items()]
+    lines = [f"    - `{name}`" + (f" at batch {', '.join(batches)}" if batches[0] else "") for name, batches in gone.items()]
     return listed(f"- **This is a part**: {count} of {len(expected)} cells have not been measured:", lines)
 
 
@@ -112,6 +112,7 @@ def introduction(cells: Cells, expected: SequenceOf[str]) -> str:
             "",
             f"Written by `python -m benchmarks.tables` from `evidence/benchmarks/*.json` ({len(cells)} cells, {minutes:.0f} minutes of "
             "measuring). Machines and commits:",
+            "",
             *(f"- {m}" for m in machines),
             *failed,
             *missing(cells, expected),
@@ -153,7 +154,7 @@ def slower_than_others(cells: Cells) -> list[str]:
     if not compared:
         return []
     beaten = [
-        f"  - {what}: {best.strategy} by {best.decode_median / ours.decode_median - 1:.0%}"
+        f"    - {what}: {best.strategy} by {best.decode_median / ours.decode_median - 1:.0%}"
         for what, ours, best in compared
         if best is not ours
     ]
@@ -194,7 +195,7 @@ def gains_missed(cells: Cells) -> list[str]:
         if r.method != "plain" and r.batch_size in GAINS
     ]
     lines = [
-        f"  - {r.method}, batch {r.batch_size}: {share:.2f} {'reaches' if share >= goal else 'misses'} {goal:.2f}"
+        f"    - {r.method}, batch {r.batch_size}: {share:.2f} {'reaches' if share >= goal else 'misses'} {goal:.2f}"
         for r, share, goal in shares
     ]
     return listed("- Speed-up over plain decoding as a share of tokens_per_step, code continuation on the grown pair:", lines)
@@ -209,7 +210,7 @@ def losses(cells: Cells) -> list[str]:
     ]
     if not gains:
         return []
-    lost = [f"  - {what}: {gain:.2f} × plain decoding" for what, gain in gains if gain < 1]
+    lost = [f"    - {what}: {gain:.2f} × plain decoding" for what, gain in gains if gain < 1]
     head = f"- **Where speculation loses**: in {len(lost)} of {len(gains)} comparisons `unpadded` speculation is slower than plain decoding"
     return [head + (":" if lost else "."), *lost]
 

@@ -139,7 +139,7 @@ def crossovers(cells: Cells) -> list[str]:
         pairs = list(zip(by_batch(found, f"{method}, chain"), by_batch(found, f"{method}, tree"), strict=True))
         over_chain = [tree.batch_size for chain, tree in pairs if tree.decode_median > chain.decode_median]
         over_plain = [tree.batch_size for _, tree in pairs if tree.decode_median > plain[tree.batch_size]]
-        lines.append(f"  - {method}: ahead at {_batches(over_chain)}; ahead of plain decoding at {_batches(over_plain)}")
+        lines.append(f"    - {method}: ahead at {_batches(over_chain)}; ahead of plain decoding at {_batches(over_plain)}")
     return listed("- Trees of at most 12 nodes against chains of at most 4, decoding speed on the grown pair:", lines)
 
 
@@ -156,7 +156,7 @@ def verified_findings(cells: Cells) -> list[str]:
         if chain and tree and here:
             best = max(here, key=lambda name: here[name])
             lines.append(
-                f"  - temperature {temperature:g}, {budget} tokens: {best} {here[best]:.2f}, "
+                f"    - temperature {temperature:g}, {budget} tokens: {best} {here[best]:.2f}, "
                 f"{here[best] / chain:.2f} × the draft model's chain ({chain:.2f}), {here[best] / tree:.2f} × its tree ({tree:.2f})"
             )
     return listed("- The best head beside the draft model at equal numbers of verified tokens, in tokens a step:", lines)
@@ -187,7 +187,7 @@ def peers_findings(runs: SequenceOf[Record]) -> list[str]:
 def _comparisons(run: Record) -> Iterator[str]:
     if not any(r.decode_median for r in run["ours"]):
         ours, best = run["ours"][0], max(run["theirs"], key=lambda r: r.median)
-        yield f"  - first token of a prompt: {1000.0 / ours.median:,.0f} ms, {best.median / ours.median:.2f} × {best.method}"
+        yield f"    - first token of a prompt: {1000.0 / ours.median:,.0f} ms, {best.median / ours.median:.2f} × {best.method}"
         return
     found = re.search(r"--quantization (\w+)", run["command"])
     numbers = f"{found[1]}, " if found else ""
@@ -204,7 +204,7 @@ def _comparisons(run: Record) -> Iterator[str]:
 
 def _compared(what: str, ours: ThroughputResult, theirs: SequenceOf[ThroughputResult]) -> str:
     best = max(theirs, key=lambda r: r.decode_median)
-    return f"  - {what}: {ours.method} {ours.decode_median / best.decode_median:.2f} × {best.method}"
+    return f"    - {what}: {ours.method} {ours.decode_median / best.decode_median:.2f} × {best.method}"
 
 
 # a CUDA device

@@ -121,7 +121,7 @@ def compare(ours: SequenceOf[Note], vllm: SequenceOf[Note]) -> tuple[int, list[D
 def job(asked: argparse.Namespace) -> dict[str, Any]:
     """What both do."""
     if not (asked.head / "config.json").is_file():
-        made_by = f"echelon train {TARGET} --method eagle3 --draft-vocab-size 3072 --out {asked.head}"
+        made_by = f"echelon train {TARGET} --method eagle3 --draft-vocab-size 3072 --output {asked.head}"
         raise ConfigError(f"there is no head in {asked.head}; train one by `{made_by}`, or give --head")
     if not asked.vllm_python.is_file():
         raise ConfigError(

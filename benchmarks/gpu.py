@@ -26,6 +26,7 @@ from transformers import OPTConfig
 
 from benchmarks.cells import Cell, Record, Records, chosen, run_cells, said
 from benchmarks.document_parts import PUBLISHED, gpu_table
+from benchmarks.gpu_ranks import RANKS, TwoDevices, number_of_devices
 from benchmarks.options import parser_of
 from benchmarks.prefill import PrefilledRun, Prefix, begin, bytes_per_token, decode
 from benchmarks.replayed import AcceptanceHistogram, replay, rescaled
@@ -84,6 +85,8 @@ class DeviceSize:
     equality_tokens: int = 24
     attention: tuple[int, int, int] = (32, 32, 128)  # heads, key/value heads, head size
     attention_context: int = 4096
+    split_layer: tuple[int, int] = (4096, 4096)  # what goes in and what comes out of a layer that two devices share
+    split_rows: tuple[int, ...] = (1, 8, 64, 512)
 
 
 SMALL = DeviceSize(
@@ -104,6 +107,8 @@ SMALL = DeviceSize(
     equality_tokens=4,
     attention=(2, 2, 32),
     attention_context=64,
+    split_layer=(64, 128),
+    split_rows=(1, 5),
 )
 
 
@@ -176,6 +181,8 @@ class DeviceCells:
             **{f"fast-{d}": partial(self.equality, d, "fast", size.equality_batches[1:]) for d in ("bfloat16", "float16")},
             **{f"transformers-{batch:02d}": partial(self.framework, batch) for batch in size.framework_batches},
         }
+        if number_of_devices(self.device.type) >= RANKS:
+            cells["two-devices"] = TwoDevices(self.device.type, *size.split_layer, size.split_rows).measured
         return [Cell(name, measure) for name, measure in cells.items()]
 
     def equality(self, dtype: str, numerics: str, batches: tuple[int, ...]) -> Record:

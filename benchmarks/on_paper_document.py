@@ -33,6 +33,9 @@ MODEL = """The first argument is a folder with a model, or the name of a publish
 
 - *A forward pass*: for linear layers, experts, attention and the output layer each the larger of operations ÷ the device's operations a
   second and bytes ÷ its memory bandwidth, for the part of the layers that the device has; these times add up.
+- *Weights in integers* (`--quantization int8` or `int4`) take the bytes of our kernels' layout and are read in as many. They are multiplied
+  at the device's rate of 8-bit integers where its entry has one (`int8`), else at its rate in 16 bits. (The engine serves them on CPUs
+  alone.)
 - *Between ranks*: a gather takes the link's latency and the bytes that a rank gets from others ÷ the link's bandwidth. Each rank has what
   `model/patches/split.py` gives it; a test compares that with real shards, number by number.
 - *Between stages* go hidden states. The first stage drafts for all rows, micro-batches go through all stages, and the first stage runs the
@@ -199,7 +202,7 @@ def stage_findings(record: Record) -> str:
         return float(v[name]["speculative"][at] / v[name]["plain"][at])
 
     names = list(v)
-    fixed, both, static, slow, here = names[2], names[4], names[5], names[6], names[9]
+    fixed, both, static, slow, here, freely = names[2], names[4], names[5], names[6], names[9], names[10]
     published = {int(b): s for b, s in record["published"]["speculative"].items()}
     off = {b: v[slow]["speculative"][i] / published[b] - 1 for i, b in enumerate(batches)}
     return "\n".join(
@@ -218,7 +221,10 @@ def stage_findings(record: Record) -> str:
             "one at batch 2 or 4, which no term here explains; without that there would be no growth of eight times.",
             "- *Stages of this machine* (steps of `evidence/step.json`, made longer by the ratio of numbers; wider ones by the last "
             f"slope) come to {gain(here, four):.2f} at batch 4 and {gain(here, ten):.2f} at 10, below the published at both: its balance "
-            "is 22 operations a byte, so that trees pay for themselves up to about 20 tokens in all, five a row at batch 4.",
+            "is 22 operations a byte, so that trees pay for themselves up to about 20 tokens in all, five a row at batch 4. The cause is "
+            "that all rows wait for the last micro-batch before any is drafted for again, as in the engine: if none waited for the "
+            f"others, the same stages would come to {gain(freely, four):.2f} and {gain(freely, ten):.2f}, and to "
+            f"{v[freely]['speculative'][ten] / v[freely]['speculative'][0]:.2f} times the throughput of batch 1 at batch 10.",
         )
     )
 

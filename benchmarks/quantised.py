@@ -84,7 +84,7 @@ def limits(family: str) -> Record:
     results: dict[str, list[Record]] = {}
     for kind in ("int8", "int4"):
         for words in (narrow, wide):
-            printed = in_family(family, "echelon", "bench", "step", SHAPE, "--dtype", kind, *words, "--json")
+            printed = in_family(family, "echelon", "bench", "step", SHAPE, "--quantization", kind, *words, "--json")
             results.setdefault(kind, []).extend(json.loads(printed)["results"])
     return {"results": results}
 

@@ -20,6 +20,7 @@ import torch
 from echelon import LLM, SamplingParams
 from echelon.bench.shapes import SHAPES, plain_with_random_weights
 from echelon.bench.throughput import environment
+from echelon.parallel.children import ChildRanks
 from echelon.parallel.runner import SplitRunner
 from echelon.stats import StepRecord
 
@@ -37,7 +38,7 @@ def round_of(llm: LLM, prompts: list[list[int]]) -> tuple[list[float], list[floa
         now = time.perf_counter()
         if all(row.num_new == 1 for row in record.rows):
             steps.append((now - last) * 1e3)
-            if isinstance(llm.engine.target, SplitRunner):
+            if isinstance(llm.engine.target, SplitRunner) and isinstance(llm.engine.target.group, ChildRanks):
                 plans.append(llm.engine.target.group.seconds_to_plan * 1e3)
         last = now
 

@@ -66,9 +66,9 @@ def measure_throughput(direct: LLM, url: str, max_tokens: int, rounds: int) -> l
 
 def _load(url: str, max_tokens: int) -> dict[str, Any]:
     """`echelon bench serve` in a process of its own."""
-    sizes = {"num-prompts": NUM_PROMPTS, "prompt-characters": NUM_CHARACTERS, "max-tokens": max_tokens, "concurrency": CONCURRENCY}
+    sizes = {"num-prompts": NUM_PROMPTS, "prompt-characters": NUM_CHARACTERS, "max-tokens": max_tokens, "max-concurrency": CONCURRENCY}
     options = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "echelon", "bench", "serve", "--url", url, "--ignore-eos", "--json", *options]
+    command = [sys.executable, "-m", "echelon", "bench", "serve", "--base-url", url, "--ignore-eos", "--json", *options]
     return dict(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout))
 
 

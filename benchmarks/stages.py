@@ -125,6 +125,10 @@ class MeasuredCluster(Cluster):
         return float(self.curve.at(np.array(rows))) * 1e-3 * STAGES * self.share * heads / layers
 
 
+class FreeMeasuredCluster(FreeCluster, MeasuredCluster):
+    """Stages that were measured, where no micro-batch waits for the others."""
+
+
 @dataclass(frozen=True)
 class SlowCluster(Cluster):
     """Stages of a system that takes `row_seconds` more for every row of a pass, in every stage."""
@@ -151,14 +155,14 @@ class StageStudy:
     def cluster(self, kind: Callable[..., Cluster] = Cluster, device: Device | None = None, **more: Any) -> Cluster:
         return kind(self.parts, device or self.device, "bfloat16", self.model.hidden_size, 2, **more)
 
-    def measured(self) -> Cluster:
+    def measured(self, kind: type[MeasuredCluster] = MeasuredCluster) -> Cluster:
         """Stages of this machine: steps of a model of 1.1 billion parameters, made longer by the ratio of numbers."""
         record = json.loads(STEP.read_text("utf-8"))
         results = record["results"]
         curve = CostCurve(tokens=tuple(r["tokens"] for r in results), milliseconds=tuple(r["milliseconds"] for r in results))
         small = split_among(without_weights(record["model"]), 1, 1)[0][0]
         mine = sum(part.held.matrices + part.output.matrices for ranks in self.parts for part in ranks)
-        return self.cluster(MeasuredCluster, curve=curve, share=mine / (small.held.matrices + small.output.matrices) / STAGES)
+        return self.cluster(kind, curve=curve, share=mine / (small.held.matrices + small.output.matrices) / STAGES)
 
     def slow(self) -> Cluster:
         """The published system: what a layer and a row take besides is such that plain decoding is as published at batch 4 and 10."""
@@ -184,6 +188,7 @@ class StageStudy:
         yield "whole MI250 cards as devices", {"cluster": self.cluster(device=read_devices()["mi250"])}
         yield "A100 of 80 GB", {"cluster": self.cluster(device=read_devices()["a100-80gb"])}
         yield "stages of this machine, measured and scaled", {"cluster": self.measured()}
+        yield "… where micro-batches do not wait for one another", {"cluster": self.measured(FreeMeasuredCluster)}
 
     def run(
         self,

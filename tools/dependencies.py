@@ -23,6 +23,7 @@ FOLDERS = (*sorted(p for p in (ROOT / "tests").iterdir() if p.is_dir()), ROOT / 
 EXTRA = {  # module → what it needs besides its imports
     "ops/compiled.py": [*sorted(p for p in PACKAGE.glob("csrc/**/*.*") if p.parent.name != "harness"), ROOT / "setup.py"],
     "bench/peers.py": sorted(p for p in ROOT.glob("benchmarks/workers/*") if p.is_file()),
+    "cli/__init__.py": sorted(PACKAGE.glob("cli/*.py")),  # verbs are loaded by name
     "demo/__init__.py": sorted(p for p in PACKAGE.glob("demo/pair/**/*") if p.is_file()),
 }
 ALWAYS = (ROOT / "constraints.txt", ROOT / "pyproject.toml")

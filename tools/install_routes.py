@@ -29,6 +29,11 @@ NO_COMPILER = {"CC": "/nowhere/cc", "CXX": "/nowhere/c++"}
 Install = Callable[["Environment", Path], None]
 
 
+def apart() -> dict[str, str]:
+    """The environment without modules from elsewhere, which pip would take for installed."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
 class Environment:
     """A virtual environment with PyTorch in it, as the README says first."""
 
@@ -40,13 +45,12 @@ class Environment:
     def pip(self, *what: str, **environ: str) -> None:
         """Install, by plain pip."""
         command = [str(self.bin / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what]
-        subprocess.run(command, check=True, env=os.environ | environ)
+        subprocess.run(command, check=True, env=apart() | environ)
 
     def echelon(self, *arguments: str) -> str:
         """What the command prints, away from the sources."""
         command = [str(self.bin / "echelon"), *arguments]
-        environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        return subprocess.run(command, check=True, capture_output=True, text=True, cwd=self.bin, env=environ).stdout
+        return subprocess.run(command, check=True, capture_output=True, text=True, cwd=self.bin, env=apart()).stdout
 
 
 def wheel(environment: Environment, scratch: Path) -> None:

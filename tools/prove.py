@@ -49,6 +49,14 @@ FUZZED = {
     "what is read": "readable or tried",
 }
 
+SPLIT_MODELS = ("llama", "qwen3", "opt", "mixtral")
+RANK_FAULTS = {
+    **{f"{split} {fault}": f"that_fails and {split} and {fault}" for split in ("tensor", "pipeline") for fault in ("ends", "hangs")},
+    "at the start": "at_the_start or no_memory",
+    "late, and told something else": "late",
+    "the rest": "not that_fails and not at_the_start and not no_memory and not late",
+}
+
 PROOFS = [
     pytest("lossless", "tests/promises/test_lossless.py"),
     pytest(
@@ -71,9 +79,12 @@ PROOFS = [
     pytest("texts", "tests/core/test_text.py", "tests/promises/test_one_text.py", "tests/core/test_chat.py"),
     pytest("inputs", "tests/core/test_inputs.py", "tests/cli/test_mistakes.py", "tests/cli/test_generate_files.py"),
     pytest("training runs", "tests/train/test_train_files.py", "tests/train/test_train_heads.py"),
-    pytest("several ranks", *(f"tests/parallel/test_{part}.py" for part in ("ranks", "stages"))),
-    pytest("several ranks, a thousand rows", "tests/parallel/test_rank_rows.py"),
-    pytest("several ranks that fail", "tests/parallel/test_rank_faults.py", "tests/server/test_server_ranks.py"),
+    *(pytest(f"several ranks: {name}", "tests/parallel/test_ranks.py", "-k", name) for name in ("tensor_parallel", "pipeline_parallel")),
+    pytest("several ranks: stages", *(f"tests/parallel/test_{part}.py" for part in ("stages", "eight_stages", "handover"))),
+    pytest("several ranks that others have started", *(f"tests/parallel/test_{part}.py" for part in ("meeting", "joined_ranks"))),
+    *(pytest(f"a thousand rows in ranks: {name}", "tests/parallel/test_rank_rows.py", "-k", name) for name in SPLIT_MODELS),
+    *(pytest(f"fifty ranks: {name}", "tests/parallel/test_rank_faults.py", "-k", chosen) for name, chosen in RANK_FAULTS.items()),
+    pytest("a server's ranks that fail", "tests/server/test_server_ranks.py"),
     pytest("replicas on Ray", *(f"tests/replicas/test_{part}.py" for part in ("answers", "parts", "on_ray"))),
     pytest("strategies", "tests/baselines/test_strategies.py", "tests/baselines/test_padded_blocks.py"),
     pytest("echelon verify", "tests/cli/test_verify_command.py"),
@@ -89,6 +100,7 @@ PROOFS = [
     Proof("soak", ["python", "-m", "tools.soak"], full_size=False),
     *(Proof(name, ["python", "-m", "tools.third_party", name], full_size=False) for name in ("lm-eval", "guidellm")),
     Proof("heads learn in 20 minutes", ["python", "-m", "benchmarks.plateau"], full_size=False),
+    Proof("drafters are ranked alike", ["python", "-m", "benchmarks.ranking"], full_size=False),
     Proof("vLLM drafts the same", ["python", "-m", "benchmarks.eagle3_in_vllm"], full_size=False),
     pytest("linear layers", "tests/ops/test_linear.py"),
     pytest("linear layers of integers", "tests/ops/test_integers.py", "tests/ops/test_rounded_keys.py"),

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from echelon import LLM, EngineConfig, SamplingParams, SpeculativeConfig, load_model
 from echelon.cli import app
-from echelon.cli.shared import SPECULATIVE
+from echelon.cli.words import SPECULATIVE
 from echelon.demo import TARGET
 from echelon.inputs import LARGEST
 from echelon.model.load.loading import LoadedModel

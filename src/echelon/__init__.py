@@ -1,17 +1,38 @@
 """Batched speculative decoding of large language models: no padding, no realignment, the same text."""
 
-from importlib.metadata import version
+from __future__ import annotations
 
-from echelon.aio.async_llm import AsyncLLM
-from echelon.config import EngineConfig, SpeculativeConfig
-from echelon.errors import ConfigError, EchelonError, ModelLoadError, RequestError, UnsupportedModelError
-from echelon.llm import LLM
-from echelon.model.load.loading import load_model
-from echelon.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from echelon.sampling import SamplingParams
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__version__ = version("echelon")
+if TYPE_CHECKING:
+    from echelon.aio.async_llm import AsyncLLM
+    from echelon.config import EngineConfig, SpeculativeConfig
+    from echelon.errors import ConfigError, EchelonError, ModelLoadError, RequestError, UnsupportedModelError
+    from echelon.llm import LLM
+    from echelon.model.load.loading import load_model
+    from echelon.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from echelon.sampling import SamplingParams
 
+    __version__: str
+
+HOMES = {
+    "LLM": "llm",
+    "AsyncLLM": "aio.async_llm",
+    "CompletionOutput": "outputs",
+    "ConfigError": "errors",
+    "EchelonError": "errors",
+    "EngineConfig": "config",
+    "Logprob": "outputs",
+    "ModelLoadError": "errors",
+    "RequestError": "errors",
+    "RequestMetrics": "outputs",
+    "RequestOutput": "outputs",
+    "SamplingParams": "sampling",
+    "SpeculativeConfig": "config",
+    "UnsupportedModelError": "errors",
+    "load_model": "model.load.loading",
+}
 __all__ = [
     "LLM",
     "AsyncLLM",
@@ -30,3 +51,16 @@ __all__ = [
     "__version__",
     "load_model",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load what is asked for: PyTorch and transformers take seconds, which the help of a command need not wait for."""
+    if name == "__version__":
+        return import_module("importlib.metadata").version("echelon")
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -36,9 +36,10 @@ from echelon.model.load.sharing import share_weights
 from echelon.model.patches.packing import check_integers
 from echelon.model.runner import Runner
 from echelon.ops import compiled
-from echelon.parallel.group import RankGroup, load_in_ranks
+from echelon.parallel.group import RankGroup
 from echelon.parallel.runner import split_storage
 from echelon.parallel.splits import STAGES, TENSOR
+from echelon.parallel.starting import load_in_ranks
 from echelon.prefix_cache import PrefixCache
 from echelon.scheduler import LONGEST_PATH, Scheduler
 from echelon.sequence import Sequence

@@ -15,6 +15,7 @@ import numpy as np
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from echelon.errors import RequestError
+from echelon.inputs import shown
 from echelon.text_process import TEXT_PROCESS
 
 TEMPLATE_SECONDS = 5.0  # of processor time that a chat template may take; whole ones are counted
@@ -23,6 +24,16 @@ LONG_TEXT = 2**13  # characters that take a few milliseconds to tokenize
 ENCODING_SECONDS = 60.0  # of processor time that tokenizing may take
 ENCODING_BYTES = 2**28  # of memory that it may take, and
 BYTES_PER_CHARACTER = 2**10
+RESERVED = {  # names that have a meaning of their own where templates are rendered
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversations",
+    "documents",
+    "messages",
+    "return_assistant_tokens_mask",
+    "tools",
+}
 LOADING_BYTES = 2**32  # of memory that a tokenizer may take, which is no client's
 
 
@@ -37,26 +48,33 @@ class ChatTokenizer(Protocol):
         """The template, a Jinja text."""
 
 
-def render_chat(tokenizer: ChatTokenizer, messages: SequenceOf[Mapping[str, Any]], most_characters: int) -> str:
-    """The text that `tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)` gives.
+def render_chat(
+    tokenizer: ChatTokenizer, messages: SequenceOf[Mapping[str, Any]], most_characters: int, variables: Mapping[str, Any] | None = None
+) -> str:
+    """The text that `tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)` gives.
 
     Raises
     ------
     RequestError      the template refuses the conversation, fails, takes too long or too much memory, or its text is too long
     TextProcessError  there is no process to render it in
     """
-    trouble = "the chat template cannot render this conversation"
+    trouble, variables = "the chat template cannot render this conversation", variables or {}
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise RequestError(f"chat_template_kwargs is {shown(variables)}; give a mapping such as {{'enable_thinking': False}}")
+    if taken := RESERVED & variables.keys():
+        raise RequestError(f"chat_template_kwargs cannot set {', '.join(sorted(taken))}; give variables of the model's template")
     try:
         work = {
             "template": tokenizer.get_chat_template(),
             "messages": [{name: value for name, value in dict(m).items() if value is not None} for m in messages],
             "special_tokens": dict(tokenizer.special_tokens_map),
+            "variables": dict(variables),
             "most_characters": most_characters,
             "bytes": TEMPLATE_BYTES,
         }
-        json.dumps(work["messages"])
+        json.dumps([work["messages"], work["variables"]])
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"{trouble}: {error}; send messages as mappings of plain JSON values") from error
+        raise RequestError(f"{trouble}: {error}; send messages and variables as mappings of plain JSON values") from error
     answer = TEXT_PROCESS.ask(work, TEMPLATE_SECONDS)
     if "length" in answer:
         raise RequestError(f"the conversation becomes {answer['length']:,} characters, more than {most_characters:,} can fit; shorten it")

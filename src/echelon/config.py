@@ -18,6 +18,7 @@ from echelon.sizes import parse_bytes
 
 MOST_CHAIN, MOST_NODES = 8, 64  # drafted tokens of a row in a step that adapts, unless told otherwise
 RANKS = ("tensor_parallel_size", "pipeline_parallel_size")  # settings that make several processes run the target
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 OWN_COPY = "self:"  # before the integers that a model's own copy drafts in
 Quantization = Literal["int8", "int4"]
 
@@ -32,8 +33,9 @@ class SpeculativeConfig(Settings):
     """What proposes tokens. Keys are vLLM's; `prompt_lookup_source`, `acceptance` and `confidence_threshold` are ours.
 
     `ngram` is LLMA (Yang et al. 2023): the last `prompt_lookup_max` tokens down to `prompt_lookup_min` are looked up in the source,
-    and what followed them there is proposed. `draft_model` runs the small model in `model`, with `quantization` in integers;
-    `model="self:int4"` (or `self:int8`) is the target's own copy in integers, read from its checkpoint once more and kept beside it.
+    and what followed them there is proposed. `draft_model` runs the small model in `model`, with `quantization` in integers; it is meant,
+    too, where a model is given and no method. `model="self:int4"` (or `self:int8`) is the target's own copy in integers, read from its
+    checkpoint once more and kept beside it.
 
     `acceptance="exact"` keeps a drafted token if plain decoding would choose it: the same text. `"rejection"` (Leviathan et al. 2023) keeps
     the distribution, not the text. `"typical"` (Cai et al. 2024) keeps neither and is LOSSY: at a temperature above 0 a drafted token stays
@@ -60,7 +62,7 @@ class SpeculativeConfig(Settings):
     node's `tree_top_k` likeliest children those that make up `tree_top_p`.
     """
 
-    method: Annotated[StrictStr, AfterValidator(_known_method)] = Field(description=f"What drafts: {', '.join(METHODS)}.")
+    method: Annotated[StrictStr, AfterValidator(_known_method)] = Field(description=f"What drafts: {', '.join(METHODS)}")
     model: Text | None = Field(default=None, description="Folder or hub name of the draft model or head; self:int8, self:int4.")
     num_speculative_tokens: Annotated[StrictInt, Field(ge=1, le=64)] | Literal["auto"] = Field(
         default="auto", description="Drafted tokens of a row in a step, at most; auto: decided in every step."
@@ -92,8 +94,10 @@ class SpeculativeConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _resolve(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Aliases of `method`, and a lone `prompt_lookup_max` means that length only, as in vLLM."""
+        """Aliases of `method`, a model without one drafts as it is, and a lone `prompt_lookup_max` means that length only, as in vLLM."""
         values = dict(values)
+        if "model" in values:
+            values.setdefault("method", "draft_model")
         if isinstance(method := values.get("method"), str):
             values["method"] = ALIASES.get(method, method)
         if isinstance(paths := values.get("speculative_token_tree"), str):
@@ -253,6 +257,8 @@ class EngineConfig(Settings):
     a request that begins alike starts behind them, with the same bits. The strategy `unpadded` alone does so, and requests that want
     `prompt_logprobs` read all of their prompt.
 
+    `dtype` may also be PyTorch's own or its other names, half and float.
+
     `numerics` matters on CUDA alone: "invariant" linear layers give a row the same bits in any batch, by a kernel of ours, so that texts
     are the same in every dtype; "fast" ones are the vendor library's, whose rounding may change with the number of rows. "fast" is a leave
     and no demand: the CPU's kernels are invariant and the fastest there, so there it changes nothing.
@@ -265,9 +271,9 @@ class EngineConfig(Settings):
     texts and many rows where there is room; where there is not, kept prefixes, drafted tokens, the bits of keys and values and of weights,
     rows and at last the length of texts are given up, in this order, until the plan fits (docs/memory.md).
 
-    `tensor_parallel_size` processes on this machine hold a share of the target each and run every step together, this one among them;
-    the texts are those of one (docs/parallel.md). `pipeline_parallel_size` processes hold some of its layers each, one after the other. One
-    of the two may be above 1.
+    `tensor_parallel_size` processes hold a share of the target each and run every step together, this one among them; the texts are those
+    of one. `pipeline_parallel_size` processes hold some of its layers each, one after the other. One of the two may be above 1. They are
+    started on this machine, unless `torchrun` has started them (docs/parallel.md).
 
     `quantization` rounds the weights of linear layers and experts when the model is loaded, and every token's activations in each of them
     to 8 bits: another model than the one in 16 bits, with the promises of any other, and the same sums on every processor.
@@ -283,10 +289,10 @@ class EngineConfig(Settings):
         default=None, description="Weights of linear layers in 8 bits, or in 4 with 8 in the output layer; CPU."
     )
     tensor_parallel_size: StrictInt = Field(
-        default=1, ge=1, lt=LARGEST, description="Processes that each have a part of every layer of the target, on this machine's cores."
+        default=1, ge=1, lt=LARGEST, description="Processes that each have a part of every layer of the target, on CPUs."
     )
     pipeline_parallel_size: StrictInt = Field(
-        default=1, ge=1, lt=LARGEST, description="Processes that each have some of the target's layers, on this machine's cores."
+        default=1, ge=1, lt=LARGEST, description="Processes that each have some of the target's layers, on CPUs."
     )
     max_num_seqs: StrictInt = Field(default=64, ge=1, lt=LARGEST, description="Rows that run at once.")
     max_num_batched_tokens: StrictInt = Field(
@@ -350,6 +356,13 @@ class EngineConfig(Settings):
         """Processes that run the target."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    @model_validator(mode="before")
+    @classmethod
+    def _other_names(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """A dtype by PyTorch's other name of it."""
+        dtype = values.get("dtype")
+        return {**values, "dtype": DTYPE_ALIASES[dtype]} if isinstance(dtype, str) and dtype in DTYPE_ALIASES else values
+
     @model_validator(mode="after")
     def _one_budget(self) -> Self:
         given = [name for name in ("memory", "gpu_memory_utilization") if getattr(self, name) is not None]
@@ -408,6 +421,11 @@ class EngineConfig(Settings):
         return self
 
 
-def check_settings(**values: Any) -> None:
-    """Raise `ConfigError` for a value that `EngineConfig` would refuse."""
-    EngineConfig(**values)
+def check_settings(**values: Any) -> EngineConfig:
+    """The values as settings.
+
+    Raises
+    ------
+    ConfigError  `EngineConfig` refuses one
+    """
+    return EngineConfig(**values)

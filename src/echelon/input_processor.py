@@ -53,14 +53,18 @@ class InputProcessor:
                 f"{name} has {count:,} characters, more than {most:,} cannot fit the context of {self._max_len} tokens; shorten it"
             )
 
-    def encode_chat(self, messages: SequenceOf[Mapping[str, Any]], name: str = "messages") -> list[int]:
-        """Token ids of a conversation in the model's chat template, ready for the assistant's turn; errors call it `name`."""
+    def encode_chat(
+        self, messages: SequenceOf[Mapping[str, Any]], name: str = "messages", variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation in the model's chat template, ready for the assistant's turn; errors call it `name`. `variables` are
+        those of the template, such as `enable_thinking`.
+        """
         messages = conversation(messages, name)
         tokenizer = self._target.tokenizer
         if tokenizer is None or tokenizer.chat_template is None:
             raise RequestError(f"{self._target.name!r} has no chat template; give a prompt instead of messages")
         self._check_characters(sum(len(text) for m in messages for text in m.values() if isinstance(text, str)), name)
-        rendered = render_chat(tokenizer, messages, MOST_CHARACTERS_PER_TOKEN * self._max_len)
+        rendered = render_chat(tokenizer, messages, MOST_CHARACTERS_PER_TOKEN * self._max_len, variables)
         return self.encode(rendered, add_special_tokens=False, name=name)
 
     def room_after(self, num_tokens: int) -> int:

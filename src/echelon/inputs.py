@@ -148,7 +148,7 @@ def first_problem(failure: ValidationError, given: Any, name: str = "") -> str:
 
 
 def plain(value: Any) -> Any:
-    """Numbers and arrays of NumPy and PyTorch as Python's own, paths as text; containers of them too, one level deep."""
+    """Numbers and arrays of NumPy and PyTorch as Python's own, their dtypes by name, paths as text; containers too, one level deep."""
     value = _plain_item(value)
     if type(value) in (list, tuple):
         return type(value)(_plain_item(v) for v in value)
@@ -162,6 +162,8 @@ def _plain_item(value: Any) -> Any:
         return value.item()
     if isinstance(value, np.ndarray | torch.Tensor):
         return value.tolist()
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 

@@ -156,9 +156,12 @@ class LLM:
         sampling_params: Parameters | SequenceOf[Parameters] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, in the model's own chat template; a message is a mapping with `role` and `content`."""
-        prompts = [self.inputs.encode_chat(c, name) for name, c in conversations_of(messages).items()]
+        """Answer one conversation or several, in the model's own chat template; a message is a mapping with `role` and `content`.
+        `chat_template_kwargs` are variables of the template, such as `{"enable_thinking": False}`.
+        """
+        prompts = [self.inputs.encode_chat(c, name, chat_template_kwargs) for name, c in conversations_of(messages).items()]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(

@@ -29,11 +29,15 @@ class Settings(BaseModel):
     @classmethod
     def _explain(cls, failure: ValidationError, given: dict[str, Any]) -> str:
         """Every problem, in one line; the value of a field with `repr=False` is secret."""
-        lines = []
+        lines, unknown = [], []
         for place, problems in problems_of(failure, given).items():
+            field = cls.model_fields.get(re.split(r"[.[]", place)[0])
             if problems[0]["type"] == "extra_forbidden":
-                lines.append(f"{cls.__name__} has no key {shown(place)}; known keys: {', '.join(cls.model_fields)}")
+                unknown.append(shown(place))
+            elif problems[0]["type"] == "missing" and field is not None:
+                lines.append(f"{cls.__name__}.{place} is missing; give it: {field.description}")
             else:
-                field = cls.model_fields.get(re.split(r"[.[]", place)[0])
                 lines.append(described(place, problems, cls.__name__, is_secret=field is not None and not field.repr))
+        if unknown:
+            lines.append(f"{cls.__name__} has no key {' or '.join(unknown)}; known keys: {', '.join(cls.model_fields)}")
         return "; ".join(lines)

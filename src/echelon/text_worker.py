@@ -76,7 +76,7 @@ def rendered(work: dict[str, Any]) -> dict[str, Any]:
         conversations=[work["messages"]],
         chat_template=work["template"],
         add_generation_prompt=True,
-        **work["special_tokens"],
+        **(work["special_tokens"] | work["variables"]),
     )
     return {"text": text} if len(text) <= work["most_characters"] else {"length": len(text)}
 

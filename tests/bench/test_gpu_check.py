@@ -30,11 +30,11 @@ def test_every_cell_runs_and_is_not_measured_twice(
     where = environment() | {"commit": "0123abc"}
     monkeypatch.setattr(gpu, "environment", lambda: where)
     output = tmp_path / "found.json"
-    asked = ["attention", "equality-float16", "table-tiny-02", "plain-fast", "fast-bfloat16", "transformers"]
+    asked = ["attention", "equality-float16", "table-tiny-02", "plain-fast", "fast-bfloat16", "transformers", "two-devices"]
     arguments = ["--device", "cpu", "--small", "--output", str(output), *asked]
     gpu.main(arguments)
     printed = capsys.readouterr().out
-    assert "0 of 6 cells are measured already" in printed and "failed" not in printed
+    assert "0 of 7 cells are measured already" in printed and "failed" not in printed
     for words in (
         "| text of plain decoding alone, float16, invariant, batch 1, 2 | 16 of 16 rows | all | holds |",
         "unpadded / padded",
@@ -43,10 +43,11 @@ def test_every_cell_runs_and_is_not_measured_twice(
         "share of copying",
         "are ties",
         "tokens/s; ours",
+        "| 2 ranks, 5 × 64 to 128: bits of one device | equal | equal | holds |",
     ):
         assert words in printed, words
     records = json.loads(output.read_text())
-    assert len(records) == 6 and all(r["device"] == "cpu" and r["lines"] for r in records.values())
+    assert len(records) == 7 and all(r["device"] == "cpu" and r["lines"] for r in records.values())
     assert records["table-tiny-02"]["results"][-1]["method"] == "replay draft model"
 
     records["attention"]["settings"] = {}
@@ -54,7 +55,7 @@ def test_every_cell_runs_and_is_not_measured_twice(
     output.write_text(json.dumps(records))
     assert gpu.main([*arguments, "--minutes", "0"]) == 1
     printed = capsys.readouterr().out
-    assert "4 of 6 cells are measured already" in printed and "out of time: 2 cells are left" in printed
+    assert "5 of 7 cells are measured already" in printed and "out of time: 2 cells are left" in printed
     assert "| attention | not measured |  | **misses** |" in printed
 
 
@@ -70,7 +71,8 @@ def test_what_holds_is_said() -> None:
     assert holds and "1 hold, 0 do not" in table and "1.0 min" in table
     assert not gpu_table(["a"], {"a": {"lines": [[*line[:3], False]], "seconds": 1.0}})[1]
     names = [cell.name for cell in gpu.DeviceCells(gpu.DeviceSize(), torch.device("cpu"), "invariant").all]
-    assert len(names) == 2 + 3 + 2 * 6 + 6 + 3 + 2 + 2 and names[:3] == ["tests", "attention", "equality-float32"]
+    assert names[-1] == "two-devices"
+    assert len(names) == 2 + 3 + 2 * 6 + 6 + 3 + 2 + 2 + 1 and names[:3] == ["tests", "attention", "equality-float32"]
 
 
 def test_table_2_is_held_against_the_published_figures() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import corruptions
+import httpx
 import pytest
 import torch
 import toys
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from echelon import ConfigError, EchelonError, ModelLoadError, UnsupportedModelError
+from echelon.checkpoint import folder as hub_folder
 from echelon.checkpoint import tensors as reading
 from echelon.checkpoint.folder import Folder
 from echelon.heads.checkpoints import build_head, load_head, save_head
@@ -230,6 +234,30 @@ def test_the_hub_s_cache_is_served_and_only_its_own_files(folder: Path, tmp_path
         load_model(str(snapshot))
     (tmp_path / "link").symlink_to(folder)
     assert load_model(str(tmp_path / "link")).vocab_size == toys.VOCABULARY
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (GatedRepoError, "is gated at the hub; ask for access on its page there, then set HF_TOKEN"),
+        (RepositoryNotFoundError, "at the hub no model of that name, or a private one; check the name"),
+        (OSError, "cannot be fetched from the hub: no route to host; give a folder"),
+    ],
+)
+def test_a_name_that_the_hub_does_not_give_out_says_why(kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        if kind is OSError:
+            raise OSError("no route to host")
+        raise kind("401 Client Error. (Request ID: x)", response=httpx.Response(401, request=httpx.Request("GET", "https://hub.example")))
+
+    monkeypatch.setattr(hub_folder, "snapshot_download", refuse)
+    with pytest.raises(ModelLoadError, match=re.escape(message)):
+        load_model("org/model")
+
+
+def test_a_file_in_place_of_a_folder_is_said(folder: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"config\.json' is a file; give a folder"):
+        load_model(folder / "config.json")
 
 
 def test_a_head_s_files_stay_in_its_folder(tmp_path: Path) -> None:

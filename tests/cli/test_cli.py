@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 import toys
+import typer
 from commands import Run, in_process
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from echelon.bench import kernels
-from echelon.cli import join_dotted
+from echelon.cli import app, join_dotted
 from echelon.demo import DRAFT, TARGET
 from echelon.heads.checkpoints import build_head, save_head
 from echelon.model.load.loading import load_plain
@@ -32,6 +34,28 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_installed_command_runs() -> None:
     done = subprocess.run([Path(sys.executable).parent / "echelon", "--help"], capture_output=True, text=True, check=True)
     assert "generate" in done.stdout
+
+
+LOADED = """
+import sys
+sys.argv = ["echelon", "--help"]
+from echelon.cli import main
+try:
+    main()
+except SystemExit:
+    sys.exit("torch" in sys.modules or "transformers" in sys.modules)
+"""
+
+
+def test_help_loads_no_framework() -> None:
+    subprocess.run([sys.executable, "-c", LOADED], capture_output=True, check=True)
+
+
+def test_help_lists_every_verb_as_it_describes_itself() -> None:
+    whole: Any = typer.main.get_command(app)
+    said = " ".join(CliRunner().invoke(app, ["--help"], env={"COLUMNS": "300"}).stdout.split())
+    for name, verb in whole.commands.items():
+        assert verb.help.split("\n\n")[0].replace("\n", " ").replace("`", "") in said, name
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -152,7 +176,7 @@ def test_doctor_says_whether_a_head_knows_the_model(run: Run, tmp_path: Path) ->
 
 
 def test_inspect_names_architecture_layers_memory_and_drafters(run: Run, tmp_path: Path) -> None:
-    done = run("inspect", TARGET, "--draft", DRAFT, "--json")
+    done = run("inspect", TARGET, "--drafter", DRAFT, "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["architecture"]["class"] == "LlamaForCausalLM"
@@ -161,7 +185,7 @@ def test_inspect_names_architecture_layers_memory_and_drafters(run: Run, tmp_pat
     assert report["memory"]["KV per token"] == "1,024 bytes"
     assert report["drafters"][str(DRAFT)].startswith("yes: 9.5%")
     toys.llama().save_pretrained(tmp_path / "toy")
-    other = run("inspect", TARGET, "--draft", tmp_path / "toy")
+    other = run("inspect", TARGET, "--drafter", tmp_path / "toy")
     assert other.returncode == 1
     assert "no: " in other.stdout
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import toys
 from commands import Run, in_process
 
+from echelon import LLM
 from echelon.bench.throughput import Run as MeasuredRun
+from echelon.checkpoint import folder
 from echelon.cli.drafters import Candidate, _print
 from echelon.demo import DRAFT, EAGLE, TARGET
 
@@ -41,6 +44,7 @@ def test_drafters_are_ranked_and_the_flags_run(run: Run, prompts: Path, tmp_path
     assert found[f"{EAGLE} (tree)"]["speculative_config"] == {"method": "eagle", "model": str(EAGLE), "tree": "dynamic"}
     assert "vocabular" in found[str(tmp_path / "other")]["problem"] or "tokenizer" in found[str(tmp_path / "other")]["problem"]
     assert "problem" in found[str(tmp_path / "none")]
+    assert f"{tmp_path / 'none'} cannot draft for this model: head folder" in done.stderr
     served = [d for d in found.values() if "problem" not in d]
     assert all(d["tokens_per_step"] >= 1.0 and d["over_plain"] > 0.0 for d in served)
     assert found[str(DRAFT)]["weight_bytes"] > found["ngram"]["weight_bytes"] == 0
@@ -51,6 +55,30 @@ def test_drafters_are_ranked_and_the_flags_run(run: Run, prompts: Path, tmp_path
     assert again.returncode == 0, again.stderr
 
 
+def test_published_drafters_are_tried_by_name(run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_the_hub = {"org/eagle": EAGLE, "org/draft": DRAFT}
+    monkeypatch.setattr(folder, "snapshot_download", lambda name, **_: str(at_the_hub[name]))
+    given = [word for name in at_the_hub for word in ("--drafter", name)]
+    report = json.loads(run("drafters", TARGET, *given, "--input", prompts, *SIZES, "--json").stdout)
+    found = {d["name"]: d["speculative_config"] for d in report["drafters"]}
+    assert found["org/eagle"] == {"method": "eagle", "model": "org/eagle"}
+    assert found["org/draft"] == {"method": "draft_model", "model": "org/draft"}
+
+
+def test_the_model_is_tried_as_it_will_be_served(run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr("echelon.bench.throughput.LLM", lambda *a, **settings: made.append(settings) or LLM(*a, **settings))
+    words = ["--quantization", "int8", "--kv-cache-dtype", "int8", "--drafter", DRAFT]
+    assert run("drafters", TARGET, "--input", prompts, *SIZES, *words).returncode == 0
+    assert len(made) == 3 and all(s["quantization"] == s["kv_cache_dtype"] == "int8" for s in made)
+
+
+def test_the_rounds_are_those_of_the_speed(run: Run, prompts: Path) -> None:
+    report = json.loads(run("drafters", TARGET, "--input", prompts, *SIZES[:-1], 2, "--json").stdout)
+    for entry in report["drafters"]:
+        assert len(entry["rounds"]) == 2 and min(entry["rounds"]) <= entry["tokens_per_second"] <= max(entry["rounds"])
+
+
 def test_a_table_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     run_of = lambda seconds: MeasuredRun([[1] * 10], seconds, (10.0, seconds))  # noqa: E731
     plain = Candidate("plain", {}, runs=[run_of(1.0)], tokens_per_step=1.0, memory=100)
@@ -58,9 +86,9 @@ def test_a_table_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     none = Candidate("gone", {}, "there is no such folder")
     _print([fast, none], plain, fast, 4)
     said = capsys.readouterr().out
+    assert "gone" not in said, "what cannot draft has been said before the runs"
     assert "2.00" in said
     assert """The fastest: --speculative-config '{"method": "ngram"}'""" in said
-    assert "gone cannot draft for this model: there is no such folder" in said
     _print([none], plain, None, 4)
     assert "leave speculation out" in capsys.readouterr().out
 

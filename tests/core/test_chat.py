@@ -141,6 +141,37 @@ def test_a_conversation_is_the_text_that_transformers_makes_of_it(tokenizer: Any
         assert render_chat(tokenizer, messages, 10**6) == expected
 
 
+THINKING = "{{ messages[0].content }}{% if enable_thinking is defined and enable_thinking is false %} /no_think{% endif %}{{ bos_token }}"
+
+
+@pytest.mark.parametrize(
+    "variables", [{}, {"enable_thinking": False}, {"enable_thinking": True}, {"bos_token": "B", "levels": [1, {"a": None}]}]
+)
+def test_variables_of_a_template_are_those_of_transformers(llm: LLM, template: Any, variables: dict[str, Any]) -> None:
+    template(THINKING)
+    tokenizer = llm.target.tokenizer
+    wanted = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False, **variables)
+    assert render_chat(tokenizer, MESSAGES, 10**6, variables) == wanted
+    (output,) = llm.chat(MESSAGES, {"max_tokens": 1}, use_tqdm=False, chat_template_kwargs=variables)
+    assert output.prompt_token_ids == llm.inputs.encode(wanted, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"tools": [], "messages": []}, "cannot set messages, tools; give variables"),
+        ([1], r"is \[1\]; give a mapping"),
+        ({1: 2}, "give a mapping"),
+        ({"a": object()}, "plain JSON values"),
+        ({"messages[0]": "x" * 10, "add_generation_prompt": False}, "cannot set add_generation_prompt"),
+    ],
+)
+def test_what_is_no_variable_of_a_template_is_refused(llm: LLM, variables: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        llm.chat(MESSAGES, {"max_tokens": 1}, use_tqdm=False, chat_template_kwargs=variables)
+    assert llm.inputs.encode_chat(MESSAGES)
+
+
 def test_most_of_the_templates_render(tokenizer: Any) -> None:
     """Else the test above compares nothing."""
     texts = []
@@ -234,7 +265,8 @@ def test_the_renderer_ends_with_whoever_started_it() -> None:
     """However that ends: it reads from a socket that the operating system closes then."""
     renderer = TextProcess()
     answer = renderer.ask(
-        {"template": "{{ a }}", "messages": MESSAGES, "special_tokens": {"a": "b"}, "most_characters": 9, "bytes": 2**28}, 5.0
+        {"template": "{{ a }}", "messages": MESSAGES, "special_tokens": {"a": "b"}, "variables": {}, "most_characters": 9, "bytes": 2**28},
+        5.0,
     )
     assert answer == {"text": "b"}
     assert renderer.pid is not None and renderer._socket is not None

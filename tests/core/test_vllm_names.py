@@ -9,9 +9,10 @@ from typing import Any
 
 import corruptions
 import pytest
+import torch
 
 import echelon
-from echelon import LLM, ConfigError, RequestError, SamplingParams
+from echelon import LLM, ConfigError, RequestError, SamplingParams, load_model
 
 PROMPTS = ["w3 w4 w5", "w6 w7", "w8 w9 w10 w11"]
 BASIC = """
@@ -234,6 +235,30 @@ def test_without_a_tokenizer_prompts_are_ids(folder: Path, llm: LLM) -> None:
         bare.generate(PROMPTS, greedy())
     with pytest.raises(ConfigError, match="has no tokenizer here"):
         bare.get_tokenizer()
+
+
+def test_a_dtype_has_pytorch_s_names_too(folder: Path) -> None:
+    for dtype in ("half", torch.float16, "float16"):
+        loaded = LLM(folder, dtype=dtype)
+        assert loaded.target.model.dtype == torch.float16 and loaded.config.dtype == "float16"
+    assert load_model(folder, dtype=torch.float16).model.dtype == torch.float16
+    assert LLM(folder, dtype="float").config.dtype == "float32"
+    with pytest.raises(ConfigError, match="dtype = 'int8'"):
+        LLM(folder, dtype=torch.int8)
+
+
+def test_a_model_without_a_method_drafts_as_a_model(folder: Path) -> None:
+    llm = LLM(folder, speculative_config={"model": str(folder), "num_speculative_tokens": 3})
+    assert llm.speculative_config is not None and llm.speculative_config.method == "draft_model"
+    assert tokens_of(llm.generate(PROMPTS, greedy())) == tokens_of(LLM(folder).generate(PROMPTS, greedy()))
+    with pytest.raises(ConfigError, match=r"SpeculativeConfig\.method is missing; give it: What drafts: ngram, draft_model"):
+        LLM(folder, speculative_config={"num_speculative_tokens": 3})
+
+
+def test_all_unknown_settings_are_named_at_once(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="has no key 'swap_space' or 'revision'; known keys: dtype") as refused:
+        LLM(folder, swap_space=4, revision="main")
+    assert str(refused.value).count("known keys") == 1
 
 
 def test_no_code_of_a_checkpoint_is_trusted(folder: Path) -> None:

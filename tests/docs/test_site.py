@@ -89,6 +89,15 @@ def test_nothing_is_loaded_from_another_host(site: Path, pages: dict[str, Page])
         assert [address for address in named if is_elsewhere(address)] == [], path
 
 
+def test_lists_are_lists(site: Path) -> None:
+    """The generator wants an empty line before a list, and four spaces before one within another."""
+    for path in site.rglob("*.html"):
+        html = path.read_text("utf-8")
+        assert re.findall(r"<p>[^<]*(?:<(?!/p>)[^<]*)*\n *[-*] ", html) == [], path.name
+    nested = [line for line in (ROOT / "docs/benchmarks.md").read_text("utf-8").splitlines() if re.match(r" {1,3}- ", line)]
+    assert nested == []
+
+
 def test_links_and_anchors_are_there(pages: dict[str, Page], site: Path) -> None:
     for name, page in pages.items():
         for link in [*page.links, *page.loads]:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import toys
 
 from benchmarks.stages import FreeCluster
 from echelon import ConfigError, EngineConfig
@@ -20,6 +22,7 @@ from echelon.estimate.paper_plan import PaperPlan
 from echelon.estimate.pipeline import Visit, run_on, run_once
 from echelon.estimate.shapes import PaperModel, published_shapes, without_weights
 from echelon.estimate.speed import Cluster
+from echelon.memory.footprint import Outline
 
 SLOW = Device(memory_gb=1e-6, read_gb=1e-9, tflops={"float32": 1e-12}, link_gb=1e-9, link_us=1e6, source="1 byte, 1 operation a second")
 BILLIONS = {"llama-7b": 6.74, "llama-13b": 13.02, "llama-70b": 68.98, "qwen2.5-72b": 72.71, "mixtral-8x7b": 46.70, "opt-6.7b": 6.66}
@@ -212,8 +215,11 @@ def test_published_devices_name_their_sources() -> None:
 
 def test_what_cannot_be_planned_on_paper() -> None:
     device, config = read_devices()["h100"], EngineConfig(max_num_seqs=2)
-    with pytest.raises(ConfigError, match="quantization belongs to a plan for this machine"):
-        PaperPlan(small(), device, 1, 1, config.model_copy(update={"quantization": "int8"}))
+    with pytest.raises(ConfigError, match="memory belongs to a plan for this machine"):
+        PaperPlan(small(), device, 1, 1, config.model_copy(update={"memory": "8GiB"}))
+    rounded = SpeculativeConfig(method="draft_model", model="opt-125m", num_speculative_tokens=2, quantization="int8")
+    with pytest.raises(ConfigError, match="on paper what drafts has 16 or 32 bits"):
+        drafting_of(rounded, small(), Acceptance(1.5, 2, False), 2, "auto")
     with pytest.raises(ConfigError, match="no speed in float16"):
         PaperPlan(without_weights("opt-125m", "float16"), replace_tflops(device, {"bfloat16": 1.0}), 1, 1, config)
     own = SpeculativeConfig(method="draft_model", model="self:int4", num_speculative_tokens=2)
@@ -222,6 +228,31 @@ def test_what_cannot_be_planned_on_paper() -> None:
     beside = SpeculativeConfig(method="draft_model", model="opt-125m", num_speculative_tokens=2)
     found = drafting_of(beside, small(), Acceptance(1.5, 2, False), 2, "auto")
     assert found.numbers == whole(small()) and len(found.levels) == 2
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_weights_in_integers(quantization: str, tmp_path: Path) -> None:
+    """They take the bytes that a plan for this machine counts, and are read as much faster; integers are multiplied at their own speed."""
+    toys.llama(vocab_size=128, hidden_size=128, intermediate_size=128).to(torch.bfloat16).save_pretrained(tmp_path)
+    config = EngineConfig(max_num_seqs=2, max_model_len=64)
+    plain, rounded = (
+        PaperPlan(without_weights(str(tmp_path)), read_devices()["h100"], 1, 1, config.model_copy(update={"quantization": q}))
+        for q in (None, quantization)
+    )
+    here = Outline.of(str(tmp_path), "auto")
+    spared = here.footprint().weights - here.footprint(quantization).weights
+    assert plain.device_bytes[0].weights - rounded.device_bytes[0].weights == pytest.approx(spared, rel=0.01)
+    large, before = (
+        PaperPlan(without_weights("llama-70b"), read_devices()["h100"], 1, 1, config.model_copy(update={"quantization": q}))
+        for q in (quantization, None)
+    )
+    gain = next(large.speeds()).plain.tokens_per_second / next(before.speeds()).plain.tokens_per_second
+    assert gain == pytest.approx({"int8": 2.0, "int4": 3.74}[quantization], rel=0.02)
+    assert large.fits and not before.fits
+    held = Held(matrices=10**9, spared=10**9)
+    one, many = (held.seconds(large.device, "bfloat16", 2, Pass(rows, 1, 0))["linear layers"] for rows in (1, 10**5))
+    assert one == pytest.approx(1e9 / 3350e9, rel=0.01)
+    assert many == pytest.approx(2e14 / 1979e12, rel=0.01)
 
 
 def replace_tflops(device: Device, tflops: dict[str, float]) -> Device:

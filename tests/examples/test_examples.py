@@ -20,7 +20,7 @@ CASES: dict[str, tuple[list[str], str]] = {  # by file: its arguments, and what 
     "openai_client.py": (SHORT, "'num_accepted_draft_tokens'"),
     "asyncio_service.py": (SHORT, "--- broken off after "),
     "train_a_head.py": (
-        ["--text", str(DOCS), "--out", "{folder}/head", "--steps", "2", "--continuations", "4"],
+        ["--text", str(DOCS), "--output", "{folder}/head", "--steps", "2", "--continuations", "4"],
         "the same text",
     ),
     "ray_replicas.py": (SHORT, "--- row 3, seed "),

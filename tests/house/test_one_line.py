@@ -46,7 +46,7 @@ def head(registered: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     text = tmp_path / "text.py"
     text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(900)))
     sizes = ("--steps", 2, "--every", 1, "--num-continuations", 8)
-    assert call("train", DRAFT, "--method", "toy_head", "--out", tmp_path / "head", "--text", text, *sizes) == 0
+    assert call("train", DRAFT, "--method", "toy_head", "--output", tmp_path / "head", "--text", text, *sizes) == 0
     assert "holds the toy_head head" in capsys.readouterr().err
     lines = [json.loads(line) for line in (tmp_path / "head" / "log.jsonl").read_text("utf-8").splitlines()]
     assert lines[-1]["step"] == 2 and len(lines[-1]["top1"]) > 1
@@ -99,7 +99,7 @@ def test_a_head_is_one_file_and_one_line(head: Path, capsys: pytest.CaptureFixtu
 def test_an_unknown_method_names_those_of_the_table() -> None:
     with pytest.raises(ConfigError, match=r"SpeculativeConfig.method = 'toy': there is no such method; known: ngram, draft_model"):
         SpeculativeConfig(method="toy")
-    assert call("train", DRAFT, "--method", "ngram", "--out", "/nowhere") == 2
+    assert call("train", DRAFT, "--method", "ngram", "--output", "/nowhere") == 2
 
 
 def test_every_line_of_the_table_leads_to_what_it_names() -> None:

@@ -12,7 +12,7 @@ from rank_threads import ranks, together
 from torch import Tensor
 
 from echelon.errors import RankError
-from echelon.model.patches.split import part_of
+from echelon.model.patches.split import Part, parts_of
 from echelon.parallel import exchange as room
 from echelon.parallel.exchange import SharedExchange
 from echelon.parallel.rank_memory import ARRIVED, HASH, shared_memory
@@ -33,8 +33,9 @@ def test_every_rank_gets_what_all_have(size: int, dtype: torch.dtype, slot: int,
         got = []
         with rank.connected(7):
             for whole in wholes:
-                first, last, columns = part_of(whole.shape[-1], rank.rank, size)
-                got.append(rank.gathered(whole[..., first:last], first, columns).clone())
+                parts = parts_of(whole.shape[-1], size)
+                first, last, _ = parts[rank.rank]
+                got.append(rank.gathered(whole[..., first:last], parts).clone())
         return got
 
     for got in together(ranks(SharedExchange, size), work):
@@ -45,7 +46,7 @@ def test_only_the_first_rank_waits_for_what_is_its_own() -> None:
     group, whole = ranks(SharedExchange, 2), torch.arange(12.0).view(3, 4)
     for rank, first in ((group[1], 2), (group[0], 0)):  # the second is done before the first has begun
         with rank.connected(1):
-            got = rank.gathered_by_first(whole[:, first : first + 2], first, 4)
+            got = rank.gathered_by_first(whole[:, first : first + 2], (Part(0, 2, 4), Part(2, 4, 4)))
     assert torch.equal(got, whole)
 
 
@@ -54,12 +55,13 @@ def test_what_is_the_first_ranks_own_may_come_in_pieces(monkeypatch: pytest.Monk
     whole = torch.randn(1, 70, 96, generator=torch.Generator().manual_seed(0))
 
     def work(rank: SharedExchange) -> list[Tensor]:
-        first, last, columns = part_of(96, rank.rank, 2)
+        parts = parts_of(96, 2)
+        first, last, _ = parts[rank.rank]
         got = []
         with rank.connected(1):
             for rows in (70, 3, 0, 21):
-                got.append(rank.gathered_by_first(whole[:, :rows, first:last], first, columns).clone())
-                rank.gathered(whole[:, :1, first:last], first, columns)  # as a pass has many before it comes to logits again
+                got.append(rank.gathered_by_first(whole[:, :rows, first:last], parts).clone())
+                rank.gathered(whole[:, :1, first:last], parts)  # as a pass has many before it comes to logits again
         return got
 
     got, _ = together(ranks(SharedExchange, 2), work)
@@ -71,7 +73,7 @@ def test_a_rank_with_another_plan_is_told_from_the_others() -> None:
 
     def work(rank: SharedExchange) -> str:
         with pytest.raises(RankError) as told, rank.connected(rank.rank):
-            rank.gathered(torch.zeros(1, 1), rank.rank, 2)
+            rank.gathered(torch.zeros(1, 1), parts_of(2, 2))
         return str(told.value)
 
     assert all("runs another plan" in message for message in together(group, work))
@@ -83,7 +85,7 @@ def test_a_rank_that_has_gone_on_alone_is_noticed() -> None:
         rank.note(HASH, 1)
     second.note(ARRIVED, 3)
     with pytest.raises(RankError, match="runs another plan"), first.connected(1):
-        first.gathered(torch.zeros(1, 1), 0, 2)
+        first.gathered(torch.zeros(1, 1), parts_of(2, 2))
 
 
 def test_who_waits_looks_whether_the_others_live() -> None:
@@ -92,7 +94,7 @@ def test_who_waits_looks_whether_the_others_live() -> None:
 
     first, _ = ranks(SharedExchange, 2, look)
     with pytest.raises(RankError, match="rank 1 is gone"), first.connected(1):
-        first.gathered(torch.zeros(1, 1), 0, 2)
+        first.gathered(torch.zeros(1, 1), parts_of(2, 2))
 
 
 def test_the_memory_has_no_name() -> None:

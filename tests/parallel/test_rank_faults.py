@@ -23,9 +23,9 @@ from echelon.aio.engine_thread import STOPPED
 from echelon.config import RANKS
 from echelon.errors import RankError, UnavailableError
 from echelon.ops import compiled
-from echelon.parallel import group as room
+from echelon.parallel import children as room
+from echelon.parallel.children import ChildRanks
 from echelon.parallel.exchange import SharedExchange
-from echelon.parallel.group import RankGroup
 from echelon.parallel.splits import STAGES, TENSOR
 
 pytestmark = pytest.mark.skipif(not compiled.is_built(), reason="several ranks need the compiled kernels")
@@ -52,6 +52,7 @@ def nothing_is_left() -> Iterator[None]:
 
 SPLIT = {"num_speculative_tokens": 3, "method": "ngram"}
 FAULTS = {"ends": (signal.SIGKILL, r"rank 1 .*(ended|closed)"), "hangs": (signal.SIGSTOP, r"rank 1 .*has given no sign of life for 2 s")}
+ROUNDS = range(50 if toys.PROVE else 1)  # of each
 PHASES = ("prefill", "draft", "verify", "idle")
 CASES = [(setting, fault, phase) for setting in RANKS for fault in FAULTS for phase in PHASES]
 SHORT = [(TENSOR, "ends", "prefill"), (TENSOR, "ends", "idle"), (TENSOR, "hangs", "verify"), (STAGES, "ends", "verify")]
@@ -61,7 +62,7 @@ def split(folder: str, setting: str = TENSOR) -> LLM:
     return LLM(folder, SPLIT, **{setting: 2}, max_num_seqs=4, kv_cache_memory_bytes=1 << 20)
 
 
-def group_of(llm: LLM) -> RankGroup:
+def group_of(llm: LLM) -> ChildRanks:
     return llm.engine.target.group  # type: ignore[attr-defined, no-any-return]
 
 
@@ -98,14 +99,11 @@ def before_writing(llm: LLM, do: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize(("setting", "fault", "phase"), CASES if toys.PROVE else SHORT)
-def test_a_worker_that_fails(setting: str, fault: str, phase: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("_", ROUNDS)
+def test_a_worker_that_fails(setting: str, fault: str, phase: str, _: int, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All requests end with its error, and every later one; no request is left in the engine. One that hangs is known by its signs of life,
     which stop; the limit is shortened here, and above the time between two of them.
     """
-    fail(folder, setting, fault, phase, monkeypatch)
-
-
-def fail(folder: str, setting: str, fault: str, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     number, match = FAULTS[fault]
     prompts = toys.prompts((5, 9))
     with split(folder, setting) as llm:
@@ -124,16 +122,23 @@ def fail(folder: str, setting: str, fault: str, phase: str, monkeypatch: pytest.
             llm.generate(prompts, GREEDY, use_tqdm=False)
 
 
-@pytest.mark.skipif(not toys.PROVE, reason="PROVE=1")
-@pytest.mark.parametrize("setting", RANKS)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_fifty_workers_that_fail(setting: str, fault: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(50):
-        fail(folder, setting, fault, PHASES[number % len(PHASES)], monkeypatch)
+def test_two_engines_at_once_keep_apart(folder: str) -> None:
+    """One fails; the other says what it has said, and the threads of this process come back with the last."""
+    prompts = toys.prompts((5, 9))
+    first, second = split(folder, TENSOR), split(folder, STAGES)
+    expected = [o.outputs[0].token_ids for o in second.generate(prompts, GREEDY, use_tqdm=False)]
+    assert [o.outputs[0].token_ids for o in first.generate(prompts, GREEDY, use_tqdm=False)] == expected
+    os.kill(group_of(first).pids[0], signal.SIGKILL)
+    with pytest.raises(RankError):
+        first.generate(prompts, GREEDY, use_tqdm=False)
+    first.close()
+    assert [o.outputs[0].token_ids for o in second.generate(prompts, GREEDY, use_tqdm=False)] == expected
+    second.close()
 
 
 @pytest.mark.parametrize("setting", RANKS if toys.PROVE else RANKS[1:])
-def test_a_worker_may_be_late_and_may_not_be_told_something_else(setting: str, folder: str) -> None:
+@pytest.mark.parametrize("_", ROUNDS)
+def test_a_worker_may_be_late_and_may_not_be_told_something_else(setting: str, _: int, folder: str) -> None:
     """It stands still in a pass for a while, and the texts are the same; then it gets the last plan again, which does not follow it."""
     prompts = toys.prompts((5, 9))
     with split(folder, setting) as llm:
@@ -163,33 +168,36 @@ def test_a_worker_may_be_late_and_may_not_be_told_something_else(setting: str, f
 
 
 @pytest.mark.parametrize("setting", RANKS if toys.PROVE else RANKS[:1])
-def test_a_worker_that_ends_at_the_start(setting: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = RankGroup._start
+@pytest.mark.parametrize("_", ROUNDS)
+def test_a_worker_that_ends_at_the_start(setting: str, _: int, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = ChildRanks._start
 
-    def killed(self: RankGroup, *args: Any) -> None:
+    def killed(self: ChildRanks, *args: Any) -> None:
         start(self, *args)
         self._processes[-1].send_signal(signal.SIGKILL)
 
-    monkeypatch.setattr(RankGroup, "_start", killed)
+    monkeypatch.setattr(ChildRanks, "_start", killed)
     with pytest.raises(RankError, match=r"rank 1 .*(ended|closed)"):
         split(folder, setting)
 
 
 @pytest.mark.parametrize("setting", RANKS if toys.PROVE else RANKS[:1])
-def test_a_worker_that_hangs_at_the_start(setting: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = RankGroup._start
+@pytest.mark.parametrize("_", ROUNDS)
+def test_a_worker_that_hangs_at_the_start(setting: str, _: int, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = ChildRanks._start
 
-    def stopped(self: RankGroup, *args: Any) -> None:
+    def stopped(self: ChildRanks, *args: Any) -> None:
         start(self, *args)
         self._processes[-1].send_signal(signal.SIGSTOP)
 
-    monkeypatch.setattr(RankGroup, "_start", stopped)
+    monkeypatch.setattr(ChildRanks, "_start", stopped)
     monkeypatch.setattr(room, "SILENT_SECONDS", 0.5)
     with pytest.raises(RankError, match="no sign of life"):
         split(folder, setting)
 
 
-def test_there_is_no_memory_to_share(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("_", ROUNDS)
+def test_there_is_no_memory_to_share(_: int, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full() -> int:
         raise OSError(28, "No space left on device")
 

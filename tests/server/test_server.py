@@ -336,7 +336,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
             ({"prompt": "a"}, "prompt"),
             ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "content"),
             ({"chat_template": "{{ 1 }}"}, "template"),
-            ({"chat_template_kwargs": {}}, "template"),
+            ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs cannot set tools"),
+            ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
         ]
     ],
     ("/tokenize", {}, "prompt"),
@@ -783,13 +784,13 @@ def test_only_beginnings_of_stop_strings_are_held_back(text: str, stop: list[str
 
 def test_a_server_is_measured(running: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     def bench(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["echelon", "bench", "serve", "--url", running.url, *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["echelon", "bench", "serve", "--base-url", running.url, *map(str, arguments)])
         with pytest.raises(SystemExit) as stop:
             main()
         return int(stop.value.code or 0), capsys.readouterr().out
 
     code, out = bench(
-        "--num-prompts", 6, "--max-tokens", 8, "--ignore-eos", "--request-rate", 500, "--concurrency", 2, "--json", "--ttft-goal", 6e4
+        "--num-prompts", 6, "--max-tokens", 8, "--ignore-eos", "--request-rate", 500, "--max-concurrency", 2, "--json", "--ttft-goal", 6e4
     )
     value = json.loads(out)
     assert (code, value["num_requests"], value["num_failed"], value["completion_tokens"]) == (0, 6, 0, 48)

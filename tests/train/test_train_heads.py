@@ -338,13 +338,17 @@ def test_the_command_trains(folder: Path, tmp_path: Path, capsys: pytest.Capture
     monkeypatch.setattr(sys, "argv", [])
     shared = ("--text", folder / "text.txt", "--data", tmp_path / "data", "--steps", 1, "--every", 1, "--num-continuations", 8)
     out = tmp_path / "clover"
-    assert call("train", folder, "--method", "clover", "--out", out, *shared, "--ablate", "augmenting,attention-decoder") == 0
-    assert "holds the clover head" in capsys.readouterr().err
+    assert call("train", folder, "--method", "clover", "--output", out, *shared, "--ablate", "augmenting,attention-decoder") == 0
+    said = capsys.readouterr().err
+    assert "the model first writes 8 texts, then 1 steps follow; how long" in said and "docs/training.md" in said
+    assert f"{out} holds the clover head" in said
+    assert f"echelon serve {folder} --speculative-config.method clover --speculative-config.model {out}" in said
     target, _ = load_plain(str(folder))
     head: Any = load_head(str(out), target)
     assert (head.options.augmenting, head.options.regressive, head.options.attention_decoder) == (False, True, False)
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
-    assert call("train", folder, "--method", "draft_model", "--out", tmp_path / "draft", *shared) == 0
+    assert call("train", folder, "--method", "draft_model", "--output", tmp_path / "draft", *shared) == 0
+    assert f"echelon drafters {folder} --drafter {tmp_path / 'draft' / 'model'} --input PROMPTS" in capsys.readouterr().err
     draft, tokenizer = load_plain(str(tmp_path / "draft" / "model"))
     assert draft.config.vocab_size == 4096 and tokenizer is not None
 
@@ -362,7 +366,7 @@ def test_the_command_refuses(
     arguments: list[str], message: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", [])
-    assert call("train", folder, "--out", tmp_path, *arguments) == 2
+    assert call("train", folder, "--output", tmp_path, *arguments) == 2
     assert message in capsys.readouterr().err
 
 

@@ -23,6 +23,7 @@ STRATEGY_COLOURS = {
     "realign": "#762a83",
     "same-length": "#2f7ed8",
 }
+IN_A_ROW = 2  # panels
 SPLIT_COLOURS = dict(zip(SPLIT, ("#91bfdb", "#4575b4", "#fee090", "#d73027", "#9aa5b1"), strict=True))
 COLOURS = {"plain": "#9aa5b1", "LLMA": "#2f7ed8", "draft model": "#1a9850", "transformers": "#d98c5f", "EAGLE": "#762a83"}
 
@@ -46,16 +47,22 @@ def pyplot_or_refusal() -> Any:
 
 @contextmanager
 def panels_in(path: Path, count: int, width: float, height: float, dpi: int = 130) -> Iterator[list[Any]]:
-    """Axes in a row, to be drawn on; the picture is kept as PNG in the end.
+    """Axes to be drawn on, of these inches each and two in a row, so that a page shows them large enough to be read; the picture is kept
+    as PNG in the end.
 
     Raises
     ------
     MissingExtraError  matplotlib is not installed
     """
     pyplot = pyplot_or_refusal()
-    figure, axes = pyplot.subplots(1, count, figsize=(width, height), constrained_layout=True, squeeze=False)
-    yield axes[0]
-    for axis in axes[0]:
+    columns = min(count, IN_A_ROW)
+    rows = -(-count // columns)
+    figure, grid = pyplot.subplots(rows, columns, figsize=(width * columns, height * rows), constrained_layout=True, squeeze=False)
+    axes = list(grid.flat)
+    for unused in axes[count:]:
+        unused.remove()
+    yield axes[:count]
+    for axis in axes[:count]:
         axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=dpi)
@@ -69,7 +76,7 @@ def grouped_bars(path: Path, panels: Mapping[str, Mapping[str, float]], ylabel: 
     ------
     MissingExtraError  matplotlib is not installed
     """
-    with panels_in(path, len(panels), 4.2 * len(panels), 3.6) as axes:
+    with panels_in(path, len(panels), 4.2, 3.6) as axes:
         for axis, (title, values) in zip(axes, panels.items(), strict=True):
             bars = axis.bar(list(values), list(values.values()), color=[COLOURS.get(name, "#777777") for name in values])
             axis.bar_label(bars, [f"{value:,.0f}" for value in values.values()], padding=3, fontsize=9)
@@ -93,7 +100,7 @@ def line_chart(
     path: Path, panels: Mapping[str, SequenceOf[Curve]], ylabel: str, level: float | None = None, xlabel: str = "batch size"
 ) -> None:
     """Draw one panel a key as PNG; `level` draws a horizontal line there."""
-    with panels_in(path, len(panels), 4.8 * len(panels), 4.2) as axes:
+    with panels_in(path, len(panels), 4.8, 4.2) as axes:
         for axis, (title, lines) in zip(axes, panels.items(), strict=True):
             for line in lines:
                 x, y = [p[0] for p in line.points], [p[1] for p in line.points]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from echelon.errors import EchelonError, ModelLoadError
@@ -57,9 +58,9 @@ class Folder:
             return cls(name, path)
         slashes = {1} if needs_owner else {0, 1}
         if path.is_absolute() or name.startswith((".", "~")) or name.count("/") not in slashes or len(name) > MAX_NAME:
-            example = "head" if what == "head" else "model"
+            example, problem = "head" if what == "head" else "model", "is a file" if path.is_file() else "does not exist"
             raise ModelLoadError(
-                f"{what} folder {shown(name)} does not exist; give a folder with config.json, or a hub name such as 'org/{example}'"
+                f"{what} folder {shown(name)} {problem}; give a folder with config.json, or a hub name such as 'org/{example}'"
             )
         return cls(name, _fetch(name, what, SETTINGS))
 
@@ -184,7 +185,16 @@ def _reason(error: BaseException) -> str:
 def _fetch(name: str, what: str, patterns: tuple[str, ...]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
+    except GatedRepoError as error:
+        raise ModelLoadError(
+            f"the {what} {shown(name)} is gated at the hub; ask for access on its page there, then set HF_TOKEN or run `hf auth login`"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelLoadError(
+            f"there is no folder {shown(name)}, and at the hub no {what} of that name, or a private one; check the name, or set HF_TOKEN"
+        ) from error
     except Exception as error:  # the hub's own errors share no base
         raise ModelLoadError(
-            f"cannot fetch the {what} {shown(name)}: {first_line(error)}; give a folder, or a hub name that this machine can reach"
+            f"there is no folder {shown(name)}, and the {what} cannot be fetched from the hub: {first_line(error)}; give a folder, or a "
+            "hub name that this machine can reach"
         ) from error

@@ -5,42 +5,79 @@ Exit codes: 0 done, 1 a check failed (of `serve`: its engine), 2 usage, 3 some r
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any
 
-import transformers
 import typer
 from rich.markup import escape
+from typer.core import TyperCommand, TyperGroup
 
-from echelon import EchelonError
-from echelon.cli import bench
-from echelon.cli.chat import chat
-from echelon.cli.convert import convert
-from echelon.cli.doctor import doctor
-from echelon.cli.drafters import drafters
-from echelon.cli.generate import generate
-from echelon.cli.inflate import inflate
-from echelon.cli.inspect import inspect
-from echelon.cli.plan import plan
-from echelon.cli.quantize import quantize
-from echelon.cli.serve import serve
-from echelon.cli.shared import SPECULATIVE, errors, from_argument
-from echelon.cli.train import train
-from echelon.cli.verify import verify
-from echelon.ops import compiled
+from echelon.cli.words import SPECULATIVE, errors, from_argument
+from echelon.errors import EchelonError
+
+VERBS = ("generate", "chat", "verify", "drafters", "inspect", "plan", "doctor", "inflate", "quantize", "serve", "train", "convert", "bench")
+
+
+class LoadedVerbs(Mapping[str, Any]):
+    """Commands by verb, each read from the module of its name when it is asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in VERBS:
+            raise KeyError(name)
+        _prepare()
+        module = import_module(f"echelon.cli.{name}")
+        if (app := getattr(module, "app", None)) is None:
+            app = typer.Typer(rich_markup_mode="markdown", add_completion=False)
+            app.command(name)(getattr(module, name))
+        command = typer.main.get_command(app)
+        command.name = name
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(VERBS)
+
+    def __len__(self) -> int:
+        return len(VERBS)
+
+
+class Verbs(TyperGroup):
+    """The root of all verbs, which lists them without loading them."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands: Any = LoadedVerbs()
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
+        return list(VERBS)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help, for which it is enough to read what the verbs say of themselves."""
+        self.commands = {name: TyperCommand(name, help=_summary(name)) for name in VERBS}
+        super().format_help(ctx, formatter)
+
 
 app = typer.Typer(
+    cls=Verbs,
     help="Batched speculative decoding: several tokens a step from every sequence, no padding, the same text.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
-for command in (generate, chat, verify, drafters, inspect, plan, doctor, inflate, quantize, serve, train, convert):
-    app.command()(command)
-app.add_typer(bench.app, name="bench")
+
+
+def _summary(verb: str) -> str:
+    """The first paragraph of a verb's docstring, without loading what it needs."""
+    module = ast.parse((Path(__file__).parent / f"{verb}.py").read_text("utf-8"))
+    function = next((node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == verb), module)
+    return (ast.get_docstring(function) or "").split("\n\n")[0]
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -54,6 +91,18 @@ def root(
     version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)] = False,
 ) -> None:
     """What stands before every verb."""
+
+
+def _prepare() -> None:
+    """Quieten transformers, and refuse an ECHELON_ISA that is not there, whatever the verb."""
+    import transformers
+
+    from echelon.ops import compiled
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if compiled.is_built():
+        compiled.isa()
 
 
 def join_dotted(arguments: list[str]) -> list[str]:
@@ -76,11 +125,7 @@ def join_dotted(arguments: list[str]) -> list[str]:
 
 def main() -> None:
     """Entry point: errors of ours become one line and exit code 2."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     try:
-        if compiled.is_built():
-            compiled.isa()  # refuses an ECHELON_ISA that is not there, whatever the command
         app(join_dotted(sys.argv[1:]), prog_name="echelon", standalone_mode=True)
     except EchelonError as error:
         errors.print(f"[red]error:[/] {escape(str(error))}", highlight=False)

@@ -1,4 +1,4 @@
-"""`echelon bench`: measurements that anyone can repeat."""
+"""Measure: whole runs, or a step without its model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ from echelon.bench.throughput import environment
 from echelon.bench.workloads import code_texts
 from echelon.cli.measured import IsaOption, JsonOption, OutputOption, counted, said, sizes_of, writable_file, write_report
 from echelon.cli.runs import latency, peers, throughput
-from echelon.cli.shared import SpeculativeOption, errors, speculative_mapping
+from echelon.cli.shared import QuantizationOption, SpeculativeOption, speculative_mapping
+from echelon.cli.words import errors
+from echelon.config import Quantization
 from echelon.demo import held_out_files
 from echelon.model.load.loading import LoadedModel, load_model
 from echelon.model.load.reading import DTYPES
@@ -50,7 +52,7 @@ from echelon.ops.devices import chosen_device, has_kernels
 from echelon.requests import read_requests
 
 AUTO = {"num_speculative_tokens": "auto"}
-app = typer.Typer(help="Measure: whole runs, or a step without its model.", no_args_is_help=True)
+app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 for command in (throughput, latency, peers):
     app.command()(command)
 
@@ -63,9 +65,9 @@ def step(
     context: Annotated[int, typer.Option(help="Tokens that each row has before them.", min=0)] = 256,
     rounds: Annotated[int, typer.Option(help="Passes of each width, interleaved.", min=1)] = 9,
     dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32", "int8", "int4"],
-        typer.Option(help="auto: as stored, bfloat16 of random weights. int8, int4: rounded (`quantization`)."),
+        Literal["auto", "bfloat16", "float16", "float32"], typer.Option(help="auto: as stored, bfloat16 of random weights.")
     ] = "auto",
+    quantization: QuantizationOption = None,
     isa: IsaOption = None,  # noqa: ARG001
     cost_table: Annotated[
         Path | None,
@@ -81,7 +83,7 @@ def step(
         raise ConfigError(f"there are no compiled kernels to measure ({compiled.REASON}); install with a C++ compiler at hand")
     widths = sorted(sizes_of(tokens, "--tokens"))
     with errors.status(f"making {model}"):
-        loaded = _made(model, dtype)
+        loaded = _made(model, dtype, quantization)
     if cost_table is not None:
         with errors.status("measuring costs"):
             llm = LLM(loaded, (speculative_mapping(speculative_config) or {"method": "ngram"}) | AUTO, max_num_seqs=max_num_seqs)
@@ -99,9 +101,8 @@ def step(
         write_json(output, report)
 
 
-def _made(model: str, dtype: str) -> LoadedModel:
+def _made(model: str, dtype: str, quantization: Quantization | None) -> LoadedModel:
     """A model from a folder, or with random weights, in a dtype or rounded."""
-    quantization, dtype = (dtype, "auto") if dtype in ("int8", "int4") else (None, dtype)
     if model in SHAPES:
         return random_model(model, DTYPES.get(dtype, torch.bfloat16), quantization=quantization)
     return load_model(model, dtype=dtype, quantization=quantization)
@@ -133,13 +134,13 @@ def balance(
 
 @app.command()
 def serve(
-    url: Annotated[str, typer.Option(help="Of any OpenAI-compatible server.")] = "http://127.0.0.1:8000",
+    base_url: Annotated[str, typer.Option(help="Of any OpenAI-compatible server.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="The first that the server names by default.")] = None,
     input: Annotated[Path | None, typer.Option(help="Prompts, .txt or .jsonl; held-out Python source by default.")] = None,
     num_prompts: Annotated[int, typer.Option(help="Requests.", min=1)] = 64,
     prompt_characters: Annotated[int, typer.Option(help="Of each prompt of source.", min=1)] = 400,
     max_tokens: Annotated[int, typer.Option(help="New tokens a request.", min=1)] = 64,
-    concurrency: Annotated[int, typer.Option(help="Requests at once; 0: no bound.", min=0)] = 0,
+    max_concurrency: Annotated[int, typer.Option(help="Requests at once; 0: no bound.", min=0)] = 0,
     request_rate: Annotated[float, typer.Option(help="Requests a second, Poisson; 0: all at once.", min=0.0)] = 0.0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
     seed: Annotated[int, typer.Option(help="Of arrivals and sampling.")] = 0,
@@ -155,9 +156,9 @@ def serve(
     else:
         prompts = code_texts(held_out_files(), num_prompts, prompt_characters)
     params: dict[str, Any] = {"temperature": temperature, "seed": seed} | ({"ignore_eos": True} if ignore_eos else {})
-    traffic = Traffic(prompts, max_tokens, concurrency, request_rate, params, seed)
-    with errors.status(f"{len(prompts)} requests to {url}"):
-        value = asyncio.run(measure_server(url, os.environ.get("OPENAI_API_KEY"), model, traffic, Goal(ttft_goal, tpot_goal)))
+    traffic = Traffic(prompts, max_tokens, max_concurrency, request_rate, params, seed)
+    with errors.status(f"{len(prompts)} requests to {base_url}"):
+        value = asyncio.run(measure_server(base_url, os.environ.get("OPENAI_API_KEY"), model, traffic, Goal(ttft_goal, tpot_goal)))
     typer.echo(json.dumps(value) if json_output else load_as_markdown(value))
     for problem in value["problems"]:
         errors.print(f"[red]failed:[/] {escape(problem)}", highlight=False)

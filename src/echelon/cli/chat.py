@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from echelon import LLM, ConfigError, EchelonError, RequestError, SamplingParams
-from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, print_fitting, speculative_mapping, verb
+from echelon.cli.shared import ENGINE, SAMPLING, Flags, ModelArgument, SpeculativeOption, print_fitting, speculative_mapping, verb
 from echelon.config import EngineConfig
 from echelon.inputs import conversation
 from echelon.sequence import FinishReason, Sequence
@@ -264,10 +264,8 @@ def _lines_of_terminal() -> Iterator[str]:
 
 
 @verb(
-    sampling=Flags(SamplingParams, "max_tokens", "temperature", "top_p", "seed", max_tokens=1024, temperature=0.7),
-    engine=Flags(
-        EngineConfig, "max_model_len", "kv_cache_dtype", "kv_cache_memory_bytes", "memory", "dtype", "quantization", "device", "numerics"
-    ),
+    sampling=Flags(SamplingParams, *SAMPLING, max_tokens=1024, temperature=0.7),
+    engine=Flags(EngineConfig, *ENGINE),
 )
 def chat(
     model: ModelArgument,

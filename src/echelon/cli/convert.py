@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from echelon import ConfigError, ModelLoadError
 from echelon.cli import unpickle
-from echelon.cli.shared import errors
+from echelon.cli.words import errors
 from echelon.inputs import made_folder
 
 PICKLED = ("medusa_lm_head.pt", "pytorch_model.bin")

@@ -16,7 +16,8 @@ from rich.table import Table
 
 from echelon import LLM, ConfigError, ops
 from echelon.adaptive.cost_files import all_costs
-from echelon.cli.shared import SPECULATIVE, SpeculativeOption, speculative_mapping
+from echelon.cli.shared import SpeculativeOption, speculative_mapping
+from echelon.cli.words import SPECULATIVE
 from echelon.drafters.head_selftest import familiarity
 from echelon.drafters.heads import AttachedHead
 from echelon.inputs import cache_folder

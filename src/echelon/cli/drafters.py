@@ -11,14 +11,16 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from echelon import LLM, ConfigError, SamplingParams
+from echelon import LLM, ConfigError, EngineConfig, SamplingParams
 from echelon.bench.throughput import DecodingMethod, EngineRun, Run
 from echelon.bench.workloads import workload
 from echelon.cli.advice import PAYS
 from echelon.cli.measured import counted
-from echelon.cli.shared import SPECULATIVE, ModelArgument
+from echelon.cli.shared import Flags, ModelArgument, verb
+from echelon.cli.words import SPECULATIVE, errors
 from echelon.demo import held_out_files
 from echelon.errors import EchelonError, UnknownHeadError
 from echelon.heads.checkpoints import load_head
@@ -42,14 +44,20 @@ class Candidate:
     @property
     def speed(self) -> float:
         """Tokens a second of decoding, all runs together; of whole runs where nothing was decoded apart from prompts."""
-        tokens, seconds = (sum(run.decode[i] for run in self.runs) for i in (0, 1))
-        if tokens and seconds:
-            return tokens / seconds
-        return sum(len(ids) for run in self.runs for ids in run.outputs) / max(sum(run.seconds for run in self.runs), 1e-9)
+        return _speed(self.runs)
 
 
+def _speed(runs: list[Run]) -> float:
+    tokens, seconds = (sum(run.decode[i] for run in runs) for i in (0, 1))
+    if tokens and seconds:
+        return tokens / seconds
+    return sum(len(ids) for run in runs for ids in run.outputs) / max(sum(run.seconds for run in runs), 1e-9)
+
+
+@verb(engine=Flags(EngineConfig, "kv_cache_dtype", "dtype", "quantization", "device", "numerics"))
 def drafters(
     model: ModelArgument,
+    *,
     drafter: Annotated[list[str] | None, typer.Option(help="Folder or hub name of a draft model or a head; may be repeated.")] = None,
     input: Annotated[Path | None, typer.Option(help="Your prompts (.txt or .jsonl); Python source without.")] = None,
     batch_size: Annotated[int, typer.Option(help="Rows that run at once.", min=1)] = 8,
@@ -58,20 +66,25 @@ def drafters(
     max_tokens: Annotated[int, typer.Option(help="New tokens a prompt.", min=2)] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
     rounds: Annotated[int, typer.Option(help="Runs of each drafter, interleaved.", min=1)] = 2,
+    engine: dict[str, Any],
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """Try n-grams and the given drafters on a sample of your prompts, beside plain decoding, and say which is the fastest and its flags."""
-    target = load_model(model)
+    target = load_model(model, **{name: value for name, value in engine.items() if name != "kv_cache_dtype"})
     tried = [Candidate("ngram", {"method": "ngram"}), *(c for name in dict.fromkeys(drafter or ()) for c in candidates(name, target))]
+    for c in tried:
+        if c.problem:
+            errors.print(escape(f"{c.name} cannot draft for this model: {c.problem}"), highlight=False)
     prompts = workload("prompts" if input else "continue", LLM(target, max_num_seqs=1), num_prompts, prompt_tokens, held_out_files(), input)
     params = SamplingParams(temperature=temperature, seed=0, max_tokens=max_tokens, ignore_eos=True)
-    plain = measured(target, tried, prompts, params, batch_size, rounds)
+    plain = measured(target, tried, prompts, params, batch_size, rounds, **engine)
     best = max((c for c in tried if not c.problem), key=lambda c: c.speed)
     pays = best.speed >= PAYS * plain.speed
     report = {
         "model": target.name,
         "batch_size": batch_size,
         "plain_tokens_per_second": plain.speed,
+        "plain_rounds": [_speed([run]) for run in plain.runs],
         "drafters": [_as_json(c, plain) for c in tried],
         "best": _as_json(best, plain) if pays else None,
         "flags": flags_of(best) if pays else "",
@@ -103,9 +116,15 @@ def _draft_model(name: str, target: LoadedModel) -> Candidate:
 
 
 def measured(
-    target: LoadedModel, tried: list[Candidate], prompts: list[list[int]], params: SamplingParams, batch_size: int, rounds: int
+    target: LoadedModel,
+    tried: list[Candidate],
+    prompts: list[list[int]],
+    params: SamplingParams,
+    batch_size: int,
+    rounds: int,
+    **settings: Any,
 ) -> Candidate:
-    """Run every candidate that fits, and plain decoding, which is returned, in turn.
+    """Run every candidate that fits, and plain decoding, which is returned, in turn; `settings` are the engine's.
 
     Raises
     ------
@@ -113,7 +132,7 @@ def measured(
     """
     plain = Candidate("plain", {})
     running = [plain, *(c for c in tried if not c.problem)]
-    engines = [EngineRun(DecodingMethod(c.name, c.config or None), target, None, batch_size, {}) for c in running]
+    engines = [EngineRun(DecodingMethod(c.name, c.config or None), target, None, batch_size, settings) for c in running]
     with counted((rounds + 1) * len(running), "warming up") as done:
         for engine, candidate in zip(engines, running, strict=True):
             engine.warm_up(prompts[:batch_size], params.model_copy(update={"max_tokens": min(WARM_UP, params.most_tokens)}))
@@ -142,6 +161,7 @@ def _as_json(candidate: Candidate, plain: Candidate) -> dict[str, Any]:
         "speculative_config": candidate.config,
         "tokens_per_step": candidate.tokens_per_step,
         "tokens_per_second": candidate.speed,
+        "rounds": [_speed([run]) for run in candidate.runs],
         "over_plain": candidate.speed / plain.speed,
         "weight_bytes": candidate.memory,
     }
@@ -156,9 +176,6 @@ def _print(tried: list[Candidate], plain: Candidate, best: Candidate | None, bat
         numbers = f"{c.tokens_per_step:.2f}", f"{c.speed:.1f}", f"{c.speed / plain.speed:.2f}", mebibytes(c.memory)
         table.add_row(c.name, *numbers, style=style)
     console.print(table)
-    for c in tried:
-        if c.problem:
-            console.print(f"{c.name} cannot draft for this model: {c.problem}", highlight=False, markup=False)
     if best is None:
         console.print(f"None is {PAYS} times as fast as plain decoding at this batch: leave speculation out, or try a smaller batch.")
     else:

@@ -15,47 +15,27 @@ from rich.markup import escape
 from echelon import LLM, ConfigError, EchelonError, EngineConfig, RequestOutput, SamplingParams
 from echelon.cli.fingerprint import file_hash, hash_of, settings_of
 from echelon.cli.output import Mode, OutputFile
-from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, errors, print_fitting, progress, speculative_mapping, verb
+from echelon.cli.shared import (
+    BATCHED,
+    ENGINE,
+    SAMPLING,
+    Flags,
+    ModelArgument,
+    SpeculativeOption,
+    print_fitting,
+    progress,
+    speculative_mapping,
+    verb,
+)
+from echelon.cli.words import errors
 from echelon.requests import Request, output_line, read_requests, request_from_text
 
 SHOWN_OF_A_PROMPT = 72  # characters
 
 
 @verb(
-    sampling=Flags(
-        SamplingParams,
-        "max_tokens",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "seed",
-        "stop",
-        "ignore_eos",
-        max_tokens=128,
-        temperature=0.0,
-    ),
-    engine=Flags(
-        EngineConfig,
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "max_num_seqs",
-        "max_model_len",
-        "kv_cache_dtype",
-        "kv_cache_memory_bytes",
-        "memory",
-        "gpu_memory_utilization",
-        "dtype",
-        "quantization",
-        "device",
-        "numerics",
-        "enable_prefix_caching",
-        "enforce_eager",
-        "strategy",
-        "pad",
-        "grouping",
-        "refill",
-    ),
+    sampling=Flags(SamplingParams, *SAMPLING, "ignore_eos", max_tokens=128, temperature=0.0),
+    engine=Flags(EngineConfig, *ENGINE, *BATCHED, "strategy", "pad", "grouping", "refill", max_num_batched_tokens=2048),
 )
 def generate(
     model: ModelArgument,
@@ -85,9 +65,9 @@ def generate(
     mode = _mode(output, resume, overwrite)
     requests = _requests(prompt or [], input, num_prompts)
     drafts = speculative_mapping(speculative_config)
-    budget = max(EngineConfig().max_num_batched_tokens, engine.get("max_num_seqs", 1))
+    engine["max_num_batched_tokens"] = max(engine["max_num_batched_tokens"], engine.get("max_num_seqs", 1))
     with OutputFile(output, mode) if output else nullcontext() as file:
-        llm = LLM(model, drafts, max_num_batched_tokens=budget, **engine)
+        llm = LLM(model, drafts, **engine)
         print_fitting(llm)
         errors.print(escape(str(llm.memory_plan)), highlight=False)
         if file is not None:

@@ -11,7 +11,7 @@ from rich.markup import escape
 from echelon import ConfigError
 from echelon.bench.inflate import Inflation, describe, plan_growth
 from echelon.bench.inflate import inflate as grow
-from echelon.cli.shared import errors
+from echelon.cli.words import errors
 from echelon.inputs import made_folder
 from echelon.model.load.loading import load_plain
 

@@ -15,6 +15,8 @@ from echelon import LLM, ConfigError, ops
 from echelon.adaptive.cost_files import all_costs
 from echelon.build import model_key
 from echelon.cli.shared import ModelArgument
+from echelon.errors import EchelonError, UnknownHeadError
+from echelon.heads.checkpoints import load_head
 from echelon.model.attention import record_layers
 from echelon.model.load.loading import LoadedModel, check_vocabularies, load_model
 from echelon.model.patches.linear import framework_layers, packed_weights, weight_bytes
@@ -24,12 +26,12 @@ from echelon.sizes import mebibytes
 
 def inspect(
     model: ModelArgument,
-    draft: Annotated[list[str] | None, typer.Option(help="A draft model to try beside it; may be repeated.")] = None,
+    drafter: Annotated[list[str] | None, typer.Option(help="Folder or hub name of a draft model or a head; may be repeated.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
-    """Say what a model is made of, what serves each layer, what memory it takes, and whether it can have a draft model (exit 1: no)."""
+    """Say what a model is made of, what serves each layer, what memory it takes, and which drafters fit (exit 1: one does not)."""
     llm = LLM(model)
-    drafters = {"ngram": "yes: needs no weights"} | {name: _compatible(llm.target, name) for name in draft or []}
+    drafters = {"ngram": "yes: needs no weights"} | {name: _compatible(llm.target, name) for name in drafter or []}
     report = {
         "architecture": architecture(llm.target),
         "layers": layers(llm.target),
@@ -97,7 +99,13 @@ def costs(loaded: LoadedModel) -> dict[str, str]:
 
 
 def _compatible(target: LoadedModel, name: str) -> str:
-    draft = load_model(name, device="cpu")
+    try:
+        head = load_head(name, target.model)
+        return f"yes: a head of method {head.method}, {sum(p.numel() for p in head.parameters()):,} parameters"
+    except UnknownHeadError:
+        draft = load_model(name, device="cpu")
+    except EchelonError as error:
+        return f"no: {error}"
     try:
         check_vocabularies(target, draft)
     except ConfigError as error:

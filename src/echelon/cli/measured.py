@@ -20,7 +20,8 @@ from echelon.bench.inflate import inflate, plan_growth
 from echelon.bench.report import described, write_json
 from echelon.bench.throughput import NUM_DRAFTED, default_methods
 from echelon.bench.workloads import WORKLOADS, workload
-from echelon.cli.shared import ComparedOption, errors, progress, speculative_mappings
+from echelon.cli.shared import ComparedOption, progress, speculative_mappings
+from echelon.cli.words import errors
 from echelon.config import OWN_COPY
 from echelon.demo import DRAFT, TARGET, held_out_files
 from echelon.errors import OutputError

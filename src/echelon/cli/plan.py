@@ -13,7 +13,8 @@ from rich.table import Table
 
 from echelon import EngineConfig
 from echelon.cli.plan_on_paper import PaperOptions, plan_on_paper
-from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, errors, speculative_mapping, verb
+from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, speculative_mapping, verb
+from echelon.cli.words import errors
 from echelon.config import speculative
 from echelon.estimate.devices import read_devices
 from echelon.memory.ladder import Fitting

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from echelon import EngineConfig
-from echelon.cli.shared import errors
+from echelon.cli.words import errors
 from echelon.config import SpeculativeConfig
 from echelon.errors import ConfigError
 from echelon.estimate.devices import device_named, read_devices

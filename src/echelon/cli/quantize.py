@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from echelon.cli.shared import errors
+from echelon.cli.words import errors
 from echelon.config import Quantization
 from echelon.model.load.publishing import publish
 from echelon.sizes import mebibytes

@@ -50,7 +50,8 @@ from echelon.cli.measured import (
     load_grown,
     load_target,
 )
-from echelon.cli.shared import Flags, RefillOption, errors, verb
+from echelon.cli.shared import Flags, RefillOption, verb
+from echelon.cli.words import errors
 from echelon.config import Quantization
 from echelon.model.load.loading import LoadedModel, load_model, load_plain
 from echelon.model.load.publishing import publish

@@ -12,7 +12,8 @@ import torch
 import typer
 
 from echelon import LLM, EngineConfig
-from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, errors, mapping_of, speculative_mapping, verb
+from echelon.cli.shared import BATCHED, ENGINE, Flags, ModelArgument, SpeculativeOption, mapping_of, speculative_mapping, verb
+from echelon.cli.words import errors
 from echelon.errors import ConfigError, MissingExtraError
 from echelon.server.config import ServerConfig, id_of, read_keys
 
@@ -21,25 +22,7 @@ from echelon.server.config import ServerConfig, id_of, read_keys
     server=Flags(
         ServerConfig, "host", "port", "served_model_name", "max_queue", "queue_timeout", "total_timeout", "drain_timeout", "metrics_prefix"
     ),
-    engine=Flags(
-        EngineConfig,
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "max_model_len",
-        "kv_cache_dtype",
-        "kv_cache_memory_bytes",
-        "memory",
-        "gpu_memory_utilization",
-        "dtype",
-        "quantization",
-        "device",
-        "numerics",
-        "enable_prefix_caching",
-        "enforce_eager",
-        max_num_batched_tokens=512,
-    ),
+    engine=Flags(EngineConfig, *ENGINE, *BATCHED, max_num_batched_tokens=512),
 )
 def serve(
     model: ModelArgument,
@@ -61,7 +44,7 @@ def serve(
 ) -> None:
     """Serve MODEL to OpenAI clients: /v1/completions, /v1/chat/completions, /v1/models, /metrics and more (docs/serving.md)."""
     try:
-        from echelon.server.http import serve_until_signal
+        from echelon.server.http import check_address, serve_until_signal
     except ImportError as error:
         raise MissingExtraError(f"{error.name} is not installed; run: pip install 'echelon[server]'") from error
     config = ServerConfig(**server, api_keys=read_keys(api_key_file) if api_key_file else ())
@@ -74,10 +57,10 @@ def serve(
         return
     if given := [flag for flag, value in on_ray.items() if value is not None]:
         raise ConfigError(f"{', '.join(given)}: how replicas run on Ray; give --replicas too")
+    check_address(config)
     llm = LLM(model, speculative_mapping(speculative_config), **engine)
-    url = f"http://{config.host}:{config.port}"
-    errors.print(f"{config.served_model_name or id_of(llm.target.name)} on {url}/v1, live at {url}/", highlight=False)
-    if status := serve_until_signal(llm, config):
+    name = config.served_model_name or id_of(llm.target.name)
+    if status := serve_until_signal(llm, config, lambda url: errors.print(f"{name} on {url}/v1, live at {url}/", highlight=False)):
         _end_process(status)
 
 

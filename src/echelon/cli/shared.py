@@ -12,19 +12,34 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
-from pydantic_core import from_json
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from echelon import LLM
-from echelon.config import EngineConfig
+from echelon.cli.words import SPECULATIVE, errors, from_argument
+from echelon.config import RANKS, EngineConfig, Quantization
 from echelon.errors import ConfigError
 from echelon.inputs import shown
+from echelon.parallel.starting import serve_if_summoned
 from echelon.settings import Settings
 
-SPECULATIVE = "--speculative-config"
 SHORT = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp"}  # flags that have a second name, as vLLM has it
+SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")  # flags of verbs that write one text after another
+ENGINE = (  # flags of verbs that run a model
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "max_model_len",
+    "kv_cache_dtype",
+    "kv_cache_memory_bytes",
+    "memory",
+    "gpu_memory_utilization",
+    "dtype",
+    "quantization",
+    "device",
+    "numerics",
+    "enforce_eager",
+)
+BATCHED = ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching")  # of those that run many requests at once
 PIPED_SECONDS = 10.0  # between lines of progress where stderr is no terminal
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name of a causal language model (safetensors).")]
 SpeculativeOption = Annotated[
@@ -45,7 +60,7 @@ ComparedOption = Annotated[
     ),
 ]
 RefillOption = Annotated[bool, typer.Option("--refill/--no-refill", help=EngineConfig.model_fields["refill"].description)]
-errors = Console(stderr=True, soft_wrap=True)
+QuantizationOption = Annotated[Quantization | None, typer.Option(help=EngineConfig.model_fields["quantization"].description)]
 
 
 class Flags:
@@ -108,6 +123,7 @@ def verb(options: type[Any] | None = None, **groups: Flags) -> Callable[[Callabl
                 return source is not None and source.name != "DEFAULT"
 
             values = {name: flags.taken(given, is_written) for name, flags in groups.items()} | given
+            serve_if_summoned({name: values.get("engine", {}).get(name, 1) for name in RANKS})
             run(**values) if options is None else run(options(**values))
 
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -184,11 +200,6 @@ def _takes_word(kind: Any) -> bool:
     return get_origin(kind) in (Union, types.UnionType) and {Literal, None} <= {
         get_origin(k) for k in get_args(kind) if k is not type(None)
     }
-
-
-def from_argument(text: str) -> Any:
-    """JSON of an argument; `ValueError` for what is none. Bytes that are no UTF-8, which Python hands on as lone surrogates, are none."""
-    return from_json(text.encode("utf-8", "backslashreplace"))
 
 
 def number_or_auto(text: str, flag: str) -> int | str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,7 +13,8 @@ from rich.markup import escape
 
 from echelon import LLM, ConfigError
 from echelon.cli.advice import advice
-from echelon.cli.shared import ModelArgument, errors, progress
+from echelon.cli.shared import ModelArgument, progress
+from echelon.cli.words import SPECULATIVE, errors
 from echelon.inputs import made_folder, shown
 from echelon.methods import METHODS, Can, head_class, method_names
 from echelon.model.load.loading import load_plain
@@ -26,12 +28,14 @@ BLOCKS = ("augmenting", "regressive", "attention-decoder")  # of Clover
 def train(
     model: ModelArgument,
     method: Annotated[str, typer.Option(help=f"What to train: {', '.join(method_names(Can.TRAIN))}.")],
-    out: Annotated[Path, typer.Option(help="Folder of the run; an interrupted one goes on.")],
+    output: Annotated[Path, typer.Option(help="Folder of the run; an interrupted one goes on.")],
     text: Annotated[
         list[Path] | None,
         typer.Option(help="UTF-8 files, folders, JSON lines, or (with `datasets`) a data set; Python source of this machine without."),
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder for tokens and the target's own text, to share between runs; OUT/data.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder for tokens and the target's own text, to share between runs; OUTPUT/data.")
+    ] = None,
     steps: Annotated[int, typer.Option(help="Batches of about 2,000 tokens; of a method that pretrains, those of raw text.", min=0)] = 1000,
     fine_tuning_steps: Annotated[
         int | None, typer.Option(help="Batches of the model's own text after pretraining; a quarter of --steps without.", min=0)
@@ -50,7 +54,10 @@ def train(
     draft_vocab_size: Annotated[int | None, typer.Option(help="Tokens that EAGLE-3 can draft: the most frequent.", min=8)] = None,
     num_continuations: Annotated[int, typer.Option(help="Texts that the model writes for its drafter.", min=1)] = 4096,
 ) -> None:
-    """Train heads, or a draft model, on the frozen MODEL: from text, and from what it says itself."""
+    """Train heads, or a draft model, on the frozen MODEL: from text, and from what it says itself.
+
+    How long it takes, how much text it needs and what it brings: docs/training.md.
+    """
     if method not in (known := method_names(Can.TRAIN)):
         raise ConfigError(f"--method {shown(method)} is none that can be trained; known: {', '.join(known)}")
     options, is_model = _options(method, num_heads, num_layers, ablate, draft_vocab_size), METHODS[method].needs == "model"
@@ -60,17 +67,34 @@ def train(
         raise ConfigError(f"method {method} does not pretrain; leave --fine-tuning-steps out")
     is_soft = None if targets is None else targets == "soft"
     config = None if is_model else TrainingConfig(method, steps, rate, every, seed, is_soft, options, fine_tuning=fine_tuning_steps)
-    made_folder(out, "--out")
+    made_folder(output, "--output")
+    what = "draft model" if is_model else f"{method} head"
+    errors.print(
+        f"training a {what}: the model first writes {num_continuations:,} texts, then {config.num_steps if config else steps:,} steps "
+        "follow; how long that takes, and what it brings: docs/training.md",
+        highlight=False,
+    )
     target, tokenizer = load_plain(model)
-    texts = prepare(target, tokenizer, text, data or out / "data", num_continuations)
+    texts = prepare(target, tokenizer, text, data or output / "data", num_continuations)
     if config is None:
-        train_draft_model(target, tokenizer, texts.text, out, data or out / "data", steps, RATE if rate is None else rate, every)
+        train_draft_model(target, tokenizer, texts.text, output, data or output / "data", steps, RATE if rate is None else rate, every)
+        _print_use(model, method, output / "model", f"{output} holds log.jsonl, {output / 'model'} the {what}")
         return
     with progress(config.num_steps, f"training {method}") as update:
-        train_head(target, texts, out, config, lambda done, _, loss: update(completed=done, note=f"loss {loss:.3f}"))
-    errors.print(f"{escape(str(out))} holds the {method} head, log.jsonl and curves.png", highlight=False)
-    for line in _advice(model, out, config):
+        train_head(target, texts, output, config, lambda done, _, loss: update(completed=done, note=f"loss {loss:.3f}"))
+    _print_use(model, method, output, f"{output} holds the {what}, log.jsonl and curves.png")
+    for line in _advice(model, output, config):
         errors.print(escape(line), highlight=False)
+
+
+def _print_use(model: str, method: str, drafter: Path, made: str) -> None:
+    """What was made, and the commands that try it and use it."""
+    errors.print(escape(made), highlight=False)
+    for words in (
+        ["drafters", model, "--drafter", str(drafter), "--input", "PROMPTS"],
+        ["serve", model, f"{SPECULATIVE}.method", method, f"{SPECULATIVE}.model", str(drafter)],
+    ):
+        errors.print(escape(f"  {shlex.join(['echelon', *words])}"), highlight=False)
 
 
 def _advice(model: str, out: Path, config: TrainingConfig) -> Iterable[str]:

@@ -17,7 +17,8 @@ from echelon.bench.throughput import environment, methods_of
 from echelon.bench.verify import STRATEGIES, EqualityResult, VerificationJob, verify_model
 from echelon.bench.workloads import workload
 from echelon.cli.measured import counted, integers_of, sizes_of
-from echelon.cli.shared import ComparedOption, Flags, ModelArgument, errors, speculative_mappings, verb
+from echelon.cli.shared import ComparedOption, Flags, ModelArgument, speculative_mappings, verb
+from echelon.cli.words import errors
 from echelon.demo import held_out_files
 from echelon.requests import read_requests
 

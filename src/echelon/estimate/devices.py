@@ -29,7 +29,7 @@ class Device(Settings):
 
     memory_gb: float = Field(gt=0.0, description="10⁹ bytes of memory.")
     read_gb: float = Field(gt=0.0, description="10⁹ bytes of it that are read in a second.")
-    tflops: dict[str, float] = Field(min_length=1, description="10¹² operations a second by dtype, dense.")
+    tflops: dict[str, float] = Field(min_length=1, description="10¹² operations a second by dtype, dense; int8: in integers.")
     link_gb: float = Field(gt=0.0, description="10⁹ bytes a second that it sends to other devices, and receives at the same time.")
     link_us: float = Field(default=0.0, ge=0.0, description="Microseconds until something small has arrived.")
     layer_us: float = Field(default=0.0, ge=0.0, description="Microseconds that a layer takes besides its work: launches, small kernels.")
@@ -52,6 +52,10 @@ class Device(Settings):
                 f"the device has no speed in {dtype}; choose another --dtype ({', '.join(self.tflops)}), or add it to a table"
             )
         return self.tflops[dtype] * 1e12
+
+    def multiplied_in(self, dtype: str, is_rounded: bool) -> str:
+        """What linear layers are multiplied in: of 8-bit or 4-bit weights integers, where the device has published speed in them."""
+        return "int8" if is_rounded and "int8" in self.tflops else dtype
 
     def seconds(self, work: Work, dtype: str) -> float:
         """The roofline: what takes longer of operations and bytes."""

@@ -127,6 +127,8 @@ def drafting_of(spec: SpeculativeConfig, target: PaperModel, acceptance: Accepta
     ------
     ConfigError  what drafts cannot be planned on paper
     """
+    if spec.quantization is not None:
+        raise ConfigError("on paper what drafts has 16 or 32 bits; leave 'quantization' out of the speculative config")
     used = spec if spec.num_speculative_tokens == drafted else replaced(spec, drafted)
     depth, width, emitted = used.longest_path, float(used.widest_level), acceptance.at(drafted)
     needs = METHODS[spec.method].needs

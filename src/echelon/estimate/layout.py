@@ -67,6 +67,7 @@ class Held:
     query_size  query heads × (size of a key + size of a value)
     cache_size  numbers in a token's keys and values
     kv_bytes    bytes of these as they are kept
+    spared      bytes that matrices take less in integers; `spared_experts`: likewise
     layers      number of layers
     """
 
@@ -78,6 +79,8 @@ class Held:
     query_size: int = 0
     cache_size: int = 0
     kv_bytes: int = 0
+    spared: float = 0.0
+    spared_experts: float = 0.0
     layers: int = 0
     gathers: tuple[Gather, ...] = ()
 
@@ -87,16 +90,16 @@ class Held:
 
     def seconds(self, device: Device, dtype: str, bytes_each: int, run: Pass, rank: int = 0) -> dict[str, float]:
         """What a pass takes on the device, by its parts, each bound by operations or bytes."""
-        tokens = run.num_tokens
+        tokens, multiplied = run.num_tokens, device.multiplied_in(dtype, bool(self.spared or self.spared_experts))
         linear = ModelShape(self.matrices, self.features, 0, 0, bytes_each)
         attention = ModelShape(0, 0, self.query_size, self.cache_size, bytes_each)
-        touched = self.experts * (1.0 - (1.0 - self.chosen) ** tokens)
+        touched = 1.0 - (1.0 - self.chosen) ** tokens
         works = {
-            "linear layers": Work(linear.flops(run.rows, run.tokens, 0), linear.bytes(run.rows, run.tokens, 0)),
-            "experts": Work(2.0 * tokens * self.experts * self.chosen, bytes_each * touched),
+            "linear layers": Work(linear.flops(run.rows, run.tokens, 0), linear.bytes(run.rows, run.tokens, 0) - self.spared),
+            "experts": Work(2.0 * tokens * self.experts * self.chosen, (bytes_each * self.experts - self.spared_experts) * touched),
             "attention": Work(attention.flops(run.rows, run.tokens, run.context), attention.bytes(run.rows, run.tokens, run.context)),
         }
-        found = {name: device.seconds(work, dtype) for name, work in works.items() if work.flops}
+        found = {name: device.seconds(work, dtype if name == "attention" else multiplied) for name, work in works.items() if work.flops}
         if self.layers * device.layer_us:
             found["between kernels"] = self.layers * device.layer_us * 1e-6
         if self.gathers:
@@ -143,7 +146,7 @@ def _parts(planned: PaperModel, attention: list[Held], cutter: Cutter | None) ->
         else:
             after += found
     rank, size = (cutter.rank, cutter.size) if cutter is not None else (0, 1)
-    return ModelParts(before, tuple(layers), after + _output(planned.model, rank, size))
+    return ModelParts(before, tuple(layers), after + _output(planned, rank, size))
 
 
 def _attention(shape: LayerShape, num_heads: int, size: int, dtype: torch.dtype, is_rounded: bool) -> Held:
@@ -167,7 +170,7 @@ def _held(name: str, module: Any, cutter: Cutter | None, planned: PaperModel) ->
         part = cutter.columns(name, columns) if cutter is not None else None
         own = columns if part is None else part.last - part.first
         bias = 0 if module.bias is None else own
-        yield Held(numbers=own * depth + bias, matrices=own * depth, features=own + depth)
+        yield Held(own * depth + bias, own * depth, own + depth, spared=planned.spared(depth, own * depth))
         if cutter is not None and part is not None and cutter.kind(name) == BACK:
             for gathered in (cutter.inner(name, depth), part):
                 yield Held(gathers=(_gather(gathered, planned.dtype.itemsize),))
@@ -180,15 +183,15 @@ def _experts(module: Any, cutter: Cutter | None, planned: PaperModel) -> Iterato
     config = planned.model.config.get_text_config()
     stacks = [p for name, p in module.named_parameters(recurse=False) if name in STACKED]
     count, used = stacks[0].shape[0], int(getattr(config, "num_experts_per_tok", None) or 1)
-    numbers = sum(p.numel() for p in module.parameters(recurse=False))
+    numbers, depth = sum(p.numel() for p in module.parameters(recurse=False)), module.gate_up_proj.shape[2]
     if cutter is None:
-        yield Held(numbers=numbers, experts=sum(p.numel() for p in stacks), chosen=used / count)
+        own = sum(p.numel() for p in stacks)
+        yield Held(numbers=numbers, experts=own, chosen=used / count, spared_experts=planned.spared(depth, own))
         return
     inner = part_of(module.gate_up_proj.shape[1] // 2, cutter.rank, cutter.size)
     outer = part_of(module.down_proj.shape[1], cutter.rank, cutter.size)
-    depth = module.gate_up_proj.shape[2]
     own = count * (2 * (inner.last - inner.first) * depth + (outer.last - outer.first) * inner.whole)
-    yield Held(numbers=own, experts=own, chosen=used / count)
+    yield Held(numbers=own, experts=own, chosen=used / count, spared_experts=planned.spared(depth, own))
     yield Held(gathers=(_gather(inner, planned.dtype.itemsize, used), _gather(outer, planned.dtype.itemsize)))
 
 
@@ -196,8 +199,9 @@ def _gather(part: Part, bytes_each: int, copies: int = 1, for_first: bool = Fals
     return Gather(copies * part.whole, copies * (part.last - part.first), bytes_each, for_first)
 
 
-def _output(model: Any, rank: int, size: int) -> Held:
+def _output(planned: PaperModel, rank: int, size: int) -> Held:
     """The output layer: rank 0 keeps all of it, and each rank multiplies by its tiles. One that embeddings share takes no memory."""
+    model: Any = planned.model
     output = model.get_output_embeddings()
     vocabulary, hidden = output.weight.shape
     part = part_of(vocabulary, rank, size, cpu.TILE)
@@ -206,7 +210,8 @@ def _output(model: Any, rank: int, size: int) -> Held:
     is_shared = output.weight is model.get_input_embeddings().weight
     bias = 0 if getattr(output, "bias", None) is None else vocabulary
     gathers = (_gather(part, LOGIT_BYTES, for_first=True),) if size > 1 else ()
-    return Held(0 if is_shared else held * hidden + bias, own * hidden, own + hidden, gathers=gathers)
+    spared = 0.0 if is_shared else planned.spared(hidden, own * hidden, is_output=True)
+    return Held(0 if is_shared else held * hidden + bias, own * hidden, own + hidden, spared=spared, gathers=gathers)
 
 
 @dataclass(frozen=True)
@@ -222,6 +227,11 @@ class StagePart:
     def numbers(self) -> int:
         """Entries of all its parameters."""
         return self.held.numbers + self.output.numbers
+
+    def weight_bytes(self, bytes_each: int) -> int:
+        """Bytes of all its parameters, of so many each where they are not kept in integers."""
+        spared = sum(held.spared + held.spared_experts for held in (self.held, self.output))
+        return round(self.numbers * bytes_each - spared)
 
 
 def stage_layers(num_layers: int, stages: int) -> list[range]:

@@ -94,9 +94,10 @@ class PaperPlan:
         spec: SpeculativeConfig | None = None,
         tokens_per_step: float | None = None,
     ) -> None:
-        for name in ("quantization", "memory", "gpu_memory_utilization"):
+        for name in ("memory", "gpu_memory_utilization"):
             if getattr(config, name) is not None:
                 raise ConfigError(f"{name} belongs to a plan for this machine; on paper leave it out")
+        planned = planned._replace(quantization=config.quantization)
         self.planned, self.model, self.device, self.ranks, self.config = planned, planned.model, device, ranks, config
         self._is_rounded = config.kv_cache_dtype == "int8"
         device.flops(planned.dtype_name)
@@ -142,7 +143,7 @@ class PaperPlan:
             part.stage,
             part.rank,
             part.held.layers,
-            part.numbers * size,
+            part.weight_bytes(size),
             self.drafting.numbers * size if self.drafting is not None and is_first else 0,
             rows * (self.max_len + nodes) * part.held.kv_bytes,
             fed * self._pass_bytes + logits,
@@ -175,7 +176,8 @@ class PaperPlan:
     def _lower_bound(self, count: int) -> bool:
         """Whether so many devices could hold the model at all; it spares splitting it into numbers that cannot."""
         numbers = sum(p.numel() for p in self.model.parameters())
-        return bool(numbers * self.planned.dtype.itemsize <= count * self.device.memory_bytes)
+        least = 0.5 if self.planned.quantization else self.planned.dtype.itemsize  # bytes of each
+        return bool(numbers * least <= count * self.device.memory_bytes)
 
     def _fits_on(self, ranks: int, stages: int) -> bool:
         try:

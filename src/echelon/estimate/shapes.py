@@ -12,9 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from echelon.errors import ConfigError, EchelonError
 from echelon.inputs import shown
-from echelon.memory.footprint import Outline
+from echelon.memory.footprint import BITS, Outline, tile_bytes
 from echelon.model.attention import IMPLEMENTATION
 from echelon.model.load.reading import DTYPES
+from echelon.ops import cpu
 
 TABLE = Path(__file__).with_name("shapes.json")
 DEFAULT_DTYPE = "bfloat16"
@@ -28,10 +29,13 @@ def published_shapes() -> dict[str, dict[str, Any]]:
 
 
 class PaperModel(NamedTuple):
-    """A model without weights, on the meta device in bfloat16, in which all kinds can be recorded; `dtype` is what it is served in."""
+    """A model without weights, on the meta device in bfloat16, in which all kinds can be recorded; `dtype` is what it is served in, with
+    linear layers and experts in integers where `quantization` says so.
+    """
 
     model: PreTrainedModel
     dtype: torch.dtype
+    quantization: str | None = None
 
     @property
     def hidden_size(self) -> int:
@@ -42,6 +46,14 @@ class PaperModel(NamedTuple):
     def dtype_name(self) -> str:
         """As settings call it."""
         return str(self.dtype).removeprefix("torch.")
+
+    def spared(self, depth: int, count: int, is_output: bool = False) -> float:
+        """Bytes that integers save of `count` entries of linear layers of this depth, scales counted, as the kernels lay them out."""
+        bits = BITS[self.quantization]
+        if not bits:
+            return 0.0
+        kept = tile_bytes(depth, 8 if is_output else bits, torch.bfloat16)
+        return count * (self.dtype.itemsize - kept / (cpu.TILE * depth))
 
 
 def without_weights(name: str, dtype: str = "auto") -> PaperModel:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from echelon.model.patches.split import Part, Parts
 from echelon.parallel.rank_memory import ARRIVED, ROOM, SPINS, RankMemory
 
 SLOT = ROOM // 2  # bytes
@@ -27,29 +28,29 @@ class SharedExchange(RankMemory):
         self._views: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
         self._count, self._awaits = 0, False
 
-    def gathered(self, part: Tensor, first: int, columns: int) -> Tensor:
-        """This rank's columns from `first` on, [..., n] → [..., columns], those of all ranks, in a slot or in memory of its own."""
-        return self._in_pieces(part, first, columns, range(self.size))
+    def gathered(self, own: Tensor, parts: Parts) -> Tensor:
+        """This rank's columns [..., n] → [..., whole], those of all ranks, in a slot or in memory of its own."""
+        return self._in_pieces(own, parts[self.rank], range(self.size))
 
-    def gathered_by_first(self, part: Tensor, first: int, columns: int) -> Tensor:
-        """The same on rank 0; others wait for nobody, and what they get [..., columns] may be unfinished."""
-        return self._in_pieces(part, first, columns, range(self.size) if self.rank == 0 else ())
+    def gathered_by_first(self, own: Tensor, parts: Parts) -> Tensor:
+        """The same on rank 0; others wait for nobody, and what they get [..., whole] may be unfinished."""
+        return self._in_pieces(own, parts[self.rank], range(self.size) if self.rank == 0 else ())
 
-    def _in_pieces(self, part: Tensor, first: int, columns: int, awaited: range | tuple[()]) -> Tensor:
-        most = SLOT // (columns * part.itemsize)
-        if math.prod(part.shape[:-1]) <= most:
-            return self._exchanged(part, first, columns, awaited)
-        rows, out = part.flatten(0, -2), part.new_empty(*part.shape[:-1], columns)
-        for target, piece in zip(torch.split(out.view(-1, columns), most), torch.split(rows, most), strict=True):
-            target.copy_(self._exchanged(piece, first, columns, range(self.size)))  # awaited by all: pieces follow one another
+    def _in_pieces(self, own: Tensor, part: Part, awaited: range | tuple[()]) -> Tensor:
+        most = SLOT // (part.whole * own.itemsize)
+        if math.prod(own.shape[:-1]) <= most:
+            return self._exchanged(own, part, awaited)
+        rows, out = own.flatten(0, -2), own.new_empty(*own.shape[:-1], part.whole)
+        for target, piece in zip(torch.split(out.view(-1, part.whole), most), torch.split(rows, most), strict=True):
+            target.copy_(self._exchanged(piece, part, range(self.size)))  # awaited by all: pieces follow one another
         return out
 
-    def _exchanged(self, part: Tensor, first: int, columns: int, awaited: range | tuple[()]) -> Tensor:
-        """part [..., n] → [..., columns], which a slot holds."""
+    def _exchanged(self, own: Tensor, part: Part, awaited: range | tuple[()]) -> Tensor:
+        """own [..., n] → [..., whole], which a slot holds."""
         if self._awaits:
             self._wait_for(range(self.size))
-        whole, own = self._viewed(part, first, columns)
-        own.copy_(part)
+        whole, place = self._viewed(own, part)
+        place.copy_(own)
         self._count += 1
         self._raise(ARRIVED, self._count)
         self._awaits = not awaited
@@ -66,14 +67,14 @@ class SharedExchange(RankMemory):
                 if self.number(rank, ARRIVED) > self._count + 1:
                     raise self._parted(rank, self._count)
 
-    def _viewed(self, part: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
-        """The next slot as [..., columns], and of these the ones that `part` [..., n] goes to."""
-        key = (self._count % 2, part.dtype, part.shape, first, columns)
+    def _viewed(self, own: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+        """The next slot as [..., whole], and of these columns the ones that `own` [..., n] goes to."""
+        key = (self._count % 2, own.dtype, own.shape, part.first, part.whole)
         views = self._views.get(key)
         if views is None:
             if len(self._views) == MOST_VIEWS:
                 self._views.clear()
-            shape = (*part.shape[:-1], columns)
-            whole = self._slots[self._count % 2].view(part.dtype)[: math.prod(shape)].view(shape)
-            views = self._views[key] = whole, whole[..., first : first + part.shape[-1]]
+            shape = (*own.shape[:-1], part.whole)
+            whole = self._slots[self._count % 2].view(own.dtype)[: math.prod(shape)].view(shape)
+            views = self._views[key] = whole, whole[..., part.first : part.last]
         return views

@@ -81,6 +81,7 @@ class RankMemory:
     @contextmanager
     def connected(self, plan_hash: int) -> Iterator[None]:
         """Inside, all ranks run the pass of one plan."""
+        self.note(RECEIVED, time.monotonic_ns())
         self.note(HASH, plan_hash)
         self.is_connected, self._plan_hash, self._is_checked = True, plan_hash, False
         try:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers.utils import logging
 
+from echelon.checkpoint.digest import checkpoint_digest
 from echelon.errors import EchelonError
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
@@ -19,70 +19,93 @@ from echelon.model.attention import record_layers
 from echelon.model.load.loading import LoadedModel
 from echelon.model.runner import ModelRunner
 from echelon.ops import compiled
-from echelon.parallel.handover import Handover
 from echelon.parallel.pass_plan import PassPlan, PlanReader
-from echelon.parallel.rank_memory import RECEIVED, RankMemory
-from echelon.parallel.splits import SPLITS, Split
+from echelon.parallel.splits import SPLITS, STAGES, Split
 from echelon.parallel.stages import WorkerStage
 
 
-def serve(rank: int, size: int, descriptor: int, spins: int) -> None:
-    """Load, make room for keys and values, then run what rank 0 plans, until it closes the socket that is the standard input."""
-    with socket.socket(fileno=os.dup(0)) as connection, connection.makefile("rwb") as stream:
-        asked = json.loads(_message(stream) or "{}")
-        if not asked:
-            return
-        split = SPLITS[asked["split"]]
-        memory = split.memory(descriptor, rank, size, _go_on, spins)
-        if (loaded := _loaded(stream, split, memory, asked)) is None or not (room := json.loads(_message(stream) or "{}")):
-            return
-        cache, run = _runner(loaded, memory, room)
-        _answer(stream, {})
-        reader = PlanReader()
-        while message := _message(stream):
-            memory.note(RECEIVED, time.monotonic_ns())
-            plan = reader.read(message)
-            cache.tables.copies.extend(plan.copies)
-            with memory.connected(plan.hash):
-                run(plan)
+class WayToFirst(Protocol):
+    """A worker's way to rank 0."""
+
+    def link(self, split: Split) -> Any:
+        """The way to all ranks in a pass."""
+
+    def message(self) -> bytes:
+        """The next that rank 0 sends; empty when there will be none."""
+
+    def answer(self, value: dict[str, Any]) -> None:
+        """Tell rank 0 that what it asked is done, or why it cannot be."""
+
+
+class SocketWay:
+    """The socket that is the standard input of a worker which rank 0 has started, and the memory that both have."""
+
+    def __init__(self, rank: int, size: int, descriptor: int, spins: int) -> None:
+        self._memory = descriptor, rank, size, _go_on, spins
+        self._stream = socket.socket(fileno=os.dup(0)).makefile("rwb")
+
+    def link(self, split: Split) -> Any:
+        """The shared memory."""
+        return split.memory(*self._memory)
+
+    def message(self) -> bytes:
+        """The next one; empty when the socket is closed."""
+        head = self._stream.read(8)
+        return bytes(self._stream.read(int.from_bytes(head, "big"))) if len(head) == 8 else b""
+
+    def answer(self, value: dict[str, Any]) -> None:
+        """As JSON."""
+        message = json.dumps(value).encode()
+        self._stream.write(len(message).to_bytes(8, "big") + message)
+        self._stream.flush()
 
 
 def _go_on() -> None:
     """Rank 0 watches: it ends all workers when one is gone, and a thread of each ends it when rank 0 is."""
 
 
-def _loaded(stream: Any, split: Split, memory: RankMemory, asked: dict[str, Any]) -> LoadedModel | None:
+def serve(way: WayToFirst) -> None:
+    """Load, make room for keys and values, then run what rank 0 plans, until there is nothing more."""
+    asked = json.loads(way.message() or "{}")
+    if not asked:
+        return
+    split = SPLITS[asked["split"]]
+    link = way.link(split)
+    if (loaded := _loaded(way, split, link, asked)) is None or not (room := json.loads(way.message() or "{}")):
+        return
+    cache, run = _runner(loaded, asked["split"], link, room)
+    way.answer({})
+    reader = PlanReader()
+    while message := way.message():
+        plan = reader.read(message)
+        cache.tables.copies.extend(plan.copies)
+        with link.connected(plan.hash):
+            run(plan)
+
+
+def _loaded(way: WayToFirst, split: Split, link: Any, asked: dict[str, Any]) -> LoadedModel | None:
     """The part that the first message asks for; None where it cannot be loaded, which rank 0 is told."""
     try:
         logging.disable_progress_bar()
-        torch.set_num_threads(asked["threads"])
+        torch.set_num_threads(asked.get("threads", torch.get_num_threads()))
         compiled.set_isa(asked["isa"])
-        loaded = split.load(memory, asked["model"], asked["dtype"], asked["quantization"])
+        if asked.get("digest", "") not in ("", checkpoint_digest(asked["model"])):
+            way.answer({"error": f"{asked['model']!r} is another checkpoint here than on rank 0; copy it from there"})
+            return None
+        loaded = split.load(link, asked["model"], asked["dtype"], asked["quantization"])
     except EchelonError as error:
-        _answer(stream, {"error": str(error)})
+        way.answer({"error": str(error)})
         return None
-    _answer(stream, {})
+    way.answer({})
     return loaded
 
 
-def _runner(loaded: LoadedModel, memory: RankMemory, room: dict[str, Any]) -> tuple[KVCache, Callable[[PassPlan], object]]:
+def _runner(loaded: LoadedModel, split: str, link: Any, room: dict[str, Any]) -> tuple[KVCache, Callable[[PassPlan], object]]:
     """Blocks like those of rank 0, with this rank's heads and layers, and what runs a pass; which block is whose, rank 0 alone knows."""
     tables = BlockTables(room["num_blocks"], room["block_size"], 1)
     shapes = record_layers(loaded.model)
     cache = KVCache(shapes, tables, loaded.model.dtype, loaded.device, is_rounded=room["is_rounded"])
-    if isinstance(memory, Handover):
-        return cache, WorkerStage(loaded, cache, memory, room["wanted"]).run_plan
+    if split == STAGES:
+        return cache, WorkerStage(loaded, cache, link, room["wanted"]).run_plan
     runner = ModelRunner(loaded, cache)
     return cache, lambda plan: runner.run(plan.batch)
-
-
-def _message(stream: Any) -> bytes:
-    """The next one; empty when there will be none."""
-    head = stream.read(8)
-    return bytes(stream.read(int.from_bytes(head, "big"))) if len(head) == 8 else b""
-
-
-def _answer(stream: Any, value: dict[str, Any]) -> None:
-    message = json.dumps(value).encode()
-    stream.write(len(message).to_bytes(8, "big") + message)
-    stream.flush()

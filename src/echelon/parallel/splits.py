@@ -11,6 +11,7 @@ from echelon.model.patches.split import Share
 from echelon.model.patches.stages import Stage
 from echelon.parallel.exchange import SharedExchange
 from echelon.parallel.handover import Handover
+from echelon.parallel.messages import GroupExchange, GroupHandover, RankLink
 from echelon.parallel.rank_memory import RankMemory
 
 TENSOR, STAGES = RANKS
@@ -20,15 +21,18 @@ def _share(memory: Any, name: str, dtype: str, quantization: str | None) -> Load
     return load_share(name, Share(memory), dtype, quantization)
 
 
-def _stage(memory: RankMemory, name: str, dtype: str, quantization: str | None) -> LoadedModel:
+def _stage(memory: Any, name: str, dtype: str, quantization: str | None) -> LoadedModel:
     return load_stage(name, Stage(memory.rank, memory.size), dtype, quantization)
 
 
 class Split(NamedTuple):
-    """How ranks reach one another, and what loads a rank's part: (memory, name, dtype, quantization) → model."""
+    """How ranks reach one another in the memory of one machine, or by gloo, and what loads a rank's part: (the way there, name, dtype,
+    quantization) → model.
+    """
 
     memory: type[RankMemory]
+    link: type[RankLink]
     load: Callable[[Any, str, str, str | None], LoadedModel]
 
 
-SPLITS = {TENSOR: Split(SharedExchange, _share), STAGES: Split(Handover, _stage)}
+SPLITS = {TENSOR: Split(SharedExchange, GroupExchange, _share), STAGES: Split(Handover, GroupHandover, _stage)}

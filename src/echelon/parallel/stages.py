@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from echelon.model.hidden_states import LAYER, HiddenStateReader
 from echelon.model.load.loading import LoadedModel
 from echelon.model.runner import ModelRunner, forward
 from echelon.parallel.group import RankGroup
-from echelon.parallel.handover import Handover
 from echelon.parallel.pass_plan import PassPlan
 
 FEWEST_TOKENS = 64  # of a micro-batch: every one reads all weights again, which takes longer than fewer tokens do
@@ -34,13 +34,23 @@ def row_ends(batch: RaggedBatch, most: int) -> list[int]:
     return ends
 
 
+class StageLink(Protocol):
+    """The way from the stage before and to the one after."""
+
+    def send(self, states: Tensor) -> None:
+        """Hand on states [T, columns]; returns before they have come."""
+
+    def receive(self, into: Tensor) -> Tensor:
+        """Wait for as many states [T, columns] as `into` holds, which is returned."""
+
+
 class StageRunner(ModelRunner):
     """Runs one stage's layers. `wanted`: numbers of layers whose inputs go to rank 0, for what drafts from them.
 
     From stage to stage go states [T, (1 + n) · d]: hidden states after the stage's last layer, and those n inputs that are known by then.
     """
 
-    def __init__(self, loaded: LoadedModel, cache: KVCache, handover: Handover, wanted: Sequence[int]) -> None:
+    def __init__(self, loaded: LoadedModel, cache: KVCache, handover: StageLink, wanted: Sequence[int]) -> None:
         super().__init__(loaded, cache)
         assert loaded.stage is not None
         self.stage, self.handover = loaded.stage, handover
@@ -84,7 +94,6 @@ class FirstStage(StageRunner):
     """Rank 0's, with what is before and after all layers; blocks and rows are its own business."""
 
     def __init__(self, runner: ModelRunner, group: RankGroup, wanted: Sequence[int]) -> None:
-        assert isinstance(group.memory, Handover)
         super().__init__(runner.loaded, runner.cache, group.memory, wanted)
         self.hidden_state_reader, self.group = runner.hidden_state_reader, group
 

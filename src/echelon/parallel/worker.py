@@ -22,9 +22,9 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     rank, size, descriptor, sign_at, spins, parent = map(int, sys.argv[1:])
     threading.Thread(target=_live, args=(descriptor, sign_at, parent), daemon=True).start()
-    from echelon.parallel.serving import serve
+    from echelon.parallel.serving import SocketWay, serve
 
-    serve(rank, size, descriptor, spins)
+    serve(SocketWay(rank, size, descriptor, spins))
     os._exit(0)  # whoever waits for the end does not wait for what an interpreter tidies up
 
 

@@ -108,7 +108,7 @@ class Service:
         inputs = self.llm.inputs
         salt = key_salt if body.cache_salt is None else hmac.digest(key_salt, body.cache_salt.encode(), "sha256")
         if isinstance(body, ChatRequest):
-            encoded = [inputs.encode_chat([m.for_template() for m in body.messages])]
+            encoded = [inputs.encode_chat([m.for_template() for m in body.messages], variables=body.chat_template_kwargs)]
         else:
             encoded = [inputs.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
         all_params = [body.sampling_params(inputs.room_after(len(tokens))) for tokens in encoded]
@@ -132,7 +132,7 @@ class Service:
     def tokenize(self, body: TokenizeRequest) -> TokenizeResponse:
         """Token ids of a text or of a conversation."""
         if body.messages is not None:
-            tokens = self.llm.inputs.encode_chat([m.for_template() for m in body.messages])
+            tokens = self.llm.inputs.encode_chat([m.for_template() for m in body.messages], variables=body.chat_template_kwargs)
         else:
             tokens = self.llm.inputs.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
         pieces = [self.serializer.piece(t) for t in tokens] if body.return_token_strs else None

@@ -14,6 +14,7 @@ from types import FrameType
 import uvicorn
 
 from echelon.aio.engine_thread import POLL_SECONDS
+from echelon.errors import ConfigError
 from echelon.llm import LLM
 from echelon.server.app import create_app
 from echelon.server.config import ServerConfig
@@ -30,8 +31,9 @@ class Server(uvicorn.Server):
     """On the first SIGTERM or SIGINT, requests are refused while running ones finish, for the drain timeout; on the second, or then, they
     are cut: each is told so. Where the engine has died all have been told, and the server ends by itself."""
 
-    def __init__(self, config: uvicorn.Config, app: AdmissionMiddleware) -> None:
+    def __init__(self, config: uvicorn.Config, app: AdmissionMiddleware, on_start: Callable[[str], None] = lambda _: None) -> None:
         super().__init__(config)
+        self._on_start = on_start
         self._middleware, self._engine_thread = app, app.service.engine_thread
         self._gives_up_at = 0.0
         self.has_started, self.has_ended = threading.Event(), threading.Event()
@@ -45,7 +47,14 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if self.started:
+            self._on_start(self.url)
         self.has_started.set()
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{self.config.host}:{self.servers[0].sockets[0].getsockname()[1]}"
 
     def handle_exit(self, _sig: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -98,8 +107,24 @@ class Server(uvicorn.Server):
         return True
 
 
-def build_server(app: AdmissionMiddleware, config: ServerConfig) -> Server:
-    """A server of an application with the bounds of `config`; it does not install a log configuration."""
+def check_address(config: ServerConfig) -> None:
+    """See whether a server could listen there, before a model is read for it.
+
+    Raises
+    ------
+    ConfigError  another program listens there, or it is no address of this machine
+    """
+    with socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.host, config.port))
+        except OSError as error:
+            remedy = "give another --host" if isinstance(error, socket.gaierror) else "give another --port, or 0 for a free one"
+            raise ConfigError(f"nothing can listen on {config.host}, port {config.port}: {error.strerror}; {remedy}") from error
+
+
+def build_server(app: AdmissionMiddleware, config: ServerConfig, on_start: Callable[[str], None] = lambda _: None) -> Server:
+    """A server of an application with the bounds of `config`; it calls `on_start` with its URL, and installs no log configuration."""
     settings = uvicorn.Config(
         app,
         host=config.host,
@@ -117,14 +142,14 @@ def build_server(app: AdmissionMiddleware, config: ServerConfig) -> Server:
         timeout_graceful_shutdown=2,
         backlog=2048,
     )
-    return Server(settings, app)
+    return Server(settings, app, on_start)
 
 
-def serve_until_signal(llm: LLM, config: ServerConfig) -> int:
+def serve_until_signal(llm: LLM, config: ServerConfig, on_start: Callable[[str], None]) -> int:
     """Serve until SIGTERM or SIGINT, or the engine's death, and until the requests of that moment are answered; the exit status of the
-    process.
+    process. `on_start` is called with the URL.
     """
-    server = build_server(create_app(llm, config), config)
+    server = build_server(create_app(llm, config), config, on_start)
     server.run()
     return server.exit_status
 
@@ -138,7 +163,7 @@ def serving_in_thread(app: AdmissionMiddleware, config: ServerConfig) -> Iterato
     try:
         if not server.has_started.wait(THREAD_SECONDS):
             raise RuntimeError(f"the server has not started within {THREAD_SECONDS:.0f} s")
-        yield f"http://{config.host}:{server.servers[0].sockets[0].getsockname()[1]}", server
+        yield server.url, server
     finally:
         server.should_exit = True
         thread.join(THREAD_SECONDS)

@@ -43,7 +43,6 @@ REFUSED = {
     "suffix": "insertion before a suffix",
     "use_beam_search": "beam search",
     "chat_template": "a chat template from a client",
-    "chat_template_kwargs": "a chat template from a client",
 }
 
 REMEDIES = {
@@ -220,6 +219,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    chat_template_kwargs: dict[Text, Any] | None = Field(default=None, max_length=64, description="Variables of the chat template.")
 
     response_format: ResponseFormat | None = None
     tools: list[Any] | None = Field(default=None, max_length=0)
@@ -262,6 +262,7 @@ class TokenizeRequest(Strict):
     model: Text | None = None
     prompt: Text | None = None
     messages: Annotated[list[ChatMessage], FAST] | None = Field(default=None, min_length=1, max_length=1024)
+    chat_template_kwargs: dict[Text, Any] | None = Field(default=None, max_length=64)
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 

@@ -41,6 +41,10 @@ logger = logging.getLogger("echelon.server")
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 SENT = Logprobs(-1, 0.0, 0, {})  # stands for what a stream has sent
 DONE = b"data: [DONE]\n\n"
+NO_ROUTE = {  # the framework's own errors, by status
+    404: "there is no such route; GET /openapi.json lists those that there are",
+    405: "this route takes another method; GET /openapi.json says which",
+}
 
 
 @dataclass
@@ -97,7 +101,7 @@ def api_error(error: Exception, is_logged: bool = True) -> ApiError:
         case RequestValidationError():
             return validation_error(error.errors(), error.body)
         case HTTPException():
-            return ApiError(error.status_code, str(error.detail), headers=error.headers)
+            return ApiError(error.status_code, NO_ROUTE.get(error.status_code, str(error.detail)), headers=error.headers)
         case RequestError():
             return ApiError(400, str(error))
         case OverloadedError():

@@ -31,7 +31,7 @@ def only_trainer(folder: Path) -> Iterator[None]:
     ------
     ConfigError  another process trains there
     """
-    made_folder(folder, "--out")
+    made_folder(folder, "--output")
     lock = FileLock(folder / LOCK, blocking=False)
     try:
         lock.acquire()

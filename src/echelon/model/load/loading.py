@@ -87,7 +87,7 @@ def load_model(
     Parameters
     ----------
     name          folder (also as a path) or hub name of a checkpoint in safetensors; no code from it runs
-    dtype         "bfloat16", "float16" or "float32"; "auto": as stored
+    dtype         "bfloat16", "float16" or "float32", or PyTorch's own; "auto": as stored
     device        "cpu" or "cuda"; "auto": CUDA where PyTorch sees a device
     numerics      "invariant": a row has the same bits in any batch; "fast": the vendor's linear layers on CUDA, for engines that are "fast"
     quantization  "int8" or "int4": linear layers and experts in integers, on the CPU, rounded one by one as they are read; None: as they
@@ -100,7 +100,7 @@ def load_model(
     ConfigError             there is no such device, dtype, numerics or quantization, or no kernel for it
     """
     name = name_of(name)
-    check_settings(dtype=dtype, device=device, numerics=numerics, quantization=quantization)
+    dtype = check_settings(dtype=dtype, device=device, numerics=numerics, quantization=quantization).dtype
     chosen = devices.chosen_device(device)
     folder = Folder.locate(name, "model")
     raw = settings_of(folder)

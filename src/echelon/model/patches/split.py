@@ -52,6 +52,17 @@ PLANS: dict[type, dict[str, str] | None] = {  # where no plan stands, the config
 }
 
 
+class Part(NamedTuple):
+    """Columns first … last − 1 of `whole`."""
+
+    first: int
+    last: int
+    whole: int
+
+
+Parts = tuple[Part, ...]  # of all ranks, by their numbers
+
+
 class Exchange(Protocol):
     """The way from rank to rank. What it returns is overwritten by the gather after the next, and belongs to nobody."""
 
@@ -62,11 +73,11 @@ class Exchange(Protocol):
     def is_connected(self) -> bool:
         """Whether all ranks run the same pass now."""
 
-    def gathered(self, part: Tensor, first: int, columns: int) -> Tensor:
-        """This rank's columns from `first` on, [..., n] → [..., columns], those of all ranks."""
+    def gathered(self, own: Tensor, parts: Parts) -> Tensor:
+        """This rank's columns [..., n] → [..., whole], those of all ranks."""
 
-    def gathered_by_first(self, part: Tensor, first: int, columns: int) -> Tensor:
-        """The same on rank 0; others return without waiting, with anything of that shape [..., columns]."""
+    def gathered_by_first(self, own: Tensor, parts: Parts) -> Tensor:
+        """The same on rank 0; others need not wait, and what they get [..., whole] may be anything."""
 
 
 @dataclass(frozen=True)
@@ -86,20 +97,17 @@ class Share:
         return self.exchange.size
 
 
-class Part(NamedTuple):
-    """Columns first … last − 1 of `whole`."""
-
-    first: int
-    last: int
-    whole: int
-
-
 def part_of(columns: int, rank: int, size: int, unit: int = 1) -> Part:
     """A rank's columns, in whole tiles of the kernels where every rank gets one, else in multiples of `unit`."""
     unit = cpu.TILE if columns >= cpu.TILE * size else unit
     units = -(-columns // unit)
     first, last = (min(columns, unit * (units * r // size)) for r in (rank, rank + 1))
     return Part(first, last, columns)
+
+
+def parts_of(columns: int, size: int, unit: int = 1) -> Parts:
+    """`part_of` every rank."""
+    return tuple(part_of(columns, rank, size, unit) for rank in range(size))
 
 
 def heads_of(columns: int, num_heads: int, rank: int, size: int) -> Part:
@@ -165,6 +173,10 @@ class Cutter:
         """For a class of models and its configuration; as `plan_of`."""
         return cls(plan_of(model, config), *_num_heads(config), share.rank, share.size)
 
+    def everyone(self) -> list[Cutter]:
+        """Those of all ranks, by their numbers."""
+        return [replace(self, rank=rank) for rank in range(self.size)]
+
     def kind(self, name: str) -> str | None:
         """How the plan cuts a layer."""
         return self.plan.get(re.sub(r"\.\d+\.", ".*.", name))
@@ -189,10 +201,10 @@ def _is_attention(name: str) -> bool:
 
 
 class Cuts(NamedTuple):
-    """Of a model that has been cut: what goes into its projections back to hidden states, and which columns of the output each has here."""
+    """Of a model that has been cut: what goes into its projections back to hidden states, and which columns of the output each rank has."""
 
-    linear: dict[nn.Module, tuple[Part, Part]]
-    experts: dict[nn.Module, tuple[Part, Part]]
+    linear: dict[nn.Module, tuple[Parts, Parts]]
+    experts: dict[nn.Module, tuple[Parts, Parts]]
 
 
 @torch.no_grad()
@@ -205,7 +217,8 @@ def cut_model(model: PreTrainedModel, share: Share) -> Cuts:
             cuts.experts[module] = _cut_experts(module, share.rank, share.size)
         elif isinstance(module, nn.Linear) and (part := cutter.columns(name, len(module.weight))) is not None:
             if cutter.kind(name) == BACK:
-                cuts.linear[module] = cutter.inner(name, module.weight.shape[1]), part
+                count, depth = module.weight.shape
+                cuts.linear[module] = tuple(one.inner(name, depth) for one in cutter.everyone()), parts_of(count, share.size)
             _cut(module, part)
         elif name.endswith(".self_attn") and getattr(module, "num_heads", None) == cutter.num_heads:
             module.num_heads = cutter.num_heads // share.size
@@ -221,13 +234,13 @@ def _cut(module: Any, part: Part) -> None:
     module.out_features = part.last - part.first
 
 
-def _cut_experts(module: Any, rank: int, size: int) -> tuple[Part, Part]:
+def _cut_experts(module: Any, rank: int, size: int) -> tuple[Parts, Parts]:
     """Of stacks [E, 2 I, K], whose gate stands before what it gates, and [E, K, I]."""
     joint, back = module.gate_up_proj, module.down_proj
-    inner, outer = part_of(joint.shape[1] // 2, rank, size), part_of(back.shape[1], rank, size)
-    halves = [half[:, inner.first : inner.last] for half in joint.chunk(2, 1)]
+    inner, outer = parts_of(joint.shape[1] // 2, size), parts_of(back.shape[1], size)
+    halves = [half[:, inner[rank].first : inner[rank].last] for half in joint.chunk(2, 1)]
     module._parameters["gate_up_proj"] = nn.Parameter(torch.cat(halves, 1), requires_grad=False)
-    module._parameters["down_proj"] = nn.Parameter(back[:, outer.first : outer.last].clone(), requires_grad=False)
+    module._parameters["down_proj"] = nn.Parameter(back[:, outer[rank].first : outer[rank].last].clone(), requires_grad=False)
     return inner, outer
 
 
@@ -247,40 +260,41 @@ def _connect_output(model: PreTrainedModel, exchange: Exchange) -> None:
     """Rank 0 keeps the whole output layer, which heads that draft read too; others what is theirs, unless an embedding shares it."""
     output: Any = model.get_output_embeddings()
     whole, bias, _ = linear_parts(output.forward)
-    part = part_of(whole.columns, exchange.rank, exchange.size, cpu.TILE)
+    parts = parts_of(whole.columns, exchange.size, cpu.TILE)
+    part = parts[exchange.rank]
     own = cpu.columns_of(whole, part.first, part.last)
     if exchange.rank and output.weight is not model.get_input_embeddings().weight:
         own = replace(own, data=own.data.clone())
         whole, output.weight = own, nn.Parameter(absent(tuple(output.weight.shape), own.data, own.dtype), requires_grad=False)
-    output.forward = PatchedForward(_output, whole, own, bias, exchange, part)
+    output.forward = PatchedForward(_output, whole, own, bias, exchange, parts)
 
 
-def _back(packed: PackedWeight, bias: Tensor | None, exchange: Exchange, inner: Part, outer: Part, x: Tensor) -> Tensor:
+def _back(packed: PackedWeight, bias: Tensor | None, exchange: Exchange, inner: Parts, outer: Parts, x: Tensor) -> Tensor:
     """This rank's part of x [..., K] → [..., N], from all of x. The models served add it to the residual before they gather again."""
     out = devices.backend_of(x).packed_linear(_gathered(exchange, x, inner), packed, bias)
     return _gathered(exchange, out, outer)
 
 
-def _output(whole: PackedWeight, own: PackedWeight, bias: Tensor | None, exchange: Exchange, part: Part, x: Tensor) -> Tensor:
+def _output(whole: PackedWeight, own: PackedWeight, bias: Tensor | None, exchange: Exchange, parts: Parts, x: Tensor) -> Tensor:
     """Logits float32 [..., V] of x [..., K], on rank 0."""
-    backend = devices.backend_of(x)
+    backend, part = devices.backend_of(x), parts[exchange.rank]
     if not exchange.is_connected and whole.columns == part.whole:
         return backend.packed_linear(x, whole, bias, float32=True)
     given = None if bias is None else bias[part.first : part.last].contiguous()
     is_empty = part.first == part.last
     out = x.new_empty(*x.shape[:-1], 0, dtype=torch.float32) if is_empty else backend.packed_linear(x, own, given, float32=True)
-    return exchange.gathered_by_first(out, part.first, part.whole).clone() if exchange.is_connected else _beside_zeros(out, part)
+    return exchange.gathered_by_first(out, parts).clone() if exchange.is_connected else _beside_zeros(out, part)
 
 
 def _through_experts(
-    experts: Experts, exchange: Exchange, inner: Part, outer: Part, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    experts: Experts, exchange: Exchange, inner: Parts, outer: Parts, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """Run hidden [T, K] through each token's experts, of index and weight [T, k] → [T, K], as `_back`."""
     return _gathered(exchange, experts.run(hidden, top_k_index, top_k_weights, lambda x: _gathered(exchange, x, inner)), outer)
 
 
-def _gathered(exchange: Exchange, x: Tensor, part: Part) -> Tensor:
-    return exchange.gathered(x, part.first, part.whole) if exchange.is_connected else _beside_zeros(x, part)
+def _gathered(exchange: Exchange, x: Tensor, parts: Parts) -> Tensor:
+    return exchange.gathered(x, parts) if exchange.is_connected else _beside_zeros(x, parts[exchange.rank])
 
 
 def _beside_zeros(x: Tensor, part: Part) -> Tensor:
