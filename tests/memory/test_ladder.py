@@ -241,7 +241,7 @@ def test_flags_make_the_same_engine(folder: Path) -> None:
 @pytest.mark.parametrize("drafts", [[], ["--speculative-config.method", "ngram"]], ids=["plain", "ngram"])
 def test_a_server_with_the_flags_is_the_same_server(drafts: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[LLM] = []
-    monkeypatch.setattr(serving, "serve_until_signal", lambda llm, _config: served.append(llm))
+    monkeypatch.setattr(serving, "serve_until_signal", lambda llm, *_: served.append(llm))
     asked = ("--dtype", "bfloat16", "--max-num-seqs", "4", "--max-model-len", str(toys.CONTEXT))
     whole = json.loads(run("plan", str(folder), "--json", *asked, *drafts).stdout)
     budget = ("--dtype", "bfloat16", "--memory", str(whole["total_bytes"] - MIB // 4))
