@@ -130,6 +130,3 @@ def main() -> None:
     except EchelonError as error:
         errors.print(f"[red]error:[/] {escape(str(error))}", highlight=False)
         sys.exit(2)
-    except KeyboardInterrupt:
-        errors.print("interrupted")
-        sys.exit(130)
