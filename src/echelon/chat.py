@@ -58,7 +58,7 @@ def render_chat(
     RequestError      the template refuses the conversation, fails, takes too long or too much memory, or its text is too long
     TextProcessError  there is no process to render it in
     """
-    trouble, variables = "the chat template cannot render this conversation", variables or {}
+    trouble, variables = "the chat template cannot render this conversation", {} if variables is None else variables
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
         raise RequestError(f"chat_template_kwargs is {shown(variables)}; give a mapping such as {{'enable_thinking': False}}")
     if taken := RESERVED & variables.keys():

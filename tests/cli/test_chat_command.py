@@ -61,6 +61,7 @@ def test_an_interrupt_ends_the_answer_and_the_chat_goes_on(talk: Chat, shown: Sh
             signal.raise_signal(signal.SIGINT)
         show(text, is_drafted)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background may have been told to ignore it
     talk.show = interrupting
     talk.ask("class Stack:")
     assert 0 < talk.last.num_tokens < 24
@@ -68,7 +69,7 @@ def test_an_interrupt_ends_the_answer_and_the_chat_goes_on(talk: Chat, shown: Sh
     talk.show = show
     talk.ask("go on")
     assert talk.last.num_tokens == 24
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
 def test_a_message_that_does_not_fit_is_dropped(talk: Chat) -> None:

@@ -41,7 +41,6 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["plan", T, "--device", "h100", "-pp", "5"], "pipeline_parallel_size = 5 is not between 1 and the model's 4 layers"),
     (["plan", T, "--device", "h100", "--devices", "file"], "devices cannot be read from 'file'"),
     (["plan", T, "--device", "h100", "--speculation"], "give --speculative-config too"),
-    (["plan", T, "--device", "h100", "--quantization", "int8"], "on paper leave it out"),
     (["plan", T, "--device", "titan-rtx", "--dtype", "bfloat16"], "no speed in bfloat16; choose another --dtype (float32, float16)"),
     (["plan", T, "--device", "h100", "--speculative-config.method", "draft_model"], "give --tokens-per-step"),
     (["generate", T, "a", "-tp", "3"], "tensor_parallel_size = 3 does not divide the 8 attention heads"),

@@ -21,7 +21,7 @@ from echelon.estimate.shapes import PaperModel
 from echelon.model.attention import IMPLEMENTATION, RecordingAttention, run_one_token
 from echelon.model.load.loading import load_share
 from echelon.model.patches.linear import packed_weights
-from echelon.model.patches.split import Share, cut_model
+from echelon.model.patches.split import Parts, Share, cut_model
 
 WIDE = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 3}
 KINDS = ("llama", "qwen2", "qwen3", "mistral", "opt", "mixtral")
@@ -34,15 +34,16 @@ class NotedExchange:
         self.rank, self.size, self.is_connected = rank, size, False
         self.whole, self.own = [0, 0], [0, 0]  # of gathers for all, and for rank 0
 
-    def gathered(self, part: Tensor, first: int, columns: int, for_first: int = 0) -> Tensor:
-        whole = part.new_zeros(*part.shape[:-1], columns)
-        whole[..., first : first + part.shape[-1]] = part
+    def gathered(self, own: Tensor, parts: Parts, for_first: int = 0) -> Tensor:
+        part = parts[self.rank]
+        whole = own.new_zeros(*own.shape[:-1], part.whole)
+        whole[..., part.first : part.first + own.shape[-1]] = own
         self.whole[for_first] += whole.nbytes
-        self.own[for_first] += part.nbytes
+        self.own[for_first] += own.nbytes
         return whole
 
-    def gathered_by_first(self, part: Tensor, first: int, columns: int) -> Tensor:
-        return self.gathered(part, first, columns, 1)
+    def gathered_by_first(self, own: Tensor, parts: Parts) -> Tensor:
+        return self.gathered(own, parts, 1)
 
 
 def toy(kind: str) -> PreTrainedModel:
