@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstring>
 
@@ -156,22 +157,24 @@ void check_type(Random& random) {
         combine(call, unit, sections);
       }
   const double rounding = type == Storage::float32 ? 1e-5 : type == Storage::float16 ? 2e-3 : 1.6e-2;
-  const double allowed = rounding * std::max(1.0, static_cast<double>(key_size) / 256.0);  // of large heads scores are sums of many products
   for (int64_t token = 0; token < tokens; ++token)
     for (int64_t head = 0; head < heads; ++head) {
       const auto& path = batch.slots[static_cast<size_t>(token)];
       const size_t first = window && path.size() > static_cast<size_t>(window) ? path.size() - static_cast<size_t>(window) : 0;
       std::vector<double> scores;
-      double highest = has_sinks ? sinks.as<float>()[head] : -INFINITY;
+      double highest = has_sinks ? sinks.as<float>()[head] : -INFINITY, products = 0.0;
       for (size_t i = first; i < path.size(); ++i) {
-        double score = 0.0;
-        for (int64_t d = 0; d < key_size; ++d)
-          score += double(N::widen(query.as<Stored>()[(token * heads + head) * key_size + d])) *
-                   number(keys, at(path[i], head / group), key_size, d);
-        score *= scale;
+        double score = 0.0, size = 0.0;
+        for (int64_t d = 0; d < key_size; ++d) {
+          const double product = double(N::widen(query.as<Stored>()[(token * heads + head) * key_size + d])) *
+                                 number(keys, at(path[i], head / group), key_size, d);
+          score += product, size += std::abs(product);
+        }
+        score *= scale, products = std::max(products, size * scale);
         scores.push_back(softcap > 0.0f ? std::tanh(score / softcap) * softcap : score);
         highest = std::max(highest, scores.back());
       }
+      const double allowed = rounding + products * FLT_EPSILON;  // a weight is off by as much, relatively, as its score absolutely
       double total = has_sinks ? std::exp(sinks.as<float>()[head] - highest) : 0.0;
       for (double& score : scores) total += score = std::exp(score - highest);
       for (int64_t d = 0; d < value_size; ++d) {
