@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import sys
 
 import pytest
 import servers
@@ -17,7 +16,7 @@ from echelon.server.http import check_address
 
 
 def test_a_port_that_is_taken_is_said_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["echelon.cli.serve"], "LLM", lambda *_, **__: pytest.fail("a model is read for nothing"))
+    monkeypatch.setattr("echelon.cli.serve.LLM", lambda *_, **__: pytest.fail("a model is read for nothing"))
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         done = in_process(capsys, monkeypatch)("serve", TARGET, "--port", port)

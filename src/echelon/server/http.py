@@ -54,7 +54,8 @@ class Server(uvicorn.Server):
     @property
     def url(self) -> str:
         """Where it listens."""
-        return f"http://{self.config.host}:{self.servers[0].sockets[0].getsockname()[1]}"
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        return f"http://{host}:{self.servers[0].sockets[0].getsockname()[1]}"
 
     def handle_exit(self, _sig: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
