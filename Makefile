@@ -26,8 +26,8 @@ docs: $(READY)
 pair: $(READY)
 	$(BIN)/python -m echelon.train.pair src/echelon/demo/pair
 
-# The pair of the study, on Python source and on English text in STUDY_TEXT, fetched where it is not there (some four hours on two cores;
-# resumable).
+# The pair of the study, on Python source and on English text in STUDY_TEXT, fetched where it is not there (some four hours on two cores,
+# minutes on a CUDA device; resumable).
 STUDY_TEXT ?= $(CURDIR)/build/study/text
 study: $(READY)
 	[ -d $(STUDY_TEXT) ] || scripts/study_text.sh $(STUDY_TEXT)

@@ -35,7 +35,7 @@ from echelon.heads.base import Head
 from echelon.heads.checkpoints import build_head
 from echelon.model.load.loading import LoadedModel, load_model, load_plain
 from echelon.train.examples import Teacher
-from echelon.train.heads import ROWS_PER_BATCH, TrainingConfig, learn, train_head
+from echelon.train.heads import TrainingConfig, learn, train_head
 from echelon.train.text import Data, prepare
 
 PROMPT_TOKENS, BATCH_SIZE, CALIBRATION_STEPS = 128, 16, 6
@@ -124,7 +124,7 @@ class Study:
         times = []
         for step in range(CALIBRATION_STEPS):
             start = time.perf_counter()
-            learn(teacher, self.data.batch(0, step, ROWS_PER_BATCH), depth, plan, step)
+            learn(teacher, self.data.batch(0, step, plan.batch_size), depth, plan, step)
             times.append(time.perf_counter() - start)
         return sorted(times)[CALIBRATION_STEPS // 2] * 1.15  # the optimisers' share, and the evaluations
 

@@ -2,8 +2,8 @@
 
 A cell is a family of instructions, a drafter, a batch size and a temperature, on the embedded pair grown to 1.1 billion parameters. Two
 prompts a row, of 32 tokens, go on by 64; rows enter as others finish, and speed is that of steps that read no prompt. All settings take
-turns. A fixed one that is below HOPELESS × plain in the run that warms up takes none, and one below DROPPED in its first round no more. The
-best of the others is chosen in the even rounds and compared with in the odd ones, so that no luck of the same rounds makes it the best.
+turns. A fixed one that is below HOPELESS × plain in the run that warms up takes none, and one below DROPPED in its first round no more. In
+each round "auto" is compared with what is the best of the others in all other rounds, so that no luck of a round makes it the best there.
 """
 
 from __future__ import annotations
@@ -98,13 +98,18 @@ def over_plain(speeds: Mapping[str, SequenceOf[float]]) -> dict[str, float]:
 
 
 def ratios(speeds: Mapping[str, SequenceOf[float]]) -> tuple[float, float, str]:
-    """Speed of "auto" over plain decoding and over the best other setting, which is chosen in the even rounds, and its name."""
+    """Speed of "auto" over plain decoding and over the best other setting, which for each round the other rounds choose; and the name of
+    the one that all of them choose.
+    """
     auto = speeds["auto"]
     others = {name: v for name, v in speeds.items() if name != "auto" and len(v) == len(auto)}
-    best = max(others, key=lambda name: statistics.median(others[name][::2]))
-    later = slice(1, None, 2) if len(auto) > 1 else slice(None)
-    over_best = statistics.median(a / b for a, b in zip(auto[later], others[best][later], strict=True))
-    return over_plain(speeds)["auto"], over_best, best
+
+    def best(without: int | None = None) -> str:
+        rounds = [i for i in range(len(auto)) if i != without] or [0]
+        return max(others, key=lambda name: statistics.median(others[name][i] for i in rounds))
+
+    over_best = statistics.median(speed / others[best(i)][i] for i, speed in enumerate(auto))
+    return over_plain(speeds)["auto"], over_best, best()
 
 
 def readme_table(records: Mapping[str, Record], family: str) -> list[str]:

@@ -209,6 +209,15 @@ def _compared(what: str, ours: ThroughputResult, theirs: SequenceOf[ThroughputRe
 
 # a CUDA device
 
+ON_DEVICE = {  # by how the names of its cells begin
+    "tests": "the tests that need a device",
+    "equality": "equal texts in every dtype",
+    "attention": "attention",
+    "plain": "plain decoding's share of the memory's speed and the host's gaps",
+    "table": "Table 2 at its own size",
+    "transformers": "`transformers` beside it",
+}
+
 
 def gpu_table(names: Iterable[str], records: dict[str, Record]) -> tuple[str, bool]:
     """The lines of these cells, which `scripts/gpu_check.sh` prints, and whether all of them were measured and hold."""
@@ -233,9 +242,10 @@ def gpu_part(evidence: Path) -> list[str]:
         return [
             title,
             "**Not measured yet.** Triton's interpreter and a simulated device test the kernels and the engine on the CPU; no GPU has "
-            "confirmed them, and no speed there is known. `scripts/gpu_check.sh` measures in one run: equal texts in every dtype, Table 2 "
-            "at its own size, plain decoding's share of the memory's speed and the host's gaps, attention, and `transformers` beside it.",
+            f"confirmed them, and no speed there is known. `scripts/gpu_check.sh` measures {', '.join(ON_DEVICE.values())}.",
         ]
     records = Records(evidence).read()
     where = next(iter(records.values()))["environment"]
-    return [title, f"`scripts/gpu_check.sh` on {described(where)}.", gpu_table(records, records)[0]]
+    missing = [what for cell, what in ON_DEVICE.items() if not any(name.startswith(cell) for name in records)]
+    rest = [f"Not measured yet: {', '.join(missing)}."] if missing else []
+    return [title, f"`scripts/gpu_check.sh` on {described(where)}.", gpu_table(records, records)[0], *rest]

@@ -33,7 +33,8 @@ from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench.inflate import inflate_with_heads
 from echelon.bench.throughput import DecodingMethod, EngineRun, environment
 from echelon.model.load.loading import LoadedModel, adopt_model, load_model, load_plain
-from echelon.train.heads import ROWS_PER_BATCH, TrainingConfig, train_head
+from echelon.ops.devices import chosen_device
+from echelon.train.heads import TrainingConfig, train_head
 from echelon.train.sources import HELD_OUT
 from echelon.train.text import Data, fingerprint, prepare
 
@@ -62,12 +63,14 @@ class Lineage:
     shares: tuple[int, ...] = (100,)
     stages: STAGES = "both"
 
-    def training(self, share: int, steps: int, fine_tuning: int) -> TrainingConfig:
+    def training(self, share: int, steps: int, fine_tuning: int, batch_size: int) -> TrainingConfig:
         """Settings of the head with this share; a checkpoint lies where its constant part ends."""
         first, most = share * steps // 100, share * steps // 100 + fine_tuning
         numbers = {"both": (first, fine_tuning), "pretraining": (most, 0), "fine-tuning": (0, most), "neither": (most, None)}[self.stages]
-        every = max(steps // 100, first // 10) if self.stages == "both" and first else max(1, most // 10)
-        return TrainingConfig(self.method, numbers[0], every=every, seed=self.seed, options=self.options, fine_tuning=numbers[1])
+        every = max(first // 4, min(first, steps // 10)) if self.stages == "both" and first else max(1, most // 4)
+        return TrainingConfig(
+            self.method, numbers[0], every=every, seed=self.seed, options=self.options, fine_tuning=numbers[1], batch_size=batch_size
+        )
 
 
 def lineages() -> list[Lineage]:
@@ -104,23 +107,32 @@ class LawStudy:
         questions: Path | None = None,
         parameters: int = 0,
         continuations: int = 4096,
+        batch_size: int = 8,
+        device: str = "auto",
     ) -> None:
         if steps < 100 or steps % 100:
             raise ConfigError(f"--steps {steps} cannot be divided into shares of a hundredth; give a multiple of 100")
         self._target, self._work, self._steps, self._fine_tuning = target, work, steps, fine_tuning
         self._text, self._questions, self._parameters, self._continuations = text, questions, parameters, continuations
+        self._batch_size, self._device = batch_size, chosen_device(device)
         self._lineages = {lineage.name: lineage for lineage in lineages()}
 
     @cached_property
     def _teaching(self) -> tuple[Any, Data]:
         """The target as it is trained with, and texts."""
         plain, tokenizer = load_plain(self._target)
+        plain = plain.to(self._device)
         return plain, prepare(plain, tokenizer, self._text, self._work / "data", self._continuations)
 
     @cached_property
     def settings(self) -> Record:
         """What a record depends on, besides the sources: a record of other settings is measured again."""
-        return {"target": fingerprint(load_plain(self._target)[0]), "steps": self._steps, "fine_tuning": self._fine_tuning}
+        return {
+            "target": fingerprint(load_plain(self._target)[0]),
+            "steps": self._steps,
+            "fine_tuning": self._fine_tuning,
+            "batch_size": self._batch_size,
+        }
 
     @cached_property
     def target(self) -> LoadedModel:
@@ -139,7 +151,7 @@ class LawStudy:
         folder = self._work / name / f"{share:03d}"
         if (folder / "model.safetensors").exists():
             return str(folder)
-        config, end = lineage.training(share, self._steps, self._fine_tuning), folder / "constant.pt"
+        config, end = lineage.training(share, self._steps, self._fine_tuning, self._batch_size), folder / "constant.pt"
         earlier = [s for s in lineage.shares if 0 < s < share]
         if earlier and not (folder / "checkpoint.pt").exists():
             before = Path(self.head(name, earlier[-1])) / "constant.pt"
@@ -175,7 +187,7 @@ class LawStudy:
         return {"emitted": [entry for part in found for entry in part]}
 
     def of_head(self, name: str, share: int) -> Record:
-        a_step = ROWS_PER_BATCH * (self._teaching[1].continuations.shape[1] - 1)
+        a_step = self._batch_size * (self._teaching[1].continuations.shape[1] - 1)
         return {
             "pretrained": share * self._steps // 100 * a_step,
             **self.emitted({"method": self._lineages[name].method, "model": self.head(name, share)}),
@@ -226,12 +238,16 @@ class LawStudy:
         return {"speeds": speeds, "tokens_per_step": a_step}
 
 
+def all_heads() -> dict[str, tuple[str, int]]:
+    """Lineage and share of every trained head, by the name of its cell."""
+    return {f"{line.name}_t{share:03d}": (line.name, share) for line in lineages() for share in line.shares}
+
+
 def cells(study: LawStudy, rounds: int) -> list[Cell]:
     """Everything that the page is made of."""
-    heads = [(line.name, share) for line in lineages() for share in line.shares]
     return [
         Cell("oracle", study.oracle),
-        *(Cell(f"{name}_t{share:03d}", partial(study.of_head, name, share)) for name, share in heads),
+        *(Cell(name, partial(study.of_head, *head)) for name, head in all_heads().items()),
         *(Cell(f"tasks_{method}", partial(study.tasks, method)) for method in COMPARED),
         *(Cell(f"speed_b{batch:02d}", partial(study.speed, batch, rounds)) for batch in BATCHES),
     ]
@@ -256,15 +272,33 @@ def main(arguments: list[str] | None = None) -> int:
         "--work": {"type": Path, "default": Path("build/laws"), "help": "folder of training runs"},
         "--text": {"type": Path, "action": "append", "help": "files and folders to learn from; Python source of this machine without"},
         "--questions": {"type": Path, "help": "Spec-Bench's question.jsonl"},
-        "--steps": {"type": int, "default": 2400, "help": "of pretraining, batches of about 2,000 tokens"},
+        "--steps": {"type": int, "default": 2400, "help": "of pretraining"},
         "--fine-tuning-steps": {"type": int, "default": 240},
+        "--batch-size": {"type": int, "default": 8, "help": "texts of 256 tokens a step"},
+        "--device": {"choices": ("auto", "cpu", "cuda"), "default": "auto", "help": "that heads are trained on"},
+        "--train": {"action": "store_true", "help": "train the heads and measure nothing: on another machine, say"},
         "--parameters": {"type": int, "default": 1_100_000_000, "help": "that the target is grown to for speeds; 0: as it is"},
         "--rounds": {"type": int, "default": 3},
         "--continuations": {"type": int, "default": 4096, "help": "texts that the target writes for its heads"},
     }
     asked = asked_of(__doc__, "laws", more, arguments)
     steps = asked.steps, asked.fine_tuning_steps
-    study = LawStudy(asked.target, asked.work, *steps, asked.text, asked.questions, asked.parameters, asked.continuations)
+    study = LawStudy(
+        asked.target,
+        asked.work,
+        *steps,
+        asked.text,
+        asked.questions,
+        asked.parameters,
+        asked.continuations,
+        asked.batch_size,
+        asked.device,
+    )
+    if asked.train:
+        for name, (lineage, share) in all_heads().items():
+            if not asked.prefixes or name.startswith(tuple(asked.prefixes)):
+                study.head(lineage, share)
+        return 0
     common, records = {"settings": study.settings, "environment": environment()}, Records(asked.output)
     asked_for = chosen(cells(study, asked.rounds), asked.prefixes)
     found = run_cells(asked_for, records, common, lambda _, record: record["settings"] == study.settings)

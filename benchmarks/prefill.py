@@ -188,7 +188,7 @@ class PrefilledRun:
         config = self._method.config
         models = [self._target, *([self._draft] if config and config["method"] == "draft_model" and self._draft else [])]
         num_slots = self._max_model_len + BLOCK + (config or {}).get("num_speculative_tokens", 0)
-        num_bytes = num_rows * num_slots * bytes_per_token(*models)
+        num_bytes = (num_rows * num_slots + BLOCK) * bytes_per_token(*models)  # captured passes take a block for themselves
         check_memory(num_bytes, f"{self.name} with {num_rows} rows of {num_slots} tokens", self._target.device)
         llm = LLM(
             self._target,

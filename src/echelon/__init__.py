@@ -56,7 +56,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Load what is asked for: PyTorch and transformers take seconds, which the help of a command need not wait for."""
     if name == "__version__":
-        return import_module("importlib.metadata").version("echelon")
+        return import_module(f"{__name__}.release").version()
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{HOMES[name]}"), name)

@@ -6,7 +6,6 @@ import hashlib
 import logging
 import math
 import os
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from echelon.acceptance import Exact, Rejection, Rule, Typical
@@ -41,6 +40,7 @@ from echelon.parallel.runner import split_storage
 from echelon.parallel.splits import STAGES, TENSOR
 from echelon.parallel.starting import load_in_ranks
 from echelon.prefix_cache import PrefixCache
+from echelon.release import version
 from echelon.scheduler import LONGEST_PATH, Scheduler
 from echelon.sequence import Sequence
 from echelon.stats import Stats, Usage
@@ -318,7 +318,7 @@ def _prefix_cache(config: EngineConfig, storage: Storage) -> PrefixCache | None:
         return None
     models = [runner.loaded for runner in storage.runners]
     contexts = [m.original_context for m in models if m.original_context is not None]
-    fixed = [version("echelon"), str(models[0].device), config.numerics, *map(model_key, models)]
+    fixed = [version(), str(models[0].device), config.numerics, *map(model_key, models)]
 
     def root(sequence: Sequence) -> bytes:
         switches = [(len(sequence) if c.is_read_anew else sequence.num_prompt_tokens) > c.length for c in contexts]

@@ -11,7 +11,8 @@ from benchmarks.workloads import SMALL
 def test_the_best_other_is_chosen_in_the_other_rounds() -> None:
     speeds = {"plain": [10.0, 10.0], "auto": [12.0, 12.0], "1": [20.0, 6.0], "2": [11.0, 24.0], "dropped": [1.0]}
     over_plain, over_best, best = ratios(speeds)
-    assert (over_plain, over_best, best) == (pytest.approx(1.2), pytest.approx(2.0), "1")
+    assert (over_plain, over_best, best) == (pytest.approx(1.2), pytest.approx((12 / 11 + 12 / 6) / 2), "2")
+    assert ratios({name: v[:1] for name, v in speeds.items()})[1:] == (pytest.approx(12 / 20), "1")
 
 
 def test_a_single_setting_is_one_for_all_cells() -> None:
@@ -23,6 +24,8 @@ def test_a_single_setting_is_one_for_all_cells() -> None:
 
 def test_a_cell_in_small() -> None:
     record = measure("draft_model", 2, 0.0, 2, SMALL)
-    assert set(record["speeds"]) == set(settings_of("draft_model", {}))
+    measured, hopeless = set(record["speeds"]), set(record["hopeless"])  # which are hopeless, the machine decides
+    assert measured | hopeless == set(settings_of("draft_model", {})) and not measured & hopeless
+    assert {"plain", "auto"} <= measured
     assert len(record["speeds"]["auto"]) == 2
     assert record["adaptive"]["num_steps"] > 0

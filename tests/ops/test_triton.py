@@ -53,7 +53,8 @@ class World:
 
     def __init__(self, lengths: list[int], kv_heads: int, sizes: tuple[int, int], dtype: torch.dtype) -> None:
         num_blocks = 2 * sum(-(-n // BLOCK) for n in lengths) + 60
-        self.tables, generator = BlockTables(num_blocks, BLOCK, 60), torch.Generator().manual_seed(len(lengths))
+        a_row = max(60, *(-(-n // BLOCK) for n in lengths))
+        self.tables, generator = BlockTables(num_blocks, BLOCK, a_row), torch.Generator().manual_seed(len(lengths))
         self.stored = [torch.full((num_blocks, kv_heads, BLOCK, size), torch.nan, dtype=dtype) for size in sizes]
         for row, length in enumerate(lengths):
             slots = self.reserve(row, length)
@@ -310,7 +311,8 @@ def test_blocks_of_their_own_size_are_right(dtype: torch.dtype) -> None:
     x, weight = random(130, 520, dtype=dtype), random(140, 520, dtype=dtype, seed=1)
     assert linear.splits_of(140, 520) == 2
     whole = linear_invariant(x.to(DEVICE), weight.to(DEVICE), float32=True)
-    assert torch.allclose(whole.cpu().double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
+    scale = float((x.double().abs() @ weight.double().abs().T).max())
+    assert float((whole.cpu().double() - x.double() @ weight.double().T).abs().max()) < 1e-6 * scale
     assert torch.equal(linear_invariant(x[3:4].to(DEVICE), weight.to(DEVICE), float32=True), whole[3:4])
     assert not linear._arrived(whole.device, linear.PROGRAMS).any(), "as the next launch must find it"
 

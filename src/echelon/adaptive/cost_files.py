@@ -8,7 +8,6 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from echelon.errors import ConfigError, EchelonError
 from echelon.inputs import cache_folder, first_line, write_text
 from echelon.ops import compiled
 from echelon.ops.devices import cpu_name
+from echelon.release import version
 from echelon.settings import Settings
 
 logger = logging.getLogger("echelon")
@@ -34,7 +34,7 @@ def machine_key(device: torch.device) -> dict[str, str]:
     """What of this machine and its software decides how long a step takes."""
     is_device = device.type == "cuda"
     return {
-        "echelon": version("echelon"),
+        "echelon": version(),
         "torch": torch.__version__,
         "processor": torch.cuda.get_device_name(device) if is_device else cpu_name(),
         "isa": compiled.isa() if compiled.is_built() and not is_device else "none",

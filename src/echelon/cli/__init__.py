@@ -10,7 +10,6 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from echelon.cli.words import SPECULATIVE, errors, from_argument
 from echelon.errors import EchelonError
+from echelon.release import version
 
 VERBS = ("generate", "chat", "verify", "drafters", "inspect", "plan", "doctor", "inflate", "quantize", "serve", "train", "convert", "bench")
 
@@ -82,7 +82,7 @@ def _summary(verb: str) -> str:
 
 def _print_version(is_wanted: bool) -> None:
     if is_wanted:
-        typer.echo(f"echelon {version('echelon')}")
+        typer.echo(f"echelon {version()}")
         raise typer.Exit
 
 

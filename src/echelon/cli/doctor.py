@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-from importlib.metadata import version
 from typing import Annotated
 
 import torch
@@ -24,6 +23,7 @@ from echelon.inputs import cache_folder
 from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.linear import framework_layers
 from echelon.ops import compiled
+from echelon.release import version
 
 
 def doctor(
@@ -35,7 +35,7 @@ def doctor(
     if model is None and speculative_config is not None:
         raise ConfigError(f"{SPECULATIVE} needs a model to draft for; name it")
     report: dict[str, str] = {
-        "echelon": version("echelon"),
+        "echelon": version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

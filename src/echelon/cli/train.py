@@ -18,6 +18,7 @@ from echelon.cli.words import SPECULATIVE, errors
 from echelon.inputs import made_folder, shown
 from echelon.methods import METHODS, Can, head_class, method_names
 from echelon.model.load.loading import load_plain
+from echelon.ops.devices import chosen_device
 from echelon.train.draft_model import RATE, train_draft_model
 from echelon.train.heads import TrainingConfig, train_head
 from echelon.train.text import prepare
@@ -36,10 +37,11 @@ def train(
     data: Annotated[
         Path | None, typer.Option(help="Folder for tokens and the target's own text, to share between runs; OUTPUT/data.")
     ] = None,
-    steps: Annotated[int, typer.Option(help="Batches of about 2,000 tokens; of a method that pretrains, those of raw text.", min=0)] = 1000,
+    steps: Annotated[int, typer.Option(help="Batches; of a method that pretrains, those of raw text.", min=0)] = 1000,
     fine_tuning_steps: Annotated[
         int | None, typer.Option(help="Batches of the model's own text after pretraining; a quarter of --steps without.", min=0)
     ] = None,
+    batch_size: Annotated[int, typer.Option(help="Texts of 257 tokens a step, of heads.", min=2)] = 8,
     rate: Annotated[float | None, typer.Option(help="Peak learning rate; the method's own without.", min=0.0)] = None,
     every: Annotated[int, typer.Option(help="Steps between checkpoints and evaluations.", min=1)] = 100,
     seed: Annotated[int, typer.Option(help="Of initial weights, batches and noise of heads.", min=0)] = 0,
@@ -52,6 +54,7 @@ def train(
     num_heads: Annotated[int | None, typer.Option(help="Heads of Medusa (5) or Clover (3).", min=1, max=16)] = None,
     ablate: Annotated[str | None, typer.Option(help="Blocks of Clover to leave out, with commas: " + ", ".join(BLOCKS))] = None,
     draft_vocab_size: Annotated[int | None, typer.Option(help="Tokens that EAGLE-3 can draft: the most frequent.", min=8)] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: CUDA where there is a device.")] = "auto",
     num_continuations: Annotated[int, typer.Option(help="Texts that the model writes for its drafter.", min=1)] = 4096,
 ) -> None:
     """Train heads, or a draft model, on the frozen MODEL: from text, and from what it says itself.
@@ -66,8 +69,12 @@ def train(
     if is_model and fine_tuning_steps is not None:
         raise ConfigError(f"method {method} does not pretrain; leave --fine-tuning-steps out")
     is_soft = None if targets is None else targets == "soft"
-    config = None if is_model else TrainingConfig(method, steps, rate, every, seed, is_soft, options, fine_tuning=fine_tuning_steps)
+    config = None
+    if not is_model:
+        rest: dict[str, Any] = {"options": options, "fine_tuning": fine_tuning_steps, "batch_size": batch_size}
+        config = TrainingConfig(method, steps, rate, every, seed, is_soft, **rest)
     made_folder(output, "--output")
+    where = chosen_device(device)
     what = "draft model" if is_model else f"{method} head"
     errors.print(
         f"training a {what}: the model first writes {num_continuations:,} texts, then {config.num_steps if config else steps:,} steps "
@@ -75,6 +82,7 @@ def train(
         highlight=False,
     )
     target, tokenizer = load_plain(model)
+    target = target.to(where)
     texts = prepare(target, tokenizer, text, data or output / "data", num_continuations)
     if config is None:
         train_draft_model(target, tokenizer, texts.text, output, data or output / "data", steps, RATE if rate is None else rate, every)

@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing, asynccontextmanager
-from importlib.metadata import version
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -21,6 +20,7 @@ from echelon.aio.engine_thread import EngineThread
 from echelon.aio.request_handle import RequestHandle
 from echelon.errors import EchelonError, RequestError
 from echelon.llm import LLM
+from echelon.release import version
 from echelon.sampling import seed_of
 from echelon.sequence import RowState
 from echelon.server.config import ServerConfig, id_of
@@ -198,7 +198,7 @@ def create_app(llm: LLM, config: ServerConfig) -> AdmissionMiddleware:
 
     app = FastAPI(
         title="echelon",
-        version=version("echelon"),
+        version=version(),
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -284,7 +284,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/version")
     async def show_version() -> VersionResponse:
         """The version of this server."""
-        return VersionResponse(version=version("echelon"))
+        return VersionResponse(version=version())
 
 
 def _alive(is_alive: bool) -> Response:

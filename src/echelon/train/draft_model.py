@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field, StrictFloat, StrictInt
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from echelon.inputs import check_kind, name_of
@@ -62,7 +62,7 @@ def train_draft_model(
     out, data = Path(name_of(out, "out")), Path(name_of(data, "data"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        draft = LlamaForCausalLM._from_config(draft_config(target.config), attn_implementation="sdpa")
+        draft = LlamaForCausalLM._from_config(draft_config(target.config), attn_implementation="sdpa").to(target.device)
     with only_trainer(out):
         distil(target, draft, tokens, out, data / "continuations.npy", steps, rate, every)
         with writing(out / "model"):
@@ -70,34 +70,43 @@ def train_draft_model(
             tokenizer.save_pretrained(out / "model")
 
 
-def distil(target: nn.Module, draft: nn.Module, tokens: Tokens, work: Path, file: Path, steps: int, rate: float, every: int) -> None:
+def distil(
+    target: PreTrainedModel, draft: PreTrainedModel, tokens: Tokens, work: Path, file: Path, steps: int, rate: float, every: int
+) -> None:
     """Train a draft model for acceptance by a frozen target.
 
     Half of each batch is text, half are the target's own continuations, sampled at SAMPLING_TEMPERATURE and kept in `file`.
     """
     continuations, num_rows = target_continuations(target, tokens, file), TOKENS_PER_BATCH // 512
-    compiled = torch.compile(draft_loss, dynamic=False)
+    loss_of = compiled(draft_loss, target.device)
 
     def learn(step: int) -> dict[str, float]:
         text = batch(tokens, 1_000_000 + step, continuations.shape[1] - 1, num_rows)
         chosen = np.random.default_rng([2025, step]).integers(0, len(continuations), num_rows)
-        loss = compiled(target, draft, torch.cat([text, torch.from_numpy(continuations[chosen].astype(np.int64))]))
-        loss.backward()  # type: ignore[no-untyped-call]
+        ids = torch.cat([text, torch.from_numpy(continuations[chosen].astype(np.int64))])
+        loss = loss_of(target, draft, ids.to(target.device))
+        loss.backward()
         return {"loss": float(loss.detach())}
 
     trainer = Trainer({"draft": draft}, work / "draft.pt", steps, steps, rate)
-    run_phase("draft", trainer, learn, target, draft, tokens, work, every)
+    run_phase("draft", trainer, learn, target, draft, tokens, work, every, TOKENS_PER_BATCH)
+
+
+def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """The function compiled for the CPU; a CUDA device makes the steps of a small model sooner than it would compile them."""
+    return torch.compile(function, dynamic=False) if device.type == "cpu" else function
 
 
 def run_phase(
     phase: str,
     trainer: Trainer,
     learn: Callable[[int], dict[str, float]],
-    target: nn.Module,
-    draft: nn.Module,
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
     tokens: Tokens,
     work: Path,
     every: int,
+    tokens_per_batch: int,
 ) -> None:
     """Make a phase's steps; held-out losses stand in `work`/log.jsonl, and what is left to do on standard error."""
     start = time.monotonic()
@@ -105,7 +114,7 @@ def run_phase(
     def evaluated(done: int) -> dict[str, Any]:
         losses = evaluate(target, draft, tokens[HELD_OUT])
         print(f"held-out: target {losses[0]:.3f}, draft {losses[1]:.3f} nats a token", file=sys.stderr, flush=True)
-        return {"tokens": done * TOKENS_PER_BATCH, "held_out": losses}
+        return {"tokens": done * tokens_per_batch, "held_out": losses}
 
     def report(done: int, losses: dict[str, float]) -> None:
         if done % 10 == 0:
@@ -117,23 +126,25 @@ def run_phase(
 
 
 @torch.no_grad()
-def evaluate(target: nn.Module, draft: nn.Module, held_out: np.ndarray, num_windows: int = 48, length: int = 1024) -> tuple[float, float]:
+def evaluate(
+    target: PreTrainedModel, draft: PreTrainedModel, held_out: np.ndarray, num_windows: int = 48, length: int = 1024
+) -> tuple[float, float]:
     """(target, draft) loss on evenly spaced held-out windows, nats a token, every position counted."""
     length = min(length, len(held_out) - 1)
     starts = np.linspace(0, len(held_out) - length - 1, num_windows).astype(int)
     totals = [0.0, 0.0]
     for start in starts:
-        ids = torch.from_numpy(held_out[start : start + length + 1].astype(np.int64))[None]
+        ids = torch.from_numpy(held_out[start : start + length + 1].astype(np.int64))[None].to(target.device)
         for i, model in enumerate((target, draft)):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autocast(ids.device.type, dtype=torch.bfloat16):
                 logits = model(input_ids=ids[:, :-1], use_cache=False).logits
             totals[i] += float(F.cross_entropy(logits[0].float(), ids[0, 1:]))
     return totals[0] / num_windows, totals[1] / num_windows
 
 
-def draft_loss(target: nn.Module, draft: nn.Module, ids: Tensor) -> Tensor:
+def draft_loss(target: PreTrainedModel, draft: PreTrainedModel, ids: Tensor) -> Tensor:
     """KL(target ‖ draft) plus the total variation at SAMPLING_TEMPERATURE, which bounds acceptance (DistillSpec, Zhou et al. 2024)."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(ids.device.type, dtype=torch.bfloat16):
         with torch.no_grad():
             target_logits = target(input_ids=ids[:, :-1], use_cache=False).logits.float().flatten(0, 1)
         draft_logits = draft(input_ids=ids[:, :-1], use_cache=False).logits.float().flatten(0, 1)

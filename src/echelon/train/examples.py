@@ -59,6 +59,11 @@ class Teacher:
         self.target, self.head = target, head
         self._reader = HiddenStateReader(target, (*head.hidden_state_names, "last"))
 
+    @property
+    def device(self) -> torch.device:
+        """Where the target computes, and the head is trained."""
+        return torch.device(self.target.device)
+
     @torch.no_grad()
     def examples(self, ids: Tensor, depth: int, is_soft: bool) -> Examples:
         """One pass of the target over `ids` int64[B, N]; with its distributions if `is_soft`."""

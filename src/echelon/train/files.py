@@ -111,7 +111,7 @@ def load_checkpoint(path: Path) -> dict[str, Any] | None:
         return None
     if whole != written[0]:
         logger.warning("%s is damaged; training goes on from the checkpoint before, %s", written[0], whole)
-    return dict(torch.load(whole, weights_only=True))
+    return dict(torch.load(whole, map_location="cpu", weights_only=True))
 
 
 class _Hashing:

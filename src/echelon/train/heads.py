@@ -29,8 +29,8 @@ from echelon.train.losses import depth_loss, noised
 from echelon.train.text import Data, fingerprint
 from echelon.train.trainer import Log, Trainer, draw
 
-ROWS_PER_BATCH = 8
 MOST_SEEDS = 2**31  # a batch's seed is ten million times this one's, and 64 bits hold it
+TEXTS_EVALUATED = 8  # at once
 DEPTHS_EVALUATED = 5  # of heads that can go on for ever
 Report = Callable[[int, int, float], None]  # steps done, steps in all, loss
 
@@ -39,9 +39,9 @@ Report = Callable[[int, int, float], None]  # steps done, steps in all, loss
 class TrainingConfig:
     """Settings of a run; `ConfigError` for one that is out of its range.
 
-    `rate`: peak learning rate; `is_soft`: the targets are the frozen model's distributions; `depth`: tokens ahead that training looks;
-    None: the recipe's. `options` are the head's. Of a method that pretrains, `steps` are those of pretraining, which may be none; then come
-    `fine_tuning`, a quarter as many without.
+    `batch_size`: texts a step; `rate`: peak learning rate; `is_soft`: the targets are the frozen model's distributions; `depth`: tokens
+    ahead that training looks; None: the recipe's. `options` are the head's. Of a method that pretrains, `steps` are those of pretraining,
+    which may be none; then come `fine_tuning`, a quarter as many without.
     """
 
     method: StrictStr
@@ -53,6 +53,7 @@ class TrainingConfig:
     options: tuple[tuple[StrictStr, Any], ...] = ()
     depth: Annotated[StrictInt, Field(ge=1)] | None = None
     fine_tuning: Annotated[StrictInt, Field(ge=0)] | None = None
+    batch_size: Annotated[StrictInt, Field(ge=2)] = 8
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -80,11 +81,11 @@ class TrainingConfig:
         return max(1, self._num_fine_tuning or int(self.recipe.fall * self.steps))
 
     def ids(self, data: Data, step: int) -> Tensor:
-        """int64[ROWS_PER_BATCH, N]: the texts of a step."""
+        """int64[batch_size, N]: the texts of a step."""
         if not self.recipe.pretrains:
-            return data.batch(self.seed, step, ROWS_PER_BATCH)
+            return data.batch(self.seed, step, self.batch_size)
         take = data.text_batch if step < self.steps else data.continuation_batch
-        return take(self.seed, step, ROWS_PER_BATCH)
+        return take(self.seed, step, self.batch_size)
 
     @property
     def recipe(self) -> Recipe:
@@ -163,7 +164,8 @@ def learn(teacher: Teacher, ids: Tensor, depth: int, config: TrainingConfig, ste
     """
     head, recipe, total = teacher.head, config.recipe, 0.0
     generator = torch.Generator().manual_seed(config.seed * 10_000_000 + step)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    ids = ids.to(teacher.device)
+    with torch.autocast(ids.device.type, dtype=torch.bfloat16):
         examples = teacher.examples(ids, depth, recipe.is_soft)
         features = noised(examples.features, recipe, examples.num_positions, generator)
         states = list(unroll(head, examples, features, depth))
@@ -184,9 +186,9 @@ def evaluate(teacher: Teacher, texts: np.ndarray) -> Accuracy:
     head = teacher.head
     depth = head.max_depth or DEPTHS_EVALUATED
     hits: list[list[Tensor]] = [[] for _ in range(depth)]
-    for rows in np.array_split(texts, max(1, len(texts) // ROWS_PER_BATCH)):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            examples = teacher.examples(torch.from_numpy(rows.astype(np.int64)), depth, False)
+    for rows in np.array_split(texts, max(1, len(texts) // TEXTS_EVALUATED)):
+        with torch.autocast(teacher.device.type, dtype=torch.bfloat16):
+            examples = teacher.examples(torch.from_numpy(rows.astype(np.int64)).to(teacher.device), depth, False)
             for k, states in enumerate(unroll(head, examples, examples.features, depth)):
                 hits[k].append(head.logits(states, k).topk(5).indices == examples.token(2 + k)[:, None])
     is_hit = torch.stack([torch.cat(h) for h in hits]).float()  # [depth, positions, 5]
@@ -201,6 +203,7 @@ def _new_head(target: PreTrainedModel, data: Data, config: TrainingConfig) -> He
         head = build_head(config.method, target, **dict(config.options))
     head.choose_vocabulary(torch.from_numpy(np.bincount(data.continuations.ravel(), minlength=target.config.get_text_config().vocab_size)))
     head.start_from(target)
+    head.to(target.device)
     return head
 
 

@@ -80,4 +80,4 @@ def noised(features: Tensor, recipe: Recipe, length: int, generator: torch.Gener
     if not recipe.noise:
         return features
     noise = (torch.rand(features.shape, generator=generator) - 0.5) * 2 * recipe.noise * 512 / length
-    return features + noise.to(features.dtype)
+    return features + noise.to(features)

@@ -21,10 +21,11 @@ import torch
 import torch.nn.functional as F
 import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from echelon.train.draft_model import HEAD_SIZE, TOKENS_PER_BATCH, distil, run_phase
+from echelon.ops.devices import chosen_device
+from echelon.train.draft_model import HEAD_SIZE, TOKENS_PER_BATCH, compiled, distil, run_phase
 from echelon.train.files import only_trainer
 from echelon.train.sources import GIVEN, HELD_OUT, WHEELS, Document, check_source, documents, documents_of, manifest, with_held_out
 from echelon.train.text import MIX, MOST_TOKENS, Tokens, batch, tokenize
@@ -117,9 +118,9 @@ def prepare_pair(work: Path, pair: Pair, sources: Sequence[Path]) -> tuple[PreTr
     return PreTrainedTokenizerFast.from_pretrained(folder), dict(np.load(file))
 
 
-def pair_losses(target: nn.Module, draft: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
+def pair_losses(target: PreTrainedModel, draft: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Cross-entropy of the target and KL(target ‖ draft) of the draft, both in nats a token."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(ids.device.type, dtype=torch.bfloat16):
         target_logits = target(input_ids=ids[:, :-1], use_cache=False).logits
         draft_logits = draft(input_ids=ids[:, :-1], use_cache=False).logits
     target_logits = target_logits.float().flatten(0, 1)
@@ -139,32 +140,45 @@ def sequence_length(step: int, steps: int, decay: int, context: int) -> int:
     return 512 if step >= steps // 4 else 256
 
 
-def export(out: Path, pair: Pair, tokenizer: PreTrainedTokenizerFast, target: nn.Module, draft: nn.Module, work: Path) -> None:
-    """bf16 checkpoints under `out`/target and `out`/draft, in files under 16 MiB, with tokenizer and manifest."""
-    for name, model, size in (("target", target, pair.target), ("draft", draft, pair.draft)):
-        copy = LlamaForCausalLM(pair.config(size))
-        copy.load_state_dict(model.state_dict())
-        copy.to(torch.bfloat16).save_pretrained(out / name, max_shard_size="12MB")
-        tokenizer.save_pretrained(out / name)
+def export(folder: Path, tokenizer: PreTrainedTokenizerFast, model: PreTrainedModel) -> None:
+    """A bf16 checkpoint in files under 16 MiB, with its tokenizer."""
+    copy = LlamaForCausalLM(model.config)
+    copy.load_state_dict(model.state_dict())
+    copy.to(torch.bfloat16).save_pretrained(folder, max_shard_size="12MB")
+    tokenizer.save_pretrained(folder)
+
+
+def export_history(out: Path, work: Path) -> None:
+    """What the pair was made from, and its losses on held-out text."""
     (out / "manifest.json").write_text((work / "manifest.json").read_text())
     lines = [line for line in (work / "log.jsonl").read_text().splitlines(keepends=True) if "held_out" in line]
     (out / "training.jsonl").write_text("".join(lines))
 
 
 def train_together(
-    pair: Pair, target: nn.Module, draft: nn.Module, tokens: Tokens, work: Path, steps: int, decay: int, rate: float, every: int
+    pair: Pair,
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    tokens: Tokens,
+    work: Path,
+    steps: int,
+    decay: int,
+    rate: float,
+    every: int,
+    batch_tokens: int,
 ) -> None:
     """First phase: the target learns the text and the draft model learns the target, on the same batches."""
-    compiled = torch.compile(pair_losses, dynamic=False)
+    losses = compiled(pair_losses, target.device)
 
     def learn(step: int) -> dict[str, float]:
         length = sequence_length(step, steps, decay, pair.context)
-        cross_entropy, divergence = compiled(target, draft, batch(tokens, step, length, TOKENS_PER_BATCH // length))
-        (cross_entropy + divergence).backward()  # type: ignore[no-untyped-call]
+        ids = batch(tokens, step, length, max(1, batch_tokens // length)).to(target.device)
+        cross_entropy, divergence = losses(target, draft, ids)
+        (cross_entropy + divergence).backward()
         return {"cross_entropy": float(cross_entropy.detach()), "divergence": float(divergence.detach())}
 
     trainer = Trainer({"target": target, "draft": draft}, work / "checkpoint.pt", steps, decay, rate)
-    run_phase("pair", trainer, learn, target, draft, tokens, work, every)
+    run_phase("pair", trainer, learn, target, draft, tokens, work, every, batch_tokens)
 
 
 def main(
@@ -172,9 +186,11 @@ def main(
     work: Annotated[Path, typer.Option(help="Folder for tokens and resumable checkpoints.")] = Path("build/pair"),
     study: Annotated[bool, typer.Option("--study", help="The pair of the study: 12 layers, a context of 8,192.")] = False,
     text: Annotated[list[Path] | None, typer.Option(help="Files and folders to learn from besides Python source.")] = None,
-    steps: Annotated[int, typer.Option(help="Batches of 8,192 tokens for both models.")] = 1800,
+    steps: Annotated[int, typer.Option(help="Batches for both models.")] = 1800,
     decay: Annotated[int, typer.Option(help="Last of these, with falling rate and longer sequences.")] = 400,
     draft_steps: Annotated[int, typer.Option(help="Batches for the draft model alone.")] = 1000,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch for both models.")] = TOKENS_PER_BATCH,
+    device: Annotated[str, typer.Option(help="auto: CUDA where there is a device; cpu; cuda.")] = "auto",
     rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
     every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
 ) -> None:
@@ -182,15 +198,18 @@ def main(
     pair = STUDY if study else EMBEDDED
     for source in text or []:
         check_source(source)
+    where = chosen_device(device)
     with only_trainer(work):
         tokenizer, tokens = prepare_pair(work, pair, text or [])
         print({group: len(array) for group, array in tokens.items()}, flush=True)
         torch.manual_seed(0)
         configs = (pair.config(size) for size in (pair.target, pair.draft))
-        target, draft = (LlamaForCausalLM._from_config(config, attn_implementation="sdpa") for config in configs)
-        train_together(pair, target, draft, tokens, work, steps, decay, rate, every)
+        target, draft = (LlamaForCausalLM._from_config(config, attn_implementation="sdpa").to(where) for config in configs)
+        train_together(pair, target, draft, tokens, work, steps, decay, rate, every, batch_tokens)
+        export(out / "target", tokenizer, target)
         distil(target.eval().requires_grad_(False), draft, tokens, work, work / "continuations.npy", draft_steps, rate, every)
-        export(out, pair, tokenizer, target, draft, work)
+        export(out / "draft", tokenizer, draft)
+        export_history(out, work)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from echelon.errors import ConfigError
@@ -33,6 +33,7 @@ Tokens = dict[str, np.ndarray]
 MIX = {"stdlib": 0.4, "stdlib-tests": 0.15, "wheels": 0.45, GIVEN: 1.2}
 SAMPLING_TEMPERATURE = 0.8  # of the target's own text
 PROMPT_LENGTH = 32
+TEXTS_AT_ONCE = {"cpu": 128, "cuda": 2048}  # that the target writes
 WINDOW = 257  # tokens of a training text
 MOST_TOKENS = 100_000_000  # of a data set, which is streamed
 
@@ -62,20 +63,21 @@ def batch(tokens: Tokens, step: int, length: int, num_rows: int) -> Tensor:
 
 
 @torch.no_grad()
-def target_continuations(target: nn.Module, tokens: Tokens, file: Path, count: int = 4096, length: int = 257) -> np.ndarray:
+def target_continuations(target: PreTrainedModel, tokens: Tokens, file: Path, count: int = 4096, length: int = 257) -> np.ndarray:
     """[count, length] in the dtype of `tokens`: what the target samples after 32 tokens of text; made once and read again."""
     if not file.exists():
-        parts = []
-        with torch.random.fork_rng(devices=[]):
+        parts, device = [], target.device
+        at_once = TEXTS_AT_ONCE[device.type]
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(7)
-            for i in range(0, count, 128):
-                prompts = batch(tokens, 2_000_000 + i, 63, min(128, count - i))[:, :PROMPT_LENGTH]
-                with torch.autocast("cpu", dtype=torch.bfloat16):
+            for i in range(0, count, at_once):
+                prompts = batch(tokens, 2_000_000 + i, 63, min(at_once, count - i))[:, :PROMPT_LENGTH].to(device)
+                with torch.autocast(device.type, dtype=torch.bfloat16):
                     options = {"do_sample": True, "temperature": SAMPLING_TEMPERATURE, "top_k": 0, "eos_token_id": None, "pad_token_id": 1}
                     mask, new = torch.ones_like(prompts), length - PROMPT_LENGTH
-                    out = target.generate(prompts, attention_mask=mask, max_new_tokens=new, **options)  # type: ignore[operator]
-                parts.append(out.numpy().astype(next(iter(tokens.values())).dtype))
-                print(f"target's own text: {min(i + 128, count)}/{count}", file=sys.stderr, flush=True)
+                    out = target.generate(prompts, attention_mask=mask, max_new_tokens=new, **options)
+                parts.append(out.cpu().numpy().astype(next(iter(tokens.values())).dtype))
+                print(f"target's own text: {min(i + at_once, count)}/{count}", file=sys.stderr, flush=True)
         with replacing(file) as part:
             np.save(part, np.concatenate(parts))
     return np.asarray(np.load(file))
@@ -105,7 +107,7 @@ class Data:
 
 
 def prepare(
-    target: nn.Module, tokenizer: Any, sources: Sequence[Path] | None, folder: Path, count: int = 4096, num_tokens: int = MOST_TOKENS
+    target: PreTrainedModel, tokenizer: Any, sources: Sequence[Path] | None, folder: Path, count: int = 4096, num_tokens: int = MOST_TOKENS
 ) -> Data:
     """Texts of `sources` (files, folders, data sets), or Python source that stands on this machine, and the target's continuations; made
     once and read again. Of a data set some `num_tokens` tokens are read.
@@ -130,12 +132,12 @@ def prepare(
         return _prepared(target, tokenizer, sources, folder, count, num_tokens)
 
 
-def _prepared(target: nn.Module, tokenizer: Any, sources: Sequence[Path] | None, folder: Path, count: int, num_tokens: int) -> Data:
+def _prepared(target: PreTrainedModel, tokenizer: Any, sources: Sequence[Path] | None, folder: Path, count: int, num_tokens: int) -> Data:
     """Read the texts in a folder, or make those that are missing; no other process does so meanwhile."""
     hashes = [digest_of(s) for s in sources or []]
     _check_same(folder / "data.json", {"target": fingerprint(target), "files": hashes, "continuations": count})
     text = _tokens(tokenizer, sources, folder / "tokens.npz", num_tokens)
-    window = min(WINDOW, int(target.config.max_position_embeddings))  # type: ignore[union-attr,arg-type]
+    window = min(WINDOW, int(target.config.max_position_embeddings))
     for group, array in text.items():
         if len(array) < 2 * window:
             raise ConfigError(
@@ -147,10 +149,10 @@ def _prepared(target: nn.Module, tokenizer: Any, sources: Sequence[Path] | None,
     return Data(text, continuations, target_continuations(target, held_out, folder / "held_out_continuations.npy", count, window))
 
 
-def fingerprint(target: nn.Module) -> str:
+def fingerprint(target: PreTrainedModel) -> str:
     """A digest that tells a target from another: of its configuration and some of its weights."""
-    digest = hashlib.sha256(target.config.to_json_string().encode())  # type: ignore[union-attr,operator]
-    digest.update(target.get_input_embeddings().weight[:64].detach().float().cpu().numpy().tobytes())  # type: ignore[operator]
+    digest = hashlib.sha256(target.config.to_json_string().encode())
+    digest.update(target.get_input_embeddings().weight[:64].detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
