@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.adaptive import as_markdown, measure, over_single, ratios, settings_of
+from benchmarks.adaptive import as_markdown, measure, most, over_single, ratios, settings_of
 from benchmarks.workloads import SMALL
 
 
@@ -19,7 +19,17 @@ def test_a_single_setting_is_one_for_all_cells() -> None:
     records = [{"speeds": {"plain": [10.0], "auto": [20.0], "1": [20.0]}}, {"speeds": {"plain": [10.0], "auto": [10.0], "1": [5.0]}}]
     over, best = over_single(records)
     assert (over, best) == (pytest.approx(2**0.5), pytest.approx(2**0.5))
-    assert "auto over the best single setting" in as_markdown({"a_b1": records[0], "a_b2": records[1]})
+    assert "auto over the best single setting" in as_markdown({f"a_b{i}": r | {"whole": r["speeds"]} for i, r in enumerate(records)})
+
+
+def test_a_repeated_cell_misses_by_its_interval() -> None:
+    """Fifteen rounds, of which the middle one is just below the goal, and as many above as below."""
+    around = {"plain": [100.0] * 15, "auto": [89.0 + i for i in range(15)]}
+    assert 0.96 < most([a / 100.0 for a in around["auto"]]) <= 1.03
+    below = {"plain": [100.0] * 15, "auto": [80.0 + i for i in range(15)]}
+    record = {"speeds": {"plain": [10.0], "auto": [5.0]}, "whole": {"plain": [10.0], "auto": [5.0]}}
+    lines = [as_markdown({"a_b1": record | {"repeated": {"speeds": s}}}).splitlines()[2] for s in (around, below)]
+    assert "| yes |" in lines[0] and "| **no** |" in lines[1]
 
 
 def test_a_cell_in_small() -> None:
