@@ -20,8 +20,10 @@ from echelon.sampling import Sampler, SamplingParams
 
 TOKENS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of a pass
 PER_ROW = 4  # new tokens of a row in such passes
-ROUNDS = 4
-LONG_MS = 250.0  # of a pass that is measured once
+TURNS, LONG_TURNS = 4, 2  # of every pass at least; of one
+LONG_MS = 250.0  # long
+ALIKE = 1.1  # times the least time the next one may be: a single short turn on a busy machine would make what is next to it look dear
+PATIENCE = 15.0  # seconds after which the least is taken as it is
 LONG = 1024  # keys of a row whose reading is measured
 
 
@@ -89,19 +91,31 @@ def _nothing() -> None:
     """A processor has done its work when a call returns."""
 
 
-def _least(works: SequenceOf[Callable[[], object]], wait: Callable[[], object]) -> list[float]:
-    """Milliseconds of each of these, done by turns; what comes first is not counted, and long ones take part in one turn more. `wait`
+def _least(
+    works: SequenceOf[Callable[[], object]], wait: Callable[[], object], clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Milliseconds of each of these, the least of turns that go on until another was about as short; the first is not counted. `wait`
     returns when all that was asked for is done.
     """
     taken: list[list[float]] = [[] for _ in works]
     works[0]()
-    for _ in range(ROUNDS + 1):
-        for work, times in zip(works, taken, strict=True):
-            if len(times) > 1 and times[-1] > LONG_MS:
+    begin = clock()
+    while any(waiting := [not _is_sure(times) for times in taken]):
+        if clock() - begin > PATIENCE and all(len(times) > 1 for times in taken):
+            break
+        for work, times, is_waiting in zip(works, taken, waiting, strict=True):
+            if not is_waiting:
                 continue
             wait()
-            start = time.perf_counter()
+            start = clock()
             work()
             wait()
-            times.append((time.perf_counter() - start) * 1e3)
+            times.append((clock() - start) * 1e3)
     return [max(min(times[1:]), 1e-6) for times in taken]
+
+
+def _is_sure(times: SequenceOf[float]) -> bool:
+    """Whether enough turns were taken, of which two were about as short."""
+    counted = sorted(times[1:])
+    enough = LONG_TURNS if counted and counted[0] > LONG_MS else TURNS
+    return len(counted) >= enough and counted[1] <= ALIKE * counted[0]
