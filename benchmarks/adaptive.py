@@ -2,10 +2,10 @@
 
 A cell is a family of instructions, a drafter, a batch size and a temperature, on the embedded pair grown to 1.1 billion parameters. Some
 prompts a row, of 32 tokens, go on by 64; rows enter as others finish. Speed is that of steps that read no prompt while all rows are taken:
-rows that draft finish apart, and what the last of them do alone is no matter of this batch size. All settings take turns. A fixed one that
-is below HOPELESS × plain in the run that warms up takes none, and one below DROPPED in its first round no more. In each round "auto" is
-compared with what is the best of the others in all other rounds, so that no luck of a round makes it the best there. With --repeat a cell
-that misses is measured again in REPEATS rounds, beside its best others alone, and misses if the interval of 95 % lies below the goal.
+rows that draft finish apart, and what the last of them do alone is no matter of this batch size. All settings take turns; a fixed one below
+DROPPED × plain in its first round takes no more. In each round "auto" is compared with what is the best of the others in all other rounds, so
+that no luck of a round makes it the best there. With --repeat a cell that misses is measured again in REPEATS rounds, beside its best others
+alone, and misses if the interval of 95 % lies below the goal.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WAVES = {1: 4, 4: 4, 8: 3, 16: 2, 32: 2}  # prompts a row
 REPEATS, BEST = 15, 3  # rounds and others of a cell that is repeated
 BATCHES, CHAINS, TREES = (1, 4, 8, 16, 32), (1, 2, 3, 4, 6, 8), (4, 12, 24, 60)
 DRAFTERS = ("ngram", "draft_model", "eagle_tree")
-HOPELESS, DROPPED = 0.4, 0.67  # × plain
+DROPPED = 0.67  # × plain
 LEVEL, GAIN, WORTH = 0.97, 1.10, 1.13  # goal of every cell; goal over the best single setting, and where it holds
 Settings = dict[str, dict[str, Any] | None]
 
@@ -73,12 +73,10 @@ def measure(drafter: str, batch_size: int, temperature: float, rounds: int, size
     settings = settings_of(drafter, folders)
     runs = {name: FullSteps(name, settings[name], target, models.draft, batch_size) for name in only or settings}
     few = params.model_copy(update={"max_tokens": 8})
-    looks = {name: run.run(prompts[:batch_size], few).decoding_speed for name, run in runs.items()}
-    hopeless = {n: v / looks["plain"] for n, v in looks.items() if n not in ("plain", "auto") and v < HOPELESS * looks["plain"]}
+    for run in runs.values():
+        run.warm_up(prompts[:batch_size], few)
     expected = None
     for turn, (name, run) in product(range(rounds), runs.items()):
-        if name in hopeless:
-            continue
         if turn and name not in ("plain", "auto") and speeds[name][0] < DROPPED * speeds["plain"][0]:
             continue
         found = run.run(prompts, params)
@@ -87,7 +85,7 @@ def measure(drafter: str, batch_size: int, temperature: float, rounds: int, size
             raise ConfigError(f"{name}: a text differs from that of plain decoding")
         speeds.setdefault(name, []).append(run.full_speed)
         whole.setdefault(name, []).append(found.decoding_speed)
-    return {"speeds": speeds, "whole": whole, "hopeless": hopeless, "adaptive": runs["auto"].result(batch_size, []).adaptive}
+    return {"speeds": speeds, "whole": whole, "adaptive": runs["auto"].result(batch_size, []).adaptive}
 
 
 class FullSteps(EngineRun):
