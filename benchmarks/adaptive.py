@@ -194,10 +194,13 @@ def as_markdown(records: Mapping[str, Record]) -> str:
         speeds, is_repeated = record.get("repeated", record)["speeds"], "repeated" in record
         of_plain, of_best, best = by_round(speeds)
         is_met = min(most(v) if is_repeated else statistics.median(v) for v in (of_plain, of_best)) >= LEVEL
+        whole = f"{over_plain(record['whole'])['auto']:.2f}" if "whole" in record else "the same"
         shown = [f"{statistics.median(v):.2f}" + (f" (up to {most(v):.2f})" if is_repeated else "") for v in (of_plain, of_best)]
-        lines.append((name, *shown, best, "yes" if is_met else "**no**", f"{over_plain(record['whole'])['auto']:.2f}"))
+        lines.append((name, *shown, best, "yes" if is_met else "**no**", whole))
         groups.setdefault(name.rpartition("_b")[0], []).append(record)
     parts = [table(["cell", "auto over plain", "over the best other", "which", "met", "over plain with the last rows"], lines)]
+    if any("whole" not in record for record in records.values()):
+        parts.append("The same: a record from before speeds were told apart, of two prompts a row; speed is that of the whole run.")
     summary = [(group, *(f"{x:.2f}" for x in over_single(own))) for group, own in groups.items() if len(own) > 1]
     if summary:
         parts.append(table(["", "auto over the best single setting", "best of every batch over it"], summary))
