@@ -262,7 +262,7 @@ def right_arguments(folder: Path, llm: LLM) -> dict[str, dict[str, Any]]:
         "train_draft_model": {"target": TRAINED, "tokenizer": None, "tokens": {}, "out": folder / "file", "data": folder / "data",
                               "steps": 1, "rate": 0.1, "every": 1},
         "TrainingConfig": {"method": "medusa", "steps": 1, "rate": None, "every": 1, "seed": 0,
-                           "is_soft": None, "options": (), "depth": None, "fine_tuning": None},
+                           "is_soft": None, "options": (), "depth": None, "fine_tuning": None, "batch_size": 8},
     }  # fmt: skip
 
 
