@@ -139,3 +139,12 @@ def test_cells_and_settings(toy: Path, tmp_path: Path) -> None:
         LawStudy(str(toy), tmp_path, 150, 2)
     with pytest.raises(ConfigError, match="--questions"):
         LawStudy(str(toy), tmp_path, 100, 2).tasks("eagle")
+
+
+def test_heads_may_be_trained_and_nothing_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[tuple[str, int]] = []
+    monkeypatch.setattr(LawStudy, "head", lambda _, name, share: trained.append((name, share)))
+    output = tmp_path / "evidence" / "laws"
+    assert laws(["--target", "nowhere", "--train", "--output", str(output), "d2_s0_t00", "eagle"]) == 0
+    assert trained == [("d2_s0", share) for share in SHARES if share < 10] + [("eagle", 100), ("eagle3", 100)]
+    assert not list(output.iterdir())

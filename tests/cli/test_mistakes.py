@@ -22,6 +22,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ([*TRAIN, "--output", "run", "--text", "folder"], "is a folder without a UTF-8 file; give text"),
     ([*TRAIN, "--output", "run", "--text", "nowhere"], "is no file or folder; give UTF-8 text"),
     ([*TRAIN, "--output", "run", "--fine-tuning-steps", "3"], "does not pretrain"),
+    (["train", T, "--method", "draft_model", "--output", "run", "--batch-size", "3"], "leave --batch-size out"),
     ([*TRAIN, "--output", "run", "--text", "a.txt", "--data", "torn"], "data.json' cannot be read"),
     (["convert", "head", "file"], "choose another DST"),
     (["convert", "head", "head"], "is SRC itself"),

@@ -41,7 +41,7 @@ def train(
     fine_tuning_steps: Annotated[
         int | None, typer.Option(help="Batches of the model's own text after pretraining; a quarter of --steps without.", min=0)
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Texts of 257 tokens a step, of heads.", min=2)] = 8,
+    batch_size: Annotated[int | None, typer.Option(help="Texts of 257 tokens a step, of heads; 8 without.", min=2)] = None,
     rate: Annotated[float | None, typer.Option(help="Peak learning rate; the method's own without.", min=0.0)] = None,
     every: Annotated[int, typer.Option(help="Steps between checkpoints and evaluations.", min=1)] = 100,
     seed: Annotated[int, typer.Option(help="Of initial weights, batches and noise of heads.", min=0)] = 0,
@@ -68,13 +68,13 @@ def train(
         raise ConfigError(f"method {method} learns the model's distribution and what it would accept; leave --targets out")
     if is_model and fine_tuning_steps is not None:
         raise ConfigError(f"method {method} does not pretrain; leave --fine-tuning-steps out")
+    if is_model and batch_size is not None:
+        raise ConfigError(f"method {method} learns batches of a size of its own; leave --batch-size out")
     is_soft = None if targets is None else targets == "soft"
-    config = None
-    if not is_model:
-        rest: dict[str, Any] = {"options": options, "fine_tuning": fine_tuning_steps, "batch_size": batch_size}
-        config = TrainingConfig(method, steps, rate, every, seed, is_soft, **rest)
-    made_folder(output, "--output")
+    texts_a_step = batch_size or TrainingConfig.batch_size
+    config = None if is_model else TrainingConfig(method, steps, rate, every, seed, is_soft, options, None, fine_tuning_steps, texts_a_step)
     where = chosen_device(device)
+    made_folder(output, "--output")
     what = "draft model" if is_model else f"{method} head"
     errors.print(
         f"training a {what}: the model first writes {num_continuations:,} texts, then {config.num_steps if config else steps:,} steps "

@@ -14,7 +14,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -190,7 +190,7 @@ def main(
     decay: Annotated[int, typer.Option(help="Last of these, with falling rate and longer sequences.")] = 400,
     draft_steps: Annotated[int, typer.Option(help="Batches for the draft model alone.")] = 1000,
     batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch for both models.")] = TOKENS_PER_BATCH,
-    device: Annotated[str, typer.Option(help="auto: CUDA where there is a device; cpu; cuda.")] = "auto",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: CUDA where there is a device.")] = "auto",
     rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
     every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
 ) -> None:

@@ -33,7 +33,7 @@ Tokens = dict[str, np.ndarray]
 MIX = {"stdlib": 0.4, "stdlib-tests": 0.15, "wheels": 0.45, GIVEN: 1.2}
 SAMPLING_TEMPERATURE = 0.8  # of the target's own text
 PROMPT_LENGTH = 32
-TEXTS_AT_ONCE = {"cpu": 128, "cuda": 2048}  # that the target writes
+TEXTS_AT_ONCE = 128  # that the target writes: the same prompts on every device, and memory enough for a model of some size
 WINDOW = 257  # tokens of a training text
 MOST_TOKENS = 100_000_000  # of a data set, which is streamed
 
@@ -67,17 +67,16 @@ def target_continuations(target: PreTrainedModel, tokens: Tokens, file: Path, co
     """[count, length] in the dtype of `tokens`: what the target samples after 32 tokens of text; made once and read again."""
     if not file.exists():
         parts, device = [], target.device
-        at_once = TEXTS_AT_ONCE[device.type]
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(7)
-            for i in range(0, count, at_once):
-                prompts = batch(tokens, 2_000_000 + i, 63, min(at_once, count - i))[:, :PROMPT_LENGTH].to(device)
+            for i in range(0, count, TEXTS_AT_ONCE):
+                prompts = batch(tokens, 2_000_000 + i, 63, min(TEXTS_AT_ONCE, count - i))[:, :PROMPT_LENGTH].to(device)
                 with torch.autocast(device.type, dtype=torch.bfloat16):
                     options = {"do_sample": True, "temperature": SAMPLING_TEMPERATURE, "top_k": 0, "eos_token_id": None, "pad_token_id": 1}
                     mask, new = torch.ones_like(prompts), length - PROMPT_LENGTH
                     out = target.generate(prompts, attention_mask=mask, max_new_tokens=new, **options)
                 parts.append(out.cpu().numpy().astype(next(iter(tokens.values())).dtype))
-                print(f"target's own text: {min(i + at_once, count)}/{count}", file=sys.stderr, flush=True)
+                print(f"target's own text: {min(i + TEXTS_AT_ONCE, count)}/{count}", file=sys.stderr, flush=True)
         with replacing(file) as part:
             np.save(part, np.concatenate(parts))
     return np.asarray(np.load(file))
