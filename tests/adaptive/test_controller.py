@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,15 +32,23 @@ def rows(count: int, depth: int = 4) -> list[PlannedRow]:
     return found
 
 
-def step(controller: Any, planned: list[PlannedRow], accepted: int, score: float = np.log(0.9)) -> Draft:
-    """A step whose drafts are as long as planned, of which so many tokens are kept."""
+def step(
+    controller: Any,
+    planned: list[PlannedRow],
+    accepted: int,
+    score: float = np.log(0.9),
+    took: Callable[[int], float] = lambda num_drafted: 2.0 * len(PARTS),  # noqa: ARG005
+) -> Draft:
+    """A step whose drafts are as long as planned, of which so many tokens are kept; it takes so many milliseconds."""
     lengths = [row.max_draft_tokens for row in planned]
     draft = controller.chosen(planned, Draft.chains([[7] * n for n in lengths], scores=np.full(sum(lengths), score)))
     verdict = []
     for i in range(len(planned)):
         count = min(accepted, int(draft.num_draft_tokens[i]))
         verdict.append(RowVerdict(int(draft.num_draft_tokens[i]), list(range(count)), [7] * count, 9))
-    controller.observe(StepRecord(planned, verdict, [1] * len(planned), 0, dict.fromkeys(PARTS, 0.002)))
+    controller.observe(
+        StepRecord(planned, verdict, [1] * len(planned), 0, dict.fromkeys(PARTS, 0.0) | {"forward": 1e-3 * took(len(draft.tokens))})
+    )
     return draft
 
 
@@ -63,6 +72,19 @@ def test_what_is_never_right_is_soon_left_alone_and_tried_again_now_and_then() -
     later = drafted[-2 * (PROBE + 1) :]
     assert max(later) == 1
     assert 2 <= sum(later) <= len(later) // 12
+
+
+def test_plain_steps_now_and_then_show_what_drafts_add() -> None:
+    """The table says that a drafted token costs a millisecond. It costs 3.9, more than a quarter of a step of four rows, so that none
+    pays; or 2, so that all do, and then few steps are given away.
+    """
+    costs = CostTable(step=CostCurve(tokens=(1, 64), milliseconds=(10.0, 73.0)))
+    for ms_each, pays in ((3.9, False), (2.0, True)):
+        controller = BatchController(costs)
+        drafts = (step(controller, controller.planned(rows(4, 1)), 1, took=lambda n, ms=ms_each: 13.0 + ms * n) for _ in range(600))
+        num_drafted = [len(draft.tokens) for draft in drafts]
+        assert (controller.correction.plain, controller.correction.extra) == pytest.approx((1.0, ms_each), rel=0.2)
+        assert sum(n > 0 for n in num_drafted[200:]) > 380 if pays else sum(num_drafted[200:]) < 40
 
 
 def test_hope_alone_makes_no_step_much_longer() -> None:

@@ -61,9 +61,24 @@ def test_a_machine_that_slows_down_is_believed_within_200_steps() -> None:
     assert correction.predicted(10.0, np.array([16.0]))[0] == pytest.approx(32.0, rel=0.07)
 
 
+def test_steps_that_are_all_alike_tell_no_factors_apart_and_a_few_plain_ones_do() -> None:
+    alike, told_apart = Correction(), Correction()
+    for step in range(300):
+        speed = 1.0 if step < 150 else 2.0
+        for correction, is_plain in ((alike, False), (told_apart, step % 20 == 0)):
+            extra = 0.0 if is_plain else 4.0
+            correction.observe(10.0, extra, speed * (13.0 + 0.5 * extra))
+    for correction in (alike, told_apart):
+        assert correction.predicted(10.0, np.array([14.0]))[0] == pytest.approx(30.0, rel=0.01)
+    assert alike.extra > 1.5
+    assert (told_apart.plain, told_apart.extra) == pytest.approx((2.6, 1.0), abs=0.2)
+
+
 def test_no_measurement_is_believed_without_bound() -> None:
     correction = Correction()
     for _ in range(100):
         correction.observe(10.0, 0.0, 1e9)
-    assert LEAST <= correction.plain <= MOST
-    assert correction.extra == pytest.approx(1.0)
+    assert correction.plain == correction.extra == MOST
+    for _ in range(100):
+        correction.observe(10.0, 0.0, 1e-9)
+    assert correction.plain == LEAST

@@ -34,6 +34,8 @@ SETTLED = 16  # steps with drafts, or
 IDLE = 4  # plain ones in a row, after which
 AHEAD = 3  # levels are looked ahead at while drafting
 HELD = 4  # steps with the same rows go by one decision
+COMPARED = 0.005  # of the time goes into plain steps where drafts would pay: without them nobody knows what drafts add to a step
+SELDOM = 8  # steps at least lie between two of these
 NEWEST = 0.1  # of the newest step in the mean of what drafting takes over what the table says
 REMEMBERED = 15  # steps with drafts whose own time is
 MOST_EXCESS = 4.0  # times what the table says, and no more, is believed of one step's drafting
@@ -139,6 +141,7 @@ class BatchController:
         self._num_idle = 0  # steps in a row in which nothing was verified
         self._num_held = 0  # further steps that go by the last decision, if the rows stay,
         self._num_passed = 0  # and those that have gone by it
+        self._num_compared = int(1.0 / COMPARED)  # steps since the last one that was plain only to be compared with; the first is soon
         self._may_draft: list[bool] = []  # of each row, by that decision
         self._is_resting = False  # is this a plain step by an earlier decision? Nothing is learned from it
         self._unlearned: list[_Tried] = []  # what was verified since the last decision
@@ -178,7 +181,11 @@ class BatchController:
             found = self._cautious(rows, limits)
             limits = np.array([row.max_draft_depth for row in found], np.int64)
         costs = self._costs.upto(0, len(limits), int(limits.max()))
-        may_draft = drafted_further(self._step, self._further(self._odds, 0, limits), *costs)[0]
+        may_draft, rate = drafted_further(self._step, self._further(self._odds, 0, limits), *costs)
+        self._num_compared += num_steps
+        if may_draft.any() and self._compares(rate * float(costs[0][0])):
+            self._num_compared, self._may_draft = 0, []
+            return [row.drafting(0, 0) for row in rows]
         self._may_draft, is_plain = may_draft.tolist(), not may_draft.any()
         for i, may in enumerate(self._may_draft):
             if not may:
@@ -193,6 +200,14 @@ class BatchController:
         if is_plain:
             self.survival.rest(num_steps)
         return found
+
+    def _compares(self, num_expected: float) -> bool:
+        """Whether this step is a plain one although drafts would pay; of these `num_expected` tokens come in the time of a plain step."""
+        shape = self._costs.shape
+        if not self._corrects or shape.num_read or not shape.num_sampled or self._num_learned < KNOWN:
+            return False
+        lost = 1.0 - shape.num_sampled / num_expected
+        return self._num_compared >= max(SELDOM, lost / COMPARED)
 
     def _cautious(self, rows: SequenceOf[PlannedRow], limits: Int64) -> list[PlannedRow]:
         """The rows with as short drafts as little knowledge warrants: hope alone makes no step much longer than a plain one."""

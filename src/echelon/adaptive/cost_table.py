@@ -18,8 +18,10 @@ from echelon.settings import Settings
 from echelon.stats import StepRecord
 from echelon.step_costs import PIECE, SMALLEST_PIECE
 
-FADE = 0.5 ** (1 / 25)  # of a measurement in a step
-TRUST = 0.1  # steps that the table counts as, where steps say little
+NOISE = 0.1  # relative standard deviation of a step's time
+UNSURE, UNSURE_OWN = 0.3, np.array([0.1, 1.0])  # of both factors together at first, and of each by itself
+DRIFT, DRIFT_OWN = 0.01, np.array([0.002, 0.02])  # the same that a step adds
+OUTLIER = 3.0  # standard deviations of a step's time, and no more, are learned from
 LEAST, MOST = 0.3, 4.0  # factors that are believed
 
 
@@ -88,27 +90,26 @@ class CostTable(Settings):
 
 
 class Correction:
-    """Two factors by which steps take longer than the table says: `plain` of a step without drafts, `extra` of what drafts add to it."""
+    """Two factors by which steps take longer than the table says: `plain` of a step without drafts, `extra` of what drafts add to it.
+
+    A Kalman filter. A machine that slows down slows both, which is learned within some ten steps from steps of any kind; how the factors
+    differ is told apart only by steps with more and with fewer drafts, and stays known much longer.
+    """
 
     def __init__(self) -> None:
-        self._count = self._extra = self._square = self._ratio = self._product = 0.0  # fading sums of 1, x, x², y, x · y
         self.plain = self.extra = 1.0
+        self._variance = UNSURE**2 + np.diag(UNSURE_OWN**2)  # [2, 2] of both
 
     def observe(self, plain_ms: float, extra_ms: float, measured_ms: float) -> None:
-        """Learn from a step: what the table says of it without drafts, what these add, and what it took. Least squares of y = plain +
-        extra · x with x = extra_ms ÷ plain_ms and y = measured_ms ÷ plain_ms, newer steps for more.
-        """
-        x = extra_ms / plain_ms
-        y = min(max(measured_ms / plain_ms, LEAST), MOST * (1.0 + x))
-        self._count = self._count * FADE + 1.0
-        self._extra = self._extra * FADE + x
-        self._square = self._square * FADE + x * x
-        self._ratio = self._ratio * FADE + y
-        self._product = self._product * FADE + x * y
-        count, square, ratio, product = self._count + TRUST, self._square + TRUST, self._ratio + TRUST, self._product + TRUST
-        area = count * square - self._extra**2
-        self.plain = min(max((square * ratio - self._extra * product) / area, LEAST), MOST)
-        self.extra = min(max((count * product - self._extra * ratio) / area, LEAST), MOST)
+        """Learn from a step: what the table says of it without drafts, what these add, and what it took."""
+        factors, parts = np.array([self.plain, self.extra]), np.array([1.0, extra_ms / plain_ms])
+        self._variance += DRIFT**2 * np.outer(factors, factors) + np.diag((DRIFT_OWN * factors) ** 2)
+        expected, learned = float(factors @ parts), self._variance @ parts
+        variance = float(parts @ learned) + (NOISE * expected) ** 2
+        bound = OUTLIER * variance**0.5
+        factors += learned / variance * min(max(measured_ms / plain_ms - expected, -bound), bound)
+        self._variance -= np.outer(learned, learned) / variance
+        self.plain, self.extra = np.clip(factors, LEAST, MOST).tolist()
 
     def predicted(self, plain_ms: float, step_ms: Float64) -> Float64:
         """Milliseconds float64[...] of steps for which the table says `step_ms`, and `plain_ms` without their drafts."""
