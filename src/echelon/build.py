@@ -12,7 +12,7 @@ from echelon.acceptance import Exact, Rejection, Rule, Typical
 from echelon.adaptive.controller import BatchController, Controller
 from echelon.adaptive.cost_files import CostRecord, kept_costs, key_of_model, machine_key, read_costs, shapes_of
 from echelon.adaptive.cost_table import CostTable
-from echelon.adaptive.measure import TOKENS, measured_drafting, measured_steps, pool_of, reach_of
+from echelon.adaptive.measure import TOKENS, measured_steps, pool_of, reach_of, with_drafting
 from echelon.adaptive.row_controller import RowController
 from echelon.baselines.strategies import STRATEGIES
 from echelon.config import OWN_COPY, EngineConfig, SpeculativeConfig
@@ -240,7 +240,7 @@ def _costs(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, draf
     if not isinstance(drafter, LevelDrafter):
         return steps
     key = _costs_key(config, spec, storage)
-    return kept_costs(_keys(key, reach), lambda: steps.model_copy(update={"drafting": measured_drafting(target, drafter, reach)}))
+    return kept_costs(_keys(key, reach), lambda: with_drafting(steps, target, drafter, reach))
 
 
 def measured_costs(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, drafter: Drafter) -> CostRecord:
@@ -248,7 +248,7 @@ def measured_costs(config: EngineConfig, spec: SpeculativeConfig, storage: Stora
     target, reach = storage.runners[0], _reach(config, spec)
     table = measured_steps(target, reach)
     if isinstance(drafter, LevelDrafter):
-        table = table.model_copy(update={"drafting": measured_drafting(target, drafter, reach)})
+        table = with_drafting(table, target, drafter, reach)
     return CostRecord(key=_keys(_costs_key(config, spec, storage), reach)[0], table=table)
 
 

@@ -41,6 +41,7 @@ def test_a_step_costs_its_tokens_keys_and_places() -> None:
     assert table.step_ms(np.array([4, 8]), 100, np.array([0, 5])).tolist() == [14.0, 22.5]
     assert table.level_ms(np.array([0, 1, 3])).tolist() == [0.0, 1.0, 2.0]
     assert CostTable(step=CURVE).level_ms(np.array([[3, 4]])).tolist() == [[0.0, 0.0]]
+    assert table.model_copy(update={"start_ms": 5.0}).drafting_ms(2, np.arange(3)).tolist() == [0.0, 6.5, 8.0]
     assert CostTable(**table.model_dump()) == table
 
 

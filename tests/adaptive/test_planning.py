@@ -99,6 +99,14 @@ def test_what_is_drafted_and_bad_is_not_in_the_way() -> None:
     assert drafted_further(bad, np.full((1, 1, 1), 0.8), step_ms, np.array([0.0, 0.1]))[0].tolist() == [True]
 
 
+def test_a_draft_that_has_to_begin_is_worth_less_than_one_that_goes_on() -> None:
+    step, further, step_ms, level_ms = Underway(1), np.full((1, 1, 1), 0.8), np.array([10.0, 10.0]), np.array([0.0, 1.0])
+    assert drafted_further(step, further, step_ms, level_ms)[0].tolist() == [True]
+    assert drafted_further(step, further, step_ms, level_ms, 7.5)[0].tolist() == [False]
+    deep = np.cumprod(np.full((1, 8, 1), 0.8), 1)
+    assert drafted_further(step, deep, np.full(9, 10.0), level_ms, 7.5)[0].tolist() == [True], "for many tokens it is worth beginning"
+
+
 def test_no_rows_and_no_room_are_a_plain_step() -> None:
     step = Underway(2)
     assert drafted_further(step, np.zeros((0, 4, 2)), JAGGED, LEVEL)[0].tolist() == []

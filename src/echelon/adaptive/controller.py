@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from echelon.adaptive.cost_table import Correction, CostTable, TablePieces
+from echelon.adaptive.cost_table import UNSURE_OF_DRAFTING, Correction, CostTable, TablePieces
 from echelon.adaptive.hindsight import LONGEST, Hindsight
 from echelon.adaptive.planning import Bool, Underway, admitted, drafted_further, survivals
 from echelon.adaptive.survival import Survival
@@ -36,9 +36,7 @@ AHEAD = 3  # levels are looked ahead at while drafting
 HELD = 4  # steps with the same rows go by one decision
 COMPARED = 0.005  # of the time goes into plain steps where drafts would pay: without them nobody knows what drafts add to a step
 SELDOM = 8  # steps at least lie between two of these
-NEWEST = 0.1  # of the newest step in the mean of what drafting takes over what the table says
 REMEMBERED = 15  # steps with drafts whose own time is
-MOST_EXCESS = 4.0  # times what the table says, and no more, is believed of one step's drafting
 
 
 class Controller(Protocol):
@@ -132,7 +130,7 @@ class BatchController:
         self.table, self.survival, self.correction, self.hindsight = table, Survival(), Correction(), Hindsight()
         self.piece_sizes: PieceSizes = TablePieces(table, self.correction)
         self._corrects = corrects
-        self._drafting = 1.0  # milliseconds that drafting takes over what the table says
+        self._drafting = Correction(UNSURE_OF_DRAFTING)
         self._has_drafted = False  # did the step before? After plain ones a drafter has to catch up, which is no cost of a level
         self._own = _OwnTime()
         self._probed = -1  # the row that drafts only to be noticed
@@ -181,7 +179,7 @@ class BatchController:
             found = self._cautious(rows, limits)
             limits = np.array([row.max_draft_depth for row in found], np.int64)
         costs = self._costs.upto(0, len(limits), int(limits.max()))
-        may_draft, rate = drafted_further(self._step, self._further(self._odds, 0, limits), *costs)
+        may_draft, rate = drafted_further(self._step, self._further(self._odds, 0, limits), *costs, self._costs.start_ms)
         self._num_compared += num_steps
         if may_draft.any() and self._compares(rate * float(costs[0][0])):
             self._num_compared, self._may_draft = 0, []
@@ -223,7 +221,7 @@ class BatchController:
         survival = chances.reshape(scores.shape).prod(1)
         num_rows, num_drafted = len(np.unique(rows)), len(step.drafted) + num_paths
         level_ms = costs.upto(num_drafted, 0, 0)[1]
-        spent, self._num_levels = step.spent_ms + float(level_ms[num_rows]), depth
+        spent, self._num_levels = (step.spent_ms or costs.start_ms) + float(level_ms[num_rows]), depth
         self._step = step = Underway(step.num_sampled, np.concatenate([step.drafted, survival]), spent)
         limits = np.minimum(np.array([self._rows[i].max_draft_depth for i in rows.tolist()]) - depth, AHEAD)
         if limits.max() <= 0:
@@ -253,7 +251,8 @@ class BatchController:
         step_ms, level_ms = self._costs.upto(0, len(depths), 1)
         last = int(depths.max()) + 1
         if last > self._num_levels:  # nobody asks after the last level of a tree
-            spent = self._step.spent_ms + (last - self._num_levels) * float(level_ms[len(np.unique(draft.rows[depths == last - 1]))])
+            num_rows = len(np.unique(draft.rows[depths == last - 1]))
+            spent = (self._step.spent_ms or self._costs.start_ms) + (last - self._num_levels) * float(level_ms[num_rows])
             self._step = Underway(self._step.num_sampled, self._step.drafted, spent)
         is_admitted = admitted(survival, depths, self._costs.shape.num_sampled, step_ms, self._step.spent_ms)
         is_admitted |= draft.rows == self._probed
@@ -290,14 +289,13 @@ class BatchController:
             self._own.observe(deciding + (drafting if self.table.drafting is None else 0.0))
         step_ms, level_ms = costs.upto(0, num_rows, max(LONGEST, -(-num_drafted // max(num_rows, 1))))
         accepted = np.array([len(kept.path) for kept in record.verdict if kept.next_token >= 0], np.int64)
-        fixed_ms = step_ms[num_rows * lengths] + level_ms[num_rows] * lengths
+        fixed_ms = step_ms[num_rows * lengths] + level_ms[num_rows] * lengths + costs.start_ms * (lengths > 0)
         self.hindsight.observe(spent + float(step_ms[num_drafted]), deciding + drafting + measured, accepted, fixed_ms)
         if self._corrects:
             plain, whole = costs.said(0), costs.said(num_drafted)
             self.correction.observe(plain, whole - plain, measured)
             if spent > 0.0 and self._has_drafted:
-                excess = min(drafting / (spent / self._drafting), MOST_EXCESS)
-                self._drafting += NEWEST * (excess - self._drafting)
+                self._drafting.observe(self.table.start_ms, (spent - costs.start_ms) / costs.level_factor, drafting)
         self._has_drafted = spent > 0.0
 
     def forget(self, row: int) -> None:
@@ -305,7 +303,8 @@ class BatchController:
         self.survival.forget(row)
 
     def as_metrics(self) -> dict[str, Any]:
-        factors = {"plain": self.correction.plain, "drafted": self.correction.extra, "drafting": self._drafting}
+        factors = {"plain": self.correction.plain, "drafted": self.correction.extra}
+        factors |= {"start": self._drafting.plain, "level": self._drafting.extra}
         return self.hindsight.as_metrics() | {"cost_factors": factors}
 
     def _learn(self, draft: Draft, record: StepRecord) -> None:
@@ -336,9 +335,9 @@ class BatchController:
 class _StepCosts:
     """What a step of this shape costs, by drafted tokens in it, as corrected now; worked out as far as it is asked for."""
 
-    def __init__(self, shape: _Shape, table: CostTable, correction: Correction, drafting: float, deciding: float) -> None:
-        self.shape = shape
-        self._table, self._correction, self._drafting, self._deciding = table, correction, drafting, deciding
+    def __init__(self, shape: _Shape, table: CostTable, correction: Correction, drafting: Correction, deciding: float) -> None:
+        self.shape, self.start_ms, self.level_factor = shape, drafting.plain * table.start_ms, drafting.extra
+        self._table, self._correction, self._deciding = table, correction, deciding
         self._said = self._step_ms = self._level_ms = np.zeros(0)
 
     def upto(self, num_drafted: int, num_paths: int, depth: int) -> tuple[Float64, Float64]:
@@ -355,7 +354,7 @@ class _StepCosts:
             reading = float(self._said[0] - without[0]) if shape.num_read else 0.0
             self._step_ms = self._correction.predicted(float(self._said[0]), self._said) - self._correction.plain * reading
             self._step_ms[1:] += self._deciding
-            self._level_ms = self._drafting * table.level_ms(drafted)
+            self._level_ms = self.level_factor * table.level_ms(drafted)
         return self._step_ms, self._level_ms
 
     def said(self, num_drafted: int) -> float:

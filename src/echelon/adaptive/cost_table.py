@@ -19,8 +19,9 @@ from echelon.stats import StepRecord
 from echelon.step_costs import PIECE, SMALLEST_PIECE
 
 NOISE = 0.1  # relative standard deviation of a step's time
-UNSURE, UNSURE_OWN = 0.3, np.array([0.1, 1.0])  # of both factors together at first, and of each by itself
-DRIFT, DRIFT_OWN = 0.01, np.array([0.002, 0.02])  # the same that a step adds
+UNSURE = 0.3  # of both factors together at first
+UNSURE_OF_STEPS, UNSURE_OF_DRAFTING = (0.1, 1.0), (1.0, 1.0)  # of each by itself: without what drafts add, and of that
+DRIFT, DRIFT_OWN = 0.01, 0.02  # what a step adds to that, of the second as a share of what there was at first
 OUTLIER = 3.0  # standard deviations of a step's time, and no more, are learned from
 LEAST, MOST = 0.3, 4.0  # factors that are believed
 
@@ -61,12 +62,14 @@ class CostTable(Settings):
     key_ms     milliseconds that a key of a row adds, whatever the number of the row's new tokens
     place_ms   milliseconds that a token drawn by noise adds
     drafting   of the drafter's passes, one a level; None: drafting costs nothing worth counting
+    start_ms   milliseconds that the first level of a draft takes besides: the step before has left nothing of the drafter in the caches
     """
 
     step: CostCurve
     key_ms: float = Field(default=0.0, ge=0.0)
     place_ms: float = Field(default=0.0, ge=0.0)
     drafting: CostCurve | None = None
+    start_ms: float = Field(default=0.0, ge=0.0)
 
     def described(self) -> str:
         """What a user reads of it."""
@@ -77,7 +80,7 @@ class CostTable(Settings):
         ]
         if self.drafting is not None:
             levels = ", ".join(f"{n}: {ms:.3g}" for n, ms in zip(self.drafting.tokens, self.drafting.milliseconds, strict=True))
-            lines.append(f"a level of drafting, ms by rows: {levels}")
+            lines.append(f"a level of drafting, ms by rows: {levels}; the first one {self.start_ms:.3g} more")
         return "\n".join(lines)
 
     def step_ms(self, tokens: Int64, num_keys: int, num_drawn: Int64 | Float64) -> Float64:
@@ -88,26 +91,33 @@ class CostTable(Settings):
         """Milliseconds float64[...] of drafting passes over so many tokens int64[...]."""
         return self.drafting.at(tokens) if self.drafting is not None else np.zeros(np.shape(tokens))
 
+    def drafting_ms(self, num_rows: int, num_levels: Int64) -> Float64:
+        """Milliseconds float64[...] of drafts of so many levels int64[...] for so many rows."""
+        return np.asarray(self.start_ms * (num_levels > 0) + num_levels * float(self.level_ms(np.array(num_rows))))
+
 
 class Correction:
-    """Two factors by which steps take longer than the table says: `plain` of a step without drafts, `extra` of what drafts add to it.
+    """Two factors by which steps take longer than the table says: `plain` of a step without drafts, `extra` of what drafts add to it; or
+    drafting, of its first level's own time, and of its levels.
 
     A Kalman filter. A machine that slows down slows both, which is learned within some ten steps from steps of any kind; how the factors
     differ is told apart only by steps with more and with fewer drafts, and stays known much longer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unsure: tuple[float, float] = UNSURE_OF_STEPS) -> None:
         self.plain = self.extra = 1.0
-        self._variance = UNSURE**2 + np.diag(UNSURE_OWN**2)  # [2, 2] of both
+        self._drift = np.square(DRIFT_OWN * np.array(unsure))
+        self._variance = UNSURE**2 + np.diag(np.square(unsure))  # [2, 2] of both
 
     def observe(self, plain_ms: float, extra_ms: float, measured_ms: float) -> None:
         """Learn from a step: what the table says of it without drafts, what these add, and what it took."""
-        factors, parts = np.array([self.plain, self.extra]), np.array([1.0, extra_ms / plain_ms])
-        self._variance += DRIFT**2 * np.outer(factors, factors) + np.diag((DRIFT_OWN * factors) ** 2)
+        whole_ms = plain_ms + extra_ms
+        factors, parts = np.array([self.plain, self.extra]), np.array([plain_ms, extra_ms]) / whole_ms
+        self._variance += DRIFT**2 * np.outer(factors, factors) + np.diag(self._drift * factors**2)
         expected, learned = float(factors @ parts), self._variance @ parts
         variance = float(parts @ learned) + (NOISE * expected) ** 2
         bound = OUTLIER * variance**0.5
-        factors += learned / variance * min(max(measured_ms / plain_ms - expected, -bound), bound)
+        factors += learned / variance * min(max(measured_ms / whole_ms - expected, -bound), bound)
         self._variance -= np.outer(learned, learned) / variance
         self.plain, self.extra = np.clip(factors, LEAST, MOST).tolist()
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from echelon.adaptive.cost_table import CostCurve, CostTable, monotone
+from echelon.adaptive.cost_table import CostTable, monotone
 from echelon.batch import Span
 from echelon.drafters.base import LevelDrafter
 from echelon.model.runner import Runner
@@ -48,10 +48,12 @@ def measured_steps(target: Runner[Any], reach: int) -> CostTable:
     return CostTable(step=monotone(widths, times), key_ms=max(0.0, far - short) / long, place_ms=drawing / PER_ROW)
 
 
-def measured_drafting(target: Runner[Any], drafter: LevelDrafter, reach: int) -> CostCurve:
-    """Costs of drafting a level for up to `reach` rows, as far as the cache holds them."""
+def with_drafting(table: CostTable, target: Runner[Any], drafter: LevelDrafter, reach: int) -> CostTable:
+    """The table with costs of drafting a level for up to `reach` rows, as far as the cache holds them, and of the first after a step."""
     counts = [n for n in TOKENS if n <= min(reach, _num_rows(target, max(PER_ROW + 1, drafter.breadth)))]
-    return monotone(counts, _least([partial(drafter.rehearse, n) for n in counts], _waiting(target)))
+    levels = _least([partial(drafter.rehearse, n) for n in counts], _waiting(target))
+    after_step = _least([partial(drafter.rehearse, counts[0])], _waiting(target), partial(_pass, target, 1, 1))
+    return table.model_copy(update={"drafting": monotone(counts, levels), "start_ms": max(0.0, after_step[0] - levels[0])})
 
 
 def pool_of(target: Runner[Any]) -> str:
@@ -92,10 +94,13 @@ def _nothing() -> None:
 
 
 def _least(
-    works: SequenceOf[Callable[[], object]], wait: Callable[[], object], clock: Callable[[], float] = time.perf_counter
+    works: SequenceOf[Callable[[], object]],
+    wait: Callable[[], object],
+    prepare: Callable[[], object] = _nothing,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
     """Milliseconds of each of these, the least of turns that go on until another was about as short; the first is not counted. `wait`
-    returns when all that was asked for is done.
+    returns when all that was asked for is done, and `prepare` comes before each.
     """
     taken: list[list[float]] = [[] for _ in works]
     works[0]()
@@ -106,6 +111,7 @@ def _least(
         for work, times, is_waiting in zip(works, taken, waiting, strict=True):
             if not is_waiting:
                 continue
+            prepare()
             wait()
             start = clock()
             work()

@@ -55,13 +55,14 @@ class Underway:
     spent_ms: float = 0.0
 
 
-def drafted_further(step: Underway, further: Float64, step_ms: Float64, level_ms: Float64) -> tuple[Bool, float]:
+def drafted_further(step: Underway, further: Float64, step_ms: Float64, level_ms: Float64, start_ms: float = 0.0) -> tuple[Bool, float]:
     """Which drafted paths bool[B] to draft further, and the tokens a millisecond that are expected of the step then.
 
     further   float64[B, D, W]: survivals of each further token of each path, falling along both: W equally likely cases, as nobody knows
               before it is drafted how good a token will be, and only the good ones are verified; 0 where there shall be no token
     step_ms   float64[> N + B · D]: milliseconds of a step by drafted tokens in it
     level_ms  float64[> B]: milliseconds of drafting a token for so many paths
+    start_ms  what the first of these takes besides
     """
     (num_paths, depth, num_cases), num_drafted = further.shape, len(step.drafted)
     by_place = further.transpose(1, 0, 2).ravel()  # a stable order has a path's best case first
@@ -77,7 +78,7 @@ def drafted_further(step: Underway, further: Float64, step_ms: Float64, level_ms
     at_place = -(-np.cumsum(place[:, None] == np.arange(depth), 0) // num_cases)
     at_place[:, :1] = np.cumsum((place == 0) & (index % num_cases == 0))[:, None]  # whatever comes of it
     taken = np.interp(np.arange(len(step_ms) * num_cases) / num_cases, np.arange(len(step_ms)), step_ms)[num_shares]
-    taken[:, 1:] += np.cumsum(level_ms[at_place], 1)
+    taken[:, 1:] += start_ms + np.cumsum(level_ms[at_place], 1)
     rates = (step.num_sampled + gained) / (step.spent_ms + taken)
     goes_on = np.zeros(num_paths, np.bool_)
     rate_now = max([step.num_sampled / (step.spent_ms + float(step_ms[0])), *rates[:, 0].tolist()])

@@ -55,7 +55,7 @@ class RowController:
         self.table, lengths = table, np.arange(most_depth + 1)
         self.piece_sizes: PieceSizes = TablePieces(table, Correction())
         tokens = 1 + np.ceil(lengths * nodes_per_level).astype(np.int64)
-        self._ms = table.step_ms(tokens, 0, np.zeros(1)) + np.cumsum(np.where(lengths > 0, table.level_ms(np.ones(1, np.int64)), 0.0))
+        self._ms = table.step_ms(tokens, 0, np.zeros(1)) + table.drafting_ms(1, lengths)
         self._rows: dict[int, _OwnPast] = {}
         self._most_depth, self._drafts_chains = most_depth, nodes_per_level == 1.0
 

@@ -42,8 +42,8 @@ def best_lengths(table: CostTable, right: SequenceOf[float], num_layers_over: fl
     lengths, found = np.arange(len(kept) + 1), []
     emitted = 1.0 + np.concatenate([[0.0], np.cumsum(kept)])
     for batch in BATCHES:
-        level = float(table.level_ms(np.array([batch]))[0]) * num_layers_over
-        speeds = emitted / (table.step_ms(batch * (1 + lengths), 0, np.zeros(1)) + level * lengths)
+        drafting = num_layers_over * table.drafting_ms(batch, lengths)
+        speeds = emitted / (table.step_ms(batch * (1 + lengths), 0, np.zeros(1)) + drafting)
         best = int(np.argmax(speeds))
         found.append(Worth(batch, best, float(speeds[best] / speeds[0])))
     return found

@@ -53,5 +53,5 @@ def _pays(costs: CostTable | None, count: int, depth: int) -> str:
     if costs is None:
         return "not measured here: run the engine once with num_speculative_tokens = 'auto'"
     plain, wide = (float(costs.step_ms(np.array([n]), 0, np.array([0.0]))[0]) for n in (1, 1 + count))
-    drafting = depth * float(costs.level_ms(np.array([1]))[0]) if costs.drafting is not None else 0.0
+    drafting = float(costs.drafting_ms(1, np.array(depth)))
     return f"{(wide + drafting) / plain:.2f} tokens a step"

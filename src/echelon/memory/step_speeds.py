@@ -63,5 +63,5 @@ def milliseconds(costs: CostTable, config: EngineConfig, spec: SpeculativeConfig
     total = float(costs.step_ms(np.array([rows * (1 + count)]), 0, np.array([0.0]))[0])
     if spec is not None and costs.drafting is not None:
         levels = [rows, *[rows * spec.widest_level] * (spec.longest_path - 1)]
-        total += float(costs.level_ms(np.array(levels)).sum())
+        total += costs.start_ms + float(costs.level_ms(np.array(levels)).sum())
     return total
