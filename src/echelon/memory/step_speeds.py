@@ -35,7 +35,7 @@ class StepSpeeds:
             if wanted.items() <= record.key.items() and f"keys in {config.kv_cache_dtype}," in record.key.get("settings", "")
         ]
         if spec is None or METHODS[spec.method].needs == "nothing":
-            return kept[0].table.model_copy(update={"drafting": None}) if kept else None
+            return kept[0].table.model_copy(update={"drafting": None, "start_ms": 0.0}) if kept else None
         drafting = [record.table for record in kept if record.key.get("drafter", "").startswith(f"{spec.method},")]
         return drafting[0] if drafting else None
 
