@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,8 @@ from echelon import LLM, SamplingParams
 from echelon.batch import Span
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
-from echelon.model.attention import CONTEXT_KEYWORD, record_layers
+from echelon.model.attention import CONTEXT_KEYWORD, CachedAttention, record_layers
+from echelon.model.hidden_states import HiddenStateReader
 from echelon.model.load.loading import LoadedModel, adopt_model, served_copy
 from echelon.model.patches.causal_lm import CausalLMForward
 from echelon.model.patches.decoder_layer import DecoderLayerForward, Echo, patch_decoder_layers
@@ -29,9 +31,10 @@ FLAT = {"llama", "mistral", "qwen2", "qwen3"}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def loaded(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
-    cls, config = DECODERS[name]
-    model = toys.randomised(cls, copy.deepcopy(config), seed=4, spread=0.2)
+def loaded(name: str, dtype: torch.dtype = torch.float32, **others: Any) -> LoadedModel:
+    cls, config = copy.deepcopy(DECODERS[name])
+    config.update(others)
+    model = toys.randomised(cls, config, seed=4, spread=0.2)
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.data = parameter.data + torch.linspace(-0.1, 0.1, len(parameter))
@@ -151,6 +154,25 @@ def test_hooks_on_a_layer_or_on_the_model_within_are_called() -> None:
         assert torch.equal(before, logits(target))
         handle.remove()
         assert set(seen) == {module}
+
+
+def test_layers_between_those_with_hooks_run_as_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a head reads, a layer's input or what the output layer reads, keeps no other layer from it."""
+    target, parts = loaded("llama", num_hidden_layers=5), []
+    run_layers = CachedAttention.run_layers
+
+    def counted(self: CachedAttention, layers: Sequence[Any], first: int, *hidden: torch.Tensor) -> torch.Tensor:
+        parts.append((first, len(layers)))
+        return run_layers(self, layers, first, *hidden)
+
+    monkeypatch.setattr(CachedAttention, "run_layers", counted)
+    before = logits(target)
+    for names, expected in ((("last", "last_unnormed"), [(0, 5)]), (("layer:1", "layer:4", "last"), [(0, 1), (1, 1), (2, 2), (4, 1)])):
+        with HiddenStateReader(target.model, names).reading() as states:
+            parts.clear()
+            assert torch.equal(before, logits(target))
+        assert parts == 2 * expected, "of two passes"
+        assert states.keys() == set(names)
 
 
 @pytest.mark.parametrize("asked", [{"logits_to_keep": 2}, {"logits_to_keep": torch.tensor([3, 4]), "return_dict": False}])

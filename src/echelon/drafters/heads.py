@@ -167,11 +167,11 @@ class HeadDrafter:
     @torch.inference_mode()
     def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
         self._read([row.sequence.id for row in rows if row.max_draft_tokens > 0])
-        depths = [min(row.max_draft_depth, self.growth.depth) for row in rows]
-        forest = Forest([row.max_draft_tokens for row in rows], depths, self._min_score)
         active = [i for i, row in enumerate(rows) if self._may_draft(row)]
         if not active:
-            return forest.draft(self.growth.kept(forest))
+            return Draft.chains([()] * len(rows))
+        depths = [min(row.max_draft_depth, self.growth.depth) for row in rows]
+        forest = Forest([row.max_draft_tokens for row in rows], depths, self._min_score)
         states = torch.stack([self._states[rows[i].sequence.id][1] for i in active])
         return grow(self.growth, _HeadFrontier(self, forest, rows, forest.plant(active), states), self.pace)
 

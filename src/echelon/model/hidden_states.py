@@ -88,7 +88,9 @@ class HiddenStateReader:
 
 
 def _found(model: Any) -> tuple[nn.Module | None, nn.Module | None, list[nn.Module]]:
-    """Watch a pass over one token: which module's output the output layer reads, the norm that makes it, and the decoder layers."""
+    """Watch a pass over one token: which module's output the output layer reads (the innermost, as hooks further out keep the model's own
+    forward running), the norm that makes it, and the decoder layers.
+    """
     called: list[tuple[nn.Module, Tensor]] = []
     read: list[Tensor] = []
 
@@ -104,10 +106,11 @@ def _found(model: Any) -> tuple[nn.Module | None, nn.Module | None, list[nn.Modu
     finally:
         for handle in handles:
             handle.remove()
-    last = [m for m, output in called if output.data_ptr() == read[0].data_ptr()]  # nothing is freed before
+    found = [(m, output) for m, output in called if output.data_ptr() == read[0].data_ptr()]  # nothing is freed before
+    last = [m for m, output in found if output.shape == found[-1][1].shape]
     modules, count = {id(m) for m, _ in called}, model.config.get_text_config().num_hidden_layers
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count and all(id(x) in modules for x in m)]
-    return last[-1] if last else None, next((m for m in reversed(last) if _is_norm(m)), None), list(lists[0]) if lists else []
+    return last[0] if last else None, next((m for m in reversed(last) if _is_norm(m)), None), list(lists[0]) if lists else []
 
 
 def _first(output: Any) -> Any:

@@ -1,8 +1,9 @@
 """The forward of Llama, Mistral, Qwen2 and Qwen3 from tokens to logits, where all decoder layers run as one function each.
 
 What `transformers` does around the layers (configurations merged, outputs captured, masks that nobody reads) costs a small draft model more
-than its layers. Modules are called as before, so that their hooks run; while hooks hang on the model within, its own forward runs. As with
-the layers, classes are named here and each model is tried: it is replaced if both give the same bits.
+than its layers. Modules are called as before, so that their hooks run; while hooks hang on the model within, its own forward runs, and
+layers without hooks go on as one call between those that have some. As with the layers, classes are named here and each model is tried: it
+is replaced if both give the same bits.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class CausalLMForward:
     inner: Any
     layers: tuple[nn.Module, ...]
     output_layer: nn.Module
-    hooks: tuple[dict[int, Any], ...]  # of the layers and of what is inside them
+    hooks: tuple[tuple[dict[int, Any], ...], ...]  # of each layer and of what is inside it
     compiled: tuple[Any, ...]  # the layers as `ops.cpu.run_layers` takes them, where it serves all
 
     def __call__(
@@ -55,13 +56,15 @@ class CausalLMForward:
             return self.whole(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache, logits_to_keep=logits_to_keep, **others)
         hidden = inner.embed_tokens(input_ids)
         embeddings = inner.rotary_emb(hidden, position_ids=position_ids)
-        context = others[CONTEXT_KEYWORD]
-        if self.compiled and isinstance(context, CachedAttention) and not any(self.hooks) and not any(GLOBAL_HOOKS):
-            hidden = context.run_layers(self.compiled, 0, hidden, *embeddings)
-        else:
-            keywords = others | {"attention_mask": None, "position_ids": position_ids, "past_key_values": None, "use_cache": False}
-            for layer in self.layers:
-                hidden = layer(hidden, position_embeddings=embeddings, **keywords)
+        context, num_done = others[CONTEXT_KEYWORD], 0
+        can_run = self.compiled and isinstance(context, CachedAttention) and not any(GLOBAL_HOOKS)
+        keywords = others | {"attention_mask": None, "position_ids": position_ids, "past_key_values": None, "use_cache": False}
+        for number in (i for i, own in enumerate(self.hooks) if not can_run or any(own)):  # layers that are called as modules
+            if num_done < number:
+                hidden = context.run_layers(self.compiled[num_done:number], num_done, hidden, *embeddings)
+            hidden, num_done = self.layers[number](hidden, position_embeddings=embeddings, **keywords), number + 1
+        if num_done < len(self.layers):
+            hidden = context.run_layers(self.compiled[num_done:], num_done, hidden, *embeddings)
         return CausalLMOutputWithPast(logits=self.output_layer(inner.norm(hidden).index_select(1, logits_to_keep)))
 
 
@@ -79,7 +82,7 @@ def patch_causal_lm(model: Any) -> dict[str, int]:
     forwards = [f for layer in layers if isinstance(f := vars(layer).get("forward"), DecoderLayerForward)]
     if len(forwards) < len(layers) or [f.call.layer for f in forwards] != list(range(len(layers))):
         return {}
-    hooks = tuple(h for layer in layers for m in layer.modules() for h in (m._forward_hooks, m._forward_pre_hooks))
+    hooks = tuple(tuple(h for m in layer.modules() for h in (m._forward_hooks, m._forward_pre_hooks)) for layer in layers)
     compiled = tuple(f.compiled for f in forwards if f.compiled is not None)
     is_compiled = len(compiled) == len(layers)
     own = CausalLMForward(model.forward, inner, layers, model.get_output_embeddings(), hooks, compiled if is_compiled else ())
