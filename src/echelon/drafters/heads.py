@@ -185,12 +185,18 @@ class HeadDrafter:
         """Note what was kept; `hidden_states` [T, F] of all tokens of the step. Prompts are read at once, as the target reads them."""
         assert hidden_states is not None, "the target was not asked for hidden states"
         indptr = indptr_of([row.num_new + kept.num_draft_tokens for row, kept in zip(rows, verdict, strict=True)])
+        following = [_following(row, kept) for row, kept in zip(rows, verdict, strict=True)]
+        places: list[int] = []  # of the hidden states before what follows; without a cache only the last is ever used
+        lengths = []
+        for row, kept, tokens, first in zip(rows, verdict, following, indptr.tolist(), strict=False):
+            own = [*range(first, first + row.num_new), *(first + row.num_new + node for node in kept.path)]
+            places += (used := own[len(own) - len(tokens) :] if self.cache is not None else own[len(tokens) - 1 : len(tokens)])
+            lengths.append(len(used))
+        features = torch.split(hidden_states[torch.tensor(places)].to(self._dtype), lengths)
         due = []
-        for row, kept, first in zip(rows, verdict, indptr.tolist(), strict=False):
-            path = np.asarray(kept.path, np.int64)
-            places = first + np.concatenate([np.arange(row.num_new), row.num_new + path])
+        for row, tokens, own_features in zip(rows, following, features, strict=True):
             number = row.sequence.id
-            if not self._note(row, kept, hidden_states, places):
+            if not self._note(row, tokens, own_features):
                 self._drop(number)
             elif row.num_new > 1 or len(self._unread[number].tokens) >= MOST_UNREAD:
                 due.append(number)
@@ -200,17 +206,13 @@ class HeadDrafter:
             if tables is not None and row.sequence.id in tables:  # what was drafted goes
                 tables.commit(row.sequence.id, tables.num_cached(row.sequence.id))
 
-    def _note(self, row: PlannedRow, kept: RowVerdict, hidden_states: Tensor, places: Int64) -> bool:
-        """Keep features of `places` int64[n] of the step's hidden states [T, F] until they are read; false where they are of no use."""
-        sequence, accepted = row.sequence, kept.accepted
-        following = [*sequence.tokens, *accepted, kept.next_token][row.start + 1 :] if row.is_sampled else sequence.tokens[row.start + 1 :]
-        following = following[: row.num_new + len(accepted)]
-        end = row.start + len(following)
+    def _note(self, row: PlannedRow, following: list[int], features: Tensor) -> bool:
+        """Keep the features [n, F] of what was fed, and the token after each, until they are read; false where they are of no use."""
+        sequence, end = row.sequence, row.start + len(following)
         if following[-1] < 0:  # the row fails
             return False
-        if self.cache is None:  # only the last state is ever used
-            last = hidden_states[places[len(following) - 1]][None].to(self._dtype)
-            self._unread[sequence.id] = _Unread(end - 1, following[-1:], [last])
+        if self.cache is None:
+            self._unread[sequence.id] = _Unread(end - 1, following[-1:], [features])
             return row.is_sampled
         unread = self._unread.get(sequence.id)
         cached = self.cache.tables.num_cached(sequence.id)
@@ -218,7 +220,6 @@ class HeadDrafter:
             unread = self._begun(self.cache, sequence, cached, row.start)
         if unread.end != row.start:
             return False
-        features = hidden_states[torch.from_numpy(places[len(places) - len(following) :])].to(self._dtype)
         self._unread[sequence.id] = _Unread(unread.start, [*unread.tokens, *following], [*unread.features, features])
         return True
 
@@ -296,6 +297,12 @@ class HeadDrafter:
         self._drop(row)
         if self.cache is not None and row in self.cache.tables:
             self.cache.tables.commit(row, 0)
+
+
+def _following(row: PlannedRow, kept: RowVerdict) -> list[int]:
+    """The token after each that was fed and kept, as far as they are known."""
+    after = row.sequence.tokens[row.start + 1 : row.start + 1 + row.num_new]
+    return [*after, *kept.accepted, kept.next_token][: row.num_new + len(kept.accepted)] if row.is_sampled else after
 
 
 class _HeadFrontier(Frontier):
