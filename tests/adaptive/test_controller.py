@@ -11,7 +11,8 @@ import toys
 
 from echelon import LLM
 from echelon.adaptive.controller import HELD, PROBE, REMEMBERED, SETTLED, BatchController
-from echelon.adaptive.cost_table import Correction, CostCurve, CostTable, TablePieces
+from echelon.adaptive.corrections import StepFactors
+from echelon.adaptive.cost_table import CostCurve, CostTable, TablePieces
 from echelon.adaptive.hindsight import LONGEST, Hindsight
 from echelon.adaptive.row_controller import RowController
 from echelon.draft import Draft, RowVerdict
@@ -78,12 +79,12 @@ def test_plain_steps_now_and_then_show_what_drafts_add() -> None:
     """The table says that a drafted token costs a millisecond. It costs 3.9, more than a quarter of a step of four rows, so that none
     pays; or 2, so that all do, and then few steps are given away.
     """
-    costs = CostTable(step=CostCurve(tokens=(1, 64), milliseconds=(10.0, 73.0)))
+    costs = CostTable(step=CostCurve(tokens=(1, 4, 8, 64), milliseconds=(10.0, 13.0, 17.0, 73.0)))
     for ms_each, pays in ((3.9, False), (2.0, True)):
         controller = BatchController(costs)
         drafts = (step(controller, controller.planned(rows(4, 1)), 1, took=lambda n, ms=ms_each: 13.0 + ms * n) for _ in range(600))
         num_drafted = [len(draft.tokens) for draft in drafts]
-        assert (controller.correction.plain, controller.correction.extra) == pytest.approx((1.0, ms_each), rel=0.2)
+        assert controller.step_factors.at(np.array([4, 8])) == pytest.approx([1.0, (13.0 + 4 * ms_each) / 17.0], rel=0.1)
         assert sum(n > 0 for n in num_drafted[200:]) > 380 if pays else sum(num_drafted[200:]) < 40
 
 
@@ -223,10 +224,10 @@ def test_a_row_of_its_own_past_knows_no_neighbour() -> None:
 
 
 def test_pieces_of_prompts_follow_from_the_table() -> None:
-    pieces = TablePieces(CostTable(step=CostCurve(tokens=(1, 101), milliseconds=(10.0, 110.0))), Correction())
+    pieces = TablePieces(CostTable(step=CostCurve(tokens=(1, 101), milliseconds=(10.0, 110.0))), StepFactors((1, 101)))
     piece = pieces.largest_piece(2048, 1)
     assert 10.0 + piece <= 10.0 * 2.75 < 10.0 + piece + 1
-    assert TablePieces(FREE, Correction()).largest_piece(64, 1) == 64
+    assert TablePieces(FREE, StepFactors((1, 64))).largest_piece(64, 1) == 64
     assert pieces.largest_piece(3, 1) == 3
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from echelon import ConfigError
-from echelon.adaptive.cost_table import LEAST, MOST, Correction, CostCurve, CostTable, monotone
+from echelon.adaptive.cost_table import CostCurve, CostTable, monotone
 
 CURVE = CostCurve(tokens=(1, 4, 8), milliseconds=(10.0, 13.0, 21.0))
 
@@ -43,43 +43,3 @@ def test_a_step_costs_its_tokens_keys_and_places() -> None:
     assert CostTable(step=CURVE).level_ms(np.array([[3, 4]])).tolist() == [[0.0, 0.0]]
     assert table.model_copy(update={"start_ms": 5.0}).drafting_ms(2, np.arange(3)).tolist() == [0.0, 6.5, 8.0]
     assert CostTable(**table.model_dump()) == table
-
-
-def test_a_correction_finds_both_factors() -> None:
-    correction, rng = Correction(), np.random.default_rng(0)
-    assert correction.predicted(10.0, np.array([10.0, 16.0])).tolist() == [10.0, 16.0]
-    for _ in range(400):
-        extra = float(rng.integers(0, 4)) * 3.0
-        correction.observe(10.0, extra, 1.5 * 10.0 + 0.8 * extra + float(rng.normal()) * 0.2)
-    assert (correction.plain, correction.extra) == pytest.approx((1.5, 0.8), rel=0.06)
-
-
-def test_a_machine_that_slows_down_is_believed_within_200_steps() -> None:
-    correction = Correction()
-    for factor in (1.0, 2.0):
-        for step in range(200):
-            correction.observe(10.0, 3.0 * (step % 3), factor * (10.0 + 3.0 * (step % 3)))
-    assert correction.predicted(10.0, np.array([16.0]))[0] == pytest.approx(32.0, rel=0.07)
-
-
-def test_steps_that_are_all_alike_tell_no_factors_apart_and_a_few_plain_ones_do() -> None:
-    alike, told_apart = Correction(), Correction()
-    for step in range(300):
-        speed = 1.0 if step < 150 else 2.0
-        for correction, is_plain in ((alike, False), (told_apart, step % 20 == 0)):
-            extra = 0.0 if is_plain else 4.0
-            correction.observe(10.0, extra, speed * (13.0 + 0.5 * extra))
-    for correction in (alike, told_apart):
-        assert correction.predicted(10.0, np.array([14.0]))[0] == pytest.approx(30.0, rel=0.01)
-    assert alike.extra > 1.5
-    assert (told_apart.plain, told_apart.extra) == pytest.approx((2.6, 1.0), abs=0.2)
-
-
-def test_no_measurement_is_believed_without_bound() -> None:
-    correction = Correction()
-    for _ in range(100):
-        correction.observe(10.0, 0.0, 1e9)
-    assert correction.plain == correction.extra == MOST
-    for _ in range(100):
-        correction.observe(10.0, 0.0, 1e-9)
-    assert correction.plain == LEAST

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from echelon.adaptive.cost_table import UNSURE_OF_DRAFTING, Correction, CostTable, TablePieces
+from echelon.adaptive.corrections import DraftingFactors, StepFactors
+from echelon.adaptive.cost_table import CostTable, TablePieces
 from echelon.adaptive.hindsight import LONGEST, Hindsight
 from echelon.adaptive.planning import Bool, Underway, admitted, drafted_further, survivals
 from echelon.adaptive.survival import Survival
@@ -127,10 +128,10 @@ class BatchController:
     """
 
     def __init__(self, table: CostTable, corrects: bool = True) -> None:
-        self.table, self.survival, self.correction, self.hindsight = table, Survival(), Correction(), Hindsight()
-        self.piece_sizes: PieceSizes = TablePieces(table, self.correction)
+        self.table, self.survival, self.hindsight = table, Survival(), Hindsight()
+        self.step_factors, self.drafting_factors = StepFactors(table.step.tokens), DraftingFactors()
+        self.piece_sizes: PieceSizes = TablePieces(table, self.step_factors)
         self._corrects = corrects
-        self._drafting = Correction(UNSURE_OF_DRAFTING)
         self._has_drafted = False  # did the step before? After plain ones a drafter has to catch up, which is no cost of a level
         self._own = _OwnTime()
         self._probed = -1  # the row that drafts only to be noticed
@@ -145,7 +146,7 @@ class BatchController:
         self._unlearned: list[_Tried] = []  # what was verified since the last decision
         self._rows: SequenceOf[PlannedRow] = ()
         self._odds: Float64 = np.ones(0)  # [B] of these rows, as `Survival.odds`
-        self._costs = _StepCosts(_Shape(), table, self.correction, self._drafting, 0.0)
+        self._costs = _StepCosts(_Shape(), table, self.step_factors, self.drafting_factors, 0.0)
         self._step = Underway(0)
         self._draft: Draft | None = None  # what is verified in this step
 
@@ -170,7 +171,8 @@ class BatchController:
         self._digest()
         shape, found, num_steps = _Shape.of(rows), list(rows), 1 + self._num_passed
         self._num_held = self._num_passed = 0
-        self._costs = _StepCosts(shape, self.table, self.correction, self._drafting, self._own.of_drafts if self._corrects else 0.0)
+        deciding = self._own.of_drafts if self._corrects else 0.0
+        self._costs = _StepCosts(shape, self.table, self.step_factors, self.drafting_factors, deciding)
         self._step, self._odds = Underway(shape.num_sampled), self.survival.odds([row.sequence.id for row in rows])
         limits = np.array([row.max_draft_depth for row in rows], np.int64)
         if not limits.any():
@@ -292,10 +294,9 @@ class BatchController:
         fixed_ms = step_ms[num_rows * lengths] + level_ms[num_rows] * lengths + costs.start_ms * (lengths > 0)
         self.hindsight.observe(spent + float(step_ms[num_drafted]), deciding + drafting + measured, accepted, fixed_ms)
         if self._corrects:
-            plain, whole = costs.said(0), costs.said(num_drafted)
-            self.correction.observe(plain, whole - plain, measured)
+            self.step_factors.observe(costs.shape.num_tokens + num_drafted, costs.said(num_drafted), measured)
             if spent > 0.0 and self._has_drafted:
-                self._drafting.observe(self.table.start_ms, (spent - costs.start_ms) / costs.level_factor, drafting)
+                self.drafting_factors.observe(self.table.start_ms, (spent - costs.start_ms) / costs.level_factor, drafting)
         self._has_drafted = spent > 0.0
 
     def forget(self, row: int) -> None:
@@ -303,8 +304,7 @@ class BatchController:
         self.survival.forget(row)
 
     def as_metrics(self) -> dict[str, Any]:
-        factors = {"plain": self.correction.plain, "drafted": self.correction.extra}
-        factors |= {"start": self._drafting.plain, "level": self._drafting.extra}
+        factors = {"steps": self.step_factors.as_metrics(), "start": self.drafting_factors.start, "level": self.drafting_factors.level}
         return self.hindsight.as_metrics() | {"cost_factors": factors}
 
     def _learn(self, draft: Draft, record: StepRecord) -> None:
@@ -335,9 +335,9 @@ class BatchController:
 class _StepCosts:
     """What a step of this shape costs, by drafted tokens in it, as corrected now; worked out as far as it is asked for."""
 
-    def __init__(self, shape: _Shape, table: CostTable, correction: Correction, drafting: Correction, deciding: float) -> None:
-        self.shape, self.start_ms, self.level_factor = shape, drafting.plain * table.start_ms, drafting.extra
-        self._table, self._correction, self._deciding = table, correction, deciding
+    def __init__(self, shape: _Shape, table: CostTable, steps: StepFactors, drafting: DraftingFactors, deciding: float) -> None:
+        self.shape, self.start_ms, self.level_factor = shape, drafting.start * table.start_ms, drafting.level
+        self._table, self._factors, self._deciding = table, steps, deciding
         self._said = self._step_ms = self._level_ms = np.zeros(0)
 
     def upto(self, num_drafted: int, num_paths: int, depth: int) -> tuple[Float64, Float64]:
@@ -348,11 +348,12 @@ class _StepCosts:
         """
         if len(self._step_ms) <= (most := num_drafted + num_paths * depth):
             shape, table, drafted = self.shape, self._table, np.arange(most + 1)
+            factors = self._factors.at(np.maximum(shape.num_tokens + drafted, 1))
             drawn = np.asarray(shape.num_drawn + drafted * (shape.num_drawn / max(shape.num_sampled, 1)), np.float64)
             self._said = table.step_ms(shape.num_tokens + drafted, shape.num_keys, drawn)
             without = table.step_ms(np.array([max(shape.num_sampled, 1)]), shape.num_keys, np.array([shape.num_drawn]))
             reading = float(self._said[0] - without[0]) if shape.num_read else 0.0
-            self._step_ms = self._correction.predicted(float(self._said[0]), self._said) - self._correction.plain * reading
+            self._step_ms = np.maximum.accumulate(factors * self._said) - factors[0] * reading
             self._step_ms[1:] += self._deciding
             self._level_ms = self.level_factor * table.level_ms(drafted)
         return self._step_ms, self._level_ms

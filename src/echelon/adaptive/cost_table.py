@@ -1,8 +1,7 @@
-"""What a step costs: milliseconds measured once for a model on a machine, corrected by the steps that follow.
+"""What a step costs: milliseconds measured once for a model on a machine.
 
 A step's time is read from a table by the tokens that the target reads, and grows with the keys that attention reads and with the places at
-which a token is drawn by noise; drafting has a table by the tokens of a pass. Machines change their speed under load, so measured steps are
-compared with the table: one factor for a plain step and one for what drafted tokens add to it.
+which a token is drawn by noise; drafting has a table by the tokens of a pass, and what its first level takes besides.
 """
 
 from __future__ import annotations
@@ -13,17 +12,11 @@ from functools import cached_property
 import numpy as np
 from pydantic import Field, model_validator
 
+from echelon.adaptive.corrections import StepFactors
 from echelon.draft import Float64, Int64
 from echelon.settings import Settings
 from echelon.stats import StepRecord
 from echelon.step_costs import PIECE, SMALLEST_PIECE
-
-NOISE = 0.1  # relative standard deviation of a step's time
-UNSURE = 0.3  # of both factors together at first
-UNSURE_OF_STEPS, UNSURE_OF_DRAFTING = (0.1, 1.0), (1.0, 1.0)  # of each by itself: without what drafts add, and of that
-DRIFT, DRIFT_OWN = 0.01, 0.02  # what a step adds to that, of the second as a share of what there was at first
-OUTLIER = 3.0  # standard deviations of a step's time, and no more, are learned from
-LEAST, MOST = 0.3, 4.0  # factors that are believed
 
 
 class CostCurve(Settings):
@@ -96,49 +89,19 @@ class CostTable(Settings):
         return np.asarray(self.start_ms * (num_levels > 0) + num_levels * float(self.level_ms(np.array(num_rows))))
 
 
-class Correction:
-    """Two factors by which steps take longer than the table says: `plain` of a step without drafts, `extra` of what drafts add to it; or
-    drafting, of its first level's own time, and of its levels.
-
-    A Kalman filter. A machine that slows down slows both, which is learned within some ten steps from steps of any kind; how the factors
-    differ is told apart only by steps with more and with fewer drafts, and stays known much longer.
-    """
-
-    def __init__(self, unsure: tuple[float, float] = UNSURE_OF_STEPS) -> None:
-        self.plain = self.extra = 1.0
-        self._drift = np.square(DRIFT_OWN * np.array(unsure))
-        self._variance = UNSURE**2 + np.diag(np.square(unsure))  # [2, 2] of both
-
-    def observe(self, plain_ms: float, extra_ms: float, measured_ms: float) -> None:
-        """Learn from a step: what the table says of it without drafts, what these add, and what it took."""
-        whole_ms = plain_ms + extra_ms
-        factors, parts = np.array([self.plain, self.extra]), np.array([plain_ms, extra_ms]) / whole_ms
-        self._variance += DRIFT**2 * np.outer(factors, factors) + np.diag(self._drift * factors**2)
-        expected, learned = float(factors @ parts), self._variance @ parts
-        variance = float(parts @ learned) + (NOISE * expected) ** 2
-        bound = OUTLIER * variance**0.5
-        factors += learned / variance * min(max(measured_ms / whole_ms - expected, -bound), bound)
-        self._variance -= np.outer(learned, learned) / variance
-        self.plain, self.extra = np.clip(factors, LEAST, MOST).tolist()
-
-    def predicted(self, plain_ms: float, step_ms: Float64) -> Float64:
-        """Milliseconds float64[...] of steps for which the table says `step_ms`, and `plain_ms` without their drafts."""
-        return np.asarray(self.plain * plain_ms + self.extra * (step_ms - plain_ms))
-
-
 class TablePieces:
-    """Sizes of prompts' pieces by a cost table, `correction` included. Where that stays, the same requests are read in the same pieces."""
+    """Sizes of prompts' pieces by a cost table, corrected by `factors`. Where these stay, the same requests are read in the same pieces."""
 
-    def __init__(self, table: CostTable, correction: Correction) -> None:
-        self._curve, self._correction = table.step, correction
+    def __init__(self, table: CostTable, factors: StepFactors) -> None:
+        self._curve, self._factors = table.step, factors
 
     def observe(self, record: StepRecord) -> None:
-        """The correction learns elsewhere."""
+        """The factors learn elsewhere."""
 
     def largest_piece(self, limit: int, num_decoding: int) -> int:
         """A piece costs at most PIECE steps of the rows beside it."""
-        decoding = float(self._curve.at(np.array(num_decoding)))
-        times = self._correction.predicted(decoding, self._curve.at(num_decoding + np.arange(limit + 1)))
+        tokens = num_decoding + np.arange(limit + 1)
+        times = self._factors.at(np.maximum(tokens, 1)) * self._curve.at(tokens)
         return min(limit, max(SMALLEST_PIECE, int((times[1:] <= (1.0 + PIECE) * times[0]).sum())))
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from echelon.adaptive.controller import PROBE
-from echelon.adaptive.cost_table import Correction, CostTable, TablePieces
+from echelon.adaptive.corrections import StepFactors
+from echelon.adaptive.cost_table import CostTable, TablePieces
 from echelon.adaptive.planning import Bool
 from echelon.draft import Draft, Float64, Int64
 from echelon.sequence import PlannedRow
@@ -53,7 +54,7 @@ class RowController:
 
     def __init__(self, table: CostTable, most_depth: int, nodes_per_level: float = 1.0) -> None:
         self.table, lengths = table, np.arange(most_depth + 1)
-        self.piece_sizes: PieceSizes = TablePieces(table, Correction())
+        self.piece_sizes: PieceSizes = TablePieces(table, StepFactors(table.step.tokens))
         tokens = 1 + np.ceil(lengths * nodes_per_level).astype(np.int64)
         self._ms = table.step_ms(tokens, 0, np.zeros(1)) + table.drafting_ms(1, lengths)
         self._rows: dict[int, _OwnPast] = {}
