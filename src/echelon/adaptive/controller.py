@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +21,7 @@ from echelon.adaptive.corrections import DraftingFactors, StepFactors
 from echelon.adaptive.cost_table import CostTable, TablePieces
 from echelon.adaptive.hindsight import LONGEST, Hindsight
 from echelon.adaptive.planning import Bool, Underway, admitted, drafted_further, survivals
+from echelon.adaptive.prices import StepPrices, StepShape
 from echelon.adaptive.survival import Survival
 from echelon.draft import Draft, Float64, Int64
 from echelon.sequence import PlannedRow
@@ -65,24 +65,6 @@ class Controller(Protocol):
 
     def as_metrics(self) -> dict[str, Any]:
         """Counters and gauges by name."""
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """What a step costs apart from drafts: tokens fed, of them those of prompts, keys read, rows that emit, those that draw by noise."""
-
-    num_tokens: int = 0
-    num_read: int = 0
-    num_keys: int = 0
-    num_sampled: int = 0
-    num_drawn: int = 0
-
-    @classmethod
-    def of(cls, rows: SequenceOf[PlannedRow]) -> _Shape:
-        sampled = [row for row in rows if row.is_sampled]
-        drawn = sum(not row.sequence.sampler.is_argmax for row in sampled)
-        num_tokens = sum(r.num_new for r in rows)
-        return cls(num_tokens, num_tokens - len(sampled), sum(r.start + r.num_new for r in rows), len(sampled), drawn)
 
 
 class _Tried(NamedTuple):
@@ -146,7 +128,7 @@ class BatchController:
         self._unlearned: list[_Tried] = []  # what was verified since the last decision
         self._rows: SequenceOf[PlannedRow] = ()
         self._odds: Float64 = np.ones(0)  # [B] of these rows, as `Survival.odds`
-        self._costs = _StepCosts(_Shape(), table, self.step_factors, self.drafting_factors, 0.0)
+        self._costs = StepPrices(StepShape(), table, self.step_factors, self.drafting_factors, 0.0)
         self._step = Underway(0)
         self._draft: Draft | None = None  # what is verified in this step
 
@@ -169,10 +151,10 @@ class BatchController:
     def _decided(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
         """The rows by a decision of this step, and for how many more it holds."""
         self._digest()
-        shape, found, num_steps = _Shape.of(rows), list(rows), 1 + self._num_passed
+        shape, found, num_steps = StepShape.of(rows), list(rows), 1 + self._num_passed
         self._num_held = self._num_passed = 0
         deciding = self._own.of_drafts if self._corrects else 0.0
-        self._costs = _StepCosts(shape, self.table, self.step_factors, self.drafting_factors, deciding)
+        self._costs = StepPrices(shape, self.table, self.step_factors, self.drafting_factors, deciding)
         self._step, self._odds = Underway(shape.num_sampled), self.survival.odds([row.sequence.id for row in rows])
         limits = np.array([row.max_draft_depth for row in rows], np.int64)
         if not limits.any():
@@ -330,37 +312,6 @@ class BatchController:
             rows, depths, was_right = (np.concatenate(part) for part in zip(*((t.rows, t.depths, t.was_right) for t in noted), strict=True))
             scores = [t.scores for t in noted if t.scores is not None]
             self.survival.observe(rows, depths, np.concatenate(scores) if scores else None, was_right, len(noted))
-
-
-class _StepCosts:
-    """What a step of this shape costs, by drafted tokens in it, as corrected now; worked out as far as it is asked for."""
-
-    def __init__(self, shape: _Shape, table: CostTable, steps: StepFactors, drafting: DraftingFactors, deciding: float) -> None:
-        self.shape, self.start_ms, self.level_factor = shape, drafting.start * table.start_ms, drafting.level
-        self._table, self._factors, self._deciding = table, steps, deciding
-        self._said = self._step_ms = self._level_ms = np.zeros(0)
-
-    def upto(self, num_drafted: int, num_paths: int, depth: int) -> tuple[Float64, Float64]:
-        """Milliseconds of the step, reading of prompts left out, by drafted tokens: float64[> num_drafted + num_paths · depth]; and of
-        drafting a level, by paths: float64[> num_paths].
-
-        Prompts have to be read, which makes no drafted token cheaper.
-        """
-        if len(self._step_ms) <= (most := num_drafted + num_paths * depth):
-            shape, table, drafted = self.shape, self._table, np.arange(most + 1)
-            factors = self._factors.at(np.maximum(shape.num_tokens + drafted, 1))
-            drawn = np.asarray(shape.num_drawn + drafted * (shape.num_drawn / max(shape.num_sampled, 1)), np.float64)
-            self._said = table.step_ms(shape.num_tokens + drafted, shape.num_keys, drawn)
-            without = table.step_ms(np.array([max(shape.num_sampled, 1)]), shape.num_keys, np.array([shape.num_drawn]))
-            reading = float(self._said[0] - without[0]) if shape.num_read else 0.0
-            self._step_ms = np.maximum.accumulate(factors * self._said) - factors[0] * reading
-            self._step_ms[1:] += self._deciding
-            self._level_ms = self.level_factor * table.level_ms(drafted)
-        return self._step_ms, self._level_ms
-
-    def said(self, num_drafted: int) -> float:
-        """Milliseconds by the table, uncorrected, reading of prompts included; not further than `upto` has been asked for."""
-        return float(self._said[num_drafted])
 
 
 def _are_same(rows: SequenceOf[PlannedRow], others: SequenceOf[PlannedRow]) -> bool:
