@@ -23,6 +23,11 @@ from echelon.train.files import load_checkpoint
 ENVIRONMENT = {"cpu": "one", "threads": "1", "torch": "2", "transformers": "5", "commit": "c"}
 
 
+@pytest.fixture(autouse=True)
+def _few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.laws.NUM_PROMPTS", 6)
+
+
 def study_of(folder: Path, work: Path) -> LawStudy:
     return LawStudy(str(folder), work, 100, 2, [folder / "text.txt"], folder / "questions.jsonl", continuations=16)
 

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import toys
 
 from echelon import ConfigError
 from echelon.cli.output import Mode, OutputFile
 from echelon.demo import TARGET
 from echelon.errors import OutputError
 
+NUM_KILLS = 20 if toys.PROVE else 7
 ROWS = [{"index": i, "text": "wörld\n" * i} for i in range(4)]
 
 # A process that has imported everything and forks runs of the command: each child is killed once the file has grown by some bytes,
@@ -41,6 +43,7 @@ for attempt in range(int(num_kills) + 1):
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             break
+        os.sched_yield()
         if Path(output).exists() and Path(output).stat().st_size >= size + int(growth) + 97 * attempt:
             os.kill(child, signal.SIGKILL)
             killed += 1
@@ -57,16 +60,19 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return sorted((json.loads(line) for line in lines), key=lambda row: row["index"])
 
 
-def test_twenty_kills_lose_and_double_nothing(tmp_path: Path) -> None:
+def test_kills_lose_and_double_nothing(tmp_path: Path) -> None:
     source = tmp_path / "prompts.jsonl"
     lines = [json.dumps({"prompt": f"def f{i}(x):\n    return", "params": {"temperature": i % 2, "seed": i}}) for i in range(160)]
     source.write_text("\n".join([*lines[:80], "{torn", *lines[80:]]) + "\n")
     generate = ["generate", str(TARGET), "--input", str(source), "--max-tokens", "24", "--max-num-seqs", "4",
                 "--speculative-config", '{"method":"ngram","num_speculative_tokens":5}']  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-c", KILLER, str(tmp_path / "killed.jsonl"), "600", "20", *generate], capture_output=True, text=True, check=True
+        [sys.executable, "-c", KILLER, str(tmp_path / "killed.jsonl"), "600", str(NUM_KILLS), *generate],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert done.stdout.split() == ["20", "3"], done.stderr[-2000:]
+    assert done.stdout.split() == [str(NUM_KILLS), "3"], done.stderr[-2000:]
     whole = subprocess.run(
         [sys.executable, "-c", KILLER, str(tmp_path / "whole.jsonl"), "0", "0", *generate], capture_output=True, text=True, check=True
     )
