@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -168,6 +169,20 @@ def test_a_decision_holds_for_some_steps_while_the_rows_stay(monkeypatch: pytest
     step(controller, controller.planned(others), 4)
     step(controller, controller.planned(rows(1)), 4)
     assert len(decided) == SETTLED + 5, "other rows, another decision"
+
+
+def test_no_decision_holds_that_was_made_while_a_prompt_was_read() -> None:
+    """The steps that follow are shorter than that one, and would be measured by what it was said to take."""
+    controller = BatchController(FREE, corrects=False)
+    for _ in range(SETTLED):
+        step(controller, controller.planned(rows(2)), 4)
+    reading = rows(2)
+    controller._num_held = 0
+    controller.planned([reading[0], replace(reading[1], num_new=30, start=-27)])
+    assert not controller._num_held
+    step(controller, controller.planned(rows(2)), 4)
+    assert controller._costs.shape.num_tokens == 2
+    assert controller._num_held
 
 
 def test_what_several_steps_teach_is_learned_together() -> None:

@@ -176,7 +176,7 @@ class BatchController:
         if self._num_idle >= PROBE:
             self._probed, self._num_idle = int(limits.argmax()), 0
             found[self._probed] = rows[self._probed].drafting(1, 1)
-        if self._probed < 0 and (self._num_idle > IDLE if is_plain else self._num_learned >= SETTLED):
+        if self._probed < 0 and not shape.num_read and (self._num_idle > IDLE if is_plain else self._num_learned >= SETTLED):
             self._num_held = HELD - 1
         self.survival.passed_over([rows[i].sequence.id for i in np.flatnonzero(~may_draft & (limits > 0)).tolist()], num_steps)
         if is_plain:
