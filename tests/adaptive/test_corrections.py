@@ -33,7 +33,7 @@ def test_a_machine_that_slows_down_is_believed_within_200_steps() -> None:
         for step in range(200):
             factors.observe(8 + 4 * (step % 2), 10.0, speed * 10.0)
     assert factors.at(np.array([8, 12])) == pytest.approx(2.0, rel=0.05)
-    assert factors.at(np.array([2, 32])) == pytest.approx(2.0, rel=0.15)
+    assert factors.at(np.array([2, 32])) == pytest.approx(2.0, rel=0.25)
 
 
 def test_plain_steps_tell_a_width_apart_that_drafts_never_show() -> None:
@@ -44,7 +44,7 @@ def test_plain_steps_tell_a_width_apart_that_drafts_never_show() -> None:
         told_apart.observe(*((8, 10.0, speed * 10.0) if step % 20 == 0 else (16, 10.0, speed * 15.0)))
     for factors in (drafting, told_apart):
         assert factors.at(np.array([16]))[0] == pytest.approx(3.0, rel=0.03)
-    assert drafting.at(np.array([8]))[0] > 2.3
+    assert drafting.at(np.array([8]))[0] > 2.2
     assert told_apart.at(np.array([8]))[0] == pytest.approx(2.0, rel=0.06)
 
 
@@ -70,3 +70,31 @@ def test_levels_alone_are_corrected_where_a_draft_begins_at_once() -> None:
     for _ in range(50):
         factors.observe(0.0, 2.0, 5.0)
     assert factors.level == pytest.approx(2.5, rel=0.03)
+
+
+def test_one_slow_draft_ends_no_drafting() -> None:
+    factors = DraftingFactors()
+    factors.observe(1.0, 4.0, 40.0)
+    assert max(factors.start, factors.level) < 1.4
+    for _ in range(60):
+        factors.observe(1.0, 4.0, 5.0)
+    assert (factors.start, factors.level) == pytest.approx((1.0, 1.0), abs=0.15)
+
+
+def test_what_is_not_seen_for_long_goes_back_to_the_table_and_one_hiccup_moves_it_little() -> None:
+    factors = StepFactors(WIDTHS)
+    for _ in range(30):
+        factors.observe(32, 10.0, 25.0)
+    dear = factors.at(np.array([32]))[0]
+    for _ in range(5_000):
+        factors.observe(2, 10.0, 10.0)
+    assert dear > 2.2
+    assert factors.at(np.array([32]))[0] == pytest.approx(1.0, abs=0.05)
+    factors.observe(32, 10.0, 60.0)
+    assert factors.at(np.array([32]))[0] < 1.3
+    resting = DraftingFactors()
+    for _ in range(50):
+        resting.observe(1.0, 4.0, 20.0)
+    assert resting.level > 3.0
+    resting.rest(3_000)
+    assert resting.level < 1.2

@@ -35,7 +35,7 @@ SETTLED = 16  # steps with drafts, or
 IDLE = 4  # plain ones in a row, after which
 AHEAD = 3  # levels are looked ahead at while drafting
 HELD = 4  # steps with the same rows go by one decision
-COMPARED = 0.005  # of the time goes into plain steps where drafts would pay: without them nobody knows what drafts add to a step
+COMPARED = 0.01  # of the time goes into plain steps where drafts would pay: without them nobody knows what drafts add to a step
 SELDOM = 8  # steps at least lie between two of these
 REMEMBERED = 15  # steps with drafts whose own time is
 
@@ -181,6 +181,7 @@ class BatchController:
         self.survival.passed_over([rows[i].sequence.id for i in np.flatnonzero(~may_draft & (limits > 0)).tolist()], num_steps)
         if is_plain:
             self.survival.rest(num_steps)
+            self.drafting_factors.rest(num_steps)
         return found
 
     def _compares(self, num_expected: float) -> bool:
@@ -263,6 +264,8 @@ class BatchController:
             self._digest()
         if record.rows and not any(row.num_new > 1 for row in record.rows):
             self._measure(record, 0 if draft is None else len(draft.tokens), deciding)
+        else:
+            self._has_drafted = False
 
     def _measure(self, record: StepRecord, num_drafted: int, deciding: float) -> None:
         """Compare what a step took with what was said of it; `deciding`: milliseconds of it that were this object's own."""

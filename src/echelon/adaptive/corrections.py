@@ -1,7 +1,8 @@
 """By what factors steps and drafting take longer than a cost table says, learned from the steps that follow its measurement.
 
 A Kalman filter. Machines change their speed under load, which moves all factors of a kind together and is learned within some ten steps;
-how they differ from each other is told apart only by steps that differ, and stays known for hundreds.
+how they differ from each other is told apart only by steps that differ, and stays known for hundreds. What is not seen goes back to the
+table, so that nothing is thought dear for good because it once was.
 """
 
 from __future__ import annotations
@@ -13,29 +14,37 @@ import numpy as np
 from echelon.draft import Float64, Int64
 
 NOISE = 0.1  # relative standard deviation of a step's time
-UNSURE = 0.3  # of all factors together at first
-UNSURE_OF_WIDTHS, ALIKE = 0.25, 2.0  # of each by itself; doublings of the tokens after which two of these have little in common
+UNSURE = 0.25  # of all factors together at first
+UNSURE_OF_WIDTHS, ALIKE = 0.27, 2.0  # of each by itself; doublings of the tokens after which two of these have little in common
 UNSURE_OF_DRAFTING = 1.0
-DRIFT = 1 / 30  # of what was unsure at first, a step adds
-OUTLIER = 3.0  # standard deviations of a step's time, and no more, are learned from
+FADE = 0.5 ** (1 / 700)  # of what is known in a step
+BELIEVED = 0.25  # of what was expected, and no more, is a single step believed to be off
 LEAST, MOST = 0.3, 4.0  # factors that are believed
 
 
 class Factors:
-    """Factors `values` float64[K] of the parts of a sum of which only the whole is measured; 1 at first, with this `variance` [K, K]."""
+    """Factors `values` float64[K] of the parts of a sum of which only the whole is measured; 1 at first, with this `variance` [K, K], and
+    again when nothing has been learned for long.
+    """
 
     def __init__(self, variance: Float64) -> None:
         self.values = np.ones(len(variance))
-        self._variance, self._drift = variance.copy(), DRIFT**2 * variance
+        self._variance, self._at_first = variance.copy(), variance
+
+    def fade(self, num_steps: int = 1) -> None:
+        """So many steps have passed."""
+        fade = FADE**num_steps
+        self.values = 1.0 + fade * (self.values - 1.0)
+        self._variance = fade**2 * self._variance + (1.0 - fade**2) * self._at_first * np.outer(self.values, self.values)
 
     def observe(self, parts_ms: Float64, measured_ms: float) -> None:
         """Learn from what took `measured_ms`, of which the table says that its parts take `parts_ms` float64[K]."""
+        self.fade()
         whole_ms = float(parts_ms.sum())
         parts = parts_ms / whole_ms
-        self._variance += self._drift * np.outer(self.values, self.values)
         expected, learned = float(self.values @ parts), self._variance @ parts
         variance = float(parts @ learned) + (NOISE * expected) ** 2
-        bound = OUTLIER * variance**0.5
+        bound = BELIEVED * expected
         self.values = self.values + learned / variance * min(max(measured_ms / whole_ms - expected, -bound), bound)
         np.clip(self.values, LEAST, MOST, out=self.values)
         self._variance -= np.outer(learned, learned) / variance
@@ -77,6 +86,10 @@ class DraftingFactors:
     @property
     def level(self) -> float:
         return float(self._factors.values[1])
+
+    def rest(self, num_steps: int) -> None:
+        """Nothing was drafted in so many steps."""
+        self._factors.fade(num_steps)
 
     def observe(self, start_ms: float, levels_ms: float, measured_ms: float) -> None:
         """Learn from a draft: what the table says of its beginning and of its levels, and what both took."""

@@ -21,6 +21,7 @@ from echelon.release import version
 from echelon.settings import Settings
 
 logger = logging.getLogger("echelon")
+FORM = "2"  # of what is measured; tables of another form are measured anew
 
 
 class CostRecord(Settings):
@@ -34,6 +35,7 @@ def machine_key(device: torch.device) -> dict[str, str]:
     """What of this machine and its software decides how long a step takes."""
     is_device = device.type == "cuda"
     return {
+        "form": FORM,
         "echelon": version(),
         "torch": torch.__version__,
         "processor": torch.cuda.get_device_name(device) if is_device else cpu_name(),

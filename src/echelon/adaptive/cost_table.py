@@ -101,7 +101,7 @@ class TablePieces:
     def largest_piece(self, limit: int, num_decoding: int) -> int:
         """A piece costs at most PIECE steps of the rows beside it."""
         tokens = num_decoding + np.arange(limit + 1)
-        times = self._factors.at(np.maximum(tokens, 1)) * self._curve.at(tokens)
+        times = np.maximum.accumulate(self._factors.at(np.maximum(tokens, 1)) * self._curve.at(tokens))
         return min(limit, max(SMALLEST_PIECE, int((times[1:] <= (1.0 + PIECE) * times[0]).sum())))
 
 

@@ -24,6 +24,7 @@ TURNS, LONG_TURNS = 4, 2  # of every pass at least; of one
 LONG_MS = 250.0  # long
 ALIKE = 1.1  # times the least time the next one may be: a single short turn on a busy machine would make what is next to it look dear
 PATIENCE = 15.0  # seconds after which the least is taken as it is
+LEAST_START = 0.1  # times a level is what the first takes besides: it can be corrected by a factor only if it is something
 LONG = 1024  # keys of a row whose reading is measured
 
 
@@ -53,7 +54,8 @@ def with_drafting(table: CostTable, target: Runner[Any], drafter: LevelDrafter, 
     counts = [n for n in TOKENS if n <= min(reach, _num_rows(target, max(PER_ROW + 1, drafter.breadth)))]
     levels = _least([partial(drafter.rehearse, n) for n in counts], _waiting(target))
     after_step = _least([partial(drafter.rehearse, counts[0])], _waiting(target), partial(_pass, target, 1, 1))
-    return table.model_copy(update={"drafting": monotone(counts, levels), "start_ms": max(0.0, after_step[0] - levels[0])})
+    start_ms = max(LEAST_START * levels[0], after_step[0] - levels[0])
+    return table.model_copy(update={"drafting": monotone(counts, levels), "start_ms": start_ms})
 
 
 def pool_of(target: Runner[Any]) -> str:

@@ -184,27 +184,34 @@ class HeadDrafter:
     def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:
         """Note what was kept; `hidden_states` [T, F] of all tokens of the step. Prompts are read at once, as the target reads them."""
         assert hidden_states is not None, "the target was not asked for hidden states"
-        indptr = indptr_of([row.num_new + kept.num_draft_tokens for row, kept in zip(rows, verdict, strict=True)])
-        following = [_following(row, kept) for row, kept in zip(rows, verdict, strict=True)]
-        places: list[int] = []  # of the hidden states before what follows; without a cache only the last is ever used
-        lengths = []
-        for row, kept, tokens, first in zip(rows, verdict, following, indptr.tolist(), strict=False):
-            own = [*range(first, first + row.num_new), *(first + row.num_new + node for node in kept.path)]
-            places += (used := own[len(own) - len(tokens) :] if self.cache is not None else own[len(tokens) - 1 : len(tokens)])
-            lengths.append(len(used))
-        features = torch.split(hidden_states[torch.tensor(places)].to(self._dtype), lengths)
-        due = []
+        following, due = [_following(row, kept) for row, kept in zip(rows, verdict, strict=True)], []
+        features = self._features(rows, verdict, following, hidden_states)
         for row, tokens, own_features in zip(rows, following, features, strict=True):
-            number = row.sequence.id
-            if not self._note(row, tokens, own_features):
+            number, is_prompt = row.sequence.id, row.num_new > 1
+            kept_features = own_features if is_prompt else own_features.clone()  # what waits keeps nothing of other rows in memory
+            if not self._note(row, tokens, kept_features):
                 self._drop(number)
-            elif row.num_new > 1 or len(self._unread[number].tokens) >= MOST_UNREAD:
+            elif is_prompt or len(self._unread[number].tokens) >= MOST_UNREAD:
                 due.append(number)
         self._read(due)
         tables = self.cache.tables if self.cache is not None else None
         for row in rows:
             if tables is not None and row.sequence.id in tables:  # what was drafted goes
                 tables.commit(row.sequence.id, tables.num_cached(row.sequence.id))
+
+    def _features(
+        self, rows: SequenceOf[PlannedRow], verdict: Verdict, following: SequenceOf[list[int]], hidden_states: Tensor
+    ) -> SequenceOf[Tensor]:
+        """Of each row the hidden states [n, F] before the tokens that follow; without a cache only the last is ever used."""
+        indptr = indptr_of([row.num_new + kept.num_draft_tokens for row, kept in zip(rows, verdict, strict=True)])
+        places: list[int] = []
+        lengths = []
+        for row, kept, tokens, first in zip(rows, verdict, following, indptr.tolist(), strict=False):
+            own = [*range(first, first + row.num_new), *(first + row.num_new + node for node in kept.path)]
+            places += (used := own[len(own) - len(tokens) :] if self.cache is not None else own[len(tokens) - 1 : len(tokens)])
+            lengths.append(len(used))
+        found: SequenceOf[Tensor] = torch.split(hidden_states[torch.tensor(places, dtype=torch.int64)].to(self._dtype), lengths)
+        return found
 
     def _note(self, row: PlannedRow, following: list[int], features: Tensor) -> bool:
         """Keep the features [n, F] of what was fed, and the token after each, until they are read; false where they are of no use."""

@@ -6,7 +6,7 @@ decoder layers. `heads.base.HiddenStateName` says what the names mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers.utils import ModelOutput
 from echelon.errors import UnsupportedModelError
 from echelon.heads.base import HiddenStateName
 from echelon.model.attention import RecordingAttention, run_one_token
+from echelon.model.patches.causal_lm import CausalLMForward
 
 LAYER = "layer:"
 
@@ -88,9 +89,7 @@ class HiddenStateReader:
 
 
 def _found(model: Any) -> tuple[nn.Module | None, nn.Module | None, list[nn.Module]]:
-    """Watch a pass over one token: which module's output the output layer reads (the innermost, as hooks further out keep the model's own
-    forward running), the norm that makes it, and the decoder layers.
-    """
+    """Watch a pass over one token: which module's output the output layer reads, the norm that makes it, and the decoder layers."""
     called: list[tuple[nn.Module, Tensor]] = []
     read: list[Tensor] = []
 
@@ -106,11 +105,18 @@ def _found(model: Any) -> tuple[nn.Module | None, nn.Module | None, list[nn.Modu
     finally:
         for handle in handles:
             handle.remove()
-    found = [(m, output) for m, output in called if output.data_ptr() == read[0].data_ptr()]  # nothing is freed before
-    last = [m for m, output in found if output.shape == found[-1][1].shape]
-    modules, count = {id(m) for m, _ in called}, model.config.get_text_config().num_hidden_layers
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count and all(id(x) in modules for x in m)]
-    return last[0] if last else None, next((m for m in reversed(last) if _is_norm(m)), None), list(lists[0]) if lists else []
+    last = [m for m, output in called if output.data_ptr() == read[0].data_ptr()]  # nothing is freed before
+    norms = [m for m in last if _is_norm(m)]
+    if norms and isinstance(vars(model).get("forward"), CausalLMForward):
+        last = norms  # a hook further out would keep the layers from running as one call
+    return last[-1] if last else None, norms[-1] if norms else None, _layers(model, {id(m) for m, _ in called})
+
+
+def _layers(model: Any, called: Container[int]) -> list[nn.Module]:
+    """The decoder layers: as many modules in a list as the model has, all of them `called`."""
+    count = model.config.get_text_config().num_hidden_layers
+    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count and all(id(x) in called for x in m))
+    return list(next(lists, []))
 
 
 def _first(output: Any) -> Any:
