@@ -149,8 +149,9 @@ def _prepared(target: PreTrainedModel, tokenizer: Any, sources: Sequence[Path] |
 
 
 def fingerprint(target: PreTrainedModel) -> str:
-    """A digest that tells a target from another: of its configuration and some of its weights."""
-    digest = hashlib.sha256(target.config.to_json_string().encode())
+    """A digest that tells a target from another, the same under any version of `transformers`: of its configuration and some weights."""
+    config = {k: v for k, v in target.config.to_diff_dict().items() if k != "transformers_version"}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     digest.update(target.get_input_embeddings().weight[:64].detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
