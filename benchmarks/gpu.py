@@ -230,7 +230,8 @@ class DeviceCells:
     def plain(self, numerics: str, batch: int) -> Record:
         """What share of the memory's speed plain decoding reaches, and how long the device waits for the host."""
         name = self.size.models[0][0]
-        seconds, busy, num_bytes = self._plain_step(name, numerics, batch)
+        seconds, kernels, num_bytes = self._plain_step(name, numerics, batch)
+        busy = sum(kernels.values()) if kernels else None
         share, what = num_bytes / seconds / 1e9 / self.models.copy_gb, f"plain decoding, {name}, {numerics}, batch {batch}"
         lines: list[Line] = [
             [f"{what}: share of copying", f"{share:.2f} ({1e3 * seconds:.2f} ms)", f"{SHARE_OF_COPY}", share >= SHARE_OF_COPY]
@@ -240,10 +241,10 @@ class DeviceCells:
             lines.append([f"{what}: the device waits", f"{gap:.1%}", f"{GREATEST_GAP:.0%}", gap <= GREATEST_GAP])
         if numerics != self.numerics:
             lines = [[*line[:3], None] for line in lines]
-        return {"lines": lines, "seconds_a_step": seconds, "busy": busy, "bytes": num_bytes, "copy_gb": self.models.copy_gb}
+        return {"lines": lines, "seconds_a_step": seconds, "kernels": kernels, "bytes": num_bytes, "copy_gb": self.models.copy_gb}
 
-    def _plain_step(self, name: str, numerics: str, batch: int) -> tuple[float, float | None, float]:
-        """Seconds of a step, those that the device works in it (None on the CPU), and bytes of weights, keys and values that it reads."""
+    def _plain_step(self, name: str, numerics: str, batch: int) -> tuple[float, dict[str, float], float]:
+        """Seconds of a step, those of each kernel in it (none on the CPU), and bytes of weights, keys and values that it reads."""
         self.models.free()
         size, (target, random) = self.size, self.models.target(name, numerics)
         num_steps, now = size.plain_steps, clock_of(self.device)
@@ -257,9 +258,10 @@ class DeviceCells:
         start = now()
         steps()
         seconds = (now() - start) / num_steps
-        busy = sum(kernel_seconds(steps, self.device).values()) / num_steps if self.device.type == "cuda" else None
+        kernels = kernel_seconds(steps, self.device) if self.device.type == "cuda" else {}
         weights = sum(w.data.nbytes for w in packed_weights(target.model))
-        return seconds, busy, weights + batch * (size.plain_context + num_steps / 2) * bytes_per_token(target)
+        a_step = {name: total / num_steps for name, total in kernels.items()}
+        return seconds, a_step, weights + batch * (size.plain_context + num_steps / 2) * bytes_per_token(target)
 
     def attention(self) -> Record:
         """Keys and values read, over what copying moves in the same time."""

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import toys
+import transformers
 from decoders import decoders
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -34,7 +35,7 @@ from echelon.train.examples import Examples, Teacher, soft_targets, unroll
 from echelon.train.heads import TrainingConfig, evaluate, learn, train_head
 from echelon.train.losses import depth_loss, noised, soft
 from echelon.train.sources import HELD_OUT, Document
-from echelon.train.text import Data, batch, prepare
+from echelon.train.text import Data, batch, fingerprint, prepare
 from echelon.train.trainer import rate_factor
 
 WINDOW = 24
@@ -387,6 +388,15 @@ def test_texts_of_another_target_are_refused(folder: Path, tmp_path: Path, targe
     (tmp_path / "short.txt").write_text("too short")
     with pytest.raises(ConfigError, match="training needs at least 256"):
         prepare(model, tokenizer, [tmp_path / "short.txt"], tmp_path / "short", count=4)
+
+
+def test_a_target_is_known_under_another_version_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target()
+    known = fingerprint(target)
+    monkeypatch.setattr(transformers.configuration_utils, "__version__", "0.0.1")
+    assert '"0.0.1"' in target.config.to_json_string() and fingerprint(target) == known
+    target.config.rms_norm_eps *= 2
+    assert fingerprint(target) != known
 
 
 def test_files_are_encoded_a_few_at_a_time_to_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
