@@ -63,9 +63,16 @@ def tokens_a_step(
     temperature: float,
     draft: LoadedModel | None = None,
 ) -> float:
-    """Tokens that a step of a row emits, over all prompts."""
+    """Tokens that a step of a row emits, over all prompts.
+
+    Raises
+    ------
+    RuntimeError  the drafter failed, so that there were steps without drafts
+    """
     llm = LLM(target, config, draft, max_num_seqs=16)
     llm.generate(prompts, greedy(max_tokens).model_copy(update={"temperature": temperature, "seed": 0}))
+    if faults := llm.stats.drafter_faults:
+        raise RuntimeError(f"the drafter failed ({', '.join(faults)}), and steps without drafts say nothing about it; measure again")
     return llm.stats.tokens_per_step
 
 

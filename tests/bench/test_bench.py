@@ -19,6 +19,7 @@ from benchmarks.cells import Cell
 from benchmarks.document import findings, write_document
 from benchmarks.prefill import PrefilledRun, check_memory, decode, read_prefixes
 from benchmarks.replayed import AcceptanceHistogram, mean_tokens_per_step, replay, rescaled
+from benchmarks.workloads import tokens_a_step
 from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench import peers
 from echelon.bench.framework import FrameworkRun, framework_runs
@@ -30,6 +31,7 @@ from echelon.bench.verify import STRATEGIES
 from echelon.bench.workloads import code_prompts, edit_prompts, ems_prompt, renamed, workload
 from echelon.cli import main
 from echelon.demo import DRAFT, TARGET, held_out_files
+from echelon.drafters.ngram import NgramDrafter
 from echelon.model.load.loading import LoadedModel, load_model
 from echelon.ops import compiled
 
@@ -148,6 +150,21 @@ def test_decoding_is_measured_from_steps_and_what_is_odd_is_said() -> None:
     assert result.decode_tokens_per_second == [0.0]
     assert result.num_identical == 5
     assert any("only 0% of the tokens" in note for note in result.notes)
+
+
+def test_steps_without_drafts_for_a_fault_are_no_measurement_of_a_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"method": "ngram", "num_speculative_tokens": 3}
+
+    def measured() -> list[str]:
+        (result,) = measure(target(), None, [DecodingMethod("n-grams", config)], PROMPTS, GREEDY, 2, 1, truth())
+        assert result.num_identical == 5
+        return result.notes
+
+    assert not any("failed" in note for note in measured()) and tokens_a_step(target(), config, PROMPTS, 12, 0.0) >= 1.0
+    monkeypatch.setattr(NgramDrafter, "propose", lambda *_: 1 / 0)
+    assert any("since the drafter failed: raised" in note for note in measured())
+    with pytest.raises(RuntimeError, match="the drafter failed \\(raised"):
+        tokens_a_step(target(), config, PROMPTS, 12, 0.0)
 
 
 def test_settings_of_drafters_are_named_by_what_they_say() -> None:

@@ -169,7 +169,9 @@ class Contender(Protocol):
 
 
 class EngineRun:
-    """A method in the engine, and what its decoding steps added up to. `notes`: where these are few, or do not fill the time of a run."""
+    """A method in the engine, and what its decoding steps added up to. `notes`: where these are few, do not fill the time of a run, or
+    had no drafts for a fault.
+    """
 
     def __init__(
         self, method: DecodingMethod, target: LoadedModel, draft: LoadedModel | None, batch_size: int, settings: Mapping[str, Any]
@@ -208,6 +210,8 @@ class EngineRun:
             self.notes.add(f"only {share:.0%} of the tokens come from steps that read no prompt: take longer texts, or fewer prompts")
         if abs(1.0 - stepping) > MOST_BESIDE_STEPS:
             self.notes.add(f"steps fill {stepping:.0%} of the time of a run: they and the wall clock disagree")
+        if faults := self._llm.stats.drafter_faults:
+            self.notes.add(f"steps without drafts, since the drafter failed: {', '.join(f'{kind} {n} ×' for kind, n in faults.items())}")
 
     def _timed(self, prompts: Prompts, params: SamplingParams) -> tuple[list[list[int]], float, Recorder]:
         recorder, start = Recorder(self._llm.stats), time.perf_counter()
