@@ -91,8 +91,10 @@ def measure(drafter: str, batch_size: int, temperature: float, rounds: int, size
 class FullSteps(EngineRun):
     """A setting, and the speed of steps that read no prompt while all rows are taken, `full_speed` of the run before."""
 
-    def __init__(self, name: str, config: dict[str, Any] | None, target: LoadedModel, draft: LoadedModel, batch_size: int) -> None:
-        super().__init__(DecodingMethod(name, config), target, draft, batch_size, {})
+    def __init__(
+        self, name: str, config: dict[str, Any] | None, target: LoadedModel, draft: LoadedModel | None, batch_size: int, **settings: Any
+    ) -> None:
+        super().__init__(DecodingMethod(name, config), target, draft, batch_size, settings)
         self._batch_size, self._tokens, self._seconds = batch_size, 0, 0.0
 
     @property

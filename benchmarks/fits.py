@@ -40,16 +40,24 @@ def _saturation(_: Floats, y: Floats) -> tuple[float, float, float]:
     return float(np.ptp(y)) + 1e-3, 0.5, float(y.max())
 
 
+def _sigmoid(x: Floats, y: Floats) -> tuple[float, float, float, float]:
+    half = float(np.exp(np.interp((y.min() + y.max()) / 2, np.sort(y), np.log(np.sort(x)))))
+    return float(np.ptp(y)) + 1e-3, 1.5, float(y.min()), half
+
+
 FORMS: Mapping[str, Form] = {
     "logarithmic": Form("a · log10 x + b", lambda x, a, b: a * np.log10(x) + b, _slope),
     "power": Form("a · x^b", lambda x, a, b: a * x**b, _power),
     "saturating": Form("c − a · x^−b", lambda x, a, b, c: c - a * x**-b, _saturation),
+    "sigmoid": Form("c + a ÷ (1 + (d ÷ x)^b)", lambda x, a, b, c, d: c + a / (1.0 + (np.abs(d) / x) ** b), _sigmoid),
 }
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A form with its least-squares parameters, their confidence intervals, R², and Akaike's criterion (the smaller the better)."""
+    """A form with its least-squares parameters, their confidence intervals, R², and Akaike's criterion (the smaller the better) with the
+    correction for few points (Hurvich and Tsai 1989).
+    """
 
     name: str
     parameters: tuple[float, ...]
@@ -63,7 +71,7 @@ class Fit:
 
     def __str__(self) -> str:
         """The formula and its parameters with their intervals."""
-        found = zip("abc", self.parameters, self.intervals, strict=False)
+        found = zip("abcd", self.parameters, self.intervals, strict=False)
         return f"{FORMS[self.name].formula}, " + ", ".join(f"{n} = {v:.4g} [{low:.3g}, {high:.3g}]" for n, v, (low, high) in found)
 
 
@@ -89,7 +97,8 @@ def _fit(name: str, form: Form, x: Floats, y: Floats) -> Fit | None:
     width = stats.t.ppf(0.5 + CONFIDENCE / 2, num_free) * np.sqrt(np.diag(covariance))
     intervals = tuple((float(v - w), float(v + w)) if np.isfinite(w) else (-inf, inf) for v, w in zip(found, width, strict=True))
     spread = float(((y - y.mean()) ** 2).sum())
-    aic = len(x) * log(max(rest / len(x), EXACT)) + 2 * len(first)
+    spare = num_free - 1
+    aic = len(x) * log(max(rest / len(x), EXACT)) + 2 * len(first) * (1 + (len(first) + 1) / spare if spare > 0 else inf)
     return Fit(name, tuple(float(v) for v in found), intervals, 1.0 - rest / spread if spread > 0.0 else 0.0, aic)
 
 

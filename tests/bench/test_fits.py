@@ -8,7 +8,7 @@ import pytest
 from benchmarks.fits import FORMS, fitted, foretold
 
 TOKENS = np.array([1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0])
-LAWS = {"logarithmic": (0.74, 4.61), "power": (2.0, 0.15), "saturating": (1.5, 0.7, 5.0)}
+LAWS = {"logarithmic": (0.74, 4.61), "power": (2.0, 0.15), "saturating": (1.5, 0.7, 5.0), "sigmoid": (2.0, 2.0, 1.5, 10.0)}
 
 
 @pytest.mark.parametrize("name", LAWS)
