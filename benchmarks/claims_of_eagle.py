@@ -103,6 +103,20 @@ def by_pretraining(evidence: Evidence) -> Measured | None:
     return labelled(values, least=1)
 
 
+def by_sigmoid(evidence: Evidence) -> str:
+    """What describes the growth where the logarithm does not."""
+    found = [[p for p in by_tokens(law_records(evidence), depth, 0.0) if p[0] > 0] for depth in (1, 2, 5)]
+    fits = [fitted([p[0] for p in own], [p[1] for p in own]).get("sigmoid") for own in found if own]
+    told = ", ".join(f"{fit.r_squared:.3f}" for fit in fits if fit)
+    return f"growth begins late and ends, where the logarithm does neither; a sigmoid in the logarithm has R² {told} by rising depth"
+
+
+def pretrained(evidence: Evidence) -> str:
+    """What the head has learned from, beside the published."""
+    tokens = law_records(evidence)["d2_s0_t100"]["pretrained"]
+    return f"the head was pretrained on {tokens / 1e6:.1f} million tokens, the published one on 1 to 100 billion"
+
+
 def by_depth(evidence: Evidence) -> Measured | None:
     records = law_records(evidence)
     found = {d: by_tokens(records, d, 0.0) for d in (1, 2, 5)}
@@ -271,6 +285,7 @@ SCYLLA = [
         LAWS_COMMAND.format("d"),
         AtLeast(0.89),
         by_pretraining,
+        why=by_sigmoid,
     ),
     Claim(
         "scylla-depth",
@@ -287,7 +302,7 @@ SCYLLA = [
         LAWS_COMMAND.format("eagle_ d2_s0"),
         AtLeast(1.5, "{:+.2f}"),
         partial(over_head, "eagle"),
-        why=partial(few_batches, "eagle", "1 to 100 billion tokens of pretraining"),
+        why=pretrained,
     ),
     Claim(
         "scylla-eagle3",
@@ -296,7 +311,7 @@ SCYLLA = [
         LAWS_COMMAND.format("eagle3 d2_s0"),
         AtLeast(0.3, "{:+.2f}"),
         partial(over_head, "eagle3"),
-        why=partial(few_batches, "eagle3", "1 to 100 billion tokens of pretraining"),
+        why=pretrained,
     ),
     Claim(
         "scylla-throughput",

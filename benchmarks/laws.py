@@ -8,8 +8,8 @@ dD_sS_tP    Scylla's head of D layers, seed S, pretrained for P per cent of the 
             falls; each goes on from the constant part of the one before
 eagle …     EAGLE's head and EAGLE-3's, trained on as many tokens; Scylla's without pretraining, fine-tuning or the norm behind its layers
 tasks_…     tokens a step by category of Spec-Bench (`--questions FILE`)
-speed_bN    Table 5 of the paper on the target grown to `--parameters`: plain decoding, EAGLE-2 with 60 nodes, and all heads under "auto", in
-            steps that read no prompt while all rows are taken; what is below 0.67 × plain in its first round takes no more
+speed_bN    Table 5 of the paper on the target grown to `--parameters`: plain decoding, EAGLE-2 with 60 nodes, and all heads under "auto",
+            in steps that read no prompt while all rows are taken; what is below 0.67 × plain in its first round takes no more
 """
 
 from __future__ import annotations

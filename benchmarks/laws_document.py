@@ -105,11 +105,9 @@ def tokens_part(records: Records, plots: Path) -> list[str]:
         points = {d: by_tokens(records, d, temperature) for d in depths}
         counts = sorted({p[0] for own in points.values() for p in own})
         rows = [[f"{n / 1e6:.2f}", *(_spread(next((p for p in points[d] if p[0] == n), None)) for d in depths)] for n in counts]
-        parts += [f"### Temperature {temperature:g}", table(["million tokens", *(f"{d} layers" for d in depths)], rows)]
-        parts += [f"{d} layers:\n" + "\n".join(law_lines(own, "tokens")) for d, own in points.items() if len(own) > 3]
-        panels[f"temperature {temperature:g}"] = [
-            _curve(f"{d} layers", own, c) for (d, own), c in zip(points.items(), COLOURS, strict=False)
-        ]
+        parts += [f"### Temperature {temperature:g}", table(["million tokens", *map(_layers, depths)], rows)]
+        parts += [f"{_layers(d)}:\n" + "\n".join(law_lines(own, "tokens")) for d, own in points.items() if len(own) > 3]
+        panels[f"temperature {temperature:g}"] = [_curve(_layers(d), own, c) for (d, own), c in zip(points.items(), COLOURS, strict=False)]
     shown = partial(line_chart, panels=panels, ylabel="tokens a step, 60 nodes", xlabel="pretraining tokens, thousands")
     return listed(
         "## By pretraining tokens",
@@ -145,6 +143,10 @@ def _what_holds(records: Records, depths: list[int]) -> list[str]:
             "the growth is the size of the head. Every head is fine-tuned besides, all equally long, so that the first points are level."
         )
     return ["The forms by AIC over depths and temperatures:\n" + "\n".join(lines)]
+
+
+def _layers(depth: int) -> str:
+    return f"{depth} layer{'s' * (depth > 1)}"
 
 
 def _curve(name: str, points: list[Point], colour: str) -> Curve:
