@@ -106,7 +106,7 @@ def tokens_part(records: Records, plots: Path) -> list[str]:
         counts = sorted({p[0] for own in points.values() for p in own})
         rows = [[f"{n / 1e6:.2f}", *(_spread(next((p for p in points[d] if p[0] == n), None)) for d in depths)] for n in counts]
         parts += [f"### Temperature {temperature:g}", table(["million tokens", *map(_layers, depths)], rows)]
-        parts += [f"{_layers(d)}:\n" + "\n".join(law_lines(own, "tokens")) for d, own in points.items() if len(own) > 3]
+        parts += [f"{_layers(d)}:\n\n" + "\n".join(law_lines(own, "tokens")) for d, own in points.items() if len(own) > 3]
         panels[f"temperature {temperature:g}"] = [_curve(_layers(d), own, c) for (d, own), c in zip(points.items(), COLOURS, strict=False)]
     shown = partial(line_chart, panels=panels, ylabel="tokens a step, 60 nodes", xlabel="pretraining tokens, thousands")
     return listed(
@@ -142,7 +142,7 @@ def _what_holds(records: Records, depths: list[int]) -> list[str]:
             f"{', '.join(f'{limit:.1f}' for limit in limits)} tokens a step by rising depth) and the half-way point does not: what ends "
             "the growth is the size of the head. Every head is fine-tuned besides, all equally long, so that the first points are level."
         )
-    return ["The forms by AIC over depths and temperatures:\n" + "\n".join(lines)]
+    return ["The forms by AIC over depths and temperatures:\n\n" + "\n".join(lines)]
 
 
 def _layers(depth: int) -> str:
@@ -249,7 +249,7 @@ def speed_part(records: Records, plots: Path) -> list[str]:
     ]
     for name in names if len(medians) > 3 else ():
         points = [(b, *[own[name]] * 3) for b, own in medians.items()]
-        lines.append(f"{name}:\n" + "\n".join(law_lines(points, "batch")))
+        lines.append(f"{name}:\n\n" + "\n".join(law_lines(points, "batch")))
     curves = [Curve(n, [(b, own[n]) for b, own in medians.items()], c) for n, c in zip(names, COLOURS, strict=False)]
     shown = partial(line_chart, panels={"": curves}, ylabel="tokens per second, decoding")
     return listed("## Table 5: by batch", [table(head, rows), *lines, picture(plots, "laws-batch", "decoding speed by batch", shown)])
