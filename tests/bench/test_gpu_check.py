@@ -75,6 +75,20 @@ def test_what_holds_is_said() -> None:
     assert len(names) == 2 + 3 + 2 * 6 + 6 + 3 + 2 + 2 + 1 and names[:3] == ["tests", "attention", "equality-float32"]
 
 
+def test_each_device_has_a_table_of_its_own(tmp_path: Path) -> None:
+    where = environment()
+    records = {
+        name: {"device": device, "environment": where | {"gpu": device}, "lines": [[name, "1", "", True]], "seconds": 6.0}
+        for name, device in (("attention", "one card"), ("equality-float32", "another"))
+    }
+    output = tmp_path / "found.json"
+    output.write_text(json.dumps(records))
+    _, first, one, second, other, missing = gpu_part(output)
+    assert "one card" in first and "another" in second and "another" not in first
+    assert "| attention |" in one and "equality" not in one and "| equality-float32 |" in other and "attention" not in other
+    assert missing.startswith("Not measured yet: ")
+
+
 def test_table_2_is_held_against_the_published_figures() -> None:
     def result_of(method: str, strategy: str, speed: float) -> Any:
         return ThroughputResult(method, 8, [speed], 4.2, 0.5, 0, 0, strategy=strategy, decode_tokens_per_second=[speed])

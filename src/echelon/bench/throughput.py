@@ -169,9 +169,7 @@ class Contender(Protocol):
 
 
 class EngineRun:
-    """A method in the engine, and what its decoding steps added up to. `notes`: where these are few, do not fill the time of a run, or
-    had no drafts for a fault.
-    """
+    """A method in the engine, and what its decoding steps added up to. `notes`: where these are few, or do not fill the time of a run."""
 
     def __init__(
         self, method: DecodingMethod, target: LoadedModel, draft: LoadedModel | None, batch_size: int, settings: Mapping[str, Any]
@@ -210,8 +208,6 @@ class EngineRun:
             self.notes.add(f"only {share:.0%} of the tokens come from steps that read no prompt: take longer texts, or fewer prompts")
         if abs(1.0 - stepping) > MOST_BESIDE_STEPS:
             self.notes.add(f"steps fill {stepping:.0%} of the time of a run: they and the wall clock disagree")
-        if faults := self._llm.stats.drafter_faults:
-            self.notes.add(f"steps without drafts, since the drafter failed: {', '.join(f'{kind} {n} ×' for kind, n in faults.items())}")
 
     def _timed(self, prompts: Prompts, params: SamplingParams) -> tuple[list[list[int]], float, Recorder]:
         recorder, start = Recorder(self._llm.stats), time.perf_counter()
@@ -220,8 +216,10 @@ class EngineRun:
 
     def result(self, batch_size: int, runs: SequenceOf[Run]) -> ThroughputResult:
         adaptive = self._llm.get_counters()["adaptive"] or {}
+        faults = ", ".join(f"{kind} {count} ×" for kind, count in self._llm.stats.drafter_faults.items())
+        failed = {f"steps without drafts, since the drafter failed: {faults}"} if faults else set()
         return replace(
-            engine_result(self._method, batch_size, runs, self._stats, self._decode), notes=sorted(self.notes), adaptive=adaptive
+            engine_result(self._method, batch_size, runs, self._stats, self._decode), notes=sorted(self.notes | failed), adaptive=adaptive
         )
 
 
