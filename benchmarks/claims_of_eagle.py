@@ -19,7 +19,7 @@ from benchmarks.claims_of_heads import (
     tree_over_chain,
 )
 from benchmarks.claims_of_padding import widening
-from benchmarks.fits import fitted
+from benchmarks.fits import Fit, fitted
 from benchmarks.laws_document import by_tokens, emitted
 from benchmarks.verdicts import AtLeast, AtMost, Claim, Crosses, Evidence, Measured, Ordered, labelled, middle, over, sampled
 
@@ -93,21 +93,23 @@ def law_records(evidence: Evidence) -> dict[str, Any]:
     return {name: record for name, record in found.items() if record}
 
 
+def pretraining_fits(evidence: Evidence) -> dict[int, dict[str, Fit]]:
+    """Laws of tokens a step, greedy, by the drafter's layers: of depths that have enough points."""
+    records = law_records(evidence)
+    known = {depth: [p for p in by_tokens(records, depth, 0.0) if p[0] > 0] for depth in (1, 2, 5)}
+    return {depth: fitted([p[0] for p in own], [p[1] for p in own]) for depth, own in known.items() if len(own) > 3}
+
+
 def by_pretraining(evidence: Evidence) -> Measured | None:
-    """R² of the logarithmic law, of all depths that have enough points."""
-    records, values = law_records(evidence), {}
-    for depth in (1, 2, 5):
-        known = [p for p in by_tokens(records, depth, 0.0) if p[0] > 0]
-        fits = fitted([p[0] for p in known], [p[1] for p in known]) if len(known) > 3 else {}
-        values[f"{depth} layers"] = fits["logarithmic"].r_squared if "logarithmic" in fits else None
-    return labelled(values, least=1)
+    """R² of the logarithmic law."""
+    fits = pretraining_fits(evidence)
+    values = {d: fits[d]["logarithmic"].r_squared if "logarithmic" in fits.get(d, {}) else None for d in (1, 2, 5)}
+    return labelled({f"{depth} layers": value for depth, value in values.items()}, least=1)
 
 
 def by_sigmoid(evidence: Evidence) -> str:
     """What describes the growth where the logarithm does not."""
-    found = [[p for p in by_tokens(law_records(evidence), depth, 0.0) if p[0] > 0] for depth in (1, 2, 5)]
-    fits = [fitted([p[0] for p in own], [p[1] for p in own]).get("sigmoid") for own in found if own]
-    told = ", ".join(f"{fit.r_squared:.3f}" for fit in fits if fit)
+    told = ", ".join(f"{fits['sigmoid'].r_squared:.3f}" for fits in pretraining_fits(evidence).values() if "sigmoid" in fits)
     return f"growth begins late and ends, where the logarithm does neither; a sigmoid in the logarithm has R² {told} by rising depth"
 
 

@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.adaptive import DROPPED, FullSteps
+from benchmarks.adaptive import FullSteps, take_turns
 from benchmarks.cells import Cell, Record, Records, asked_of, chosen, run_cells
 from benchmarks.laws_document import write_laws
 from benchmarks.workloads import VERIFIED, VERIFIED_TREE, tokens_a_step
@@ -231,14 +231,7 @@ class LawStudy:
         runs = {name: FullSteps(name, config, target, None, batch_size, **settings) for name, config in configs.items()}
         prompts = [self.prompts[i % len(self.prompts)] for i in range(WAVES.get(batch_size, 1) * batch_size)]
         params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
-        for run in runs.values():
-            run.warm_up(prompts[:batch_size], params.model_copy(update={"max_tokens": 8}))
-        speeds: dict[str, list[float]] = {name: [] for name in runs}
-        found: dict[str, list[Any]] = {name: [] for name in runs}
-        for turn, (name, run) in product(range(rounds), runs.items()):
-            if not turn or speeds[name][0] >= DROPPED * speeds["plain"][0]:
-                found[name].append(run.run(prompts, params))
-                speeds[name].append(run.full_speed)
+        speeds, found = take_turns(runs, prompts, params, rounds, batch_size)
         a_step = {name: runs[name].result(batch_size, own).tokens_per_step for name, own in found.items()}
         return {"speeds": speeds, "tokens_per_step": a_step}
 

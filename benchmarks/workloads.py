@@ -71,9 +71,14 @@ def tokens_a_step(
     """
     llm = LLM(target, config, draft, max_num_seqs=16)
     llm.generate(prompts, greedy(max_tokens).model_copy(update={"temperature": temperature, "seed": 0}))
+    check_drafted(llm)
+    return llm.stats.tokens_per_step
+
+
+def check_drafted(llm: LLM) -> None:
+    """Raise RuntimeError if the drafter has ever failed: steps without drafts say nothing about it."""
     if faults := llm.stats.drafter_faults:
         raise RuntimeError(f"the drafter failed ({', '.join(faults)}), and steps without drafts say nothing about it; measure again")
-    return llm.stats.tokens_per_step
 
 
 def source(target: LoadedModel, count: int, longest: int, is_ragged: bool = True) -> list[list[int]]:
