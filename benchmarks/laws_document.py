@@ -60,11 +60,7 @@ def write_laws(folder: Path, records: Records) -> Path:
 
 
 def _machines(records: Records) -> list[str]:
-    return (
-        [f"Measured on: {'; '.join(sorted({described(r['environment']) for r in records.values()}))}."]
-        if records
-        else ["Nothing is measured yet."]
-    )
+    return [f"Measured on: {described(*(r['environment'] for r in records.values()))}."] if records else ["Nothing is measured yet."]
 
 
 def emitted(record: Record, temperature: float, budget: int = 60) -> float:

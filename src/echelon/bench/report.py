@@ -16,12 +16,18 @@ from echelon.sizes import mebibytes
 Result = TypeVar("Result")
 
 
-def described(environment: dict[str, str]) -> str:
-    """The machine and the versions in one line."""
-    e = environment
+def described(*environments: dict[str, str]) -> str:
+    """The machines and their versions in one line, the commits of each at its end."""
+    commits: dict[str, set[str]] = {}
+    for environment in environments:
+        commits.setdefault(_machine(environment), set()).add(environment["commit"])
+    return "; ".join(f"{machine}, commit {', '.join(sorted(own))}" for machine, own in sorted(commits.items()))
+
+
+def _machine(e: dict[str, str]) -> str:
     where = f"{e['gpu']}, {e['cpu']}" if "gpu" in e else e["cpu"]
     where += f", kernels for {e['isa']}" if "isa" in e else ""
-    return f"{where}, {e['threads']} threads, torch {e['torch']}, transformers {e['transformers']}, commit {e['commit']}"
+    return f"{where}, {e['threads']} threads, torch {e['torch']}, transformers {e['transformers']}"
 
 
 def table(head: SequenceOf[str], rows: SequenceOf[SequenceOf[object]]) -> str:
