@@ -7,6 +7,8 @@ import pytest
 from benchmarks.adaptive import as_markdown, measure, most, over_single, ratios, settings_of
 from benchmarks.workloads import SMALL
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 
 def test_the_best_other_is_chosen_in_the_other_rounds() -> None:
     speeds = {"plain": [10.0, 10.0], "auto": [12.0, 12.0], "1": [20.0, 6.0], "2": [11.0, 24.0], "dropped": [1.0]}
