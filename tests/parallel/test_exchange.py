@@ -113,3 +113,15 @@ def test_there_may_be_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="No space"):
         shared_memory()
     assert len(list(Path("/proc/self/fd").iterdir())) == open_before
+
+
+def test_ranks_that_gather_unlike_amounts_are_told() -> None:
+    """As when one runs a layer part by part, for a hook within, and the others in one call, which cuts a long prompt."""
+    group = ranks(SharedExchange, 2)
+
+    def work(rank: SharedExchange) -> str:
+        with pytest.raises(RankError) as told, rank.connected(1):
+            rank.gathered(torch.zeros(1 + rank.rank, 1), parts_of(2, 2))
+        return str(told.value)
+
+    assert all("runs another plan" in message for message in together(group, work))

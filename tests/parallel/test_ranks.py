@@ -174,6 +174,20 @@ def test_several_ranks_say_what_one_says(name: str, setting: str, size: int, fol
     assert not any(map(psutil.pid_exists, pids))
 
 
+def test_layers_run_in_one_call_and_cut_a_long_prompt_alike(tmp_path: Path) -> None:
+    """A prompt of more rows than the kernels take at once; every rank's layers gather by themselves."""
+    toys.llama(max_position_embeddings=1024).to(torch.bfloat16).save_pretrained(tmp_path)
+    settings: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 1024, "kv_cache_memory_bytes": 1 << 22}
+    prompts, texts = toys.prompts((700, 5)), []
+    for size in (1, 2):
+        with LLM(str(tmp_path), tensor_parallel_size=size, **settings) as llm:
+            outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, prompt_logprobs=1))
+            texts.append([(o.outputs[0].token_ids, o.prompt_logprobs) for o in outputs])
+            layers = llm.engine.target.loaded.model.forward.compiled  # type: ignore[attr-defined]
+            assert len(layers) == 2 and all((layer.ranks is not None) == (size > 1) for layer in layers)
+    assert texts[0] == texts[1]
+
+
 def shrink(llm: LLM) -> None:
     """Take blocks out of every pool until two of the longest rows fit, so that others are preempted."""
     for tables in llm.storage.tables:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +58,25 @@ class AttentionContext(Protocol):
         """Attention [T, H, D] of one layer's call."""
 
 
+class Ranks(Protocol):
+    """The ranks that share a compiled layer."""
+
+    def within(self, run: Callable[[cpu.RankArguments], Tensor]) -> Tensor:
+        """What `run` returns, in which layers gather what all ranks have.
+
+        Raises
+        ------
+        RankError  another rank has ended, hangs or runs something else
+        """
+
+
+class CompiledLayer(NamedTuple):
+    """A decoder layer as the compiled kernels run it in one call (`ops.cpu.decoder_layer`), and the ranks that share it."""
+
+    weights: Tensor
+    ranks: Ranks | None
+
+
 class CachedAttention:
     """Write the batch's keys and values into the cache, then attend."""
 
@@ -72,10 +92,12 @@ class CachedAttention:
         out = backend.ragged_attention(query, keys, values, self.batch, call.scale, call.window, call.softcap, call.sinks)
         return F.pad(out, (0, 0, 0, 0, 0, num_inputs - num_tokens)) if num_inputs > num_tokens else out
 
-    def run_layers(self, layers: Sequence[Any], first: int, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Run whole layers (`ops.cpu.decoder_layer`) from the model's `first` on: hidden [1, T, d], cos and sin [1, T, R] → [1, T, d]."""
+    def run_layers(self, layers: Sequence[CompiledLayer], first: int, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Run whole layers from the model's `first` on: hidden [1, T, d], cos and sin [1, T, R] → [1, T, d]."""
         keys, values = (storage[first : first + len(layers)] for storage in (self.cache.keys, self.cache.values))
-        return cpu.run_layers(layers, hidden, cos, sin, keys, values, self.slots, self.batch)
+        weights, ranks = [layer.weights for layer in layers], layers[0].ranks
+        run = partial(cpu.run_layers, weights, hidden, cos, sin, keys, values, self.slots, self.batch)
+        return run() if ranks is None else ranks.within(run)
 
 
 class RecordingAttention:

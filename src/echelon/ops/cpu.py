@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -138,6 +138,31 @@ def write_slots(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Te
     compiled.kernels.write_slots(keys, values, key_cache, value_cache, slots)
 
 
+class RankArguments(NamedTuple):
+    """How ranks that share layers reach one another while these run; the defaults where the other ranks do not run this pass, so that what
+    they would give is zeros.
+
+    numbers      address of all ranks' own numbers
+    slots        address of two, one behind the other, of `slot_bytes`
+    num_gathers  so far; `is_owed`: was the last one not awaited?
+    plan         hash of the running plan, to be compared where `has_plan`
+    spins        looks at a number before the processor is given up
+    gives_up     address of what says whether this rank gives up, asked with the number of a rank that runs something else, or −1
+    """
+
+    numbers: int = 0
+    slots: int = 0
+    slot_bytes: int = 0
+    rank: int = 0
+    size: int = 1
+    num_gathers: int = 0
+    is_owed: bool = False
+    has_plan: bool = False
+    plan: int = 0
+    spins: int = 0
+    gives_up: int = 0
+
+
 def decoder_layer(
     norms: Sequence[tuple[Tensor, float, RmsWeight] | None],
     projections: Sequence[tuple[PackedWeight, Tensor | None]],
@@ -147,10 +172,12 @@ def decoder_layer(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    share: Sequence[tuple[int, int]] = (),
 ) -> Tensor:
     """Weights of a decoder layer as `run_layers` takes them: norms [N], each with its epsilon, of its input, of its MLP's, of the heads of
-    queries and keys (or None); projections to query, key, value, output, gate, up and down, each with its bias float32 [N] or None. Its
-    bytes are the kernels' own.
+    queries and keys (or None); projections to query, key, value, output, gate, up and down, each with its bias float32 [N] or None. Of a
+    layer that ranks share, projections have this rank's columns, and `share` says for what attention gives, output, activation and down
+    which column is the first, and how many all ranks have. Its bytes are the kernels' own.
     """
     none = torch.empty(0)
     parts = [(none, 0.0, RmsWeight.AFTER_ROUNDING) if norm is None else norm for norm in norms]
@@ -169,6 +196,7 @@ def decoder_layer(
         window,
         softcap,
         sinks,
+        [number for pair in share for number in pair],
     )
 
 
@@ -181,12 +209,13 @@ def run_layers(
     values: Sequence[Tensor],
     slots: Tensor,
     batch: RaggedBatch,
+    ranks: RankArguments | None = None,
 ) -> Tensor:
     """Decoder layers one after the other, each with its own keys and values, to which those of the new tokens go at `slots` int64 [T]:
-    hidden [1, T, d], cos and sin [1, T, R] → [1, T, d].
+    hidden [1, T, d], cos and sin [1, T, R] → [1, T, d]. `ranks`: of layers that several share.
     """
     where = (slots, batch.positions, batch.indptr, batch.block_table, batch.parents, batch.node_indptr, batch.text_lens)
-    return compiled.kernels.run_layers(layers, hidden, cos, sin, keys, values, *where)
+    return compiled.kernels.run_layers(layers, hidden, cos, sin, keys, values, *where, [] if ranks is None else [int(n) for n in ranks])
 
 
 def seconds_in_kernels() -> tuple[float, float]:

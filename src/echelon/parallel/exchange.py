@@ -2,10 +2,14 @@
 
 A gather is a copy by every rank into one of two slots and a number that each raises when it has written. A rank writes again only when all
 others have come as far as it has, and with that have read the slot, so that nobody writes into one that is still read.
+
+Layers that run in one call of the compiled kernels gather by themselves, in the same memory and order (csrc/layer/ranks.cpp). How many
+bytes a gather is of is compared, since a rank that runs a layer in another way would cut a long prompt elsewhere.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable
 
@@ -13,10 +17,14 @@ import torch
 from torch import Tensor
 
 from echelon.model.patches.split import Part, Parts
-from echelon.parallel.rank_memory import ARRIVED, ROOM, SPINS, RankMemory
+from echelon.ops.cpu import RankArguments
+from echelon.parallel.rank_memory import ARRIVED, GATHERED, HEADER, ROOM, SPINS, RankMemory
 
 SLOT = ROOM // 2  # bytes
 MOST_VIEWS = 256  # of slots, by shape, that are kept from pass to pass
+
+
+GivesUp = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
 
 
 class SharedExchange(RankMemory):
@@ -27,6 +35,59 @@ class SharedExchange(RankMemory):
         self._slots = [self._room[start : start + SLOT] for start in (0, SLOT)]
         self._views: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
         self._count, self._awaits = 0, False
+        self._gives_up = GivesUp(self._ask)
+        self._failure: BaseException | None = None
+
+    @property
+    def inside(self) -> SharedExchange:
+        """For layers that run in one call."""
+        return self
+
+    def within(self, run: Callable[[RankArguments], Tensor]) -> Tensor:
+        """What `run` returns, in which layers gather by themselves.
+
+        Raises
+        ------
+        RankError  another rank has ended, hangs or runs something else
+        """
+        if not self.is_connected:
+            return run(RankArguments())
+        plan = self._plan_hash - (self._plan_hash >> 63 << 64)  # as a signed number
+        self._failure = None
+        try:
+            out = run(
+                RankArguments(
+                    self._address,
+                    self._address + HEADER,
+                    SLOT,
+                    self.rank,
+                    self.size,
+                    self._count,
+                    self._awaits,
+                    not self._is_checked,
+                    plan,
+                    self._spins,
+                    ctypes.cast(self._gives_up, ctypes.c_void_p).value or 0,
+                )
+            )
+        except RuntimeError:
+            if self._failure is not None:
+                raise self._failure from None
+            raise
+        if self._count != self.number(self.rank, ARRIVED):
+            self._count, self._awaits, self._is_checked = self.number(self.rank, ARRIVED), False, True
+        return out
+
+    def _ask(self, rank: int) -> int:
+        """Whether kernels that wait for others shall give up: `rank` runs something else, or, where it is −1, others may be gone."""
+        try:
+            if rank >= 0:
+                raise self._parted(rank, self.number(self.rank, ARRIVED))
+            self._check()
+        except BaseException as error:  # an interrupt too: no exception can pass through the kernels
+            self._failure = error
+            return 1
+        return 0
 
     def gathered(self, own: Tensor, parts: Parts) -> Tensor:
         """This rank's columns [..., n] → [..., whole], those of all ranks, in a slot or in memory of its own."""
@@ -52,6 +113,7 @@ class SharedExchange(RankMemory):
         whole, place = self._viewed(own, part)
         place.copy_(own)
         self._count += 1
+        self.note(GATHERED + self._count % 2, whole.nbytes)
         self._raise(ARRIVED, self._count)
         self._awaits = not awaited
         self._wait_for(awaited)
@@ -64,7 +126,8 @@ class SharedExchange(RankMemory):
         for rank in ranks:
             if rank != self.rank:
                 self._await(rank, ARRIVED, self._count)
-                if self.number(rank, ARRIVED) > self._count + 1:
+                which = GATHERED + self._count % 2
+                if self.number(rank, ARRIVED) > self._count + 1 or self.number(rank, which) != self.number(self.rank, which):
                     raise self._parted(rank, self._count)
 
     def _viewed(self, own: Tensor, part: Part) -> tuple[Tensor, Tensor]:

@@ -102,6 +102,8 @@ class RankLink:
 class GroupExchange(RankLink):
     """Gathers of columns, as `Exchange` describes them."""
 
+    inside = None
+
     def __init__(self, meeting: Meeting) -> None:
         super().__init__(meeting)
         self._group = meeting.group("columns", *range(self.size))

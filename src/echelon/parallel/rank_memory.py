@@ -18,8 +18,9 @@ import torch
 from echelon.errors import RankError
 
 LINE = 64  # bytes of a rank's own numbers, which no other rank writes: a cache line
-# 8-byte numbers in it: times it has written, and read; the running plan's hash; times (ns) when it was alive, and had read the plan
-ARRIVED, TAKEN, HASH, SEEN, RECEIVED = range(5)
+# 8-byte numbers in it: times it has written, and read; the running plan's hash; times (ns) when it was alive, and had read the plan; bytes
+# that a gather is of, and in the number behind it those of every other one (csrc/layer/ranks.cpp reads some of them too)
+ARRIVED, TAKEN, HASH, SEEN, RECEIVED, GATHERED = range(6)
 MOST_RANKS = 64
 HEADER = LINE * MOST_RANKS
 ROOM = 64 << 20  # bytes besides

@@ -11,10 +11,11 @@
 namespace echelon {
 namespace {
 
-constexpr size_t num_norms = 4, num_projections = 7;
+constexpr size_t num_norms = 4, num_projections = 7, num_columns = 4, num_rank_arguments = 11;
 
 // Norms of the input and the MLP, and of the heads of queries and keys, each with its epsilon and how weight and numbers meet; projections to
-// query, key, value, output, gate, up and down: packed weight [N, K], N, K and bias float32 [N]. Where there is none, a tensor is empty.
+// query, key, value, output, gate, up and down: packed weight [N, K], N, K and bias float32 [N]. Where there is none, a tensor is empty. Of a
+// layer that ranks share, first column and number of all columns of what attention gives, output, activation and down; else nothing.
 struct Parts {
   List<Tensor> norms;
   List<double> epsilons;
@@ -23,7 +24,21 @@ struct Parts {
   List<int64_t> columns, depths;
   IntegerArguments integers;
   List<Tensor> biases;
+  List<int64_t> share;
 };
+
+// What `ops/cpu.py` calls `RankArguments`; a first number of 0: no other rank runs this pass.
+Ranks ranks_of(const List<int64_t>& given) {
+  CHECK(given.size() == num_rank_arguments, "of ranks ", num_rank_arguments, " numbers are needed");
+  Ranks ranks;
+  if (!given[0]) return ranks;
+  ranks.numbers = reinterpret_cast<uint64_t*>(given[0]);
+  ranks.slots[0] = reinterpret_cast<char*>(given[1]), ranks.slot_bytes = given[2], ranks.slots[1] = ranks.slots[0] + ranks.slot_bytes;
+  ranks.rank = given[3], ranks.size = given[4], ranks.count = static_cast<uint64_t>(given[5]), ranks.is_owed = given[6];
+  if (given[7]) ranks.plan = static_cast<uint64_t>(given[8]);
+  ranks.spins = given[9], ranks.gives_up = reinterpret_cast<int (*)(int64_t)>(given[10]);
+  return ranks;
+}
 
 // A layer, and the tensors that its parts are views of.
 class LayerTensors {
@@ -43,12 +58,14 @@ class LayerTensors {
     Projection* const own_projections[] = {&layer_.query, &layer_.key, &layer_.value, &layer_.output, &layer_.gate, &layer_.up, &layer_.down};
     for (size_t i = 0; i < num_projections; ++i) *own_projections[i] = projection_of(parts, i);
     CHECK(layer_.mlp_norm.size == width_, "norms of hidden states must have one size");
+    if (!parts.share.empty()) layer_.share = share_of(parts.share);
     const int64_t inner = layer_.gate.weight.columns;
     for (const Projection* p : {&layer_.query, &layer_.key, &layer_.value, &layer_.gate, &layer_.up})
       CHECK(p->weight.depth == width_, "a projection of hidden states takes ", width_, " numbers, not ", p->weight.depth);
-    for (const Projection* p : {&layer_.output, &layer_.down})
-      CHECK(p->weight.columns == width_, "a projection to hidden states gives ", width_, " numbers, not ", p->weight.columns);
-    CHECK(layer_.up.weight.columns == inner && layer_.down.weight.depth == inner, "gate, up and down must fit one another");
+    check_columns(layer_.output.weight.columns, &LayerShare::output, width_, "a projection to hidden states gives ");
+    check_columns(layer_.down.weight.columns, &LayerShare::down, width_, "a projection to hidden states gives ");
+    CHECK(layer_.up.weight.columns == inner, "gate and up must fit one another");
+    check_columns(inner, &LayerShare::active, layer_.down.weight.depth, "the last projection takes ");
     layer_.activation = activation_of(activation);
     if (const std::optional<Tensor> found = float32_of(sinks)) sinks_ = data_of<float>(keep(*found));
   }
@@ -65,8 +82,9 @@ class LayerTensors {
                     places.positions.numel() == call.tokens,
                 "hidden states must be [1, T, ", width_, "] of the weights' dtype, with a slot and a position a token");
     CHECK(layer_.query.weight.columns == num_heads_ * a.key_size && layer_.key.weight.columns == a.num_kv_heads * a.key_size &&
-                    layer_.value.weight.columns == a.num_kv_heads * a.value_size && layer_.output.weight.depth == num_heads_ * a.value_size,
+                    layer_.value.weight.columns == a.num_kv_heads * a.value_size,
                 "the projections must fit the heads of the cache");
+    check_columns(num_heads_ * a.value_size, &LayerShare::attended, layer_.output.weight.depth, "the projection behind attention takes ");
     for (const RmsNorm* norm : {&layer_.query_norm, &layer_.key_norm})
       CHECK(!norm->weight || norm->size == a.key_size, "norms of heads must fit them");
     CHECK(cos.numel() == call.tokens * call.rotary && sin.numel() == cos.numel() && cos.scalar_type() == sin.scalar_type() &&
@@ -81,6 +99,20 @@ class LayerTensors {
 
  private:
   const Tensor& keep(const Tensor& tensor) { return kept_.emplace_back(tensor); }
+
+  static LayerShare share_of(const List<int64_t>& numbers) {
+    CHECK(numbers.size() == 2 * num_columns, "a share of a layer has ", num_columns, " pairs of numbers");
+    LayerShare share;
+    Columns* const all[] = {&share.attended, &share.output, &share.active, &share.down};
+    for (size_t i = 0; i < num_columns; ++i) *all[i] = {numbers[2 * i], numbers[2 * i + 1]};
+    return share;
+  }
+
+  // So many columns must be the rank's own of `whole`, or all of them.
+  void check_columns(int64_t count, Columns LayerShare::* place, int64_t whole, const char* what) const {
+    const Columns own = layer_.share ? (*layer_.share).*place : Columns{0, count};
+    CHECK(own.whole == whole && own.first >= 0 && count <= whole - own.first, what, whole, " numbers, not ", own.whole, " with ", count, " from ", own.first);
+  }
 
   RmsNorm norm_of(const Parts& parts, size_t i) {
     const Tensor& weight = keep(parts.norms[i]);
@@ -107,8 +139,9 @@ class LayerTensors {
 // A layer as a tensor of bytes, which are its own: it lives as long as the tensor does.
 Tensor decoder_layer(List<Tensor> norms, List<double> epsilons, List<int64_t> how, List<Tensor> weights, List<int64_t> columns,
                      List<int64_t> depths, int64_t bits, int64_t group, bool has_zeros, List<Tensor> biases, int64_t activation, int64_t num_heads,
-                     double scale, std::optional<int64_t> window, std::optional<double> softcap, const std::optional<Tensor>& sinks) {
-  const Parts parts{norms, epsilons, how, weights, columns, depths, {bits, group, has_zeros}, biases};
+                     double scale, std::optional<int64_t> window, std::optional<double> softcap, const std::optional<Tensor>& sinks,
+                     List<int64_t> share) {
+  const Parts parts{norms, epsilons, how, weights, columns, depths, {bits, group, has_zeros}, biases, share};
   const std::vector<int64_t> size = {sizeof(LayerTensors)}, stride = {1};
   return torch::stable::from_blob(new LayerTensors(parts, activation, num_heads, scale, window, softcap, sinks), size, stride,
                                   torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Byte,
@@ -124,7 +157,7 @@ const LayerTensors& layer_of(const Tensor& bytes) {
 Tensor run_layers(List<Tensor> layers, const Tensor& given, const Tensor& given_cos, const Tensor& given_sin, List<Tensor> keys,
                   List<Tensor> values, const Tensor& slots, const Tensor& positions,
                   const Tensor& indptr, const Tensor& block_table, const std::optional<Tensor>& parents, const std::optional<Tensor>& node_indptr,
-                  const Tensor& text_lens) {
+                  const Tensor& text_lens, List<int64_t> given_ranks) {
   CHECK(keys.size() == layers.size() && values.size() == layers.size(), "every layer needs its keys and values");
   CHECK(!layers.empty(), "there are no layers to run");
   const Tensor hidden = whole(given), cos = whole(given_cos), sin = whole(given_sin);
@@ -139,19 +172,31 @@ Tensor run_layers(List<Tensor> layers, const Tensor& given, const Tensor& given_
   }
   const bool is_alone = omp_in_parallel() || std::none_of(calls.begin(), calls.end(), is_worth_sharing);
   const int64_t parts = is_alone ? 1 : num_threads();
+  int64_t gathered = 0;
+  for (const LayerCall& call : calls) gathered = std::max(gathered, gathered_bytes(call));
+  CHECK(given_ranks.empty() == !gathered, "ranks go with layers that they share");
+  Ranks ranks = gathered ? ranks_of(given_ranks) : Ranks{};
+  if (gathered && !ranks.numbers) ranks.slot_bytes = gathered * std::min(calls.front().tokens, linear::most_rows);
+  CHECK(!gathered || ranks.slot_bytes >= gathered, "ranks have ", ranks.slot_bytes, " bytes for a row of ", gathered);
+  const Tensor apart = empty({ranks.numbers ? 0 : 2 * ranks.slot_bytes}, ScalarType::Byte);
+  if (!ranks.numbers) ranks.slots[0] = static_cast<char*>(apart.mutable_data_ptr()), ranks.slots[1] = ranks.slots[0] + ranks.slot_bytes;
+  Gathers gathers(ranks);
   std::deque<LayerRun> runs;
-  for (const LayerCall& call : calls) runs.emplace_back(call, parts);
+  for (const LayerCall& call : calls) runs.emplace_back(call, parts, &gathers);
   const int64_t bytes = std::max_element(runs.begin(), runs.end(), [](const auto& a, const auto& b) { return a.bytes() < b.bytes(); })->bytes();
   char* const memory = scratch(bytes);
   const auto run_all = [&](Worker worker) {
-    for (LayerRun& run : runs) run.run(worker, memory);
+    for (LayerRun& run : runs)
+      if (!gathers.has_failed()) run.run(worker, memory);
   };
+  gathers.begin();
   if (parts == 1) {
     run_all({});
   } else {
 #pragma omp parallel num_threads(parts)
     run_all({omp_get_thread_num(), omp_get_num_threads()});
   }
+  CHECK(!gathers.has_failed(), "another rank has ended, hangs or runs something else");
   return outs[(layers.size() - 1) % 2];
 }
 
@@ -159,9 +204,9 @@ Tensor run_layers(List<Tensor> layers, const Tensor& given, const Tensor& given_
 
 void define_layer(Library& library) {
   library.def("decoder_layer(Tensor[] norms, float[] epsilons, int[] how, Tensor[] weights, int[] columns, int[] depths, int bits, "
-              "int group, bool has_zeros, Tensor[] biases, int activation, int num_heads, float scale, int? window, float? softcap, Tensor? sinks) -> Tensor");
+              "int group, bool has_zeros, Tensor[] biases, int activation, int num_heads, float scale, int? window, float? softcap, Tensor? sinks, int[] share) -> Tensor");
   library.def("run_layers(Tensor[] layers, Tensor hidden, Tensor cos, Tensor sin, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor slots, "
-              "Tensor positions, Tensor indptr, Tensor block_table, Tensor? parents, Tensor? node_indptr, Tensor text_lens) -> Tensor");
+              "Tensor positions, Tensor indptr, Tensor block_table, Tensor? parents, Tensor? node_indptr, Tensor text_lens, int[] ranks) -> Tensor");
   library.impl("decoder_layer", TORCH_BOX(&decoder_layer));
   library.impl("run_layers", TORCH_BOX(&run_layers));
 }

@@ -1,6 +1,9 @@
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <numeric>
+#include <optional>
+#include <thread>
 
 #include "../layer/layer.h"
 #include "../isa.h"
@@ -17,6 +20,16 @@ struct Numbers {
   Numbers(Random& random, int64_t count, Storage type) : bytes(count * linear::size_of(type)) { fill(random, bytes.as(), count, type); }
 };
 
+// Pack a weight [N, K] of numbers, rounded to integers where it shall be.
+void pack_columns(const char* numbers, const linear::Weight& w, char* packed) {
+  if (!w.integers.bits) return linear::pack_tiles(numbers, w.depth, 1, w.columns, w.depth, w.type, 0, linear::tiles(w.columns), packed);
+  std::vector<uint8_t> values(w.columns * w.depth);
+  std::vector<float> scales(w.columns);
+  for (int64_t n = 0; n < w.columns; ++n)
+    linear::round_weight(numbers + n * w.depth * linear::size_of(w.type), w.depth, w.type, w.integers, values.data() + n * w.depth, &scales[n]);
+  linear::pack_tiles({values.data(), scales.data(), nullptr}, w, 0, linear::tiles(w.columns), packed);
+}
+
 // A projection from `depth` to `columns` numbers, or by integers of 8 bits; sometimes with a bias.
 struct RandomProjection {
   Numbers weight, bias;
@@ -28,16 +41,23 @@ struct RandomProjection {
         bias(random, columns, Storage::float32),
         packed(linear::bytes_of({nullptr, columns, depth, type, integers})) {
     const linear::Weight shape{packed.as(), columns, depth, type, integers};
-    if (integers.bits) {
-      std::vector<uint8_t> values(columns * depth);
-      std::vector<float> scales(columns);
-      for (int64_t n = 0; n < columns; ++n)
-        linear::round_weight(weight.bytes.as() + n * depth * linear::size_of(type), depth, type, integers, values.data() + n * depth, &scales[n]);
-      linear::pack_tiles({values.data(), scales.data(), nullptr}, shape, 0, linear::tiles(columns), packed.as());
-    } else {
-      linear::pack_tiles(weight.bytes.as(), depth, 1, columns, depth, type, 0, linear::tiles(columns), packed.as());
-    }
+    pack_columns(weight.bytes.as(), shape, packed.as());
     projection = {shape, between(random, 0, 1) ? bias.bytes.as<float>() : nullptr};
+  }
+};
+
+// Of the columns of a projection `count` from `first` on, packed by themselves.
+struct CutProjection {
+  Bytes packed;
+  Projection projection;
+
+  CutProjection(const RandomProjection& whole, int64_t first, int64_t count)
+      : packed(linear::bytes_of({nullptr, count, whole.projection.weight.depth, whole.projection.weight.type, whole.projection.weight.integers})) {
+    linear::Weight shape = whole.projection.weight;
+    shape.columns = count, shape.data = packed.as();
+    const char* const numbers = whole.weight.bytes.as() + first * shape.depth * linear::size_of(shape.type);
+    pack_columns(numbers, shape, packed.as());
+    projection = {shape, whole.projection.bias ? whole.projection.bias + first : nullptr};
   }
 };
 
@@ -107,6 +127,80 @@ void by_parts(const LayerCall& call) {
   add(type, middle.as(), added.as(), call.out, tokens * width);
 }
 
+// The projections of a random layer.
+struct RandomProjections {
+  const RandomProjection &query, &key, &value, &output, &gate, &up, &down;
+};
+
+// One of `size` ranks that share a layer: its columns, and heads of keys and values of its own.
+struct RankOfLayer {
+  int64_t first_head, num_heads;  // of keys and values
+  LayerShare share;
+  CutProjection query, key, value, output, gate, up, down;
+  DecoderLayer layer;
+  Bytes keys, values, out;
+
+  static int64_t at(int64_t columns, int64_t rank, int64_t size) { return columns * rank / size; }
+
+  RankOfLayer(const LayerCall& call, const RandomProjections& p, int64_t rank, int64_t size)
+      : first_head(at(call.attention.num_kv_heads, rank, size)),
+        num_heads(at(call.attention.num_kv_heads, rank + 1, size) - first_head),
+        share{{first_head * group(call) * call.attention.value_size, call.attention.num_heads * call.attention.value_size},
+              {at(call.width, rank, size), call.width},
+              {at(inner(p), rank, size), inner(p)},
+              {at(call.width, rank, size), call.width}},
+        query(p.query, first_head * group(call) * call.attention.key_size, num_heads * group(call) * call.attention.key_size),
+        key(p.key, first_head * call.attention.key_size, num_heads * call.attention.key_size),
+        value(p.value, first_head * call.attention.value_size, num_heads * call.attention.value_size),
+        output(p.output, share.output.first, at(call.width, rank + 1, size) - share.output.first),
+        gate(p.gate, share.active.first, at(inner(p), rank + 1, size) - share.active.first),
+        up(p.up, share.active.first, gate.projection.weight.columns),
+        down(p.down, share.down.first, output.projection.weight.columns),
+        layer(call.layer),
+        keys(call.keys.bytes * num_heads * slots(call)),
+        values(call.values.bytes * num_heads * slots(call)),
+        out(call.tokens * call.width * linear::size_of(call.attention.type)) {
+    layer.query = query.projection, layer.key = key.projection, layer.value = value.projection, layer.output = output.projection;
+    layer.gate = gate.projection, layer.up = up.projection, layer.down = down.projection, layer.share = share;
+  }
+
+  static int64_t group(const LayerCall& call) { return call.attention.num_heads / call.attention.num_kv_heads; }
+  static int64_t inner(const RandomProjections& p) { return p.gate.projection.weight.columns; }
+  static int64_t slots(const LayerCall& call) { return call.attention.table_stride * call.attention.block_size; }
+};
+
+// All ranks at once, twice, a thread each, in slots of a few rows.
+void run_shared(const LayerCall& whole, std::deque<RankOfLayer>& shared) {
+  const auto size = static_cast<int64_t>(shared.size());
+  std::vector<uint64_t> numbers(static_cast<size_t>(8 * size));
+  const int64_t slot_bytes = 37 * gathered_bytes({shared[0].layer, whole.attention});
+  const Bytes slots(2 * slot_bytes);
+  std::vector<std::thread> threads;
+  for (int64_t rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      RankOfLayer& own = shared[static_cast<size_t>(rank)];
+      LayerCall call{own.layer, whole.attention};
+      call.tokens = whole.tokens, call.width = whole.width, call.rotary = whole.rotary, call.angle_type = whole.angle_type;
+      call.hidden = whole.hidden, call.cos = whole.cos, call.sin = whole.sin, call.slots = whole.slots, call.out = own.out.as();
+      call.keys = {own.keys.as(), own.num_heads, whole.keys.block_size, whole.keys.bytes, whole.keys.is_rounded};
+      call.values = {own.values.as(), own.num_heads, whole.values.block_size, whole.values.bytes, whole.values.is_rounded};
+      call.attention.keys = call.keys.data, call.attention.values = call.values.data;
+      call.attention.num_heads = own.num_heads * RankOfLayer::group(whole), call.attention.num_kv_heads = own.num_heads;
+      Ranks ranks;
+      ranks.numbers = numbers.data(), ranks.slots[0] = slots.as(), ranks.slots[1] = slots.as() + slot_bytes, ranks.slot_bytes = slot_bytes;
+      ranks.rank = rank, ranks.size = size, ranks.spins = 100, ranks.gives_up = [](int64_t other) { return static_cast<int>(other >= 0); };
+      Gathers gathers(ranks);
+      for (int i = 0; i < 2; ++i) {
+        LayerRun run(call, 1, &gathers);
+        const Bytes memory(run.bytes());
+        run.run({}, memory.as());
+      }
+      expect(!gathers.has_failed(), "ranks that share a layer keep in step");
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
 }  // namespace
 
 void check_layer(Random& random) {
@@ -141,11 +235,12 @@ void check_layer(Random& random) {
   const HeadSlots key_slots{keys.as(), kv_heads, row.block, key_bytes, is_rounded}, value_slots{values.as(), kv_heads, row.block, value_bytes, is_rounded};
   std::vector<int64_t> every(static_cast<size_t>(row.num_blocks * row.block));
   std::iota(every.begin(), every.end(), 0);
-  const auto fill = [&](const Numbers& from, int64_t numbers, const HeadSlots& to) {
-    write_slots(type, from.bytes.as(), kv_heads * numbers, numbers, numbers, every.data(), 0, static_cast<int64_t>(every.size()), to);
+  const auto fill_heads = [&](const Numbers& from, int64_t numbers, const HeadSlots& to, int64_t first) {
+    const char* const head = from.bytes.as() + first * numbers * size;
+    write_slots(type, head, kv_heads * numbers, numbers, numbers, every.data(), 0, static_cast<int64_t>(every.size()), to);
   };
-  fill(all_keys, key_size, key_slots);
-  fill(all_values, value_size, value_slots);
+  fill_heads(all_keys, key_size, key_slots, 0);
+  fill_heads(all_values, value_size, value_slots, 0);
   const Bytes own_keys(num_slots * key_bytes), own_values(num_slots * value_bytes);
   const Bytes expected(row.tokens * width * size), out(row.tokens * width * size);
   AttentionCall attention{};
@@ -172,6 +267,17 @@ void check_layer(Random& random) {
                       std::memcmp(keys.as(), own_keys.as(), static_cast<size_t>(num_slots * key_bytes)) == 0 &&
                       std::memcmp(values.as(), own_values.as(), static_cast<size_t>(num_slots * value_bytes)) == 0;
     expect(same, "a layer in one call gives the bits of its parts, and leaves the same keys and values");
+    const int64_t ranks = std::min({kv_heads, width, inner});
+    if (ranks == 1) continue;
+    std::deque<RankOfLayer> shared;
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      RankOfLayer& own = shared.emplace_back(call, RandomProjections{query, key, value, output, gate, up, down}, rank, ranks);
+      fill_heads(all_keys, key_size, {own.keys.as(), own.num_heads, row.block, key_bytes, is_rounded}, own.first_head);
+      fill_heads(all_values, value_size, {own.values.as(), own.num_heads, row.block, value_bytes, is_rounded}, own.first_head);
+    }
+    run_shared(call, shared);
+    for (const RankOfLayer& own : shared)
+      expect(std::memcmp(expected.as(), own.out.as(), static_cast<size_t>(row.tokens * width * size)) == 0, "ranks that share a layer give its bits");
   }
 }
 

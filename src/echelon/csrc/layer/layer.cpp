@@ -43,8 +43,15 @@ bool is_worth_sharing(const LayerCall& call) {
   return weights * (1 + call.tokens / 16) + cached >= worth_sharing;
 }
 
-LayerRun::LayerRun(const LayerCall& call, int64_t parts)
+int64_t gathered_bytes(const LayerCall& call) {
+  const std::optional<LayerShare>& share = call.layer.share;
+  if (!share) return 0;
+  return std::max({share->attended.whole, share->output.whole, share->active.whole, share->down.whole}) * linear::size_of(call.attention.type);
+}
+
+LayerRun::LayerRun(const LayerCall& call, int64_t parts, Gathers* gathers)
     : call_(call),
+      gathers_(call.layer.share ? gathers : nullptr),
       family_(linear::family(active_features(), call.attention.type, call.layer.query.weight.integers.bits)),
       size_(linear::size_of(call.attention.type)),
       attention_(call.attention),
@@ -54,7 +61,8 @@ LayerRun::LayerRun(const LayerCall& call, int64_t parts)
   division_ = divide(attention_, parts);
   const DecoderLayer& l = call.layer;
   const int64_t rows = std::min(linear::most_rows, call.tokens), inner = l.gate.weight.columns;
-  const int64_t queries = l.query.weight.columns, keys = l.key.weight.columns, values = l.value.weight.columns, depths = l.output.weight.depth;
+  const int64_t queries = l.query.weight.columns, keys = l.key.weight.columns, values = l.value.weight.columns;
+  if (gathers_) rows_at_once_ = std::min(linear::most_rows, gathers_->slot_bytes() / gathered_bytes(call));
   const auto take = [&](int64_t bytes) {
     const int64_t start = bytes_;
     bytes_ += (bytes + 63) / 64 * 64;
@@ -62,7 +70,7 @@ LayerRun::LayerRun(const LayerCall& call, int64_t parts)
   };
   const auto numbers = [&](int64_t of_a_row) { return take(rows * of_a_row * size_); };
   at_.queries = take(call.tokens * queries * size_);
-  at_.attended = take(call.tokens * depths * size_);
+  at_.attended = take(call.tokens * attention_.num_heads * attention_.value_size * size_);
   at_.normed = numbers(call.width), at_.middle = numbers(call.width), at_.added = numbers(call.width);
   at_.query = numbers(queries), at_.normed_query = numbers(l.query_norm.weight ? queries : 0);
   at_.key = numbers(keys), at_.normed_key = numbers(l.key_norm.weight ? keys : 0), at_.turned_key = numbers(keys);
@@ -90,8 +98,8 @@ void LayerRun::run(Worker worker, char* memory) {
   for (int64_t first = 0; first < call_.tokens; first += linear::most_rows)
     project(worker, memory, first, std::min(linear::most_rows, call_.tokens - first));
   attend_in_turn(worker, memory);
-  for (int64_t first = 0; first < call_.tokens; first += linear::most_rows)
-    feed_forward(worker, memory, first, std::min(linear::most_rows, call_.tokens - first));
+  for (int64_t first = 0; first < call_.tokens; first += rows_at_once_)
+    feed_forward(worker, memory, first, std::min(rows_at_once_, call_.tokens - first));
   worker.wait();
 }
 
@@ -164,7 +172,8 @@ void LayerRun::activate_tiles(char* memory, int64_t rows, int64_t first, int64_t
   }
 }
 
-// Attention's output and the MLP, each added to the residual.
+// Attention's output and the MLP, each added to the residual. Where ranks share the layer, all columns are gathered before and after each
+// projection back to hidden states.
 void LayerRun::feed_forward(Worker worker, char* memory, int64_t first, int64_t rows) {
   const DecoderLayer& l = call_.layer;
   const Storage type = attention_.type;
@@ -178,22 +187,29 @@ void LayerRun::feed_forward(Worker worker, char* memory, int64_t first, int64_t 
     const linear::Pass pass = pass_of(problem);
     pass.multiply(first_tile, last_tile, memory + at_.packed, sums(worker, memory, pass));
   };
-  const auto project = [&](const Projection& projection, int64_t from) {
-    const Span span(worker, Part::linear);
-    const linear::Problem problem = problem_of(projection, memory + from, rows, memory + at_.added);
-    pack(problem);
-    tiles_.take(worker, linear::tiles(problem.weight.columns), linear::tiles_at_once,
-                [&](int64_t begin, int64_t end) { multiply(problem, begin, end); });
-    worker.wait();
+  const auto gathered = [&](const char* own, int64_t columns, Columns LayerShare::* place) {
+    return gathers_ ? gathers_->gather(worker, own, rows, columns, (*l.share).*place, size_) : own;
   };
-  project(l.output, at_.attended + first * l.output.weight.depth * size_);
+  const auto project = [&](const Projection& projection, const char* from, Columns LayerShare::* place) {
+    {
+      const Span span(worker, Part::linear);
+      const linear::Problem problem = problem_of(projection, from, rows, memory + at_.added);
+      pack(problem);
+      tiles_.take(worker, linear::tiles(problem.weight.columns), linear::tiles_at_once,
+                  [&](int64_t begin, int64_t end) { multiply(problem, begin, end); });
+      worker.wait();
+    }
+    return gathered(memory + at_.added, projection.weight.columns, place);
+  };
+  const int64_t depth = attention_.num_heads * attention_.value_size;
+  const char* added = project(l.output, gathered(memory + at_.attended + first * depth * size_, depth, &LayerShare::attended), &LayerShare::output);
   const linear::Problem gate = problem_of(l.gate, memory + at_.normed, rows, memory + at_.gate);
   const linear::Problem up = problem_of(l.up, memory + at_.normed, rows, memory + at_.up);
   const int64_t padded = pass_of(gate).padded_rows(), begin = worker.first(padded), end = std::min(worker.last(padded), rows);
   const int64_t own = std::max<int64_t>(end - begin, 0) * call_.width;
   const char* hidden = past(call_.hidden, first * row_bytes);
   char* middle = memory + at_.middle;
-  add(type, hidden + begin * row_bytes, memory + at_.added + begin * row_bytes, middle + begin * row_bytes, own);
+  add(type, hidden + begin * row_bytes, added + begin * row_bytes, middle + begin * row_bytes, own);
   normalise(l.mlp_norm, middle, memory + at_.normed, begin, end);
   {
     const Span span(worker, Part::linear);
@@ -205,8 +221,8 @@ void LayerRun::feed_forward(Worker worker, char* memory, int64_t first, int64_t 
     });
     worker.wait();
   }
-  project(l.down, at_.active);
-  add(type, middle + begin * row_bytes, memory + at_.added + begin * row_bytes, static_cast<char*>(call_.out) + (first + begin) * row_bytes, own);
+  added = project(l.down, gathered(memory + at_.active, l.gate.weight.columns, &LayerShare::active), &LayerShare::down);
+  add(type, middle + begin * row_bytes, added + begin * row_bytes, static_cast<char*>(call_.out) + (first + begin) * row_bytes, own);
 }
 
 }  // namespace echelon

@@ -8,6 +8,7 @@
 #include "../elementwise/elementwise.h"
 #include "../linear/linear.h"
 #include "../workers.h"
+#include "ranks.h"
 
 namespace echelon {
 
@@ -23,11 +24,18 @@ struct Projection {
   const float* bias;  // null: none
 };
 
-// Weights of one layer, all of one type, and of one kind of integers if any; `query_norm` and `key_norm` normalise each head.
+// Which columns a rank computes of what attention and the activation give, and of the projections of these back to hidden states.
+struct LayerShare {
+  Columns attended, output, active, down;
+};
+
+// Weights of one layer, all of one type, and of one kind of integers if any; `query_norm` and `key_norm` normalise each head. Of a layer that
+// several ranks share, projections have this rank's columns.
 struct DecoderLayer {
   RmsNorm input_norm, query_norm, key_norm, mlp_norm;
   Projection query, key, value, output, gate, up, down;
   Activation activation;
+  std::optional<LayerShare> share;
 };
 
 // New tokens on their way through a layer: hidden and out [T, width], cos and sin [T, rotary]. `attention` says all but its query and out;
@@ -46,10 +54,14 @@ struct LayerCall {
 // Whether more than one thread pays.
 bool is_worth_sharing(const LayerCall& call);
 
+// Bytes that a row takes in a slot of the ranks that share a layer, at most; 0 where none do.
+int64_t gathered_bytes(const LayerCall& call);
+
 // One call by `parts` workers, each of which calls `run` with the same memory of `bytes()`, aligned to 64. It is done when they return.
+// `gathers`: of the ranks, where several share the layer.
 class LayerRun {
  public:
-  LayerRun(const LayerCall& call, int64_t parts);
+  LayerRun(const LayerCall& call, int64_t parts, Gathers* gathers = nullptr);
   int64_t bytes() const { return bytes_; }
   void run(Worker worker, char* memory);
 
@@ -68,6 +80,7 @@ class LayerRun {
   float* sums(Worker worker, char* memory, const linear::Pass& pass) const;
 
   const LayerCall& call_;
+  Gathers* const gathers_;
   const linear::Family& family_;
   const int64_t size_;  // bytes of a number
   AttentionCall attention_;
@@ -75,7 +88,7 @@ class LayerRun {
   std::atomic<int64_t> next_unit_ = 0, next_combination_ = 0;
   Shares tiles_;  // of one product after another
   Offsets at_;
-  int64_t bytes_ = 0;
+  int64_t bytes_ = 0, rows_at_once_ = linear::most_rows;  // of the output and the MLP
 };
 
 }  // namespace echelon

@@ -20,7 +20,7 @@ from transformers.models.mistral.modeling_mistral import MistralForCausalLM, Mis
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM, Qwen3Model
 
-from echelon.model.attention import CONTEXT_KEYWORD, CachedAttention
+from echelon.model.attention import CONTEXT_KEYWORD, CachedAttention, CompiledLayer
 from echelon.model.patches.decoder_layer import GLOBAL_HOOKS, DecoderLayerForward, Echo, trial_tokens
 
 MODELS: dict[type, type] = {  # with the model within
@@ -40,7 +40,7 @@ class CausalLMForward:
     layers: tuple[nn.Module, ...]
     output_layer: nn.Module
     hooks: tuple[tuple[dict[int, Any], ...], ...]  # of each layer and of what is inside it
-    compiled: tuple[Any, ...]  # the layers as `ops.cpu.run_layers` takes them, where it serves all
+    compiled: tuple[CompiledLayer, ...]  # where the compiled kernels serve all layers
 
     def __call__(
         self,

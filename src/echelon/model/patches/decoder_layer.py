@@ -27,11 +27,12 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 from echelon.batch import Span
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache, LayerShape
-from echelon.model.attention import CONTEXT_KEYWORD, AttentionContext, CachedAttention, LayerCall
+from echelon.model.attention import CONTEXT_KEYWORD, AttentionContext, CachedAttention, CompiledLayer, LayerCall
 from echelon.model.pack import pack
 from echelon.model.patches import PatchedForward
 from echelon.model.patches.elementwise import gate_of, rms_norm_of
 from echelon.model.patches.linear import projection_of
+from echelon.model.patches.split import back_projection_of
 from echelon.ops import cpu, devices
 from echelon.ops.contract import Activation
 
@@ -69,7 +70,7 @@ class DecoderLayerForward:
     activation: Activation
     call: LayerCall
     hooks: tuple[dict[int, Any], ...]
-    compiled: Any = None  # the layer as `ops.cpu.run_layers` takes it, where that serves it
+    compiled: CompiledLayer | None = None  # where the compiled kernels serve the layer
 
     def __call__(self, hidden_states: Tensor, **keywords: Any) -> Any:
         embeddings, context = keywords.get("position_embeddings"), keywords.get(CONTEXT_KEYWORD)
@@ -168,20 +169,25 @@ def _same(layer: Any, args: tuple[Any, ...], keywords: dict[str, Any], expected:
     return replace(own, compiled=compiled) if compiled is not None and _runs_alike(own, compiled, args[0], cos, sin) else own
 
 
-def _compiled(layer: DecoderLayerForward) -> Any | None:
+def _compiled(layer: DecoderLayerForward) -> CompiledLayer | None:
     """The layer as one call of the compiled kernels; None where they do not serve all of it."""
     call = layer.call
     norms = [None if n is None else rms_norm_of(n) for n in (layer.input_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)]
     forwards = (layer.query, layer.key, layer.value, layer.output, layer.gate, layer.up, layer.down)
-    projections = [p for forward in forwards if (p := projection_of(forward)) is not None]
+    back = [b for forward in (layer.output, layer.down) if (b := back_projection_of(forward)) is not None]
+    shared = {id(forward): (b.weight, b.bias) for forward, b in zip((layer.output, layer.down), back, strict=False)}
+    projections = [p for forward in forwards if (p := projection_of(forward) or shared.get(id(forward))) is not None]
     are_alike = len(projections) == len(forwards) and len({weight.integers for weight, _ in projections}) == 1
     is_served = norms[0] is not None and norms[1] is not None and are_alike
-    if not is_served or devices.backend_of(call.query) is not cpu:
+    ranks = back[0].ranks if back else None
+    if not is_served or devices.backend_of(call.query) is not cpu or (back and ranks is None):
         return None
-    return cpu.decoder_layer(norms, projections, layer.activation, call.query.shape[1], call.scale, call.window, call.softcap, call.sinks)
+    share = [(part.first, part.whole) for b in back for part in (b.inner, b.outer)]
+    how = layer.activation, call.query.shape[1], call.scale, call.window, call.softcap, call.sinks
+    return CompiledLayer(cpu.decoder_layer(norms, projections, *how, share), ranks)
 
 
-def _runs_alike(layer: DecoderLayerForward, compiled: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> bool:
+def _runs_alike(layer: DecoderLayerForward, compiled: CompiledLayer, hidden: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Whether both give the same bits for tokens of one row, and leave the same keys and values."""
     _, num_kv_heads, key_size = layer.call.key.shape
     shape = LayerShape(num_kv_heads, key_size, layer.call.value.shape[2])

@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from echelon.errors import ConfigError, UnsupportedModelError
+from echelon.model.attention import Ranks
 from echelon.model.patches import PatchedForward
 from echelon.model.patches.experts import Experts, is_experts
 from echelon.model.patches.linear import linear_parts
@@ -64,10 +65,16 @@ Parts = tuple[Part, ...]  # of all ranks, by their numbers
 
 
 class Exchange(Protocol):
-    """The way from rank to rank. What it returns is overwritten by the gather after the next, and belongs to nobody."""
+    """The way from rank to rank. What it returns is overwritten by the gather after the next, and belongs to nobody.
+
+    inside  the same for layers that run in one call of the kernels, which gather by themselves; None: they cannot
+    """
 
     rank: int
     size: int
+
+    @property
+    def inside(self) -> Ranks | None: ...
 
     @property
     def is_connected(self) -> bool:
@@ -267,6 +274,24 @@ def _connect_output(model: PreTrainedModel, exchange: Exchange) -> None:
         own = replace(own, data=own.data.clone())
         whole, output.weight = own, nn.Parameter(absent(tuple(output.weight.shape), own.data, own.dtype), requires_grad=False)
     output.forward = PatchedForward(_output, whole, own, bias, exchange, parts)
+
+
+class BackProjection(NamedTuple):
+    """A projection back to hidden states that has been cut: this rank's columns, of the input and of the output."""
+
+    weight: PackedWeight
+    bias: Tensor | None
+    ranks: Ranks | None
+    inner: Part
+    outer: Part
+
+
+def back_projection_of(forward: Any) -> BackProjection | None:
+    """What a linear layer is that `connect` has connected."""
+    if not isinstance(forward, PatchedForward) or forward.func is not _back:
+        return None
+    packed, bias, exchange, inner, outer = forward.args
+    return BackProjection(packed, bias, exchange.inside, inner[exchange.rank], outer[exchange.rank])
 
 
 def _back(packed: PackedWeight, bias: Tensor | None, exchange: Exchange, inner: Parts, outer: Parts, x: Tensor) -> Tensor:
