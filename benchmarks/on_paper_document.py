@@ -115,8 +115,8 @@ def here_part(record: Record) -> list[str]:
             f"Two ranks of one core each (`ranks.json`, 1.1 B parameters, batch 8): one engine {one[0]:.1f} ms measured, {one[1]:.1f} "
             f"predicted ({one[1] / one[0] - 1:+.0%}); two ranks {ranks[0]:.1f} measured, {ranks[1]:.1f} predicted "
             f"({ranks[1] / ranks[0] - 1:+.0%}), if gathers took only the time of their bytes. The difference of {lost:.1f} ms is "
-            f"{lost / record['ranks']['gathers'] * 1e3:.0f} µs for each of the {record['ranks']['gathers']} gathers of a pass: ranks call "
-            "kernels and gathers from Python, one engine runs all layers in one call. Single rounds spread from "
+            f"{lost / record['ranks']['gathers'] * 1e3:.0f} µs for each of the {record['ranks']['gathers']} gathers of a pass, at each of "
+            "which the faster rank waits for the slower. Single rounds spread from "
             f"{min(o for o, _ in record['ranks']['rounds']):.0f} to {max(o for o, _ in record['ranks']['rounds']):.0f} ms for the one "
             "engine.",
         ],
