@@ -32,9 +32,9 @@ from echelon.model.pack import pack
 from echelon.model.patches import PatchedForward
 from echelon.model.patches.elementwise import gate_of, rms_norm_of
 from echelon.model.patches.linear import projection_of
-from echelon.model.patches.split import back_projection_of
+from echelon.model.patches.split import BackProjection, back_projection_of
 from echelon.ops import cpu, devices
-from echelon.ops.contract import Activation
+from echelon.ops.contract import Activation, PackedWeight
 
 TOKENS = 6
 LAYERS = {  # with the attention within
@@ -173,18 +173,21 @@ def _compiled(layer: DecoderLayerForward) -> CompiledLayer | None:
     """The layer as one call of the compiled kernels; None where they do not serve all of it."""
     call = layer.call
     norms = [None if n is None else rms_norm_of(n) for n in (layer.input_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)]
-    forwards = (layer.query, layer.key, layer.value, layer.output, layer.gate, layer.up, layer.down)
-    back = [b for forward in (layer.output, layer.down) if (b := back_projection_of(forward)) is not None]
-    shared = {id(forward): (b.weight, b.bias) for forward, b in zip((layer.output, layer.down), back, strict=False)}
-    projections = [p for forward in forwards if (p := projection_of(forward) or shared.get(id(forward))) is not None]
-    are_alike = len(projections) == len(forwards) and len({weight.integers for weight, _ in projections}) == 1
-    is_served = norms[0] is not None and norms[1] is not None and are_alike
-    ranks = back[0].ranks if back else None
-    if not is_served or devices.backend_of(call.query) is not cpu or (back and ranks is None):
+    projections = _projections(layer)
+    if projections is None or None in norms[:2] or devices.backend_of(call.query) is not cpu:
         return None
-    share = [(part.first, part.whole) for b in back for part in (b.inner, b.outer)]
+    back = [p for p in projections if isinstance(p, BackProjection)]
+    share = [(part.first, part.whole) for p in back for part in (p.inner, p.outer)]
     how = layer.activation, call.query.shape[1], call.scale, call.window, call.softcap, call.sinks
-    return CompiledLayer(cpu.decoder_layer(norms, projections, *how, share), ranks)
+    weights = cpu.decoder_layer(norms, [(p[0], p[1]) for p in projections], *how, share)
+    return CompiledLayer(weights, back[0].ranks if back else None)
+
+
+def _projections(layer: DecoderLayerForward) -> list[tuple[PackedWeight, Tensor | None] | BackProjection] | None:
+    """The layer's linear layers in the order of `ops.cpu.decoder_layer`; None where the kernels do not serve all of them alike."""
+    forwards = (layer.query, layer.key, layer.value, layer.output, layer.gate, layer.up, layer.down)
+    found = [p for forward in forwards if (p := projection_of(forward) or back_projection_of(forward)) is not None]
+    return found if len(found) == len(forwards) and len({p[0].integers for p in found}) == 1 else None
 
 
 def _runs_alike(layer: DecoderLayerForward, compiled: CompiledLayer, hidden: Tensor, cos: Tensor, sin: Tensor) -> bool:

@@ -65,16 +65,14 @@ Parts = tuple[Part, ...]  # of all ranks, by their numbers
 
 
 class Exchange(Protocol):
-    """The way from rank to rank. What it returns is overwritten by the gather after the next, and belongs to nobody.
-
-    inside  the same for layers that run in one call of the kernels, which gather by themselves; None: they cannot
-    """
+    """The way from rank to rank. What it returns is overwritten by the gather after the next, and belongs to nobody."""
 
     rank: int
     size: int
 
     @property
-    def inside(self) -> Ranks | None: ...
+    def inside(self) -> Ranks | None:
+        """The same for layers that run in one call of the kernels, which gather by themselves; None: they cannot."""
 
     @property
     def is_connected(self) -> bool:
@@ -281,17 +279,18 @@ class BackProjection(NamedTuple):
 
     weight: PackedWeight
     bias: Tensor | None
-    ranks: Ranks | None
+    ranks: Ranks
     inner: Part
     outer: Part
 
 
 def back_projection_of(forward: Any) -> BackProjection | None:
-    """What a linear layer is that `connect` has connected."""
+    """What a linear layer is that `connect` has connected; None too where the kernels cannot gather what it needs."""
     if not isinstance(forward, PatchedForward) or forward.func is not _back:
         return None
     packed, bias, exchange, inner, outer = forward.args
-    return BackProjection(packed, bias, exchange.inside, inner[exchange.rank], outer[exchange.rank])
+    ranks = exchange.inside
+    return None if ranks is None else BackProjection(packed, bias, ranks, inner[exchange.rank], outer[exchange.rank])
 
 
 def _back(packed: PackedWeight, bias: Tensor | None, exchange: Exchange, inner: Parts, outer: Parts, x: Tensor) -> Tensor:
