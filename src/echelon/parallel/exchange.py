@@ -35,7 +35,6 @@ class SharedExchange(RankMemory):
         self._slots = [self._room[start : start + SLOT] for start in (0, SLOT)]
         self._views: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
         self._count, self._awaits = 0, False
-        self._gives_up = GivesUp(self._ask)
         self._failure: BaseException | None = None
 
     @property
@@ -52,7 +51,7 @@ class SharedExchange(RankMemory):
         """
         if not self.is_connected:
             return run(RankArguments())
-        plan = self._plan_hash - (self._plan_hash >> 63 << 64)  # as a signed number
+        plan, gives_up = self._plan_hash - (self._plan_hash >> 63 << 64), GivesUp(self._ask)  # as a signed number; kept until `run` is done
         self._failure = None
         try:
             out = run(
@@ -67,7 +66,7 @@ class SharedExchange(RankMemory):
                     not self._is_checked,
                     plan,
                     self._spins,
-                    ctypes.cast(self._gives_up, ctypes.c_void_p).value or 0,
+                    ctypes.cast(gives_up, ctypes.c_void_p).value or 0,
                 )
             )
         except RuntimeError:
