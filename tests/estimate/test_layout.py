@@ -30,6 +30,8 @@ KINDS = ("llama", "qwen2", "qwen3", "mistral", "opt", "mixtral")
 class NotedExchange:
     """Stands for the way between ranks: what others give is zero, and bytes of what is brought together are noted."""
 
+    inside = None
+
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.is_connected = rank, size, False
         self.whole, self.own = [0, 0], [0, 0]  # of gathers for all, and for rank 0

@@ -70,8 +70,9 @@ class SharedExchange(RankMemory):
                 )
             )
         except RuntimeError:
-            if self._failure is not None:
-                raise self._failure from None
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                raise failure from None
             raise
         if self._count != self.number(self.rank, ARRIVED):
             self._count, self._awaits, self._is_checked = self.number(self.rank, ARRIVED), False, True

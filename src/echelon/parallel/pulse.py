@@ -11,6 +11,7 @@ from echelon.inputs import first_line, shown
 from echelon.parallel.group import AGAIN, SILENT_SECONDS
 
 ALIVE_SECONDS = 0.5  # between signs of life
+STOPPING_SECONDS = 5.0  # that the last one may take: a thread that is still at it when its interpreter ends aborts the process
 ENDED = "ended"  # where a rank says why it ends
 MOST_CHARACTERS = 300  # of that
 
@@ -44,7 +45,7 @@ class Pulse:
     def stop(self) -> None:
         """Give none any more."""
         self._is_over.set()
-        self._thread.join(ALIVE_SECONDS)
+        self._thread.join(STOPPING_SECONDS)
 
     def _beat(self) -> None:
         while not self._is_over.is_set() and not self._gone:
