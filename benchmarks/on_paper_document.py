@@ -38,8 +38,8 @@ MODEL = """The first argument is a folder with a model, or the name of a publish
   alone.)
 - *Between ranks*: a gather takes the link's latency and the bytes that a rank gets from others ÷ the link's bandwidth. Each rank has what
   `model/patches/split.py` gives it; a test compares that with real shards, number by number.
-- *Between stages* go hidden states. The first stage drafts for all rows, micro-batches go through all stages, and the first stage runs the
-  output layer for all rows, as in the engine.
+- *Between stages* go hidden states. Rows are divided into as many lanes as there are stages, as in the engine. The first stage drafts for a
+  lane, its pass goes through all stages, and the first stage runs the output layer for it; meanwhile other lanes are in other stages.
 - *Drafting* is counted from the head's own code.
 - *Tokens a step* are given (`--tokens-per-step`), or those published for the method. With another number of drafted tokens, those of a tree
   grow with the logarithm of its nodes, those of a chain as if every token had the same chance of acceptance.
@@ -202,15 +202,17 @@ def stage_findings(record: Record) -> str:
         return float(v[name]["speculative"][at] / v[name]["plain"][at])
 
     names = list(v)
-    fixed, both, static, slow, here, freely = names[2], names[4], names[5], names[6], names[9], names[10]
+    waiting, fixed, both, static, slow, here, held = (names[i] for i in (1, 2, 4, 5, 6, 9, 10))
     published = {int(b): s for b, s in record["published"]["speculative"].items()}
     off = {b: v[slow]["speculative"][i] / published[b] - 1 for i, b in enumerate(batches)}
     return "\n".join(
         (
             f"- *Tree sizes by batch*: with 43 nodes always, {gain(fixed, ten):.2f} at batch 10: a die does 110 operations while it reads "
             "a byte, so that more than about 110 tokens in a stage are not free.",
-            f"- *Micro-batches*: the same trees with one stage at work at a time come to {gain(both, ten):.2f} at batch 10; wide trees "
-            "need all stages at once, small ones read weights that one micro-batch reads as fast.",
+            f"- *Lanes*: the same trees with one stage at work at a time come to {gain(both, ten):.2f} at batch 10; wide trees need all "
+            "stages at once. Where all rows are drafted for together, so that lanes wait for one another once a step, all stages are at "
+            f"work for a part of it: {v[waiting]['speculative'][ten]:.0f} tokens/s at batch 10 instead of "
+            f"{v[names[0]]['speculative'][ten]:.0f}.",
             "- *Static batches*, in which nothing is added until the last text has ended, cost "
             f"{1 - v[static]['speculative'][ten] / v[both]['speculative'][ten]:.0%} at batch 10; the engine lets a new text in as "
             "soon as one ends.",
@@ -220,11 +222,10 @@ def stage_findings(record: Record) -> str:
             f"{v[slow]['speculative'][0]:.1f} at batch 1 ({off[1]:+.0%}). By the published figures a step at batch 1 takes longer than "
             "one at batch 2 or 4, which no term here explains; without that there would be no growth of eight times.",
             "- *Stages of this machine* (steps of `evidence/step.json`, made longer by the ratio of numbers; wider ones by the last "
-            f"slope) come to {gain(here, four):.2f} at batch 4 and {gain(here, ten):.2f} at 10, below the published at both: its balance "
-            "is 22 operations a byte, so that trees pay for themselves up to about 20 tokens in all, five a row at batch 4. The cause is "
-            "that all rows wait for the last micro-batch before any is drafted for again, as in the engine: if none waited for the "
-            f"others, the same stages would come to {gain(freely, four):.2f} and {gain(freely, ten):.2f}, and to "
-            f"{v[freely]['speculative'][ten] / v[freely]['speculative'][0]:.2f} times the throughput of batch 1 at batch 10.",
+            f"slope) come to {gain(here, four):.2f} at batch 4 and {gain(here, ten):.2f} at 10, and to "
+            f"{v[here]['speculative'][ten] / v[here]['speculative'][0]:.2f} times the throughput of batch 1 at batch 10. With lanes that "
+            f"wait for one another the same stages come to {gain(held, four):.2f} and {gain(held, ten):.2f}, and to "
+            f"{v[held]['speculative'][ten] / v[held]['speculative'][0]:.2f} times.",
         )
     )
 

@@ -1,7 +1,7 @@
 """SpecMemo's eight stages (arXiv 2506.01986) on paper: Llama-2-70B in eight stages, Medusa's trees against plain decoding in batches.
 
 Nothing runs here: times of stages are those of the roofline of a published device, or of steps that were measured on this machine, scaled;
-what a step of all micro-batches takes is simulated. Run by `python -m benchmarks.on_paper`.
+what a round of all lanes takes is simulated. Run by `python -m benchmarks.on_paper`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from echelon.config import SpeculativeConfig
 from echelon.estimate.devices import Device, read_devices
 from echelon.estimate.drafting import Acceptance, DraftingCost, drafting_of
 from echelon.estimate.layout import Pass, split_among
-from echelon.estimate.pipeline import Visit, run_on
+from echelon.estimate.pipeline import Visit, run_once
 from echelon.estimate.shapes import PaperModel, without_weights
 from echelon.estimate.speed import Cluster, Speed
 from echelon.trees import best_paths, expected_tokens
@@ -81,26 +81,21 @@ def static_share(rows: int, nodes: int, seed: int = 0) -> float:
     return float((steps.mean(1) / steps.max(1)).mean())
 
 
-class FreeCluster(Cluster):
-    """The same where no micro-batch waits for the others: one is drafted for, or has its output layer run, while others are read."""
+class WaitingCluster(Cluster):
+    """The same where all rows are drafted for together, and have the output layer run once the last lane is back; in the number of lanes
+    that is fastest.
+    """
 
-    def speed(self, rows: int, context: int, drafting: DraftingCost | None = None, micro_batches: int | None = None) -> Speed:
-        """In up to twice as many micro-batches as there are stages."""
-        if micro_batches is not None:
-            return super().speed(rows, context, drafting, micro_batches)
-        found = [self.speed(rows, context, drafting, count) for count in range(1, min(rows, 2 * len(self.stages)) + 1)]
+    def speed(self, rows: int, context: int, drafting: DraftingCost | None = None, lanes: int | None = None) -> Speed:
+        counts = range(1, min(rows, len(self.stages)) + 1) if lanes is None else (lanes,)
+        found = [super(WaitingCluster, self).speed(rows, context, drafting, count) for count in counts]
         return min(found, key=lambda s: round(s.seconds, 9))
 
-    def run_step(
-        self, ways: list[list[Visit]], rows: int, tokens: float, context: int, drafting: DraftingCost | None
-    ) -> tuple[float, tuple[float, ...]]:
-        own = []
-        for number, way in enumerate(ways):
-            size = rows * (number + 1) // len(ways) - rows * number // len(ways)
-            output = sum(self.output_terms(Pass(size, tokens, context)).values())
-            own.append([Visit(0, self.draft_seconds(drafting, size)), *way, Visit(0, output)])
-        ran = run_on(own)
-        return ran.seconds, ran.busy
+    def run_step(self, rounds: list[list[Visit]]) -> tuple[float, tuple[float, ...]]:
+        around = sum(visits[0].seconds + visits[-1].seconds for visits in rounds)
+        ran = run_once([visits[1:-1] for visits in rounds])
+        seconds = around + ran.seconds
+        return seconds, tuple((b * ran.seconds + (0.0 if stage else around)) / seconds for stage, b in enumerate(ran.busy))
 
 
 @dataclass(frozen=True)
@@ -125,8 +120,8 @@ class MeasuredCluster(Cluster):
         return float(self.curve.at(np.array(rows))) * 1e-3 * STAGES * self.share * heads / layers
 
 
-class FreeMeasuredCluster(FreeCluster, MeasuredCluster):
-    """Stages that were measured, where no micro-batch waits for the others."""
+class WaitingMeasuredCluster(WaitingCluster, MeasuredCluster):
+    """Stages that were measured, where lanes wait for one another."""
 
 
 @dataclass(frozen=True)
@@ -176,37 +171,37 @@ class StageStudy:
         return self.cluster(SlowCluster, device, row_seconds=a_row / STAGES)
 
     def variants(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """What is compared, the first as our engine runs it: what tree sizes there are, micro-batches, and the rest."""
+        """What is compared, the first as our engine runs it: what tree sizes there are, lanes, and the rest."""
         yield "as the engine runs it", {}
-        yield "micro-batches that do not wait for one another", {"cluster": self.cluster(FreeCluster)}
+        yield "lanes that wait for one another", {"cluster": self.cluster(WaitingCluster)}
         yield f"trees of {FIXED} nodes at every batch", {"nodes": (FIXED,)}
-        yield "no micro-batches: one stage works at a time", {"micro_batches": 1}
-        yield f"both: {FIXED} nodes, one stage at a time", {"nodes": (FIXED,), "micro_batches": 1}
-        yield "… and static batches", {"nodes": (FIXED,), "micro_batches": 1, "is_static": True}
-        slow = {"cluster": self.slow(), "nodes": (FIXED,), "micro_batches": 1, "is_static": True}
+        yield "one lane: one stage works at a time", {"lanes": 1}
+        yield f"both: {FIXED} nodes, one stage at a time", {"nodes": (FIXED,), "lanes": 1}
+        yield "… and static batches", {"nodes": (FIXED,), "lanes": 1, "is_static": True}
+        slow = {"cluster": self.slow(), "nodes": (FIXED,), "lanes": 1, "is_static": True}
         yield "… and the time that the published system takes besides", slow
         yield "whole MI250 cards as devices", {"cluster": self.cluster(device=read_devices()["mi250"])}
         yield "A100 of 80 GB", {"cluster": self.cluster(device=read_devices()["a100-80gb"])}
         yield "stages of this machine, measured and scaled", {"cluster": self.measured()}
-        yield "… where micro-batches do not wait for one another", {"cluster": self.measured(FreeMeasuredCluster)}
+        yield "… where lanes wait for one another", {"cluster": self.measured(WaitingMeasuredCluster)}
 
     def run(
         self,
         cluster: Cluster | None = None,
         nodes: tuple[int, ...] = NODES,
-        micro_batches: int | None = None,
+        lanes: int | None = None,
         is_static: bool = False,
     ) -> dict[str, list[float] | list[int]]:
         """Tokens/s by batch, plain and speculative, and drafted tokens."""
         used, plain, speculative, drafted = cluster or self.cluster(), [], [], []
         for batch in BATCHES:
-            plain.append(used.speed(batch, CONTEXT, None, micro_batches).tokens_per_second)
+            plain.append(used.speed(batch, CONTEXT, None, lanes).tokens_per_second)
             found = []
             for count in nodes:
                 drafting = self.draftings[count]
                 share = static_share(batch, count) if is_static else 1.0
                 kept = replace(drafting, emitted=drafting.emitted * share)
-                found.append((used.speed(batch, CONTEXT, kept, micro_batches).tokens_per_second, count))
+                found.append((used.speed(batch, CONTEXT, kept, lanes).tokens_per_second, count))
             best = max(found)
             speculative.append(best[0])
             drafted.append(best[1])

@@ -12,6 +12,7 @@ from echelon.acceptance import Exact, Rejection, Rule, Typical
 from echelon.adaptive.controller import BatchController, Controller
 from echelon.adaptive.cost_files import CostRecord, kept_costs, key_of_model, machine_key, read_costs, shapes_of
 from echelon.adaptive.cost_table import CostTable
+from echelon.adaptive.lanes import LaneController
 from echelon.adaptive.measure import TOKENS, measured_steps, pool_of, reach_of, with_drafting
 from echelon.adaptive.row_controller import RowController
 from echelon.baselines.strategies import STRATEGIES
@@ -221,7 +222,7 @@ def _engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Stora
         return Engine(target, NoDrafter(), _scheduler(config, spec, storage), ahead=ahead)
     drafter: Drafter = METHODS[spec.method].build(config, spec, storage)
     costs = _costs(config, spec, storage, drafter) if spec.is_adaptive else None
-    controller = _controller(spec, costs, drafter) if costs is not None else None
+    controller = _controller(spec, costs, drafter, config.pipeline_parallel_size > 1) if costs is not None else None
     scheduler = _scheduler(config, spec, storage, controller.piece_sizes if controller is not None else None)
     guard = GuardedDrafter(drafter, target.loaded.vocab_size, spec.grows_trees)
     passes = storage.runners[1].usage if len(storage.runners) > 1 else getattr(drafter, "usage", Usage())
@@ -284,11 +285,14 @@ def model_key(target: LoadedModel) -> str:
     return key_of_model(target.model, target.model.dtype, target.quantization)
 
 
-def _controller(spec: SpeculativeConfig, costs: CostTable, drafter: Drafter) -> Controller:
-    """Ranks drafted tokens across rows where no text depends on it; elsewhere each row's past decides alone."""
+def _controller(spec: SpeculativeConfig, costs: CostTable, drafter: Drafter, has_lanes: bool) -> Controller:
+    """Ranks drafted tokens across rows where no text depends on it, across those of a step where several are under way; elsewhere each
+    row's past decides alone.
+    """
     if spec.acceptance != "exact":
         return RowController(costs, spec.longest_path, spec.most_tokens / spec.longest_path)
-    controller = BatchController(costs, corrects=spec.cost_table is None)
+    kind = LaneController if has_lanes else BatchController
+    controller = kind(costs, corrects=spec.cost_table is None)
     if isinstance(drafter, LevelDrafter):
         drafter.pace = controller.goes_on
     return controller

@@ -1,18 +1,21 @@
 """The step: plan, launch, settle.
 
-On the host a step is drafted, run and verified at once. Where the device can do all that by itself (`model.graphs.ahead`), a step is
-launched before the last one is settled, so that the device never waits for the host. A row that turns out to have ended costs one step,
-whose verdict on it is dropped.
+On the host a step is drafted, run and verified at once. In two cases the next one is launched before. Where the device can do all that by
+itself (`model.graphs.ahead`), it follows the last one, so that the device never waits for the host; a row that turns out to have ended
+costs one step, whose verdict on it is dropped. And where a pass goes through stages (`parallel.stages`), rows take turns: some are drafted
+for and verified while passes of others are under way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
 from echelon.acceptance import Exact, Rule, verify
@@ -48,7 +51,7 @@ class LaunchedStep(Protocol):
     def plan(self) -> Plan:
         """What was launched."""
 
-    def verdict(self) -> Verdict:
+    def verdict(self, timer: StepTimer) -> Verdict:
         """Wait for the verdict on every row, awaited or not."""
 
     def commit(self, row: PlannedRow, kept: RowVerdict, is_followed: bool) -> None:
@@ -61,24 +64,38 @@ class LaunchedStep(Protocol):
         """Count what was fed as padding: nobody waits for the verdict."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class HostStep:
-    """A step that the host has drafted, run and verified. `hidden_states` [T, F] of all tokens fed, where the drafter wants them."""
+    """A step that the host has drafted and verifies. `finish` waits for logits [R, V], and hidden states [T, F] of all tokens fed where the
+    drafter wants them.
+    """
 
     plan: Plan
     target: Runner[Any]
     drafter: Drafter
-    found: Verdict
-    hidden_states: Tensor | None
+    rule: Rule
+    draft: Draft
+    logit_indptr: Tensor
+    finish: Callable[[], tuple[Tensor, Tensor | None]]
+    hidden_states: Tensor | None = field(default=None, init=False)
 
-    def verdict(self) -> Verdict:
-        return self.found
+    def verdict(self, timer: StepTimer) -> Verdict:
+        with timer("forward"):
+            logits, self.hidden_states = self.finish()
+        with timer("verify"):
+            return verify(self.draft, logits, self.logit_indptr, self.plan.rows, self.rule)
 
     def commit(self, row: PlannedRow, kept: RowVerdict, is_followed: bool) -> None:  # noqa: ARG002
         self.target.commit(row.sequence.id, row.start + row.num_new, kept.path)
 
     def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:
-        self.drafter.observe(rows, verdict, self.hidden_states)
+        states = self.hidden_states
+        if states is not None and len(rows) < len(self.plan.rows):  # some have left while the pass was under way
+            awaited = {row.sequence.id for row in rows}
+            counts = [row.num_new + count for row, count in zip(self.plan.rows, self.draft.num_draft_tokens.tolist(), strict=True)]
+            parts = zip(self.plan.rows, torch.split(states, counts), strict=True)
+            states = torch.cat([part for row, part in parts if row.sequence.id in awaited])
+        self.drafter.observe(rows, verdict, states)
 
     def discard(self) -> None: ...
 
@@ -103,7 +120,8 @@ class Engine:
     ) -> None:
         self.target, self.drafter, self.scheduler = target, drafter, scheduler
         self.rule, self.ahead, self.controller = rule or Exact(), ahead, controller
-        self.in_flight: LaunchedStep | None = None
+        self.in_flight: deque[LaunchedStep] = deque()  # steps that are not settled, the first of them first
+        self._tokens_of_row = 1.0  # fed in the last step
         self.stats, self.timer = stats or Stats(target=target.usage), StepTimer()
         self.observers: list[StepObserver] = [self.stats.count, scheduler.piece_sizes.observe]
 
@@ -120,9 +138,9 @@ class Engine:
         """Take a request out, wherever it is; a verdict on it that is still awaited is dropped."""
         self.scheduler.abort(sequence)
         self._forget(sequence)
-        if self.in_flight is not None:
-            self.in_flight.plan.gone.add(sequence.id)
-            self._drop_unawaited()
+        for step in self.in_flight:
+            step.plan.gone.add(sequence.id)
+        self._drop_unawaited()
 
     @contextmanager
     def observed(self, observer: StepObserver) -> Iterator[None]:
@@ -134,25 +152,38 @@ class Engine:
             self.observers.remove(observer)
 
     def step(self) -> list[Sequence]:
-        """One step of every running row; returns the sequences that grew in it or finished. Where it is launched and not settled yet, these
-        are those of the step before: at first none.
+        """One step of every running row, or of some in turn; returns the sequences that grew in it or finished. Where it is launched and
+        not settled yet, these are those of an earlier step: at first none.
         """
-        before, launched = self.in_flight, None
-        with self.timer("schedule", is_overlapped=before is not None):
-            plan = self.scheduler.next_step(before.plan if before else None, self.ahead is not None)
+        num_lanes = self._num_lanes()
+        with self.timer("schedule", is_overlapped=bool(self.in_flight)):
+            plan = self.scheduler.next_step([step.plan for step in self.in_flight], self.ahead is not None, num_lanes)
         for sequence in plan.preempted:
             self.drafter.forget(sequence.id)
+        launched = self._launched(plan)
+        if launched is not None:
+            self.in_flight.append(launched)
+            if len(self.in_flight) < (2 if plan.runs_ahead else num_lanes):
+                return []
+        return self._settle(self.in_flight.popleft())
+
+    def _num_lanes(self) -> int:
+        """How many steps may be under way, each of other rows."""
+        num_rows = len(self.scheduler.running) + len(self.scheduler.waiting)
+        return self.target.num_lanes(int(num_rows * self._tokens_of_row)) if num_rows > 1 else 1
+
+    def _launched(self, plan: Plan) -> LaunchedStep | None:
+        """Begin a step: on the device alone, or on the host; not at all where others have to be settled before."""
         if plan.runs_ahead and self.ahead is not None:
             with self.timer("layout", is_overlapped=True):
                 launched = self.ahead.launch(plan)
             plan.runs_ahead = launched is not None
-        if before is None and launched is None:
-            before = self._run(plan)
-        self.in_flight = launched
-        return self._settle(before) if before is not None else []
+            if launched is not None or self.in_flight:
+                return launched
+        return self._run(plan) if plan.rows or not self.in_flight else None
 
     def _run(self, plan: Plan) -> LaunchedStep:
-        """Carry out a step on the host."""
+        """Draft on the host, and begin the pass."""
         if self.controller is not None:
             with self.timer("schedule"):
                 plan.rows = self.controller.planned(plan.rows)
@@ -164,19 +195,16 @@ class Engine:
         with self.timer("layout"):
             batch = self.target.pack(spans_of(plan.rows, draft))
         with self.timer("forward"):
-            logits, hidden_states = self.target.run(batch)
-        with self.timer("verify"):
-            verdict = verify(draft, logits, batch.logit_indptr, plan.rows, self.rule)
-        return HostStep(plan, self.target, self.drafter, verdict, hidden_states)
+            finish = self.target.begin(batch)
+        return HostStep(plan, self.target, self.drafter, self.rule, draft, batch.logit_indptr, finish)
 
     def _settle(self, step: LaunchedStep) -> list[Sequence]:
         """Keep, observe and append what survived of the rows that are still awaited."""
         ahead = step.plan.runs_ahead
-        with self.timer("forward", ahead):
-            found = step.verdict()
+        found = step.verdict(self.timer)
         awaited = [(row, kept) for row, kept in zip(step.plan.rows, found, strict=True) if step.plan.awaits(row)]
         rows, verdict = [row for row, _ in awaited], [kept for _, kept in awaited]
-        following = self.in_flight.plan if self.in_flight else Plan([])
+        following = self.in_flight[-1].plan if self.in_flight else Plan([])
         pending = following.pending
         with self.timer("settle", ahead):
             for row, kept in zip(rows, verdict, strict=True):
@@ -184,7 +212,8 @@ class Engine:
                     following.gone.add(row.sequence.id)  # what is in flight of the row began with no token
                 step.commit(row, kept, row.sequence.id in pending and kept.next_token >= 0)
         with self.timer("draft", ahead):
-            step.observe(rows, verdict)
+            if rows:
+                step.observe(rows, verdict)
         with self.timer("settle", ahead):
             lengths = [len(row.sequence) for row in rows]
             finished = self.scheduler.settle(rows, verdict, self.drafter.conclude)
@@ -192,6 +221,8 @@ class Engine:
                 self.drafter.forget(sequence.id)
             self._drop_unawaited()
         emitted = [len(row.sequence) - before for row, before in zip(rows, lengths, strict=True)]
+        if rows:
+            self._tokens_of_row = sum(row.num_new + kept.num_draft_tokens for row, kept in awaited) / len(rows)
         record = StepRecord(rows, verdict, emitted, len(step.plan.preempted), self.timer.take())
         self._learn(record, finished)
         for observer in list(self.observers):
@@ -213,10 +244,9 @@ class Engine:
             self.controller.forget(sequence.id)
 
     def _drop_unawaited(self) -> None:
-        """Forget the step in flight once none of its rows is awaited."""
-        if self.in_flight is not None and not self.in_flight.plan.pending:
-            self.in_flight.discard()
-            self.in_flight = None
+        """Forget the step that the device has in flight once none of its rows is awaited."""
+        if self.in_flight and self.in_flight[-1].plan.runs_ahead and not self.in_flight[-1].plan.pending:
+            self.in_flight.pop().discard()
 
     def check(self) -> None:
         """Every invariant of the state; run after each step in tests."""

@@ -6,7 +6,7 @@ A row with n new tokens is the only shape: a prompt, a piece of one, and a decod
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as SequenceOf
 
 from echelon.draft import RowVerdict, Verdict
@@ -74,6 +74,9 @@ class Scheduler:
         self._is_watched = False  # must the host see the next step's logits?
         self._is_short = False  # does nothing draft in this step, for lack of blocks?
         self._num_logits_left = 0  # prompt tokens of this step that may still have logits
+        self._under_way: Set[int] = frozenset()  # sequences, by id, of other steps, which this one leaves out
+        self._most_rows = max_num_seqs  # of this step
+        self._is_blocked = False  # did a step lack blocks that others under way had? Then they are settled, and all rows run in one
 
     @property
     def has_work(self) -> bool:
@@ -105,19 +108,24 @@ class Scheduler:
                 rows.remove(sequence)
         self._release(sequence)
 
-    def next_step(self, in_flight: Plan | None = None, may_run_ahead: bool = False) -> Plan:
+    def next_step(self, in_flight: SequenceOf[Plan] = (), may_run_ahead: bool = False, num_lanes: int = 1) -> Plan:
         """Reserve slots for every row of the next step; where blocks are lacking, the youngest row gives its own back and waits.
 
         Decoding rows come first, so that a long prompt fed in pieces never holds them up; nor does it those that may enter (`_share`).
 
         `may_run_ahead`: the device may carry out a step alone. It can where no row may enter and every row is known to emit what follows
-        from its logits and noise; while a step is `in_flight`, slots are reserved for the most that it may add. A plan without rows says
-        then that the step in flight has to be settled first.
+        from its logits and noise; while a step is `in_flight`, slots are reserved for the most that it may add.
+
+        `num_lanes`: so many steps may be under way, each of other rows, of which this one takes its share.
+
+        While steps are in flight, a plan without rows says that the first of them has to be settled before there can be another.
         """
         self._is_open, self._is_short, self._num_logits_left = self._is_open or not self.running, False, PROMPT_LOGITS
         if self._selector is not None:
             return self._selected_step(self._selector)
-        plan, pending = Plan([]), in_flight.pending if in_flight else {}
+        if num_lanes > 1:
+            return self._step_of_lane(in_flight, num_lanes)
+        plan, pending = Plan([]), in_flight[-1].pending if in_flight else {}
         plan.runs_ahead = may_run_ahead and self._can_run_ahead()
         if pending and not (plan.runs_ahead and pending.keys() >= {s.id for s in self.running}):
             return Plan([])
@@ -132,15 +140,32 @@ class Scheduler:
         self._admit(plan, budget)
         return plan
 
+    def _step_of_lane(self, in_flight: SequenceOf[Plan], num_lanes: int) -> Plan:
+        """A step of rows that are not under way: their share, so that lanes become alike. Where blocks lack, what is under way is settled
+        first, and then preempting is decided among all rows.
+        """
+        if len(in_flight) >= num_lanes or (self._is_blocked and in_flight):
+            return Plan([])
+        self._under_way = frozenset(row for plan in in_flight for row in plan.pending)
+        num_rows = min(len(self.running) + len(self.waiting) * self._is_open, self._max_num_seqs)
+        num_free, num_open = num_rows - len(self._under_way), num_lanes - len(in_flight)
+        share = min(-(-num_free // num_open), -(-num_rows // num_lanes))
+        plan, self._most_rows, self._is_blocked = Plan([]), self._max_num_seqs if self._is_blocked else share, False
+        self._admit(plan, self._plan_running(plan, {}))
+        self._under_way, self._most_rows = frozenset(), self._max_num_seqs
+        return Plan([]) if self._is_blocked else plan
+
     def _plan_running(self, plan: Plan, pending: Mapping[int, tuple[int, PlannedRow]]) -> int:
         """Plan all running rows, decoding ones first; returns what is left of the step's tokens. Behind a step in flight nothing is
         preempted: where a row lacks something, the plan does not run ahead.
         """
         budget = self._max_num_batched_tokens
         for is_reading in (False, True):
-            sequences = [s for s in self.running if self._is_reading(s) is is_reading]
+            sequences = [s for s in self.running if s.id not in self._under_way and self._is_reading(s) is is_reading]
             budget = self._left_for_prompts(plan, budget) if is_reading else budget
             for sequence in sequences:
+                if len(plan.rows) >= self._most_rows or self._is_blocked:
+                    return budget
                 budget -= self._plan_sequence(plan, sequence, budget, pending)
                 if pending and not plan.runs_ahead:
                     return budget
@@ -163,6 +188,9 @@ class Scheduler:
                 return 0
             if self._shed_drafts(plan):
                 continue
+            if self._under_way:
+                self._is_blocked = True
+                return 0
             victim = self._preempt()
             plan.preempted.append(victim)
             plan.rows = [r for r in plan.rows if r.sequence is not victim]
@@ -229,9 +257,9 @@ class Scheduler:
 
     def _admit(self, plan: Plan, budget: int) -> None:
         """Waiting rows enter, in order, while a place, blocks for their whole text and token budget are left; none where blocks lack."""
-        if plan.preempted or self._is_short:
+        if plan.preempted or self._is_short or self._is_blocked:
             return
-        while self._may_enter() and budget > 0:
+        while self._may_enter() and budget > 0 and len(plan.rows) < self._most_rows:
             sequence = self.waiting[0]
             if not self._share_prompt(sequence):
                 return
@@ -241,7 +269,7 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             plan.rows.append(row)
             budget -= row.num_new
-        if budget > 0:  # the batch is complete: what waits has no place or no blocks in it
+        if budget > 0 and not (self._may_enter() and len(plan.rows) >= self._most_rows):  # what still waits has no place or no blocks
             self._is_open = self._refill
 
     def _share_prompt(self, sequence: Sequence) -> bool:

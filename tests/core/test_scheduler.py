@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import hypothesis.strategies as st
 import pytest
@@ -93,12 +94,19 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _step(self, drafter_fails: bool = False) -> None:
         plan = self.scheduler.next_step()
+        self._check(plan)
+        self._land(plan, drafter_fails)
+
+    def _check(self, plan: Plan) -> None:
         assert len({r.sequence.id for r in plan.rows}) == len(plan.rows)
         assert sum(r.num_new for r in plan.rows) <= 20
         for tables in self.tables:
             tables.copies.clear()
             for row in plan.rows:
                 assert len(tables.blocks(row.sequence.id)) * 4 >= row.start + row.num_new + row.max_draft_tokens
+
+    def _land(self, plan: Plan, drafter_fails: bool) -> None:
+        plan = Plan([row for row in plan.rows if plan.awaits(row)])
         verdict = verdict_for(plan, self.rng, drafter_fails)
         for row, kept in zip(plan.rows, verdict, strict=True):
             self.tables[0].commit(row.sequence.id, row.start + row.num_new + len(kept.accepted))
@@ -181,11 +189,40 @@ class TreeSchedulerMachine(SchedulerMachine):
     grows_trees = True
 
 
+class LaneSchedulerMachine(SchedulerMachine):
+    """Up to three steps under way, each of other rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_flight: deque[Plan] = deque()
+
+    def _step(self, drafter_fails: bool = False) -> None:
+        plan = self.scheduler.next_step(list(self.in_flight), num_lanes=3)
+        under_way = {number for other in self.in_flight for number in other.pending}
+        assert under_way.isdisjoint(row.sequence.id for row in plan.rows)
+        assert not (plan.preempted and under_way)
+        assert plan.rows or self.in_flight or not self.scheduler.has_work
+        if plan.rows:
+            self._check(plan)
+            self.in_flight.append(plan)
+            if len(self.in_flight) < 3:
+                return
+        if self.in_flight:
+            self._land(self.in_flight.popleft(), drafter_fails)
+
+    def _abort(self, sequence: Sequence) -> None:
+        super()._abort(sequence)
+        for plan in self.in_flight:
+            plan.gone.add(sequence.id)
+
+
 SIZES = {"deadline": None, "derandomize": True, "stateful_step_count": 100 if toys.PROVE else 40}
 SchedulerMachine.TestCase.settings = settings(max_examples=10_000 if toys.PROVE else 60, **SIZES)
 TreeSchedulerMachine.TestCase.settings = settings(max_examples=2_000 if toys.PROVE else 30, **SIZES)
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestTreeSchedulerMachine = TreeSchedulerMachine.TestCase
+LaneSchedulerMachine.TestCase.settings = settings(max_examples=2_000 if toys.PROVE else 30, **SIZES)
+TestLaneSchedulerMachine = LaneSchedulerMachine.TestCase
 
 
 def test_a_request_that_fills_the_pool_leaves_no_room_for_a_tree() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import toys
 
-from benchmarks.stages import FreeCluster
+from benchmarks.stages import WaitingCluster
 from echelon import ConfigError, EngineConfig
 from echelon.config import SpeculativeConfig
 from echelon.estimate.devices import Device, Work, device_named, read_devices
@@ -86,12 +86,12 @@ def test_a_step_of_stages_by_hand() -> None:
     two = cluster(2)
     travel = 1 + 3
     assert two.speed(1, 0).seconds == pytest.approx(2 * 120 + 2 * travel + 20)
-    both = two.speed(2, 0, micro_batches=2)
-    assert both.seconds == pytest.approx(120 + 120 + travel + 120 + travel + 40), "the second follows one stage behind"
-    assert both.seconds < two.speed(2, 0, micro_batches=1).seconds
-    assert two.speed(2, 0).micro_batches == 2
-    free = cluster(2, FreeCluster).speed(4, 0, micro_batches=4)
-    assert free.seconds == pytest.approx(4 * (120 + 20), rel=0.01), "the first stage has most to do, and never waits"
+    both = two.speed(2, 0, lanes=2)
+    assert both.seconds == pytest.approx(2 * (120 + 20), rel=0.01), "the first stage has most to do, and never waits"
+    assert both.seconds < two.speed(2, 0, lanes=1).seconds
+    assert two.speed(2, 0).lanes == 2
+    waiting = cluster(2, WaitingCluster).speed(2, 0, lanes=2)
+    assert waiting.seconds == pytest.approx(120 + 120 + travel + 120 + travel + 40), "the second follows one stage behind"
 
 
 def test_drafts_pay_where_bytes_bind() -> None:

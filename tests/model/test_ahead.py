@@ -205,7 +205,7 @@ def test_a_row_may_go_and_come_back_in_flight(there: Recorder, mode: str, drafte
     gone = 0
     while llm.engine.has_work:
         llm.engine.step()
-        if llm.engine.in_flight is not None and gone < len(rows):
+        if llm.engine.in_flight and gone < len(rows):
             sequence, gone = rows[gone], gone + 1
             if not sequence.is_finished:
                 llm.engine.abort(sequence)

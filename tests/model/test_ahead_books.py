@@ -28,7 +28,7 @@ from echelon.engine import Engine
 from echelon.kv.blocks import BlockTables
 from echelon.model.graphs.ahead import KNOWN, DeviceStep
 from echelon.sequence import Plan, PlannedRow, Sequence
-from echelon.stats import Usage
+from echelon.stats import StepTimer, Usage
 
 WRONG = 50  # no token of any text
 
@@ -66,7 +66,7 @@ class LaunchedStep:
     machine: AheadMachine
     is_ahead: bool
 
-    def verdict(self) -> Verdict:
+    def verdict(self, timer: StepTimer) -> Verdict:
         return self.found
 
     def commit(self, row: PlannedRow, kept: RowVerdict, is_followed: bool) -> None:
@@ -83,7 +83,7 @@ class _Engine(Engine):
     """Steps that are not ahead are those of the machine."""
 
     def __init__(self, machine: AheadMachine) -> None:
-        target: Any = SimpleNamespace(usage=Usage())
+        target: Any = SimpleNamespace(usage=Usage(), num_lanes=lambda _: 1)
         ahead: Any = machine
         super().__init__(target, NoDrafter(), machine.scheduler, ahead=ahead)
         self._machine = machine

@@ -29,7 +29,7 @@ def said(llm: LLM, batch: int) -> list[Any]:
 
 @pytest.mark.parametrize("size", [8, 4] if toys.PROVE else [2])
 def test_medusas_trees_in_stages_say_what_plain_decoding_says(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every batch of its table, in fewer steps, and in micro-batches once there are rows for them."""
+    """At every batch of its table, in fewer steps; rows take turns, and prompts are read in micro-batches."""
     monkeypatch.setattr(stages, "FEWEST_TOKENS", 16)
     model = toys.llama(num_hidden_layers=8)
     model.save_pretrained(tmp_path)
@@ -45,10 +45,13 @@ def test_medusas_trees_in_stages_say_what_plain_decoding_says(size: int, tmp_pat
         return ends
 
     monkeypatch.setattr(stages, "row_ends", noted)
+    under_way: list[int] = []
     with LLM(str(tmp_path), TREE, draft_head=head, pipeline_parallel_size=size, **SETTINGS) as llm:
+        llm.engine.observers.append(lambda _: under_way.append(1 + len(llm.engine.in_flight)))
         for batch in BATCHES:
-            steps, accepted = llm.stats.num_steps, llm.stats.num_accepted_tokens
+            steps, accepted = llm.stats.num_row_steps, llm.stats.num_accepted_tokens
             assert said(llm, batch) == plain[batch], batch
             assert llm.stats.num_accepted_tokens - accepted > batch
-            assert llm.stats.num_steps - steps < 24
+            assert llm.stats.num_row_steps - steps < 24 * batch
+        assert max(under_way) == llm.engine.target.group.most_at_work  # type: ignore[attr-defined]
     assert max(cuts) > 1 and min(cuts) == 1

@@ -136,17 +136,17 @@ def test_one_that_fails(setting: str, fault: str, phase: str, folder: str, besid
         monkeypatch.setattr(pulse, "SILENT_SECONDS", 2.0)
         number = signal.SIGKILL if fault == "ends" else signal.SIGSTOP
         target: Any = llm.engine.target
-        run, left = target.run, 3
+        begin, left = target.begin, 3
 
         def struck(*arguments: Any) -> Any:
             nonlocal left
             left -= 1
             if left == 0:
                 ranks.processes[0].send_signal(number)
-            return run(*arguments)
+            return begin(*arguments)
 
         if phase == "pass":
-            target.run = struck
+            target.begin = struck
         else:
             said(llm)
             ranks.processes[0].send_signal(number)

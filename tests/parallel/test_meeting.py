@@ -153,12 +153,12 @@ def test_hidden_states_go_round(size: int) -> None:
             with link.connected(1):
                 for number, part in enumerate(parts):
                     if rank:
-                        link.send(link.receive(torch.empty_like(part)) + 1)
+                        link.send(link.receive(torch.empty_like(part), 1) + 1, 1)
                         continue
-                    link.send(part)
+                    link.send(part, 1)
                     if number >= size - 1:
-                        got.append(link.receive(torch.empty_like(parts[number - size + 1])))
-                got += [] if rank else [link.receive(torch.empty_like(part)) for part in parts[len(parts) - size + 1 :]]
+                        got.append(link.receive(torch.empty_like(parts[number - size + 1]), 1))
+                got += [] if rank else [link.receive(torch.empty_like(part), 1) for part in parts[len(parts) - size + 1 :]]
             return got
 
         got, *_ = at_once(work, size)
@@ -193,7 +193,7 @@ def test_what_rank_0_tells_is_signed() -> None:
                 told.tell(message)
             met[0].key = b"another"
             told.tell(b"and more")
-            told._meeting.wait(told._under_way[-1][0])
+            told._meeting.wait(told._under_way[-1][-1][0])
             return messages
 
         assert at_once(work, 2) == [messages, messages]

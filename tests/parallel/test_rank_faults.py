@@ -25,6 +25,7 @@ from echelon.config import RANKS
 from echelon.errors import RankError, UnavailableError
 from echelon.ops import compiled
 from echelon.parallel import children as room
+from echelon.parallel import stages
 from echelon.parallel.children import ChildRanks
 from echelon.parallel.exchange import SharedExchange
 from echelon.parallel.splits import STAGES, TENSOR
@@ -60,6 +61,12 @@ CASES = [(setting, fault, phase) for setting in RANKS for fault in FAULTS for ph
 SHORT = [(TENSOR, "ends", "prefill"), (TENSOR, "ends", "idle"), (TENSOR, "hangs", "verify"), (STAGES, "ends", "verify")]
 
 
+@pytest.fixture(autouse=True)
+def rows_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In stages one row is under way while another is drafted for and verified."""
+    monkeypatch.setattr(stages, "FEWEST_TOKENS", 1)
+
+
 def split(folder: str, setting: str = TENSOR) -> LLM:
     return LLM(folder, SPLIT, **{setting: 2}, max_num_seqs=4, kv_cache_memory_bytes=1 << 20)
 
@@ -71,7 +78,7 @@ def group_of(llm: LLM) -> ChildRanks:
 def strike(llm: LLM, phase: str, do: Callable[[], None]) -> None:
     """Call `do` once, in the middle of the prompts' pass or of one that verifies, before this rank writes for others; or before a draft."""
     owner: Any = llm.engine.drafter if phase == "draft" else llm.engine.target
-    name = "propose" if phase == "draft" else "run"
+    name = "propose" if phase == "draft" else "begin"
     call, left = getattr(owner, name), 1 if phase == "prefill" else 2
 
     def counting(*args: Any) -> Any:

@@ -169,7 +169,7 @@ def watch(llm: LLM, is_faulty: bool = False) -> LLM:
         for cache in caches(llm):
             cache.check()
             cache.apply_copies()
-            stale = ~cache.held_slots() if llm.engine.in_flight is None else free_slots(cache)  # rows in flight have more than is known yet
+            stale = ~cache.held_slots() if not llm.engine.in_flight else free_slots(cache)  # rows in flight have more than is known yet
             for storage in (*cache.keys, *cache.values):
                 (by_slot(storage) if isinstance(cache, KVCache) else storage)[stale] = poison(cache)
 

@@ -103,15 +103,25 @@ class _OwnTime:
         self.of_drafts = sorted(self._latest)[REMEMBERED // 2]
 
 
+class Learned:
+    """What is known of rows and costs by now, and how well it was foretold."""
+
+    def __init__(self, table: CostTable) -> None:
+        self.survival, self.hindsight = Survival(), Hindsight()
+        self.step_factors, self.drafting_factors = StepFactors(table.step.tokens), DraftingFactors()
+
+
 class BatchController:
     """One price for the drafted tokens of all rows, tokens a millisecond; for exact acceptance.
 
-    `corrects`: costs follow what steps take. Without, the same requests give the same plan.
+    corrects  costs follow what steps take. Without, the same requests give the same plan
+    learned   shared with other controllers, of rows whose steps are under way at the same time
     """
 
-    def __init__(self, table: CostTable, corrects: bool = True) -> None:
-        self.table, self.survival, self.hindsight = table, Survival(), Hindsight()
-        self.step_factors, self.drafting_factors = StepFactors(table.step.tokens), DraftingFactors()
+    def __init__(self, table: CostTable, corrects: bool = True, learned: Learned | None = None) -> None:
+        learned = learned or Learned(table)
+        self.table, self.survival, self.hindsight = table, learned.survival, learned.hindsight
+        self.step_factors, self.drafting_factors = learned.step_factors, learned.drafting_factors
         self.piece_sizes: PieceSizes = TablePieces(table, self.step_factors)
         self._corrects = corrects
         self._has_drafted = False  # did the step before? After plain ones a drafter has to catch up, which is no cost of a level

@@ -132,8 +132,8 @@ def _range(numbers: list[int]) -> str:
 
 
 def _speed_table(plan: PaperPlan) -> Table:
-    """Expected speeds by number of rows; `parts`: micro-batches, where there are stages; ×: how many times as fast as plain decoding."""
-    own = ["ms", "tok/s"] if len(plan.cluster.stages) == 1 else ["parts", "ms", "tok/s"]
+    """Expected speeds by number of rows; `lanes`: rows that take turns, where there are stages; ×: times the speed of plain decoding."""
+    own = ["ms", "tok/s"] if len(plan.cluster.stages) == 1 else ["lanes", "ms", "tok/s"]
     head, name = ["rows", *own], f" and with {plan.spec.method}" if plan.spec else ""
     if plan.spec is not None:
         head += ["drafted", "a step", *own, "×"]
@@ -148,4 +148,4 @@ def _speed_table(plan: PaperPlan) -> Table:
 
 
 def _speed_cells(speed: Speed, count: int) -> list[str]:
-    return [str(speed.micro_batches), f"{speed.seconds * 1e3:,.2f}", f"{speed.tokens_per_second:,.1f}"][-count:]
+    return [str(speed.lanes), f"{speed.seconds * 1e3:,.2f}", f"{speed.tokens_per_second:,.1f}"][-count:]

@@ -118,12 +118,13 @@ class GuardedDrafter:
         self._retry_after, self._clock, self._timer = retry_after, clock, CallTimer(time_limit)
         self._num_failures = self._num_good = self._num_cuts = 0
         self._resumes_at = -np.inf
-        self._proposed: tuple[float, float] | None = None  # when the last proposal came, and the seconds it took
+        self._proposed: dict[int, tuple[float, float]] = {}  # row → when the last proposal for it came, and the seconds it took
         self._is_deaf = False  # left out for being slow to hear: it hears nothing until it is tried again
         self._unheard: dict[int, None] = {}  # rows of which it has missed something
 
     def propose(self, rows: Sequence[PlannedRow]) -> Draft:
-        self._proposed = None
+        for row in rows:
+            self._proposed.pop(row.sequence.id, None)
         if self._is_deaf and self._clock() >= self._resumes_at:
             self._hear_again()
         start = self._clock()
@@ -133,7 +134,7 @@ class GuardedDrafter:
         self._num_good += 1  # unless it fails
         draft = self._call(lambda: self._checked(rows))
         end = self._clock()
-        self._proposed = end, end - start
+        self._proposed |= dict.fromkeys((row.sequence.id for row in rows), (end, end - start))
         if self._num_good >= NUM_GOOD:
             self._num_failures = self._num_cuts = 0
         return Draft.chains([()] * len(rows)) if draft is None else draft
@@ -160,6 +161,7 @@ class GuardedDrafter:
 
     def forget(self, row: int) -> None:
         self._timer.forget(row)
+        self._proposed.pop(row, None)
         if self._is_deaf:
             self._unheard[row] = None
         else:
@@ -198,7 +200,8 @@ class GuardedDrafter:
 
     def _judge_proposal(self, rows: Sequence[PlannedRow]) -> None:
         """The target has done its step, which began when the proposal came, if one did."""
-        proposed, self._proposed = self._proposed, None
+        found = [self._proposed.pop(row.sequence.id, None) for row in rows]
+        proposed = found[0] if found else None
         self._timer.end_step(self._clock() - proposed[0] if proposed else None, rows)
         if proposed:
             self._judge(proposed[1], rows, is_hearing=False)

@@ -9,17 +9,17 @@ from functools import cached_property
 from echelon.estimate.devices import Device
 from echelon.estimate.drafting import DraftingCost
 from echelon.estimate.layout import Pass, StagePart
-from echelon.estimate.pipeline import Visit, run_once
+from echelon.estimate.pipeline import Visit, run_on
 
 
 @dataclass(frozen=True)
 class Speed:
-    """A step of `rows` rows in `micro_batches`: seconds of a round, tokens a second, the parts of one micro-batch's pass in seconds, and
-    the share of the time that each stage is at work.
+    """A step of `rows` rows in `lanes`, which are under way at the same time: seconds of a round of all, tokens a second, the parts of one
+    lane's pass in seconds, and the share of the time that each stage is at work.
     """
 
     rows: int
-    micro_batches: int
+    lanes: int
     seconds: float
     tokens_per_second: float
     terms: dict[str, float] = field(hash=False)
@@ -77,35 +77,31 @@ class Cluster:
         return 0.0 if drafting is None else drafting.seconds(self.device, self.dtype, self.bytes_each, rows)
 
     def visits(self, rows: int, tokens: float, context: int) -> list[Visit]:
-        """A micro-batch's way through the stages and back, `tokens` of each of its rows."""
+        """A lane's way through the stages and back, `tokens` of each of its rows."""
         run = Pass(rows, tokens, context)
         travel = self.seconds_between(run) if len(self.stages) > 1 else 0.0
         return [Visit(stage, sum(self.terms(stage, run).values()), travel) for stage in range(len(self.stages))]
 
-    def speed(self, rows: int, context: int, drafting: DraftingCost | None = None, micro_batches: int | None = None) -> Speed:
-        """The speed in so many micro-batches, or in the number of them that is fastest, at most as many as there are stages."""
-        if micro_batches is None:
-            found = [self.speed(rows, context, drafting, count) for count in range(1, min(rows, len(self.stages)) + 1)]
-            return min(found, key=lambda s: round(s.seconds, 9))  # of equals the fewest
-        sizes = [rows * (i + 1) // micro_batches - rows * i // micro_batches for i in range(micro_batches)]
+    def speed(self, rows: int, context: int, drafting: DraftingCost | None = None, lanes: int | None = None) -> Speed:
+        """The speed in so many lanes, or in as many as there are stages."""
+        lanes = lanes or min(rows, len(self.stages))
+        sizes = [rows * (i + 1) // lanes - rows * i // lanes for i in range(lanes)]
         tokens, emitted = (1 + drafting.drafted, drafting.emitted) if drafting is not None else (1, 1.0)
-        ways = [self.visits(size, tokens, context) for size in sizes]
-        seconds, busy = self.run_step(ways, rows, tokens, context, drafting)
+        seconds, busy = self.run_step([self._round(size, tokens, context, drafting) for size in sizes])
         terms = self.pass_terms(Pass(sizes[-1], tokens, context))
         if drafting is not None:
-            terms = {"drafting": self.draft_seconds(drafting, rows)} | terms
-        return Speed(rows, micro_batches, seconds, rows * emitted / seconds, terms, busy)
+            terms = {"drafting": self.draft_seconds(drafting, sizes[-1])} | terms
+        return Speed(rows, lanes, seconds, rows * emitted / seconds, terms, busy)
 
-    def run_step(
-        self, ways: list[list[Visit]], rows: int, tokens: float, context: int, drafting: DraftingCost | None
-    ) -> tuple[float, tuple[float, ...]]:
-        """Seconds of a step, and the share of them that each stage works: all rows are drafted for, micro-batches go through the stages,
-        and the output layer runs for all rows once the last is back.
-        """
-        around = self.draft_seconds(drafting, rows) + sum(self.output_terms(Pass(rows, tokens, context)).values())
-        ran = run_once(ways)
-        seconds = around + ran.seconds
-        return seconds, tuple((b * ran.seconds + (0.0 if stage else around)) / seconds for stage, b in enumerate(ran.busy))
+    def _round(self, rows: int, tokens: float, context: int, drafting: DraftingCost | None) -> list[Visit]:
+        """A lane's round: its rows are drafted for, go through the stages, and have the output layer run for them."""
+        output = sum(self.output_terms(Pass(rows, tokens, context)).values())
+        return [Visit(0, self.draft_seconds(drafting, rows)), *self.visits(rows, tokens, context), Visit(0, output)]
+
+    def run_step(self, rounds: list[list[Visit]]) -> tuple[float, tuple[float, ...]]:
+        """Seconds of a round of each lane, none waiting for the others, and the share of them that each stage works."""
+        ran = run_on(rounds)
+        return ran.seconds, ran.busy
 
     def fastest(self, rows: int, context: int, draftings: Sequence[DraftingCost]) -> tuple[DraftingCost, Speed]:
         """Of several drafts the one with which most tokens come a second."""

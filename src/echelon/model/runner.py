@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -102,6 +103,16 @@ class Runner(ABC, Generic[BatchT]):
         for batch, count in zip(batches, num_inputs, strict=True):
             self.count(batch, batch.num_tokens, count)
         return tokens
+
+    def num_lanes(self, num_tokens: int) -> int:  # noqa: ARG002
+        """How many passes are best under way at a time, each over some of the rows, where all rows together feed so many tokens."""
+        return 1
+
+    def begin(self, batch: BatchT) -> Callable[[], tuple[Tensor, Tensor | None]]:
+        """Begin one pass; what is returned waits for what `run` gives. Passes that are under way hold rows of their own each, and are
+        waited for in the order in which they began.
+        """
+        return partial(self.run, batch)
 
     def num_cached(self, row: int) -> int:
         """Tokens of the row that have keys and values."""

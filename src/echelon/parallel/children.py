@@ -23,7 +23,7 @@ from echelon.errors import ConfigError
 from echelon.parallel.group import ENDING_SECONDS, SILENT_SECONDS, RankGroup
 from echelon.parallel.rank_memory import LINE, LOOK_SECONDS, RECEIVED, SEEN, SPINS, shared_memory
 from echelon.parallel.splits import SPLITS
-from echelon.text_process import receive, send
+from echelon.text_process import receive
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -63,6 +63,7 @@ class ChildRanks(RankGroup):
     def __init__(self, setting: str, size: int) -> None:
         super().__init__(setting, size)
         cores, self.num_threads = len(os.sched_getaffinity(0)), max(1, _threads.whole // size)
+        self.most_at_work, self.is_one_machine = min(size, max(1, cores // self.num_threads)), True
         spins = SPINS if size * self.num_threads <= cores else 0  # where ranks take turns, whoever waits makes room
         try:
             descriptor = shared_memory()
@@ -120,13 +121,22 @@ class ChildRanks(RankGroup):
 
     def _send(self, message: bytes) -> None:
         for rank, connection in enumerate(self._connections, 1):
+            rest = memoryview(len(message).to_bytes(8, "big") + message)
+            connection.settimeout(LOOK_SECONDS)
             try:
-                send(connection, message, time.monotonic() + SILENT_SECONDS)
-            except TimeoutError:
-                self._fail(f"rank {rank} has taken no message for {SILENT_SECONDS:.0f} s")
+                while rest:
+                    rest = rest[self._sent(connection, rest) :]
             except ConnectionError:
                 self.check()
                 self._fail(f"rank {rank} has closed its connection")
+
+    def _sent(self, connection: socket.socket, rest: memoryview) -> int:
+        """How many bytes a worker has taken for now; one that is in a step reads when it is done, however long that takes."""
+        try:
+            return connection.send(rest)
+        except TimeoutError:
+            self.check()
+            return 0
 
     def check(self) -> None:
         """Raise `RankError` where a worker has ended or hangs."""

@@ -19,18 +19,23 @@ from echelon.parallel.pass_plan import Copies, PlanWriter
 
 SILENT_SECONDS = 10.0  # without a sign of life, after which a rank hangs
 ENDING_SECONDS = 2.0  # that a rank may take to end by itself
+NUM_SENT = 8  # hidden states that a rank may have handed on before the next has taken any
 AGAIN = "make a new LLM, or start the server again"
 
 
 class RankGroup(ABC):
     """The other ranks of one engine.
 
-    setting  which of the settings asks for them, and so how the model is split
-    memory   this rank's way to them in a pass (`echelon.parallel.splits`)
-    close    ends them
+    setting         which of the settings asks for them, and so how the model is split
+    memory          this rank's way to them in a pass (`echelon.parallel.splits`)
+    most_at_work    how many ranks can compute at a time, this one among them
+    is_one_machine  do all ranks read their weights through the same memory?
+    close           ends them
     """
 
     memory: Any
+    most_at_work: int
+    is_one_machine: bool
     close: weakref.finalize[..., Any]
 
     def __init__(self, setting: str, size: int) -> None:
@@ -55,9 +60,23 @@ class RankGroup(ABC):
                 raise ModelLoadError(f"rank {rank}: {answer['error']}")
 
     @contextmanager
-    def running(self, batch: RaggedBatch, copies: Copies, ends: Sequence[int] = ()) -> Iterator[None]:
+    def running(self, batch: RaggedBatch, copies: Copies, ends: Sequence[int] = ()) -> Iterator[int]:
         """Inside, the workers run the pass over `batch` after `copies`, in stages cut behind the rows `ends`, and this process is to do so
-        too. What goes wrong ends them all.
+        too; the plan's hash is given.
+
+        Raises
+        ------
+        RankError  a worker has ended, hangs, or runs something else
+        """
+        with self.bound():
+            self._planned_at = time.monotonic_ns()
+            self._send(self._writer.packed(batch, copies, ends))
+            with self.memory.connected(self._writer.hash):
+                yield self._writer.hash
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """Inside, the workers are in a pass, and what goes wrong ends them all.
 
         Raises
         ------
@@ -65,11 +84,8 @@ class RankGroup(ABC):
         """
         if self._failure or not self.close.alive:
             raise RankError(self._failure or f"the workers of this model have ended; {AGAIN}")
-        self._planned_at = time.monotonic_ns()
         try:
-            self._send(self._writer.packed(batch, copies, ends))
-            with self.memory.connected(self._writer.hash):
-                yield
+            yield
         except BaseException as error:  # the workers are in the middle of a pass that nobody ends
             self._give_up(str(error) if isinstance(error, RankError) else f"a pass failed on rank 0 ({type(error).__name__}); {AGAIN}")
             raise

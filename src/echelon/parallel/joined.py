@@ -27,6 +27,7 @@ class JoinedRanks(RankGroup):
 
     def __init__(self, setting: str, summons: Summons) -> None:
         super().__init__(setting, summons.size)
+        self.most_at_work, self.is_one_machine = summons.size, False
         self._meeting = meeting = _met(setting, summons)
         told = self._told = Told(meeting)
         self._lives = [meeting.group(f"life {rank}", 0, rank).broadcast(_nothing(), 1) for rank in range(1, self.size)]

@@ -18,14 +18,13 @@ from torch.distributed import GatherOptions
 
 from echelon.errors import RankError
 from echelon.model.patches.split import Parts
-from echelon.parallel.group import AGAIN
+from echelon.parallel.group import AGAIN, NUM_SENT
 from echelon.parallel.meeting import Meeting
 
 HASH_BYTES, LENGTH_BYTES, SIGNATURE_BYTES = 8, 8, 16
 HEAD = LENGTH_BYTES + SIGNATURE_BYTES
 FRAME = 8192  # bytes of the first piece of a message, in which most plans fit
 MOST_BYTES = 1 << 28  # of a message
-NUM_SENT = 2  # hidden states that a stage hands on before the next has taken any
 
 
 class Told:
@@ -34,16 +33,18 @@ class Told:
     def __init__(self, meeting: Meeting) -> None:
         self._meeting, self._number = meeting, 0
         self._group = meeting.group("told", *range(meeting.size))
-        self._under_way: list[tuple[Any, Tensor]] = []
+        self._under_way: deque[list[tuple[Any, Tensor]]] = deque()
 
     def tell(self, message: bytes) -> None:
         """Send it; returns before it has come."""
         self._number += 1
-        for work, _ in self._under_way:
-            self._meeting.wait(work)
+        while self._under_way and (len(self._under_way) >= NUM_SENT or self._under_way[0][-1][0].is_completed()):
+            for work, _ in self._under_way.popleft():
+                self._meeting.wait(work)
         framed = len(message).to_bytes(LENGTH_BYTES, "little") + self._signature(message) + message
         whole = torch.frombuffer(bytearray(framed.ljust(FRAME, b"\0")), dtype=torch.uint8)
-        self._under_way = [(self._group.broadcast(piece, 0), piece) for piece in (whole[:FRAME], whole[FRAME:]) if len(piece)]
+        pieces = [piece for piece in (whole[:FRAME], whole[FRAME:]) if len(piece)]
+        self._under_way.append([(self._group.broadcast(piece, 0), piece) for piece in pieces])
 
     def next(self) -> bytes:
         """The next one, on any other rank.
@@ -77,25 +78,25 @@ class RankLink:
 
     def __init__(self, meeting: Meeting) -> None:
         self.rank, self.size, self.is_connected = meeting.rank, meeting.size, False
-        self._meeting, self._hash = meeting, b""
+        self._meeting, self._plan_hash = meeting, 0
 
     @contextmanager
     def connected(self, plan_hash: int) -> Iterator[None]:
         """Inside, all ranks run the pass of one plan."""
-        self.is_connected, self._hash = True, plan_hash.to_bytes(HASH_BYTES, "little")
+        self.is_connected, self._plan_hash = True, plan_hash
         try:
             yield
         finally:
             self.is_connected = False
 
-    def _headed(self, count: int) -> Tensor:
+    def _headed(self, count: int, plan_hash: int) -> Tensor:
         """Room for so many bytes behind the hash of the plan."""
         buffer = torch.zeros(HASH_BYTES + count, dtype=torch.uint8)
-        buffer[:HASH_BYTES] = torch.frombuffer(bytearray(self._hash), dtype=torch.uint8)
+        buffer[:HASH_BYTES] = torch.frombuffer(bytearray(plan_hash.to_bytes(HASH_BYTES, "little")), dtype=torch.uint8)
         return buffer
 
-    def _check(self, buffer: Tensor, rank: int) -> None:
-        if buffer[:HASH_BYTES].numpy().tobytes() != self._hash:
+    def _check(self, buffer: Tensor, rank: int, plan_hash: int) -> None:
+        if int.from_bytes(buffer[:HASH_BYTES].numpy().tobytes(), "little") != plan_hash:
             raise RankError(f"rank {rank} runs another plan than rank {self.rank}; {AGAIN}")
 
 
@@ -126,7 +127,7 @@ class GroupExchange(RankLink):
     def _sent(self, own: Tensor, parts: Parts) -> Tensor:
         """Bytes of own [..., n], filled up to the columns of the rank that has most, as gloo gathers equally many of each."""
         shape = (*own.shape[:-1], _widest(parts))
-        buffer = self._headed(math.prod(shape) * own.itemsize)
+        buffer = self._headed(math.prod(shape) * own.itemsize, self._plan_hash)
         buffer[HASH_BYTES:].view(own.dtype).view(shape)[..., : own.shape[-1]] = own
         return buffer
 
@@ -134,7 +135,7 @@ class GroupExchange(RankLink):
         """Bytes of all ranks [size, …] → [..., whole]."""
         out = own.new_empty(*own.shape[:-1], parts[0].whole)
         for rank, (part, sent) in enumerate(zip(parts, whole, strict=True)):
-            self._check(sent, rank)
+            self._check(sent, rank, self._plan_hash)
             count = part.last - part.first
             columns = sent[HASH_BYTES:].view(own.dtype).view(*own.shape[:-1], _widest(parts))
             out[..., part.first : part.last] = columns[..., :count]
@@ -156,17 +157,21 @@ class GroupHandover(RankLink):
         self._out, self._in = ways[self.rank], ways[self._before]
         self._under_way: deque[tuple[Any, Tensor]] = deque()
 
-    def send(self, states: Tensor) -> None:
-        """Hand on states [T, columns]; returns before they have come."""
+    def send(self, states: Tensor, plan_hash: int) -> None:
+        """Hand on states [T, columns] in the pass of a plan; returns before they have come."""
         while len(self._under_way) >= NUM_SENT:
             self._meeting.wait(self._under_way.popleft()[0])
-        buffer = self._headed(states.nbytes)
+        buffer = self._headed(states.nbytes, plan_hash)
         buffer[HASH_BYTES:].view(states.dtype).view(states.shape).copy_(states)
         self._under_way.append((self._out.broadcast(buffer, 0), buffer))
 
-    def receive(self, into: Tensor) -> Tensor:
-        """Wait for what the rank before hands on, as many states [T, columns] as `into` holds, which is returned."""
+    def receive(self, into: Tensor, plan_hash: int) -> Tensor:
+        """Wait for what the rank before hands on in the pass of a plan, as many states [T, columns] as `into` holds, which is returned."""
         buffer = torch.empty(HASH_BYTES + into.nbytes, dtype=torch.uint8)
         self._meeting.wait(self._in.broadcast(buffer, 0))
-        self._check(buffer, self._before)
+        self._check(buffer, self._before, plan_hash)
         return into.copy_(buffer[HASH_BYTES:].view(into.dtype).view(into.shape))
+
+    def fits(self, states: Tensor) -> bool:  # noqa: ARG002
+        """Do states [T, columns] go in one piece? All do."""
+        return True

@@ -1,13 +1,16 @@
 """A pass through stages: micro-batches of whole rows go from one to the next, and what the last gives comes back to rank 0.
 
 A token's numbers do not depend on what shares its batch, so that a pass may be cut between any two rows. While one micro-batch is in a
-stage, another is in the stage before. Fewer of them than there are stages are under way at a time: some stage is always free to take one,
-so that nobody waits in a ring.
+stage, another is in the stage before: of the same pass, where it is a large one, or of another, which was begun while rank 0 waits for the
+first. Rank 0 hands on a micro-batch when fewer than the other stages' number are under way: some stage is always free to take one, so that
+nobody waits in a ring.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Protocol
 
@@ -20,7 +23,7 @@ from echelon.kv.cache import KVCache
 from echelon.model.hidden_states import LAYER, HiddenStateReader
 from echelon.model.load.loading import LoadedModel
 from echelon.model.runner import ModelRunner, forward
-from echelon.parallel.group import RankGroup
+from echelon.parallel.group import NUM_SENT, RankGroup
 from echelon.parallel.pass_plan import PassPlan
 
 FEWEST_TOKENS = 64  # of a micro-batch: every one reads all weights again, which takes longer than fewer tokens do
@@ -37,11 +40,14 @@ def row_ends(batch: RaggedBatch, most: int) -> list[int]:
 class StageLink(Protocol):
     """The way from the stage before and to the one after."""
 
-    def send(self, states: Tensor) -> None:
-        """Hand on states [T, columns]; returns before they have come."""
+    def send(self, states: Tensor, plan_hash: int) -> None:
+        """Hand on states [T, columns] in the pass of a plan; returns before they have come."""
 
-    def receive(self, into: Tensor) -> Tensor:
+    def receive(self, into: Tensor, plan_hash: int) -> Tensor:
         """Wait for as many states [T, columns] as `into` holds, which is returned."""
+
+    def fits(self, states: Tensor) -> bool:
+        """Can such states be handed on without anybody to take them? So can NUM_SENT of them."""
 
 
 class StageRunner(ModelRunner):
@@ -87,7 +93,8 @@ class WorkerStage(StageRunner):
         """Run one pass."""
         self.cache.apply_copies()
         for part in self.parts(plan.batch, plan.ends):
-            self.handover.send(self.through(part, self.handover.receive(self.room(part.num_tokens, self.stage.layers.start))))
+            entering = self.handover.receive(self.room(part.num_tokens, self.stage.layers.start), plan.hash)
+            self.handover.send(self.through(part, entering), plan.hash)
 
 
 class FirstStage(StageRunner):
@@ -96,13 +103,40 @@ class FirstStage(StageRunner):
     def __init__(self, runner: ModelRunner, group: RankGroup, wanted: Sequence[int]) -> None:
         super().__init__(runner.loaded, runner.cache, group.memory, wanted)
         self.hidden_state_reader, self.group = runner.hidden_state_reader, group
+        self._under_way: deque[tuple[int, Tensor]] = deque()  # of micro-batches in order: the plan's hash, and room for their states
+
+    def num_lanes(self, num_tokens: int) -> int:
+        return max(1, min(self.group.most_at_work, num_tokens // (FEWEST_TOKENS if self.group.is_one_machine else 1)))
 
     @torch.inference_mode()
     def run(self, batch: RaggedBatch) -> tuple[Tensor, Tensor | None]:
+        return self.begin(batch)()
+
+    @torch.inference_mode()
+    def begin(self, batch: RaggedBatch) -> Callable[[], tuple[Tensor, Tensor | None]]:
+        """Run the first layers. While the other ranks are told, none of them may wait for this one to take what it hands on."""
         ends = row_ends(batch, self.stage.size)
-        with self.group.running(batch, self.cache.tables.copies, ends):
+        parts, whole = self.parts(batch, ends), self.room(batch.num_tokens, self.stage.num_layers)
+        with self.group.bound():
+            while len(self._under_way) >= NUM_SENT or not all(self.handover.fits(room) for _, room in self._under_way):
+                self._receive()
+        with self.group.running(batch, self.cache.tables.copies, ends) as plan_hash:
             self.cache.apply_copies()
-            states = torch.split(self._through_all(batch, ends), self._width, -1)
+            for part, room in zip(parts, torch.split(whole, [part.num_tokens for part in parts]), strict=True):
+                states = self.through(part, None)
+                while len(self._under_way) >= self.stage.size - 1:
+                    self._receive()
+                self.handover.send(states, plan_hash)
+                self._under_way.append((plan_hash, room))
+        return partial(self._finished, batch, plan_hash, whole)
+
+    @torch.inference_mode()
+    def _finished(self, batch: RaggedBatch, plan_hash: int, whole: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits and hidden states from the states [T, columns] of all tokens behind the last layer, once they have come."""
+        with self.group.bound():
+            while any(awaited == plan_hash for awaited, _ in self._under_way):
+                self._receive()
+            states = torch.split(whole, self._width, -1)
             found = dict(zip([self.stage.num_layers, *self.wanted], states, strict=True))
             inputs = batch.tokens, self.positions(batch), batch.logit_rows, self.attention(batch)
             with self.stage.behind(found):
@@ -110,15 +144,7 @@ class FirstStage(StageRunner):
         self.count(batch, batch.num_tokens)
         return logits, hidden_states
 
-    def _through_all(self, batch: RaggedBatch, ends: Sequence[int]) -> Tensor:
-        """The states of all tokens behind the last layer."""
-        parts, whole = self.parts(batch, ends), self.room(batch.num_tokens, self.stage.num_layers)
-        awaited = iter(torch.split(whole, [part.num_tokens for part in parts]))
-        for number, part in enumerate(parts, 1):
-            states = self.through(part, None)
-            if number >= self.stage.size:
-                self.handover.receive(next(awaited))
-            self.handover.send(states)
-        for rest in awaited:
-            self.handover.receive(rest)
-        return whole
+    def _receive(self) -> None:
+        """Wait for the micro-batch that is the first under way."""
+        plan_hash, room = self._under_way.popleft()
+        self.handover.receive(room, plan_hash)

@@ -29,6 +29,7 @@ from echelon.ops.triton.plan import PlanKey, plan_tables
 from echelon.ops.triton.sample import draw_columns, draw_rows, noise_keys
 from echelon.sampling import row_key
 from echelon.sequence import Plan, PlannedRow
+from echelon.stats import StepTimer
 
 KNOWN = 2  # last tokens of a text that the device keeps
 NUM_COLUMNS = KNOWN + 4  # of a row, int64: index in the step in flight, tokens of its text, the last two, drafts, first token of its own
@@ -72,9 +73,10 @@ class DeviceStep:
     event: Any
     passes: list[DevicePass]
 
-    def verdict(self) -> Verdict:
+    def verdict(self, timer: StepTimer) -> Verdict:
         """Wait for the device; every row's accepted tokens, and the extra one, −1 where none could be chosen."""
-        self.event.synchronize()
+        with timer("forward", is_overlapped=True):
+            self.event.synchronize()
         self._count([len(row.sequence) if self.plan.awaits(row) else None for row in self.plan.rows])
         return [
             RowVerdict(row.max_draft_tokens, list(range(count)), tokens[:count], tokens[count])
