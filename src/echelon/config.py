@@ -57,8 +57,8 @@ class SpeculativeConfig(Settings):
     `medusa`, `clover`, `clover2`, `eagle`, `eagle3` and `scylla` run the head in the folder `model`. `tree` shapes what a head or a model
     drafts: `chain`: one path of `num_speculative_tokens`. `static`: the paths of ranks in `speculative_token_tree` (a list, or as in vLLM a
     string of one), by default Medusa's 63 or EAGLE-1's 25, and of them the first `num_speculative_tokens`. `dynamic`: at most
-    `num_speculative_tokens` nodes in all, no path longer than `tree_depth`: EAGLE-2's, `tree_top_k` children a node and nodes a level, for
-    greedy requests by sharpened probabilities (`echelon.trees.SHARPNESS`; not with `medusa`); for `clover` and `clover2` Clover's, of a
+    `num_speculative_tokens` nodes in all, no path longer than `tree_depth`: EAGLE-2's, `tree_top_k` children a node and nodes a level, by
+    sharpened probabilities (`echelon.trees.SHARPNESS`; not with `medusa`); for `clover` and `clover2` Clover's, of a
     node's `tree_top_k` likeliest children those that make up `tree_top_p`.
     """
 

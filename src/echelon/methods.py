@@ -28,7 +28,7 @@ class Can(Flag):
 
 
 def eagle2(sharpness: float) -> Callable[[int, float, int], Growth]:
-    """EAGLE-2's dynamic trees; `sharpness` multiplies the logits of greedy rows before they become scores."""
+    """EAGLE-2's dynamic trees; `sharpness` multiplies logits before they become scores."""
     return lambda top_k, _top_p, depth: BestFirst(top_k, depth, sharpness)
 
 

@@ -107,7 +107,7 @@ class Forest:
 
 class Growth(ABC):
     """`width`: most children of a node; `breadth`: most nodes of a level that go on; `depth`: longest path; `only_ranks`: of scores only
-    their order matters, and which are −∞; `sharpness`: what logits of greedy places are multiplied by before they become scores.
+    their order matters, and which are −∞; `sharpness`: what logits are multiplied by before they become scores.
     """
 
     width: int
@@ -214,7 +214,8 @@ class BestFirst(Growth):
     published settings (60 nodes, 10 a level, depth 6) never meet that limit.
 
     `sharpness`: a drafter's probabilities are those of a draw, and a greedy target takes its likeliest token more often than it would
-    draw it. With the published 1 the likeliest path looks less likely than it is, and trees get too broad for it.
+    draw it; so does one that draws, with noise that the drafter knows. With the published 1 the likeliest path looks less likely than it
+    is, and trees get too broad for it.
     """
 
     def __init__(self, top_k: int, depth: int, sharpness: float = 1.0) -> None:

@@ -77,6 +77,17 @@ def test_greedy_scores_are_log_probabilities(sharpness: float) -> None:
     np.testing.assert_allclose(scores, np.take_along_axis(exact, tokens, 1), rtol=0, atol=1e-6)
 
 
+def test_sharpness_makes_no_other_tokens_and_surer_ones() -> None:
+    """Of every kind of row: the same tokens in the same order, by the log-softmax of sharpened logits, perturbed ones where tokens are drawn."""
+    logits, given = rows_of("random", 40, 90), samplers(40, ASKED)
+    tokens, plain = likeliest(logits, given, [3] * 40, 90)
+    same, sharp = likeliest(logits, given, [3] * 40, 90, sharpness=1.5)
+    possible = np.isfinite(plain)
+    assert np.array_equal(tokens[possible], same[possible]) and np.array_equal(possible, np.isfinite(sharp))
+    expected = torch.from_numpy(1.5 * plain).log_softmax(-1).numpy()
+    np.testing.assert_allclose(sharp[possible], expected[possible], rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize("size", [999, 4096])
 def test_a_row_does_not_depend_on_its_neighbours(size: int) -> None:
     logits, given, positions = rows_of("ties", 24, size), samplers(24, ASKED), list(range(24))

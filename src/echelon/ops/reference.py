@@ -204,7 +204,8 @@ def likeliest_rows(
     if is_drawn.any():
         at = np.flatnonzero(is_drawn)
         with np.errstate(all="ignore"):
-            scores[at] = _perturbed(values[at], tokens[at], [samplers[i] for i in at.tolist()], [positions[i] for i in at.tolist()])
+            drawn, places_drawn = [samplers[i] for i in at.tolist()], [positions[i] for i in at.tolist()]
+            scores[at] = _perturbed(values[at], tokens[at], drawn, places_drawn, sharpness)
         order = np.argsort(-scores[at], 1, kind="stable")
         scores[at], tokens[at] = np.take_along_axis(scores[at], order, 1), np.take_along_axis(tokens[at], order, 1)
     scores[~logits.amax(-1).isfinite().cpu().numpy()] = -np.inf
@@ -239,8 +240,8 @@ def _ordered(logits: Tensor) -> Tensor:
     return ordered.long() * 2**32 + torch.arange(logits.shape[1], 0, -1, device=logits.device)
 
 
-def _perturbed(values: Float64, tokens: Int64, samplers: Sequence[Sampler], positions: Sequence[int]) -> Float64:
-    """log-softmax of perturbed logits, −∞ where a filter drops a token; values float64 [M, C] descend."""
+def _perturbed(values: Float64, tokens: Int64, samplers: Sequence[Sampler], positions: Sequence[int], sharpness: float) -> Float64:
+    """log-softmax of perturbed logits times `sharpness`, −∞ where a filter drops a token; values float64 [M, C] descend."""
     params = [s.params for s in samplers]
     column = np.array([(p.temperature, p.top_p, p.min_p, p.top_k if p.top_k > 0 else np.inf) for p in params])[:, :, None]
     temperature, top_p, min_p, top_k = column[:, 0], column[:, 1], column[:, 2], column[:, 3]
@@ -252,5 +253,5 @@ def _perturbed(values: Float64, tokens: Int64, samplers: Sequence[Sampler], posi
     keys = np.array([noise_key(s.seed, s.index, position) for s, position in zip(samplers, positions, strict=True)], np.uint64)
     noise = -np.log(-np.log(noise_at(keys[:, None], tokens)))
     perturbed = np.where(is_kept, scaled + noise, -np.inf)
-    perturbed -= perturbed.max(1, keepdims=True)
+    perturbed = (perturbed - perturbed.max(1, keepdims=True)) * sharpness
     return np.asarray(perturbed - np.log(np.exp(perturbed).sum(1, keepdims=True)))

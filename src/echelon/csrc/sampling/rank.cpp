@@ -104,7 +104,7 @@ int64_t height_for(int64_t size, int64_t count) {
 }
 
 // Ranks s.candidates, which descend, by what the request would choose; the arithmetic is `reference._perturbed`.
-void perturb(const Draw& draw, Scratch& s) {
+void perturb(const Draw& draw, double sharpness, Scratch& s) {
   const auto count = s.candidates.size();
   const double top_k = draw.top_k > 0 ? static_cast<double>(draw.top_k) : std::numeric_limits<double>::infinity();
   const auto scaled = [&](size_t i) {
@@ -129,8 +129,11 @@ void perturb(const Draw& draw, Scratch& s) {
     best = std::max(best, score);
   }
   double mass = 0.0;
-  for (const Ranked& entry : s.ranked) mass += std::exp(entry.score - best);
-  const double normaliser = best + std::log(mass);
+  for (Ranked& entry : s.ranked) {
+    entry.score = (entry.score - best) * sharpness;
+    mass += std::exp(entry.score);
+  }
+  const double normaliser = std::log(mass);
   for (Ranked& entry : s.ranked) entry.score -= normaliser;
   std::stable_sort(s.ranked.begin(), s.ranked.end(), [](const Ranked& a, const Ranked& b) { return a.score > b.score; });
 }
@@ -156,7 +159,7 @@ void likeliest(const float* logits, int64_t vocabulary, const Draw& draw, int64_
   }
   select(logits, vocabulary, threshold, count, s.candidates);
   if (is_drawn) {
-    perturb(draw, s);
+    perturb(draw, sharpness, s);
     for (int64_t i = 0; i < width; ++i) tokens[i] = s.ranked[static_cast<size_t>(i)].token, scores[i] = s.ranked[static_cast<size_t>(i)].score;
     return;
   }

@@ -16,7 +16,7 @@ struct Draw {
 
 // `width` tokens of one row of logits, the likeliest first and the lower id of equals, and their scores. A greedy row's are
 // log-probabilities of the logits times `sharpness`, or relative to the likeliest one's with `only_ranks`. A drawn row ranks its
-// `num_candidates` likeliest tokens by filtered and perturbed logits; the scores are their log-softmax. −∞ for a token that cannot come, and
+// `num_candidates` likeliest tokens by filtered and perturbed logits; the scores are the log-softmax of these times `sharpness`. −∞ for a token that cannot come, and
 // everywhere if the largest logit is not finite or one is NaN. 1 ≤ width ≤ num_candidates ≤ vocabulary. Nothing depends on other rows.
 void likeliest(const float* logits, int64_t vocabulary, const Draw& draw, int64_t width, int64_t num_candidates, double sharpness,
                bool only_ranks, int64_t* tokens, double* scores);
