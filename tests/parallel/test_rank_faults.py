@@ -64,7 +64,7 @@ SHORT = [(TENSOR, "ends", "prefill"), (TENSOR, "ends", "idle"), (TENSOR, "hangs"
 @pytest.fixture(autouse=True)
 def rows_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """In stages one row is under way while another is drafted for and verified."""
-    monkeypatch.setattr(stages, "FEWEST_TOKENS", 1)
+    monkeypatch.setattr(stages, "FEWEST_IN_LANE", 1)
 
 
 def split(folder: str, setting: str = TENSOR) -> LLM:

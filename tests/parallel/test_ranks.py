@@ -28,6 +28,7 @@ from echelon.errors import RankError
 from echelon.ops import compiled
 from echelon.parallel import stages
 from echelon.parallel.runner import SplitRunner
+from echelon.parallel.splits import STAGES
 from echelon.parallel.stages import FirstStage
 
 pytestmark = pytest.mark.skipif(not compiled.is_built(), reason="several ranks need the compiled kernels")
@@ -157,12 +158,14 @@ RUNS = [
 @pytest.mark.parametrize(("name", "setting", "size"), RUNS)
 def test_several_ranks_say_what_one_says(name: str, setting: str, size: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "FEWEST_TOKENS", 4)
+    monkeypatch.setattr(stages, "FEWEST_IN_LANE", 2)
     cell = CELLS[name]
     with made(cell, folder, **{setting: size}) as llm:
         shrink(llm)
         assert isinstance(llm.engine.target, SplitRunner | FirstStage)
         assert two_turns(llm, cell.model == "demo") == alone(name, folder)
-        assert llm.stats.num_preemptions > 0
+        goes_without_trees = setting == STAGES and "tree" in name  # rows that take turns need fewer blocks
+        assert llm.stats.num_preemptions > 0 or goes_without_trees
         assert llm.get_counters()["num_prefix_hits"] > 0
         assert not cell.spec or llm.stats.num_accepted_tokens > 0
         pids = llm.engine.target.group.pids

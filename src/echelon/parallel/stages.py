@@ -27,6 +27,7 @@ from echelon.parallel.group import NUM_SENT, RankGroup
 from echelon.parallel.pass_plan import PassPlan
 
 FEWEST_TOKENS = 64  # of a micro-batch: every one reads all weights again, which takes longer than fewer tokens do
+FEWEST_IN_LANE = 8  # tokens, where all ranks read their weights through one memory
 
 
 def row_ends(batch: RaggedBatch, most: int) -> list[int]:
@@ -106,7 +107,7 @@ class FirstStage(StageRunner):
         self._under_way: deque[tuple[int, Tensor]] = deque()  # of micro-batches in order: the plan's hash, and room for their states
 
     def num_lanes(self, num_tokens: int) -> int:
-        return max(1, min(self.group.most_at_work, num_tokens // (FEWEST_TOKENS if self.group.is_one_machine else 1)))
+        return max(1, min(self.group.most_at_work, num_tokens // (FEWEST_IN_LANE if self.group.is_one_machine else 1)))
 
     @torch.inference_mode()
     def run(self, batch: RaggedBatch) -> tuple[Tensor, Tensor | None]:
