@@ -78,7 +78,7 @@ def test_greedy_scores_are_log_probabilities(sharpness: float) -> None:
 
 
 def test_sharpness_makes_no_other_tokens_and_surer_ones() -> None:
-    """Of every kind of row: the same tokens in the same order, by the log-softmax of sharpened logits, perturbed ones where tokens are drawn."""
+    """Of every kind of row: the same tokens in the same order, by the log-softmax of sharpened (and, drawn, perturbed) logits."""
     logits, given = rows_of("random", 40, 90), samplers(40, ASKED)
     tokens, plain = likeliest(logits, given, [3] * 40, 90)
     same, sharp = likeliest(logits, given, [3] * 40, 90, sharpness=1.5)
