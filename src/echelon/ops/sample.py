@@ -93,8 +93,8 @@ def likeliest(
     logits [M, V] have been through everything that changes them; the tokens will have `positions`. A greedy row ranks by probability; with
     `only_ranks` its scores are relative to the likeliest token's, which saves a pass over V. A sampled one ranks by filtered and perturbed
     logits, with the noise that the target will draw with there: as this noise decides what the target chooses, their softmax says how
-    sure that is. All scores are those of logits times `sharpness`. The filters see the NUM_CANDIDATES likeliest tokens. A row whose largest logit is
-    not finite, or with a NaN, has the score −∞ everywhere.
+    sure that is. All scores are those of logits times `sharpness`. The filters see the NUM_CANDIDATES likeliest tokens. A row whose largest
+    logit is not finite, or with a NaN, has the score −∞ everywhere.
     """
     width = min(width, logits.shape[-1])
     is_drawn = any(not s.params.is_greedy for s in samplers)
