@@ -4,6 +4,8 @@ Heads are trained in the work folder (build/laws), where an interrupted run goes
 record goes to the output folder. Two cores take about an hour for a lineage of heads on a target of 20 million parameters.
 
 oracle      tokens a step of trees that the target drafts for itself: the most that any drafter's trees of this size can have
+sharpness   the same of all heads at temperature 1, where trees grow by the published scores and by those that the engine has, which are
+            sharper; everywhere else by the published ones at temperature 1
 dD_sS_tP    Scylla's head of D layers, seed S, pretrained for P per cent of the steps at a constant rate, then fine-tuned while the rate
             falls; each goes on from the constant part of the one before
 eagle …     EAGLE's head and EAGLE-3's, trained on as many tokens; Scylla's without pretraining, fine-tuning or the norm behind its layers
@@ -29,7 +31,7 @@ import numpy as np
 
 from benchmarks.adaptive import FullSteps, take_turns
 from benchmarks.cells import Cell, Record, Records, asked_of, chosen, run_cells
-from benchmarks.laws_document import write_laws
+from benchmarks.laws_document import NAMES, PUBLISHED_SHARPNESS, write_laws
 from benchmarks.workloads import VERIFIED, VERIFIED_TREE, tokens_a_step
 from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench.inflate import inflate_with_heads
@@ -39,6 +41,7 @@ from echelon.ops.devices import chosen_device
 from echelon.train.heads import TrainingConfig, train_head
 from echelon.train.sources import HELD_OUT
 from echelon.train.text import Data, fingerprint, prepare
+from echelon.trees import SHARPNESS
 
 SHARES = (0, 1, 2, 5, 10, 20, 50, 100)  # per cent of the steps of pretraining
 DEPTHS, SEEDS = (1, 2, 5), (0, 1, 2)  # several seeds for the shallowest head only
@@ -177,11 +180,26 @@ class LawStudy:
             [
                 t,
                 budget,
-                tokens_a_step(self.target, {**VERIFIED_TREE, **config, "num_speculative_tokens": budget}, self.prompts, NEW, t, draft),
+                self._a_step(config, budget, t, draft, PUBLISHED_SHARPNESS if t and config.get("tree") != "chain" else None),
             ]
             for t, budget in product(temperatures, VERIFIED)
         ]
         return {"emitted": found}
+
+    def _a_step(self, config: dict[str, Any], budget: int, t: float, draft: LoadedModel | None, sharpness: float | None) -> float:
+        tree = {**VERIFIED_TREE, **config, "num_speculative_tokens": budget}
+        return tokens_a_step(self.target, tree, self.prompts, NEW, t, draft, sharpness)
+
+    def sharpness(self) -> Record:
+        """Tokens a step at temperature 1 by drafter, sharpness of scores and drafted tokens that are verified."""
+        found = []
+        for name in (*NAMES, "oracle"):
+            is_oracle = name == "oracle"
+            how = {"method": "draft_model"} if is_oracle else {"method": self._lineages[name].method, "model": self.head(name)}
+            for sharpness, budget in product((PUBLISHED_SHARPNESS, SHARPNESS), VERIFIED):
+                emitted = self._a_step(how, budget, 1.0, self.target if is_oracle else None, sharpness)
+                found.append([name, sharpness, budget, emitted])
+        return {"drawn": found}
 
     def oracle(self) -> Record:
         """Greedy texts are chains that the target foresees to the last token; at a temperature its likeliest trees are the best."""
@@ -245,6 +263,7 @@ def cells(study: LawStudy, rounds: int) -> list[Cell]:
     """Everything that the page is made of."""
     return [
         Cell("oracle", study.oracle),
+        Cell("sharpness", study.sharpness),
         *(Cell(name, partial(study.of_head, *head)) for name, head in all_heads().items()),
         *(Cell(f"tasks_{method}", partial(study.tasks, method)) for method in COMPARED),
         *(Cell(f"speed_b{batch:02d}", partial(study.speed, batch, rounds)) for batch in BATCHES),

@@ -62,14 +62,18 @@ def tokens_a_step(
     max_tokens: int,
     temperature: float,
     draft: LoadedModel | None = None,
+    sharpness: float | None = None,
 ) -> float:
-    """Tokens that a step of a row emits, over all prompts.
+    """Tokens that a step of a row emits, over all prompts. `sharpness`: of the scores by which dynamic trees grow; None: the engine's own.
 
     Raises
     ------
     RuntimeError  the drafter failed, so that there were steps without drafts
     """
     llm = LLM(target, config, draft, max_num_seqs=16)
+    if sharpness is not None:
+        guard: Any = llm.engine.drafter
+        guard.drafter.growth.sharpness = sharpness
     llm.generate(prompts, greedy(max_tokens).model_copy(update={"temperature": temperature, "seed": 0}))
     check_drafted(llm)
     return llm.stats.tokens_per_step

@@ -130,10 +130,13 @@ def test_every_part_of_the_page(tmp_path: Path) -> None:
     for batch, slow in ((1, 1.0), (8, 1.0), (16, 1.0), (32, 3.0)):
         speeds = {n: [100.0 * (i + 1) / (slow if n != "plain" else 1.0)] for i, n in enumerate(names)}
         records[f"speed_b{batch:02d}"] = {"speeds": speeds, "tokens_per_step": dict.fromkeys(names, 2.0)}
+    drawn = {"eagle": (3.0, 3.0), "eagle3": (3.1, 3.1), "d2_s0": (3.2, 3.5), "d5_s0": (3.5, 4.0), "oracle": (5.0, 7.0)}
+    records["sharpness"] = {"drawn": [[name, s, 60, e] for name, found in drawn.items() for s, e in zip((1.0, 1.5), found, strict=True)]}
     records["tasks_eagle"] = {"tasks": [["qa", 0.0, 3.0]]}
     page = write_laws(tmp_path, {name: {"environment": ENVIRONMENT, **record} for name, record in records.items()}).read_text("utf-8")
     for title in ("By pretraining tokens", "By depth", "Beside other heads", "Without its parts", "Table 5", "By task"):
         assert f"## {title}" in page
+    assert "| 60 | 3.00 → 3.00 | 3.10 → 3.10 | 3.20 → 3.50 | 3.50 → 4.00 | 5.00 → 7.00 | 25%, 50% | 12%, 25% |" in page
     assert "below plain decoding at batch: 32 (published" in page
     assert "logarithmic in tokens" in page
     assert {p.name for p in (tmp_path / "plots").iterdir()} == {"laws-tokens.png", "laws-depth.png", "laws-batch.png"}
@@ -141,7 +144,7 @@ def test_every_part_of_the_page(tmp_path: Path) -> None:
 
 def test_cells_and_settings(toy: Path, tmp_path: Path) -> None:
     found = [cell.name for cell in cells(study_of(toy, tmp_path), 1)]
-    assert len(found) == len(set(found)) == 1 + 5 * len(SHARES) + 5 + len(COMPARED) + 9
+    assert len(found) == len(set(found)) == 2 + 5 * len(SHARES) + 5 + len(COMPARED) + 9
     with pytest.raises(ConfigError, match="a multiple of 100"):
         LawStudy(str(toy), tmp_path, 150, 2)
     with pytest.raises(ConfigError, match="--questions"):

@@ -72,21 +72,21 @@ class DraftModelDrafter(Drafter):
         self._vocab_size = vocab_size  # the target's
         self._keeps_probs = keeps_probs  # rejection compares distributions
         self._min_score = min_score  # of a draft, its joint log-probability
-        self._growth = growth  # of trees; None: chains
+        self.growth = growth  # of trees; None: chains
         self._has_scores = scores or min_score > -np.inf  # chains whose tokens have probabilities
         self._max_num_batched_tokens = max_num_batched_tokens
         self.pace: Pace = every
 
     @property
     def breadth(self) -> int:
-        return self._growth.breadth if self._growth is not None else 1
+        return self.growth.breadth if self.growth is not None else 1
 
     def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
         chains = [_Chain(row, i) for i, row in enumerate(rows)]
         active = [c for c in chains if c.row.max_draft_tokens > 0]
         self._catch_up([c.row for c in active])
-        if self._growth is not None:
-            return self._grown(self._growth, rows, active)
+        if self.growth is not None:
+            return self._grown(self.growth, rows, active)
         if active and not self._draft_at_once(active):
             self._draft_by_passes(active)
         flat = [p for c in chains for p in c.probs]
@@ -212,7 +212,7 @@ class DraftModelDrafter(Drafter):
     def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:  # noqa: ARG002
         """Shorten every row to its known tokens and the accepted part of a chain."""
         for row, kept in zip(rows, verdict, strict=True):
-            cached, num_kept = self._runner.num_cached(row.sequence.id), len(kept.path) if self._growth is None else 0
+            cached, num_kept = self._runner.num_cached(row.sequence.id), len(kept.path) if self.growth is None else 0
             self._runner.commit(row.sequence.id, min(cached, len(row.sequence) + num_kept))
 
     def forget(self, row: int) -> None:
