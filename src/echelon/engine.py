@@ -212,8 +212,7 @@ class Engine:
                     following.gone.add(row.sequence.id)  # what is in flight of the row began with no token
                 step.commit(row, kept, row.sequence.id in pending and kept.next_token >= 0)
         with self.timer("draft", ahead):
-            if rows:
-                step.observe(rows, verdict)
+            step.observe(rows, verdict)
         with self.timer("settle", ahead):
             lengths = [len(row.sequence) for row in rows]
             finished = self.scheduler.settle(rows, verdict, self.drafter.conclude)
@@ -244,9 +243,11 @@ class Engine:
             self.controller.forget(sequence.id)
 
     def _drop_unawaited(self) -> None:
-        """Forget the step that the device has in flight once none of its rows is awaited."""
-        if self.in_flight and self.in_flight[-1].plan.runs_ahead and not self.in_flight[-1].plan.pending:
-            self.in_flight.pop().discard()
+        """Forget steps in flight of which no row is awaited any more."""
+        for step in self.in_flight:
+            if not step.plan.pending:
+                step.discard()
+        self.in_flight = deque(step for step in self.in_flight if step.plan.pending)
 
     def check(self) -> None:
         """Every invariant of the state; run after each step in tests."""

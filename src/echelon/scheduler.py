@@ -76,7 +76,8 @@ class Scheduler:
         self._num_logits_left = 0  # prompt tokens of this step that may still have logits
         self._under_way: Set[int] = frozenset()  # sequences, by id, of other steps, which this one leaves out
         self._most_rows = max_num_seqs  # of this step
-        self._is_blocked = False  # did a step lack blocks that others under way had? Then they are settled, and all rows run in one
+        self._is_blocked = False  # does this step lack blocks while others are under way? Then these are settled,
+        self._runs_together = False  # and all rows run in one
 
     @property
     def has_work(self) -> bool:
@@ -121,11 +122,12 @@ class Scheduler:
         While steps are in flight, a plan without rows says that the first of them has to be settled before there can be another.
         """
         self._is_open, self._is_short, self._num_logits_left = self._is_open or not self.running, False, PROMPT_LOGITS
+        self._under_way, self._most_rows, self._is_blocked = frozenset(), self._max_num_seqs, False
         if self._selector is not None:
             return self._selected_step(self._selector)
         if num_lanes > 1:
             return self._step_of_lane(in_flight, num_lanes)
-        plan, pending = Plan([]), in_flight[-1].pending if in_flight else {}
+        plan, pending = Plan([]), {row: place for other in in_flight for row, place in other.pending.items()}
         plan.runs_ahead = may_run_ahead and self._can_run_ahead()
         if pending and not (plan.runs_ahead and pending.keys() >= {s.id for s in self.running}):
             return Plan([])
@@ -144,16 +146,21 @@ class Scheduler:
         """A step of rows that are not under way: their share, so that lanes become alike. Where blocks lack, what is under way is settled
         first, and then preempting is decided among all rows.
         """
-        if len(in_flight) >= num_lanes or (self._is_blocked and in_flight):
+        if len(in_flight) >= num_lanes or (self._runs_together and in_flight):
             return Plan([])
         self._under_way = frozenset(row for plan in in_flight for row in plan.pending)
-        num_rows = min(len(self.running) + len(self.waiting) * self._is_open, self._max_num_seqs)
-        num_free, num_open = num_rows - len(self._under_way), num_lanes - len(in_flight)
-        share = min(-(-num_free // num_open), -(-num_rows // num_lanes))
-        plan, self._most_rows, self._is_blocked = Plan([]), self._max_num_seqs if self._is_blocked else share, False
+        if not self._runs_together:
+            num_rows = min(len(self.running) + self._num_entering(), self._max_num_seqs)
+            num_free, num_open = num_rows - len(self._under_way), num_lanes - len(in_flight)
+            self._most_rows = min(-(-num_free // num_open), -(-num_rows // num_lanes))
+        plan, self._runs_together = Plan([]), False
         self._admit(plan, self._plan_running(plan, {}))
-        self._under_way, self._most_rows = frozenset(), self._max_num_seqs
+        self._runs_together = self._is_blocked
         return Plan([]) if self._is_blocked else plan
+
+    def _num_entering(self) -> int:
+        """Waiting rows that seem to have blocks: all, or none where the first has not."""
+        return len(self.waiting) if self._is_open and self.waiting and self._fits(self.waiting[0].id, len(self.waiting[0])) else 0
 
     def _plan_running(self, plan: Plan, pending: Mapping[int, tuple[int, PlannedRow]]) -> int:
         """Plan all running rows, decoding ones first; returns what is left of the step's tokens. Behind a step in flight nothing is
@@ -212,6 +219,7 @@ class Scheduler:
     def _left_for_prompts(self, plan: Plan, budget: int) -> int:
         """Of the tokens that a step has left, those that prompts may take: where rows decode in it, they cost a few steps at most."""
         num_decoding = sum(row.num_new == 1 for row in plan.rows)
+        num_decoding += sum(s.id in self._under_way and not self._is_reading(s) for s in self.running)
         return self.piece_sizes.largest_piece(budget, num_decoding) if num_decoding else budget
 
     def _is_reading(self, sequence: Sequence) -> bool:

@@ -190,14 +190,15 @@ class TreeSchedulerMachine(SchedulerMachine):
 
 
 class LaneSchedulerMachine(SchedulerMachine):
-    """Up to three steps under way, each of other rows."""
+    """Up to three steps under way, each of other rows; how many may be changes from step to step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.in_flight: deque[Plan] = deque()
 
     def _step(self, drafter_fails: bool = False) -> None:
-        plan = self.scheduler.next_step(list(self.in_flight), num_lanes=3)
+        num_lanes = self.rng.randint(1, 3)
+        plan = self.scheduler.next_step(list(self.in_flight), num_lanes=num_lanes)
         under_way = {number for other in self.in_flight for number in other.pending}
         assert under_way.isdisjoint(row.sequence.id for row in plan.rows)
         assert not (plan.preempted and under_way)
@@ -205,7 +206,7 @@ class LaneSchedulerMachine(SchedulerMachine):
         if plan.rows:
             self._check(plan)
             self.in_flight.append(plan)
-            if len(self.in_flight) < 3:
+            if len(self.in_flight) < num_lanes:
                 return
         if self.in_flight:
             self._land(self.in_flight.popleft(), drafter_fails)
@@ -214,6 +215,7 @@ class LaneSchedulerMachine(SchedulerMachine):
         super()._abort(sequence)
         for plan in self.in_flight:
             plan.gone.add(sequence.id)
+        self.in_flight = deque(plan for plan in self.in_flight if plan.pending)
 
 
 SIZES = {"deadline": None, "derandomize": True, "stateful_step_count": 100 if toys.PROVE else 40}

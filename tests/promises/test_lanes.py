@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,35 +20,38 @@ FIXED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, 3, "any"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_lanes_change_no_token(drafter: str, count: int, mode: str) -> None:
+def test_lanes_change_no_token(drafter: str, count: int | str, mode: str) -> None:
+    """As many all the time, or in every step another number of them."""
     llm = adaptive_llm(drafter, mode, max_num_seqs=7)
-    noted = in_lanes(llm, count)
+    noted = in_lanes(llm, 3, Random(5)) if count == "any" else in_lanes(llm, int(count))
     assert texts(llm, slice(None), mode) == truth(mode)
-    assert noted.most == count
+    assert noted.most == (3 if count == "any" else count)
     assert not noted.under_way
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rng", [None, Random(6)], ids=["three", "any"])
 @pytest.mark.parametrize("drafter", ["ngram", "model", "head, tree", "heads, tree"])
-def test_lanes_of_fixed_drafts_and_rows_that_are_thrown_out(drafter: str, mode: str) -> None:
+def test_lanes_of_fixed_drafts_and_rows_that_are_thrown_out(drafter: str, rng: Random | None, mode: str) -> None:
     """In a pool far too small: what is under way is settled before anybody is preempted."""
     probe = adaptive_llm(drafter, mode, FIXED[drafter], max_num_seqs=8)
     small = probe.memory_plan.block_bytes * 24
     llm = adaptive_llm(drafter, mode, FIXED[drafter], max_num_seqs=8, kv_cache_memory_bytes=small, max_num_batched_tokens=16)
-    noted = in_lanes(llm, 3)
+    noted = in_lanes(llm, 3, rng)
     assert texts(llm, slice(None), mode) == truth(mode)
     assert noted.most == 3
     assert llm.stats.num_preemptions > 0
     assert llm.stats.num_accepted_tokens > 0
 
 
+@pytest.mark.parametrize("rng", [None, Random(7)], ids=["three", "any"])
 @pytest.mark.parametrize("drafter", ["ngram", "model", "head, tree", "heads, tree"])
-def test_rows_that_leave_while_they_are_under_way(drafter: str) -> None:
+def test_rows_that_leave_while_they_are_under_way(drafter: str, rng: Random | None) -> None:
     """Aborted, and added again as they were, one by one; what lands then is not theirs any more. Others lose nothing by it."""
     llm = adaptive_llm(drafter, "sampled", FIXED[drafter], max_num_seqs=6)
-    in_lanes(llm, 3)
+    in_lanes(llm, 3, rng)
     rows = [s for p, q in zip(toys.prompts(), params("sampled"), strict=True) for s in llm.inputs.samples(p, q, watch_text=False)]
     for sequence in rows:
         llm.engine.add(sequence)
@@ -66,7 +70,7 @@ def test_rows_that_leave_while_they_are_under_way(drafter: str) -> None:
 
 
 def test_all_rows_leave_while_they_are_under_way() -> None:
-    """What is left under way is settled by whoever comes next."""
+    """Nobody waits for what they have begun."""
     llm = adaptive_llm("model", "greedy", FIXED["model"], max_num_seqs=6)
     noted = in_lanes(llm, 3)
     rows = [s for p, q in zip(toys.prompts(), params("greedy"), strict=True) for s in llm.inputs.samples(p, q, watch_text=False)]
@@ -79,6 +83,7 @@ def test_all_rows_leave_while_they_are_under_way() -> None:
         if not sequence.is_finished:
             llm.engine.abort(sequence)
     assert not llm.engine.has_work
+    assert not llm.engine.in_flight
     assert texts(llm, slice(None), "greedy") == truth("greedy")
     assert not noted.under_way
 

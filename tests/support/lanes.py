@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,8 +25,8 @@ class Noted:
     num_rows: list[int] = field(default_factory=list)
 
 
-def in_lanes(llm: LLM, count: int) -> Noted:
-    """Let so many steps be under way at a time."""
+def in_lanes(llm: LLM, count: int, rng: random.Random | None = None) -> Noted:
+    """Let so many steps be under way at a time; with `rng`, from none to so many, as it says before every step."""
     target: Any = llm.engine.target
     noted, run, number = Noted(), target.run, 0
 
@@ -39,12 +40,13 @@ def in_lanes(llm: LLM, count: int) -> Noted:
         found = [None if part is None else part.clone() for part in run(batch)]
 
         def finish() -> Any:
-            assert noted.under_way.popleft() == own, "passes are waited for in order"
+            while (first := noted.under_way.popleft()) != own:  # of which no row is awaited any more
+                assert first < own, "passes are waited for in order"
             return tuple(found)
 
         return finish
 
-    target.begin, target.num_lanes = begin, lambda _: count
+    target.begin, target.num_lanes = begin, lambda _: rng.randint(1, count) if rng else count
     controller = llm.engine.controller
     if isinstance(controller, BatchController):
         llm.engine.controller = LaneController(controller.table, controller._corrects)

@@ -22,15 +22,14 @@ class LaneController:
         self.table, self._corrects, self._learned = table, corrects, Learned(table)
         self._deciding = BatchController(table, corrects, self._learned)
         self._all, self._idle = [self._deciding], [self._deciding]
-        self._under_way: list[tuple[frozenset[int], BatchController]] = []  # rows of a step, and who has decided on it
+        self._under_way: list[tuple[set[int], BatchController]] = []  # rows of a step that are awaited, and who has decided on it
         self.piece_sizes = self._deciding.piece_sizes
 
     def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
-        numbers = frozenset(row.sequence.id for row in rows)
-        failed = [step for step in self._under_way if not numbers.isdisjoint(step[0])]  # their rows are planned again
-        for step in failed:
-            self._under_way.remove(step)
-            self._idle.append(step[1])
+        numbers = {row.sequence.id for row in rows}
+        self._end(
+            [step for step in self._under_way if not numbers.isdisjoint(step[0])]
+        )  # they have failed, as their rows are planned again
         if not self._idle:
             self._all.append(BatchController(self.table, self._corrects, self._learned))
             self._idle.append(self._all[-1])
@@ -46,16 +45,23 @@ class LaneController:
 
     def observe(self, record: StepRecord) -> None:
         numbers = {row.sequence.id for row in record.rows}
-        for place, (rows, controller) in enumerate(self._under_way):
-            if numbers <= rows:  # one of which no row is left is the first of its kind
-                del self._under_way[place]
-                controller.observe(record)
-                self._idle.append(controller)
-                return
+        settled = [step for step in self._under_way if step[0] == numbers]
+        for _, controller in settled:
+            controller.observe(record)
+        self._end(settled)
 
     def forget(self, row: int) -> None:
+        for numbers, _ in self._under_way:
+            numbers.discard(row)
+        self._end([step for step in self._under_way if not step[0]])
         for controller in self._all:
             controller.forget(row)
 
     def as_metrics(self) -> dict[str, Any]:
         return self._deciding.as_metrics()
+
+    def _end(self, steps: SequenceOf[tuple[set[int], BatchController]]) -> None:
+        """These steps are no longer under way."""
+        for step in steps:
+            self._under_way.remove(step)
+            self._idle.append(step[1])

@@ -32,7 +32,8 @@ class Told:
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting, self._number = meeting, 0
-        self._group = meeting.group("told", *range(meeting.size))
+        others = [meeting.rank] if meeting.rank else range(1, meeting.size)
+        self._groups = [meeting.group(f"told {rank}", 0, rank) for rank in others]  # one each: a busy rank keeps no other waiting
         self._under_way: deque[list[tuple[Any, Tensor]]] = deque()
 
     def tell(self, message: bytes) -> None:
@@ -44,7 +45,7 @@ class Told:
         framed = len(message).to_bytes(LENGTH_BYTES, "little") + self._signature(message) + message
         whole = torch.frombuffer(bytearray(framed.ljust(FRAME, b"\0")), dtype=torch.uint8)
         pieces = [piece for piece in (whole[:FRAME], whole[FRAME:]) if len(piece)]
-        self._under_way.append([(self._group.broadcast(piece, 0), piece) for piece in pieces])
+        self._under_way.append([(group.broadcast(piece, 0), piece) for group in self._groups for piece in pieces])
 
     def next(self) -> bytes:
         """The next one, on any other rank.
@@ -66,7 +67,7 @@ class Told:
 
     def _received(self, count: int) -> bytes:
         piece = torch.empty(count, dtype=torch.uint8)
-        self._meeting.wait(self._group.broadcast(piece, 0))
+        self._meeting.wait(self._groups[0].broadcast(piece, 0))
         return piece.numpy().tobytes()
 
     def _signature(self, message: bytes) -> bytes:
