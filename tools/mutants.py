@@ -24,6 +24,7 @@ PREFIXES = "tests/core/test_prefix_cache.py"
 HITS = "tests/promises/test_prefix_hits.py::test_a_hit_has_the_bits_of_a_cold_start"
 HEADS = "tests/promises/test_heads_lossless.py::test_heads"
 AHEAD = "tests/model/test_ahead.py"
+LANES, BOOKS_OF_LANES = "tests/promises/test_lanes.py", "tests/core/test_scheduler.py::TestLaneSchedulerMachine"
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ MUTANTS = [
     Mutant("what a head has read is not forked", "scheduler.py", "        for tables in self._tables:\n            if parent.id", "        for tables in self._tables[:1]:\n            if parent.id", "tests/promises/test_heads_lossless.py::test_samples_of_one_prompt_share_what_the_head_read[autoregressive-chain]"),
     Mutant("a head goes on over a gap", "drafters/heads.py", "if unread.end != row.start:", "if unread.end < 0:", "tests/promises/test_heads_lossless.py::test_after_a_fault_rows_go_on_and_are_drafted_for_once_read_anew[autoregressive]"),
     Mutant("nodes of a head's tree see their siblings", "drafters/frontier.py", "else list(parents)", "else None", "tests/promises/test_heads_lossless.py::test_a_drafted_nodes_state_is_that_of_its_path_alone[dynamic]"),
-    Mutant("a draft model's tree stays in its cache", "drafters/draft_model.py", "len(kept.path) if self._growth is None else 0", "len(kept.path)", "tests/promises/test_draft_trees.py::test_a_node_has_the_logits_of_its_path_alone[static]"),
+    Mutant("a draft model's tree stays in its cache", "drafters/draft_model.py", "len(kept.path) if self.growth is None else 0", "len(kept.path)", "tests/promises/test_draft_trees.py::test_a_node_has_the_logits_of_its_path_alone[static]"),
     Mutant("a node's logits are its parent's", "drafters/draft_model.py", "return np.arange(len(nodes))", "return np.maximum(np.arange(len(nodes)) - 1, 0)", "tests/promises/test_draft_trees.py::test_a_node_has_the_logits_of_its_path_alone[dynamic]"),
     Mutant("a greedy tree as of a draw", "drafters/frontier.py", "width, growth.only_ranks, sharpness)", "width, growth.only_ranks)", "tests/drafters/test_frontier.py"),
     Mutant("the same where logits change", "drafters/frontier.py", "width, sharpness=sharpness)", "width)", "tests/drafters/test_frontier.py"),
@@ -110,7 +111,7 @@ MUTANTS = [
     Mutant("splits before the window are merged", "ops/triton/attention.py", "range(tl.maximum(first, (position - window + 1) // split),", "range(first,", f"{AHEAD}::test_a_plan_for_longer_texts_gives_the_same_bits"),
     Mutant("the first split of K is forgotten", "ops/triton/linear.py", "number in range(num_splits)", "number in range(1, num_splits)", f"{BLOCKS}[torch.float32]"),
     Mutant("blocks stay counted", "ops/triton/linear.py", "            tl.store(arrived + block, 0)\n", "", f"{BLOCKS}[torch.float32]"),
-    Mutant("what has gone lands all the same", "engine.py", "            self.in_flight.plan.gone.add(sequence.id)\n", "", f"{AHEAD}::test_a_row_may_go_and_come_back_in_flight"),
+    Mutant("what has gone lands all the same", "engine.py", "            step.plan.gone.add(sequence.id)\n", "            pass\n", f"{AHEAD}::test_a_row_may_go_and_come_back_in_flight"),
     Mutant("a place without a token is kept", "model/graphs/ahead.py", "len(kept.path) - (kept.next_token < 0)", "len(kept.path)", f"{AHEAD}::test_a_place_without_a_token_ends_the_row_as_in_plain_decoding"),
     Mutant("the draft model lacks a token", "model/graphs/ahead.py", "new = 1 if depth else KNOWN", "new = 1", f"{AHEAD}::test_drafts_are_those_of_a_draft_model_that_is_asked"),
     Mutant("a short draft is read to the length of others", "model/graphs/ahead.py", " & (at[:-1] < counts[:, None])", "", f"{AHEAD}::test_rows_draft_as_much_as_they_ask_for"),
@@ -118,6 +119,13 @@ MUTANTS = [
     Mutant("the host does not wait", "model/graphs/ahead.py", "        self.event.synchronize()\n", "", f"{AHEAD}::test_a_step_starts_where_the_one_in_flight_will_end"),
     Mutant("texts outgrow the context in flight", "scheduler.py", "is_in_draft and end <= row.sequence.max_len", "is_in_draft", "tests/model/test_ahead_books.py::test_no_text_outgrows_the_context_in_flight"),
     Mutant("blocks for two steps are not counted", "scheduler.py", "            if self._reserve(row):", "            if pending or self._reserve(row):", f"{AHEAD}::test_where_blocks_are_lacking_rows_wait"),
+    Mutant("rows under way run twice", "scheduler.py", "frozenset(row for plan in in_flight for row in plan.pending)", "frozenset()", BOOKS_OF_LANES),
+    Mutant("rows under way are preempted", "scheduler.py", "            if self._under_way:\n                self._is_blocked = True\n                return 0\n", "", BOOKS_OF_LANES),
+    Mutant("a lack of blocks outlives its step", "scheduler.py", "frozenset(), self._max_num_seqs, False", "frozenset(), self._max_num_seqs, self._is_blocked", BOOKS_OF_LANES),
+    Mutant("the last step in flight alone is looked at", "scheduler.py", "for other in in_flight for", "for other in in_flight[-1:] for", BOOKS_OF_LANES),
+    Mutant("states of rows that have left", "engine.py", "len(rows) < len(self.plan.rows)", "not rows", f"{LANES}::test_rows_that_leave_while_they_are_under_way"),
+    Mutant("who has decided on other rows learns", "adaptive/lanes.py", "if step[0] == numbers", "if step[0]", f"{LANES}::test_lanes_change_no_token"),
+    Mutant("states of another plan are taken", "parallel/handover.py", " != plan_hash or not has_room", " < 0 or not has_room", "tests/parallel/test_handover.py"),
 ]  # fmt: skip
 
 

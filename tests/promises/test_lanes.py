@@ -9,7 +9,7 @@ import pytest
 import toys
 from lanes import in_lanes
 from test_adaptive import DRAFTERS, adaptive_llm, texts
-from test_heads_lossless import MODES, params, truth
+from test_heads_lossless import MODES, checked, params, truth
 
 from echelon import LLM, SamplingParams
 from echelon.sequence import Sequence
@@ -52,6 +52,8 @@ def test_rows_that_leave_while_they_are_under_way(drafter: str, rng: Random | No
     """Aborted, and added again as they were, one by one; what lands then is not theirs any more. Others lose nothing by it."""
     llm = adaptive_llm(drafter, "sampled", FIXED[drafter], max_num_seqs=6)
     in_lanes(llm, 3, rng)
+    if drafter.startswith("head"):
+        checked(llm)
     rows = [s for p, q in zip(toys.prompts(), params("sampled"), strict=True) for s in llm.inputs.samples(p, q, watch_text=False)]
     for sequence in rows:
         llm.engine.add(sequence)
