@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -71,8 +72,9 @@ def tokens_a_step(
     RuntimeError  the drafter failed, so that there were steps without drafts
     """
     llm = LLM(target, config, draft, max_num_seqs=16)
+    guard: Any = llm.engine.drafter
+    guard.timer.fixed = math.inf  # tokens are counted, and nothing is timed
     if sharpness is not None:
-        guard: Any = llm.engine.drafter
         guard.drafter.growth.sharpness = sharpness
     llm.generate(prompts, greedy(max_tokens).model_copy(update={"temperature": temperature, "seed": 0}))
     check_drafted(llm)

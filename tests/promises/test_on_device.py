@@ -153,7 +153,7 @@ def engine(name: str, dtype: torch.dtype, mode: str, drafter: str, **settings: A
     own = head(name, dtype, mode) if drafter == "head" else None
     llm = LLM(served(name, dtype), config, draft, own, block_size=8, kv_cache_memory_bytes=1 << 20, **settings)
     if isinstance(llm.engine.drafter, GuardedDrafter):
-        llm.engine.drafter._timer.fixed = math.inf  # not for the interpreter
+        llm.engine.drafter.timer.fixed = math.inf  # not for the interpreter
     return toys.watch(llm)
 
 

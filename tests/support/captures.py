@@ -167,7 +167,7 @@ def engine(name: str, mode: str, drafter: str, **settings: Any) -> LLM:
     settings = {"block_size": 8, "kv_cache_memory_bytes": 1 << 18} | settings
     llm = LLM(served(name), DRAFTERS[drafter] or None, draft, own, **settings)
     if isinstance(llm.engine.drafter, GuardedDrafter):
-        llm.engine.drafter._timer.fixed = math.inf  # not for the interpreter
+        llm.engine.drafter.timer.fixed = math.inf  # not for the interpreter
     return toys.watch(llm)
 
 

@@ -174,7 +174,7 @@ def watch(llm: LLM, is_faulty: bool = False) -> LLM:
                 (by_slot(storage) if isinstance(cache, KVCache) else storage)[stale] = poison(cache)
 
     if isinstance(guard := llm.engine.drafter, GuardedDrafter) and not is_faulty:
-        guard._timer.fixed = math.inf  # how busy the machine is decides nothing
+        guard.timer.fixed = math.inf  # how busy the machine is decides nothing
     for cache in caches(llm):
         for storage in (*cache.keys, *cache.values):
             storage.fill_(poison(cache))

@@ -100,6 +100,7 @@ class GuardedDrafter:
     retry_after  seconds without the drafter, once it has failed MOST_FAILURES times or taken LONGEST_WAIT too long; then one failure more
                  cuts it off again, for twice as long each time
     faults       failures by kind, and `cut off`: steps without it
+    timer        what its calls may take
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class GuardedDrafter:
         self.hidden_state_names = drafter.hidden_state_names
         self.faults: Counter[str] = Counter()
         self._vocab_size, self._grows_trees = vocab_size, grows_trees
-        self._retry_after, self._clock, self._timer = retry_after, clock, CallTimer(time_limit)
+        self._retry_after, self._clock, self.timer = retry_after, clock, CallTimer(time_limit)
         self._num_failures = self._num_good = self._num_cuts = 0
         self._resumes_at = -np.inf
         self._proposed: dict[int, tuple[float, float]] = {}  # row → when the last proposal for it came, and the seconds it took
@@ -150,7 +151,7 @@ class GuardedDrafter:
             return True
 
         has_heard = self._call(hear, rows, is_hearing=True)
-        self._timer.end_reading(rows)
+        self.timer.end_reading(rows)
         if not has_heard:
             for row in rows:
                 self.forget(row.sequence.id)
@@ -160,7 +161,7 @@ class GuardedDrafter:
             self._call(lambda: self.drafter.conclude(rows), is_hearing=True)
 
     def forget(self, row: int) -> None:
-        self._timer.forget(row)
+        self.timer.forget(row)
         self._proposed.pop(row, None)
         if self._is_deaf:
             self._unheard[row] = None
@@ -202,12 +203,12 @@ class GuardedDrafter:
         """The target has done its step, which began when the proposal came, if one did."""
         found = [self._proposed.pop(row.sequence.id, None) for row in rows]
         proposed = found[0] if found else None
-        self._timer.end_step(self._clock() - proposed[0] if proposed else None, rows)
+        self.timer.end_step(self._clock() - proposed[0] if proposed else None, rows)
         if proposed:
             self._judge(proposed[1], rows, is_hearing=False)
 
     def _judge(self, seconds: float, rows: Sequence[PlannedRow], is_hearing: bool) -> None:
-        is_enough, limit = self._timer.is_too_slow(seconds, rows), self._timer.limit(rows)
+        is_enough, limit = self.timer.is_too_slow(seconds, rows), self.timer.limit(rows)
         if is_enough or seconds > limit:
             self._fail("too slow", f"a call took {seconds:.2f} s, the limit is {limit:.2f} s, and {LONGEST_WAIT} s in excess", is_enough)
             self._is_deaf = is_hearing and self._clock() < self._resumes_at
@@ -226,7 +227,7 @@ class GuardedDrafter:
         logger.warning("the drafter failed (%s): %s", kind, reason)
         if is_enough or self._num_failures >= MOST_FAILURES:
             pause = min(self._retry_after * 2**self._num_cuts, max(LONGEST_PAUSE, self._retry_after))
-            self._num_failures, self._num_cuts, self._timer.excess = MOST_FAILURES - 1, self._num_cuts + 1, 0.0
+            self._num_failures, self._num_cuts, self.timer.excess = MOST_FAILURES - 1, self._num_cuts + 1, 0.0
             self._resumes_at = self._clock() + pause
             logger.warning("the drafter is left out for %.0f s", pause)
 
