@@ -54,7 +54,7 @@ def compared(folder: str, split: str, size: int, batch: int) -> dict[str, Any]:
     """Medians of each round, and of all rounds how fast the ranks are beside one engine."""
     settings: dict[str, Any] = {"max_num_seqs": batch, "max_model_len": 256, "skip_tokenizer_init": True, "enable_prefix_caching": False}
     threads = torch.get_num_threads()
-    with LLM(folder, **settings) as one, LLM(folder, **{split: size}, **settings) as several:
+    with LLM(folder, **settings) as one, LLM(folder, **(settings | {split: size})) as several:
         shares, rounds = torch.get_num_threads(), []
         prompts = torch.randint(0, one.target.vocab_size, (batch, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
         for _ in range(1 + ROUNDS):
