@@ -204,13 +204,8 @@ class Engine:
         found = step.verdict(self.timer)
         awaited = [(row, kept) for row, kept in zip(step.plan.rows, found, strict=True) if step.plan.awaits(row)]
         rows, verdict = [row for row, _ in awaited], [kept for _, kept in awaited]
-        following = self.in_flight[-1].plan if self.in_flight else Plan([])
-        pending = following.pending
         with self.timer("settle", ahead):
-            for row, kept in zip(rows, verdict, strict=True):
-                if kept.next_token < 0:
-                    following.gone.add(row.sequence.id)  # what is in flight of the row began with no token
-                step.commit(row, kept, row.sequence.id in pending and kept.next_token >= 0)
+            self._commit(step, rows, verdict)
         with self.timer("draft", ahead):
             step.observe(rows, verdict)
         with self.timer("settle", ahead):
@@ -227,6 +222,15 @@ class Engine:
         for observer in list(self.observers):
             observer(record)
         return [row.sequence for row, count in zip(rows, emitted, strict=True) if count or row.sequence.is_finished]
+
+    def _commit(self, step: LaunchedStep, rows: SequenceOf[PlannedRow], verdict: Verdict) -> None:
+        """Keep the keys and values of what survived."""
+        following = self.in_flight[-1].plan if self.in_flight else Plan([])
+        pending = following.pending
+        for row, kept in zip(rows, verdict, strict=True):
+            if kept.next_token < 0:
+                following.gone.add(row.sequence.id)  # what is in flight of the row began with no token
+            step.commit(row, kept, row.sequence.id in pending and kept.next_token >= 0)
 
     def _learn(self, record: StepRecord, finished: SequenceOf[Sequence]) -> None:
         """Let the controller learn from a step, also of rows that have ended with it."""

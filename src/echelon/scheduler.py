@@ -125,8 +125,10 @@ class Scheduler:
         self._under_way, self._most_rows, self._is_blocked = frozenset(), self._max_num_seqs, False
         if self._selector is not None:
             return self._selected_step(self._selector)
-        if num_lanes > 1:
-            return self._step_of_lane(in_flight, num_lanes)
+        return self._step_of_lane(in_flight, num_lanes) if num_lanes > 1 else self._step_of_all(in_flight, may_run_ahead)
+
+    def _step_of_all(self, in_flight: SequenceOf[Plan], may_run_ahead: bool) -> Plan:
+        """A step of all rows; behind one in flight only where the device may carry out both."""
         plan, pending = Plan([]), {row: place for other in in_flight for row, place in other.pending.items()}
         plan.runs_ahead = may_run_ahead and self._can_run_ahead()
         if pending and not (plan.runs_ahead and pending.keys() >= {s.id for s in self.running}):
