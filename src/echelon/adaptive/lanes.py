@@ -27,9 +27,8 @@ class LaneController:
 
     def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
         numbers = {row.sequence.id for row in rows}
-        self._end(
-            [step for step in self._under_way if not numbers.isdisjoint(step[0])]
-        )  # they have failed, as their rows are planned again
+        failed = [step for step in self._under_way if not numbers.isdisjoint(step[0])]  # as their rows are planned again
+        self._end(failed)
         if not self._idle:
             self._all.append(BatchController(self.table, self._corrects, self._learned))
             self._idle.append(self._all[-1])

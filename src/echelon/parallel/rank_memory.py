@@ -106,7 +106,7 @@ class RankMemory:
             _libc.syscall(_FUTEX, self._word(rank, which), _WAIT, wanted, ctypes.byref(_LOOK), None, 0)
             self._check()
 
-    def _check_plans(self, ranks: range | tuple[int, ...]) -> None:
+    def _check_plans(self, ranks: range | tuple[()]) -> None:
         """Once a pass, refuse to go on with ranks that run another plan; all of them have written something in theirs."""
         if self._is_checked:
             return
