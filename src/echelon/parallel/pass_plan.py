@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from echelon.batch import RaggedBatch
 from echelon.errors import RankError
@@ -28,6 +27,7 @@ MARK, FORMAT, HAS_TREES = b"ECHP", 2, 1
 _HEADER = struct.Struct("<4sHHQQQ9I")
 _HASH_AT = 16  # bytes before the plan's own hash
 _ARRAYS = ("tokens", "positions", "slots", "logit_rows", "logit_indptr", "indptr", "kv_lens", "text_lens", "prompt_lens", "block_table")
+_TREES = ("parents", "node_indptr")
 _LONG = ("slots", "logit_rows")  # int64 in a batch
 
 Copies = list[tuple[NDArray[np.int64], NDArray[np.int64]]]  # (from, to) slots, in order, as `BlockTables.copies`
@@ -56,12 +56,11 @@ class PlanWriter:
         """The message for the next pass."""
         self.number += 1
         nodes = [] if batch.parents is None or batch.node_indptr is None else [batch.parents, batch.node_indptr]
-        copy_ends = np.cumsum([len(sources) for sources, _ in copies])
-        slots = [np.concatenate([c[i] for c in copies]) for i in (0, 1)] if copies else []
-        arrays = [getattr(batch, name).numpy() for name in _ARRAYS] + [n.numpy() for n in nodes] + [copy_ends, *slots, ends]
-        body = b"".join(np.ascontiguousarray(a, "<i4").tobytes() for a in arrays)
+        moved = [np.cumsum([len(sources) for sources, _ in copies]), *map(np.concatenate, zip(*copies, strict=True))] if copies else []
+        arrays = [getattr(batch, name).numpy() for name in _ARRAYS] + [n.numpy() for n in nodes] + moved
+        body = b"".join([a.astype("<i4", copy=False).tobytes() for a in arrays]) + struct.pack(f"<{len(ends)}i", *ends)
         counts = (batch.num_tokens, batch.num_rows, len(batch.logit_rows), batch.block_table.shape[1], batch.block_size)
-        lengths = (*counts, len(nodes[0]) if nodes else 0, len(copies), int(copy_ends[-1]) if copies else 0, len(ends))
+        lengths = (*counts, len(nodes[0]) if nodes else 0, len(copies), len(moved[1]) if copies else 0, len(ends))
         head = (MARK, FORMAT, HAS_TREES if nodes else 0, self.number)
         before, self.hash = self.hash, _hash_of(_HEADER.pack(*head, 0, self.hash, *lengths), body)
         return _HEADER.pack(*head, self.hash, before, *lengths) + body
@@ -103,21 +102,18 @@ def _unpacked(body: bytes, lengths: Sequence[int], has_trees: bool) -> tuple[Rag
     num_tokens, num_rows, num_logits, width, block_size, num_nodes, num_copies, num_copied, num_ends = lengths
     sizes = [num_tokens, num_tokens, num_tokens, num_logits, num_rows + 1, num_rows + 1, num_rows, num_rows, num_rows, num_rows * width]
     sizes += [num_nodes, num_rows + 1] if has_trees else []
-    pieces = _split(np.frombuffer(body, "<i4"), [*sizes, num_copies, num_copied, num_copied, num_ends])
-    arrays: dict[str, Any] = {name: _tensor(next(pieces), name in _LONG) for name in _ARRAYS}
-    arrays["block_table"] = arrays["block_table"].view(num_rows, width)
-    trees: dict[str, Any] = {name: _tensor(next(pieces)) for name in ("parents", "node_indptr")} if has_trees else {}
-    copy_ends, sources, targets, ends = (piece.astype(np.int64) for piece in pieces)
-    copies = list(zip(np.split(sources, copy_ends[:-1]), np.split(targets, copy_ends[:-1]), strict=True)) if num_copies else []
-    return RaggedBatch(block_size=block_size, **arrays, **trees), copies, ends.tolist()
+    sizes += [num_copies, num_copied, num_copied, num_ends]
+    whole = np.frombuffer(body, "<i4").astype(np.int32)
+    if len(whole) != sum(sizes):
+        raise RankError(f"a plan holds {len(whole)} numbers, and its header says {sum(sizes)}")
+    *pieces, copy_ends, sources, targets, ends = (whole[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True))
+    arrays: dict[str, Any] = dict(zip((*_ARRAYS, *_TREES), pieces, strict=False))
+    arrays |= {name: arrays[name].astype(np.int64) for name in _LONG} | {"block_table": arrays["block_table"].reshape(num_rows, width)}
+    tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    copies = _divided(copy_ends, sources, targets) if num_copies else []
+    return RaggedBatch(block_size=block_size, **tensors), copies, ends.tolist()
 
 
-def _split(numbers: NDArray[np.int32], sizes: Sequence[int]) -> Iterator[NDArray[np.int32]]:
-    if len(numbers) != sum(sizes):
-        raise RankError(f"a plan holds {len(numbers)} numbers, and its header says {sum(sizes)}")
-    starts = accumulate(sizes, initial=0)
-    return (numbers[start : start + size] for start, size in zip(starts, sizes, strict=False))
-
-
-def _tensor(numbers: NDArray[np.int32], is_long: bool = False) -> Tensor:
-    return torch.from_numpy(numbers.astype(np.int64 if is_long else np.int32))
+def _divided(ends: NDArray[np.int32], sources: NDArray[np.int32], targets: NDArray[np.int32]) -> Copies:
+    """Slots of all copies, each cut behind the copies' ends."""
+    return list(zip(*(np.split(slots.astype(np.int64), ends[:-1]) for slots in (sources, targets)), strict=True))
