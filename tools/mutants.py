@@ -122,7 +122,7 @@ MUTANTS = [
     Mutant("rows under way run twice", "scheduler.py", "frozenset(row for plan in in_flight for row in plan.pending)", "frozenset()", BOOKS_OF_LANES),
     Mutant("rows under way are preempted", "scheduler.py", "            if self._under_way:\n                self._is_blocked = True\n                return 0\n", "", BOOKS_OF_LANES),
     Mutant("a lack of blocks outlives its step", "scheduler.py", "frozenset(), self._max_num_seqs, False", "frozenset(), self._max_num_seqs, self._is_blocked", BOOKS_OF_LANES),
-    Mutant("the last step in flight alone is looked at", "scheduler.py", "for other in in_flight for", "for other in in_flight[-1:] for", BOOKS_OF_LANES),
+    Mutant("a step of all rows knows of none under way", "scheduler.py", "for other in in_flight for", "for other in () for", BOOKS_OF_LANES),
     Mutant("states of rows that have left", "engine.py", "len(rows) < len(self.plan.rows)", "not rows", f"{LANES}::test_rows_that_leave_while_they_are_under_way"),
     Mutant("who has decided on other rows learns", "adaptive/lanes.py", "if step[0] == numbers", "if step[0]", f"{LANES}::test_lanes_change_no_token"),
     Mutant("states of another plan are taken", "parallel/handover.py", " != plan_hash or not has_room", " < 0 or not has_room", "tests/parallel/test_handover.py"),
