@@ -36,6 +36,7 @@ SPECULATIVE: dict[str, dict[str, Any] | None] = {
 PROMPTS = ["def main(argv):\n", "import os\nimport sys\n", "class Stack:\n    def __init__(self):\n", "for i in range(10):\n    print(i)\n"]
 MODEL = "pair"
 CERTIFICATES = False  # plain HTTP needs none; every client would hold about a megabyte of them, which would count as the server's
+SMALL_BLOCK = 64  # bytes, about, of a block that Python counts and does not size
 
 
 @dataclass(frozen=True)
@@ -159,14 +160,16 @@ def blocks_free(llm: LLM) -> list[int]:
 
 @dataclass(frozen=True)
 class Footprint:
+    """Of this process. `memory` counts what is allocated, not what is resident: that also grows where freed memory is in pieces."""
+
     threads: int
     descriptors: int
     memory: int
 
     @classmethod
     def now(cls) -> Footprint:
-        process = psutil.Process(os.getpid())
-        return cls(process.num_threads(), process.num_fds(), process.memory_info().rss)
+        process, heap = psutil.Process(os.getpid()), psutil.heap_info()
+        return cls(process.num_threads(), process.num_fds(), heap.heap_used + heap.mmap_used + sys.getallocatedblocks() * SMALL_BLOCK)
 
     def is_within(self, before: Footprint, growth: int) -> bool:
         has_others = self.threads > before.threads + 2 or self.descriptors > before.descriptors + 2
