@@ -13,6 +13,7 @@ from echelon.batch import RaggedBatch, Span
 from echelon.errors import RankError
 from echelon.kv.blocks import BlockTables
 from echelon.model.pack import pack
+from echelon.parallel import pass_plan
 from echelon.parallel.pass_plan import Copies, PlanReader, PlanWriter
 
 TREE = [-1, 0, 0, 1]
@@ -50,6 +51,26 @@ def test_a_plan_arrives_as_it_was_sent(has_trees: bool, moved: tuple[int, ...]) 
         assert [len(s) for s, _ in plan.copies] == list(moved)
         for got_pair, pair in zip(plan.copies, copies(*moved), strict=True):
             assert all(np.array_equal(a, b) for a, b in zip(got_pair, pair, strict=True))
+
+
+def test_plans_of_equal_lengths_share_memory_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are applied later than the next plan may be read; a few memories are kept, and large ones are not."""
+    monkeypatch.setattr(pass_plan, "MOST_KEPT", 2)
+    writer, reader, sent = PlanWriter(), PlanReader(), batch(True)
+    first = reader.read(writer.packed(sent, copies(3, 2), [3]))
+    for shift in range(1, 3):
+        moved = dataclasses.replace(sent, tokens=sent.tokens + shift, slots=sent.slots + shift)
+        plan = reader.read(writer.packed(moved, [(a + shift, b) for a, b in copies(3, 2)], [3 - shift]))
+        assert plan.batch.tokens.data_ptr() == first.batch.tokens.data_ptr() and plan.batch.plans is not first.batch.plans
+        assert torch.equal(plan.batch.tokens, moved.tokens) and torch.equal(plan.batch.slots, moved.slots) and plan.ends == [3 - shift]
+        assert [a.tolist() for a, _ in plan.copies] == [(a + shift).tolist() for a, _ in copies(3, 2)]
+    assert [a.tolist() for a, _ in first.copies] == [a.tolist() for a, _ in copies(3, 2)]
+    for i in range(4):
+        reader.read(writer.packed(sent, copies(i), []))
+        assert len(reader._kept) <= 2
+    large = dataclasses.replace(sent, block_table=torch.zeros(3, 2**14, dtype=torch.int32))
+    assert reader.read(writer.packed(large, [])).batch.block_table.shape == (3, 2**14)
+    assert all(len(each.bytes) <= pass_plan.MOST_KEPT_BYTES for each in reader._kept.values())
 
 
 def test_a_plan_that_was_missed_repeated_or_swapped_is_refused() -> None:

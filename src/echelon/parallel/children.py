@@ -85,6 +85,7 @@ class ChildRanks(RankGroup):
 
     def _start(self, rank: int, descriptor: int, spins: int) -> None:
         ours, theirs = socket.socketpair()
+        ours.setblocking(False)
         paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"OMP_NUM_THREADS": str(self.num_threads), "PYTHONPATH": os.pathsep.join(paths)}
         numbers = (rank, self.size, descriptor, rank * LINE + 8 * SEEN, spins, os.getpid())
@@ -115,14 +116,16 @@ class ChildRanks(RankGroup):
         while not select.select([connection], [], [], LOOK_SECONDS)[0]:
             self.check()
         try:
-            return receive(connection, time.monotonic() + SILENT_SECONDS)
+            answer = receive(connection, time.monotonic() + SILENT_SECONDS)
+            connection.setblocking(False)
         except (OSError, EOFError):
             self._fail(f"rank {rank} has ended while it was loading; see its own error above")
+        return answer
 
     def _send(self, message: bytes) -> None:
+        framed = memoryview(len(message).to_bytes(8, "big") + message)
         for rank, connection in enumerate(self._connections, 1):
-            rest = memoryview(len(message).to_bytes(8, "big") + message)
-            connection.settimeout(LOOK_SECONDS)
+            rest = framed
             try:
                 while rest:
                     rest = rest[self._sent(connection, rest) :]
@@ -134,7 +137,8 @@ class ChildRanks(RankGroup):
         """How many bytes a worker has taken for now; one that is in a step reads when it is done, however long that takes."""
         try:
             return connection.send(rest)
-        except TimeoutError:
+        except BlockingIOError:
+            select.select([], [connection], [], LOOK_SECONDS)
             self.check()
             return 0
 

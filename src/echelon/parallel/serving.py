@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -22,6 +24,8 @@ from echelon.ops import compiled
 from echelon.parallel.pass_plan import PassPlan, PlanReader
 from echelon.parallel.splits import SPLITS, STAGES, Split
 from echelon.parallel.stages import WorkerStage
+
+SPIN_SECONDS = 3e-3  # for which a worker with a processor of its own looks for a plan before it sleeps; rank 0 rarely takes longer
 
 
 class WayToFirst(Protocol):
@@ -42,7 +46,9 @@ class SocketWay:
 
     def __init__(self, rank: int, size: int, descriptor: int, spins: int) -> None:
         self._memory = descriptor, rank, size, _go_on, spins
-        self._stream = socket.socket(fileno=os.dup(0)).makefile("rwb")
+        self._socket, self._poll = socket.socket(fileno=os.dup(0)), select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+        self._spin_seconds = SPIN_SECONDS if spins else 0.0
 
     def link(self, split: Split) -> Any:
         """The shared memory."""
@@ -50,14 +56,23 @@ class SocketWay:
 
     def message(self) -> bytes:
         """The next one; empty when the socket is closed."""
-        head = self._stream.read(8)
-        return bytes(self._stream.read(int.from_bytes(head, "big"))) if len(head) == 8 else b""
+        until = time.monotonic() + self._spin_seconds
+        while not self._poll.poll(0) and time.monotonic() < until:
+            pass
+        head = self._read(8)
+        return self._read(int.from_bytes(head, "big")) if len(head) == 8 else b""
+
+    def _read(self, count: int) -> bytes:
+        """So many bytes, fewer where the socket is closed."""
+        received = self._socket.recv(count)
+        while len(received) < count and (piece := self._socket.recv(count - len(received))):
+            received += piece
+        return received
 
     def answer(self, value: dict[str, Any]) -> None:
         """As JSON."""
         message = json.dumps(value).encode()
-        self._stream.write(len(message).to_bytes(8, "big") + message)
-        self._stream.flush()
+        self._socket.sendall(len(message).to_bytes(8, "big") + message)
 
 
 def _go_on() -> None:
