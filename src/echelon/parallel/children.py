@@ -113,7 +113,7 @@ class ChildRanks(RankGroup):
 
     def _answer(self, rank: int) -> bytes:
         connection = self._connections[rank - 1]
-        while not select.select([connection], [], [], LOOK_SECONDS)[0]:
+        while not _is_ready(connection, select.POLLIN):
             self.check()
         try:
             answer = receive(connection, time.monotonic() + SILENT_SECONDS)
@@ -138,7 +138,7 @@ class ChildRanks(RankGroup):
         try:
             return connection.send(rest)
         except BlockingIOError:
-            select.select([], [connection], [], LOOK_SECONDS)
+            _is_ready(connection, select.POLLOUT)
             self.check()
             return 0
 
@@ -160,6 +160,13 @@ def check_machine(asked: str) -> None:
     """Raise `ConfigError` where ranks cannot share memory."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         raise ConfigError(f"{asked} is served on Linux on x86-64, not on {sys.platform} on {platform.machine()}; leave it out")
+
+
+def _is_ready(connection: socket.socket, event: int) -> bool:
+    """Whether it can be read or written, awaited for LOOK_SECONDS; `select` would refuse descriptors from 1,024 on."""
+    poll = select.poll()
+    poll.register(connection, event)
+    return bool(poll.poll(LOOK_SECONDS * 1e3))
 
 
 def _end(owner: int, processes: list[subprocess.Popen[bytes]], connections: list[socket.socket]) -> None:
