@@ -53,8 +53,8 @@ def test_a_plan_arrives_as_it_was_sent(has_trees: bool, moved: tuple[int, ...]) 
             assert all(np.array_equal(a, b) for a, b in zip(got_pair, pair, strict=True))
 
 
-def test_plans_of_equal_lengths_share_memory_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies are applied later than the next plan may be read; a few memories are kept, and large ones are not."""
+def test_plans_of_equal_counts_share_memory_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few memories are kept, and large ones are not."""
     monkeypatch.setattr(pass_plan, "MOST_KEPT", 2)
     writer, reader, sent = PlanWriter(), PlanReader(), batch(True)
     first = reader.read(writer.packed(sent, copies(3, 2), [3]))
@@ -64,13 +64,22 @@ def test_plans_of_equal_lengths_share_memory_and_nothing_else(monkeypatch: pytes
         assert plan.batch.tokens.data_ptr() == first.batch.tokens.data_ptr() and plan.batch.plans is not first.batch.plans
         assert torch.equal(plan.batch.tokens, moved.tokens) and torch.equal(plan.batch.slots, moved.slots) and plan.ends == [3 - shift]
         assert [a.tolist() for a, _ in plan.copies] == [(a + shift).tolist() for a, _ in copies(3, 2)]
-    assert [a.tolist() for a, _ in first.copies] == [a.tolist() for a, _ in copies(3, 2)]
     for i in range(4):
         reader.read(writer.packed(sent, copies(i), []))
         assert len(reader._kept) <= 2
-    large = dataclasses.replace(sent, block_table=torch.zeros(3, 2**14, dtype=torch.int32))
+    before, large = dict(reader._kept), dataclasses.replace(sent, block_table=torch.zeros(3, 2**14, dtype=torch.int32))
     assert reader.read(writer.packed(large, [])).batch.block_table.shape == (3, 2**14)
-    assert all(len(each.bytes) <= pass_plan.MOST_KEPT_BYTES for each in reader._kept.values())
+    assert before and reader._kept == before
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_plan_of_another_size_than_its_header_says_is_refused(is_kept: bool) -> None:
+    """However well its hash agrees."""
+    writer, reader, sent = PlanWriter(), PlanReader(), batch(False)
+    if is_kept:
+        reader.read(writer.packed(sent, []))
+    with pytest.raises(RankError, match=r"a plan holds \d+ bytes of numbers, and its header says \d+"):
+        reader.read(writer.packed(dataclasses.replace(sent, positions=sent.positions.long()), []))
 
 
 def test_a_plan_that_was_missed_repeated_or_swapped_is_refused() -> None:

@@ -85,7 +85,7 @@ class ChildRanks(RankGroup):
 
     def _start(self, rank: int, descriptor: int, spins: int) -> None:
         ours, theirs = socket.socketpair()
-        ours.setblocking(False)
+        ours.setblocking(False)  # plans are sent at once, as long as there is room
         paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"OMP_NUM_THREADS": str(self.num_threads), "PYTHONPATH": os.pathsep.join(paths)}
         numbers = (rank, self.size, descriptor, rank * LINE + 8 * SEEN, spins, os.getpid())
@@ -117,7 +117,7 @@ class ChildRanks(RankGroup):
             self.check()
         try:
             answer = receive(connection, time.monotonic() + SILENT_SECONDS)
-            connection.setblocking(False)
+            connection.setblocking(False)  # as when it was made; `receive` has set a timeout
         except (OSError, EOFError):
             self._fail(f"rank {rank} has ended while it was loading; see its own error above")
         return answer
@@ -134,7 +134,7 @@ class ChildRanks(RankGroup):
                 self._fail(f"rank {rank} has closed its connection")
 
     def _sent(self, connection: socket.socket, rest: memoryview) -> int:
-        """How many bytes a worker has taken for now; one that is in a step reads when it is done, however long that takes."""
+        """How many bytes there was room for; a worker that is in a step reads, and makes room, when it is done, however long that takes."""
         try:
             return connection.send(rest)
         except BlockingIOError:

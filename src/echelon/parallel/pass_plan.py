@@ -1,8 +1,8 @@
 """What all ranks are told of a pass: one packed message, numbered and hashed, without pickles.
 
-    hash     of all that follows, 8 bytes
-    header   mark, format, flags; number of the plan, hash of the one before it; how long each array is
-    arrays   one after the other, in the machine's byte order: int64 in the order of `_LONG`, then int32 in that of `_SHORT`
+    hash     of all that follows, 8 bytes, little-endian as the header is
+    header   mark, format, flags; number of the plan, hash of the one before it; counts, from which the length of each array follows
+    arrays   one after the other, in the byte order that all ranks have: int64 in the order of `_LONG`, then int32 in that of `_SHORT`
 
 As the hash of the plan before it is hashed too, a rank that has missed a plan, or got another, cannot go on.
 """
@@ -29,7 +29,7 @@ _START = HASH_BYTES + _HEADER.size  # of the arrays
 _LONG = ("slots", "logit_rows", "copy_ends", "sources", "targets", "ends")  # the last four are not the batch's
 _SHORT = ("tokens", "positions", "logit_indptr", "indptr", "kv_lens", "text_lens", "prompt_lens", "block_table")
 _TREES = ("parents", "node_indptr")
-MOST_KEPT, MOST_KEPT_BYTES = 128, 1 << 16  # plans' memory that a reader keeps, and of how large ones
+MOST_KEPT, MOST_KEPT_BYTES = 128, 1 << 16  # a reader keeps at most so many memories, each of at most so many bytes
 
 Copies = list[tuple[NDArray[np.int64], NDArray[np.int64]]]  # (from, to) slots, in order, as `BlockTables.copies`
 
@@ -37,7 +37,7 @@ Copies = list[tuple[NDArray[np.int64], NDArray[np.int64]]]  # (from, to) slots, 
 @dataclass(frozen=True)
 class PassPlan:
     """A batch and the copies of keys and values that go before it; `number` counts from 1. `ends`: where the rows of the batch are cut into
-    micro-batches, for stages: the row after the last of each.
+    micro-batches, for stages: the row after the last of each. The batch and the copies lie in memory that the next plan may overwrite.
     """
 
     number: int
@@ -54,7 +54,9 @@ class PlanWriter:
         self.number = self.hash = 0
 
     def packed(self, batch: RaggedBatch, copies: Copies, ends: Sequence[int] = ()) -> bytes:
-        """The message for the next pass."""
+        """The message for the next pass. Tensors of the batch and the slots of `copies` go as they are: contiguous, of the dtypes that
+        `RaggedBatch` and `Copies` name.
+        """
         self.number += 1
         has_trees = batch.parents is not None
         moved = [np.cumsum([len(sources) for sources, _ in copies]), *map(np.concatenate, zip(*copies, strict=True))] if copies else []
@@ -69,39 +71,42 @@ class PlanWriter:
         return digest + hashed
 
 
-class _PlanMemory:
-    """Arrays and the batch's tensors in one piece of memory, for plans whose arrays are equally long."""
+def _sizes(has_trees: bool, counts: Sequence[int]) -> list[tuple[str, Any, int]]:
+    """Name, dtype and length of each array of a message."""
+    num_tokens, num_rows, num_logits, width, _, num_nodes, num_copies, num_copied, num_ends = counts
+    long = (num_tokens, num_logits, num_copies, num_copied, num_copied, num_ends)
+    short = (num_tokens, num_tokens, num_rows + 1, num_rows + 1, num_rows, num_rows, num_rows, num_rows * width)
+    trees = (num_nodes, num_rows + 1) if has_trees else ()
+    names, sizes = (*_LONG, *_SHORT, *_TREES[: len(trees)]), (*long, *short, *trees)
+    return [(name, np.int64 if name in _LONG else np.int32, size) for name, size in zip(names, sizes, strict=True)]
 
-    def __init__(self, lengths: Sequence[int], has_trees: bool) -> None:
-        num_tokens, num_rows, num_logits, width, self.block_size, num_nodes, self.num_copies, num_copied, num_ends = lengths
-        long = zip(_LONG, (num_tokens, num_logits, self.num_copies, num_copied, num_copied, num_ends), strict=True)
-        per_row = (num_rows + 1, num_rows + 1, num_rows, num_rows, num_rows, num_rows * width)
-        short = zip(_SHORT + _TREES, (num_tokens, num_tokens, *per_row, num_nodes, num_rows + 1 if has_trees else 0), strict=True)
-        sizes = [(name, np.int64, size) for name, size in long] + [(name, np.int32, size) for name, size in short]
-        self.bytes = np.empty(sum(np.dtype(dtype).itemsize * size for _, dtype, size in sizes), np.uint8)
+
+class _PlanMemory:
+    """Arrays and the batch's tensors in one piece of memory, for plans of equal counts."""
+
+    def __init__(self, has_trees: bool, counts: Sequence[int], num_bytes: int) -> None:
+        self.bytes, self.block_size = np.empty(num_bytes, np.uint8), counts[4]
         self.arrays: dict[str, NDArray[Any]] = {}
         end = 0
-        for name, dtype, size in sizes:
+        for name, dtype, size in _sizes(has_trees, counts):
             start, end = end, end + np.dtype(dtype).itemsize * size
             self.arrays[name] = self.bytes[start:end].view(dtype)
-        self.arrays["block_table"] = self.arrays["block_table"].reshape(num_rows, width)
+        self.arrays["block_table"] = self.arrays["block_table"].reshape(counts[1], counts[3])
         names = (*_LONG[:2], *_SHORT, *(_TREES if has_trees else ()))
         self._tensors: dict[str, Any] = {name: torch.from_numpy(self.arrays[name]) for name in names}
 
     def batch(self) -> RaggedBatch:
-        """What the memory holds now; the next plan of these lengths overwrites it."""
+        """What the memory holds now."""
         return RaggedBatch(block_size=self.block_size, **self._tensors)
 
     def copies(self) -> Copies:
-        """Slots of all copies, in memory of their own."""
-        if not self.num_copies:
-            return []
+        """Slots of all copies, each cut behind the copies' ends."""
         ends, *moved = (self.arrays[name] for name in ("copy_ends", "sources", "targets"))
-        return list(zip(*(np.split(slots.copy(), ends[:-1]) for slots in moved), strict=True))
+        return list(zip(*(np.split(slots, ends[:-1]) for slots in moved), strict=True)) if len(ends) else []
 
 
 class PlanReader:
-    """Reads what a worker gets, in order. A plan's batch is good until the next is read: their memory is kept, and used again."""
+    """Reads what a worker gets, in order. It keeps the memory of plans, and reads the next of equal counts into it."""
 
     def __init__(self) -> None:
         self.number = self.hash = 0
@@ -116,26 +121,26 @@ class PlanReader:
         """
         if len(message) < _START:
             raise RankError(f"a plan of {len(message)} bytes is shorter than its header")
-        mark, form, flags, number, before, *lengths = _HEADER.unpack_from(message, HASH_BYTES)
+        mark, form, flags, number, before, *counts = _HEADER.unpack_from(message, HASH_BYTES)
         if (mark, form, number, before) != (MARK, FORMAT, self.number + 1, self.hash):
             raise RankError(f"plan {number} does not follow plan {self.number}")
         digest = hashlib.blake2b(memoryview(message)[HASH_BYTES:], digest_size=HASH_BYTES).digest()
         if not message.startswith(digest):
             raise RankError(f"plan {number} is damaged: it has another hash than it says")
-        memory = self._memory_for((flags, *lengths), len(message) - _START)
+        memory = self._memory_for(bool(flags & HAS_TREES), tuple(counts), len(message) - _START)
         memory.bytes[:] = np.frombuffer(message, np.uint8, offset=_START)
         self.number, self.hash = number, int.from_bytes(digest, "little")
         return PassPlan(number, self.hash, memory.batch(), memory.copies(), memory.arrays["ends"].tolist())
 
-    def _memory_for(self, key: tuple[int, ...], num_bytes: int) -> _PlanMemory:
-        """For a plan of these flags and lengths."""
-        memory = self._kept.get(key)
+    def _memory_for(self, has_trees: bool, counts: tuple[int, ...], num_bytes: int) -> _PlanMemory:
+        memory = self._kept.get((has_trees, *counts))
+        said = len(memory.bytes) if memory else sum(np.dtype(dtype).itemsize * size for _, dtype, size in _sizes(has_trees, counts))
+        if num_bytes != said:
+            raise RankError(f"a plan holds {num_bytes} bytes of numbers, and its header says {said}")
         if memory is None:
-            memory = _PlanMemory(key[1:], bool(key[0] & HAS_TREES))
-            if len(memory.bytes) != num_bytes:
-                raise RankError(f"a plan holds {num_bytes} bytes of numbers, and its header says {len(memory.bytes)}")
-            if len(self._kept) == MOST_KEPT:
-                self._kept.clear()
+            memory = _PlanMemory(has_trees, counts, num_bytes)
             if num_bytes <= MOST_KEPT_BYTES:
-                self._kept[key] = memory
+                if len(self._kept) == MOST_KEPT:
+                    self._kept.clear()
+                self._kept[has_trees, *counts] = memory
         return memory
