@@ -24,7 +24,8 @@ PREFIXES = "tests/core/test_prefix_cache.py"
 HITS = "tests/promises/test_prefix_hits.py::test_a_hit_has_the_bits_of_a_cold_start"
 HEADS = "tests/promises/test_heads_lossless.py::test_heads"
 AHEAD = "tests/model/test_ahead.py"
-LANES, BOOKS_OF_LANES = "tests/promises/test_lanes.py", "tests/core/test_scheduler.py::TestLaneSchedulerMachine"
+LANES, PASS_PLAN = "tests/parallel/test_pass_plan.py"
+BOOKS_OF_LANES = "tests/promises/test_lanes.py", "tests/core/test_scheduler.py::TestLaneSchedulerMachine"
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,10 @@ MUTANTS = [
     Mutant("states of rows that have left", "engine.py", "len(rows) < len(self.plan.rows)", "not rows", f"{LANES}::test_rows_that_leave_while_they_are_under_way"),
     Mutant("who has decided on other rows learns", "adaptive/lanes.py", "if step[0] == numbers", "if step[0]", f"{LANES}::test_lanes_change_no_token"),
     Mutant("states of another plan are taken", "parallel/handover.py", " != plan_hash or not has_room", " < 0 or not has_room", "tests/parallel/test_handover.py"),
+    Mutant("a plan's past is not compared", "parallel/pass_plan.py", "if (mark, form, number, before) != (MARK, FORMAT, self.number + 1, self.hash)", "if (mark, form, number) != (MARK, FORMAT, self.number + 1)", f"{PASS_PLAN}::test_another_past_is_refused"),
+    Mutant("a plan's size is not compared", "parallel/pass_plan.py", "if num_bytes != said", "if num_bytes < 0", f"{PASS_PLAN}::test_a_plan_of_another_size_than_its_header_says_is_refused"),
+    Mutant("plans of other counts share memory", "parallel/pass_plan.py", "self._kept.get((has_trees, *counts))", "self._kept.get((has_trees, *counts[:-1], 0))", f"{PASS_PLAN}::test_plans_of_equal_counts_share_memory_and_nothing_else"),
+    Mutant("a worker's message may end early", "parallel/serving.py", "if end == count else b\"\"", "", "tests/parallel/test_socket_way.py"),
 ]  # fmt: skip
 
 
