@@ -24,8 +24,8 @@ PREFIXES = "tests/core/test_prefix_cache.py"
 HITS = "tests/promises/test_prefix_hits.py::test_a_hit_has_the_bits_of_a_cold_start"
 HEADS = "tests/promises/test_heads_lossless.py::test_heads"
 AHEAD = "tests/model/test_ahead.py"
-LANES, PASS_PLAN = "tests/parallel/test_pass_plan.py"
-BOOKS_OF_LANES = "tests/promises/test_lanes.py", "tests/core/test_scheduler.py::TestLaneSchedulerMachine"
+LANES, BOOKS_OF_LANES = "tests/promises/test_lanes.py", "tests/core/test_scheduler.py::TestLaneSchedulerMachine"
+PASS_PLAN = "tests/parallel/test_pass_plan.py"
 
 
 @dataclass(frozen=True)
