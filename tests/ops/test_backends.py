@@ -147,6 +147,7 @@ def test_one_backend_serves_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.backend_of(x) is (cpu if compiled.is_built() else reference)
     monkeypatch.setattr(compiled, "kernels", compiled.MISSING)
     monkeypatch.setattr(compiled, "REASON", "no such file: Python.h")
+    compiled.isa.cache_clear()
     assert devices.backend_of(x) is reference and not devices.has_kernels(x)
     for call in (compiled.isa, lambda: compiled.set_isa("generic"), lambda: cpu.rms_norm(x, x[0], 1e-5, RmsWeight.IN_FLOAT32)):
         with pytest.raises(ConfigError, match=r"no compiled kernels \(no such file: Python.h\)"):

@@ -89,6 +89,7 @@ def _origin() -> str:
     return editable + shlex.quote(unquote(urlparse(url).path) if url.startswith("file:") else url)
 
 
+@cache  # PyTorch never frees a string that a kernel returns, and every row asks
 def isa() -> str:
     """Name the instructions that kernels use: generic, avx2, avx512, avx512_bf16 or amx. It is the largest set that the machine offers, or
     the one that the environment's ECHELON_ISA names; ConfigError where the machine does not offer that.
@@ -112,3 +113,4 @@ def set_isa(name: str, byte_products: bool = True) -> None:
         kernels.set_isa(name, byte_products)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    isa.cache_clear()
