@@ -7,7 +7,7 @@ there is none, nothing. Static batches of B rows until N rows have been decoded,
 opt_bBB         plain decoding and LLMA in every strategy on random weights in the shape of OPT-1.3B; acceptance is replayed so that a step
                 emits as many tokens as the published speed at batch 1 takes
 realign_bBB     plain decoding, and a draft model of 4 tokens, unpadded, realigned, and in groups of equal length, on the grown pair
-windows_b08     how often groups of equal length are found, by the rows that they are chosen from
+windows_b08     how often groups of equal length are found among prompts of one length, by the rows that they are chosen from
 trees_HEAD_bBB  chains and trees of EAGLE, Medusa and Clover, unpadded and padded as SpecMemo pads them, on the grown pair
 """
 
@@ -129,7 +129,7 @@ class Alike:
     def windows(self, batch: int) -> Record:
         """EXSPEC's group rate and speed by the rows that it holds: [window, rate, tokens a second]."""
         target = self.models.realigned
-        prompts = source(target, max(self.rows, WINDOWS[-1]), self.size.short_prompt_tokens)
+        prompts = source(target, max(self.rows, WINDOWS[-1]), self.size.short_prompt_tokens, is_ragged=False)
         found = []
         for window in WINDOWS:
             settings: dict[str, Any] = {"group_window": window}

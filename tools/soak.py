@@ -29,6 +29,7 @@ NUM_CLIENTS = 24
 MINUTE = 60.0  # between two looks at memory and canaries
 PARTS = ROOT / "docs" / "evidence" / "soak.json"
 REQUESTS_PER_MINUTE = 2000
+Look = tuple[float, float, float]  # minutes, MiB resident, MiB allocated
 BAD: list[dict[str, Any]] = [
     {"temperature": -1}, {"prompt": ""}, {"prompt": [10**6]}, {"n": 99}, {"stop": ""}, {"no_such_field": 1}, {"max_tokens": -3},
     {"model": "x"}, {"logit_bias": {"99999": 1}}, {"response_format": {"type": "json_object"}}, {"allowed_token_ids": [0], "min_tokens": 1},
@@ -90,13 +91,14 @@ async def load(url: str, truth: list[str], minutes: float) -> Counter[str]:
     return counts
 
 
-async def watched(running: servers.Running, truth: list[str], minutes: float, memory: list[tuple[float, float]]) -> Counter[str]:
-    """The load, with (minutes, MiB) noted in `memory` and the canaries asked every minute."""
+async def watched(running: servers.Running, truth: list[str], minutes: float, memory: list[Look]) -> Counter[str]:
+    """The load, with what is in use noted in `memory` and the canaries asked every minute."""
     start, before = time.monotonic(), await asyncio.to_thread(servers.canaries, running)
 
     async def look() -> None:
         while True:
-            memory.append(((time.monotonic() - start) / 60, psutil.Process().memory_info().rss / 2**20))
+            resident, allocated = psutil.Process().memory_info().rss, servers.Footprint.now().memory
+            memory.append(((time.monotonic() - start) / 60, resident / 2**20, allocated / 2**20))
             await asyncio.sleep(MINUTE)
             assert await asyncio.to_thread(servers.canaries, running) == before, "a canary has changed"
 
@@ -108,12 +110,13 @@ async def watched(running: servers.Running, truth: list[str], minutes: float, me
     return counts
 
 
-def part(minutes: float, counts: Counter[str], memory: list[tuple[float, float]], violations: int) -> Record:
-    """What a run was worth: requests by kind, and the slope of memory over time in MiB an hour."""
-    times, sizes = [t for t, _ in memory], [size for _, size in memory]
-    slope = 60 * float(np.polyfit(times, sizes, 1)[0]) if len(memory) > 2 else 0.0
-    figures = {"minutes": minutes, "requests": counts.total(), "kinds": dict(counts), "mib_an_hour": slope, "violations": violations}
-    return {"environment": environment(), **figures}
+def part(minutes: float, counts: Counter[str], memory: list[Look], violations: int) -> Record:
+    """What a run was worth: requests by kind, and slopes over time, in MiB an hour, of resident memory and of what is allocated."""
+    times, *sizes = np.array(memory).T if len(memory) > 2 else np.zeros((3, 3))
+    resident, allocated = (60 * float(np.polyfit(times, size, 1)[0]) if times.any() else 0.0 for size in sizes)
+    figures = {"minutes": minutes, "requests": counts.total(), "kinds": dict(counts), "violations": violations}
+    slopes = {"mib_an_hour": resident, "allocated_mib_an_hour": allocated, "memory": np.round(memory, 2).tolist()}
+    return {"environment": environment(), **figures, **slopes}
 
 
 def keep(path: Path, record: Record) -> None:
@@ -123,7 +126,7 @@ def keep(path: Path, record: Record) -> None:
 
 
 def main(minutes: float) -> int:
-    asked, memory, counts = kinds(), list[tuple[float, float]](), Counter[str]()
+    asked, memory, counts = kinds(), list[Look](), Counter[str]()
     outputs = servers.build("plain").generate([b["prompt"] for b in asked], [servers.params(b) for b in asked])
     truth = [o.outputs[0].text for o in outputs]
     with servers.serving(servers.build("draft_model", kv_cache_memory_bytes=2**23)) as running:

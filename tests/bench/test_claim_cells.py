@@ -118,11 +118,12 @@ def test_long_texts() -> None:
 
 
 def test_parts_of_a_soak(tmp_path: Path) -> None:
-    memory = [(0.0, 100.0), (30.0, 100.5), (60.0, 101.0)]
+    memory = [(0.0, 100.0, 50.0), (30.0, 100.5, 50.25), (60.0, 101.0, 50.5)]
     counts = soak.Counter({"good": 5, "bad": 1})
     for _ in range(2):
         soak.keep(tmp_path / "soak.json", soak.part(60.0, counts, memory, 0))
     parts = json.loads((tmp_path / "soak.json").read_text("utf-8"))
     assert list(parts) == ["part-01", "part-02"]
     assert parts["part-02"]["mib_an_hour"] == pytest.approx(1.0)
+    assert parts["part-02"]["allocated_mib_an_hour"] == pytest.approx(0.5)
     assert parts["part-02"]["requests"] == 6
