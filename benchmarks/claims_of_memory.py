@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from benchmarks.cells import Record
 from benchmarks.claims_of_equality import EQUALITY, equal_rows
 from benchmarks.claims_of_heads import spec_bench_rows
 from benchmarks.claims_of_padding import widening
@@ -270,6 +271,20 @@ def soaked(key: str, form: str, evidence: Evidence) -> Measured | None:
     return sampled([total], form, f"{minutes:.0f} minutes, {requests:,} requests")
 
 
+def grown_by_half(evidence: Evidence) -> str:
+    """When in the longest part of the soak resident memory grew, and how what is allocated did."""
+    parts: list[Record] = list((evidence.record("soak") or {}).values())
+    part = max(parts, key=lambda p: float(p["minutes"]), default={})
+    if not part.get("memory"):
+        return "how memory grew was not kept"
+    sizes = [resident for _, resident, _ in part["memory"]]
+    early, late = sizes[len(sizes) // 2] - sizes[0], sizes[-1] - sizes[len(sizes) // 2]
+    return (
+        f"resident memory grew by {early:.1f} MiB in the first half of the run and by {late:.1f} in the second; what is allocated, by "
+        f"{part['allocated_mib_an_hour']:.1f} MiB an hour"
+    )
+
+
 def same_drafts(evidence: Evidence) -> Measured | None:
     record = evidence.record("eagle3_in_vllm")
     return (
@@ -343,6 +358,7 @@ OWN = [
         SOAK,
         AtMost(1.0, "{:.2f} MiB/h"),
         partial(soaked, "mib_an_hour", "{:.2f} MiB/h"),
+        why=grown_by_half,
     ),
     Claim(
         "own-crosses",
