@@ -42,6 +42,11 @@ class Draft:
     scores: Float64 | None = None
 
     @classmethod
+    def none(cls, num_rows: int) -> Draft:
+        """Nothing, for so many rows."""
+        return cls(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(num_rows + 1, np.int32))
+
+    @classmethod
     def chains(cls, proposals: Sequence[Sequence[int]], probs: Float64 | None = None, scores: Float64 | None = None) -> Draft:
         """One chain per row; an empty proposal is a row that is not drafted for."""
         lengths = [len(p) for p in proposals]

@@ -157,7 +157,8 @@ class Engine:
         """
         num_lanes = self._num_lanes()
         with self.timer("schedule", is_overlapped=bool(self.in_flight)):
-            plan = self.scheduler.next_step([step.plan for step in self.in_flight], self.ahead is not None, num_lanes)
+            may_draft = self.controller is None or not self.controller.rests
+            plan = self.scheduler.next_step([step.plan for step in self.in_flight], self.ahead is not None, num_lanes, may_draft)
         for sequence in plan.preempted:
             self.drafter.forget(sequence.id)
         launched = self._launched(plan)

@@ -72,6 +72,7 @@ class Scheduler:
         self.prefix_cache = prefix_cache
         self._is_open = True  # may rows enter?
         self._is_watched = False  # must the host see the next step's logits?
+        self._may_draft = True  # may rows, in this step?
         self._is_short = False  # does nothing draft in this step, for lack of blocks?
         self._num_logits_left = 0  # prompt tokens of this step that may still have logits
         self._under_way: Set[int] = frozenset()  # sequences, by id, of other steps, which this one leaves out
@@ -109,7 +110,7 @@ class Scheduler:
                 rows.remove(sequence)
         self._release(sequence)
 
-    def next_step(self, in_flight: SequenceOf[Plan] = (), may_run_ahead: bool = False, num_lanes: int = 1) -> Plan:
+    def next_step(self, in_flight: SequenceOf[Plan] = (), may_run_ahead: bool = False, num_lanes: int = 1, may_draft: bool = True) -> Plan:
         """Reserve slots for every row of the next step; where blocks are lacking, the youngest row gives its own back and waits.
 
         Decoding rows come first, so that a long prompt fed in pieces never holds them up; nor does it those that may enter (`_share`).
@@ -119,10 +120,13 @@ class Scheduler:
 
         `num_lanes`: so many steps may be under way, each of other rows, of which this one takes its share.
 
+        `may_draft`: rows have room for drafts. Without, it is a plain step, and none is reserved.
+
         While steps are in flight, a plan without rows says that the first of them has to be settled before there can be another.
         """
         self._is_open, self._is_short, self._num_logits_left = self._is_open or not self.running, False, PROMPT_LOGITS
         self._under_way, self._most_rows, self._is_blocked = frozenset(), self._max_num_seqs, False
+        self._may_draft = may_draft
         if self._selector is not None:
             return self._selected_step(self._selector)
         return self._step_of_lane(in_flight, num_lanes) if num_lanes > 1 else self._step_of_all(in_flight, may_run_ahead)
@@ -207,7 +211,7 @@ class Scheduler:
 
     def _shed_drafts(self, plan: Plan) -> bool:
         """Give back what is reserved for drafts, of all rows of this step; false where that is not done, or has been."""
-        if self._is_short or not self._sheds_drafts:
+        if self._is_short or not (self._sheds_drafts and self._may_draft):
             return False
         self._is_short = True
         for i, row in enumerate(plan.rows):
@@ -326,7 +330,7 @@ class Scheduler:
 
         Of those left a step in flight takes at least `num_pending`.
         """
-        asked = 0 if self._is_short else sequence.params.num_speculative_tokens
+        asked = sequence.params.num_speculative_tokens if self._may_draft and not self._is_short else 0
         limit = self._num_speculative_tokens if asked is None else min(asked, self._num_speculative_tokens)
         rooms = [switch - len(sequence) for switch in self._context_switches if switch >= len(sequence)]
         if self._longest_drafted is not None:
@@ -361,8 +365,12 @@ class Scheduler:
 
     def _reserve(self, row: PlannedRow) -> bool:
         """All tables or none."""
-        end = row.longest + row.max_draft_tokens
-        return self._fits(row.sequence.id, end) and all(t.reserve(row.sequence.id, min(end, t.max_tokens_per_row)) for t in self._tables)
+        number, end = row.sequence.id, row.longest + row.max_draft_tokens
+        wanted = [(t, min(end, t.max_tokens_per_row)) for t in self._tables]
+        missing = [t.num_missing(number, num_tokens) for t, num_tokens in wanted]
+        if any(count > t.num_free for (t, _), count in zip(wanted, missing, strict=True)):
+            return False
+        return all(t.reserve(number, num_tokens) for (t, num_tokens), count in zip(wanted, missing, strict=True) if count)
 
     def _preempt(self) -> Sequence:
         """The youngest running row gives its blocks back and goes to the head of the queue; its text is computed again later."""

@@ -29,6 +29,21 @@ def test_pool_hands_out_every_block_once() -> None:
     pool.check()
 
 
+def test_room_of_tokens_that_are_read_later_stays() -> None:
+    tables = BlockTables(8, 4, 8)
+    assert tables.reserve(1, 26)
+    held = tables.blocks(1)
+    tables.commit(1, 3, num_held=14)
+    assert tables.num_cached(1) == 3
+    assert tables.blocks(1) == held[:4]
+    assert tables.num_missing(1, 16) == 0
+    tables.commit(1, 5, num_held=30)  # no more than there is
+    assert tables.blocks(1) == held[:4]
+    tables.commit(1, 5)
+    assert tables.blocks(1) == held[:2]
+    tables.check()
+
+
 def test_reserve_takes_all_or_nothing() -> None:
     tables = BlockTables(4, 8, 4)
     assert tables.reserve(1, 17)

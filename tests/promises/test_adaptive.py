@@ -16,6 +16,7 @@ from echelon import LLM, ConfigError, SamplingParams
 from echelon.adaptive.cost_files import CostRecord, write_costs
 from echelon.adaptive.cost_table import CostCurve, CostTable
 from echelon.bench.verify import STRATEGIES
+from echelon.kv.blocks import BlockPool
 from echelon.stats import StepRecord
 
 AUTO: dict[str, Any] = {"num_speculative_tokens": "auto"}
@@ -35,6 +36,7 @@ CHEAP = CostTable(
 DEAR = CostTable(
     step=CostCurve(tokens=(1, 8, 64), milliseconds=(10.0, 14.0, 98.0)), drafting=CostCurve(tokens=(1, 8), milliseconds=(1.0, 3.0))
 )
+NEVER = CostTable(step=CostCurve(tokens=(1, 64), milliseconds=(1.0, 6400.0)), drafting=CostCurve(tokens=(1,), milliseconds=(100.0,)))
 KINDS = {"eagle": "autoregressive", "medusa": "independent"}
 
 
@@ -91,6 +93,33 @@ def test_other_strategies_adapt_too(drafter: str, strategy: str, plan: str) -> N
     if plan == "random":
         plans.at_random(llm, seed=1)
     assert texts(llm, slice(None), "sampled") == truth("sampled")
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_rows_that_rest_take_no_blocks_for_drafts(drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are those taken again and again that a drafter's unread tokens will need."""
+    llm = adaptive_llm(drafter, "greedy", frozen(tmp_path, NEVER), max_num_seqs=4)
+    plans: list[tuple[int, bool, int]] = []  # rows, whether they have room for drafts, and blocks that were taken
+    taken, allocate = 0, BlockPool.allocate
+
+    def counted(pool: BlockPool) -> int:
+        nonlocal taken
+        taken += 1
+        return allocate(pool)
+
+    def planned(*given: Any, next_step: Any = llm.engine.scheduler.next_step) -> Any:
+        nonlocal taken
+        taken, plan = 0, next_step(*given)
+        plans.append((len(plan.rows), any(row.max_draft_tokens for row in plan.rows), taken))
+        return plan
+
+    monkeypatch.setattr(BlockPool, "allocate", counted)
+    monkeypatch.setattr(llm.engine.scheduler, "next_step", planned)
+    llm.generate(toys.prompts()[:4], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True), use_tqdm=False)
+    quiet = [count for num_rows, has_room, count in plans[12:56] if num_rows == 4 and not has_room]
+    assert len(quiet) >= 30, "one step in four decides"
+    num_tables = len(llm.engine.scheduler._tables)
+    assert sum(quiet) <= num_tables * 4 * (44 // llm.engine.target.cache.block_size + 1)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

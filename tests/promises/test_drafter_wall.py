@@ -403,6 +403,17 @@ def test_a_slow_drafter_costs_no_token_and_metrics_say_why() -> None:
     assert len(slow.calls) == 1
 
 
+def test_a_drafter_is_not_asked_where_no_row_may_draft() -> None:
+    slow = Slow("propose", 0.0)
+    guard = guarded(slow)
+    rows = rows_of(1)
+    draft = guard.propose([rows[0].drafting(0, 0)])
+    assert draft.num_rows == 1 and not len(draft.tokens)
+    assert not slow.calls
+    assert len(guard.propose(rows).tokens) == 1
+    assert len(slow.calls) == 1
+
+
 def test_a_drafter_left_out_for_hearing_slowly_starts_anew() -> None:
     """It is told nothing meanwhile, and forgets the rows of which it missed something."""
     slow = Slow("observe", 5.0)

@@ -18,12 +18,16 @@ from echelon.step_costs import StepCosts
 
 
 class RandomController:
-    """Drafts for any rows to any depth, stops after any level, and verifies any of it that hangs together."""
+    """Rests in any step, drafts for any rows to any depth, stops after any level, and verifies any of it that hangs together."""
 
     def __init__(self, seed: int) -> None:
         self.table, self.piece_sizes = CostTable(step=CostCurve(tokens=(1,), milliseconds=(1.0,))), StepCosts()
         self._rng = np.random.default_rng(seed)
         self.num_cut = 0  # drafted tokens that were not verified
+
+    @property
+    def rests(self) -> bool:
+        return bool(self._rng.random() < 0.2)
 
     def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
         return [self._planned(row) for row in rows]

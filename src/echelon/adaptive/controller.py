@@ -34,7 +34,7 @@ CAUTION = 1.25  # times a plain step is as long as a step may be, while each row
 SETTLED = 16  # steps with drafts, or
 IDLE = 4  # plain ones in a row, after which
 AHEAD = 3  # levels are looked ahead at while drafting
-HELD = 4  # steps with the same rows go by one decision
+HELD, RESTED = 4, 16  # steps with the same rows go by one decision; plain ones
 COMPARED = 0.01  # of the time goes into plain steps where drafts would pay: without them nobody knows what drafts add to a step
 SELDOM = 8  # steps at least lie between two of these
 REMEMBERED = 15  # steps with drafts whose own time is
@@ -45,6 +45,10 @@ class Controller(Protocol):
 
     table: CostTable
     piece_sizes: PieceSizes  # of prompts, at the same costs
+
+    @property
+    def rests(self) -> bool:
+        """Whether the next step is known to be a plain one, so that its rows need no room for drafts."""
 
     def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
         """The rows, of which those that shall draft have room for it."""
@@ -142,6 +146,10 @@ class BatchController:
         self._step = Underway(0)
         self._draft: Draft | None = None  # what is verified in this step
 
+    @property
+    def rests(self) -> bool:
+        return self._num_held > 0 and not any(self._may_draft)
+
     def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
         with self._own:
             return self._planned(rows)
@@ -150,7 +158,7 @@ class BatchController:
         self._probed, self._num_levels, self._draft, self._is_resting = -1, 0, None, False
         if self._num_held and _are_same(rows, self._rows):
             self._num_held, self._num_passed = self._num_held - 1, self._num_passed + 1
-            found = [row if may else row.drafting(0, 0) for row, may in zip(rows, self._may_draft, strict=True)]
+            found = [row if may or not row.max_draft_depth else row.drafting(0, 0) for row, may in zip(rows, self._may_draft, strict=True)]
             self._step, self._is_resting = Underway(self._costs.shape.num_sampled), not any(self._may_draft)
             self._num_idle += self._is_resting
         else:
@@ -187,7 +195,7 @@ class BatchController:
             self._probed, self._num_idle = int(limits.argmax()), 0
             found[self._probed] = rows[self._probed].drafting(1, 1)
         if self._probed < 0 and not shape.num_read and (self._num_idle > IDLE if is_plain else self._num_learned >= SETTLED):
-            self._num_held = HELD - 1
+            self._num_held = (RESTED if is_plain else HELD) - 1
         self.survival.passed_over([rows[i].sequence.id for i in np.flatnonzero(~may_draft & (limits > 0)).tolist()], num_steps)
         if is_plain:
             self.survival.rest(num_steps)

@@ -25,6 +25,10 @@ class LaneController:
         self._under_way: list[tuple[set[int], BatchController]] = []  # rows of a step that are awaited, and who has decided on it
         self.piece_sizes = self._deciding.piece_sizes
 
+    @property
+    def rests(self) -> bool:
+        return bool(self._idle) and self._idle[-1].rests
+
     def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
         numbers = {row.sequence.id for row in rows}
         failed = [step for step in self._under_way if not numbers.isdisjoint(step[0])]  # as their rows are planned again

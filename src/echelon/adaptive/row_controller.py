@@ -60,6 +60,10 @@ class RowController:
         self._rows: dict[int, _OwnPast] = {}
         self._most_depth, self._drafts_chains = most_depth, nodes_per_level == 1.0
 
+    @property
+    def rests(self) -> bool:
+        return False  # each row decides for itself
+
     def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
         return [row if row.max_draft_depth == 0 else self._planned(row) for row in rows]
 

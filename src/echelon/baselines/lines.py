@@ -87,7 +87,7 @@ class LineTables:
         """Count the first `num_cached` tokens of the row as cached."""
         self._cached[self._lines[row]] = num_cached
 
-    def commit(self, row: int, num_cached: int) -> None:
+    def commit(self, row: int, num_cached: int, num_held: int = 0) -> None:  # noqa: ARG002
         """Count the first `num_cached` tokens of the row as cached; the slots of those after them are dead."""
         line = self._lines[row]
         self._cached[line] = num_cached

@@ -72,4 +72,4 @@ class NoDrafter(Drafter):
     """Plain decoding: every row emits one token a step."""
 
     def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
-        return Draft.chains([()] * len(rows))
+        return Draft.none(len(rows))

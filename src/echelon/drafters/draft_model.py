@@ -210,10 +210,11 @@ class DraftModelDrafter(Drafter):
             tables.release(row)
 
     def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:  # noqa: ARG002
-        """Shorten every row to its known tokens and the accepted part of a chain."""
+        """Shorten every row to its known tokens and the accepted part of a chain; what is not read yet has its room."""
         for row, kept in zip(rows, verdict, strict=True):
             cached, num_kept = self._runner.num_cached(row.sequence.id), len(kept.path) if self.growth is None else 0
-            self._runner.commit(row.sequence.id, min(cached, len(row.sequence) + num_kept))
+            num_known = len(row.sequence) + len(kept.path)
+            self._runner.commit(row.sequence.id, min(cached, len(row.sequence) + num_kept), num_held=num_known)
 
     def forget(self, row: int) -> None:
         """The scheduler has released the row's blocks already, or the row is read anew."""

@@ -131,14 +131,15 @@ class GuardedDrafter:
         start = self._clock()
         if start < self._resumes_at:
             self.faults["cut off"] += 1
-            return Draft.chains([()] * len(rows))
-        self._num_good += 1  # unless it fails
-        draft = self._call(lambda: self._checked(rows))
+            return Draft.none(len(rows))
+        is_asked = any(row.max_draft_tokens for row in rows)
+        self._num_good += is_asked  # unless it fails
+        draft = self._call(lambda: self._checked(rows)) if is_asked else None
         end = self._clock()
         self._proposed |= dict.fromkeys((row.sequence.id for row in rows), (end, end - start))
         if self._num_good >= NUM_GOOD:
             self._num_failures = self._num_cuts = 0
-        return Draft.chains([()] * len(rows)) if draft is None else draft
+        return Draft.none(len(rows)) if draft is None else draft
 
     def observe(self, rows: Sequence[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:
         self._judge_proposal(rows)

@@ -114,7 +114,7 @@ def attach_head(head: Head, target: LoadedModel) -> AttachedHead:
     return AttachedHead(head, reader, [shapes[i] for i in sorted(shapes)], bool(extending.shapes))
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Unread:
     """Tokens of a row that the head has not read: from `start` on the token after each place, and the target's features, pieces [n, F]."""
 
@@ -169,7 +169,7 @@ class HeadDrafter:
         self._read([row.sequence.id for row in rows if row.max_draft_tokens > 0])
         active = [i for i, row in enumerate(rows) if self._may_draft(row)]
         if not active:
-            return Draft.chains([()] * len(rows))
+            return Draft.none(len(rows))
         depths = [min(row.max_draft_depth, self.growth.depth) for row in rows]
         forest = Forest([row.max_draft_tokens for row in rows], depths, self._min_score)
         states = torch.stack([self._states[rows[i].sequence.id][1] for i in active])
@@ -186,23 +186,26 @@ class HeadDrafter:
         assert hidden_states is not None, "the target was not asked for hidden states"
         following, due = [_following(row, kept) for row, kept in zip(rows, verdict, strict=True)], []
         features = self._features(rows, verdict, following, hidden_states)
+        is_shared = sum(map(len, features)) == len(rows)  # one token each; else what waits keeps nothing of other rows in memory
         for row, tokens, own_features in zip(rows, following, features, strict=True):
             number, is_prompt = row.sequence.id, row.num_new > 1
-            kept_features = own_features if is_prompt else own_features.clone()  # what waits keeps nothing of other rows in memory
-            if not self._note(row, tokens, kept_features):
+            if not self._note(row, tokens, own_features if is_shared or is_prompt else own_features.clone()):
                 self._drop(number)
             elif is_prompt or len(self._unread[number].tokens) >= MOST_UNREAD:
                 due.append(number)
         self._read(due)
         tables = self.cache.tables if self.cache is not None else None
-        for row in rows:
-            if tables is not None and row.sequence.id in tables:  # what was drafted goes
-                tables.commit(row.sequence.id, tables.num_cached(row.sequence.id))
+        for number in [row.sequence.id for row in rows]:
+            if tables is not None and number in tables:  # what was drafted goes; what waits has its room
+                unread = self._unread.get(number)
+                tables.commit(number, tables.num_cached(number), 0 if unread is None else unread.end)
 
     def _features(
         self, rows: SequenceOf[PlannedRow], verdict: Verdict, following: SequenceOf[list[int]], hidden_states: Tensor
     ) -> SequenceOf[Tensor]:
         """Of each row the hidden states [n, F] before the tokens that follow; without a cache only the last is ever used."""
+        if len(hidden_states) == len(rows):  # one token each
+            return torch.split(hidden_states.to(self._dtype, copy=True), 1)
         indptr = indptr_of([row.num_new + kept.num_draft_tokens for row, kept in zip(rows, verdict, strict=True)])
         places: list[int] = []
         lengths = []
@@ -227,7 +230,9 @@ class HeadDrafter:
             unread = self._begun(self.cache, sequence, cached, row.start)
         if unread.end != row.start:
             return False
-        self._unread[sequence.id] = _Unread(unread.start, [*unread.tokens, *following], [*unread.features, features])
+        unread.tokens += following
+        unread.features.append(features)
+        self._unread[sequence.id] = unread
         return True
 
     def _begun(self, cache: KVCache, sequence: Sequence, cached: int, start: int) -> _Unread:

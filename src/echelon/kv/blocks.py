@@ -243,12 +243,14 @@ class BlockTables:
         assert table.num_cached <= num_cached <= table.num_blocks * self.block_size
         self._count(table, num_cached)
 
-    def commit(self, row: int, num_cached: int) -> None:
-        """Count the first `num_cached` tokens of the row as cached; blocks beyond them are given back."""
+    def commit(self, row: int, num_cached: int, num_held: int = 0) -> None:
+        """Count the first `num_cached` tokens of the row as cached; blocks beyond them, and beyond the first `num_held` tokens, which are
+        to be read later, are given back.
+        """
         table = self._rows[row]
         assert 0 <= num_cached <= table.num_blocks * self.block_size
         self._count(table, num_cached)
-        keep = -(-num_cached // self.block_size)
+        keep = min(-(-max(num_cached, num_held) // self.block_size), table.num_blocks)
         for block in reversed(self._table[table.line, keep : table.num_blocks].tolist()):
             self.pool.release(block)
         table.num_blocks = keep

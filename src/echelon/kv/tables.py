@@ -39,8 +39,10 @@ class KVTables(Protocol):
     def advance(self, row: int, num_cached: int) -> None:
         """Count the first `num_cached` tokens of the row as cached; its reservation stays."""
 
-    def commit(self, row: int, num_cached: int) -> None:
-        """Count the first `num_cached` tokens of the row as cached, and give back what is reserved beyond them."""
+    def commit(self, row: int, num_cached: int, num_held: int = 0) -> None:
+        """Count the first `num_cached` tokens of the row as cached, and give back what is reserved beyond them, and beyond the first
+        `num_held` tokens, which are to be read later.
+        """
 
     def fork(self, row: int, child: int) -> None:
         """Start `child` with the cached tokens of `row`."""

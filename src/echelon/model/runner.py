@@ -160,9 +160,11 @@ class Runner(ABC, Generic[BatchT]):
         self.usage.layout_seconds = self.cache.seconds
         self.usage.num_captures = self.captured.num_captures if self.captured else 0
 
-    def commit(self, row: int, num_known: int, path: Sequence[int] = ()) -> None:
-        """Keep the first `num_known` tokens of the row and, of the drafted ones after them, the accepted path; give the rest back."""
-        self.cache.tables.commit(row, num_known + len(path))
+    def commit(self, row: int, num_known: int, path: Sequence[int] = (), num_held: int = 0) -> None:
+        """Keep the first `num_known` tokens of the row and, of the drafted ones after them, the accepted path; give the rest back, but for
+        the room of the row's first `num_held` tokens.
+        """
+        self.cache.tables.commit(row, num_known + len(path), num_held)
 
 
 class ModelRunner(Runner[RaggedBatch]):
@@ -182,9 +184,9 @@ class ModelRunner(Runner[RaggedBatch]):
     def positions(self, batch: RaggedBatch) -> Tensor:
         return coded_positions(batch, self.loaded.original_context)
 
-    def commit(self, row: int, num_known: int, path: Sequence[int] = ()) -> None:
+    def commit(self, row: int, num_known: int, path: Sequence[int] = (), num_held: int = 0) -> None:
         """Close the gaps that rejected branches of a tree leave, then as above."""
         first = next((i for i, node in enumerate(path) if node != i), len(path))
         if first < len(path):
             self.cache.tables.move(row, [num_known + node for node in path[first:]], num_known + first)
-        super().commit(row, num_known, path)
+        super().commit(row, num_known, path, num_held)
