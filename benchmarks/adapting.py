@@ -2,10 +2,11 @@
 
 The embedded pair grown to 1.1 billion parameters, in bfloat16; greedy.
 
-idle      steps of an engine that could draft and does not, each beside a plain one of the same engine
+idle      steps of an engine that could draft and does not, each beside one of an engine that cannot
 deciding  milliseconds of a step in which is decided, estimated and learned, beside a plain step
 wrong     512 steps with a draft model whose tokens are never right, each beside a plain one
 moving    1, 32, 4 and 1 rows in one run, beside fixed lengths
+arriving  requests that arrive at random, at most 8 at a time: seconds from arrival to the last token, over those without a drafter
 slowed    predicted beside measured milliseconds, before and after busy processes take their share of the machine
 """
 
@@ -30,18 +31,19 @@ from torch import Tensor
 from benchmarks.cells import Cell, Record, asked_of, run_asked
 from benchmarks.workloads import Models, Size, source
 from echelon import LLM, SamplingParams
-from echelon.adaptive.controller import BatchController
+from echelon.adaptive.controller import BatchController, Controller
 from echelon.adaptive.cost_files import CostRecord, write_costs
 from echelon.adaptive.cost_table import CostCurve, CostTable
-from echelon.bench.latency import sequence_of
+from echelon.bench.latency import measure_latency, sequence_of
 from echelon.bench.report import table
+from echelon.bench.throughput import DecodingMethod
 from echelon.draft import Draft, Verdict
 from echelon.drafters.base import Drafter, NoDrafter
 from echelon.engine import Engine
 from echelon.sequence import PlannedRow, Sequence
 from echelon.stats import StepRecord
 
-PROMPT_TOKENS = 32
+PROMPT_TOKENS, NEW_TOKENS = 32, 64
 DRAFT_MODEL = {"method": "draft_model"}
 DEAR = CostTable(step=CostCurve(tokens=(1, 2), milliseconds=(1.0, 1000.0)))  # no drafted token ever pays
 FIXED = (1, 2, 4, 6)
@@ -54,6 +56,8 @@ class Lengths:
     steps: int = 48
     tokens: int = 512
     rounds: int = 2
+    arrivals: int = 32
+    loads: tuple[float, ...] = (0.3, 0.7, 1.0)
     phases: tuple[int, ...] = (1, 32, 4, 1)
 
 
@@ -112,26 +116,43 @@ def clocked(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def by_turns(own: Callable[[], object], plain: Callable[[], object], steps: int) -> tuple[list[float], list[float]]:
+    """Seconds of calls of both, so many each."""
+    seconds: tuple[list[float], list[float]] = [], []
+    for i in range(steps):
+        for kind in (i % 2, 1 - i % 2):
+            seconds[kind].append(clocked((own, plain)[kind]))
+    return seconds
+
+
 def beside_plain(engine: Engine, steps: int) -> tuple[list[float], list[float]]:
     """Seconds of steps as they are and of plain ones of the same engine, by turns."""
     own, plain = (engine.controller, engine.drafter), (None, NoDrafter())
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    for i in range(steps):
-        for is_plain in (i % 2 == 0, i % 2 == 1):
-            engine.controller, engine.drafter = plain if is_plain else own
-            seconds[is_plain].append(clocked(engine.step))
+
+    def step_with(controller: Controller | None, drafter: Drafter) -> None:
+        engine.controller, engine.drafter = controller, drafter
+        engine.step()
+
+    found = by_turns(partial(step_with, *own), partial(step_with, *plain), steps)
     engine.controller, engine.drafter = own
-    return seconds[False], seconds[True]
+    return found
 
 
-def idle(models: Models, batch: int, lengths: Lengths) -> Record:
-    """An engine in which nothing ever pays, probes included."""
+def idle(models: Models, method: str, batch: int, lengths: Lengths) -> Record:
+    """An engine in which nothing ever pays, probes included, beside one without a drafter."""
+    target, config = models.grown, DRAFT_MODEL
+    if method != "draft_model":
+        target, folders = models.with_heads
+        config = {"method": method, "model": folders[method], "tree": "dynamic"}
+    draft = models.draft if method == "draft_model" else None
+    settings: dict[str, Any] = {"max_num_seqs": batch, "enable_prefix_caching": False}
     with tempfile.TemporaryDirectory() as folder:
         path = write_costs(Path(folder) / "dear.json", CostRecord(key={}, table=DEAR))
-        llm = LLM(models.grown, DRAFT_MODEL | {"cost_table": str(path)}, models.draft, max_num_seqs=batch, enable_prefix_caching=False)
-    with rows_of(llm, 2 * lengths.steps + 16, batch) as (engine, rows):
+        llms = LLM(target, config | {"cost_table": str(path)}, draft, **settings), LLM(target, **settings)
+    with rows_of(llms[0], lengths.steps + 16, batch) as (engine, rows), rows_of(llms[1], lengths.steps + 16, batch) as (other, others):
         rows.become(batch)
-        own, plain = beside_plain(engine, lengths.steps)
+        others.become(batch)
+        own, plain = by_turns(engine.step, other.step, lengths.steps)
     return {"median": statistics.median(a / b for a, b in zip(own, plain, strict=True)), "whole": sum(own) / sum(plain)}
 
 
@@ -237,24 +258,46 @@ def slowed(models: Models, batch: int, lengths: Lengths) -> Record:
     return found
 
 
+def arriving(models: Models, lengths: Lengths) -> Record:
+    """P50 and P99 in seconds, a round each, by load and by method. Loads are shares of what plain decoding could serve."""
+    prompts = source(models.grown, lengths.arrivals, PROMPT_TOKENS, is_ragged=False)
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    methods = [DecodingMethod("plain", None), DecodingMethod("auto", DRAFT_MODEL)]
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for seed in range(lengths.rounds + 1):
+        for r in measure_latency(models.grown, models.draft, methods, prompts, params, 8, lengths.loads, seed):
+            found.setdefault(f"{r.load:g}", {}).setdefault(r.method, []).append((r.p50, r.p99))
+    return {"latencies": found}
+
+
 def as_markdown(records: dict[str, Record]) -> str:
     """A line for each goal."""
     lines = []
     for name, r in records.items():
         if name.startswith("idle"):
-            lines.append((name, "drafting nothing, over plain steps", f"{r['median']:.3f} (all steps {r['whole']:.3f})", "≤ 1.01"))
+            lines.append(
+                (name, "drafting nothing, over an engine without a drafter", f"{r['median']:.3f} (all steps {r['whole']:.3f})", "≤ 1.01")
+            )
         elif name.startswith("deciding"):
             lines.append((name, "share of a plain step", f"{r['share']:.2%} of {r['plain']:.0f} ms", "≤ 0.5 %"))
         elif name.startswith("wrong"):
             lines.append(
                 (name, "never right, over plain steps", f"{r['cost']:+.1%} ({r['drafted']} drafted, {r['accepted']} kept)", "≤ 3 %")
             )
+        elif name == "arriving":
+            lines += [(name, f"auto over plain at {float(load):.0%} load", _latency(own), "≤ 1.05") for load, own in r["latencies"].items()]
         elif name == "moving":
             lines += [(name, f"phase {i + 1}, {size} rows", _phase(r, i), "≥ 0.95") for i, size in enumerate(r["phases"])]
         else:
             kinds = ", ".join(f"{kind} {r[kind]:.1%}" for kind in ("alone", "at_first", "later", "plain", "plain_slowed"))
             lines.append((name, "predicted beside measured", kinds, "≤ 5 % or 1.5 × plain"))
     return table(["cell", "", "measured", "goal"], lines)
+
+
+def _latency(seconds: dict[str, list[tuple[float, float]]]) -> str:
+    ratios = [[a / p for a, p in zip(auto, plain, strict=True)] for auto, plain in zip(seconds["auto"], seconds["plain"], strict=True)]
+    parts = [(name, [r[i] for r in ratios]) for i, name in enumerate(("P50", "P99"))]
+    return ", ".join(f"{name} {statistics.median(own):.2f} ({min(own):.2f} to {max(own):.2f})" for name, own in parts)
 
 
 def _phase(record: Record, phase: int) -> str:
@@ -265,9 +308,10 @@ def _phase(record: Record, phase: int) -> str:
 
 def cells(models: Models, lengths: Lengths) -> list[Cell]:
     """All that is measured."""
-    found = [Cell(f"idle_b{b}", partial(idle, models, b, lengths)) for b in (1, 8, 32)]
+    found = [Cell(f"idle_{m}_b{b}", partial(idle, models, m, b, lengths)) for m in ("draft_model", "eagle") for b in (1, 8, 32)]
     found += [Cell("deciding_b32", partial(deciding, models, 32, lengths))]
     found += [Cell(f"wrong_b{b}", partial(wrong, models, b, lengths)) for b in (1, 8)]
+    found += [Cell("arriving", partial(arriving, models, lengths))]
     found += [Cell("moving", partial(moving, models, lengths)), Cell("slowed_b8", partial(slowed, models, 8, lengths))]
     return found
 
@@ -275,7 +319,7 @@ def cells(models: Models, lengths: Lengths) -> list[Cell]:
 def main(arguments: list[str] | None = None) -> int:
     """Measure the cells that have no record of this commit; 1 if one fails."""
     asked = asked_of(__doc__, "adapting", arguments=arguments)
-    return run_asked(asked, cells(Models(Size()), Lengths()), as_markdown)[1]
+    return run_asked(asked, cells(Models(Size(), ["eagle"]), Lengths()), as_markdown)[1]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 import toys
 
 from echelon import LLM
-from echelon.adaptive.controller import HELD, PROBE, REMEMBERED, SETTLED, BatchController
+from echelon.adaptive.controller import HELD, IDLE, PROBE, REMEMBERED, RESTED, SETTLED, BatchController
 from echelon.adaptive.corrections import StepFactors
 from echelon.adaptive.cost_table import CostCurve, CostTable, TablePieces
 from echelon.adaptive.hindsight import LONGEST, Hindsight
@@ -170,6 +170,18 @@ def test_a_decision_holds_for_some_steps_while_the_rows_stay(monkeypatch: pytest
     step(controller, controller.planned(others), 4)
     step(controller, controller.planned(rows(1)), 4)
     assert len(decided) == SETTLED + 5, "other rows, another decision"
+
+
+def test_plain_steps_rest_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller, decided = BatchController(DEAR, corrects=False), []
+    monkeypatch.setattr(controller, "_decided", lambda rows: decided.append(1) or BatchController._decided(controller, rows))
+    rested = []
+    for _ in range(IDLE + 1 + 2 * RESTED):
+        rested.append(controller.rests)
+        step(controller, controller.planned(rows(2)), 0)
+    assert rested == [False] * (IDLE + 1) + 2 * [*[True] * (RESTED - 1), False]
+    assert len(decided) == rested.count(False)
+    assert RESTED < PROBE
 
 
 def test_no_decision_holds_that_was_made_while_a_prompt_was_read() -> None:

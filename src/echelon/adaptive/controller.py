@@ -138,7 +138,7 @@ class BatchController:
         self._num_passed = 0  # and those that have gone by it
         self._num_compared = int(1.0 / COMPARED)  # steps since the last one that was plain only to be compared with; the first is soon
         self._may_draft: list[bool] = []  # of each row, by that decision
-        self._is_resting = False  # is this a plain step by an earlier decision? Nothing is learned from it
+        self._is_resting = False  # is this a plain step by an earlier decision, from which nothing is learned? Of one in HELD something is
         self._unlearned: list[_Tried] = []  # what was verified since the last decision
         self._rows: SequenceOf[PlannedRow] = ()
         self._odds: Float64 = np.ones(0)  # [B] of these rows, as `Survival.odds`
@@ -159,8 +159,9 @@ class BatchController:
         if self._num_held and _are_same(rows, self._rows):
             self._num_held, self._num_passed = self._num_held - 1, self._num_passed + 1
             found = [row if may or not row.max_draft_depth else row.drafting(0, 0) for row, may in zip(rows, self._may_draft, strict=True)]
-            self._step, self._is_resting = Underway(self._costs.shape.num_sampled), not any(self._may_draft)
-            self._num_idle += self._is_resting
+            self._step, is_plain = Underway(self._costs.shape.num_sampled), not any(self._may_draft)
+            self._is_resting = is_plain and self._num_held % HELD > 0
+            self._num_idle += is_plain
         else:
             found = self._decided(rows)
         self._rows = found
