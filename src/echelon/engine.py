@@ -157,7 +157,7 @@ class Engine:
         """
         num_lanes = self._num_lanes()
         with self.timer("schedule", is_overlapped=bool(self.in_flight)):
-            may_draft = self.controller is None or not self.controller.rests
+            may_draft = self.controller is None or not self.controller.rests(self.scheduler.running)
             plan = self.scheduler.next_step([step.plan for step in self.in_flight], self.ahead is not None, num_lanes, may_draft)
         for sequence in plan.preempted:
             self.drafter.forget(sequence.id)

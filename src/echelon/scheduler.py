@@ -211,7 +211,7 @@ class Scheduler:
 
     def _shed_drafts(self, plan: Plan) -> bool:
         """Give back what is reserved for drafts, of all rows of this step; false where that is not done, or has been."""
-        if self._is_short or not (self._sheds_drafts and self._may_draft):
+        if self._is_short or not self._sheds_drafts:
             return False
         self._is_short = True
         for i, row in enumerate(plan.rows):

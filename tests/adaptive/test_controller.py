@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import plans
 import pytest
 import toys
 
@@ -177,11 +178,31 @@ def test_plain_steps_rest_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controller, "_decided", lambda rows: decided.append(1) or BatchController._decided(controller, rows))
     rested = []
     for _ in range(IDLE + 1 + 2 * RESTED):
-        rested.append(controller.rests)
-        step(controller, controller.planned(rows(2)), 0)
+        planned = rows(2)
+        rested.append(controller.rests([row.sequence for row in planned]))
+        step(controller, controller.planned(planned), 0)
     assert rested == [False] * (IDLE + 1) + 2 * [*[True] * (RESTED - 1), False]
     assert len(decided) == rested.count(False)
     assert RESTED < PROBE
+
+
+def test_steps_that_rested_count_although_rows_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every eighth step one row comes as another goes: neither needs the step to be plain, and what is known fades step by step."""
+    controller, counted = BatchController(DEAR, corrects=False), []
+    monkeypatch.setattr(controller.survival, "rest", counted.append)
+    for i in range(160):
+        planned = rows(2)
+        planned[1].sequence.id = 1 + i // 8
+        if rests := controller.rests([row.sequence for row in planned]):
+            planned = plans.without_drafts(planned)
+        assert not (rests and i % 8 == 0), "other rows, another decision"
+        step(controller, controller.planned(planned), 0)
+    assert sum(counted) >= 150
+    entering = [*rows(2), *rows(3)[2:]]
+    step(controller, controller.planned(rows(2)), 0)
+    num_passed, controller._num_passed = controller._num_passed, 5
+    controller.planned(plans.without_drafts(entering))  # no row has room, since they rested
+    assert controller._num_passed == 5 > num_passed
 
 
 def test_no_decision_holds_that_was_made_while_a_prompt_was_read() -> None:

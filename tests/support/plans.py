@@ -25,8 +25,7 @@ class RandomController:
         self._rng = np.random.default_rng(seed)
         self.num_cut = 0  # drafted tokens that were not verified
 
-    @property
-    def rests(self) -> bool:
+    def rests(self, running: Any) -> bool:
         return bool(self._rng.random() < 0.2)
 
     def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:

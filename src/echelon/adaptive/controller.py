@@ -24,7 +24,7 @@ from echelon.adaptive.planning import Bool, Underway, admitted, drafted_further,
 from echelon.adaptive.prices import StepPrices, StepShape
 from echelon.adaptive.survival import Survival
 from echelon.draft import Draft, Float64, Int64
-from echelon.sequence import PlannedRow
+from echelon.sequence import PlannedRow, Sequence
 from echelon.stats import StepRecord
 from echelon.step_costs import PieceSizes
 
@@ -46,9 +46,8 @@ class Controller(Protocol):
     table: CostTable
     piece_sizes: PieceSizes  # of prompts, at the same costs
 
-    @property
-    def rests(self) -> bool:
-        """Whether the next step is known to be a plain one, so that its rows need no room for drafts."""
+    def rests(self, running: SequenceOf[Sequence]) -> bool:
+        """Whether a step of these rows is a plain one by an earlier decision, so that none of its rows needs room for drafts."""
 
     def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
         """The rows, of which those that shall draft have room for it."""
@@ -146,9 +145,9 @@ class BatchController:
         self._step = Underway(0)
         self._draft: Draft | None = None  # what is verified in this step
 
-    @property
-    def rests(self) -> bool:
-        return self._num_held > 0 and not any(self._may_draft)
+    def rests(self, running: SequenceOf[Sequence]) -> bool:
+        is_plain = self._num_held > 0 and not any(self._may_draft)
+        return is_plain and [s.id for s in running] == [row.sequence.id for row in self._rows]
 
     def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
         with self._own:
@@ -177,6 +176,7 @@ class BatchController:
         self._step, self._odds = Underway(shape.num_sampled), self.survival.odds([row.sequence.id for row in rows])
         limits = np.array([row.max_draft_depth for row in rows], np.int64)
         if not limits.any():
+            self._num_passed = num_steps - 1  # which the next decision counts
             return found
         if self._num_learned < KNOWN:
             found = self._cautious(rows, limits)

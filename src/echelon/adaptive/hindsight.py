@@ -16,7 +16,7 @@ MOST_REMEMBERED = 1024  # steps whose errors are
 
 @dataclass
 class Hindsight:
-    """Sums over the steps that read no prompt; `num_proposed` of all: tokens that were drafted, verified or not.
+    """Sums over the steps that read no prompt, of plain ones in a row over some; `num_proposed` of all: tokens drafted, verified or not.
 
     predicted_ms  of these steps, and what they took
     tokens, ms    float64[LONGEST + 1]: what drafts of 0, 1, 2 … tokens for every row would have emitted, of tokens whose fate is known, and

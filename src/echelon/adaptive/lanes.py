@@ -9,7 +9,7 @@ from echelon.adaptive.controller import BatchController, Learned
 from echelon.adaptive.cost_table import CostTable
 from echelon.adaptive.planning import Bool
 from echelon.draft import Draft, Float64, Int64
-from echelon.sequence import PlannedRow
+from echelon.sequence import PlannedRow, Sequence
 from echelon.stats import StepRecord
 
 
@@ -25,9 +25,8 @@ class LaneController:
         self._under_way: list[tuple[set[int], BatchController]] = []  # rows of a step that are awaited, and who has decided on it
         self.piece_sizes = self._deciding.piece_sizes
 
-    @property
-    def rests(self) -> bool:
-        return bool(self._idle) and self._idle[-1].rests
+    def rests(self, running: SequenceOf[Sequence]) -> bool:
+        return not self._under_way and self._idle[-1].rests(running)
 
     def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
         numbers = {row.sequence.id for row in rows}

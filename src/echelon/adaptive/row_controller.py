@@ -17,7 +17,7 @@ from echelon.adaptive.corrections import StepFactors
 from echelon.adaptive.cost_table import CostTable, TablePieces
 from echelon.adaptive.planning import Bool
 from echelon.draft import Draft, Float64, Int64
-from echelon.sequence import PlannedRow
+from echelon.sequence import PlannedRow, Sequence
 from echelon.stats import StepRecord
 from echelon.step_costs import PieceSizes
 
@@ -60,8 +60,7 @@ class RowController:
         self._rows: dict[int, _OwnPast] = {}
         self._most_depth, self._drafts_chains = most_depth, nodes_per_level == 1.0
 
-    @property
-    def rests(self) -> bool:
+    def rests(self, running: SequenceOf[Sequence]) -> bool:  # noqa: ARG002
         return False  # each row decides for itself
 
     def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:

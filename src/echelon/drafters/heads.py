@@ -204,7 +204,7 @@ class HeadDrafter:
         self, rows: SequenceOf[PlannedRow], verdict: Verdict, following: SequenceOf[list[int]], hidden_states: Tensor
     ) -> SequenceOf[Tensor]:
         """Of each row the hidden states [n, F] before the tokens that follow; without a cache only the last is ever used."""
-        if len(hidden_states) == len(rows):  # one token each
+        if len(hidden_states) == len(rows) > 0:  # one token each
             return torch.split(hidden_states.to(self._dtype, copy=True), 1)
         indptr = indptr_of([row.num_new + kept.num_draft_tokens for row, kept in zip(rows, verdict, strict=True)])
         places: list[int] = []
