@@ -346,14 +346,14 @@ def test_a_draft_model_that_comes_back_is_current(models: tuple[LoadedModel, Loa
 
 
 def test_failures_are_forgiven_after_many_good_proposals() -> None:
-    faulty = FaultyDrafter("raise", NUM_GOOD + 2)
+    faulty, rows = FaultyDrafter("raise", NUM_GOOD + 2), planned()
     guard = GuardedDrafter(faulty, toys.VOCABULARY)
     for _ in range(5 * (NUM_GOOD + 2)):
-        guard.propose([])
+        guard.propose(rows)
     assert guard.faults == {"raised": 5}
     guard.drafter = FaultyDrafter("raise")
     for _ in range(5):
-        guard.propose([])
+        guard.propose(rows)
     assert guard.faults == {"raised": 5 + MOST_FAILURES - 1, "cut off": 3}
 
 

@@ -42,10 +42,10 @@ def rejected_kv_kept_with_automatic_positions(patch: Patch) -> None:
     """Rejected tokens stay in the cache, masked, and a new token's position is the number of slots before it (BSP on a rotary model)."""
     commit, pack = LineTables.commit, MaskedRunner.pack
 
-    def keep(tables: LineTables, row: int, num_cached: int) -> None:
+    def keep(tables: LineTables, row: int, num_cached: int, num_held: int = 0) -> None:
         line = tables.lines([row])[0]
         end = tables.ends[line]
-        commit(tables, row, num_cached)
+        commit(tables, row, num_cached, num_held)
         tables.ends[line] = end
 
     def packed(runner: MaskedRunner, spans: Sequence[Span]) -> PaddedBatch:
