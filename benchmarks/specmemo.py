@@ -25,7 +25,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import Cell, Record, Records, asked_of, run_asked
+from benchmarks.cells import Cell, Record, Records, asked_of, run_asked, said
 from benchmarks.conversations import LABELS, Conversation, Turn, ms_a_token, of_mt_bench, of_source, of_story, told
 from benchmarks.memory_document import LEAST_SPEED, MOST_MEMORY, MOST_TREE, write_memory
 from benchmarks.workloads import Models, Size, greedy
@@ -136,6 +136,7 @@ def grid(study: Study) -> Record:
     rounds: dict[tuple[int, int], list[list[list[Turn]]]] = {shape: [] for shape in runs}
     for _, (shape, run) in product(range(study.lengths.grid_rounds), runs.items()):
         rounds[shape].append(study.told(run)[1])
+        said(f"{run.name}: {speed_of(rounds[shape][-1]):.1f} tokens/s")
     lines = []
     for (heads, nodes), own in rounds.items():
         plan, result = study.plan(study.config(heads, nodes), study.length), runs[heads, nodes].result(1, [])
@@ -180,6 +181,7 @@ def planned(study: Study, records: Records) -> Record:
     for _, (name, run) in product(range(study.lengths.rounds), runs.items()):
         answers, turns = study.told(run)
         speeds[name].append(speed_of(turns))
+        said(f"{name}: {speeds[name][-1]:.1f} tokens/s")
         texts.append(answers)
     if any(text != texts[0] for text in texts):
         raise ConfigError("a text differs from that of plain decoding")
