@@ -57,6 +57,9 @@ def test_a_shape_is_chosen_from_the_grid_and_measured_beside_stock(method: str, 
     assert "As it is." in written and "Of old." not in written and "MT-Bench, two turns | 2 heads, 16 nodes" in written
     for plot in (f"memory-shapes-{method}-mt-bench", f"memory-budgets-{method}"):
         assert (tmp_path / "plots" / f"{plot}.png").stat().st_size > 5000
+    write_memory(tmp_path / "memory.md", {}, {study.name("grid"): records.read()[study.name("grid")] | here})
+    assert "2 of them, in the grid alone: 2 heads and 16 nodes decode at" in (tmp_path / "memory.md").read_text()
+    assert "runs in 1 of 4 (MT-Bench, two turns)" in written
     assert "throughput kept" in said and "| 4 | 64 |" in said and "2 of 2" in said
 
 
