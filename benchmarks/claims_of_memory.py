@@ -261,9 +261,14 @@ def long_speed(evidence: Evidence) -> Measured | None:
     return labelled(dict(found))
 
 
+def _long_parts(evidence: Evidence) -> list[Record]:
+    """The parts of the soak that are long enough for a slope, and those in which something was wrong."""
+    return [p for p in (evidence.record("soak") or {}).values() if p["minutes"] >= LEAST_MINUTES or p["violations"]]
+
+
 def soaked(key: str, form: str, evidence: Evidence) -> Measured | None:
-    """Of all parts of the soak together that are long enough for a slope."""
-    own = [p for p in (evidence.record("soak") or {}).values() if p["minutes"] >= LEAST_MINUTES or p["violations"]]
+    """Of all parts of the soak together that count."""
+    own = _long_parts(evidence)
     if not own:
         return None
     minutes, requests = (sum(p[k] for p in own) for k in ("minutes", "requests"))
@@ -272,9 +277,8 @@ def soaked(key: str, form: str, evidence: Evidence) -> Measured | None:
 
 
 def grown_by_half(evidence: Evidence) -> str:
-    """When in the longest part of the soak resident memory grew, and how what is allocated did."""
-    parts: list[Record] = list((evidence.record("soak") or {}).values())
-    part = max(parts, key=lambda p: float(p["minutes"]), default={})
+    """When resident memory grew in the part of the soak in which it grew most, and how what is allocated did."""
+    part: Record = max(_long_parts(evidence), key=lambda p: float(p["mib_an_hour"]), default={})
     if not part.get("memory"):
         return "how memory grew was not kept"
     sizes = [resident for _, resident, _ in part["memory"]]

@@ -195,10 +195,15 @@ def specmemo_part(records: Records, method: str, plots: Path) -> Iterator[str]:
         yield picture(plots, f"memory-budgets-{method}", "Milliseconds a token by budget", partial(draw_budgets, budgets))
 
 
+def fastest_within(shapes: SequenceOf[Record], stock_bytes: float) -> Record:
+    """The fastest shape of a grid whose tree keeps to its share of the stock tree's bytes."""
+    return max((s for s in shapes if s["tree_bytes"] <= MOST_TREE * stock_bytes), key=lambda shape: float(shape["speed"]))
+
+
 def by_the_grid(label: str, shapes: SequenceOf[Record]) -> str:
     """What the fastest shape within its share of the largest tree gains over that tree, by the grid alone."""
     stock = max(shapes, key=lambda shape: (shape["nodes"], shape["heads"]))
-    best = max((s for s in shapes if s["tree_bytes"] <= MOST_TREE * stock["tree_bytes"]), key=lambda shape: shape["speed"])
+    best = fastest_within(shapes, stock["tree_bytes"])
     speed, tree = (best[key] / stock[key] for key in ("speed", "tree_bytes"))
     return (
         f"{label[0].upper()}{label[1:]}, {len(stock['turns'][0])} of them, in the grid alone: {best['heads']} heads and {best['nodes']} "

@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.cells import Cell, Record, Records, asked_of, run_asked, said
 from benchmarks.conversations import LABELS, Conversation, Turn, ms_a_token, of_mt_bench, of_source, of_story, told
-from benchmarks.memory_document import LEAST_SPEED, MOST_MEMORY, MOST_TREE, write_memory
+from benchmarks.memory_document import LEAST_SPEED, MOST_MEMORY, MOST_TREE, fastest_within, write_memory
 from benchmarks.workloads import Models, Size, greedy
 from echelon import ConfigError, EngineConfig, SpeculativeConfig
 from echelon.bench.report import table
@@ -172,7 +172,7 @@ def planned(study: Study, records: Records) -> Record:
     """
     shapes = shapes_measured(study, records)
     stock_plan = study.plan(study.config(*STOCK[study.method]), study.models.with_heads[0].max_len)
-    best = max((s for s in shapes if s["tree_bytes"] <= MOST_TREE * stock_plan.tree_bytes), key=lambda s: s["speed"])
+    best = fastest_within(shapes, stock_plan.tree_bytes)
     shape = int(best["heads"]), int(best["nodes"])
     runs = {"plain": study.run("plain", None), "stock": study.run("stock", study.config(*STOCK[study.method]))}
     runs["planned"] = study.run("planned", study.config(*shape))
