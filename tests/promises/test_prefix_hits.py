@@ -155,11 +155,12 @@ def test_many_conversations_leave_nothing_behind(name: str) -> None:
                 stream.close()
             outputs = llm.generate(texts, params)
             texts = [o.prompt_token_ids + o.outputs[0].token_ids + [turn] for o in outputs]
-        if number in (NUM_CONVERSATIONS // 8 * 4, NUM_CONVERSATIONS - 4):
+        if (number + 4) % (NUM_CONVERSATIONS // 4) == 0:
             gc.collect()
             objects.append(len(gc.get_objects()))
     toys.assert_all_blocks_free(llm)
-    assert objects[1] - objects[0] < NUM_CONVERSATIONS / 8, "what is kept does not grow by the conversation"
+    # What is made once, here or by a library, counts in one quarter; what stays of a conversation counts in each.
+    assert min(np.diff(objects)) < NUM_CONVERSATIONS / 16, "what is kept does not grow by the conversation"
     assert llm.get_counters()["num_prefix_hits"] > 0
 
 
