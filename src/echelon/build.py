@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.acceptance import Exact, Rejection, Rule, Typical
 from echelon.adaptive.controller import BatchController, Controller
-from echelon.adaptive.cost_files import CostRecord, kept_costs, key_of_model, machine_key, read_costs, shapes_of
+from echelon.adaptive.cost_files import CostRecord, kept_costs, key_of_model, key_of_steps, read_costs, shapes_of
 from echelon.adaptive.cost_table import CostTable
 from echelon.adaptive.lanes import LaneController
 from echelon.adaptive.measure import TOKENS, measured_steps, pool_of, reach_of, with_drafting
@@ -27,7 +27,7 @@ from echelon.drafters.ngram import NgramDrafter
 from echelon.engine import Engine
 from echelon.errors import ConfigError, ModelLoadError
 from echelon.heads.base import Head
-from echelon.inputs import check_kind, name_of
+from echelon.inputs import check_kind, name_of, shown
 from echelon.memory.ladder import Fitting
 from echelon.memory.residents import PlannedModels
 from echelon.methods import METHODS, Can
@@ -44,6 +44,7 @@ from echelon.prefix_cache import PrefixCache
 from echelon.release import version
 from echelon.scheduler import LONGEST_PATH, Scheduler
 from echelon.sequence import Sequence
+from echelon.sizes import gibibytes
 from echelon.stats import Stats, Usage
 from echelon.step_costs import PieceSizes
 from echelon.storage import Storage
@@ -100,9 +101,7 @@ def _built(
     spec = _suited(config, spec, target)
     draft = _draft_model(config, spec, target, draft_model)
     head = _head(spec, target, draft_head, is_tested=ranks is None)
-    max_len = config.max_model_len or target.max_len
-    if max_len > target.max_len:
-        raise ConfigError(f"max_model_len = {max_len} exceeds the model's context of {target.max_len} tokens; lower it")
+    max_len = config.model_len(target.max_len)
     models = [target] if draft is None else [target, draft]
     storage = STRATEGIES[config.strategy](config, models, max_len, spec, head)
     if ranks is not None:
@@ -122,12 +121,19 @@ def fit_to_memory(
 
     Raises
     ------
-    ConfigError  nothing fits
+    ConfigError  nothing fits, or so much is not free
     """
     if config.memory is None and config.gpu_memory_utilization is None:
         return None
     models = PlannedModels(config, spec, model, draft_model, draft_head)
     fitting = models.fitted(config.budget(models.memory) or 0)
+    planned, free = fitting.plan.total_bytes, models.within_reach
+    if planned > free:
+        name = "memory" if config.memory is not None else "gpu_memory_utilization"
+        raise ConfigError(
+            f"{name} = {shown(getattr(config, name))} plans {gibibytes(planned)}, and {gibibytes(free)} are free on {models.device.type}; "
+            "lower it, or end what else is running"
+        )
     for line in fitting.lines():
         logger.info("%s", line)
     return fitting
@@ -225,8 +231,7 @@ def _engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Stora
     controller = _controller(spec, costs, drafter, config.pipeline_parallel_size > 1) if costs is not None else None
     scheduler = _scheduler(config, spec, storage, controller.piece_sizes if controller is not None else None)
     guard = GuardedDrafter(drafter, target.loaded.vocab_size, spec.grows_trees)
-    passes = storage.runners[1].usage if len(storage.runners) > 1 else getattr(drafter, "usage", Usage())
-    stats = Stats(target=target.usage, draft=passes, drafter_faults=guard.faults)
+    stats = Stats(target=target.usage, draft=_usage_of_drafts(storage, drafter), drafter_faults=guard.faults)
     engine = Engine(target, guard, scheduler, _rule(spec), ahead, stats, controller)
     engine.observers.append(AcceptanceWatch(spec.method, stats).observe)
     return engine
@@ -235,22 +240,48 @@ def _engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Stora
 def _costs(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, drafter: Drafter) -> CostTable:
     """The table that the configuration names, or what this machine takes."""
     if spec.cost_table is not None:
-        return read_costs(spec.cost_table).table
+        return _named_costs(config, spec, storage, drafter)
     target, reach = storage.runners[0], _reach(config, spec)
-    steps = kept_costs(_keys(_steps_key(config, target), reach), lambda: measured_steps(target, reach))
-    if not isinstance(drafter, LevelDrafter):
-        return steps
-    key = _costs_key(config, spec, storage)
-    return kept_costs(_keys(key, reach), lambda: with_drafting(steps, target, drafter, reach))
+    with target.usage.uncounted(), _usage_of_drafts(storage, drafter).uncounted():
+        steps = kept_costs(_keys(_steps_key(config, target), reach), lambda: measured_steps(target, reach))
+        if not isinstance(drafter, LevelDrafter):
+            return steps
+        key = _costs_key(config, spec, storage)
+        return kept_costs(_keys(key, reach), lambda: with_drafting(steps, target, drafter, reach))
+
+
+def _named_costs(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, drafter: Drafter) -> CostTable:
+    """The table in the file that `spec` names. One of another machine may be replayed here; of other models it is said.
+
+    Raises
+    ------
+    ConfigError  it is none, or says nothing of drafting, which takes time
+    """
+    record, key = read_costs(spec.cost_table or ""), _costs_key(config, spec, storage)
+    if isinstance(drafter, LevelDrafter) and record.table.drafting is None:
+        raise ConfigError(
+            f"the cost table {shown(str(spec.cost_table))} has no times of drafting, which {spec.method!r} needs; `echelon bench step "
+            "--cost-table FILE` with the same --speculative-config writes one that has"
+        )
+    other = [name for name in ("model", "drafter") if record.key.get(name, key[name]) != key[name]]
+    if other:
+        logger.warning("the cost table %s was measured with another %s", shown(str(spec.cost_table)), " and ".join(other))
+    return record.table
 
 
 def measured_costs(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, drafter: Drafter) -> CostRecord:
     """What steps and drafting take now."""
     target, reach = storage.runners[0], _reach(config, spec)
-    table = measured_steps(target, reach)
-    if isinstance(drafter, LevelDrafter):
-        table = with_drafting(table, target, drafter, reach)
+    with target.usage.uncounted(), _usage_of_drafts(storage, drafter).uncounted():
+        table = measured_steps(target, reach)
+        if isinstance(drafter, LevelDrafter):
+            table = with_drafting(table, target, drafter, reach)
     return CostRecord(key=_keys(_costs_key(config, spec, storage), reach)[0], table=table)
+
+
+def _usage_of_drafts(storage: Storage, drafter: Drafter) -> Usage:
+    """Where passes that draft are counted."""
+    return storage.runners[1].usage if len(storage.runners) > 1 else getattr(drafter, "usage", Usage())
 
 
 def _reach(config: EngineConfig, spec: SpeculativeConfig) -> int:
@@ -264,11 +295,7 @@ def _keys(key: dict[str, str], reach: int) -> list[dict[str, str]]:
 
 def _steps_key(config: EngineConfig, target: Runner[Any]) -> dict[str, str]:
     """What decides how long a step takes; a table is kept by it."""
-    strategy = " ".join((config.strategy, config.pad, config.grouping))
-    storage = f"blocks of {config.block_size}, keys in {config.kv_cache_dtype}, {pool_of(target)}"
-    ranks = f"{config.tensor_parallel_size} ranks, {config.pipeline_parallel_size} stages"
-    settings = f"numerics {config.numerics}, eager {config.enforce_eager}, {ranks}, {storage}"
-    return machine_key(target.loaded.device) | {"model": model_key(target.loaded), "strategy": strategy, "settings": settings}
+    return key_of_steps(config, target.loaded.device, model_key(target.loaded), pool_of(target))
 
 
 def _costs_key(config: EngineConfig, spec: SpeculativeConfig, storage: Storage) -> dict[str, str]:

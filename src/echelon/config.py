@@ -344,6 +344,18 @@ class EngineConfig(Settings):
             return int(self.gpu_memory_utilization * device_bytes)
         return None if self.memory is None else parse_bytes(self.memory, "memory")
 
+    def model_len(self, context: int) -> int:
+        """Most tokens of a text, of a model whose own context is so long.
+
+        Raises
+        ------
+        ConfigError  the context is shorter
+        """
+        length = self.max_model_len or context
+        if length > context:
+            raise ConfigError(f"max_model_len = {length} exceeds the model's context of {context} tokens; lower it")
+        return length
+
     @property
     def num_rows_held(self) -> int:
         """Rows that hold keys and values at once: those of a step, or the window that its group is chosen from."""

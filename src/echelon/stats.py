@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from echelon.draft import Verdict
@@ -107,6 +108,15 @@ class Usage:
     layout_seconds: float = 0.0
     num_group_choices: int = 0
     num_group_hits: int = 0
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Passes inside `with` are not served work, and do not count."""
+        before = replace(self)
+        try:
+            yield
+        finally:
+            vars(self).update(vars(before))
 
     @property
     def padded_input_share(self) -> float:

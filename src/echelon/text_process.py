@@ -59,7 +59,10 @@ class TextProcess:
             connection = self._connected()
             try:
                 if needed is not None and self._loaded != needed:
-                    self._exchange(connection, preparation(), WALL_SECONDS)
+                    self._loaded = None
+                    prepared = self._exchange(connection, preparation(), WALL_SECONDS)
+                    if "error" in prepared:
+                        return prepared
                     self._loaded = needed
                 return self._exchange(connection, work, seconds)
             except TimeoutError:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from echelon.adaptive.cost_table import CostTable
+from echelon.config import EngineConfig
 from echelon.errors import ConfigError, EchelonError
 from echelon.inputs import cache_folder, first_line, write_text
 from echelon.ops import compiled
@@ -47,6 +48,15 @@ def machine_key(device: torch.device) -> dict[str, str]:
 def key_of_model(module: torch.nn.Module, dtype: torch.dtype, quantization: str | None) -> str:
     """Class, types and shapes of a model that is served in `dtype`, with its weights in integers where `quantization` says so."""
     return f"{type(module).__name__}, {dtype}, {quantization}, {shapes_of(module, dtype)}"
+
+
+def key_of_steps(config: EngineConfig, device: torch.device, model: str, pool: str) -> dict[str, str]:
+    """What decides how long a step takes: this machine, the `key_of_model`, the settings, and `pool`, how far the cache bounds it."""
+    strategy = " ".join((config.strategy, config.pad, config.grouping))
+    ranks = f"{config.tensor_parallel_size} ranks, {config.pipeline_parallel_size} stages"
+    storage = f"blocks of {config.block_size}, keys in {config.kv_cache_dtype}, {pool}"
+    settings = f"numerics {config.numerics}, eager {config.enforce_eager}, {ranks}, {storage}"
+    return machine_key(device) | {"model": model, "strategy": strategy, "settings": settings}
 
 
 def shapes_of(module: torch.nn.Module, dtype: torch.dtype | None = None) -> str:
@@ -91,9 +101,13 @@ def _keep(record: CostRecord) -> None:
 
 
 def all_costs() -> list[CostRecord]:
-    """What is kept in the user's cache folder, oldest first; files that cannot be read are left out."""
+    """What is kept in the user's cache folder, oldest first; what cannot be read is left out."""
     found = []
-    for path in sorted(_folder().glob("*.json"), key=lambda p: p.stat().st_mtime_ns):
+    try:
+        paths = sorted(_folder().glob("*.json"), key=lambda p: p.stat().st_mtime_ns)
+    except (OSError, RuntimeError):  # no such home, no permission
+        return []
+    for path in paths:
         try:
             found.append(read_costs(path))
         except ConfigError:

@@ -36,8 +36,7 @@ def reach_of(num_tokens: int) -> int:
 def measured_steps(target: Runner[Any], reach: int) -> CostTable:
     """Costs of steps of up to `reach` tokens, as far as the cache holds them, the least of interleaved passes; nothing is left in it."""
     tables, num_rows = target.cache.tables, _num_rows(target)
-    widest = min(num_rows * (tables.max_tokens_per_row - 1), tables.capacity)
-    widths = [n for n in TOKENS if n <= min(reach, max(1, widest))]
+    widths = [n for n in TOKENS if n == 1 or (n <= reach and _is_held(target, _shares(n, num_rows)))]
     long = max(1, min(LONG, tables.capacity - 1, tables.max_tokens_per_row - 1))
     logits = raw_rows(torch.from_numpy(np.random.default_rng(0).standard_normal((PER_ROW, target.loaded.vocab_size), np.float32)))
     works: list[Callable[[], object]] = [
@@ -71,14 +70,25 @@ def _num_rows(target: Runner[Any], num_tokens: int = PER_ROW + 1) -> int:
     return max(1, min(TOKENS[-1], tables.num_blocks // max(1, tables.num_missing(0, num_tokens))))
 
 
+def _shares(num_tokens: int, num_rows: int) -> list[int]:
+    """Tokens of each row of a pass over so many."""
+    per_row = max(PER_ROW, -(-num_tokens // num_rows))
+    return [min(per_row, num_tokens - first) for first in range(0, num_tokens, per_row)]
+
+
+def _is_held(target: Runner[Any], counts: list[int]) -> bool:
+    """Whether the cache holds rows of so many tokens at once."""
+    tables = target.cache.tables
+    return max(counts) < tables.max_tokens_per_row and sum(tables.num_missing(0, count) for count in counts) <= tables.num_blocks
+
+
 def _waiting(target: Runner[Any]) -> Callable[[], object]:
     return torch.cuda.synchronize if target.loaded.device.type == "cuda" else _nothing
 
 
 def _pass(target: Runner[Any], num_tokens: int, num_rows: int, num_keys: int = 0) -> None:
     """A pass over so many tokens of rows with so many keys before them: PER_ROW a row, and more only where rows are lacking."""
-    tables, per_row = target.cache.tables, max(PER_ROW, -(-num_tokens // num_rows))
-    counts = [min(per_row, num_tokens - first) for first in range(0, num_tokens, per_row)]
+    tables, counts = target.cache.tables, _shares(num_tokens, num_rows)
     for row, count in enumerate(counts):
         tables.reserve(row, num_keys + count)
     target.run(target.pack([Span(row, num_keys, [0] * n, n, num_keys + n) for row, n in enumerate(counts)]))

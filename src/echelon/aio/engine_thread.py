@@ -29,7 +29,7 @@ GATHER_SECONDS = 0.005  # that a step waits for who comes in the place of a requ
 GATHER_SHARE = 0.05  # no longer than this share of the step before: missing the step would cost all of it
 STALLED = "the engine makes no progress; ask again later"
 STOPPED = "the engine has stopped; ask again elsewhere or later"
-IDLE_SECONDS = 1.0  # between the ticks of an engine that has nothing to do
+IDLE_SECONDS = 1.0  # at most between the ticks of an engine that has nothing to do
 POLL_SECONDS = 0.02  # between looks at a thread that is about to end
 
 
@@ -174,7 +174,7 @@ class EngineThread:
             self._progress_at = time.monotonic()
             self.llm.storage.check_ranks()
             with suppress(queue.Empty):
-                self._execute(self._commands.get(timeout=IDLE_SECONDS), engine)
+                self._execute(self._commands.get(timeout=min(IDLE_SECONDS, self.limits.stall_timeout / 4)), engine)
         with suppress(queue.Empty):
             while (wait := self._gathers_until - time.monotonic()) > 0.0:
                 self._execute(self._commands.get(timeout=wait), engine)

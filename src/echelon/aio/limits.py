@@ -18,7 +18,7 @@ class Limits(Settings):
     queue_timeout: float = Field(default=120.0, gt=0, description="Seconds that a request may wait for its first step.")
     total_timeout: float = Field(default=1800.0, gt=0, description="Seconds that a request may take, to its last token.")
     stall_timeout: float = Field(
-        default=60.0, gt=0, description="Seconds without a step while there is work, before the engine is no longer healthy."
+        default=60.0, ge=0.1, description="Seconds without a step while there is work, before the engine is no longer healthy."
     )
 
 

@@ -11,6 +11,8 @@ from echelon.draft import Draft
 from echelon.drafters.base import Drafter
 from echelon.sequence import PlannedRow
 
+LONGEST_MATCH = 10  # tokens found again, of which more are no surer sign
+
 
 class NgramIndex:
     """n-gram → the position after its latest occurrence, for n in `lengths`; extended by new tokens, never rebuilt.
@@ -60,10 +62,19 @@ class NgramDrafter(Drafter):
         end = sequence.num_prompt_tokens if config.prompt_lookup_source == "prompt" else len(sequence)
         index.extend(sequence.tokens, end)
         place, length = index.find(sequence.tokens)
+        length = matched(sequence.tokens, place, length)
         return (copied(sequence.tokens, place, min(row.max_draft_tokens, config.most_tokens), end) if length else []), length
 
     def forget(self, row: int) -> None:
         self._indexes.pop(row, None)
+
+
+def matched(tokens: SequenceOf[int], place: int, length: int) -> int:
+    """How many of the last tokens stand before `place` as well, at most LONGEST_MATCH; `length` of them are known to."""
+    most = min(place, LONGEST_MATCH)
+    while 0 < length < most and tokens[place - 1 - length] == tokens[-1 - length]:
+        length += 1
+    return length
 
 
 def copied(tokens: SequenceOf[int], place: int, count: int, end: int) -> list[int]:

@@ -18,8 +18,7 @@ from echelon.errors import UnsupportedModelError
 from echelon.kv.cache import LayerShape
 from echelon.model.attention import IMPLEMENTATION, LayerCall, record_layers
 from echelon.model.load.loading import LoadedModel
-from echelon.model.load.published import GROUPS as PUBLISHED_GROUPS
-from echelon.model.load.published import PackedTensor, with_published
+from echelon.model.load.published import PackedTensor, kernel_group, with_published
 from echelon.model.load.reading import DTYPES, TOKENIZER_FILES, built_without_memory, read_config, settings_of
 from echelon.model.patches.experts import STACKED, is_experts
 from echelon.model.patches.linear import LINEAR, is_plain_linear, weight_bytes
@@ -187,8 +186,7 @@ class Outline:
         if not self.is_packed:
             return matrix.columns * matrix.depth * self.dtype.itemsize
         published = self.scheme is not None and matrix.bits == 4
-        group = self.scheme.group_size if self.scheme is not None and published else None
-        group = group or (next((size for size in PUBLISHED_GROUPS if matrix.depth % size == 0), None) if published else None)
+        group = kernel_group(self.scheme.group_size or matrix.depth) if self.scheme is not None and published else None
         columns = matrix.columns // matrix.parts
         tiles = matrix.parts * -(-columns // cpu.TILE)
         return tiles * tile_bytes(matrix.depth, matrix.bits, self.dtype, group, published and self.has_zeros)

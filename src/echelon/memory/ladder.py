@@ -87,13 +87,13 @@ def fitted(
 
     Raises
     ------
-    ConfigError  nothing does; with the largest length and number of rows that would
+    ConfigError  nothing does, with the largest length and number of rows that would; a length that is asked for exceeds the model's
     """
     asked = config.model_copy(update={"memory": None, "gpu_memory_utilization": None})
     free = set(EngineConfig.model_fields) - config.model_fields_set - KEPT
     rows = min(PLANNED_ROWS, asked.max_num_seqs) if "max_num_seqs" in free else asked.max_num_seqs
-    length = min(PLANNED_LEN, context) if "max_model_len" in free else asked.max_model_len or context
-    walk = _Walk(budget, plan_of, speed_of, _sized(asked, rows, min(length, context)), spec)
+    length = min(PLANNED_LEN, context) if "max_model_len" in free else asked.model_len(context)
+    walk = _Walk(budget, plan_of, speed_of, _sized(asked, rows, length), spec)
     if walk.fits:
         walk.config = _grown(walk, free, context, asked.max_num_seqs)
     else:
@@ -150,7 +150,7 @@ class _Walk:
         if not self.fits:
             return
         prefixes = self.config.model_copy(update={"enable_prefix_caching": asked.enable_prefix_caching})
-        for changed in ((self.config, spec), (prefixes, self.spec), (prefixes, spec)):
+        for changed in ((prefixes, self.spec), (self.config, spec), (prefixes, spec)):  # the last that fits
             if self.plan_of(*changed).total_bytes <= self.budget:
                 self.config, self.spec = changed
         is_kept = self.config.enable_prefix_caching == asked.enable_prefix_caching
@@ -182,8 +182,9 @@ def _ladder(config: EngineConfig, spec: SpeculativeConfig | None, free: set[str]
             ("int4", "4 bits", "about 1 % of loss"),
         )
         for name, bits, loses in ways:
-            if spec is None or spec.own_copy != name:  # a model's own copy has fewer bits than it
-                yield [(f"weights in {bits}", loses, {"quantization": name}, {})]
+            if spec is not None and spec.own_copy == name:  # a model has more bits than its own copy
+                break
+            yield [(f"weights in {bits}", loses, {"quantization": name}, {})]
     if "max_num_seqs" in free:
         yield [
             (f"{_rows(rows)} at once", f"{rows / config.max_num_seqs:.0%} of the conversations run at once", {"max_num_seqs": rows}, {})

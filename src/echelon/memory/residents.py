@@ -19,8 +19,18 @@ from echelon.heads.checkpoints import NOT_OF_THE_HEAD
 from echelon.inputs import name_of
 from echelon.memory.footprint import HOST, Footprint, Outline, footprint_of, is_packed_on
 from echelon.memory.ladder import Fitting, fitted
-from echelon.memory.plan import HeadFootprint, MemoryPlan, Residents, are_captured, footprint_of_head, plan_memory, process_bytes
-from echelon.memory.step_speeds import StepSpeeds
+from echelon.memory.plan import (
+    DEVICE_RUNTIME,
+    HeadFootprint,
+    MemoryPlan,
+    Residents,
+    are_captured,
+    footprint_of_head,
+    plan_memory,
+    process_bytes,
+)
+from echelon.memory.pool import available_memory
+from echelon.memory.step_speeds import ServedModel, StepSpeeds
 from echelon.methods import METHODS
 from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.linear import weight_bytes
@@ -54,7 +64,9 @@ class PlannedModels:
     @cached_property
     def speeds(self) -> StepSpeeds:
         """What steps of the target have cost on this machine."""
-        return StepSpeeds(self._target.model, self._dtype, self.device)
+        copy = self._target if self._spec is not None and self._spec.own_copy is not None else self._draft
+        bits = None if self._spec is None else self._spec.own_copy or self._spec.quantization
+        return StepSpeeds(self.device, self._served(self._target, None), None if copy is None else self._served(copy, bits))
 
     @property
     def context(self) -> int:
@@ -71,7 +83,7 @@ class PlannedModels:
 
     def plan(self, config: EngineConfig, spec: SpeculativeConfig | None) -> MemoryPlan:
         """The plan of an engine with these settings."""
-        return plan_memory(config, spec, self.residents(config, spec), config.max_model_len or self.context)
+        return plan_memory(config, spec, self.residents(config, spec), config.model_len(self.context))
 
     def residents(self, config: EngineConfig, spec: SpeculativeConfig | None) -> Residents:
         """What the settings have in memory."""
@@ -99,6 +111,19 @@ class PlannedModels:
         if self.device.type == "cuda":
             return int(torch.cuda.get_device_properties(self.device).total_memory)
         return int(psutil.virtual_memory().total)
+
+    @property
+    def within_reach(self) -> int:
+        """Bytes that this process has, and those that it could still take."""
+        is_device = self.device.type == "cuda"
+        held = torch.cuda.memory_allocated(self.device) + DEVICE_RUNTIME if is_device else int(psutil.Process().memory_info().rss)
+        return held + available_memory(self.device)
+
+    def _served(self, model: Outline | LoadedModel, quantization: str | None) -> ServedModel:
+        """A model as it is served, its weights in integers if they are so already or `quantization` says so."""
+        if isinstance(model, LoadedModel):
+            return ServedModel(model.model, model.model.dtype, model.quantization)
+        return ServedModel(model.model, model.dtype, model.scheme.quantization if model.scheme is not None else quantization)
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import nn
 
-from echelon.adaptive.cost_files import all_costs, key_of_model, machine_key
+from echelon.adaptive.cost_files import all_costs, key_of_model, key_of_steps, shapes_of
 from echelon.adaptive.cost_table import CostTable
 from echelon.config import EngineConfig, SpeculativeConfig
 from echelon.methods import METHODS
@@ -15,29 +17,40 @@ READ_AGAIN = 1000  # tokens of a prompt
 UNKNOWN = "its speed has not been measured here"
 
 
+class ServedModel(NamedTuple):
+    """A module, the type it is served in, and the integers of its linear layers, where that is settled."""
+
+    module: nn.Module
+    dtype: torch.dtype
+    quantization: str | None
+
+    def key(self, quantization: str | None) -> str:
+        """As cost tables have it; in such integers where nothing else is settled."""
+        return key_of_model(self.module, self.dtype, self.quantization or quantization)
+
+
 class StepSpeeds:
-    """Costs of a model's steps that have been kept on this machine.
+    """Costs of the target's steps that have been kept on this machine; `draft`: a model that drafts beside it."""
 
-    model  the target's module; `dtype` as it is served
-    """
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-        self._model, self._dtype, self._here = model, dtype, machine_key(device)
+    def __init__(self, device: torch.device, target: ServedModel, draft: ServedModel | None = None) -> None:
+        self._device, self._target, self._draft = device, target, draft
 
     def table(self, config: EngineConfig, spec: SpeculativeConfig | None) -> CostTable | None:
         """The newest costs of steps with such weights, keys and values, and of drafting where something is made to draft; None where they
         have not been measured.
         """
-        wanted = self._here | {"model": key_of_model(self._model, self._dtype, config.quantization)}
+        wanted = key_of_steps(config, self._device, self._target.key(config.quantization), "")
+        settings = wanted.pop("settings")
         kept = [
             record
             for record in reversed(all_costs())
-            if wanted.items() <= record.key.items() and f"keys in {config.kv_cache_dtype}," in record.key.get("settings", "")
+            if wanted.items() <= record.key.items() and record.key.get("settings", "").startswith(settings)
         ]
         if spec is None or METHODS[spec.method].needs == "nothing":
             return kept[0].table.model_copy(update={"drafting": None, "start_ms": 0.0}) if kept else None
-        drafting = [record.table for record in kept if record.key.get("drafter", "").startswith(f"{spec.method},")]
-        return drafting[0] if drafting else None
+        last = "" if self._draft is None else f", {self._draft.quantization}, {shapes_of(self._draft.module, self._draft.dtype)}"
+        drafters = [(record.key.get("drafter", ""), record.table) for record in kept]
+        return next((table for name, table in drafters if name.startswith(f"{spec.method},") and name.endswith(last)), None)
 
     def lost(self, before: tuple[EngineConfig, SpeculativeConfig | None], after: tuple[EngineConfig, SpeculativeConfig | None]) -> str:
         """What is expected of the speed after settings have changed: of prefixes that are not kept the time to read them, of fewer rows all
@@ -61,7 +74,4 @@ def milliseconds(costs: CostTable, config: EngineConfig, spec: SpeculativeConfig
     """Of a step in which every row verifies all that it may draft, with the drafting."""
     rows, count = config.max_num_seqs, spec.most_tokens if spec is not None else 0
     total = float(costs.step_ms(np.array([rows * (1 + count)]), 0, np.array([0.0]))[0])
-    if spec is not None and costs.drafting is not None:
-        levels = [rows, *[rows * spec.widest_level] * (spec.longest_path - 1)]
-        total += costs.start_ms + float(costs.level_ms(np.array(levels)).sum())
-    return total
+    return total if spec is None else total + float(costs.drafting_ms(rows, np.array(spec.longest_path)))

@@ -157,7 +157,7 @@ class Runner(ABC, Generic[BatchT]):
             occupancy = replace(occupancy, num_inputs=num_replayed)
             self.usage.num_replays += 1
         self.usage.count(num_tokens, occupancy, self.cache.bytes_per_slot)
-        self.usage.layout_seconds = self.cache.seconds
+        self.usage.layout_seconds, self.cache.seconds = self.usage.layout_seconds + self.cache.seconds, 0.0
         self.usage.num_captures = self.captured.num_captures if self.captured else 0
 
     def commit(self, row: int, num_known: int, path: Sequence[int] = (), num_held: int = 0) -> None:

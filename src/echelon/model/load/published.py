@@ -33,6 +33,13 @@ GROUPS = (128, 64, 32)  # entries of K that the kernels let share a scale at 4 b
 HALVES = (0, 1, 2, 3, 4, 5, 6, 7)
 
 
+def kernel_group(size: int) -> int:
+    """Entries that share a scale in the kernels, where `size` do in a checkpoint of 4 bits; what no group of theirs divides is refused when
+    it is read.
+    """
+    return next((group for group in GROUPS if size % group == 0), GROUPS[-1])
+
+
 class PublishedLayout(NamedTuple):
     """How a format has a weight [N, K]: names of its tensors after that of the layer, and how they lie."""
 
@@ -153,7 +160,7 @@ class PublishedWeight:
         zeros = self._zeros(columns)
         if self.scheme.bits == 4:  # groups as the kernels have them
             size = depth // scales.shape[1]
-            repeats = size // next(g for g in GROUPS if size % g == 0)
+            repeats = size // kernel_group(size)
             scales = scales.repeat_interleave(repeats, 1)
             zeros = None if zeros is None else zeros.repeat_interleave(repeats, 1).contiguous()
         return cpu.pack_integers(QuantisedWeight(self._values(), scales.contiguous(), zeros, self.scheme.bits), dtype)
