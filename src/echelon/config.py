@@ -289,10 +289,16 @@ class EngineConfig(Settings):
         default=None, description="Weights of linear layers in 8 bits, or in 4 with 8 in the output layer; CPU."
     )
     tensor_parallel_size: StrictInt = Field(
-        default=1, ge=1, lt=LARGEST, description="Processes that each have a part of every layer of the target, on CPUs."
+        default=1,
+        ge=1,
+        lt=LARGEST,
+        description="Processes that each have a part of every layer of the target, on CPUs. On one machine no faster than one process.",
     )
     pipeline_parallel_size: StrictInt = Field(
-        default=1, ge=1, lt=LARGEST, description="Processes that each have some of the target's layers, on CPUs."
+        default=1,
+        ge=1,
+        lt=LARGEST,
+        description="Processes that each have some of the target's layers, on CPUs: for a model that one machine does not hold.",
     )
     max_num_seqs: StrictInt = Field(default=64, ge=1, lt=LARGEST, description="Rows that run at once.")
     max_num_batched_tokens: StrictInt = Field(
@@ -309,7 +315,8 @@ class EngineConfig(Settings):
         default="auto", description="Keys and values: as the model's numbers, or in 8 bits with a scale a token and head; CPU."
     )
     kv_cache_memory_bytes: Annotated[StrictInt, Field(ge=1)] | Literal["auto"] = Field(
-        default="auto", description="Bytes of the KV pool, or auto."
+        default="auto",
+        description="Bytes of the KV pool. auto: all rows at full length, at most half of the free memory, on CUDA four fifths.",
     )
     memory: StrictInt | Text | None = Field(
         default=None, description="Memory that the whole process may take, such as 8GiB: settings that are left out are chosen to fit."

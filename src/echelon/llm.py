@@ -46,10 +46,7 @@ class LLM:
     speculative_config  what drafts: a `SpeculativeConfig` or a mapping with vLLM's keys; `None` decodes plainly
     draft_model         a draft model loaded already, instead of the name in `speculative_config`
     draft_head          likewise a head of the target
-    settings            see `EngineConfig`: dtype, device, numerics, tensor_parallel_size, max_num_seqs, max_num_batched_tokens,
-                        max_model_len, block_size, quantization, kv_cache_dtype, kv_cache_memory_bytes, memory, gpu_memory_utilization,
-                        enable_prefix_caching, seed, skip_tokenizer_init; and how rows become a batch: strategy, pad, grouping,
-                        group_window, refill
+    settings            the fields of `EngineConfig`, such as dtype, max_num_seqs, max_model_len, quantization or memory
 
     Raises
     ------

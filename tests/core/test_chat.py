@@ -277,6 +277,20 @@ def test_the_renderer_ends_with_whoever_started_it() -> None:
     assert renderer.pid is None
 
 
+def test_no_text_is_encoded_with_the_tokenizer_of_another_model() -> None:
+    """Where the one that is needed cannot be read there."""
+    good, work = AutoTokenizer.from_pretrained(str(TARGET)), {"encode": "a", "split_special_tokens": False, "add_special_tokens": False}
+    process = TextProcess()
+
+    def ask(needed: str, tokenizer: str) -> dict[str, Any]:
+        return process.ask(work | {"bytes": 2**28}, 5.0, needed, lambda: {"tokenizer": tokenizer, "bytes": 2**28})
+
+    encoded = ask("good", good.backend_tokenizer.to_str())
+    assert encoded["ids"] and "error" in ask("broken", "{") and "error" in ask("broken", "{")
+    assert ask("good", good.backend_tokenizer.to_str()) == encoded
+    process.close()
+
+
 def test_a_renderer_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     (tmp_path / "broken.py").write_text("raise ImportError('no jinja')")
     monkeypatch.setattr("echelon.text_process.WORKER", tmp_path / "broken.py")

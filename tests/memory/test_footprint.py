@@ -64,6 +64,15 @@ def test_a_published_model_takes_what_its_headers_say(kind: str, tmp_path: Path)
     assert planned.quantization == loaded.quantization
 
 
+@pytest.mark.parametrize("size", [96, 256])
+def test_groups_that_kernels_split_are_planned_as_they_are_packed(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": size, "sym": False}
+    monkeypatch.setitem(published.KINDS, "large groups", (settings, lambda w: published.gptq(w, size, True)))
+    published.publish(toys.llama(hidden_size=768, intermediate_size=768, head_dim=192).bfloat16(), "large groups", tmp_path)
+    planned, loaded = Outline.of(str(tmp_path)).footprint(), footprint_of(load_model(tmp_path))
+    assert loaded.weights <= planned.weights <= loaded.weights + SMALL
+
+
 def test_no_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved("llama", torch.bfloat16, tmp_path)
 

@@ -19,8 +19,9 @@ from echelon.cli import app, join_dotted
 from echelon.kv.cache import LayerShape
 from echelon.memory import residents as residents_module
 from echelon.memory.footprint import Footprint
-from echelon.memory.ladder import PLANNED_LEN, PLANNED_ROWS, Fitting, fitted
+from echelon.memory.ladder import PLANNED_LEN, PLANNED_ROWS, Fitting, _ladder, fitted
 from echelon.memory.plan import HeadFootprint, MemoryPlan, Residents, plan_memory
+from echelon.memory.residents import PlannedModels
 from echelon.memory.step_speeds import UNKNOWN
 from echelon.server import http as serving
 from echelon.sizes import gibibytes, parse_bytes
@@ -110,6 +111,46 @@ def test_a_kept_prefix_goes_before_anything_else() -> None:
     full = plan(EngineConfig(max_num_seqs=4, max_model_len=4096), CHAIN).total_bytes
     found = fitted(EngineConfig(), CHAIN, full - MIB, plan, CONTEXT, ROUNDED, unmeasured)
     assert said(found) == ["no prefix cache"] and "--no-enable-prefix-caching" in found.flags()
+
+
+def test_drafts_come_back_before_kept_prefixes_do() -> None:
+    """Where a rung below has freed enough for either of them."""
+
+    def plan(config: EngineConfig, spec: SpeculativeConfig | None) -> MemoryPlan:
+        found = plan_of(config, spec)
+        return MemoryPlan(found.terms | {"boundary states": 60 * MIB * config.enable_prefix_caching}, 0, found.pool)
+
+    full = plan(EngineConfig(max_num_seqs=4, max_model_len=4096, quantization="int8"), TREE).total_bytes
+    without = plan(EngineConfig(max_num_seqs=4, max_model_len=4096, quantization="int8", enable_prefix_caching=False), TREE).total_bytes
+    some = fitted(EngineConfig(), TREE, full - MIB, plan, CONTEXT, {"quantization"}, unmeasured)
+    assert without < full - MIB and some.spec == TREE and said(some) == ["no prefix cache", "weights in 8 bits"]
+    both = fitted(EngineConfig(), TREE, full, plan, CONTEXT, {"quantization"}, unmeasured)
+    assert both.spec == TREE and said(both) == ["weights in 8 bits"]
+
+
+@pytest.mark.parametrize(("copy", "rungs"), [("self:int8", []), ("self:int4", ["weights in 8 bits"])])
+def test_a_model_is_not_rounded_to_the_bits_of_its_own_copy(copy: str, rungs: list[str]) -> None:
+    spec = SpeculativeConfig(method="draft_model", model=copy, num_speculative_tokens=4)
+    choices = _ladder(EngineConfig(max_num_seqs=4, max_model_len=4096), spec, {"quantization"}, ROUNDED)
+    assert [what for rung in choices for what, *_ in rung] == rungs
+
+
+def test_a_length_beyond_the_context_is_refused_with_a_budget_too() -> None:
+    with pytest.raises(ConfigError, match=f"max_model_len = {CONTEXT + 1} exceeds the model's context of {CONTEXT} tokens"):
+        fit(40_000, max_model_len=CONTEXT + 1)
+    loaded = toys.adopted(toys.llama())
+    with pytest.raises(ConfigError, match="exceeds the model's context"):
+        PlannedModels(EngineConfig(), None, loaded).plan(EngineConfig(max_model_len=toys.CONTEXT + 1), None)
+
+
+@pytest.mark.parametrize("budget", [{"memory": "1GiB"}, {"gpu_memory_utilization": 0.9}])
+def test_a_budget_that_is_not_free_is_said_before_anything_is_loaded(
+    budget: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PlannedModels, "within_reach", 100 * MIB)
+    monkeypatch.setattr("echelon.build.load_model", None)
+    with pytest.raises(ConfigError, match=f"{next(iter(budget))} = .* plans .* and 100.0 MiB are free on cpu; lower it"):
+        LLM(folder, **budget)
 
 
 ALL = {"enable_prefix_caching": True, "kv_cache_dtype": "auto", "quantization": None, "max_num_seqs": 4, "max_model_len": 4096}

@@ -5,17 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import published
 import pytest
 import toys
 
-from echelon import EngineConfig, SpeculativeConfig
-from echelon.adaptive.cost_files import CostRecord, key_of_model, machine_key, write_costs
+from echelon import LLM, EngineConfig, SpeculativeConfig
+from echelon.adaptive.cost_files import CostRecord, all_costs, key_of_model, key_of_steps, shapes_of, write_costs
 from echelon.adaptive.cost_table import CostCurve, CostTable
+from echelon.config import speculative
 from echelon.inputs import cache_folder
 from echelon.memory.lower_bound import least_memory
 from echelon.memory.residents import PlannedModels
-from echelon.memory.step_speeds import UNKNOWN
-from echelon.model.load.loading import LoadedModel
+from echelon.memory.step_speeds import UNKNOWN, milliseconds
+from echelon.model.load.loading import LoadedModel, load_model
 
 DRAFTS = SpeculativeConfig(method="draft_model", model="draft", max_speculative_tokens=3)
 STEPS = CostCurve(tokens=(1, 4, 16, 64), milliseconds=(10.0, 12.0, 20.0, 52.0))
@@ -37,18 +40,21 @@ def kept(loaded: LoadedModel) -> None:
     """Costs of this model: its steps, those with a draft model, and with keys and values in 8 bits; and of another model's."""
     folder = cache_folder() / "costs"
     folder.mkdir(parents=True, exist_ok=True)
-    key = machine_key(loaded.device) | {"model": key_of_model(loaded.model, loaded.model.dtype, None), "settings": "keys in auto, a pool"}
+    model = key_of_model(loaded.model, loaded.model.dtype, None)
 
-    def keep(name: str, factor: float, drafting: CostCurve | None = None, **other: str) -> None:
+    def keep(name: str, factor: float, drafting: CostCurve | None = None, served: EngineConfig | None = None, **other: str) -> None:
+        key = key_of_steps(served or settings(), loaded.device, model, "a pool that bounds nothing")
         table = CostTable(
             step=CostCurve(tokens=STEPS.tokens, milliseconds=tuple(factor * t for t in STEPS.milliseconds)), drafting=drafting
         )
         write_costs(folder / f"{name}.json", CostRecord(key=key | other, table=table))
 
     keep("steps", 1.0)
-    keep("rounded", 0.5, settings="keys in int8, a pool")
+    keep("rounded", 0.5, served=settings(kv_cache_dtype="int8"))
     keep("drafts", 1.0, CostCurve(tokens=(1,), milliseconds=(2.0,)), drafter="draft_model, chain, 8, None, 0")
     keep("another", 100.0, model="LlamaForCausalLM, torch.float32, None, 0")
+    keep("padded", 100.0, served=settings(strategy="padded"))
+    keep("two ranks", 100.0, served=settings(tensor_parallel_size=2))
 
 
 def settings(**changed: Any) -> EngineConfig:
@@ -83,3 +89,39 @@ def test_drafts_pay_by_the_costs_of_the_model_that_is_planned(loaded: LoadedMode
     assert (one.pays, four.pays) == ("1.07 tokens a step", "1.27 tokens a step")
     assert none.bytes < one.bytes < two.bytes < four.bytes < eight.bytes
     assert {found.method for found in least_memory(models, settings(), None)} == {"none", "ngram"}, "what needs no model of its own"
+
+
+def test_a_level_of_a_tree_is_priced_by_its_rows() -> None:
+    """As it is measured: whatever its width, which is the drafter's own."""
+    costs = CostTable(step=STEPS, drafting=CostCurve(tokens=(1, 4, 8), milliseconds=(1.0, 2.0, 9.0)), start_ms=3.0)
+    spec = SpeculativeConfig(method="draft_model", model="draft", tree="dynamic", tree_top_k=4, tree_depth=5, num_speculative_tokens=8)
+    step = float(costs.step_ms(np.array([4 * 9]), 0, np.array([0.0]))[0])
+    assert milliseconds(costs, settings(), spec) == pytest.approx(step + 3.0 + 5 * 2.0)
+
+
+@pytest.mark.usefixtures("kept")
+def test_costs_of_another_draft_model_do_not_serve(loaded: LoadedModel) -> None:
+    drafts = speculative({"method": "draft_model", "max_speculative_tokens": 3})
+    assert PlannedModels(settings(), drafts, loaded, loaded).speeds.table(settings(), drafts) is None
+    (record,) = [record for record in all_costs() if "drafter" in record.key]
+    own = f"draft_model, chain, 8, None, {shapes_of(loaded.model)}"
+    write_costs(cache_folder() / "costs" / "own.json", record.model_copy(update={"key": record.key | {"drafter": own}}))
+    assert PlannedModels(settings(), drafts, loaded, loaded).speeds.table(settings(), drafts) == record.table
+
+
+DRAFTERS: list[dict[str, Any] | None] = [None, {"method": "ngram"}, {"method": "draft_model", "model": "self:int4"}]
+
+
+@pytest.mark.parametrize("config", DRAFTERS, ids=["plain", "copies", "own copy"])
+@pytest.mark.parametrize("kind", ["gptq", "bfloat16", "int8"])
+def test_costs_that_an_engine_has_kept_are_found_for_its_plan(kind: str, config: dict[str, Any] | None, tmp_path: Path) -> None:
+    if kind == "gptq" and config is not None and "model" in config:
+        pytest.skip("what is published in integers has no copy in fewer")
+    model = toys.llama(hidden_size=64, intermediate_size=128).bfloat16()
+    published.publish(model, kind, tmp_path / "m") if kind == "gptq" else model.save_pretrained(tmp_path / "m")
+    chosen: dict[str, Any] = {"quantization": "int8"} if kind == "int8" else {}
+    drafts = speculative(config)
+    LLM(tmp_path / "m", config or {"method": "ngram"}, max_num_seqs=4, max_model_len=64, **chosen)
+    asked = settings(**chosen)
+    for planned in (tmp_path / "m", load_model(tmp_path / "m", **chosen)):
+        assert PlannedModels(asked, drafts, planned).speeds.table(asked, drafts) is not None

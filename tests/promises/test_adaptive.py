@@ -250,6 +250,46 @@ def test_a_torn_cost_table_is_said_and_one_in_the_cache_measured_again(tmp_path:
     assert kept.read_bytes() not in (b"{", before) or kept.read_bytes() == before
 
 
+def test_a_named_table_must_have_what_the_drafter_costs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    table = CostTable(step=CostCurve(tokens=(1, 8), milliseconds=(1.0, 2.0)))
+    with pytest.raises(ConfigError, match="has no times of drafting, which 'draft_model' needs"):
+        adaptive_llm("model", "greedy", frozen(tmp_path, table))
+    adaptive_llm("ngram", "greedy", frozen(tmp_path, table))
+    assert not caplog.records
+    other = write_costs(tmp_path / "other.json", CostRecord(key={"model": "another", "processor": "another"}, table=table))
+    adaptive_llm("ngram", "greedy", {"cost_table": str(other)})
+    assert [r.message for r in caplog.records] == [f"the cost table {str(other)!r} was measured with another model"]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model", "head, tree"])
+def test_measuring_costs_is_no_served_work(drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = adaptive_llm(drafter, "greedy", max_num_seqs=3)
+    assert measured.stats.target.num_passes == measured.stats.draft.num_passes == 0
+    texts(measured, toys.few(False), "greedy")
+    before = measured.get_counters()
+    measured.measure_costs()
+    assert measured.get_counters() == before and before["target"]["num_passes"] > 0
+
+
+@pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 48), (2, 16), (3, 11), (4, 16), (5, 9)])
+def test_costs_are_measured_in_blocks_of_any_size(
+    block_size: int, num_blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    per_token = adaptive_llm("ngram", "greedy").memory_plan.block_bytes // 8
+    llm = adaptive_llm(
+        "ngram",
+        "greedy",
+        block_size=block_size,
+        max_num_seqs=4,
+        max_model_len=24,
+        kv_cache_memory_bytes=num_blocks * block_size * per_token,
+    )
+    assert llm.memory_plan.num_blocks == num_blocks and llm.engine.controller is not None
+    toys.assert_all_blocks_free(llm)
+
+
 def test_chances_and_costs_are_reported() -> None:
     llm = adaptive_llm("model", "greedy", max_num_seqs=8)
     texts(llm, slice(None), "greedy")

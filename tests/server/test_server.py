@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import queue
 import socket
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from pydantic import BaseModel, ValidationError
 from servers import MODEL, PROMPTS, Gate, Running
 
 from echelon import ConfigError, SamplingParams
+from echelon.aio.engine_thread import EngineThread
+from echelon.aio.limits import Limits, RequestObserver
 from echelon.cli import main
 from echelon.server.config import ServerConfig, id_of, read_keys
 from echelon.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
@@ -684,6 +687,24 @@ def test_waiting_and_running_have_an_end() -> None:
 
 def blocks_are_free(running: Running) -> bool:
     return servers.blocks_free(running.llm) == [running.llm.engine.target.cache.tables.pool.num_blocks]
+
+
+@pytest.mark.parametrize("stall_timeout", [0.1, 0.5, 60.0])
+def test_an_idle_engine_is_not_taken_for_one_that_hangs(stall_timeout: float) -> None:
+    """It says that it lives more often than within what is taken for a stall."""
+    thread, waited = EngineThread(servers.build(), Limits(stall_timeout=stall_timeout), RequestObserver()), []
+
+    class Nothing:
+        def get(self, timeout: float) -> Any:
+            waited.append(timeout)
+            raise queue.Empty
+
+        def get_nowait(self) -> Any:
+            raise queue.Empty
+
+    thread._commands = Nothing()  # type: ignore[assignment]
+    thread._tick(thread.llm.engine)
+    assert len(waited) == 1 and 0.0 < waited[0] <= min(1.0, stall_timeout / 2)
 
 
 def test_a_hanging_engine_is_seen() -> None:

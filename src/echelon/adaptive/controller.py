@@ -29,15 +29,14 @@ from echelon.stats import StepRecord
 from echelon.step_costs import PieceSizes
 
 PROBE = 64  # steps in which nothing is verified, after which one row drafts a token that is
-KNOWN = 4  # steps with drafts after which chances are believed; before,
-CAUTION = 1.25  # times a plain step is as long as a step may be, while each row has a token at least
-SETTLED = 16  # steps with drafts, or
-IDLE = 4  # plain ones in a row, after which
-AHEAD = 3  # levels are looked ahead at while drafting
-HELD, RESTED = 4, 16  # steps with the same rows go by one decision; plain ones
-COMPARED = 0.01  # of the time goes into plain steps where drafts would pay: without them nobody knows what drafts add to a step
-SELDOM = 8  # steps at least lie between two of these
-REMEMBERED = 15  # steps with drafts whose own time is
+KNOWN = 4  # steps with drafts before chances are believed
+CAUTION = 1.25  # times a plain step, the longest step until then; each row may have a token all the same
+AHEAD = 3  # levels looked ahead at while drafting
+SETTLED, HELD = 16, 4  # steps with drafts after which one decision holds for several steps of the same rows, and for how many
+IDLE, RESTED = 4, 16  # plain steps in a row after which one decision holds for several, and for how many
+COMPARED = 0.01  # share of the time for plain steps where drafts would pay: they tell what drafts add to a step
+SELDOM = 8  # steps at least between two of these
+REMEMBERED = 15  # latest steps with drafts, of whose deciding the median time is taken
 
 
 class Controller(Protocol):

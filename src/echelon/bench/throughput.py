@@ -137,7 +137,7 @@ class ThroughputResult:
 
 
 def display_name(method: str, strategy: str) -> str:
-    """DecodingMethod and strategy in one; the engine's own strategy goes without saying."""
+    """A method and a strategy as one name; the engine's own strategy goes without saying."""
     return method if strategy not in STRATEGIES or strategy == "unpadded" else f"{method}, {strategy}"
 
 

@@ -18,7 +18,7 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from echelon.cli.words import SPECULATIVE, errors, from_argument
-from echelon.errors import EchelonError
+from echelon.errors import ConfigError, EchelonError
 from echelon.release import version
 
 VERBS = ("generate", "chat", "verify", "drafters", "inspect", "plan", "doctor", "inflate", "quantize", "serve", "train", "convert", "bench")
@@ -106,7 +106,12 @@ def _prepare() -> None:
 
 
 def join_dotted(arguments: list[str]) -> list[str]:
-    """`--speculative-config.key value` (or `=value`) pairs become one `--speculative-config JSON`."""
+    """`--speculative-config.key value` (or `=value`) pairs become one `--speculative-config JSON`.
+
+    Raises
+    ------
+    ConfigError  there is a JSON besides
+    """
     config: dict[str, Any] = {}
     rest: list[str] = []
     words = iter(arguments)
@@ -120,6 +125,8 @@ def join_dotted(arguments: list[str]) -> list[str]:
             config[key] = from_argument(value)
         except ValueError:
             config[key] = value
+    if config and any(word == SPECULATIVE or word.startswith(SPECULATIVE + "=") for word in rest):
+        raise ConfigError(f"{SPECULATIVE} JSON and {SPECULATIVE}.{next(iter(config))} are both given; write all in one of the two ways")
     return [*rest, SPECULATIVE, json.dumps(config)] if config else rest
 
 

@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 
 from echelon import LLM
 from echelon.errors import ConfigError
 from echelon.inputs import cache_folder
+from echelon.ops import compiled
 
 KINDS = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")  # settings, template, tokenizer and weights of a checkpoint
 WORTH_NOTING = 2**20  # bytes; smaller files are read again
@@ -34,7 +36,10 @@ def settings_of(llm: LLM, model: str, given: Mapping[str, Any]) -> dict[str, Any
         "max_model_len": llm.max_len,
         "dtype": str(llm.target.model.dtype).removeprefix("torch."),
         "device": llm.target.device.type,
+        "kernels": kernels(llm.target.device),
         "numerics": "fast" if llm.target.is_fast else "invariant",
+        "quantization": llm.target.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "strategy": config.strategy,
         "pad": config.pad,
         "grouping": config.grouping,
@@ -43,6 +48,13 @@ def settings_of(llm: LLM, model: str, given: Mapping[str, Any]) -> dict[str, Any
     if spec is not None and spec.acceptance != "exact" and spec.model is not None:
         settings["draft"] = folder_hashes(spec.model)
     return flat(settings)
+
+
+def kernels(device: torch.device) -> str:
+    """What computes there: families of processor instructions round differently, and so do PyTorch and devices."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return compiled.isa() if compiled.is_built() else "PyTorch"
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

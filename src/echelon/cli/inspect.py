@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from torch import nn
 
 from echelon import LLM, ConfigError, ops
 from echelon.adaptive.cost_files import all_costs
@@ -76,9 +77,18 @@ def _kind(weight: PackedWeight) -> str:
 
 def layers(loaded: LoadedModel) -> dict[str, str]:
     """Class of module → what computes it."""
-    served = {name: f"{count} by echelon: {ops.which(loaded.device)['linear']}" for name, count in loaded.replaced.items()}
+    modules = {type(module).__name__: module for module in loaded.model.modules()}
+    served = {name: f"{count} by echelon: {_computed_by(modules[name], loaded)}" for name, count in loaded.replaced.items()}
     left = dict.fromkeys(framework_layers(loaded.model), "by the framework, which may round by batch")
     return {"attention": f"by echelon: {ops.which(loaded.device)['ragged_attention']}", **served, **left}
+
+
+def _computed_by(module: nn.Module, loaded: LoadedModel) -> str:
+    if any(parameter.ndim > 1 for parameter in module.parameters(recurse=False)):
+        return ops.which(loaded.device)["linear"]
+    if any(True for _ in module.children()):
+        return "the order of its parts, where seen to give the same bits"
+    return ops.which(loaded.device)["norms, rotary, activations"]
 
 
 def memory(llm: LLM) -> dict[str, str]:
@@ -93,9 +103,15 @@ def memory(llm: LLM) -> dict[str, str]:
 
 
 def costs(loaded: LoadedModel) -> dict[str, str]:
-    """Cost tables that are kept of models of these shapes, by drafter and batch."""
+    """Cost tables that are kept of models of these shapes, by what they were measured with; of those measured alike the newest."""
     kept = [record for record in all_costs() if record.key.get("model") == model_key(loaded)]
-    return {f"{r.key.get('drafter')}, {r.key.get('max_num_seqs')} rows, {r.key.get('isa')}": r.table.described() for r in kept}
+    return {_measured_with(record.key): record.table.described() for record in kept}
+
+
+def _measured_with(key: dict[str, str]) -> str:
+    """The drafter, how far the table reaches, and how the model ran."""
+    ran = ", ".join(key[name] for name in ("isa", "strategy", "settings") if name in key)
+    return f"{key.get('drafter', 'nothing drafts')}; up to {key.get('reach', '?')} tokens; {ran}"
 
 
 def _compatible(target: LoadedModel, name: str) -> str:

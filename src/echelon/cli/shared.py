@@ -20,6 +20,7 @@ from echelon.cli.words import SPECULATIVE, errors, from_argument
 from echelon.config import RANKS, EngineConfig, Quantization
 from echelon.errors import ConfigError
 from echelon.inputs import shown
+from echelon.methods import METHODS
 from echelon.parallel.starting import serve_if_summoned
 from echelon.settings import Settings
 
@@ -47,8 +48,8 @@ SpeculativeOption = Annotated[
     typer.Option(
         SPECULATIVE,
         metavar="JSON",
-        help='What drafts, e.g. `{"method":"ngram","num_speculative_tokens":7,"prompt_lookup_max":2}`; also dotted: '
-        "`--speculative-config.method ngram`.",
+        help=f"What drafts: a method ({', '.join(METHODS)}) and its keys (docs/settings.md), e.g. "
+        '`{"method":"ngram","num_speculative_tokens":7,"prompt_lookup_max":2}`; also dotted: `--speculative-config.method ngram`.',
     ),
 ]
 ComparedOption = Annotated[

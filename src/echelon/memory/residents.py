@@ -64,7 +64,7 @@ class PlannedModels:
     @cached_property
     def speeds(self) -> StepSpeeds:
         """What steps of the target have cost on this machine."""
-        copy = self._target if self._spec is not None and self._spec.own_copy is not None else self._draft
+        copy = self._read_again if self._spec is not None and self._spec.own_copy is not None else self._draft
         bits = None if self._spec is None else self._spec.own_copy or self._spec.quantization
         return StepSpeeds(self.device, self._served(self._target, None), None if copy is None else self._served(copy, bits))
 
