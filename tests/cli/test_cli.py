@@ -16,6 +16,7 @@ from commands import Run, in_process
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from echelon import LLM, ConfigError
 from echelon.bench import kernels
 from echelon.cli import app, join_dotted
 from echelon.demo import DRAFT, TARGET
@@ -152,6 +153,10 @@ def test_dotted_keys_become_json() -> None:
     assert join_dotted(words)[:3] == ["generate", "M", "--speculative-config"]
     assert json.loads(join_dotted(words)[3]) == {"method": "ngram", "num_speculative_tokens": 3}
     assert join_dotted(["a", "b"]) == ["a", "b"]
+    for words in (["--speculative-config", "{}"], ["--speculative-config={}"]):
+        with pytest.raises(ConfigError, match="are both given"):
+            join_dotted(["--speculative-config.method", "ngram", *words])
+        assert join_dotted(words) == words
 
 
 def test_doctor_reports(run: Run, tmp_path: Path) -> None:
@@ -182,6 +187,8 @@ def test_inspect_names_architecture_layers_memory_and_drafters(run: Run, tmp_pat
     assert report["architecture"]["class"] == "LlamaForCausalLM"
     assert report["architecture"]["parameters"] == 10_752_512
     assert "echelon" in report["layers"]["attention"]
+    words = {"Linear": "packed once", "LlamaRMSNorm": "rounded once", "LlamaForCausalLM": "the order of its parts"}
+    assert all(word in report["layers"][name] for name, word in words.items())
     assert report["memory"]["KV per token"] == "1,024 bytes"
     assert report["drafters"][str(DRAFT)].startswith("yes: 9.5%")
     toys.llama().save_pretrained(tmp_path / "toy")
@@ -218,3 +225,12 @@ def test_a_family_of_instructions_that_the_machine_lacks_is_refused(run: Run) ->
         done = run("bench", verb, "--isa", "mmx")
         assert done.returncode == 2
         assert "no instruction family mmx on this machine; it offers generic" in done.stderr
+
+
+def test_inspect_tells_cost_tables_apart(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for settings in ({"max_num_seqs": 2}, {"max_num_seqs": 16}, {"max_num_seqs": 2, "strategy": "padded"}):
+        LLM(str(DRAFT), {"method": "ngram"}, **settings)
+    names = sorted(json.loads(run("inspect", DRAFT, "--json").stdout)["costs"])
+    assert len(names) == 3 and all(name.startswith("nothing drafts; up to ") for name in names)
+    assert sum(", padded" in name for name in names) == 1 and len({name.split(";")[1] for name in names}) == 2

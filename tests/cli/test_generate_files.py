@@ -157,6 +157,8 @@ def test_resume_refuses_another_draft_where_it_changes_the_text(run: Run, model:
         (["--dtype", "float32"], "dtype = 'bfloat16' there, 'float32' here"),
         (["--strategy", "padded"], "strategy = 'unpadded' there, 'padded' here"),
         (["--speculative-config.method", "ngram"], "speculative_config.method = none there, 'ngram' here"),
+        (["--quantization", "int8"], "quantization = None there, 'int8' here"),
+        (["--kv-cache-dtype", "int8"], "kv_cache_dtype = 'auto' there, 'int8' here"),
         (["another prompt"], "input differs"),
     ],
 )
