@@ -179,20 +179,6 @@ def most(values: SequenceOf[float]) -> float:
     return float(np.quantile(medians, 0.975))
 
 
-def readme_table(records: Mapping[str, Record], family: str) -> list[str]:
-    """Lines of the README's table, one a batch size: plain decoding in tokens a second; over it, by drafter, "auto" and the best length."""
-    lines = []
-    for batch_size in BATCHES:
-        own = [records[f"{family}_{drafter}_t0_b{batch_size}"]["speeds"] for drafter in DRAFTERS]
-        cells = [f"{statistics.median(speed for speeds in own for speed in speeds['plain']):.1f}"]
-        for speeds in own:
-            gains = over_plain(speeds)
-            best = max(gains.keys() - {"plain", "auto"}, key=lambda name: gains[name])
-            cells += [f"**{gains['auto']:.2f}**", f"{gains[best]:.2f} ({best})"]
-        lines.append(f"| {batch_size} | {' | '.join(cells)} |")
-    return lines
-
-
 def over_single(records: SequenceOf[Record]) -> tuple[float, float]:
     """Geometric means over cells: of "auto" over the best single setting, and of the best of each cell over that."""
     medians = [{name: statistics.median(v) for name, v in r["speeds"].items()} for r in records]
