@@ -133,6 +133,9 @@ MUTANTS = [
     Mutant("a plan's size is not compared", "parallel/pass_plan.py", "if num_bytes != said", "if num_bytes < 0", f"{PASS_PLAN}::test_a_plan_of_another_size_than_its_header_says_is_refused"),
     Mutant("plans of other counts share memory", "parallel/pass_plan.py", "self._kept.get((has_trees, *counts))", "self._kept.get((has_trees, *counts[:-1], 0))", f"{PASS_PLAN}::test_plans_of_equal_counts_share_memory_and_nothing_else"),
     Mutant("a worker's message may end early", "parallel/serving.py", "if end == count else b\"\"", "", "tests/parallel/test_socket_way.py"),
+    Mutant("a match is counted past its end", "drafters/ngram.py", "tokens[place - 1 - length] == tokens[-1 - length]", "tokens[-1 - length] >= 0", "tests/drafters/test_ngram.py"),
+    Mutant("prefixes come back before drafts", "memory/ladder.py", "(prefixes, self.spec), (self.config, spec), (prefixes, spec)", "(self.config, spec), (prefixes, self.spec), (prefixes, spec)", "tests/memory/test_ladder.py"),
+    Mutant("costs of other settings serve", "memory/step_speeds.py", 'record.key.get("settings", "").startswith(settings)', "True", "tests/memory/test_step_speeds.py"),
 ]  # fmt: skip
 
 
