@@ -87,7 +87,7 @@ def fitted(
 
     Raises
     ------
-    ConfigError  nothing does, with the largest length and number of rows that would; a length that is asked for exceeds the model's
+    ConfigError  nothing does, with the largest length and number of rows that would; or a length beyond the context is asked for
     """
     asked = config.model_copy(update={"memory": None, "gpu_memory_utilization": None})
     free = set(EngineConfig.model_fields) - config.model_fields_set - KEPT
