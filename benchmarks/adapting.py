@@ -45,7 +45,9 @@ from echelon.stats import StepRecord
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 64
 DRAFT_MODEL = {"method": "draft_model"}
-DEAR = CostTable(step=CostCurve(tokens=(1, 2), milliseconds=(1.0, 1000.0)))  # no drafted token ever pays
+DEAR = CostTable(  # no drafted token ever pays
+    step=CostCurve(tokens=(1, 2), milliseconds=(1.0, 1000.0)), drafting=CostCurve(tokens=(1,), milliseconds=(1.0,))
+)
 FIXED = (1, 2, 4, 6)
 
 
