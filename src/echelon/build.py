@@ -258,12 +258,15 @@ def _named_costs(config: EngineConfig, spec: SpeculativeConfig, storage: Storage
     ConfigError  it is none, or says nothing of drafting, which takes time
     """
     record, key = read_costs(spec.cost_table or ""), _costs_key(config, spec, storage)
-    if isinstance(drafter, LevelDrafter) and record.table.drafting is None:
+    has_times = isinstance(drafter, LevelDrafter)
+    if has_times and record.table.drafting is None:
         raise ConfigError(
             f"the cost table {shown(str(spec.cost_table))} has no times of drafting, which {spec.method!r} needs; `echelon bench step "
             "--cost-table FILE` with the same --speculative-config writes one that has"
         )
-    other = [name for name in ("model", "drafter") if record.key.get(name, key[name]) != key[name]]
+    other = ["model"] if record.key.get("model", key["model"]) != key["model"] else []
+    if has_times and _who(record.key.get("drafter", key["drafter"])) != _who(key["drafter"]):
+        other.append("drafter")
     if other:
         logger.warning("the cost table %s was measured with another %s", shown(str(spec.cost_table)), " and ".join(other))
     return record.table
@@ -277,6 +280,12 @@ def measured_costs(config: EngineConfig, spec: SpeculativeConfig, storage: Stora
         if isinstance(drafter, LevelDrafter):
             table = with_drafting(table, target, drafter, reach)
     return CostRecord(key=_keys(_costs_key(config, spec, storage), reach)[0], table=table)
+
+
+def _who(drafter: str) -> tuple[str, str]:
+    """Of the key of a drafter its method and the shapes of what drafts: how far it drafts, the table does not depend on."""
+    parts = drafter.split(", ")
+    return parts[0], parts[-1]
 
 
 def _usage_of_drafts(storage: Storage, drafter: Drafter) -> Usage:

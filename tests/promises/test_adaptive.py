@@ -262,6 +262,19 @@ def test_a_named_table_must_have_what_the_drafter_costs(tmp_path: Path, caplog: 
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "model", "head, tree"])
+def test_a_table_of_the_same_drafter_serves_other_lengths_in_silence(
+    drafter: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = adaptive_llm(drafter, "greedy").measure_costs()
+    path = write_costs(tmp_path / "costs.json", record)
+    adaptive_llm(drafter, "greedy", {"cost_table": str(path), "max_speculative_tokens": 3})
+    assert "the cost table" not in caplog.text
+    other = write_costs(path, record.model_copy(update={"key": record.key | {"drafter": f"{record.key['drafter']}0"}}))
+    adaptive_llm(drafter, "greedy", {"cost_table": str(other)})
+    assert (f"the cost table {str(other)!r} was measured with another drafter" in caplog.text) == (drafter != "ngram")
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model", "head, tree"])
 def test_measuring_costs_is_no_served_work(drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured = adaptive_llm(drafter, "greedy", max_num_seqs=3)
