@@ -42,6 +42,10 @@ def test_a_row_ends_at_its_limit_and_is_compared_as_far_as_it_came() -> None:
     toys.assert_all_blocks_free(llm)
     other = DemoRow("x", 4, [[1 + o[0]] for o in row.outputs], 1, 4, 1.0, 1.0)
     assert other.num_identical(truth()) == 0
+    whole = DemoRow("x", 4, truth(), 1, 4, 1.0, 1.0)
+    cut = [tokens[:count] for tokens, count in zip(truth(), (10, 3, 1, 0), strict=True)]
+    assert whole.num_identical(cut) == 4, "plain decoding was cut"
+    assert other.num_identical(cut) == 1, "a first token differs wherever there is one"
 
 
 def test_transformers_is_a_row_like_the_others() -> None:

@@ -37,8 +37,9 @@ class DemoRow:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def num_identical(self, truth: Prompts) -> int:
-        """Rows that equal plain decoding, as far as they came."""
-        return sum(list(expected[: len(own)]) == own for own, expected in zip(self.outputs, truth, strict=True))
+        """Rows that equal plain decoding, as far as both came: on a busy machine plain decoding is cut too."""
+        pairs = [(own, list(expected), min(len(own), len(expected))) for own, expected in zip(self.outputs, truth, strict=True)]
+        return sum(own[:count] == expected[:count] for own, expected, count in pairs)
 
 
 def run_engine(
