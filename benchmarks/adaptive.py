@@ -4,7 +4,7 @@ A cell is a family of instructions, a drafter, a batch size and a temperature, o
 prompts a row, of 32 tokens, go on by 64; rows enter as others finish. Speed is that of steps that read no prompt while all rows are taken:
 rows that draft finish apart, and what the last of them do alone is no matter of this batch size. All settings take turns; a fixed one that
 is below DROPPED × plain in its first round takes no more. In each round "auto" is compared with what is the best of the others in all other
-rounds, so that no luck of a round makes it the best there. With --repeat a cell that misses is measured again in REPEATS rounds, beside its
+rounds, so that no luck of a round makes it the best there; texts that are drawn differ from round to round. With --repeat a cell that misses is measured again in REPEATS rounds, beside its
 best others alone, and misses if the interval of 95 % lies below the goal.
 """
 
@@ -94,8 +94,8 @@ def take_turns(
     for turn, (name, run) in product(range(rounds), runs.items()):
         if turn and not name.endswith(("plain", "auto")) and speeds[name][0] < DROPPED * speeds["plain"][0]:
             continue
-        found[name].append(run.run(prompts, params))
-        if found[name][-1].outputs != found["plain"][0].outputs:
+        found[name].append(run.run(prompts, params.model_copy(update={"seed": turn})))  # other texts, where they are drawn
+        if found[name][-1].outputs != found["plain"][-1].outputs:
             raise ConfigError(f"{name}: a text differs from that of plain decoding")
         speeds[name].append(run.full_speed)
     return speeds, found

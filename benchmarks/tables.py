@@ -66,7 +66,7 @@ SECONDS = {  # experiment: of a round, and of a row in it
     "latency": (45, 0),
     "gain": (75, 20),
 }
-REPEATED = ("table-opt", "table-pair", "table-confident")  # what something is promised for
+REPEATED = ("table-opt", "table-pair", "table-confident", "gain")  # what something is promised for
 
 
 def num_rounds(experiment: str, batch: int) -> int:

@@ -15,7 +15,7 @@ from echelon import LLM
 from echelon.adaptive.controller import HELD, IDLE, PROBE, REMEMBERED, RESTED, SETTLED, BatchController
 from echelon.adaptive.corrections import StepFactors
 from echelon.adaptive.cost_table import CostCurve, CostTable, TablePieces
-from echelon.adaptive.hindsight import LONGEST, Hindsight
+from echelon.adaptive.hindsight import LONGEST, ChainFates, Hindsight
 from echelon.adaptive.row_controller import RowController
 from echelon.draft import Draft, RowVerdict
 from echelon.sampling import Sampler, SamplingParams
@@ -121,7 +121,7 @@ def test_what_is_known_of_rows_goes_with_them() -> None:
 
 def test_steps_that_emitted_nothing_have_no_regret() -> None:
     hindsight = Hindsight()
-    hindsight.observe(1.0, 1.0, np.zeros(0, np.int64), np.ones(LONGEST + 1))
+    hindsight.observe(1.0, 1.0, 0, np.zeros(LONGEST + 1), np.ones(LONGEST + 1))
     assert hindsight.regret == 0.0
 
 
@@ -280,15 +280,51 @@ def test_pieces_of_prompts_follow_from_the_table() -> None:
     assert pieces.largest_piece(3, 1) == 3
 
 
+def test_what_single_lengths_would_have_emitted_counts_known_tokens_and_expects_unknown_ones() -> None:
+    """Rows: two right, a third wrong; two right, no more verified; not drafted; two, which was all there was; a right one, then beside."""
+    draft = Draft.trees([([1, 2, 3], [-1, 0, 1]), ([1, 2], [-1, 0]), ([], []), ([1, 2], [-1, 0]), ([1, 2, 3], [-1, 0, 0])])
+    is_kept = np.array([1, 1, 0, 1, 1, 1, 1, 1, 0, 1], np.bool_)
+    is_likeliest = np.array([1, 1, 1, 1, 1, 1, 1, 1, 1, 0], np.bool_)
+    fates = ChainFates.of(draft, is_kept, is_likeliest, np.array([8, 8, 8, 2, 8]))
+    assert fates.num_right.tolist() == [2, 2, 0, 2, 1]
+    assert fates.is_open.tolist() == [False, True, True, True, False]
+    chances = np.full(LONGEST, 0.5)
+    found = [fates.only([row]).emitted(chances)[:5].tolist() for row in range(5)]
+    assert found == [[1, 2, 3, 3, 3], [1, 2, 3, 3.5, 3.75], [1, 1.5, 1.75, 1.875, 1.9375], [1, 2, 3, 3, 3], [1, 2, 2, 2, 2]]
+    assert fates.emitted(chances)[:5].tolist() == np.sum(found, 0).tolist()
+    assert fates.lengths.sum(0)[:5].tolist() == [0, 5, 10, 14, 18]
+
+
+@pytest.mark.parametrize("best", [1, 2, 4])
+def test_a_single_length_that_is_held_to_has_no_regret_in_its_own_hindsight(best: int) -> None:
+    """Drafts of which the first tokens are always right and the next never: what "auto" does then is that length, within its learning."""
+    costs = CostTable(step=CostCurve(tokens=(1, 64), milliseconds=(10.0, 20.0)))
+    controller = BatchController(costs, corrects=False)
+    for _ in range(400):
+        step(controller, controller.planned(rows(4, 8)), best)
+    assert controller.hindsight.as_metrics()["best_length"] == best
+    assert abs(controller.hindsight.regret) < 0.05
+
+
+def test_rows_without_a_match_cost_a_single_length_nothing() -> None:
+    """Half of the rows have nothing to copy: a length of two is twice two tokens for them all, not four times."""
+    controller = BatchController(CostTable(step=CostCurve(tokens=(1, 65), milliseconds=(10.0, 74.0))), corrects=False)
+    planned = controller.planned(rows(4, 2))
+    draft = controller.chosen(planned, Draft.chains([[7] * row.max_draft_tokens * (i < 2) for i, row in enumerate(planned)]))
+    verdict = [RowVerdict(int(n), list(range(n)), [7] * int(n), 9) for n in draft.num_draft_tokens]
+    controller.observe(StepRecord(planned, verdict, [1] * 4, 0, dict.fromkeys(PARTS, 1e-3)))
+    assert (controller.hindsight.ms - controller.hindsight.ms[0])[:3].tolist() == [0.0, 2.0, 4.0]
+
+
 def test_regret_is_what_the_best_single_length_would_have_gained() -> None:
     hindsight = Hindsight()
     assert (hindsight.regret, hindsight.error) == (0.0, 0.0)
-    ms = 10.0 + np.arange(LONGEST + 1.0)
+    ms, tokens = 10.0 + np.arange(LONGEST + 1.0), 2.0 + 2.0 * np.minimum(np.arange(LONGEST + 1), 2)
     for _ in range(10):
-        hindsight.observe(12.0, 10.0, np.array([2, 2]), ms)
+        hindsight.observe(12.0, 10.0, 6, tokens, ms)
     assert hindsight.error == pytest.approx(0.2)
     assert hindsight.regret == pytest.approx(0.0)
     wasteful = Hindsight()
-    wasteful.observe(18.0, 18.0, np.array([2, 2]), ms)
+    wasteful.observe(18.0, 18.0, 6, tokens, ms)
     assert wasteful.regret == pytest.approx(1.0 - (6 / 18.0) / (6 / 12.0))
     assert wasteful.as_metrics()["best_length"] == 2

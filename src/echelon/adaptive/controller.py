@@ -19,7 +19,7 @@ import numpy as np
 
 from echelon.adaptive.corrections import DraftingFactors, StepFactors
 from echelon.adaptive.cost_table import CostTable, TablePieces
-from echelon.adaptive.hindsight import LONGEST, Hindsight
+from echelon.adaptive.hindsight import LONGEST, ChainFates, Hindsight
 from echelon.adaptive.planning import Bool, Underway, admitted, drafted_further, survivals
 from echelon.adaptive.prices import StepPrices, StepShape
 from echelon.adaptive.survival import Survival
@@ -142,7 +142,9 @@ class BatchController:
         self._odds: Float64 = np.ones(0)  # [B] of these rows, as `Survival.odds`
         self._costs = StepPrices(StepShape(), table, self.step_factors, self.drafting_factors, 0.0)
         self._step = Underway(0)
-        self._draft: Draft | None = None  # what is verified in this step
+        self._draft = Draft.none(0)  # what is verified in this step,
+        self._is_likeliest: Bool = np.ones(0, np.bool_)  # of each of its tokens, at its depth,
+        self._available: Int64 = np.zeros(0, np.int64)  # and tokens that the drafter has for each row at most
 
     def rests(self, running: SequenceOf[Sequence]) -> bool:
         is_plain = self._num_held > 0 and not any(self._may_draft)
@@ -153,7 +155,9 @@ class BatchController:
             return self._planned(rows)
 
     def _planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
-        self._probed, self._num_levels, self._draft, self._is_resting = -1, 0, None, False
+        self._probed, self._num_levels, self._is_resting = -1, 0, False
+        self._verifies(Draft.none(len(rows)), np.ones(0, np.bool_))
+        self._available = np.full(len(rows), LONGEST)
         if self._num_held and _are_same(rows, self._rows):
             self._num_held, self._num_passed = self._num_held - 1, self._num_passed + 1
             found = [row if may or not row.max_draft_depth else row.drafting(0, 0) for row, may in zip(rows, self._may_draft, strict=True)]
@@ -239,11 +243,12 @@ class BatchController:
         survival = self.survival.foreseen(odds, depth, int(limits.max()))
         return np.asarray(np.where(np.arange(survival.shape[1])[:, None] < limits[:, None, None], survival, 0.0))
 
-    def chosen(self, rows: SequenceOf[PlannedRow], draft: Draft) -> Draft:  # noqa: ARG002
-        if not len(draft.tokens):
-            return draft
+    def chosen(self, rows: SequenceOf[PlannedRow], draft: Draft) -> Draft:
         with self._own:
-            return self._chosen(draft)
+            if self.table.drafting is None:  # such a drafter proposes all that it has
+                lengths = draft.num_draft_tokens
+                self._available = np.where(lengths < [row.max_draft_depth for row in rows], lengths, LONGEST)
+            return self._chosen(draft) if len(draft.tokens) else draft
 
     def _chosen(self, draft: Draft) -> Draft:
         depths, scores = draft.depths, draft.scores
@@ -264,9 +269,14 @@ class BatchController:
         else:  # of what was hoped for nothing came true; nothing is verified, and so nothing learned, as in a plain step
             self._num_idle += 1
             self.survival.rest(1)
-        self._draft = draft if is_admitted.all() else draft.only(is_admitted)
+        is_likeliest = np.zeros(len(depths), np.bool_)
+        is_likeliest[best] = True
+        self._verifies(draft if is_admitted.all() else draft.only(is_admitted), is_likeliest[is_admitted])
         self.hindsight.num_proposed += len(depths)
         return self._draft
+
+    def _verifies(self, draft: Draft, is_likeliest: Bool) -> None:
+        self._draft, self._is_likeliest = draft, is_likeliest
 
     def observe(self, record: StepRecord) -> None:
         deciding = self._own.take()
@@ -275,27 +285,32 @@ class BatchController:
                 self._observe(record, deciding)
 
     def _observe(self, record: StepRecord, deciding: float) -> None:
-        draft, self._draft = self._draft, None
-        if draft is not None and len(draft.tokens):
-            self._learn(draft, record)
+        draft, place = self._draft, {row.sequence.id: i for i, row in enumerate(self._rows)}
+        kept = {place[r.sequence.id]: k for r, k in zip(record.rows, record.verdict, strict=True) if k.next_token >= 0}  # where emitted
+        first, is_kept = draft.indptr.tolist(), np.zeros(len(draft.tokens), np.bool_)
+        is_kept[[first[i] + node for i, own in kept.items() for node in own.path]] = True
+        if len(draft.tokens):
+            self._learn(draft, list(kept), is_kept)
         if not self._num_held:
             self._digest()
         if record.rows and not any(row.num_new > 1 for row in record.rows):
-            self._measure(record, 0 if draft is None else len(draft.tokens), deciding)
+            fates = ChainFates.of(draft, is_kept, self._is_likeliest, self._available).only(list(kept))
+            self._measure(record, len(kept) + int(is_kept.sum()), fates, deciding)
         else:
             self._has_drafted = False
 
-    def _measure(self, record: StepRecord, num_drafted: int, deciding: float) -> None:
+    def _measure(self, record: StepRecord, num_emitted: int, fates: ChainFates, deciding: float) -> None:
         """Compare what a step took with what was said of it; `deciding`: milliseconds of it that were this object's own."""
-        costs, spent, lengths = self._costs, self._step.spent_ms, np.arange(LONGEST + 1)
+        costs, spent, lengths, num_drafted = self._costs, self._step.spent_ms, np.arange(LONGEST + 1), len(self._draft.tokens)
         num_rows, drafting = costs.shape.num_sampled, record.seconds["draft"] * 1e3
         measured = sum(record.seconds.values()) * 1e3 - drafting - deciding
         if num_drafted:
             self._own.observe(deciding + (drafting if self.table.drafting is None else 0.0))
         step_ms, level_ms = costs.upto(0, num_rows, max(LONGEST, -(-num_drafted // max(num_rows, 1))))
-        accepted = np.array([len(kept.path) for kept in record.verdict if kept.next_token >= 0], np.int64)
-        fixed_ms = step_ms[num_rows * lengths] + level_ms[num_rows] * lengths + costs.start_ms * (lengths > 0)
-        self.hindsight.observe(spent + float(step_ms[num_drafted]), deciding + drafting + measured, accepted, fixed_ms)
+        drafted = fates.lengths.sum(0)
+        fixed_ms = step_ms[drafted] - costs.deciding_ms * (drafted > 0) + level_ms[num_rows] * lengths + costs.start_ms * (lengths > 0)
+        predicted = spent + float(step_ms[num_drafted])
+        self.hindsight.observe(predicted, deciding + drafting + measured, num_emitted, fates.emitted(self.survival.means()), fixed_ms)
         if self._corrects:
             self.step_factors.observe(costs.shape.num_tokens + num_drafted, costs.said(num_drafted), measured)
             if spent > 0.0 and self._has_drafted:
@@ -310,15 +325,10 @@ class BatchController:
         factors = {"steps": self.step_factors.as_metrics(), "start": self.drafting_factors.start, "level": self.drafting_factors.level}
         return self.hindsight.as_metrics() | {"cost_factors": factors}
 
-    def _learn(self, draft: Draft, record: StepRecord) -> None:
+    def _learn(self, draft: Draft, emitted: SequenceOf[int], is_kept: Bool) -> None:
         """Note what there is to learn from the rows that emitted: their drafted tokens whose parents were kept."""
-        place = {row.sequence.id: i for i, row in enumerate(self._rows)}
-        verdict = {place[row.sequence.id]: kept for row, kept in zip(record.rows, record.verdict, strict=True) if kept.next_token >= 0}
-        is_kept, is_known = np.zeros(len(draft.tokens), np.bool_), np.zeros(draft.num_rows, np.bool_)
-        first = draft.indptr.tolist()
-        is_known[list(verdict)] = True
-        is_kept[[first[i] + node for i, kept in verdict.items() for node in kept.path]] = True
-        parents = _parents(draft)
+        is_known, parents = np.zeros(draft.num_rows, np.bool_), _parents(draft)
+        is_known[emitted] = True
         reached = is_known[draft.rows] & ((parents < 0) | is_kept[np.maximum(parents, 0)])
         if reached.any():
             ids = np.array([row.sequence.id for row in self._rows])[draft.rows[reached]]

@@ -3,15 +3,66 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from echelon.draft import Float64, Int64
+from echelon.adaptive.planning import Bool
+from echelon.adaptive.survival import NUM_DEPTHS
+from echelon.draft import Draft, Float64, Int64
 
-LONGEST = 8  # draft lengths that are compared
+LONGEST = NUM_DEPTHS  # draft lengths that are compared
 MOST_REMEMBERED = 1024  # steps whose errors are
+
+
+@dataclass(frozen=True)
+class ChainFates:
+    """What a step has shown of the likeliest chains of B rows that emitted.
+
+    num_right  int64[B]: tokens of it, from the first on, that the target chose
+    is_open    bool[B]: whether nothing is known of the next one, as it was not verified
+    available  int64[B]: tokens that the drafter had for it at most
+    """
+
+    num_right: Int64
+    is_open: Bool
+    available: Int64
+
+    @classmethod
+    def of(cls, draft: Draft, is_kept: Bool, is_likeliest: Bool, available: Int64) -> ChainFates:
+        """Of verified drafts: bool[N] nodes that were kept, bool[N] those that are the likeliest of their row at their depth."""
+        rows, depths = draft.rows, draft.depths
+        num_kept = np.bincount(rows[is_kept], minlength=draft.num_rows)
+        num_right = num_kept.copy()
+        beside = is_kept & ~is_likeliest
+        np.minimum.at(num_right, rows[beside], depths[beside])
+        is_open = num_right == num_kept
+        is_open[rows[is_likeliest & (depths == num_right[rows])]] = False
+        return cls(num_right, is_open, available)
+
+    def only(self, rows: SequenceOf[int]) -> ChainFates:
+        """Of these rows."""
+        at = np.array(rows, np.int64)
+        return ChainFates(self.num_right[at], self.is_open[at], self.available[at])
+
+    @property
+    def lengths(self) -> Int64:
+        """int64[B, LONGEST + 1]: tokens of each row's draft where at most 0, 1, 2 … are drafted."""
+        return np.minimum(np.arange(LONGEST + 1), self.available[:, None])
+
+    def emitted(self, chances: Float64) -> Float64:
+        """float64[LONGEST + 1]: tokens that the rows would have emitted with such drafts; of what was not verified, those to be expected by
+        `chances` float64[LONGEST] of a token at each place, if those before it are kept.
+        """
+        places, lengths = np.arange(LONGEST), self.lengths
+        later = places >= np.arange(LONGEST + 1)[:, None]
+        expected = np.zeros((LONGEST + 1, LONGEST + 1))  # [known to be right, length]
+        expected[:, 1:] = np.cumsum(later * np.cumprod(np.where(later, chances, 1.0), 1), 1)
+        known = np.minimum(self.num_right, LONGEST)[:, None]
+        beyond = self.is_open[:, None] * expected[known, lengths]
+        return np.asarray(len(lengths) + (np.minimum(known, lengths) + beyond).sum(0))
 
 
 @dataclass
@@ -19,8 +70,8 @@ class Hindsight:
     """Sums over the steps that read no prompt, of plain ones in a row over some; `num_proposed` of all: tokens drafted, verified or not.
 
     predicted_ms  of these steps, and what they took
-    tokens, ms    float64[LONGEST + 1]: what drafts of 0, 1, 2 … tokens for every row would have emitted, of tokens whose fate is known, and
-                  what they would have taken by the costs as corrected
+    tokens, ms    float64[LONGEST + 1]: what chains of 0, 1, 2 … tokens for every row would have emitted, as `ChainFates.emitted`, and what
+                  they would have taken by the costs as corrected
     errors        |predicted ÷ measured − 1| of the latest steps, the newest last
     """
 
@@ -33,13 +84,13 @@ class Hindsight:
     ms: Float64 = field(default_factory=lambda: np.zeros(LONGEST + 1))
     errors: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_REMEMBERED))
 
-    def observe(self, predicted_ms: float, measured_ms: float, accepted: Int64, ms: Float64) -> None:
-        """Add a step: `accepted` int64[B] drafted tokens of the rows that emitted, and what steps of every length would take `ms`."""
+    def observe(self, predicted_ms: float, measured_ms: float, num_emitted: int, tokens: Float64, ms: Float64) -> None:
+        """Add a step that emitted so many tokens, and what steps of every length would have emitted and taken."""
         self.num_steps += 1
-        self.num_emitted += len(accepted) + int(accepted.sum())
+        self.num_emitted += num_emitted
         self.predicted_ms += predicted_ms
         self.measured_ms += measured_ms
-        self.tokens += len(accepted) + np.minimum(accepted[:, None], np.arange(LONGEST + 1)).sum(0)
+        self.tokens += tokens
         self.ms += ms
         if measured_ms > 0.0:
             self.errors.append(abs(predicted_ms / measured_ms - 1.0))

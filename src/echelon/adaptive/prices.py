@@ -36,7 +36,7 @@ class StepPrices:
 
     def __init__(self, shape: StepShape, table: CostTable, steps: StepFactors, drafting: DraftingFactors, deciding: float) -> None:
         self.shape, self.start_ms, self.level_factor = shape, drafting.start * table.start_ms, drafting.level
-        self._table, self._factors, self._deciding = table, steps, deciding
+        self.deciding_ms, self._table, self._factors = deciding, table, steps
         self._said = self._step_ms = self._level_ms = np.zeros(0)
 
     def upto(self, num_drafted: int, num_paths: int, depth: int) -> tuple[Float64, Float64]:
@@ -53,7 +53,7 @@ class StepPrices:
             without = table.step_ms(np.array([max(shape.num_sampled, 1)]), shape.num_keys, np.array([shape.num_drawn]))
             reading = float(self._said[0] - without[0]) if shape.num_read else 0.0
             self._step_ms = np.maximum.accumulate(factors * self._said) - factors[0] * reading
-            self._step_ms[1:] += self._deciding
+            self._step_ms[1:] += self.deciding_ms
             self._level_ms = self.level_factor * table.level_ms(drafted)
         return self._step_ms, self._level_ms
 

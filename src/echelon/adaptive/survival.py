@@ -98,6 +98,12 @@ class Survival:
                 found[:, place] = products[:, ::-1].reshape(-1, CASES, CASES).mean(2)
         return found
 
+    def means(self) -> Float64:
+        """float64[NUM_DEPTHS]: the mean chance of the likeliest token at each place of a draft that is not made yet."""
+        if self._cases is None:
+            self._cases = self._in_cases()
+        return np.asarray(self._cases.mean(1))
+
     def drafted(self, depths: Int64, scores: Float64 | None) -> None:
         """Note what was drafted, verified or not: the best token at each of `depths` int64[N], with `scores` float64[N] as in `chances`."""
         np.add.at(self._drafted, (_places(depths), _buckets(scores, len(depths))), 1.0)

@@ -18,7 +18,7 @@ from echelon.estimate.layout import Held, parts_of
 from echelon.estimate.roofline import ModelShape
 from echelon.estimate.shapes import PaperModel, without_weights
 from echelon.heads.checkpoints import build_head
-from echelon.methods import METHODS
+from echelon.methods import METHODS, head_class
 from echelon.model.attention import CONTEXT_KEYWORD, RecordingAttention
 
 
@@ -137,8 +137,7 @@ def drafting_of(spec: SpeculativeConfig, target: PaperModel, acceptance: Accepta
     if needs == "model":
         held = _draft_model(used, dtype)
         return DraftingCost((Level(held, emitted), *(Level(held, width) for _ in range(depth - 1))), held.numbers, drafted, emitted)
-    own = {"num_heads": depth} if spec.method in ("medusa", "clover", "clover2") else {}
-    read, extended, output, numbers = counted_head(spec.method, target, **own)
+    read, extended, output, numbers = counted_head(spec.method, target, **head_class(spec.method).options_for(depth))
     places = width if extended.matrices else 1.0  # heads that do not look at what was drafted say the same everywhere
     levels = [Level(read, emitted), Level(output, 1.0)]
     for _ in range(depth - 1):

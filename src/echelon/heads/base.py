@@ -51,13 +51,16 @@ class Head(nn.Module):
     method              name in a speculative configuration
     options_class       dataclass of its options; a head is made from (config of its layer, what it shares with the target, options)
     recipe              how it is trained
-    hidden_state_names  what it reads; the features are these, concatenated
+    num_features        hidden states that it reads, `hidden_state_names`; the features are these, concatenated
+    is_by_place         each place of a draft has a network of its own, and `keep` drops those that are not used
     max_depth           longest path it can draft; None: any
     """
 
     method: ClassVar[str]
     options_class: ClassVar[type]
     recipe: ClassVar[Recipe]
+    num_features: ClassVar[int] = 1
+    is_by_place: ClassVar[bool] = False
     config: LlamaConfig
     options: Any
     hidden_state_names: tuple[HiddenStateName, ...]
@@ -77,6 +80,11 @@ class Head(nn.Module):
     def default_options(cls, target: PreTrainedModel) -> dict[str, Any]:  # noqa: ARG003
         """Options that depend on the target, as training sets them where they are not given."""
         return {}
+
+    @classmethod
+    def options_for(cls, depth: int) -> dict[str, Any]:
+        """Options of a head that drafts paths of this length."""
+        return {"num_heads": depth} if "num_heads" in cls.options_class.__dataclass_fields__ else {}
 
     @abstractmethod
     def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **context: Any) -> Tensor:

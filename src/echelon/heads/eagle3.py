@@ -68,6 +68,7 @@ class Eagle3Head(Head):
     """One wide decoder layer and an output layer of its own; a state [s = d] is the layer's output."""
 
     method: ClassVar[str] = "eagle3"
+    num_features: ClassVar[int] = 3
     options_class: ClassVar[type] = Eagle3Options
     recipe = Recipe(depth=7, decay=0.8, tokens=1.0, is_soft=True, rate=6e-3, fall=1.0, first_part=0.5, first_depth=2)
     d2t: Tensor  # int64[draft_vocab_size]
@@ -77,7 +78,7 @@ class Eagle3Head(Head):
         super().__init__()
         self.config, self.shared, self.options, hidden = prepare(config), shared, options, config.hidden_size
         self.hidden_state_names = tuple(f"layer:{i}" for i in options.depths)
-        self.fc = nn.Linear(3 * hidden, hidden, bias=False)
+        self.fc = nn.Linear(self.num_features * hidden, hidden, bias=False)
         self.layers, self.rotary = nn.ModuleList([WideLayer(config, options.norm_before_residual)]), Rotary(config)
         self.norm = Norm(hidden, config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, options.draft_vocab_size, bias=False)

@@ -30,6 +30,7 @@ class MedusaHead(Head):
     """Residual blocks, one stack a depth. A state [s = d] is the target's hidden state."""
 
     method: ClassVar[str] = "medusa"
+    is_by_place: ClassVar[bool] = True
     options_class: ClassVar[type] = MedusaOptions
     recipe = Recipe(depth=16, decay=0.8, tokens=1.0)
     hidden_state_names: tuple[HiddenStateName, ...] = ("last",)

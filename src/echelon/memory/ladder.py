@@ -15,12 +15,13 @@ from typing import Any
 from echelon.config import EngineConfig, SpeculativeConfig
 from echelon.errors import ConfigError
 from echelon.memory.plan import MemoryPlan
+from echelon.methods import head_class
 from echelon.sizes import gibibytes
 
 PLANNED_ROWS, PLANNED_LEN = 4, 4096  # conversations, and tokens of each, that are kept for a user who has asked for no other
 LEAST_LEN = 128  # tokens of a text, below which a budget is refused
 NODES, CHAIN = (44, 32, 24, 16), (6, 5, 4, 3, 2, 1)  # drafted tokens of a row; 44 is SpecMemo's best tree, 16 its smallest
-DEPTHS = (4, 3, 2)  # heads of Medusa, each of which drafts a token further
+DEPTHS = (4, 3, 2)  # networks of a head that has one for each place of a draft
 KEPT = {"dtype", "strategy", "pad", "grouping", "group_window", "refill", "block_size"}  # never touched
 
 Served = tuple[EngineConfig, SpeculativeConfig | None]
@@ -209,7 +210,7 @@ def _fewer_nodes(spec: SpeculativeConfig) -> Iterator[list[Choice]]:
     yield [
         (f"{n} {what}", f"at most {n} of {spec.most_tokens} are verified a row and step", {}, {"max_speculative_tokens": n}) for n in fewer
     ]
-    if spec.method == "medusa" and spec.tree == "dynamic" and "tree_depth" not in spec.model_fields_set:
+    if spec.is_head and head_class(spec.method).is_by_place and spec.tree == "dynamic" and "tree_depth" not in spec.model_fields_set:
         depths = [n for n in DEPTHS if n < spec.tree_depth]
         yield [(f"{n} heads", f"at most {n + 1} tokens a step", {}, {"tree_depth": n}) for n in depths]
 

@@ -31,14 +31,13 @@ from echelon.memory.plan import (
 )
 from echelon.memory.pool import available_memory
 from echelon.memory.step_speeds import ServedModel, StepSpeeds
-from echelon.methods import METHODS
+from echelon.methods import METHODS, head_class
 from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.linear import weight_bytes
 from echelon.ops import compiled, devices
 
 KEYS_AND_VALUES = ("k_proj.weight", "v_proj.weight")
-NUM_FEATURES = {"eagle3": 3}  # hidden states that a method reads, where they are several
-_DEPTH = re.compile(r"(?:^|\.)(\d+)\.")  # of Medusa's tensors, the number of the head
+_PLACE = re.compile(r"(?:^|\.)(\d+)\.")  # of a tensor whose network serves one place of a draft
 Source = str | os.PathLike[str] | LoadedModel
 
 
@@ -169,12 +168,12 @@ def stored_head(name: str, method: str, hidden_size: int, dtype: torch.dtype, lo
     """
     folder = Folder.locate(name, "head", needs_owner=True)
     files = [WEIGHTS] if folder.has(WEIGHTS) else sorted(p.name for p in folder.path.glob("*.safetensors"))
-    weights, of_a_token, copies = 0, 0, 2 if is_packed_on(device) else 1
+    head, weights, of_a_token, copies = head_class(method), 0, 0, 2 if is_packed_on(device) else 1
     with open_weights(folder, files) if files else weight_headers(folder) as stored:
         for key, tensor in stored.tensors.items():
-            number = _DEPTH.search(key)
-            if key in NOT_OF_THE_HEAD or (method == "medusa" and number is not None and int(number[1]) >= longest):
+            place = _PLACE.search(key)
+            if key in NOT_OF_THE_HEAD or (head.is_by_place and place is not None and int(place[1]) >= longest):
                 continue
             weights += tensor.numel * dtype.itemsize * (copies if len(tensor.shape) == 2 else 1)
             of_a_token += tensor.shape[0] * dtype.itemsize if key.endswith(KEYS_AND_VALUES) else 0
-    return HeadFootprint(weights, of_a_token, NUM_FEATURES.get(method, 1) * hidden_size * dtype.itemsize)
+    return HeadFootprint(weights, of_a_token, head.num_features * hidden_size * dtype.itemsize)
