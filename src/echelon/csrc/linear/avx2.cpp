@@ -51,7 +51,7 @@ namespace {
 // Products of pairs of int16: four entries of x are two pairs, and so are the even and odd bytes of the weight.
 struct Pairs : Lanes256 {
   static constexpr const char* name = "avx2";
-  static constexpr int most_rows = 4, entry_bytes = 8, few_rows = 2;
+  static constexpr int most_rows = 4, entry_bytes = 8, few_rows = 1;
   static constexpr bool narrow = false;
   static constexpr int at_once(int rows) { return rows == 1 ? 4 : 2; }
   struct Quads {
@@ -69,7 +69,7 @@ struct Pairs : Lanes256 {
 // Products of bytes, summed in int16: exact for a weight below 16, eight times 2 · 15 · 127.
 struct Bytes : Lanes256 {
   static constexpr const char* name = "avx2";
-  static constexpr int most_rows = 4, entry_bytes = 4, few_rows = 2;
+  static constexpr int most_rows = 4, entry_bytes = 4, few_rows = 1;
   static constexpr bool narrow = true;
   static constexpr int at_once(int rows) { return rows == 1 ? 2 : 1; }
 

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t depth_block = 256;  // 16 KiB of weight; halves, of which two and x fit into L1, for few rows
 constexpr int64_t x_stride = depth_block / 2 + x_padding / 4;  // in pairs
-constexpr int few_rows = 4, most_rows = 14;
+constexpr int few_rows = 6, most_rows = 14;
 
 template <int rows>
 void multiply(const void* x, const void* w, int64_t steps, float* sums, Prefetch prefetch, Integers) {

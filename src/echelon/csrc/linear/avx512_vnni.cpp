@@ -18,7 +18,7 @@ namespace {
 template <int bits>
 struct Fours : Lanes512 {
   static constexpr const char* name = "avx512_vnni";
-  static constexpr int most_rows = bits == 8 ? 13 : 8, entry_bytes = 4, few_rows = bits == 8 ? 4 : 2;
+  static constexpr int most_rows = bits == 8 ? 13 : 8, entry_bytes = 4, few_rows = bits == 8 ? 6 : 2;
   static constexpr bool narrow = false;
   static constexpr int at_once(int rows) { return bits == 8 || rows <= 6 ? 2 : 1; }
   using Quads = Register;

@@ -6,7 +6,7 @@
 //   halves: whether `narrow_dot` takes bytes below 16, up to eight times into lanes of int16, and widen(sum, narrow sum) adds these up
 //   Floats; load_floats, store_floats, half_floats(const uint16_t*), and multiply_add(x, y, z) = round(x · y) + z; to_floats(Register)
 //   most_rows of a block of registers, and at_once(rows): how many registers of columns go with them;
-//   few_rows, which leave memory waiting: the processor's own fetching ahead does better
+//   few_rows, which leave memory waiting: the processor's own fetching ahead does better; fewer than the least of two blocks of rows
 // No STL here.
 #pragma once
 
