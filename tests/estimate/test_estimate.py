@@ -23,6 +23,7 @@ from echelon.estimate.pipeline import Visit, run_on, run_once
 from echelon.estimate.shapes import PaperModel, published_shapes, without_weights
 from echelon.estimate.speed import Cluster
 from echelon.memory.footprint import Outline
+from echelon.methods import method_names
 
 SLOW = Device(memory_gb=1e-6, read_gb=1e-9, tflops={"float32": 1e-12}, link_gb=1e-9, link_us=1e6, source="1 byte, 1 operation a second")
 BILLIONS = {"llama-7b": 6.74, "llama-13b": 13.02, "llama-70b": 68.98, "qwen2.5-72b": 72.71, "mixtral-8x7b": 46.70, "opt-6.7b": 6.66}
@@ -137,6 +138,15 @@ def test_heads_multiply_by_what_they_hold() -> None:
     levels = drafting_of(SPEC, small(), acceptance, 8, "auto").levels
     assert sum(level.held.matrices > size * vocabulary for level in levels) == 0
     assert len(levels) == 2 * SPEC.longest_path, "each level goes on, and has logits"
+
+
+@pytest.mark.parametrize("method", method_names(needs="head"))
+def test_every_head_is_counted_by_its_longest_path(method: str) -> None:
+    """Heads with a network for each place have one for each of the path, the others none more."""
+    deep, shallow = (SpeculativeConfig(method=method, model="head", tree="dynamic", tree_depth=depth) for depth in (5, 2))
+    found = [drafting_of(spec, small(), Acceptance(2.0, 8, True), 8, "auto") for spec in (deep, shallow)]
+    assert all(drafting.numbers > 0 and drafting.levels for drafting in found)
+    assert (found[0].numbers > found[1].numbers) == (method in ("medusa", "clover"))
 
 
 def test_tokens_a_step_by_drafted_tokens() -> None:

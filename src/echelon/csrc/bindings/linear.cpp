@@ -130,7 +130,7 @@ void work(const linear::Pass& pass, Worker worker, Shares& shares, char* x, char
 void run(const linear::Pass& pass, int64_t weight_bytes) {
   const bool alone = omp_in_parallel() || weight_bytes * (1 + pass.rows / 16) < worth_sharing;
   const int64_t parts = alone ? 1 : num_threads();
-  const int64_t x_bytes = (pass.x_bytes() + 63) / 64 * 64;
+  const int64_t x_bytes = linear::whole_pages(pass.x_bytes());
   char* x = scratch(x_bytes + parts * pass.sums_bytes());
   Shares shares(parts);
   if (parts == 1) return work(pass, {}, shares, x, x + x_bytes);

@@ -82,6 +82,7 @@ LayerRun::LayerRun(const LayerCall& call, int64_t parts, Gathers* gathers)
     packed = std::max(packed, pass_of(problem).x_bytes());
   }
   at_.packed = take(packed);
+  bytes_ = linear::whole_pages(bytes_);
   const linear::Problem problem = problem_of(l.query, nullptr, rows, nullptr);
   at_.sums = take(parts * pass_of(problem).sums_bytes());
 }

@@ -13,7 +13,7 @@
 namespace echelon::linear {
 namespace {
 
-constexpr int64_t depth_block = 256;  // 16 KiB of weight; halves, of which two and x fit into L1, for few rows
+constexpr int64_t depth_block = 256;  // 16 KiB of weight
 constexpr int64_t x_stride = depth_block / 2 + x_padding / 4;  // in pairs
 constexpr int few_rows = 6, most_rows = 14;
 
@@ -49,7 +49,7 @@ void pack_x(const void* x, int64_t count, void* packed) {
   std::memset(static_cast<char*>(packed) + count * 2, 0, (depth_block - count) * 2);
 }
 
-constexpr Family avx512_bf16{"avx512_bf16", 1, most_rows, depth_block, depth_block / 2, 2, 2, pack_x,
+constexpr Family avx512_bf16{"avx512_bf16", 1, most_rows, depth_block, depth_block, 2, 2, pack_x,
                              {multiply<1>, multiply<2>, multiply<3>, multiply<4>, multiply<5>, multiply<6>, multiply<7>, multiply<8>,
                               multiply<9>, multiply<10>, multiply<11>, multiply<12>, multiply<13>, multiply<14>},
                              finish<0>, nothing, nothing};

@@ -126,6 +126,9 @@ struct Family {
 
 constexpr int64_t x_padding = 64;  // bytes after a row of packed x, so that rows do not compete for the same cache sets
 constexpr int64_t most_rows = 512;  // rows of one pass over the weight
+// What a worker writes all the time has pages of its own: a core fetches ahead within a page, and would take lines from another that writes them.
+constexpr int64_t page = 4096;
+inline int64_t whole_pages(int64_t bytes) { return (bytes + page - 1) / page * page; }
 
 // What lies there where x has been rounded to integers. Sums are those of its integers over each group of the depth block, negated, times the
 // z of all groups where these have none of their own; the last two are of the whole row and stand in the first block alone.
@@ -147,7 +150,7 @@ const Family& family(Features features, Storage type, int bits = 0);
 const Family& emulated_amx(int bits = 0);
 
 // The work on rows first_row … first_row + rows − 1 (at most most_rows) in two phases: all workers pack their share of the rows of x, and
-// when all have, multiply by tiles of the weight. `packed_x` is shared, `sums` is each worker's own; both are aligned to 64 bytes. What is
+// when all have, multiply by tiles of the weight. `packed_x` is shared, `sums` is each worker's own, in pages of its own; both are aligned to 64 bytes. What is
 // packed serves every weight of this type and depth.
 struct Pass {
   const Problem& problem;
@@ -163,7 +166,7 @@ struct Pass {
   int64_t row_bytes() const { return family.depth_block * family.x_entry + x_padding; }
   int64_t x_bytes() const { return depth_blocks() * padded_rows() * row_bytes(); }
   int64_t group() const;  // tiles worked on side by side
-  int64_t sums_bytes() const { return group() * padded_rows() * tile * 4; }
+  int64_t sums_bytes() const { return whole_pages(group() * padded_rows() * tile * 4); }
 
   void pack(Worker worker, void* packed_x) const;
   void multiply(int64_t first_tile, int64_t last_tile, const void* packed_x, float* sums) const;
