@@ -4,8 +4,8 @@ A cell is a family of instructions, a drafter, a batch size and a temperature, o
 prompts a row, of 32 tokens, go on by 64; rows enter as others finish. Speed is that of steps that read no prompt while all rows are taken:
 rows that draft finish apart, and what the last of them do alone is no matter of this batch size. All settings take turns; a fixed one that
 is below DROPPED × plain in its first round takes no more. In each round "auto" is compared with what is the best of the others in all other
-rounds, so that no luck of a round makes it the best there; texts that are drawn differ from round to round. With --repeat a cell that misses is measured again in REPEATS rounds, beside its
-best others alone, and misses if the interval of 95 % lies below the goal.
+rounds, so that no luck of a round makes it the best there; texts that are drawn differ from round to round. With --repeat a cell that
+misses is measured again in REPEATS rounds, beside its best others alone, and misses if the interval of 95 % lies below the goal.
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ def test_deciding_is_a_cost_of_drafts() -> None:
     for controller in (counted, uncounted):
         for _ in range(REMEMBERED):
             step(controller, controller.planned(rows(1)), 4)
-    assert counted._own.of_drafts > 0.0 == uncounted._costs._deciding
+    assert counted._own.of_drafts > 0.0 == uncounted._costs.deciding_ms
     for took in [0.4] * REMEMBERED + [1000.0]:
         counted._own.observe(took)
     assert counted._own.of_drafts == 0.4

@@ -9,7 +9,7 @@ each row's own text.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -84,7 +84,7 @@ class Head(nn.Module):
     @classmethod
     def options_for(cls, depth: int) -> dict[str, Any]:
         """Options of a head that drafts paths of this length."""
-        return {"num_heads": depth} if "num_heads" in cls.options_class.__dataclass_fields__ else {}
+        return {"num_heads": depth} if "num_heads" in (f.name for f in fields(cls.options_class)) else {}
 
     @abstractmethod
     def encode(self, features: Tensor, tokens: Tensor, positions: Tensor, **context: Any) -> Tensor:
