@@ -286,6 +286,8 @@ class BatchController:
 
     def _observe(self, record: StepRecord, deciding: float) -> None:
         draft, place = self._draft, {row.sequence.id: i for i, row in enumerate(self._rows)}
+        if not place.keys() >= {row.sequence.id for row in record.rows}:
+            return  # planned by somebody else
         kept = {place[r.sequence.id]: k for r, k in zip(record.rows, record.verdict, strict=True) if k.next_token >= 0}  # where emitted
         first, is_kept = draft.indptr.tolist(), np.zeros(len(draft.tokens), np.bool_)
         is_kept[[first[i] + node for i, own in kept.items() for node in own.path]] = True
