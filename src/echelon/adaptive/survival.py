@@ -100,9 +100,7 @@ class Survival:
 
     def means(self) -> Float64:
         """float64[NUM_DEPTHS]: the mean chance of the likeliest token at each place of a draft that is not made yet."""
-        if self._cases is None:
-            self._cases = self._in_cases()
-        return np.asarray(self._cases.mean(1))
+        return np.asarray((self._shares() * self._table).sum(1))
 
     def drafted(self, depths: Int64, scores: Float64 | None) -> None:
         """Note what was drafted, verified or not: the best token at each of `depths` int64[N], with `scores` float64[N] as in `chances`."""
@@ -149,17 +147,21 @@ class Survival:
 
     def _in_cases(self) -> Float64:
         """float64[NUM_DEPTHS, CASES]: mean chances of the best part of what is drafted at a place, of the next best, and so on."""
-        share, shares = np.zeros(UNKNOWN + 1), []
-        share[UNKNOWN] = 1.0  # nothing is known; later places lean on earlier ones
-        for counts in self._drafted:
-            share = (counts + WORD_PRIOR * share) / (counts.sum() + WORD_PRIOR)
-            shares.append(share)
         order = np.argsort(-self._table, 1, kind="stable")
-        upto = np.cumsum(np.take_along_axis(np.array(shares), order, 1), 1)
+        upto = np.cumsum(np.take_along_axis(self._shares(), order, 1), 1)
         edges = np.concatenate([np.zeros((NUM_DEPTHS, 1)), upto[:, :-1], np.ones((NUM_DEPTHS, 1))], 1)[:, None]
         begin, end = np.arange(CASES)[:, None] / CASES, np.arange(1, CASES + 1)[:, None] / CASES
         overlap = np.maximum(np.minimum(edges[..., 1:], end) - np.maximum(edges[..., :-1], begin), 0.0)  # [NUM_DEPTHS, CASES, buckets]
         return np.asarray((overlap * np.take_along_axis(self._table, order, 1)[:, None]).sum(2) * CASES)
+
+    def _shares(self) -> Float64:
+        """float64[NUM_DEPTHS, buckets]: how often each bucket is drafted at a place."""
+        share, shares = np.zeros(UNKNOWN + 1), []
+        share[UNKNOWN] = 1.0  # nothing is known; later places lean on earlier ones
+        for counts, count in zip(self._drafted, self._drafted.sum(1).tolist(), strict=True):
+            share = (counts + WORD_PRIOR * share) / (count + WORD_PRIOR)
+            shares.append(share)
+        return np.array(shares)
 
 
 def _word() -> Float64:
