@@ -3,8 +3,8 @@
 A cell is a family of instructions, a drafter, a batch size and a temperature, on the embedded pair grown to 1.1 billion parameters. Some
 prompts a row, of 32 tokens, go on by 64; rows enter as others finish. Speed is that of steps that read no prompt while all rows are taken:
 rows that draft finish apart, and what the last of them do alone is no matter of this batch size. All settings take turns; a fixed one that
-is below DROPPED × plain in its first round takes no more. In each round "auto" is compared with what is the best of the others in all other
-rounds, so that no luck of a round makes it the best there; texts that are drawn differ from round to round. With --repeat a cell that
+is below DROPPED × plain in its first round takes no more. Each round has prompts of its own, and in each "auto" is compared with what is
+the best of the others in all other rounds, so that no luck of a round or of its prompts makes it the best there. With --repeat a cell that
 misses is measured again in REPEATS rounds, beside its best others alone, and misses if the interval of 95 % lies below the goal.
 """
 
@@ -35,7 +35,7 @@ from echelon.ops import compiled
 from echelon.stats import StepRecord
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 64
-WAVES = {1: 4, 4: 4, 8: 3, 16: 2, 32: 2}  # prompts a row
+WAVES = {1: 4, 4: 4, 8: 3, 16: 2, 32: 2}  # prompts a row in a round
 REPEATS, BEST = 15, 3  # rounds and others of a cell that is repeated
 BATCHES, CHAINS, TREES = (1, 4, 8, 16, 32), (1, 2, 3, 4, 6, 8), (4, 12, 24, 60)
 DRAFTERS = ("ngram", "draft_model", "eagle_tree")
@@ -66,20 +66,20 @@ def measure(drafter: str, batch_size: int, temperature: float, rounds: int, size
     """
     models = Models(size, ["eagle"])
     target, folders = models.with_heads if drafter == "eagle_tree" else (models.grown, {})
-    prompts = source(target, WAVES.get(batch_size, 2) * batch_size, PROMPT_TOKENS, is_ragged=False)
+    prompts = source(target, rounds * WAVES.get(batch_size, 2) * batch_size, PROMPT_TOKENS, is_ragged=False)
     params = SamplingParams(temperature=temperature, seed=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     settings = settings_of(drafter, folders)
     runs = {name: FullSteps(name, settings[name], target, models.draft, batch_size) for name in only or settings}
-    speeds, found = take_turns(runs, prompts, params, rounds, batch_size)
+    speeds, found = take_turns(runs, [prompts[i::rounds] for i in range(rounds)], params, batch_size)
     whole = {name: [run.decoding_speed for run in own] for name, own in found.items()}
     return {"speeds": speeds, "whole": whole, "adaptive": runs["auto"].result(batch_size, []).adaptive}
 
 
 def take_turns(
-    runs: Mapping[str, FullSteps], prompts: Prompts, params: SamplingParams, rounds: int, batch_size: int
+    runs: Mapping[str, FullSteps], prompts: SequenceOf[Prompts], params: SamplingParams, batch_size: int
 ) -> tuple[dict[str, list[float]], dict[str, list[Run]]]:
-    """Tokens a second of full steps, and the runs, one a round, by setting. One that is below DROPPED × plain in its first round takes no
-    more, but for "plain" and those that end with "auto".
+    """Tokens a second of full steps, and the runs, by setting: one for each of `prompts`, with a seed of its own. A setting that is below
+    DROPPED × plain in its first round takes no more, but for "plain" and those that end with "auto".
 
     Raises
     ------
@@ -88,13 +88,13 @@ def take_turns(
     """
     few = params.model_copy(update={"max_tokens": 8})
     for run in runs.values():
-        run.warm_up(prompts[:batch_size], few)
+        run.warm_up(prompts[0][:batch_size], few)
     speeds: dict[str, list[float]] = {name: [] for name in runs}
     found: dict[str, list[Run]] = {name: [] for name in runs}
-    for turn, (name, run) in product(range(rounds), runs.items()):
+    for (turn, asked), (name, run) in product(enumerate(prompts), runs.items()):
         if turn and not name.endswith(("plain", "auto")) and speeds[name][0] < DROPPED * speeds["plain"][0]:
             continue
-        found[name].append(run.run(prompts, params.model_copy(update={"seed": turn})))  # other texts, where they are drawn
+        found[name].append(run.run(asked, params.model_copy(update={"seed": turn})))
         if found[name][-1].outputs != found["plain"][-1].outputs:
             raise ConfigError(f"{name}: a text differs from that of plain decoding")
         speeds[name].append(run.full_speed)
@@ -234,7 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
         "rounds": asked.rounds,
         "prompt_tokens": PROMPT_TOKENS,
         "new_tokens": NEW_TOKENS,
-        "waves": list(WAVES.values()),
+        "prompts_a_round": list(WAVES.values()),
     }
     return run_with_settings(asked, cells, settings, as_markdown)
 

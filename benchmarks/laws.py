@@ -249,7 +249,7 @@ class LawStudy:
         runs = {name: FullSteps(name, config, target, None, batch_size, **settings) for name, config in configs.items()}
         prompts = [self.prompts[i % len(self.prompts)] for i in range(WAVES.get(batch_size, 1) * batch_size)]
         params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
-        speeds, found = take_turns(runs, prompts, params, rounds, batch_size)
+        speeds, found = take_turns(runs, [prompts] * rounds, params, batch_size)
         a_step = {name: runs[name].result(batch_size, own).tokens_per_step for name, own in found.items()}
         return {"speeds": speeds, "tokens_per_step": a_step}
 
