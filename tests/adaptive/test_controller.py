@@ -281,18 +281,43 @@ def test_pieces_of_prompts_follow_from_the_table() -> None:
 
 
 def test_what_single_lengths_would_have_emitted_counts_known_tokens_and_expects_unknown_ones() -> None:
-    """Rows: two right, a third wrong; two right, no more verified; not drafted; two, which was all there was; a right one, then beside."""
+    """Rows: two right, a third wrong; two right, no more verified; not asked, where half of all have a draft; two, which was all there was;
+    a right one, then beside.
+    """
     draft = Draft.trees([([1, 2, 3], [-1, 0, 1]), ([1, 2], [-1, 0]), ([], []), ([1, 2], [-1, 0]), ([1, 2, 3], [-1, 0, 0])])
     is_kept = np.array([1, 1, 0, 1, 1, 1, 1, 1, 0, 1], np.bool_)
     is_likeliest = np.array([1, 1, 1, 1, 1, 1, 1, 1, 1, 0], np.bool_)
-    fates = ChainFates.of(draft, is_kept, is_likeliest, np.array([8, 8, 8, 2, 8]))
+    chances, share = np.full((5, LONGEST), 0.5), np.array([1.0, 1.0, 0.5, 1.0, 1.0])
+    chances[1] = 0.25
+    fates = ChainFates.of(draft, is_kept, is_likeliest, np.array([8, 8, 8, 2, 8]), share, chances)
     assert fates.num_right.tolist() == [2, 2, 0, 2, 1]
     assert fates.is_open.tolist() == [False, True, True, True, False]
-    chances = np.full(LONGEST, 0.5)
-    found = [fates.only([row]).emitted(chances)[:5].tolist() for row in range(5)]
-    assert found == [[1, 2, 3, 3, 3], [1, 2, 3, 3.5, 3.75], [1, 1.5, 1.75, 1.875, 1.9375], [1, 2, 3, 3, 3], [1, 2, 2, 2, 2]]
-    assert fates.emitted(chances)[:5].tolist() == np.sum(found, 0).tolist()
-    assert fates.lengths.sum(0)[:5].tolist() == [0, 5, 10, 14, 18]
+    found = [fates.only([row]).emitted()[:5].tolist() for row in range(5)]
+    assert found == [[1, 2, 3, 3, 3], [1, 2, 3, 3.25, 3.3125], [1, 1.25, 1.375, 1.4375, 1.46875], [1, 2, 3, 3, 3], [1, 2, 2, 2, 2]]
+    assert fates.emitted()[:5].tolist() == np.sum(found, 0).tolist()
+    assert fates.drafted()[:5].tolist() == [0, 4.5, 9, 12.5, 16]
+
+
+def test_a_token_that_was_not_verified_is_expected_by_its_own_chance() -> None:
+    """A sure token and two doubtful ones, of which the first alone is worth its place."""
+    controller = BatchController(CostTable(step=CostCurve(tokens=(1, 2, 9), milliseconds=(10.0, 10.1, 80.0))), corrects=False)
+    planned = controller.planned(rows(1, 3))
+    chains, scores = Draft.chains([[7, 7, 7]]), np.log([0.99, 0.05, 0.05])
+    draft = Draft(chains.tokens, chains.parents, chains.indptr, None, scores)
+    expected = controller.survival.chances(np.ones(3), np.arange(3), scores)
+    assert len(controller.chosen(planned, draft).tokens) == 1
+    controller.observe(StepRecord(planned, [RowVerdict(1, [0], [7], 9)], [2], 0, dict.fromkeys(PARTS, 1e-3)))
+    assert controller.hindsight.tokens[2] == pytest.approx(2.0 + expected[1])
+
+
+def test_how_often_a_drafter_has_something_is_noted() -> None:
+    controller = BatchController(FREE, corrects=False)
+    for found in (1, 0, 0):
+        planned = controller.planned(rows(1, 1))
+        draft = controller.chosen(planned, Draft.chains([[7] * found]))
+        verdict = [RowVerdict(found, list(range(found)), [7] * found, 9)]
+        controller.observe(StepRecord(planned, verdict, [1 + len(draft.tokens)], 0, dict.fromkeys(PARTS, 1e-3)))
+    assert controller.hindsight.share_found == 2 / 4
 
 
 @pytest.mark.parametrize("best", [1, 2, 4])

@@ -23,7 +23,7 @@ from echelon.adaptive.hindsight import LONGEST, ChainFates, Hindsight
 from echelon.adaptive.planning import Bool, Underway, admitted, drafted_further, survivals
 from echelon.adaptive.prices import StepPrices, StepShape
 from echelon.adaptive.survival import Survival
-from echelon.draft import Draft, Float64, Int64
+from echelon.draft import Draft, Float64, Int32, Int64
 from echelon.sequence import PlannedRow, Sequence
 from echelon.stats import StepRecord
 from echelon.step_costs import PieceSizes
@@ -37,6 +37,7 @@ IDLE, RESTED = 4, 16  # plain steps in a row after which one decision holds for 
 COMPARED = 0.01  # share of the time for plain steps where drafts would pay: they tell what drafts add to a step
 SELDOM = 8  # steps at least between two of these
 REMEMBERED = 15  # latest steps with drafts, of whose deciding the median time is taken
+NOTHING = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0)  # is drafted
 
 
 class Controller(Protocol):
@@ -143,8 +144,10 @@ class BatchController:
         self._costs = StepPrices(StepShape(), table, self.step_factors, self.drafting_factors, 0.0)
         self._step = Underway(0)
         self._draft = Draft.none(0)  # what is verified in this step,
-        self._is_likeliest: Bool = np.ones(0, np.bool_)  # of each of its tokens, at its depth,
-        self._available: Int64 = np.zeros(0, np.int64)  # and tokens that the drafter has for each row at most
+        self._is_likeliest: Bool = np.ones(0, np.bool_)  # of each of its tokens, at its depth
+        self._available: Int64 = np.zeros(0, np.int64)  # tokens that the drafter has for each row at most,
+        self._share: Float64 = np.ones(0)  # and how likely it has any
+        self._likeliest: tuple[Int64, Int64, Float64] = NOTHING  # rows, depths and chances of what was drafted, the best of each depth
 
     def rests(self, running: SequenceOf[Sequence]) -> bool:
         is_plain = self._num_held > 0 and not any(self._may_draft)
@@ -155,9 +158,10 @@ class BatchController:
             return self._planned(rows)
 
     def _planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
-        self._probed, self._num_levels, self._is_resting = -1, 0, False
+        self._probed, self._num_levels, self._is_resting, self._likeliest = -1, 0, False, NOTHING
         self._verifies(Draft.none(len(rows)), np.ones(0, np.bool_))
         self._available = np.full(len(rows), LONGEST)
+        self._share = np.full(len(rows), self.hindsight.share_found)
         if self._num_held and _are_same(rows, self._rows):
             self._num_held, self._num_passed = self._num_held - 1, self._num_passed + 1
             found = [row if may or not row.max_draft_depth else row.drafting(0, 0) for row, may in zip(rows, self._may_draft, strict=True)]
@@ -245,10 +249,16 @@ class BatchController:
 
     def chosen(self, rows: SequenceOf[PlannedRow], draft: Draft) -> Draft:
         with self._own:
-            if self.table.drafting is None:  # such a drafter proposes all that it has
-                lengths = draft.num_draft_tokens
-                self._available = np.where(lengths < [row.max_draft_depth for row in rows], lengths, LONGEST)
+            if self.table.drafting is None:
+                self._found(np.array([row.max_draft_depth for row in rows]), draft.num_draft_tokens)
             return self._chosen(draft) if len(draft.tokens) else draft
+
+    def _found(self, limits: Int64, lengths: Int32) -> None:
+        """Note what a drafter has that proposes all it has: so many tokens int32[B], of as many int64[B] as it may."""
+        is_asked = limits > 0
+        self._available, self._share = np.where(lengths < limits, lengths, LONGEST), np.where(is_asked, 1.0, self._share)
+        self.hindsight.num_asked += int(is_asked.sum())
+        self.hindsight.num_found += int((lengths > 0).sum())
 
     def _chosen(self, draft: Draft) -> Draft:
         depths, scores = draft.depths, draft.scores
@@ -256,6 +266,8 @@ class BatchController:
         survival = survivals(_parents(draft), depths, chances) if draft.has_branches else _along(draft, chances)
         best = _best(draft, chances)
         self.survival.drafted(depths[best], None if scores is None else scores[best])
+        near = best[depths[best] < LONGEST]
+        self._likeliest = draft.rows[near], depths[near], chances[near]
         step_ms, level_ms = self._costs.upto(0, len(depths), 1)
         last = int(depths.max()) + 1
         if last > self._num_levels:  # nobody asks after the last level of a tree
@@ -296,8 +308,10 @@ class BatchController:
         if not self._num_held:
             self._digest()
         if record.rows and not any(row.num_new > 1 for row in record.rows):
-            fates = ChainFates.of(draft, is_kept, self._is_likeliest, self._available).only(list(kept))
-            self._measure(record, len(kept) + int(is_kept.sum()), fates, deciding)
+            chances, (rows, depths, own) = np.tile(self.survival.means(), (draft.num_rows, 1)), self._likeliest
+            chances[rows, depths] = own
+            fates = ChainFates.of(draft, is_kept, self._is_likeliest, self._available, self._share, chances)
+            self._measure(record, len(kept) + int(is_kept.sum()), fates.only(list(kept)), deciding)
         else:
             self._has_drafted = False
 
@@ -309,10 +323,11 @@ class BatchController:
         if num_drafted:
             self._own.observe(deciding + (drafting if self.table.drafting is None else 0.0))
         step_ms, level_ms = costs.upto(0, num_rows, max(LONGEST, -(-num_drafted // max(num_rows, 1))))
-        drafted = fates.lengths.sum(0)
-        fixed_ms = step_ms[drafted] - costs.deciding_ms * (drafted > 0) + level_ms[num_rows] * lengths + costs.start_ms * (lengths > 0)
+        drafted = fates.drafted()
+        verifying = np.interp(drafted, np.arange(len(step_ms)), step_ms) - costs.deciding_ms * (drafted > 0)
+        fixed_ms = verifying + level_ms[num_rows] * lengths + costs.start_ms * (lengths > 0)
         predicted = spent + float(step_ms[num_drafted])
-        self.hindsight.observe(predicted, deciding + drafting + measured, num_emitted, fates.emitted(self.survival.means()), fixed_ms)
+        self.hindsight.observe(predicted, deciding + drafting + measured, num_emitted, fates.emitted(), fixed_ms)
         if self._corrects:
             self.step_factors.observe(costs.shape.num_tokens + num_drafted, costs.said(num_drafted), measured)
             if spent > 0.0 and self._has_drafted:
