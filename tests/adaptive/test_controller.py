@@ -12,7 +12,7 @@ import pytest
 import toys
 
 from echelon import LLM
-from echelon.adaptive.controller import HELD, IDLE, PROBE, REMEMBERED, RESTED, SETTLED, BatchController
+from echelon.adaptive.controller import HELD, IDLE, PROBE, PROBED, REMEMBERED, RESTED, SETTLED, BatchController
 from echelon.adaptive.corrections import StepFactors
 from echelon.adaptive.cost_table import CostCurve, CostTable, TablePieces
 from echelon.adaptive.hindsight import LONGEST, ChainFates, Hindsight
@@ -107,9 +107,36 @@ def test_a_drafter_that_has_become_right_is_noticed() -> None:
     for _ in range(300):
         step(controller, controller.planned(rows(8)), 0)
     plain = [len(step(controller, controller.planned(rows(8)), 0).tokens) for _ in range(PROBE)]
-    assert sum(plain) <= 2, "nothing is right, and nothing pays"
+    assert sum(plain) <= PROBE // RESTED, "nothing is right, and nothing pays"
     drafted = [len(step(controller, controller.planned(rows(8)), 4).tokens) for _ in range(20 * PROBE)]
     assert sum(drafted[-10:]) >= 10 * 8, "all rows draft again"
+
+
+def test_a_probe_takes_the_likeliest_of_all_that_can_be_copied() -> None:
+    """Asking costs nothing then, and all rows are asked that have room; where drafting takes time one is."""
+    for costs, asked in ((DEAR.model_copy(update={"drafting": None}), [1, 1, 1, 0]), (DEAR, [1, 0, 0, 0])):
+        controller, planned = BatchController(costs, corrects=False), []
+        for _ in range(IDLE + 1 + 2 * PROBE):
+            planned = controller.planned([*rows(3), *rows(4, depth=0)[3:]])
+            if any(row.max_draft_tokens for row in planned):
+                break
+            step(controller, planned, 0)
+        assert [row.max_draft_tokens for row in planned] == asked
+        chains = Draft.chains([[7] * row.max_draft_tokens for row in planned])
+        scores = np.log([0.2, 0.9, 0.5][: sum(asked)])
+        chosen = controller.chosen(planned, Draft(chains.tokens, chains.parents, chains.indptr, None, scores))
+        assert chosen.num_draft_tokens.tolist() == [0, 1, 0, 0] if sum(asked) > 1 else [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("share", [0.03, 0.08, 0.5])
+def test_probes_take_little_time(share: float) -> None:
+    """A token that is `share` of a plain step dearer; at the latest after PROBE steps there is one."""
+    costs = CostTable(step=CostCurve(tokens=(4, 64), milliseconds=(10.0, 10.0 + 600.0 * share)))
+    controller = BatchController(costs, corrects=False)
+    for _ in range(200):
+        step(controller, controller.planned(rows(4)), 0)
+    num_probes = sum(len(step(controller, controller.planned(rows(4)), 0).tokens) for _ in range(1000))
+    assert 1000 // PROBE - 1 <= num_probes <= max(1000 * PROBED / share, 1000 / PROBE) + 1
 
 
 def test_what_is_known_of_rows_goes_with_them() -> None:

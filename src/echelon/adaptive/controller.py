@@ -28,7 +28,8 @@ from echelon.sequence import PlannedRow, Sequence
 from echelon.stats import StepRecord
 from echelon.step_costs import PieceSizes
 
-PROBE = 64  # steps in which nothing is verified, after which one row drafts a token that is
+PROBE = 64  # steps in which nothing is verified, after which a token is drafted that is, at the latest,
+PROBED = 0.0025  # and share of the time for that before
 KNOWN = 4  # steps with drafts before chances are believed
 CAUTION = 1.25  # times a plain step, the longest step until then; each row may have a token all the same
 AHEAD = 3  # levels looked ahead at while drafting
@@ -129,7 +130,7 @@ class BatchController:
         self._corrects = corrects
         self._has_drafted = False  # did the step before? After plain ones a drafter has to catch up, which is no cost of a level
         self._own = _OwnTime()
-        self._probed = -1  # the row that drafts only to be noticed
+        self._is_probe = False  # is a token verified whatever it is worth?
         self._num_levels = 0  # of drafting so far in this step
         self._num_learned = 0  # steps that something was learned from
         self._num_idle = 0  # steps in a row in which nothing was verified
@@ -158,7 +159,7 @@ class BatchController:
             return self._planned(rows)
 
     def _planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
-        self._probed, self._num_levels, self._is_resting, self._likeliest = -1, 0, False, NOTHING
+        self._is_probe, self._num_levels, self._is_resting, self._likeliest = False, 0, False, NOTHING
         self._verifies(Draft.none(len(rows)), np.ones(0, np.bool_))
         self._available = np.full(len(rows), LONGEST)
         self._share = np.full(len(rows), self.hindsight.share_found)
@@ -199,16 +200,27 @@ class BatchController:
             if not may:
                 found[i] = rows[i].drafting(0, 0)
         self._num_idle += is_plain
-        if self._num_idle >= PROBE:
-            self._probed, self._num_idle = int(limits.argmax()), 0
-            found[self._probed] = rows[self._probed].drafting(1, 1)
-        if self._probed < 0 and not shape.num_read and (self._num_idle > IDLE if is_plain else self._num_learned >= SETTLED):
+        if self._num_idle >= self._probes_after():
+            self._is_probe, self._num_idle = True, 0
+            found = self._probing(rows, limits) if is_plain else found
+        if not self._is_probe and not shape.num_read and (self._num_idle > IDLE if is_plain else self._num_learned >= SETTLED):
             self._num_held = (RESTED if is_plain else HELD) - 1
         self.survival.passed_over([rows[i].sequence.id for i in np.flatnonzero(~may_draft & (limits > 0)).tolist()], num_steps)
         if is_plain:
             self.survival.rest(num_steps)
             self.drafting_factors.rest(num_steps)
         return found
+
+    def _probes_after(self) -> int:
+        """Plain steps after which a token is verified that does not seem to pay."""
+        step_ms, level_ms = self._costs.upto(0, 1, 1)
+        dearer = (step_ms[1] - step_ms[0] + level_ms[1] + self._costs.start_ms) / step_ms[0]
+        return int(np.clip(dearer / PROBED, RESTED, PROBE))
+
+    def _probing(self, rows: SequenceOf[PlannedRow], limits: Int64) -> list[PlannedRow]:
+        """The rows that draft a token each, of which the likeliest is verified: one where drafting takes time, else all that have room."""
+        may_draft = limits > 0 if self.table.drafting is None else np.arange(len(rows)) == limits.argmax()
+        return [row.drafting(int(may), int(may)) for row, may in zip(rows, may_draft, strict=True)]
 
     def _compares(self, num_expected: float) -> bool:
         """Whether this step is a plain one although drafts would pay; of these `num_expected` tokens come in the time of a plain step."""
@@ -275,7 +287,7 @@ class BatchController:
             spent = (self._step.spent_ms or self._costs.start_ms) + (last - self._num_levels) * float(level_ms[num_rows])
             self._step = Underway(self._step.num_sampled, self._step.drafted, spent)
         is_admitted = admitted(survival, depths, self._costs.shape.num_sampled, step_ms, self._step.spent_ms)
-        is_admitted |= draft.rows == self._probed
+        is_admitted[survival.argmax()] |= self._is_probe
         if is_admitted.any():
             self._num_idle = 0
         else:  # of what was hoped for nothing came true; nothing is verified, and so nothing learned, as in a plain step
