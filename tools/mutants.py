@@ -155,7 +155,7 @@ MUTANTS = [
         "",
         "tests/adaptive/test_controller.py::test_a_token_that_was_not_verified_is_expected_by_its_own_chance",
     ),
-    Mutant("a probe takes the first token", "adaptive/controller.py", "is_admitted[survival.argmax()]", "is_admitted[0]", "tests/adaptive/test_controller.py::test_a_probe_takes_the_likeliest_of_all_that_can_be_copied"),
+    Mutant("a probe takes the first token", "adaptive/controller.py", "is_admitted[survival.argmax()] = True", "is_admitted[0] = True", "tests/adaptive/test_controller.py::test_a_probe_takes_the_likeliest_of_all_that_can_be_copied"),
     Mutant("probes cost what they may", "adaptive/controller.py", "dearer / PROBED", "0.0 * dearer", "tests/adaptive/test_controller.py::test_probes_take_little_time"),
     Mutant("who has decided on other rows learns", "adaptive/lanes.py", "if step[0] == numbers", "if step[0]", f"{LANES}::test_lanes_change_no_token"),
     Mutant("states of another plan are taken", "parallel/handover.py", " != plan_hash or not has_room", " < 0 or not has_room", "tests/parallel/test_handover.py"),

@@ -269,7 +269,7 @@ def _named_costs(config: EngineConfig, spec: SpeculativeConfig, storage: Storage
         other.append("drafter")
     if other:
         logger.warning("the cost table %s was measured with another %s", shown(str(spec.cost_table)), " and ".join(other))
-    return record.table
+    return record.table if has_times else record.table.without_drafting()
 
 
 def measured_costs(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, drafter: Drafter) -> CostRecord:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import Any
 
@@ -41,9 +42,10 @@ def step(
     accepted: int,
     score: float = np.log(0.9),
     took: Callable[[int], float] = lambda num_drafted: 2.0 * len(PARTS),  # noqa: ARG005
+    most: int = LONGEST,
 ) -> Draft:
-    """A step whose drafts are as long as planned, of which so many tokens are kept; it takes so many milliseconds."""
-    lengths = [row.max_draft_tokens for row in planned]
+    """A step whose drafts are as long as planned, or `most`, of which so many tokens are kept; it takes so many milliseconds."""
+    lengths = [min(row.max_draft_tokens, most) for row in planned]
     draft = controller.chosen(planned, Draft.chains([[7] * n for n in lengths], scores=np.full(sum(lengths), score)))
     verdict = []
     for i in range(len(planned)):
@@ -112,20 +114,57 @@ def test_a_drafter_that_has_become_right_is_noticed() -> None:
     assert sum(drafted[-10:]) >= 10 * 8, "all rows draft again"
 
 
+COPIED = DEAR.model_copy(update={"drafting": None})
+
+
+def until_probed(controller: BatchController, planned: Callable[[], list[PlannedRow]]) -> list[PlannedRow]:
+    """Plain steps, and the rows of the first one that has drafts, as they are planned."""
+    for _ in range(IDLE + 2 * (PROBE + RESTED)):
+        found = controller.planned(planned())
+        if any(row.max_draft_tokens for row in found):
+            return found
+        step(controller, found, 0)
+    raise AssertionError("no probe")
+
+
+def with_scores(planned: SequenceOf[PlannedRow], chances: SequenceOf[float]) -> Draft:
+    return Draft.chains([[7] * row.max_draft_tokens for row in planned], scores=np.log(chances))
+
+
 def test_a_probe_takes_the_likeliest_of_all_that_can_be_copied() -> None:
-    """Asking costs nothing then, and all rows are asked that have room; where drafting takes time one is."""
-    for costs, asked in ((DEAR.model_copy(update={"drafting": None}), [1, 1, 1, 0]), (DEAR, [1, 0, 0, 0])):
-        controller, planned = BatchController(costs, corrects=False), []
-        for _ in range(IDLE + 1 + 2 * PROBE):
-            planned = controller.planned([*rows(3), *rows(4, depth=0)[3:]])
-            if any(row.max_draft_tokens for row in planned):
-                break
-            step(controller, planned, 0)
-        assert [row.max_draft_tokens for row in planned] == asked
-        chains = Draft.chains([[7] * row.max_draft_tokens for row in planned])
-        scores = np.log([0.2, 0.9, 0.5][: sum(asked)])
-        chosen = controller.chosen(planned, Draft(chains.tokens, chains.parents, chains.indptr, None, scores))
-        assert chosen.num_draft_tokens.tolist() == [0, 1, 0, 0] if sum(asked) > 1 else [1, 0, 0, 0]
+    """Asking costs nothing then, and all rows are asked that have room."""
+    controller = BatchController(COPIED, corrects=False)
+    planned = until_probed(controller, lambda: [*rows(3), *rows(4, depth=0)[3:]])
+    assert [row.max_draft_tokens for row in planned] == [1, 1, 1, 0]
+    assert controller.chosen(planned, with_scores(planned, [0.2, 0.9, 0.5])).num_draft_tokens.tolist() == [0, 1, 0, 0]
+
+
+def test_rows_take_turns_at_probes_where_drafting_takes_time() -> None:
+    """Whoever reads a prompt, or has no room, has none."""
+    controller, probed = BatchController(DEAR, corrects=False), []
+    for _ in range(3):
+        planned = until_probed(controller, lambda: [replace(rows(1, 8)[0], num_new=3, start=0), *rows(4)[1:3], *rows(4, depth=0)[3:]])
+        probed.append([row.max_draft_tokens for row in planned])
+        step(controller, planned, 0)
+    assert probed == [[0, 1, 0, 0], [0, 0, 1, 0], [0, 1, 0, 0]]
+
+
+def test_a_probe_that_finds_nothing_stays_due() -> None:
+    controller = BatchController(COPIED, corrects=False)
+    planned = until_probed(controller, lambda: rows(2))
+    for _ in range(RESTED):
+        step(controller, planned, 0, most=0)
+        planned = controller.planned(rows(2))
+    assert [row.max_draft_tokens for row in planned] == [1, 1], "at the next decision"
+
+
+def test_what_a_probe_finds_worth_its_place_ends_the_plain_steps() -> None:
+    """One that is surer than what was hoped for."""
+    costs = CostTable(step=CostCurve(tokens=(1, 64), milliseconds=(10.0, 10.0 + 63 * 9.5)))
+    controller = BatchController(costs, corrects=False)
+    planned = until_probed(controller, lambda: rows(1))
+    assert len(controller.chosen(planned, with_scores(planned, [0.9999])).tokens) == 1
+    assert not controller.rests([row.sequence for row in planned])
 
 
 @pytest.mark.parametrize("share", [0.03, 0.08, 0.5])
@@ -329,8 +368,8 @@ def test_a_token_that_was_not_verified_is_expected_by_its_own_chance() -> None:
     """A sure token and two doubtful ones, of which the first alone is worth its place."""
     controller = BatchController(CostTable(step=CostCurve(tokens=(1, 2, 9), milliseconds=(10.0, 10.1, 80.0))), corrects=False)
     planned = controller.planned(rows(1, 3))
-    chains, scores = Draft.chains([[7, 7, 7]]), np.log([0.99, 0.05, 0.05])
-    draft = Draft(chains.tokens, chains.parents, chains.indptr, None, scores)
+    scores = np.log([0.99, 0.05, 0.05])
+    draft = Draft.chains([[7, 7, 7]], scores=scores)
     expected = controller.survival.chances(np.ones(3), np.arange(3), scores)
     assert len(controller.chosen(planned, draft).tokens) == 1
     controller.observe(StepRecord(planned, [RowVerdict(1, [0], [7], 9)], [2], 0, dict.fromkeys(PARTS, 1e-3)))

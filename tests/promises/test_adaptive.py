@@ -231,6 +231,13 @@ def test_what_does_not_go_together_is_said(changes: dict[str, Any], said: str) -
         LLM(toys.adopted(target()), {"method": "ngram", **changes})
 
 
+def test_a_table_of_a_drafter_that_takes_time_charges_nothing_for_copying(tmp_path: Path) -> None:
+    controller = adaptive_llm("ngram", "greedy", frozen(tmp_path, CHEAP)).engine.controller
+    assert controller is not None
+    assert CHEAP.drafting is not None
+    assert (controller.table.drafting, controller.table.start_ms, controller.table.step) == (None, 0.0, CHEAP.step)
+
+
 def test_a_torn_cost_table_is_said_and_one_in_the_cache_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torn = tmp_path / "torn.json"
     torn.write_text('{"key": {}, "table"')

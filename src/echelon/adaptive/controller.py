@@ -4,8 +4,8 @@ With exact acceptance no text depends on any of it, and all rows share one price
 can, from chances that are learned (`survival`) and costs that are measured (`cost_table`), its own time among them. Under the other rules
 each row decides for itself (`row_controller`).
 
-Where nothing pays the step is a plain one; now and then a row drafts all the same, to notice when it would pay again. Once chances are
-known and while the rows stay, one decision is made for several steps.
+Where nothing pays the step is a plain one; now and then a token is verified all the same, to notice when it would pay again. Once chances
+are known and while the rows stay, one decision is made for several steps.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from echelon.sequence import PlannedRow, Sequence
 from echelon.stats import StepRecord
 from echelon.step_costs import PieceSizes
 
-PROBE = 64  # steps in which nothing is verified, after which a token is drafted that is, at the latest,
-PROBED = 0.0025  # and share of the time for that before
+PROBE = 64  # steps in which nothing pays, after which a token is verified all the same; fewer, down to RESTED,
+PROBED = 0.0025  # where that takes less than this share of the time
 KNOWN = 4  # steps with drafts before chances are believed
 CAUTION = 1.25  # times a plain step, the longest step until then; each row may have a token all the same
 AHEAD = 3  # levels looked ahead at while drafting
@@ -128,12 +128,13 @@ class BatchController:
         self.step_factors, self.drafting_factors = learned.step_factors, learned.drafting_factors
         self.piece_sizes: PieceSizes = TablePieces(table, self.step_factors)
         self._corrects = corrects
-        self._has_drafted = False  # did the step before? After plain ones a drafter has to catch up, which is no cost of a level
+        self._has_drafted = False  # did the step before, all rows? Else a drafter has to catch up, which is no cost of a level
         self._own = _OwnTime()
         self._is_probe = False  # is a token verified whatever it is worth?
         self._num_levels = 0  # of drafting so far in this step
         self._num_learned = 0  # steps that something was learned from
-        self._num_idle = 0  # steps in a row in which nothing was verified
+        self._num_idle = self._probed_at = 0  # steps in a row in which nothing was verified that pays, and those before the latest probe
+        self._num_probes = 0
         self._num_held = 0  # further steps that go by the last decision, if the rows stay,
         self._num_passed = 0  # and those that have gone by it
         self._num_compared = int(1.0 / COMPARED)  # steps since the last one that was plain only to be compared with; the first is soon
@@ -200,10 +201,10 @@ class BatchController:
             if not may:
                 found[i] = rows[i].drafting(0, 0)
         self._num_idle += is_plain
-        if self._num_idle >= self._probes_after():
-            self._is_probe, self._num_idle = True, 0
-            found = self._probing(rows, limits) if is_plain else found
-        if not self._is_probe and not shape.num_read and (self._num_idle > IDLE if is_plain else self._num_learned >= SETTLED):
+        self._is_probe = self._num_idle >= self._probed_at + self._probes_after()
+        if self._is_probe and is_plain:
+            found = self._probing(rows, limits)
+        if not shape.num_read and (self._num_idle > IDLE if is_plain else self._num_learned >= SETTLED):
             self._num_held = (RESTED if is_plain else HELD) - 1
         self.survival.passed_over([rows[i].sequence.id for i in np.flatnonzero(~may_draft & (limits > 0)).tolist()], num_steps)
         if is_plain:
@@ -218,8 +219,12 @@ class BatchController:
         return int(np.clip(dearer / PROBED, RESTED, PROBE))
 
     def _probing(self, rows: SequenceOf[PlannedRow], limits: Int64) -> list[PlannedRow]:
-        """The rows that draft a token each, of which the likeliest is verified: one where drafting takes time, else all that have room."""
-        may_draft = limits > 0 if self.table.drafting is None else np.arange(len(rows)) == limits.argmax()
+        """The rows, of which those draft a token that have room, and the likeliest is verified; one in turn where drafting takes time."""
+        may_draft = limits > 0
+        if self.table.drafting is not None:
+            able = np.flatnonzero(may_draft & np.array([row.num_new == 1 for row in rows]))  # who reads a prompt cannot draft yet
+            may_draft = np.arange(len(rows)) == (able[self._num_probes % len(able)] if len(able) else -1)
+            self._num_probes += 1
         return [row.drafting(int(may), int(may)) for row, may in zip(rows, may_draft, strict=True)]
 
     def _compares(self, num_expected: float) -> bool:
@@ -287,9 +292,13 @@ class BatchController:
             spent = (self._step.spent_ms or self._costs.start_ms) + (last - self._num_levels) * float(level_ms[num_rows])
             self._step = Underway(self._step.num_sampled, self._step.drafted, spent)
         is_admitted = admitted(survival, depths, self._costs.shape.num_sampled, step_ms, self._step.spent_ms)
-        is_admitted[survival.argmax()] |= self._is_probe
         if is_admitted.any():
-            self._num_idle = 0
+            self._num_idle = self._probed_at = 0
+            if not any(self._may_draft):  # a probe that pays: let the next step decide
+                self._num_held = 0
+        elif self._is_probe:
+            self._probed_at = self._num_idle
+            is_admitted[survival.argmax()] = True
         else:  # of what was hoped for nothing came true; nothing is verified, and so nothing learned, as in a plain step
             self._num_idle += 1
             self.survival.rest(1)
@@ -336,7 +345,7 @@ class BatchController:
             self._own.observe(deciding + (drafting if self.table.drafting is None else 0.0))
         step_ms, level_ms = costs.upto(0, num_rows, max(LONGEST, -(-num_drafted // max(num_rows, 1))))
         drafted = fates.drafted()
-        verifying = np.interp(drafted, np.arange(len(step_ms)), step_ms) - costs.deciding_ms * (drafted > 0)
+        verifying = np.interp(drafted, np.arange(len(step_ms)), step_ms) - costs.deciding_ms * np.minimum(drafted, 1.0)
         fixed_ms = verifying + level_ms[num_rows] * lengths + costs.start_ms * (lengths > 0)
         predicted = spent + float(step_ms[num_drafted])
         self.hindsight.observe(predicted, deciding + drafting + measured, num_emitted, fates.emitted(), fixed_ms)
@@ -344,7 +353,7 @@ class BatchController:
             self.step_factors.observe(costs.shape.num_tokens + num_drafted, costs.said(num_drafted), measured)
             if spent > 0.0 and self._has_drafted:
                 self.drafting_factors.observe(self.table.start_ms, (spent - costs.start_ms) / costs.level_factor, drafting)
-        self._has_drafted = spent > 0.0
+        self._has_drafted = spent > 0.0 and not self._is_probe
 
     def forget(self, row: int) -> None:
         self._digest()

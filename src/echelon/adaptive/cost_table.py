@@ -64,6 +64,10 @@ class CostTable(Settings):
     drafting: CostCurve | None = None
     start_ms: float = Field(default=0.0, ge=0.0)
 
+    def without_drafting(self) -> CostTable:
+        """The same for a drafter that takes no time."""
+        return self.model_copy(update={"drafting": None, "start_ms": 0.0})
+
     def described(self) -> str:
         """What a user reads of it."""
         step = ", ".join(f"{n}: {ms:.4g}" for n, ms in zip(self.step.tokens, self.step.milliseconds, strict=True))

@@ -130,7 +130,7 @@ class Survival:
                 record.fade(ROW_FADE**num_steps)
 
     def rest(self, num_steps: int) -> None:
-        """Steps in which nothing was drafted: what is known fades, so that a few probes can outweigh it."""
+        """Steps in which nothing seemed to pay: what is known fades, so that a few probes can outweigh it."""
         self._right *= REST_FADE**num_steps
         self._tried *= REST_FADE**num_steps
         self._table = self._chances()
