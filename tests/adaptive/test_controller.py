@@ -407,6 +407,14 @@ def test_rows_without_a_match_cost_a_single_length_nothing() -> None:
     assert (controller.hindsight.ms - controller.hindsight.ms[0])[:3].tolist() == [0.0, 2.0, 4.0]
 
 
+def test_no_single_length_is_said_to_cost_less_than_none() -> None:
+    """Deciding takes time with drafts alone, and of ten rows that were asked for one nine had none."""
+    controller = BatchController(COPIED)
+    controller._own.of_drafts, controller.hindsight.num_asked = 5.0, 9
+    step(controller, controller.planned(rows(1)), 0)
+    assert np.all(np.diff(controller.hindsight.ms) >= 0.0)
+
+
 def test_regret_is_what_the_best_single_length_would_have_gained() -> None:
     hindsight = Hindsight()
     assert (hindsight.regret, hindsight.error) == (0.0, 0.0)

@@ -134,7 +134,7 @@ class BatchController:
         self._num_levels = 0  # of drafting so far in this step
         self._num_learned = 0  # steps that something was learned from
         self._num_idle = self._probed_at = 0  # steps in a row in which nothing was verified that pays, and those before the latest probe
-        self._num_probes = 0
+        self._num_probes = 0  # whose turn it is
         self._num_held = 0  # further steps that go by the last decision, if the rows stay,
         self._num_passed = 0  # and those that have gone by it
         self._num_compared = int(1.0 / COMPARED)  # steps since the last one that was plain only to be compared with; the first is soon
