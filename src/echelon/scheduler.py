@@ -175,7 +175,7 @@ class Scheduler:
         budget = self._max_num_batched_tokens
         for is_reading in (False, True):
             sequences = [s for s in self.running if s.id not in self._under_way and self._is_reading(s) is is_reading]
-            budget = self._left_for_prompts(plan, budget) if is_reading else budget
+            budget = self._left_for_prompts(plan, budget) if is_reading and (sequences or self.waiting) else budget
             for sequence in sequences:
                 if len(plan.rows) >= self._most_rows or self._is_blocked:
                     return budget

@@ -13,11 +13,12 @@ import pytest
 import toys
 
 from echelon import LLM
-from echelon.adaptive.controller import HELD, IDLE, PROBE, PROBED, REMEMBERED, RESTED, SETTLED, BatchController
+from echelon.adaptive.controller import IDLE, PROBE, PROBED, REMEMBERED, SETTLED, BatchController
 from echelon.adaptive.corrections import StepFactors
 from echelon.adaptive.cost_table import CostCurve, CostTable, TablePieces
 from echelon.adaptive.hindsight import LONGEST, ChainFates, Hindsight
 from echelon.adaptive.row_controller import RowController
+from echelon.adaptive.standing import DECIDED, HELD, MOST_HELD, MOST_RESTED, RESTED, Standing
 from echelon.draft import Draft, RowVerdict
 from echelon.sampling import Sampler, SamplingParams
 from echelon.sequence import PlannedRow, Sequence
@@ -253,22 +254,52 @@ def test_plain_steps_rest_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_steps_that_rested_count_although_rows_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every eighth step one row comes as another goes: neither needs the step to be plain, and what is known fades step by step."""
-    controller, counted = BatchController(DEAR, corrects=False), []
+    """Every eighth step one row comes as another goes: the steps stay plain, and what is known fades step by step."""
+    controller, counted, rested = BatchController(DEAR, corrects=False), [], []
     monkeypatch.setattr(controller.survival, "rest", counted.append)
     for i in range(160):
         planned = rows(2)
         planned[1].sequence.id = 1 + i // 8
-        if rests := controller.rests([row.sequence for row in planned]):
-            planned = plans.without_drafts(planned)
-        assert not (rests and i % 8 == 0), "other rows, another decision"
-        step(controller, controller.planned(planned), 0)
+        rested.append(controller.rests([row.sequence for row in planned]))
+        step(controller, controller.planned(plans.without_drafts(planned) if rested[-1] else planned), 0)
     assert sum(counted) >= 150
-    entering = [*rows(2), *rows(3)[2:]]
+    assert sum(rested) >= 140, "all but those that decide, and probes"
     step(controller, controller.planned(rows(2)), 0)
-    num_passed, controller._num_passed = controller._num_passed, 5
-    controller.planned(plans.without_drafts(entering))  # no row has room, since they rested
-    assert controller._num_passed == 5 > num_passed
+    num_passed = controller._standing.num_passed
+    assert not controller.rests([row.sequence for row in rows(1)]), "a smaller batch, another decision"
+    controller.planned(plans.without_drafts(rows(1)))  # no row has room, since they rested
+    assert controller._standing.num_passed == num_passed > 0
+
+
+def test_a_plain_step_of_more_rows_than_were_decided_on_teaches_nothing() -> None:
+    controller = BatchController(DEAR)
+    for _ in range(IDLE + 1):
+        step(controller, controller.planned(rows(2)), 0)
+    before = controller.hindsight.num_steps
+    for _ in range(2 * HELD):
+        step(controller, controller.planned(rows(3)), 0)
+    assert controller.hindsight.num_steps == before
+    assert controller.rests([row.sequence for row in rows(3)])
+
+
+@pytest.mark.parametrize(("may_draft", "least", "most"), [([True, False], HELD, MOST_HELD), ([False, False], RESTED, MOST_RESTED)])
+def test_a_decision_stands_for_as_long_as_makes_it_cheap(may_draft: list[bool], least: int, most: int) -> None:
+    for deciding_ms, is_settled, expected in (
+        (0.0, True, least),
+        (DECIDED * 10.0 * (least + 2), True, least + 2),
+        (20.0, True, most),
+        (0.0, False, 1),
+        (20.0, False, HELD),
+    ):
+        standing = Standing()
+        standing.may_draft = may_draft
+        standing.stands(deciding_ms, 10.0, is_settled)
+        num_steps, num_learned = 1, 1
+        while standing.covers(2, 2, True):
+            num_learned += not standing.passes()
+            num_steps += 1
+        assert num_steps == expected
+        assert num_learned == num_steps if any(may_draft) else num_learned <= 2 + num_steps // HELD
 
 
 def test_no_decision_holds_that_was_made_while_a_prompt_was_read() -> None:
@@ -277,12 +308,12 @@ def test_no_decision_holds_that_was_made_while_a_prompt_was_read() -> None:
     for _ in range(SETTLED):
         step(controller, controller.planned(rows(2)), 4)
     reading = rows(2)
-    controller._num_held = 0
+    controller._standing.falls()
     controller.planned([reading[0], replace(reading[1], num_new=30, start=-27)])
-    assert not controller._num_held
+    assert not controller._standing.is_held
     step(controller, controller.planned(rows(2)), 4)
     assert controller._costs.shape.num_tokens == 2
-    assert controller._num_held
+    assert controller._standing.is_held
 
 
 def test_what_several_steps_teach_is_learned_together() -> None:
@@ -314,7 +345,8 @@ def test_deciding_is_a_cost_of_drafts() -> None:
     for took in [0.4] * REMEMBERED + [1000.0]:
         counted._own.observe(took)
     assert counted._own.of_drafts == 0.4
-    counted._own.of_drafts, counted._num_held = 10.0, 0
+    counted._own.of_drafts = 10.0
+    counted._standing.falls()
     assert counted.planned(rows(1))[0].max_draft_depth == 0 < uncounted.planned(rows(1))[0].max_draft_depth
 
 

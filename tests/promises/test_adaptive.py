@@ -310,8 +310,8 @@ def test_costs_are_measured_in_blocks_of_any_size(
     toys.assert_all_blocks_free(llm)
 
 
-def test_chances_and_costs_are_reported() -> None:
-    llm = adaptive_llm("model", "greedy", max_num_seqs=8)
+def test_chances_and_costs_are_reported(tmp_path: Path) -> None:
+    llm = adaptive_llm("model", "greedy", frozen(tmp_path, CHEAP), max_num_seqs=8)
     texts(llm, slice(None), "greedy")
     found = llm.get_counters()["adaptive"]
     assert found["num_proposed_tokens"] >= llm.stats.num_draft_tokens > 0

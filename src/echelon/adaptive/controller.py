@@ -22,6 +22,7 @@ from echelon.adaptive.cost_table import CostTable, TablePieces
 from echelon.adaptive.hindsight import LONGEST, ChainFates, Hindsight
 from echelon.adaptive.planning import Bool, Underway, admitted, drafted_further, survivals
 from echelon.adaptive.prices import StepPrices, StepShape
+from echelon.adaptive.standing import RESTED, Standing
 from echelon.adaptive.survival import Survival
 from echelon.draft import Draft, Float64, Int32, Int64
 from echelon.sequence import PlannedRow, Sequence
@@ -33,8 +34,7 @@ PROBED = 0.0025  # where that takes less than this share of the time
 KNOWN = 4  # steps with drafts before chances are believed
 CAUTION = 1.25  # times a plain step, the longest step until then; each row may have a token all the same
 AHEAD = 3  # levels looked ahead at while drafting
-SETTLED, HELD = 16, 4  # steps with drafts after which one decision holds for several steps of the same rows, and for how many
-IDLE, RESTED = 4, 16  # plain steps in a row after which one decision holds for several, and for how many
+SETTLED, IDLE = 16, 4  # steps with drafts, and plain ones in a row, after which one decision stands for several steps
 COMPARED = 0.01  # share of the time for plain steps where drafts would pay: they tell what drafts add to a step
 SELDOM = 8  # steps at least between two of these
 REMEMBERED = 15  # latest steps with drafts, of whose deciding the median time is taken
@@ -83,12 +83,12 @@ class _Tried(NamedTuple):
 class _OwnTime:
     """Milliseconds of deciding and learning, taken inside `with`: a step with drafts costs `of_drafts` more than its tokens do.
 
-    The median of the latest steps with drafts, taken for nothing before there are some: one that was held up does not end all drafting.
+    The median of the latest steps with drafts, taken for nothing before there are KNOWN: one that was held up does not end all drafting.
     """
 
     def __init__(self) -> None:
         self.of_drafts = self._ms = self._start = 0.0
-        self._latest = deque([0.0] * REMEMBERED, REMEMBERED)
+        self._latest: deque[float] = deque(maxlen=REMEMBERED)
 
     def __enter__(self) -> None:
         self._start = perf_counter()
@@ -104,7 +104,8 @@ class _OwnTime:
     def observe(self, of_drafts: float) -> None:
         """Learn from a step with drafts."""
         self._latest.append(of_drafts)
-        self.of_drafts = sorted(self._latest)[REMEMBERED // 2]
+        if len(self._latest) >= KNOWN:
+            self.of_drafts = sorted(self._latest)[(len(self._latest) - 1) // 2]
 
 
 class Learned:
@@ -135,11 +136,10 @@ class BatchController:
         self._num_learned = 0  # steps that something was learned from
         self._num_idle = self._probed_at = 0  # steps in a row in which nothing was verified that pays, and those before the latest probe
         self._num_probes = 0  # whose turn it is
-        self._num_held = 0  # further steps that go by the last decision, if the rows stay,
-        self._num_passed = 0  # and those that have gone by it
+        self._standing = Standing()  # the latest decision
+        self._deciding_ms = 0.0  # what that took
         self._num_compared = int(1.0 / COMPARED)  # steps since the last one that was plain only to be compared with; the first is soon
-        self._may_draft: list[bool] = []  # of each row, by that decision
-        self._is_resting = False  # is this a plain step by an earlier decision, from which nothing is learned? Of one in HELD something is
+        self._is_resting = False  # is this a plain step by an earlier decision, from which nothing is learned?
         self._unlearned: list[_Tried] = []  # what was verified since the last decision
         self._rows: SequenceOf[PlannedRow] = ()
         self._odds: Float64 = np.ones(0)  # [B] of these rows, as `Survival.odds`
@@ -152,8 +152,7 @@ class BatchController:
         self._likeliest: tuple[Int64, Int64, Float64] = NOTHING  # rows, depths and chances of what was drafted, the best of each depth
 
     def rests(self, running: SequenceOf[Sequence]) -> bool:
-        is_plain = self._num_held > 0 and not any(self._may_draft)
-        return is_plain and [s.id for s in running] == [row.sequence.id for row in self._rows]
+        return self._standing.is_plain and self._standing.covers(len(running), len(self._rows), False)
 
     def planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
         with self._own:
@@ -164,28 +163,29 @@ class BatchController:
         self._verifies(Draft.none(len(rows)), np.ones(0, np.bool_))
         self._available = np.full(len(rows), LONGEST)
         self._share = np.full(len(rows), self.hindsight.share_found)
-        if self._num_held and _are_same(rows, self._rows):
-            self._num_held, self._num_passed = self._num_held - 1, self._num_passed + 1
-            found = [row if may or not row.max_draft_depth else row.drafting(0, 0) for row, may in zip(rows, self._may_draft, strict=True)]
-            self._step, is_plain = Underway(self._costs.shape.num_sampled), not any(self._may_draft)
-            self._is_resting = is_plain and self._num_held % HELD > 0
-            self._num_idle += is_plain
+        if self._standing.covers(len(rows), len(self._rows), _are_same(rows, self._rows)):
+            found, num_sampled = self._standing.limited(rows), self._costs.shape.num_sampled
+            self._step = Underway(num_sampled)
+            self._is_resting = self._standing.passes() or len(rows) != num_sampled
+            self._num_idle += self._standing.is_plain
         else:
+            start = perf_counter()
             found = self._decided(rows)
+            self._deciding_ms = 1e3 * (perf_counter() - start) if self._corrects else 0.0
         self._rows = found
         return found
 
     def _decided(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
         """The rows by a decision of this step, and for how many more it holds."""
         self._digest()
-        shape, found, num_steps = StepShape.of(rows), list(rows), 1 + self._num_passed
-        self._num_held = self._num_passed = 0
+        shape, found, num_steps = StepShape.of(rows), list(rows), 1 + self._standing.num_passed
+        self._standing.begins()
         deciding = self._own.of_drafts if self._corrects else 0.0
         self._costs = StepPrices(shape, self.table, self.step_factors, self.drafting_factors, deciding)
         self._step, self._odds = Underway(shape.num_sampled), self.survival.odds([row.sequence.id for row in rows])
         limits = np.array([row.max_draft_depth for row in rows], np.int64)
         if not limits.any():
-            self._num_passed = num_steps - 1  # which the next decision counts
+            self._standing.num_passed = num_steps - 1  # which the next decision counts
             return found
         if self._num_learned < KNOWN:
             found = self._cautious(rows, limits)
@@ -194,18 +194,19 @@ class BatchController:
         may_draft, rate = drafted_further(self._step, self._further(self._odds, 0, limits), *costs, self._costs.start_ms)
         self._num_compared += num_steps
         if may_draft.any() and self._compares(rate * float(costs[0][0])):
-            self._num_compared, self._may_draft = 0, []
+            self._num_compared = 0
             return [row.drafting(0, 0) for row in rows]
-        self._may_draft, is_plain = may_draft.tolist(), not may_draft.any()
-        for i, may in enumerate(self._may_draft):
+        self._standing.may_draft, is_plain = may_draft.tolist(), not may_draft.any()
+        for i, may in enumerate(self._standing.may_draft):
             if not may:
                 found[i] = rows[i].drafting(0, 0)
         self._num_idle += is_plain
         self._is_probe = self._num_idle >= self._probed_at + self._probes_after()
         if self._is_probe and is_plain:
             found = self._probing(rows, limits)
-        if not shape.num_read and (self._num_idle > IDLE if is_plain else self._num_learned >= SETTLED):
-            self._num_held = (RESTED if is_plain else HELD) - 1
+        if not shape.num_read:
+            is_settled = self._num_idle > IDLE if is_plain else self._num_learned >= SETTLED
+            self._standing.stands(self._deciding_ms, float(costs[0][0]), is_settled)
         self.survival.passed_over([rows[i].sequence.id for i in np.flatnonzero(~may_draft & (limits > 0)).tolist()], num_steps)
         if is_plain:
             self.survival.rest(num_steps)
@@ -294,8 +295,8 @@ class BatchController:
         is_admitted = admitted(survival, depths, self._costs.shape.num_sampled, step_ms, self._step.spent_ms)
         if is_admitted.any():
             self._num_idle = self._probed_at = 0
-            if not any(self._may_draft):  # a probe that pays: let the next step decide
-                self._num_held = 0
+            if self._standing.is_plain:  # a probe that pays: let the next step decide
+                self._standing.falls()
         elif self._is_probe:
             self._probed_at = self._num_idle
             is_admitted[survival.argmax()] = True
@@ -326,7 +327,7 @@ class BatchController:
         is_kept[[first[i] + node for i, own in kept.items() for node in own.path]] = True
         if len(draft.tokens):
             self._learn(draft, list(kept), is_kept)
-        if not self._num_held:
+        if not self._standing.is_held:
             self._digest()
         if record.rows and not any(row.num_new > 1 for row in record.rows):
             chances, (rows, depths, own) = np.tile(self.survival.means(), (draft.num_rows, 1)), self._likeliest
