@@ -13,7 +13,7 @@ import pytest
 import toys
 
 from echelon import LLM
-from echelon.adaptive.controller import IDLE, PROBE, PROBED, REMEMBERED, SETTLED, BatchController
+from echelon.adaptive.controller import IDLE, KNOWN, PROBE, PROBED, REMEMBERED, SETTLED, BatchController
 from echelon.adaptive.corrections import StepFactors
 from echelon.adaptive.cost_table import CostCurve, CostTable, TablePieces
 from echelon.adaptive.hindsight import LONGEST, ChainFates, Hindsight
@@ -271,15 +271,28 @@ def test_steps_that_rested_count_although_rows_change(monkeypatch: pytest.Monkey
     assert controller._standing.num_passed == num_passed > 0
 
 
-def test_a_plain_step_of_more_rows_than_were_decided_on_teaches_nothing() -> None:
-    controller = BatchController(DEAR)
+@pytest.mark.parametrize("num_rows", [2, 3])
+def test_a_plain_step_of_other_rows_than_were_decided_on_teaches_nothing(num_rows: int) -> None:
+    """One of as many rows may read more keys, or draw."""
+    controller = BatchController(DEAR, corrects=False)
     for _ in range(IDLE + 1):
         step(controller, controller.planned(rows(2)), 0)
     before = controller.hindsight.num_steps
     for _ in range(2 * HELD):
-        step(controller, controller.planned(rows(3)), 0)
+        others = rows(num_rows)
+        others[0].sequence.id = 7
+        step(controller, controller.planned(others), 0)
     assert controller.hindsight.num_steps == before
-    assert controller.rests([row.sequence for row in rows(3)])
+    assert controller.rests([row.sequence for row in others])
+
+
+def test_drafts_stay_short_until_chances_are_believed_however_dear_deciding_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10_000))
+    monkeypatch.setattr("echelon.adaptive.controller.perf_counter", lambda: next(clock) * 1e-3)
+    costs = CostTable(step=CostCurve(tokens=(1, 8, 72), milliseconds=(10.0, 10.0, 18.0)))
+    controller = BatchController(costs)
+    drafted = [len(step(controller, controller.planned(rows(8, depth=8)), 8 * (i == 0)).tokens) for i in range(KNOWN)]
+    assert max(drafted) == 8 * 2
 
 
 @pytest.mark.parametrize(("may_draft", "least", "most"), [([True, False], HELD, MOST_HELD), ([False, False], RESTED, MOST_RESTED)])
@@ -299,7 +312,7 @@ def test_a_decision_stands_for_as_long_as_makes_it_cheap(may_draft: list[bool], 
             num_learned += not standing.passes()
             num_steps += 1
         assert num_steps == expected
-        assert num_learned == num_steps if any(may_draft) else num_learned <= 2 + num_steps // HELD
+        assert num_learned == num_steps if any(may_draft) else (num_steps > 1) < num_learned <= 2 + min(num_steps, RESTED) // HELD
 
 
 def test_no_decision_holds_that_was_made_while_a_prompt_was_read() -> None:

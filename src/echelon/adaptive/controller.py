@@ -22,14 +22,14 @@ from echelon.adaptive.cost_table import CostTable, TablePieces
 from echelon.adaptive.hindsight import LONGEST, ChainFates, Hindsight
 from echelon.adaptive.planning import Bool, Underway, admitted, drafted_further, survivals
 from echelon.adaptive.prices import StepPrices, StepShape
-from echelon.adaptive.standing import RESTED, Standing
+from echelon.adaptive.standing import MOST_HELD, RESTED, Standing
 from echelon.adaptive.survival import Survival
 from echelon.draft import Draft, Float64, Int32, Int64
 from echelon.sequence import PlannedRow, Sequence
 from echelon.stats import StepRecord
 from echelon.step_costs import PieceSizes
 
-PROBE = 64  # steps in which nothing pays, after which a token is verified all the same; fewer, down to RESTED,
+PROBE = 64  # steps in which nothing pays, after which the next decision has a token verified all the same; fewer, down to RESTED,
 PROBED = 0.0025  # where that takes less than this share of the time
 KNOWN = 4  # steps with drafts before chances are believed
 CAUTION = 1.25  # times a plain step, the longest step until then; each row may have a token all the same
@@ -137,7 +137,8 @@ class BatchController:
         self._num_idle = self._probed_at = 0  # steps in a row in which nothing was verified that pays, and those before the latest probe
         self._num_probes = 0  # whose turn it is
         self._standing = Standing()  # the latest decision
-        self._deciding_ms = 0.0  # what that took
+        self._deciding_ms = self._charged_ms = 0.0  # what that took, and what of it falls into this step
+        self._are_priced = True  # are the rows of this step those that it was made for?
         self._num_compared = int(1.0 / COMPARED)  # steps since the last one that was plain only to be compared with; the first is soon
         self._is_resting = False  # is this a plain step by an earlier decision, from which nothing is learned?
         self._unlearned: list[_Tried] = []  # what was verified since the last decision
@@ -163,15 +164,17 @@ class BatchController:
         self._verifies(Draft.none(len(rows)), np.ones(0, np.bool_))
         self._available = np.full(len(rows), LONGEST)
         self._share = np.full(len(rows), self.hindsight.share_found)
-        if self._standing.covers(len(rows), len(self._rows), _are_same(rows, self._rows)):
-            found, num_sampled = self._standing.limited(rows), self._costs.shape.num_sampled
-            self._step = Underway(num_sampled)
-            self._is_resting = self._standing.passes() or len(rows) != num_sampled
+        are_same, self._charged_ms = _are_same(rows, self._rows), 0.0
+        if self._standing.covers(len(rows), len(self._rows), are_same):
+            found, self._are_priced = self._standing.limited(rows), self._are_priced and are_same
+            self._step = Underway(self._costs.shape.num_sampled)
+            self._is_resting = self._standing.passes() or not self._are_priced
             self._num_idle += self._standing.is_plain
         else:
-            start = perf_counter()
+            start, self._are_priced = perf_counter(), True
             found = self._decided(rows)
-            self._deciding_ms = 1e3 * (perf_counter() - start) if self._corrects else 0.0
+            self._charged_ms = 1e3 * (perf_counter() - start)
+            self._deciding_ms = self._charged_ms if self._corrects else 0.0
         self._rows = found
         return found
 
@@ -204,7 +207,7 @@ class BatchController:
         self._is_probe = self._num_idle >= self._probed_at + self._probes_after()
         if self._is_probe and is_plain:
             found = self._probing(rows, limits)
-        if not shape.num_read:
+        if not shape.num_read and (is_plain or self._num_learned >= KNOWN):  # until then drafts are shorter, in every step
             is_settled = self._num_idle > IDLE if is_plain else self._num_learned >= SETTLED
             self._standing.stands(self._deciding_ms, float(costs[0][0]), is_settled)
         self.survival.passed_over([rows[i].sequence.id for i in np.flatnonzero(~may_draft & (limits > 0)).tolist()], num_steps)
@@ -343,7 +346,8 @@ class BatchController:
         num_rows, drafting = costs.shape.num_sampled, record.seconds["draft"] * 1e3
         measured = sum(record.seconds.values()) * 1e3 - drafting - deciding
         if num_drafted:
-            self._own.observe(deciding + (drafting if self.table.drafting is None else 0.0))
+            own = deciding - self._charged_ms * (1.0 - 1.0 / MOST_HELD)  # a decision that is dear stands for as many steps
+            self._own.observe(own + (drafting if self.table.drafting is None else 0.0))
         step_ms, level_ms = costs.upto(0, num_rows, max(LONGEST, -(-num_drafted // max(num_rows, 1))))
         drafted = fates.drafted()
         verifying = np.interp(drafted, np.arange(len(step_ms)), step_ms) - costs.deciding_ms * np.minimum(drafted, 1.0)
