@@ -56,6 +56,7 @@ class Lengths:
     """How long measurements are; tests take small ones."""
 
     steps: int = 48
+    settling: int = 200
     tokens: int = 512
     rounds: int = 2
     arrivals: int = 32
@@ -233,12 +234,13 @@ def slowed(models: Models, batch: int, lengths: Lengths) -> Record:
     found: dict[str, Any] = {}
 
     def errors(steps: int) -> float:
+        """Of so many steps that were compared with what had been said of them; of fewer where the rows end before."""
         with rows_of(llm, 12 * steps, batch) as (engine, rows):
             rows.become(batch)
             first = controller.hindsight.num_steps
-            while controller.hindsight.num_steps < first + steps:
+            while engine.has_work and controller.hindsight.num_steps < first + steps:
                 engine.step()
-        return float(np.median(list(controller.hindsight.errors)[-steps:]))
+        return float(np.median(list(controller.hindsight.errors)[first - controller.hindsight.num_steps :]))
 
     def about_median() -> float:
         with rows_of(plain, lengths.steps + 8, batch) as (engine, rows):
@@ -250,7 +252,7 @@ def slowed(models: Models, batch: int, lengths: Lengths) -> Record:
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
         found["at_first"] = errors(lengths.steps)
-        for _ in range(max(0, 200 // lengths.steps - 1)):
+        for _ in range(max(0, lengths.settling // lengths.steps - 1)):
             errors(lengths.steps)
         found |= {"later": errors(lengths.steps), "plain_slowed": about_median()}
     finally:

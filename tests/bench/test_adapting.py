@@ -6,8 +6,10 @@ import pytest
 
 from benchmarks.adapting import Lengths, as_markdown, cells
 from benchmarks.workloads import SMALL, Models
+from echelon.adaptive.controller import BatchController
+from echelon.stats import StepRecord
 
-LENGTHS = Lengths(steps=6, tokens=24, rounds=1, phases=(1, 3, 2), arrivals=3, loads=(1.0,))
+LENGTHS = Lengths(steps=6, settling=18, tokens=24, rounds=1, phases=(1, 3, 2), arrivals=3, loads=(1.0,))
 
 
 @pytest.fixture(scope="module")
@@ -24,3 +26,19 @@ def test_a_cell_in_small(models: Models, name: str) -> None:
         assert record["drafted"] > 0 == record["accepted"]
     if name == "moving":
         assert [len(rounds) for rounds in record["speeds"]["auto"]] == [1, 1, 1]
+
+
+def test_rows_that_end_before_enough_steps_are_compared(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of plain steps by an earlier decision few are: the cell ends with those that there were."""
+    observe, num_seen = BatchController.observe, 0
+
+    def seldom(self: BatchController, record: StepRecord) -> None:
+        nonlocal num_seen
+        num_seen += 1
+        if num_seen % 7 == 0:
+            observe(self, record)
+
+    monkeypatch.setattr(BatchController, "observe", seldom)
+    (cell,) = [c for c in cells(models, LENGTHS) if c.name == "slowed_b8"]
+    record = cell.measure()
+    assert record["alone"] > 0.0 < record["later"]
