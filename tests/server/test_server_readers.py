@@ -52,7 +52,7 @@ def read(connection: socket.socket) -> str:
     """All that comes until the end of an answer, or of the connection."""
     received = b""
     try:
-        while (part := connection.recv(2**16)) and not received.endswith(b"0\r\n\r\n"):
+        while not received.endswith(b"0\r\n\r\n") and (part := connection.recv(2**16)):
             received += part
     except (ConnectionResetError, TimeoutError):
         pass

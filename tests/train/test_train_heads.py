@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -19,6 +20,8 @@ import torch.nn.functional as F
 import toys
 import transformers
 from decoders import decoders
+from safetensors import safe_open
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from echelon import ConfigError, UnsupportedModelError
@@ -30,10 +33,12 @@ from echelon.heads.eagle3 import Eagle3Head
 from echelon.methods import head_class, method_names
 from echelon.model.load.loading import load_plain
 from echelon.train import heads as training
+from echelon.train import precision
 from echelon.train import text as texts
 from echelon.train.examples import Examples, Teacher, soft_targets, unroll
 from echelon.train.heads import TrainingConfig, evaluate, learn, train_head
 from echelon.train.losses import depth_loss, noised, soft
+from echelon.train.precision import mixed_precision, teaching
 from echelon.train.sources import HELD_OUT, Document
 from echelon.train.text import Data, batch, fingerprint, prepare
 from echelon.train.trainer import rate_factor
@@ -249,12 +254,36 @@ def test_depths_one_at_a_time_have_the_gradient_of_their_sum(target: PreTrainedM
         if parts:
             learn(Teacher(target, head), ids, 3, plan, 0)
         else:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with mixed_precision(target):
                 given = Teacher(target, head).examples(ids, 3, True)
                 states = unroll(head, given, given.features, 3)
                 torch.stack([depth_loss(head, s, given, k, plan.recipe) for k, s in enumerate(states)]).sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in head.parameters()]))
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0.05, atol=2e-3)
+
+
+@pytest.mark.parametrize("is_emulated", [True, False])
+@pytest.mark.parametrize("method", ["medusa", "eagle3"])
+def test_no_product_of_training_is_emulated(
+    target: PreTrainedModel, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, is_emulated: bool
+) -> None:
+    """A target in bfloat16 teaches in float32 where the processor cannot multiply it; it stays as it is, and the head has its numbers."""
+    own, products, linear = copy.deepcopy(target).to(torch.bfloat16), set(), F.linear
+
+    def noted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = linear(x, weight, bias)
+        products.add(out.dtype)
+        return out
+
+    monkeypatch.setattr(precision, "IS_EMULATED", is_emulated)
+    monkeypatch.setattr(F, "linear", noted)
+    train_head(own, data, tmp_path, TrainingConfig(method, 2, every=1, options=OPTIONS.get(method, ())))
+    assert products == {torch.float32 if is_emulated else torch.bfloat16}
+    assert own.dtype == torch.bfloat16
+    with safe_open(tmp_path / "model.safetensors", "pt") as written:
+        written_in = {written.get_tensor(key).dtype for key in written.keys()}  # noqa: SIM118
+    assert torch.bfloat16 in written_in and torch.float32 not in written_in
+    assert teaching(target) is target
 
 
 # ---- runs that end early

@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from echelon.inputs import check_kind, name_of
 from echelon.settings import Settings
 from echelon.train.files import only_trainer, writing
+from echelon.train.precision import mixed_precision, teaching
 from echelon.train.sources import HELD_OUT
 from echelon.train.text import SAMPLING_TEMPERATURE, Tokens, batch, target_continuations
 from echelon.train.trainer import Log, Trainer
@@ -77,6 +78,7 @@ def distil(
 
     Half of each batch is text, half are the target's own continuations, sampled at SAMPLING_TEMPERATURE and kept in `file`.
     """
+    target = teaching(target)
     continuations, num_rows = target_continuations(target, tokens, file), TOKENS_PER_BATCH // 512
     loss_of = compiled(draft_loss, target.device)
 
@@ -136,7 +138,7 @@ def evaluate(
     for start in starts:
         ids = torch.from_numpy(held_out[start : start + length + 1].astype(np.int64))[None].to(target.device)
         for i, model in enumerate((target, draft)):
-            with torch.autocast(ids.device.type, dtype=torch.bfloat16):
+            with mixed_precision(model):
                 logits = model(input_ids=ids[:, :-1], use_cache=False).logits
             totals[i] += float(F.cross_entropy(logits[0].float(), ids[0, 1:]))
     return totals[0] / num_windows, totals[1] / num_windows
@@ -144,7 +146,7 @@ def evaluate(
 
 def draft_loss(target: PreTrainedModel, draft: PreTrainedModel, ids: Tensor) -> Tensor:
     """KL(target ‖ draft) plus the total variation at SAMPLING_TEMPERATURE, which bounds acceptance (DistillSpec, Zhou et al. 2024)."""
-    with torch.autocast(ids.device.type, dtype=torch.bfloat16):
+    with mixed_precision(target):
         with torch.no_grad():
             target_logits = target(input_ids=ids[:, :-1], use_cache=False).logits.float().flatten(0, 1)
         draft_logits = draft(input_ids=ids[:, :-1], use_cache=False).logits.float().flatten(0, 1)

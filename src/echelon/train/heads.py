@@ -26,6 +26,7 @@ from echelon.methods import Can, head_class, method_names
 from echelon.train.examples import Teacher, unroll
 from echelon.train.files import only_trainer, replacing, writing
 from echelon.train.losses import depth_loss, noised
+from echelon.train.precision import mixed_precision, teaching
 from echelon.train.text import Data, fingerprint
 from echelon.train.trainer import Log, Trainer, draw
 
@@ -127,16 +128,19 @@ def train_head(target: PreTrainedModel, data: Data, out: Path, config: TrainingC
     check_kind("config", config, TrainingConfig)
     check_callable("report", report, ConfigError)
     out = Path(name_of(out, "out"))
-    head = _new_head(target, data, config)
+    teacher = teaching(target)
+    head = _new_head(teacher, data, config)
     with only_trainer(out):
-        _train(Teacher(target, head), data, out, config, report)
+        _train(Teacher(teacher, head), data, out, config, report)
+        with writing(out / "model.safetensors"):
+            save_head(head, out, target)
     return head
 
 
 def _train(teacher: Teacher, data: Data, out: Path, config: TrainingConfig, report: Report) -> None:
-    """Train a head in a folder that no other process trains in, and write it there."""
-    recipe, target, head = config.recipe, teacher.target, teacher.head
-    _check_same_run(out / "training.json", asdict(config) | asdict(recipe) | {"target": fingerprint(target)})
+    """Train a head in a folder that no other process trains in, and draw its curves there."""
+    recipe, head = config.recipe, teacher.head
+    _check_same_run(out / "training.json", asdict(config) | asdict(recipe) | {"target": fingerprint(teacher.target)})
     trainer = Trainer({"head": head}, out / "checkpoint.pt", config.num_steps, config.falling, recipe.rate, recipe.warm_up)
     log = Log(out / "log.jsonl", trainer.first)
 
@@ -151,8 +155,6 @@ def _train(teacher: Teacher, data: Data, out: Path, config: TrainingConfig, repo
         config.every,
         lambda done, losses: report(done, config.num_steps, losses["loss"]),
     )
-    with writing(out / "model.safetensors"):
-        save_head(head, out, target)
     with writing(out / "curves.png"):
         draw(log.lines, out / "curves.png", config.method)
 
@@ -165,7 +167,7 @@ def learn(teacher: Teacher, ids: Tensor, depth: int, config: TrainingConfig, ste
     head, recipe, total = teacher.head, config.recipe, 0.0
     generator = torch.Generator().manual_seed(config.seed * 10_000_000 + step)
     ids = ids.to(teacher.device)
-    with torch.autocast(ids.device.type, dtype=torch.bfloat16):
+    with mixed_precision(teacher.target):
         examples = teacher.examples(ids, depth, recipe.is_soft)
         features = noised(examples.features, recipe, examples.num_positions, generator)
         states = list(unroll(head, examples, features, depth))
@@ -187,7 +189,7 @@ def evaluate(teacher: Teacher, texts: np.ndarray) -> Accuracy:
     depth = head.max_depth or DEPTHS_EVALUATED
     hits: list[list[Tensor]] = [[] for _ in range(depth)]
     for rows in np.array_split(texts, max(1, len(texts) // TEXTS_EVALUATED)):
-        with torch.autocast(teacher.device.type, dtype=torch.bfloat16):
+        with mixed_precision(teacher.target):
             examples = teacher.examples(torch.from_numpy(rows.astype(np.int64)).to(teacher.device), depth, False)
             for k, states in enumerate(unroll(head, examples, examples.features, depth)):
                 hits[k].append(head.logits(states, k).topk(5).indices == examples.token(2 + k)[:, None])

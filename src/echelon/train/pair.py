@@ -27,6 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from echelon.ops.devices import chosen_device
 from echelon.train.draft_model import HEAD_SIZE, TOKENS_PER_BATCH, compiled, distil, run_phase
 from echelon.train.files import only_trainer
+from echelon.train.precision import mixed_precision
 from echelon.train.sources import GIVEN, HELD_OUT, WHEELS, Document, check_source, documents, documents_of, manifest, with_held_out
 from echelon.train.text import MIX, MOST_TOKENS, Tokens, batch, tokenize
 from echelon.train.trainer import Trainer
@@ -120,7 +121,7 @@ def prepare_pair(work: Path, pair: Pair, sources: Sequence[Path]) -> tuple[PreTr
 
 def pair_losses(target: PreTrainedModel, draft: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Cross-entropy of the target and KL(target ‖ draft) of the draft, both in nats a token."""
-    with torch.autocast(ids.device.type, dtype=torch.bfloat16):
+    with mixed_precision(target):
         target_logits = target(input_ids=ids[:, :-1], use_cache=False).logits
         draft_logits = draft(input_ids=ids[:, :-1], use_cache=False).logits
     target_logits = target_logits.float().flatten(0, 1)

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from echelon.errors import ConfigError
 from echelon.inputs import check_kind, name_of
 from echelon.train.files import replacing, taking_turns
+from echelon.train.precision import mixed_precision, teaching
 from echelon.train.sources import GIVEN, HELD_OUT, HELD_OUT_SHARE, WHEELS, Document, check_source, digest_of, documents, documents_of
 
 FILES_AT_ONCE = 256  # an encoding takes some thirty times the memory of its text
@@ -66,12 +67,13 @@ def batch(tokens: Tokens, step: int, length: int, num_rows: int) -> Tensor:
 def target_continuations(target: PreTrainedModel, tokens: Tokens, file: Path, count: int = 4096, length: int = 257) -> np.ndarray:
     """[count, length] in the dtype of `tokens`: what the target samples after 32 tokens of text; made once and read again."""
     if not file.exists():
+        target = teaching(target)
         parts, device = [], target.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(7)
             for i in range(0, count, TEXTS_AT_ONCE):
                 prompts = batch(tokens, 2_000_000 + i, 63, min(TEXTS_AT_ONCE, count - i))[:, :PROMPT_LENGTH].to(device)
-                with torch.autocast(device.type, dtype=torch.bfloat16):
+                with mixed_precision(target):
                     options = {"do_sample": True, "temperature": SAMPLING_TEMPERATURE, "top_k": 0, "eos_token_id": None, "pad_token_id": 1}
                     mask, new = torch.ones_like(prompts), length - PROMPT_LENGTH
                     out = target.generate(prompts, attention_mask=mask, max_new_tokens=new, **options)
