@@ -131,14 +131,16 @@ def train_head(target: PreTrainedModel, data: Data, out: Path, config: TrainingC
     teacher = teaching(target)
     head = _new_head(teacher, data, config)
     with only_trainer(out):
-        _train(Teacher(teacher, head), data, out, config, report)
+        log = _train(Teacher(teacher, head), data, out, config, report)
         with writing(out / "model.safetensors"):
             save_head(head, out, target)
+        with writing(out / "curves.png"):
+            draw(log.lines, out / "curves.png", config.method)
     return head
 
 
-def _train(teacher: Teacher, data: Data, out: Path, config: TrainingConfig, report: Report) -> None:
-    """Train a head in a folder that no other process trains in, and draw its curves there."""
+def _train(teacher: Teacher, data: Data, out: Path, config: TrainingConfig, report: Report) -> Log:
+    """Train a head in a folder that no other process trains in; the log of the run."""
     recipe, head = config.recipe, teacher.head
     _check_same_run(out / "training.json", asdict(config) | asdict(recipe) | {"target": fingerprint(teacher.target)})
     trainer = Trainer({"head": head}, out / "checkpoint.pt", config.num_steps, config.falling, recipe.rate, recipe.warm_up)
@@ -155,8 +157,7 @@ def _train(teacher: Teacher, data: Data, out: Path, config: TrainingConfig, repo
         config.every,
         lambda done, losses: report(done, config.num_steps, losses["loss"]),
     )
-    with writing(out / "curves.png"):
-        draw(log.lines, out / "curves.png", config.method)
+    return log
 
 
 def learn(teacher: Teacher, ids: Tensor, depth: int, config: TrainingConfig, step: int) -> float:
