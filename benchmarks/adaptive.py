@@ -3,15 +3,17 @@
 A cell is a family of instructions, a drafter, a batch size and a temperature, on the embedded pair grown to 1.1 billion parameters. Some
 prompts a row, of 32 tokens, go on by 64; rows enter as others finish. Speed is that of steps that read no prompt while all rows are taken:
 rows that draft finish apart, and what the last of them do alone is no matter of this batch size. All settings take turns; a fixed one that
-is below DROPPED × plain in its first round takes no more. Each round has prompts of its own, and in each "auto" is compared with what is
-the best of the others in all other rounds, so that no luck of a round or of its prompts makes it the best there. With --repeat a cell that
-misses is measured again in REPEATS rounds, beside its best others alone, and misses if the interval of 95 % lies below the goal.
+is below DROPPED × plain in its first round, or far below it in its first tokens, takes no more. Each round has prompts of its own, and in
+each "auto" is compared with what is the best of the others in all other rounds, so that no luck of a round or of its prompts makes it the
+best there. With --repeat a cell that misses is measured again in REPEATS rounds, beside its best others alone, and misses if the interval
+of 95 % lies below the goal.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -39,7 +41,8 @@ WAVES = {1: 4, 4: 4, 8: 3, 16: 2, 32: 2}  # prompts a row in a round
 REPEATS, BEST = 15, 3  # rounds and others of a cell that is repeated
 BATCHES, CHAINS, TREES = (1, 4, 8, 16, 32), (1, 2, 3, 4, 6, 8), (4, 12, 24, 60)
 DRAFTERS = ("ngram", "draft_model", "eagle_tree")
-DROPPED = 0.67  # × plain
+DROPPED, HOPELESS = 0.67, 0.33  # × plain, in the first round and while it warms up
+WARM_UP = 8  # tokens a row
 LEVEL, GAIN, WORTH = 0.97, 1.10, 1.13  # goal of every cell; goal over the best single setting, and where it holds
 Settings = dict[str, dict[str, Any] | None]
 
@@ -79,25 +82,34 @@ def take_turns(
     runs: Mapping[str, FullSteps], prompts: SequenceOf[Prompts], params: SamplingParams, batch_size: int
 ) -> tuple[dict[str, list[float]], dict[str, list[Run]]]:
     """Tokens a second of full steps, and the runs, by setting: one for each of `prompts`, with a seed of its own. A setting that is below
-    DROPPED × plain in its first round takes no more, but for "plain" and those that end with "auto".
+    DROPPED × plain in its first round takes no more, and one below HOPELESS × plain while it warms up takes not even that (a tree of 60
+    nodes in a batch of 32 would keep a round for an hour); neither holds for "plain" and those that end with "auto".
 
     Raises
     ------
     ConfigError   a text differs from that of plain decoding
     RuntimeError  a drafter failed
     """
-    few = params.model_copy(update={"max_tokens": 8})
-    for run in runs.values():
-        run.warm_up(prompts[0][:batch_size], few)
     speeds: dict[str, list[float]] = {name: [] for name in runs}
     found: dict[str, list[Run]] = {name: [] for name in runs}
-    for (turn, asked), (name, run) in product(enumerate(prompts), runs.items()):
-        if turn and not name.endswith(("plain", "auto")) and speeds[name][0] < DROPPED * speeds["plain"][0]:
-            continue
-        found[name].append(run.run(asked, params.model_copy(update={"seed": turn})))
+
+    def takes_part(name: str, least: float) -> bool:
+        return name.endswith(("plain", "auto")) or not speeds[name] or not speeds[name][0] < least * speeds["plain"][0]
+
+    def take(name: str, asked: Prompts, params: SamplingParams) -> None:
+        found[name].append(runs[name].run(asked, params))
         if found[name][-1].outputs != found["plain"][-1].outputs:
             raise ConfigError(f"{name}: a text differs from that of plain decoding")
-        speeds[name].append(run.full_speed)
+        speeds[name].append(runs[name].full_speed)
+
+    for name in runs:
+        take(name, prompts[0][:batch_size], params.model_copy(update={"max_tokens": WARM_UP}))
+    hopeful = [name for name in runs if takes_part(name, HOPELESS)]
+    for name in hopeful:
+        found[name], speeds[name] = [], []
+    for (turn, asked), name in product(enumerate(prompts), hopeful):
+        if takes_part(name, DROPPED):
+            take(name, asked, params.model_copy(update={"seed": turn}))
     return speeds, found
 
 
@@ -112,8 +124,8 @@ class FullSteps(EngineRun):
 
     @property
     def full_speed(self) -> float:
-        """Tokens a second."""
-        return self._tokens / self._seconds
+        """Tokens a second; not a number where no step was full."""
+        return self._tokens / self._seconds if self._seconds else math.nan
 
     def run(self, prompts: Prompts, params: SamplingParams) -> Run:
         self._tokens, self._seconds = 0, 0.0

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from benchmarks.adaptive import as_markdown, measure, most, over_single, ratios, settings_of
+from benchmarks.adaptive import WARM_UP, as_markdown, measure, most, over_single, ratios, settings_of, take_turns
 from benchmarks.workloads import SMALL
+from echelon import SamplingParams
+from echelon.bench.throughput import Run
 
 pytestmark = pytest.mark.usefixtures("patient")
 
@@ -15,6 +19,33 @@ def test_the_best_other_is_chosen_in_the_other_rounds() -> None:
     over_plain, over_best, best = ratios(speeds)
     assert (over_plain, over_best, best) == (pytest.approx(1.2), pytest.approx((12 / 11 + 12 / 6) / 2), "2")
     assert ratios({name: v[:1] for name, v in speeds.items()})[1:] == (pytest.approx(12 / 20), "1")
+
+
+class _Setting:
+    """A setting of a known speed: in its warm-up, and in rounds."""
+
+    def __init__(self, warm_up: float, in_rounds: float) -> None:
+        self._speeds, self.lengths, self.full_speed = (warm_up, in_rounds), list[int](), 0.0
+
+    def run(self, prompts: list[list[int]], params: SamplingParams) -> Run:
+        assert params.max_tokens is not None
+        self.full_speed = self._speeds[bool(self.lengths)]
+        self.lengths.append(params.max_tokens)
+        return Run([[7] * params.max_tokens for _ in prompts], 1.0, (1, 1.0))
+
+
+def test_a_setting_that_loses_takes_few_rounds() -> None:
+    """One far below plain decoding warms up, one below it takes a round; a first token without a full step drops none."""
+    runs = {"plain": _Setting(50.0, 90.0), "auto": _Setting(1.0, 1.0), "far": _Setting(5.0, 90.0), "below": _Setting(40.0, 50.0)}
+    runs |= {"level": _Setting(20.0, 80.0), "unknown": _Setting(math.nan, 80.0)}
+    speeds, found = take_turns(runs, [[[1]]] * 3, SamplingParams(max_tokens=64), 1)
+    assert speeds == {"plain": [90.0] * 3, "auto": [1.0] * 3, "far": [5.0], "below": [50.0], "level": [80.0] * 3, "unknown": [80.0] * 3}
+    assert {name: run.lengths for name, run in runs.items() if name in ("far", "below", "level")} == {
+        "far": [WARM_UP],
+        "below": [WARM_UP, 64],
+        "level": [WARM_UP, 64, 64, 64],
+    }
+    assert [len(own) for own in found.values()] == [3, 3, 1, 1, 3, 3]
 
 
 def test_a_single_setting_is_one_for_all_cells() -> None:

@@ -53,7 +53,7 @@ struct Pairs : Lanes256 {
   static constexpr const char* name = "avx2";
   static constexpr int most_rows = 4, entry_bytes = 8, few_rows = 1;
   static constexpr bool narrow = false;
-  static constexpr int at_once(int rows) { return rows == 1 ? 4 : 2; }
+  static constexpr int at_once(int rows) { return rows <= 2 ? 4 : 2; }
   struct Quads {
     Register even, odd;
   };
@@ -66,12 +66,13 @@ struct Pairs : Lanes256 {
   }
 };
 
-// Products of bytes, summed in int16: exact for a weight below 16, eight times 2 · 15 · 127.
+// Products of bytes, summed in int16: exact for a weight below 16, eight times 2 · 15 · 127. Float32 sums and those of a group may leave their
+// registers, since only the narrow ones are needed at every step.
 struct Bytes : Lanes256 {
   static constexpr const char* name = "avx2";
-  static constexpr int most_rows = 4, entry_bytes = 4, few_rows = 1;
+  static constexpr int most_rows = 4, entry_bytes = 4, few_rows = 0;
   static constexpr bool narrow = true;
-  static constexpr int at_once(int rows) { return rows == 1 ? 2 : 1; }
+  static constexpr int at_once(int rows) { return rows <= 3 ? 4 : 2; }
 
   static Register entry(const char* x) { return all(word(x)); }
   static Register narrow_dot(Register sum, Register w, Register x) {
