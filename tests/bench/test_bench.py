@@ -21,8 +21,8 @@ from benchmarks.prefill import PrefilledRun, check_memory, decode, read_prefixes
 from benchmarks.replayed import AcceptanceHistogram, mean_tokens_per_step, replay, rescaled
 from benchmarks.workloads import tokens_a_step
 from echelon import LLM, ConfigError, SamplingParams
-from echelon.bench import peers
-from echelon.bench.framework import FrameworkRun, framework_runs
+from echelon.bench import framework, peers
+from echelon.bench.framework import FrameworkRun, framework_runs, in_fastest_dtype
 from echelon.bench.latency import arrivals, serve
 from echelon.bench.phases import SPLIT, Recorder
 from echelon.bench.report import adaptive_as_markdown, speeds_as_markdown
@@ -200,6 +200,19 @@ def test_assisted_generation_of_the_framework() -> None:
     assert [r.name for r in framework_runs(model, assistant, 2, {"num_speculative_tokens": 7, "prompt_lookup_max": 2}, 4)] == [
         "transformers"
     ]
+
+
+@pytest.mark.parametrize(("fastest", "dtype"), [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)])
+def test_the_framework_is_not_measured_in_an_emulated_dtype(
+    fastest: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(framework, "fastest_dtype", lambda _: fastest)
+    model, notes = in_fastest_dtype(toys.llama().to(torch.bfloat16))
+    (run,) = framework_runs(model, None, 2, {}, 4, notes)
+    done = run.run(PROMPTS[:2], GREEDY)
+    assert model.dtype == dtype
+    assert bool(run.result(2, [done]).notes) == (dtype == torch.float32)
+    assert in_fastest_dtype(toys.llama())[1] == [], "float32 stays"
 
 
 def test_memory_is_checked_first() -> None:

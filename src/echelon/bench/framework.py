@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from echelon import SamplingParams
 from echelon.bench.clock import clock_of
+from echelon.bench.kernels import fastest_dtype
 from echelon.bench.throughput import Contender, Prompts, Run, ThroughputResult
 from echelon.bench.verify import cut, generate_padded
 
@@ -34,10 +36,12 @@ class StepTimes(StoppingCriteria):  # type: ignore[misc]
 
 
 class FrameworkRun:
-    """`generate` of `model`; `extra` are its arguments for assisted generation. Finished rows stay in the batch until all are done."""
+    """`generate` of `model`; `extra` are its arguments for assisted generation. Finished rows stay in the batch until all are done.
+    `notes`: what to make of its speed.
+    """
 
-    def __init__(self, name: str, model: PreTrainedModel, batch_size: int, **extra: Any) -> None:
-        self.name, self._model, self._batch_size, self._extra = name, model, batch_size, extra
+    def __init__(self, name: str, model: PreTrainedModel, batch_size: int, notes: SequenceOf[str] = (), **extra: Any) -> None:
+        self.name, self._model, self._batch_size, self._notes, self._extra = name, model, batch_size, notes, extra
         self._num_tokens, self._num_steps = 0, 0
 
     def warm_up(self, prompts: Prompts, params: SamplingParams) -> None:
@@ -69,23 +73,35 @@ class FrameworkRun:
         per_step = self._num_tokens / self._num_steps if self._batch_size == 1 and self._num_steps else 1.0
         speeds = [sum(map(len, r.outputs)) / r.seconds for r in runs]
         decode = [r.decoding_speed for r in runs]
-        return ThroughputResult(
-            self.name, batch_size, speeds, per_step, 0.0, 0, 0, strategy="transformers", decode_tokens_per_second=decode
-        )
+        result = ThroughputResult(self.name, batch_size, speeds, per_step, 0.0, 0, 0, strategy="transformers", notes=list(self._notes))
+        return replace(result, decode_tokens_per_second=decode)
+
+
+def in_fastest_dtype(model: PreTrainedModel) -> tuple[PreTrainedModel, list[str]]:
+    """The model in float32 where the framework multiplies that faster than what the model has, and a note that says so."""
+    if model.dtype == torch.float32 or fastest_dtype(model.device) != torch.float32:
+        return model, []
+    narrow = str(model.dtype).removeprefix("torch.")
+    return model.to(torch.float32), [f"in float32, which transformers multiplies faster than {narrow} on this processor"]
 
 
 def framework_runs(
-    model: PreTrainedModel, draft: PreTrainedModel | None, batch_size: int, lookup: Mapping[str, Any], num_draft_tokens: int
+    model: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    batch_size: int,
+    lookup: Mapping[str, Any],
+    num_draft_tokens: int,
+    notes: SequenceOf[str] = (),
 ) -> list[Contender]:
     """Plain generation, and at batch 1 both kinds of assisted generation. `lookup`: num_speculative_tokens and prompt_lookup_max."""
-    runs: list[Contender] = [FrameworkRun("transformers", model, batch_size)]
+    runs: list[Contender] = [FrameworkRun("transformers", model, batch_size, notes)]
     if batch_size > 1:
         return runs
     words = {"prompt_lookup_num_tokens": lookup["num_speculative_tokens"], "max_matching_ngram_size": lookup["prompt_lookup_max"]}
-    runs.append(FrameworkRun("transformers, prompt lookup", model, 1, **words))
+    runs.append(FrameworkRun("transformers, prompt lookup", model, 1, notes, **words))
     if draft is not None:
         draft.generation_config.num_assistant_tokens = num_draft_tokens
         draft.generation_config.num_assistant_tokens_schedule = "constant"
         draft.generation_config.assistant_confidence_threshold = 0.0  # the same draft length as ours
-        runs.append(FrameworkRun("transformers, assisted", model, 1, assistant_model=draft))
+        runs.append(FrameworkRun("transformers, assisted", model, 1, notes, assistant_model=draft))
     return runs

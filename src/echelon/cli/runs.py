@@ -12,7 +12,7 @@ import torch
 import typer
 
 from echelon import ConfigError, EngineConfig
-from echelon.bench.framework import framework_runs
+from echelon.bench.framework import framework_runs, in_fastest_dtype
 from echelon.bench.latency import as_json as latencies_as_json
 from echelon.bench.latency import as_markdown as latencies_as_markdown
 from echelon.bench.latency import measure_latency
@@ -80,9 +80,9 @@ class ThroughputOptions(BenchOptions):
             errors.print(f"transformers is left out: it does not run {integers}", highlight=False)
             return {}
         folder, num_drafted = self.elsewhere
-        model, assistant = (m.to(target.device) for m in (load_grown(self.model, self.parameters), load_plain(folder)[0]))
-        lookup = default_methods()[1].config or {}
-        return {size: framework_runs(model, assistant, size, lookup, num_drafted) for size in self.sizes}
+        model, notes = in_fastest_dtype(load_grown(self.model, self.parameters).to(target.device))
+        assistant, lookup = load_plain(folder)[0].to(model.device, model.dtype), default_methods()[1].config or {}
+        return {size: framework_runs(model, assistant, size, lookup, num_drafted, notes) for size in self.sizes}
 
 
 @verb(ThroughputOptions, engine=Flags(EngineConfig, "quantization", "kv_cache_dtype", "refill"))
