@@ -87,7 +87,7 @@ def take_turns(
 
     Raises
     ------
-    ConfigError   a text differs from that of plain decoding
+    ConfigError   a text differs from that of plain decoding, or no step of a round was full
     RuntimeError  a drafter failed
     """
     speeds: dict[str, list[float]] = {name: [] for name in runs}
@@ -110,6 +110,8 @@ def take_turns(
     for (turn, asked), name in product(enumerate(prompts), hopeful):
         if takes_part(name, DROPPED):
             take(name, asked, params.model_copy(update={"seed": turn}))
+    if unknown := [name for name, own in speeds.items() if any(map(math.isnan, own))]:
+        raise ConfigError(f"{', '.join(unknown)}: no step of a round had all rows; take more prompts, or longer texts")
     return speeds, found
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.adaptive import WARM_UP, as_markdown, measure, most, over_single, ratios, settings_of, take_turns
 from benchmarks.workloads import SMALL
-from echelon import SamplingParams
+from echelon import ConfigError, SamplingParams
 from echelon.bench.throughput import Run
 
 pytestmark = pytest.mark.usefixtures("patient")
@@ -46,6 +46,8 @@ def test_a_setting_that_loses_takes_few_rounds() -> None:
         "level": [WARM_UP, 64, 64, 64],
     }
     assert [len(own) for own in found.values()] == [3, 3, 1, 1, 3, 3]
+    with pytest.raises(ConfigError, match="a: no step of a round had all rows"):
+        take_turns({"plain": _Setting(50.0, 90.0), "a": _Setting(50.0, math.nan)}, [[[1]]], SamplingParams(max_tokens=64), 1)
 
 
 def test_a_single_setting_is_one_for_all_cells() -> None:

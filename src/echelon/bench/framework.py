@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,8 +72,18 @@ class FrameworkRun:
         per_step = self._num_tokens / self._num_steps if self._batch_size == 1 and self._num_steps else 1.0
         speeds = [sum(map(len, r.outputs)) / r.seconds for r in runs]
         decode = [r.decoding_speed for r in runs]
-        result = ThroughputResult(self.name, batch_size, speeds, per_step, 0.0, 0, 0, strategy="transformers", notes=list(self._notes))
-        return replace(result, decode_tokens_per_second=decode)
+        return ThroughputResult(
+            self.name,
+            batch_size,
+            speeds,
+            per_step,
+            0.0,
+            0,
+            0,
+            strategy="transformers",
+            decode_tokens_per_second=decode,
+            notes=list(self._notes),
+        )
 
 
 def in_fastest_dtype(model: PreTrainedModel) -> tuple[PreTrainedModel, list[str]]:

@@ -80,8 +80,9 @@ class ThroughputOptions(BenchOptions):
             errors.print(f"transformers is left out: it does not run {integers}", highlight=False)
             return {}
         folder, num_drafted = self.elsewhere
-        model, notes = in_fastest_dtype(load_grown(self.model, self.parameters).to(target.device))
-        assistant, lookup = load_plain(folder)[0].to(model.device, model.dtype), default_methods()[1].config or {}
+        models = [m.to(target.device) for m in (load_grown(self.model, self.parameters), load_plain(folder)[0])]
+        (model, notes), (assistant, _) = map(in_fastest_dtype, models)
+        lookup = default_methods()[1].config or {}
         return {size: framework_runs(model, assistant, size, lookup, num_drafted, notes) for size in self.sizes}
 
 
