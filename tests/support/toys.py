@@ -172,7 +172,7 @@ def watch(llm: LLM, is_faulty: bool = False) -> LLM:
             stale = ~cache.held_slots() if not llm.engine.in_flight else free_slots(cache)  # rows in flight have more than is known yet
             for storage in (*cache.keys, *cache.values):
                 slots = by_slot(storage) if isinstance(cache, KVCache) else storage
-                slots.masked_fill_(stale.view(*stale.shape, *[1] * (slots.ndim - stale.ndim)), poison(cache))
+                slots.masked_fill_(stale.to(slots.device).view(*stale.shape, *[1] * (slots.ndim - stale.ndim)), poison(cache))
 
     if isinstance(guard := llm.engine.drafter, GuardedDrafter) and not is_faulty:
         guard.timer.fixed = math.inf  # how busy the machine is decides nothing
