@@ -5,6 +5,8 @@ The embedded pair grown to 1.1 billion parameters, in bfloat16; greedy.
 idle      steps of an engine that could draft and does not, each beside one of an engine that cannot
 deciding  milliseconds of a step in which is decided, estimated and learned, beside a plain step
 wrong     512 steps with a draft model whose tokens are never right, each beside a plain one
+starting  the first tokens of a new engine that decides, each step beside one of an engine that cannot draft: while little is known, later,
+          and when some rows have ended before others
 moving    1, 32, 4 and 1 rows in one run, beside fixed lengths
 arriving  requests that arrive at random, at most 8 at a time: seconds from arrival to the last token, over those without a drafter
 slowed    predicted beside measured milliseconds, before and after busy processes take their share of the machine
@@ -31,7 +33,7 @@ from torch import Tensor
 from benchmarks.cells import Cell, Record, asked_of, run_asked
 from benchmarks.workloads import Models, Size, source
 from echelon import LLM, SamplingParams
-from echelon.adaptive.controller import BatchController, Controller
+from echelon.adaptive.controller import SETTLED, BatchController, Controller
 from echelon.adaptive.cost_files import CostRecord, write_costs
 from echelon.adaptive.cost_table import CostCurve, CostTable
 from echelon.bench.latency import measure_latency, sequence_of
@@ -202,6 +204,26 @@ def wrong(models: Models, batch: int, lengths: Lengths) -> Record:
     }
 
 
+def starting(models: Models, method: str, batch: int, lengths: Lengths) -> Record:
+    """Steps of new engines, a list a round: rows that run, tokens that they emitted, seconds of the step and of a plain one of all rows."""
+    target, folders = models.with_heads
+    config: dict[str, Any] = {"method": method} | ({"model": folders[method]} if method in folders else {})
+    settings: dict[str, Any] = {"max_num_seqs": batch, "enable_prefix_caching": False}
+    rounds: list[list[tuple[int, int, float, float]]] = []
+    for _ in range(lengths.rounds):
+        llm, plain = LLM(target, config, models.draft if method == "draft_model" else None, **settings), LLM(target, **settings)
+        steps: list[tuple[int, int, float, float]] = []
+        with rows_of(llm, NEW_TOKENS, batch) as (engine, rows), rows_of(plain, 2 * NEW_TOKENS, batch) as (other, others):
+            rows.become(batch)
+            others.become(batch)
+            while engine.has_work:
+                num_running, before = sum(not s.is_finished for s in rows.running), sum(s.num_output_tokens for s in rows.running)
+                seconds = clocked(engine.step), clocked(other.step)
+                steps.append((num_running, sum(s.num_output_tokens for s in rows.running) - before, *seconds))
+        rounds.append(steps)
+    return {"batch": batch, "rounds": rounds}
+
+
 def moving(models: Models, lengths: Lengths) -> Record:
     """Tokens a second by setting and phase, one a round, and milliseconds of plain steps."""
     settings = {"plain": None, "auto": DRAFT_MODEL} | {str(n): DRAFT_MODEL | {"num_speculative_tokens": n} for n in FIXED}
@@ -288,6 +310,8 @@ def as_markdown(records: dict[str, Record]) -> str:
             lines.append(
                 (name, "never right, over plain steps", f"{r['cost']:+.1%} ({r['drafted']} drafted, {r['accepted']} kept)", "≤ 3 %")
             )
+        elif name.startswith("starting"):
+            lines.append((name, "tokens a second of a new engine, over plain steps", _parts(r), "≥ 0.97"))
         elif name == "arriving":
             lines += [(name, f"auto over plain at {float(load):.0%} load", _latency(own), "≤ 1.05") for load, own in r["latencies"].items()]
         elif name == "moving":
@@ -304,6 +328,29 @@ def _latency(seconds: dict[str, list[tuple[float, float]]]) -> str:
     return ", ".join(f"{name} {statistics.median(own):.2f} ({min(own):.2f} to {max(own):.2f})" for name, own in parts)
 
 
+def _parts(record: Record) -> str:
+    """Of whole rounds, and of their parts."""
+
+    def over_plain(is_in: Callable[[int, int], bool]) -> str:
+        rounds = [[step for i, step in enumerate(steps) if is_in(i, step[0])] for steps in record["rounds"]]
+        found = [_over_plain(steps, record["batch"]) for steps in rounds if steps]
+        return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})" if found else "none"
+
+    batch = record["batch"]
+    parts = {
+        "all": over_plain(lambda *_: True),
+        f"first {SETTLED} steps": over_plain(lambda i, _: i < SETTLED),
+        "later, all rows": over_plain(lambda i, rows: i >= SETTLED and rows == batch),
+        "some rows": over_plain(lambda _, rows: rows < batch),
+    }
+    return ", ".join(f"{name} {ratio}" for name, ratio in parts.items())
+
+
+def _over_plain(steps: SequenceOf[tuple[int, int, float, float]], batch: int) -> float:
+    _, emitted, seconds, plain = (sum(column) for column in zip(*steps, strict=True))
+    return float(emitted * plain / (seconds * batch * len(steps)))
+
+
 def _phase(record: Record, phase: int) -> str:
     speeds = {name: statistics.median(rounds[phase]) for name, rounds in record["speeds"].items()}
     best = max((name for name in speeds if name != "auto"), key=speeds.__getitem__)
@@ -315,6 +362,9 @@ def cells(models: Models, lengths: Lengths) -> list[Cell]:
     found = [Cell(f"idle_{m}_b{b}", partial(idle, models, m, b, lengths)) for m in ("draft_model", "eagle") for b in (1, 8, 32)]
     found += [Cell("deciding_b32", partial(deciding, models, 32, lengths))]
     found += [Cell(f"wrong_b{b}", partial(wrong, models, b, lengths)) for b in (1, 8)]
+    found += [
+        Cell(f"starting_{m}_b{b}", partial(starting, models, m, b, lengths)) for m in ("draft_model", "ngram", "eagle") for b in (1, 8)
+    ]
     found += [Cell("arriving", partial(arriving, models, lengths))]
     found += [Cell("moving", partial(moving, models, lengths)), Cell("slowed_b8", partial(slowed, models, 8, lengths))]
     return found

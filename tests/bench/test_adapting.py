@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.adapting import Lengths, as_markdown, cells
+from benchmarks.adapting import NEW_TOKENS, Lengths, as_markdown, cells
 from benchmarks.workloads import SMALL, Models
 from echelon.adaptive.controller import BatchController
 from echelon.stats import StepRecord
@@ -17,13 +17,19 @@ def models() -> Models:
     return Models(SMALL, ["eagle"])
 
 
-@pytest.mark.parametrize("name", ["idle_draft_model_b8", "idle_eagle_b1", "deciding_b32", "wrong_b1", "arriving", "moving", "slowed_b8"])
+@pytest.mark.parametrize(
+    "name", ["idle_draft_model_b8", "idle_eagle_b1", "deciding_b32", "wrong_b1", "starting_ngram_b8", "arriving", "moving", "slowed_b8"]
+)
 def test_a_cell_in_small(models: Models, name: str) -> None:
     (cell,) = [c for c in cells(models, LENGTHS) if c.name == name]
     record = cell.measure()
     assert name in as_markdown({name: record})
     if name == "wrong_b1":
         assert record["drafted"] > 0 == record["accepted"]
+    if name == "starting_ngram_b8":
+        (steps,) = record["rounds"]
+        assert 8 * (NEW_TOKENS - 4) < sum(emitted for _, emitted, *_ in steps) < 8 * NEW_TOKENS  # some came while prompts were read
+        assert steps[0][0] == 8 >= steps[-1][0] > 0
     if name == "moving":
         assert [len(rounds) for rounds in record["speeds"]["auto"]] == [1, 1, 1]
 
@@ -42,3 +48,11 @@ def test_rows_that_end_before_enough_steps_are_compared(models: Models, monkeypa
     (cell,) = [c for c in cells(models, LENGTHS) if c.name == "slowed_b8"]
     record = cell.measure()
     assert record["alone"] > 0.0 < record["later"]
+
+
+def test_the_parts_of_a_start() -> None:
+    """Sixteen steps as plain ones, four that emit twice as much in the same time, and two of half of the rows."""
+    steps = [(2, 2, 1.0, 1.0)] * 16 + [(2, 4, 1.0, 1.0)] * 4 + [(1, 1, 1.0, 1.0)] * 2
+    said = as_markdown({"starting_ngram_b2": {"batch": 2, "rounds": [steps]}})
+    for part in ("all 1.14 (1.14 to 1.14)", "first 16 steps 1.00", "later, all rows 2.00", "some rows 0.50"):
+        assert part in said
