@@ -41,6 +41,7 @@ def machine_key(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "processor": torch.cuda.get_device_name(device) if is_device else cpu_name(),
         "isa": compiled.isa() if compiled.is_built() and not is_device else "none",
+        "kernels": compiled.fingerprint() if not is_device else "none",
         "threads": str(torch.get_num_threads()),
     }
 

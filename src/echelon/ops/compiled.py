@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import platform
@@ -87,6 +88,12 @@ def _origin() -> str:
     url = str(source.get("url", "echelon"))
     editable = "--editable " if source.get("dir_info", {}).get("editable") else ""
     return editable + shlex.quote(unquote(urlparse(url).path) if url.startswith("file:") else url)
+
+
+@cache
+def fingerprint() -> str:
+    """A short hash of the compiled kernels, "none" where there are none: what was measured with others does not hold."""
+    return hashlib.sha256(LIBRARY.read_bytes()).hexdigest()[:16] if is_built() else "none"
 
 
 @cache  # PyTorch never frees a string that a kernel returns, and every row asks
