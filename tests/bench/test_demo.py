@@ -5,7 +5,7 @@ from __future__ import annotations
 import toys
 
 from echelon import LLM, SamplingParams
-from echelon.demo.__main__ import table_of, verdict
+from echelon.demo.__main__ import spread_of, table_of, verdict
 from echelon.demo.rows import DemoRow, run_engine, run_framework
 
 PROMPTS = [[5, 6, 7], [8] * 9, [9, 3], [4, 4, 2, 1]]
@@ -29,7 +29,8 @@ def test_a_row_gives_plain_text_at_any_batch_size() -> None:
         assert not row.was_cut
         if config is None:
             assert row.tokens_per_step == 1.0
-            assert row.steps == (PARAMS.max_tokens - 1) * len(PROMPTS) // size
+            assert row.steps == (PARAMS.max_tokens - 1) * len(PROMPTS) // size == len(row.step_ms)
+            assert 1e-3 * sum(row.step_ms) < row.seconds
 
 
 def test_a_row_ends_at_its_limit_and_is_compared_as_far_as_it_came() -> None:
@@ -64,3 +65,11 @@ def test_what_is_said_of_a_gain_and_of_none() -> None:
     assert "no gain; LLMA reaches 0.50 of plain decoding" in verdict(rows(5.0), 1)
     cells = [list(column.cells) for column in table_of("", rows(20.0)).columns]
     assert cells[-1] == ["yes", "0/1 cut"]
+
+
+def test_the_spread_of_plain_steps_is_said() -> None:
+    plain = DemoRow("plain", 8, [], 5, 40, 1.0, 1.0, step_ms=[50.0, 10.0, 20.0, 30.0, 40.0])
+    assert spread_of(plain) == (
+        "Plain steps of 8 took 20.0 to 40.0 ms (the middle half of them): differences below 100% are this machine's own."
+    )
+    assert spread_of(DemoRow("plain", 8, [], 0, 0, 0.0, 1.0)) == "", "no step was made in time"

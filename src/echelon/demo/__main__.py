@@ -145,6 +145,17 @@ def verdict(rows: SequenceOf[DemoRow], batch_size: int) -> str:
     )
 
 
+def spread_of(plain: DemoRow) -> str:
+    """How far the machine itself is from steady, as steps say that do the same work each time."""
+    if not plain.step_ms:
+        return ""
+    low, high = plain.spread
+    return (
+        f"Plain steps of {plain.batch_size} took {low:.1f} to {high:.1f} ms (the middle half of them): differences below "
+        f"{high / low - 1.0:.0%} are this machine's own."
+    )
+
+
 def transformers_refusal(model: PreTrainedModel, draft: PreTrainedModel, prompts: list[list[int]]) -> str:
     """What `transformers` says to a batch with a draft model."""
     try:
@@ -215,7 +226,7 @@ def main(
 def _show(number: int, title: str, rows: SequenceOf[DemoRow]) -> None:
     console.print(table_of(f"{number}. {title}", rows))
     for size in BATCH_SIZES:
-        console.print(verdict(rows, size))
+        console.print(verdict(rows, size), spread_of(at(rows, "plain", size)))
     console.print()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from echelon import LLM, SamplingParams
@@ -20,7 +21,10 @@ OnTokens = Callable[[int], None]  # so many new tokens are there
 
 @dataclass(frozen=True)
 class DemoRow:
-    """What came of a method at a batch size; `steps` and the tokens and seconds of decoding are those after all first tokens were there."""
+    """What came of a method at a batch size; `steps` and the tokens and seconds of decoding are those after all first tokens were there.
+
+    step_ms  of the steps in which all rows of the batch ran
+    """
 
     method: str
     batch_size: int
@@ -30,6 +34,13 @@ class DemoRow:
     seconds: float
     tokens_per_step: float  # of a row
     was_cut: bool = False
+    step_ms: SequenceOf[float] = ()
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Quartiles of these, milliseconds."""
+        low, high = np.percentile(self.step_ms, [25, 75]).tolist()
+        return low, high
 
     @property
     def speed(self) -> float:
@@ -48,7 +59,7 @@ def run_engine(
     """Generate for batches of prompts, for `limit` seconds of decoding at most."""
     outputs: list[list[int]] = []
     steps = tokens = row_steps = 0
-    seconds = 0.0
+    seconds, step_ms = 0.0, list[float]()
     with llm.exclusive() as engine:
         for first in range(0, len(prompts), batch_size):
             rows = [sequence_of(llm, first + i, prompt, params) for i, prompt in enumerate(prompts[first : first + batch_size])]
@@ -59,8 +70,9 @@ def run_engine(
             before, start = _count(rows), time.perf_counter()
             on_tokens(before)
             while engine.has_work and seconds + time.perf_counter() - start < limit:
-                known, running = _count(rows), sum(not row.is_finished for row in rows)
+                known, running, began = _count(rows), sum(not row.is_finished for row in rows), time.perf_counter()
                 engine.step()
+                step_ms += [1e3 * (time.perf_counter() - began)] if running == batch_size else []
                 steps, row_steps = steps + 1, row_steps + running
                 on_tokens(_count(rows) - known)
             seconds, tokens = seconds + time.perf_counter() - start, tokens + _count(rows) - before
@@ -69,7 +81,7 @@ def run_engine(
                     engine.abort(row)
             outputs += [row.tokens[row.num_prompt_tokens :] for row in rows]
     was_cut = any(len(o) < params.most_tokens for o in outputs)
-    return DemoRow(method, batch_size, outputs, steps, tokens, seconds, tokens / row_steps if row_steps else 1.0, was_cut)
+    return DemoRow(method, batch_size, outputs, steps, tokens, seconds, tokens / row_steps if row_steps else 1.0, was_cut, step_ms)
 
 
 def run_framework(model: PreTrainedModel, prompts: Prompts, batch_size: int, params: SamplingParams, limit: float) -> DemoRow:
