@@ -30,10 +30,9 @@ settings.load_profile("fixed")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Frameworks and tests stay until the end: the collector need not go over them again and again, which is a twelfth of the time."""
+    """Frameworks and tests stay until the end: the collector need not go over them again and again."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture
