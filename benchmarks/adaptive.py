@@ -2,11 +2,11 @@
 
 A cell is a family of instructions, a drafter, a batch size and a temperature, on the embedded pair grown to 1.1 billion parameters. Some
 prompts a row, of 32 tokens, go on by 64; rows enter as others finish. Speed is that of steps that read no prompt while all rows are taken:
-rows that draft finish apart, and what the last of them do alone is no matter of this batch size. All settings take turns; a fixed one that
-is below DROPPED × plain in its first round, or far below it in its first tokens, takes no more. Each round has prompts of its own, and in
-each "auto" is compared with what is the best of the others in all other rounds, so that no luck of a round or of its prompts makes it the
-best there. With --repeat a cell that misses is measured again in REPEATS rounds, beside its best others alone, and misses if the interval
-of 95 % lies below the goal.
+rows that draft finish apart, and what the last of them do alone is no matter of this batch size. All settings take turns of SLICE seconds,
+so that they see the same machine; a fixed one that is below DROPPED × plain in its first round, or far below it in its first tokens, takes
+no more. Each round has prompts of its own, and in each "auto" is compared with what is the best of the others in all other rounds, so that
+no luck of a round or of its prompts makes it the best there. With --repeat a cell that misses is measured again in REPEATS rounds, beside
+its best others alone, and misses if the interval of 95 % lies below the goal.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import os
 import statistics
 import subprocess
 import sys
+import time
+from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from benchmarks.families import environment_of
 from benchmarks.workloads import Models, Size, check_drafted, source
 from echelon import ConfigError, SamplingParams
 from echelon.bench.report import table
-from echelon.bench.throughput import DecodingMethod, EngineRun, Prompts, Run
+from echelon.bench.throughput import DecodingMethod, EngineRun, Prompts, Run, Stepping
 from echelon.model.load.loading import LoadedModel
 from echelon.ops import compiled
 from echelon.stats import StepRecord
@@ -43,6 +44,7 @@ BATCHES, CHAINS, TREES = (1, 4, 8, 16, 32), (1, 2, 3, 4, 6, 8), (4, 12, 24, 60)
 DRAFTERS = ("ngram", "draft_model", "eagle_tree")
 DROPPED, HOPELESS = 0.67, 0.33  # × plain, in the first round and while it warms up
 WARM_UP = 8  # tokens a row
+SLICE = 0.5  # seconds of steps until it is another setting's turn: machines that are shared change their speed within some
 LEVEL, GAIN, WORTH = 0.97, 1.10, 1.13  # goal of every cell; goal over the best single setting, and where it holds
 Settings = dict[str, dict[str, Any] | None]
 
@@ -81,9 +83,9 @@ def measure(drafter: str, batch_size: int, temperature: float, rounds: int, size
 def take_turns(
     runs: Mapping[str, FullSteps], prompts: SequenceOf[Prompts], params: SamplingParams, batch_size: int
 ) -> tuple[dict[str, list[float]], dict[str, list[Run]]]:
-    """Tokens a second of full steps, and the runs, by setting: one for each of `prompts`, with a seed of its own. A setting that is below
-    DROPPED × plain in its first round takes no more, and one below HOPELESS × plain while it warms up takes not even that (a tree of 60
-    nodes in a batch of 32 would keep a round for an hour); neither holds for "plain" and those that end with "auto".
+    """Tokens a second of full steps, and the runs, by setting: one for each of `prompts`, with a seed of its own, step by step in turn. A
+    setting that is below DROPPED × plain in its first round takes no more, and one below HOPELESS × plain while it warms up takes not even
+    that (a tree of 60 nodes in a batch of 32 would keep a round for an hour); neither holds for "plain" and those that end with "auto".
 
     Raises
     ------
@@ -96,23 +98,40 @@ def take_turns(
     def takes_part(name: str, least: float) -> bool:
         return name.endswith(("plain", "auto")) or not speeds[name] or not speeds[name][0] < least * speeds["plain"][0]
 
-    def take(name: str, asked: Prompts, params: SamplingParams) -> None:
-        found[name].append(runs[name].run(asked, params))
-        if found[name][-1].outputs != found["plain"][-1].outputs:
-            raise ConfigError(f"{name}: a text differs from that of plain decoding")
-        speeds[name].append(runs[name].full_speed)
+    def take(names: SequenceOf[str], asked: Prompts, params: SamplingParams) -> None:
+        done = in_turn({name: runs[name].stepping(asked, params) for name in names})
+        for name in names:
+            if done[name].outputs != done["plain"].outputs:
+                raise ConfigError(f"{name}: a text differs from that of plain decoding")
+            found[name].append(done[name])
+            speeds[name].append(runs[name].full_speed)
 
     for name in runs:
-        take(name, prompts[0][:batch_size], params.model_copy(update={"max_tokens": WARM_UP}))
+        take(list(dict.fromkeys(("plain", name))), prompts[0][:batch_size], params.model_copy(update={"max_tokens": WARM_UP}))
     hopeful = [name for name in runs if takes_part(name, HOPELESS)]
     for name in hopeful:
         found[name], speeds[name] = [], []
-    for (turn, asked), name in product(enumerate(prompts), hopeful):
-        if takes_part(name, DROPPED):
-            take(name, asked, params.model_copy(update={"seed": turn}))
+    for turn, asked in enumerate(prompts):
+        take([name for name in hopeful if takes_part(name, DROPPED)], asked, params.model_copy(update={"seed": turn}))
     if unknown := [name for name, own in speeds.items() if any(map(math.isnan, own))]:
         raise ConfigError(f"{', '.join(unknown)}: no step of a round had all rows; take more prompts, or longer texts")
     return speeds, found
+
+
+def in_turn(going: Mapping[str, Stepping[Run]]) -> dict[str, Run]:
+    """What runs come to whose steps take turns, each for SLICE seconds, one step at least."""
+    found, waiting = dict[str, Run](), deque(going.items())
+    while waiting:
+        name, steps = waiting.popleft()
+        end = time.perf_counter() + SLICE
+        try:
+            next(steps)
+            while time.perf_counter() < end:
+                next(steps)
+            waiting.append((name, steps))
+        except StopIteration as stop:
+            found[name] = stop.value
+    return found
 
 
 class FullSteps(EngineRun):
@@ -129,10 +148,10 @@ class FullSteps(EngineRun):
         """Tokens a second; not a number where no step was full."""
         return self._tokens / self._seconds if self._seconds else math.nan
 
-    def run(self, prompts: Prompts, params: SamplingParams) -> Run:
+    def stepping(self, prompts: Prompts, params: SamplingParams) -> Stepping[Run]:
         self._tokens, self._seconds = 0, 0.0
         with self._llm.engine.observed(self._observe):
-            done = super().run(prompts, params)
+            done = yield from super().stepping(prompts, params)
         check_drafted(self._llm)
         return done
 

@@ -383,7 +383,8 @@ def gain_part(cells: Cells, plots: Path) -> list[str]:
         f"In `gain` {setting(cells, 'gain_prompt_tokens')} tokens of source go on by {setting(cells, 'gain_tokens')}, and rows enter "
         "as others finish; the last rows of a run still thin out. *step*: what a step with drafts costs, × one without; "
         "tokens_per_step over it is all that can be gained where no place stays empty. Where a few tokens a row already keep the "
-        "arithmetic units busy (bfloat16 without AMX: from about 20 tokens a step), a drafted token costs nearly what a plain one does.",
+        "arithmetic units busy (bfloat16 without AMX: from 8 to 12 tokens a step at 400 GFLOP/s, from about 20 at 600), a drafted token "
+        "costs nearly what a plain one does.",
         picture(plots, "gain", "speed-up over plain decoding", lambda p: line_chart(p, panels, "× plain decoding at the same batch", 1.0)),
         table(
             [

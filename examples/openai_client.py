@@ -1,6 +1,6 @@
 """Ask an `echelon serve` by the `openai` package: `python examples/openai_client.py --base-url http://127.0.0.1:8000/v1`.
 
-Without --base-url a server is started for the time of the example.
+Needs `pip install 'echelon[server]' openai`. Without --base-url a server is started for the time of the example.
 """
 
 import os

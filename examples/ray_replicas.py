@@ -1,6 +1,6 @@
 """Two replicas behind one address, and a dataset through engines on Ray: `python examples/ray_replicas.py --model MODEL`.
 
-Needs `pip install 'echelon[ray]'`. A cluster starts on loopback for the time of the example; --ray-address takes one that runs.
+Needs `pip install 'echelon[ray]' openai`. A cluster starts on loopback for the time of the example; --ray-address takes one that runs.
 """
 
 import socket

@@ -85,7 +85,7 @@ MUTANTS = [
     Mutant("a query sees one key too many", "ops/reference_attention.py", "visible = keys <= positions[..., None]", "visible = keys <= positions[..., None] + 1", "tests/ops/test_attention.py"),
     Mutant("stale values are multiplied", "ops/reference_attention.py", "torch.where(tile.exists, gather_slots(values, tile.slots).transpose(1, 2), 0.0)", "gather_slots(values, tile.slots).transpose(1, 2)", "tests/ops/test_attention.py"),
     Mutant("linear calls of any size", "ops/reference.py", "    missing = -num_rows % ROWS_PER_CALL\n", "    return F.linear(x, weight, bias)\n    missing = 0\n", "tests/ops/test_linear.py::test_the_fallback_is_invariant_too"),
-    Mutant("drafts past the draft model's context", "scheduler.py", "self._longest_drafted - len(sequence) + 1)", "self._longest_drafted - len(sequence) + 30)", "tests/promises/test_decoders.py::test_a_row_goes_on_without_a_draft_past_the_draft_models_context[37]"),
+    Mutant("drafts past the draft model's context", "scheduler.py", "drafts.longest_text - len(sequence) + 1)", "drafts.longest_text - len(sequence) + 30)", "tests/promises/test_decoders.py::test_a_row_goes_on_without_a_draft_past_the_draft_models_context[37]"),
     Mutant("an accepted path stays where it was drafted", "model/runner.py", "if first < len(path):", "if False:", f"{LOSSLESS}[1-random_tree-3-greedy]"),
     Mutant("an accepted path moves to the wrong place", "model/runner.py", "num_known + first)", "num_known + first + 1)", f"{LOSSLESS}[1-random_tree-3-greedy]"),
     Mutant("copies are made out of order", "kv/cache.py", "written.isdisjoint(np.concatenate(copies[count]).tolist())", "True", "tests/kv/test_blocks.py"),

@@ -42,7 +42,7 @@ from echelon.parallel.splits import STAGES, TENSOR
 from echelon.parallel.starting import load_in_ranks
 from echelon.prefix_cache import PrefixCache
 from echelon.release import version
-from echelon.scheduler import LONGEST_PATH, Scheduler
+from echelon.scheduler import LONGEST_PATH, NO_DRAFTS, DraftLimits, Scheduler
 from echelon.sequence import Sequence
 from echelon.sizes import gibibytes
 from echelon.stats import Stats, Usage
@@ -346,10 +346,14 @@ def _ahead(spec: SpeculativeConfig | None, storage: Storage) -> Ahead | None:
     return Ahead(runners[0], runners[1] if len(runners) > 1 else None)
 
 
-def _longest_path(spec: SpeculativeConfig | None, storage: Storage) -> int:
-    """Most drafted tokens on a path, as far as what drafts can."""
-    most = None if storage.head is None else storage.head.head.max_depth
-    return LONGEST_PATH if spec is None else min(spec.longest_path, LONGEST_PATH if most is None else most)
+def _draft_limits(spec: SpeculativeConfig | None, storage: Storage) -> DraftLimits:
+    """How much may be drafted for a row, as far as what drafts can."""
+    if spec is None:
+        return NO_DRAFTS
+    deepest = None if storage.head is None else storage.head.head.max_depth
+    context = storage.runners[1].loaded.max_len if len(storage.runners) > 1 else None
+    longest = min(spec.longest_path, LONGEST_PATH if deepest is None else deepest)
+    return DraftLimits(spec.most_tokens, longest, spec.grows_trees, context, spec.acceptance == "exact")
 
 
 def _prefix_cache(config: EngineConfig, storage: Storage) -> PrefixCache | None:
@@ -368,21 +372,17 @@ def _prefix_cache(config: EngineConfig, storage: Storage) -> PrefixCache | None:
 
 
 def _scheduler(config: EngineConfig, spec: SpeculativeConfig | None, storage: Storage, piece_sizes: PieceSizes | None = None) -> Scheduler:
-    models = [r.loaded for r in storage.runners]
+    contexts = [r.loaded.original_context for r in storage.runners if r.loaded.original_context is not None]
     return Scheduler(
         storage.tables,
         config.num_rows_held,
         config.max_num_batched_tokens,
-        spec.most_tokens if spec else 0,
-        models[1].max_len if len(models) > 1 else None,
-        [m.original_context.length for m in models if m.original_context is not None and m.original_context.is_read_anew],
-        storage.selector,
-        config.refill,
-        spec is not None and spec.grows_trees,
-        _longest_path(spec, storage),
-        piece_sizes,
-        spec is not None and spec.acceptance == "exact",
-        _prefix_cache(config, storage),
+        _draft_limits(spec, storage),
+        context_switches=[context.length for context in contexts if context.is_read_anew],
+        selector=storage.selector,
+        refill=config.refill,
+        piece_sizes=piece_sizes,
+        prefix_cache=_prefix_cache(config, storage),
     )
 
 

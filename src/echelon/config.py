@@ -243,6 +243,11 @@ def speculative(config: SpeculativeConfig | Mapping[str, Any] | None) -> Specula
     return SpeculativeConfig(**config)
 
 
+def most_drafted(spec: SpeculativeConfig | None) -> int:
+    """Most drafted tokens of a row in a step; 0 where nothing drafts."""
+    return spec.most_tokens if spec is not None else 0
+
+
 class EngineConfig(Settings):
     """How the engine runs a model; names are vLLM's where vLLM has one. The last five choose how rows become a batch.
 
@@ -260,8 +265,8 @@ class EngineConfig(Settings):
     `dtype` may also be PyTorch's own or its other names, half and float.
 
     `numerics` matters on CUDA alone: "invariant" linear layers give a row the same bits in any batch, by a kernel of ours, so that texts
-    are the same in every dtype; "fast" ones are the vendor library's, whose rounding may change with the number of rows. "fast" is a leave
-    and no demand: the CPU's kernels are invariant and the fastest there, so there it changes nothing.
+    are the same in every dtype; "fast" ones are the vendor library's, whose rounding may change with the number of rows. "fast" permits the
+    vendor's kernels and does not demand them: the CPU's kernels are invariant and the fastest there, so there it changes nothing.
 
     `kv_cache_dtype="int8"` keeps keys and values in 8 bits, each head of each token by a scale of its own, in little more than half the
     memory of 16 bits, and attention reads them so. It belongs to the compiled kernels and the strategy `unpadded`; a head that drafts keeps

@@ -96,4 +96,4 @@ def families(counters: Mapping[str, Any]) -> Iterator[Family]:
     yield Family(Vector, "spec_decode_num_accepted_tokens_per_pos", "Accepted by position.", accepted, "position")
     yield Family(Counter, "spec_decode_num_steps_per_length", "Rows' steps by tokens verified.", lengths, "length")
     yield Family(Gauge, "spec_decode_info", "The rule by which drafted tokens are kept.", rule, "acceptance")
-    yield Family(Counter, "spec_decode_drafter_fallbacks", "Steps without the drafter, by reason.", faults, "reason")
+    yield Family(Counter, "spec_decode_drafter_fallbacks", "Failures of the drafter, and steps without it, by reason.", faults, "reason")

@@ -14,6 +14,7 @@ from pydantic_core import from_json
 from echelon.errors import ConfigError, RequestError
 from echelon.inputs import Conversation, Text, first_problem
 from echelon.outputs import CompletionOutput, Logprob, RequestOutput
+from echelon.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from echelon.llm import LLM
@@ -80,6 +81,17 @@ class Request:
         if self.messages is not None:
             return llm.inputs.encode_chat(self.messages)
         return llm.inputs.encode(self.prompt or "")
+
+    def sampled(self, llm: LLM, defaults: Mapping[str, Any]) -> tuple[list[int], SamplingParams]:
+        """The prompt as token ids, and how it is sampled: by its own parameters, and by `defaults` where it has none.
+
+        Raises
+        ------
+        RequestError  as `token_ids`; a parameter cannot be, or the model's context is too short
+        """
+        tokens, params = self.token_ids(llm), SamplingParams(**{**defaults, **self.params})
+        llm.inputs.check_prompt(tokens, params)
+        return tokens, params
 
 
 def request_from_text(index: int, text: str) -> Request:

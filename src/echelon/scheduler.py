@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 from echelon.draft import RowVerdict, Verdict
 from echelon.errors import RequestError
@@ -24,20 +25,38 @@ PROMPT_LOGITS = 64  # prompt tokens a step, of all rows whose prompt logprobs ar
 Selector = Callable[[SequenceOf[Sequence], Callable[[Sequence], int]], list[Sequence]]
 
 
+@dataclass(frozen=True)
+class DraftLimits:
+    """How much may be drafted for a row in a step.
+
+    num_tokens    most tokens; 0: nothing drafts
+    longest_path  most of them on one path
+    grows_trees   drafts may be trees: then the room left does not bound their number of tokens, only their depth
+    longest_text  the draft model's context: a text is drafted for up to there
+    are_shed      where blocks are lacking, rows go without drafts before any is preempted (no text depends on what is drafted)
+    """
+
+    num_tokens: int = 0
+    longest_path: int = LONGEST_PATH
+    grows_trees: bool = False
+    longest_text: int | None = None
+    are_shed: bool = False
+
+
+NO_DRAFTS = DraftLimits()
+
+
 class Scheduler:
     """Rows waiting and running. `tables` are the KV books of the target and of a draft model; slots are reserved in all of them.
 
-    longest_drafted   the draft model's context: a text is drafted for up to there
+    drafts            how much may be drafted for them
     context_switches  lengths past which a text has other keys and values from its first token on (LongRoPE of Phi-3): no step straddles
                       one, and a row that has passed one is computed anew
     selector          chooses which of the running rows take part in a step; then at most `max_num_seqs` run, and none is preempted: a
                       line of a rectangle holds a whole row
     refill            without it, waiting rows enter only when all that run are done
-    longest_path      most drafted tokens on one path of a draft
-    grows_trees       drafts may be trees: then a draft's number of tokens is not bounded by the room left, only its depth is
     piece_sizes       how prompts are read in pieces beside rows that decode; by default from what steps have cost so far
     prefix_cache      what is kept of texts in the tables, for others that begin alike
-    sheds_drafts      where blocks are lacking, rows go without drafts before any is preempted (no text depends on what is drafted)
     """
 
     def __init__(
@@ -45,15 +64,12 @@ class Scheduler:
         tables: SequenceOf[KVTables],
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        num_speculative_tokens: int,
-        longest_drafted: int | None = None,
+        drafts: DraftLimits = NO_DRAFTS,
+        *,
         context_switches: SequenceOf[int] = (),
         selector: Selector | None = None,
         refill: bool = True,
-        grows_trees: bool = False,
-        longest_path: int = LONGEST_PATH,
         piece_sizes: PieceSizes | None = None,
-        sheds_drafts: bool = False,
         prefix_cache: PrefixCache | None = None,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
@@ -61,14 +77,11 @@ class Scheduler:
         self._tables = tables
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._num_speculative_tokens = num_speculative_tokens
-        self._longest_drafted = longest_drafted
-        self._grows_trees, self._longest_path = grows_trees, longest_path
+        self._drafts = drafts
         self._context_switches = context_switches
         self._selector = selector
         self._refill = refill
         self.piece_sizes = piece_sizes or StepCosts()
-        self._sheds_drafts = sheds_drafts
         self.prefix_cache = prefix_cache
         self._is_open = True  # may rows enter?
         self._is_watched = False  # must the host see the next step's logits?
@@ -93,7 +106,7 @@ class Scheduler:
     @property
     def capacity(self) -> int:
         """Tokens of the longest text that the whole pool holds."""
-        return min(t.capacity for t in self._tables) - (self._num_speculative_tokens if self._grows_trees else 0)
+        return min(t.capacity for t in self._tables) - (self._drafts.num_tokens if self._drafts.grows_trees else 0)
 
     def check_size(self, num_tokens: int) -> None:
         """Raise `RequestError` for a text that the whole pool could not hold."""
@@ -211,7 +224,7 @@ class Scheduler:
 
     def _shed_drafts(self, plan: Plan) -> bool:
         """Give back what is reserved for drafts, of all rows of this step; false where that is not done, or has been."""
-        if self._is_short or not self._sheds_drafts:
+        if self._is_short or not self._drafts.are_shed:
             return False
         self._is_short = True
         for i, row in enumerate(plan.rows):
@@ -243,7 +256,8 @@ class Scheduler:
         num_tokens, end = len(row.sequence), row.longest + row.max_draft_tokens
         lacking = [num_tokens - tables.num_cached(row.sequence.id) for tables in self._tables[: 2 if row.max_draft_tokens else 1]]
         is_read = row.pending_row >= 0 or all(count <= 1 + i for i, count in enumerate(lacking))
-        is_in_draft = not row.max_draft_tokens or self._longest_drafted is None or end <= self._longest_drafted
+        longest = self._drafts.longest_text
+        is_in_draft = not row.max_draft_tokens or longest is None or end <= longest
         return is_read and is_in_draft and end <= row.sequence.max_len
 
     def _selected_step(self, selector: Selector) -> Plan:
@@ -331,12 +345,13 @@ class Scheduler:
         Of those left a step in flight takes at least `num_pending`.
         """
         asked = sequence.params.num_speculative_tokens if self._may_draft and not self._is_short else 0
-        limit = self._num_speculative_tokens if asked is None else min(asked, self._num_speculative_tokens)
+        drafts = self._drafts
+        limit = drafts.num_tokens if asked is None else min(asked, drafts.num_tokens)
         rooms = [switch - len(sequence) for switch in self._context_switches if switch >= len(sequence)]
-        if self._longest_drafted is not None:
-            rooms.append(self._longest_drafted - len(sequence) + 1)  # the last drafted token is not fed to the draft model
-        depth = max(0, min(limit, self._longest_path, sequence.num_tokens_left - num_pending - 1, *rooms))
-        return limit if self._grows_trees and depth else depth, depth
+        if drafts.longest_text is not None:
+            rooms.append(drafts.longest_text - len(sequence) + 1)  # the last drafted token is not fed to the draft model
+        depth = max(0, min(limit, drafts.longest_path, sequence.num_tokens_left - num_pending - 1, *rooms))
+        return limit if drafts.grows_trees and depth else depth, depth
 
     def _num_cached(self, sequence: Sequence) -> int:
         """Tokens that have keys and values in the target's cache."""

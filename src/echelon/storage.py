@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from echelon.config import EngineConfig, SpeculativeConfig
+from echelon.config import EngineConfig, SpeculativeConfig, most_drafted
 from echelon.drafters.heads import AttachedHead
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache, LayerShape
@@ -75,7 +75,7 @@ def build_unpadded(
     layers = [list(m.layers) for m in (residents.target, residents.draft) if m is not None]
     if models[0].stage is not None:
         layers[0] = layers[0][: len(models[0].stage.layers)]  # the others' are elsewhere
-    longest = max_len + (spec.most_tokens if spec else 0)  # a tree may take more slots than the text has left
+    longest = max_len + most_drafted(spec)  # a tree may take more slots than the text has left
     limit, is_kept, is_rounded = config.kv_cache_memory_bytes, config.enable_prefix_caching, config.kv_cache_dtype == "int8"
     per_token, boundary = bytes_kept(config, residents)
     working = working_bytes(config, spec, residents, max_len)

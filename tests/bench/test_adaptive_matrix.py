@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from benchmarks.adaptive import WARM_UP, as_markdown, measure, most, over_single, ratios, settings_of, take_turns
+from benchmarks.adaptive import WARM_UP, as_markdown, in_turn, measure, most, over_single, ratios, settings_of, take_turns
 from benchmarks.workloads import SMALL
 from echelon import ConfigError, SamplingParams
-from echelon.bench.throughput import Run
+from echelon.bench.throughput import Run, Stepping
 
 pytestmark = pytest.mark.usefixtures("patient")
 
@@ -27,10 +27,11 @@ class _Setting:
     def __init__(self, warm_up: float, in_rounds: float) -> None:
         self._speeds, self.lengths, self.full_speed = (warm_up, in_rounds), list[int](), 0.0
 
-    def run(self, prompts: list[list[int]], params: SamplingParams) -> Run:
+    def stepping(self, prompts: list[list[int]], params: SamplingParams) -> Stepping[Run]:
         assert params.max_tokens is not None
         self.full_speed = self._speeds[bool(self.lengths)]
         self.lengths.append(params.max_tokens)
+        yield
         return Run([[7] * params.max_tokens for _ in prompts], 1.0, (1, 1.0))
 
 
@@ -48,6 +49,27 @@ def test_a_setting_that_loses_takes_few_rounds() -> None:
     assert [len(own) for own in found.values()] == [3, 3, 1, 1, 3, 3]
     with pytest.raises(ConfigError, match="a: no step of a round had all rows"):
         take_turns({"plain": _Setting(50.0, 90.0), "a": _Setting(50.0, math.nan)}, [[[1]]], SamplingParams(max_tokens=64), 1)
+
+
+def test_steps_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice each, one step at least; whoever is done leaves the others to theirs."""
+    log, clock = list[str](), iter(range(100))
+
+    def steps(name: str, count: int) -> Stepping[Run]:
+        for _ in range(count):
+            log.append(name)
+            yield
+        return Run([], count, (0, 0.0))
+
+    monkeypatch.setattr("benchmarks.adaptive.SLICE", 0.0)
+    found = in_turn({"a": steps("a", 3), "b": steps("b", 1), "c": steps("c", 2)})
+    assert log == ["a", "b", "c", "a", "c", "a"]
+    assert {name: run.seconds for name, run in found.items()} == {"a": 3, "b": 1, "c": 2}
+    log.clear()
+    monkeypatch.setattr("benchmarks.adaptive.SLICE", 1.5)
+    monkeypatch.setattr("benchmarks.adaptive.time.perf_counter", lambda: next(clock))
+    in_turn({"a": steps("a", 5), "b": steps("b", 1)})
+    assert log == ["a", "a", "b", "a", "a", "a"]
 
 
 def test_a_single_setting_is_one_for_all_cells() -> None:

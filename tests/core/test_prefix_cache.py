@@ -16,7 +16,7 @@ from echelon.draft import RowVerdict, Verdict
 from echelon.kv.blocks import NO_TOKEN, BlockContent, BlockPool, BlockTables
 from echelon.prefix_cache import CachedTables, PrefixCache
 from echelon.sampling import Sampler, SamplingParams
-from echelon.scheduler import Scheduler
+from echelon.scheduler import DraftLimits, Scheduler
 from echelon.sequence import PlannedRow, Sequence
 
 BLOCK = 4
@@ -39,9 +39,7 @@ class PrefixMachine(RuleBasedStateMachine):
         super().__init__()
         self.tables = [BlockTables(28, BLOCK, 16) for _ in range(3)]
         self.cache = PrefixCache([CachedTables(self.tables[0]), CachedTables(self.tables[1]), CachedTables(self.tables[2], True)], root)
-        self.scheduler = Scheduler(
-            self.tables, max_num_seqs=4, max_num_batched_tokens=24, num_speculative_tokens=3, prefix_cache=self.cache
-        )
+        self.scheduler = Scheduler(self.tables, max_num_seqs=4, max_num_batched_tokens=24, drafts=DraftLimits(3), prefix_cache=self.cache)
         self.memory: list[Slots] = [{}, {}, {}]
         self.rng, self.count = random.Random(0), 0
         self.texts: list[list[int]] = [[i] * 3 for i in range(3)]  # what prompts begin with
@@ -267,7 +265,7 @@ def test_a_head_starts_one_state_earlier_where_another_token_follows() -> None:
 def test_what_a_failed_row_wrote_is_not_found(spoilt: bool) -> None:
     tables = BlockTables(8, BLOCK, 8)
     cache = PrefixCache([CachedTables(tables)], root)
-    scheduler = Scheduler([tables], 2, 64, 0, prefix_cache=cache)
+    scheduler = Scheduler([tables], 2, 64, prefix_cache=cache)
     scheduler.add(sequence(1, list(range(9)), 2))
     plan = scheduler.next_step()
     tables.commit(1, 9)
@@ -282,7 +280,7 @@ def test_a_text_that_fills_the_pool_enters_whatever_is_kept() -> None:
     """A head's last block would have to be copied, and there is no block for the copy: the text is read from its first token on."""
     target, head = BlockTables(4, BLOCK, 4), BlockTables(4, BLOCK, 4)
     cache = PrefixCache([CachedTables(target), CachedTables(head, reads_next=True)], root)
-    scheduler = Scheduler([target, head], 1, 64, 0, prefix_cache=cache)
+    scheduler = Scheduler([target, head], 1, 64, prefix_cache=cache)
     for number, text in enumerate(([1] * 8 + [2], [1] * 8 + [3] * 7)):
         row = sequence(number, text)
         scheduler.add(row)
@@ -298,7 +296,7 @@ def test_a_text_that_fills_the_pool_enters_whatever_is_kept() -> None:
 
 def test_an_interrupt_while_the_drafter_concludes_leaves_nothing_behind() -> None:
     shelf = Shelf()
-    scheduler = Scheduler([shelf.tables], 2, 64, 0, prefix_cache=shelf.cache)
+    scheduler = Scheduler([shelf.tables], 2, 64, prefix_cache=shelf.cache)
     scheduler.add(sequence(1, list(range(9))))
     plan = scheduler.next_step()
     shelf.tables.commit(1, 9)
@@ -314,7 +312,7 @@ def test_an_interrupt_while_the_drafter_concludes_leaves_nothing_behind() -> Non
 
 def test_only_what_is_looked_up_is_counted() -> None:
     shelf = Shelf()
-    scheduler = Scheduler([shelf.tables], 4, 64, 0, prefix_cache=shelf.cache)
+    scheduler = Scheduler([shelf.tables], 4, 64, prefix_cache=shelf.cache)
     first = sequence(1, list(range(9)), 3)
     for row in (first, sequence(2, list(range(9)), 3, parent=first)):
         scheduler.add(row)

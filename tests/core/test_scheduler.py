@@ -15,7 +15,7 @@ from echelon import LLM, RequestError, SamplingParams
 from echelon.draft import RowVerdict, Verdict
 from echelon.kv.blocks import BlockTables
 from echelon.sampling import Sampler
-from echelon.scheduler import PROMPT_LOGITS, Scheduler
+from echelon.scheduler import PROMPT_LOGITS, DraftLimits, Scheduler
 from echelon.sequence import Plan, Sequence
 
 MAX_LEN = 60
@@ -54,7 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.tables = [BlockTables(24, 4, 16), BlockTables(24, 4, 16)]
         self.scheduler = Scheduler(
-            self.tables, max_num_seqs=5, max_num_batched_tokens=20, num_speculative_tokens=4, grows_trees=self.grows_trees
+            self.tables, max_num_seqs=5, max_num_batched_tokens=20, drafts=DraftLimits(4, grows_trees=self.grows_trees)
         )
         self.rng = random.Random(0)
         self.alive: dict[int, Sequence] = {}
@@ -230,7 +230,7 @@ TestLaneSchedulerMachine = LaneSchedulerMachine.TestCase
 def test_a_request_that_fills_the_pool_leaves_no_room_for_a_tree() -> None:
     """48 places: a text of 44 tokens and a tree of 4 fit, a text of 45 would preempt itself for ever."""
     for max_tokens, fits in ((34, True), (35, False)):
-        scheduler = Scheduler([BlockTables(12, 4, 30)], 1, 100, 4, grows_trees=True)
+        scheduler = Scheduler([BlockTables(12, 4, 30)], 1, 100, DraftLimits(4, grows_trees=True))
         sequence = Sequence(1, list(range(10)), 10, Sampler(SamplingParams(temperature=0, max_tokens=max_tokens), 0), frozenset(), 100)
         if not fits:
             with pytest.raises(RequestError, match="KV pool"):
@@ -256,10 +256,10 @@ def test_room_at_the_context_limit_and_at_max_tokens(num_speculative_tokens: int
             max_len = 10 + room if limited_by == "context" else 100
             params = SamplingParams(temperature=0, max_tokens=room if limited_by == "max_tokens" else 100)
             tables = BlockTables(-(-max_len // 4), 4, 30)
-            scheduler = Scheduler([tables], 1, 100, k)
+            scheduler = Scheduler([tables], 1, 100, DraftLimits(k))
             if limited_by == "max_tokens":
                 tables = BlockTables(-(-(10 + room) // 4), 4, 30)
-                scheduler = Scheduler([tables], 1, 100, k)
+                scheduler = Scheduler([tables], 1, 100, DraftLimits(k))
             sequence = Sequence(1, prompt, 10, Sampler(params, 0, 0, 10), frozenset(), max_len)
             if limited_by == "context":
                 tables.pool.check()
@@ -288,7 +288,7 @@ def test_no_room_is_refused_at_the_door() -> None:
 
 def test_rows_share_the_logits_of_prompts() -> None:
     """Five prompts whose log-probabilities are wanted: in no step more logits of them than one alone may have, and one a row besides."""
-    scheduler, params = Scheduler([BlockTables(500, 4, 100)], 5, 2048, 0), SamplingParams(max_tokens=2, prompt_logprobs=0)
+    scheduler, params = Scheduler([BlockTables(500, 4, 100)], 5, 2048), SamplingParams(max_tokens=2, prompt_logprobs=0)
     for i in range(5):
         scheduler.add(Sequence(i, list(range(200)), 200, Sampler(params, 0), frozenset(), 300))
     most = 0

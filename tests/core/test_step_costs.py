@@ -73,7 +73,7 @@ def planned(scheduler: Scheduler) -> list[int]:
 def running(costs: StepCosts, *prompts: tuple[int, int]) -> Scheduler:
     """Rows of (tokens, cached tokens)."""
     tables = BlockTables(1000, 16, 200)
-    scheduler = Scheduler([tables], 8, LIMIT, 0)
+    scheduler = Scheduler([tables], 8, LIMIT)
     scheduler.piece_sizes = costs
     for number, (length, cached) in enumerate(prompts):
         scheduler.add(sequence(number, length))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -44,7 +45,8 @@ def speculative_llm(drafter: str, mode: str, batch_size: int) -> LLM:
         known = {tuple(p): t for p, t in zip(toys.prompts(), truth(mode), strict=True)}
         scripted = toys.ScriptedTreeDrafter if drafter == "random_tree" else toys.ScriptedDrafter
         llm.engine.drafter = scripted(known, shifts[drafter])
-        llm.engine.scheduler._grows_trees = drafter == "random_tree"
+        if drafter == "random_tree":
+            llm.engine.scheduler._drafts = replace(llm.engine.scheduler._drafts, grows_trees=True)
     return toys.watch(llm)
 
 

@@ -12,7 +12,7 @@ from echelon.baselines.masked import MaskedRunner, Pack, refuse_softcap_and_sink
 from echelon.baselines.padded_blocks import PADDINGS, PaddedBlocksRunner, PaddedTables
 from echelon.baselines.rectangle import RectangleCache
 from echelon.baselines.selection import SameLength, prompts_apart
-from echelon.config import EngineConfig, SpeculativeConfig
+from echelon.config import EngineConfig, SpeculativeConfig, most_drafted
 from echelon.drafters.heads import AttachedHead
 from echelon.errors import UnsupportedModelError
 from echelon.kv.blocks import BlockTables
@@ -54,7 +54,7 @@ def build_rectangles(
                 "under rectangular strategies the text was seen to change there: use strategy='unpadded'"
             )
     layers, device = [record_layers(m.model, refuse_softcap_and_sinks) for m in models], models[0].device
-    num_speculative_tokens = spec.most_tokens if spec else 0
+    num_speculative_tokens = most_drafted(spec)
     num_slots = max_len + num_speculative_tokens
     per_token = sum(s.bytes_per_token(m.model.dtype) for m, shapes in zip(models, layers, strict=True) for s in shapes)
     plan = plan_kv(per_token, num_slots, config.num_rows_held, num_slots, config.kv_cache_memory_bytes, device)
@@ -78,7 +78,7 @@ def build_padded_blocks(
     passes are not padded.
     """
     layers, device = [list(footprint_of(m).layers) for m in models], models[0].device
-    longest = max_len + (spec.most_tokens if spec else 0)
+    longest = max_len + most_drafted(spec)
     per_token = sum(s.bytes_per_token(m.model.dtype) for m, shapes in zip(models, layers, strict=True) for s in shapes)
     per_token += head.bytes_per_token if head is not None else 0
     plan = plan_kv(per_token, config.block_size, config.num_rows_held, 2 * longest, config.kv_cache_memory_bytes, device, 1)

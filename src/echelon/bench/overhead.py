@@ -27,7 +27,7 @@ from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.model.runner import ModelRunner
 from echelon.sampling import Sampler, SamplingParams
-from echelon.scheduler import Scheduler
+from echelon.scheduler import DraftLimits, Scheduler
 from echelon.sequence import PlannedRow, Sequence
 from echelon.stats import Usage
 from echelon.trees import BestFirst
@@ -119,7 +119,7 @@ def measure_overhead(
     max_len = PROMPT_LENGTH + (NUM_STEPS + 2) * (num_draft_tokens + 1)
     tables = BlockTables(batch_size * (max_len // 16 + 1), 16, max_len // 16 + 1)
     runner = PreparedRunner(KVCache([], tables, torch.float32, torch.device("cpu")), logits)
-    scheduler = Scheduler([tables], batch_size, batch_size * PROMPT_LENGTH, num_draft_tokens, grows_trees=has_trees)
+    scheduler = Scheduler([tables], batch_size, batch_size * PROMPT_LENGTH, DraftLimits(num_draft_tokens, grows_trees=has_trees))
     drafter: Drafter = PreparedDrafter(logits.argmax(-1).tolist(), rng)
     engine = Engine(runner, tree_drafter(rng, batch_size, vocab_size) if has_trees else drafter, scheduler)
     params = SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_len - PROMPT_LENGTH)

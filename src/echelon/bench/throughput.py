@@ -7,12 +7,12 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import transformers
@@ -156,6 +156,20 @@ class Run:
         return tokens / seconds if seconds else 0.0
 
 
+T = TypeVar("T")
+Stepping = Generator[None, None, T]  # a run that gives control back after every step
+
+
+def ended(steps: Stepping[T]) -> T:
+    """What a run comes to when nothing is done between its steps."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            found: T = stop.value
+            return found
+
+
 class Contender(Protocol):
     """Something that generates at a batch size, on equal terms with the others."""
 
@@ -192,11 +206,15 @@ class EngineRun:
         return of_head + sum(weight_bytes(runner.loaded.model) for runner in storage.runners[1:])
 
     def warm_up(self, prompts: Prompts, params: SamplingParams) -> None:
-        self._timed(prompts, params)
+        ended(self._timed(prompts, params))
 
     def run(self, prompts: Prompts, params: SamplingParams) -> Run:
+        return ended(self.stepping(prompts, params))
+
+    def stepping(self, prompts: Prompts, params: SamplingParams) -> Stepping[Run]:
+        """The same step by step: what happens between two of them takes no time."""
         with self._llm.engine.observed(self._stats.count):
-            outputs, seconds, recorder = self._timed(prompts, params)
+            outputs, seconds, recorder = yield from self._timed(prompts, params)
         decode = recorder.decode
         self._decode += decode
         self._note(sum(map(len, outputs)), seconds, recorder)
@@ -209,10 +227,16 @@ class EngineRun:
         if abs(1.0 - stepping) > MOST_BESIDE_STEPS:
             self.notes.add(f"steps fill {stepping:.0%} of the time of a run: they and the wall clock disagree")
 
-    def _timed(self, prompts: Prompts, params: SamplingParams) -> tuple[list[list[int]], float, Recorder]:
-        recorder, start = Recorder(self._llm.stats), time.perf_counter()
-        done = self._llm.generate(list(prompts), params, on_step=recorder, use_tqdm=False)
-        return [o.outputs[0].token_ids for o in done], time.perf_counter() - start, recorder
+    def _timed(self, prompts: Prompts, params: SamplingParams) -> Stepping[tuple[list[list[int]], float, Recorder]]:
+        requests = [self._llm.inputs.samples(list(prompt), params, watch_text=False) for prompt in prompts]
+        recorder, seconds, start = Recorder(self._llm.stats), 0.0, time.perf_counter()
+        for _ in self._llm.run(requests):
+            recorder()
+            seconds += time.perf_counter() - start
+            yield
+            recorder.start()
+            start = time.perf_counter()
+        return [sequence.output_tokens for sequence, *_ in requests], seconds, recorder
 
     def result(self, batch_size: int, runs: SequenceOf[Run]) -> ThroughputResult:
         adaptive = self._llm.get_counters()["adaptive"] or {}

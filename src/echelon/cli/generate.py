@@ -111,9 +111,7 @@ def _run(llm: LLM, requests: list[Request], defaults: dict[str, Any], file: Outp
     accepted = []
     for request in [r for r in requests if r.index not in rows]:
         try:
-            tokens, params = request.token_ids(llm), SamplingParams(**{**defaults, **request.params})
-            llm.inputs.check_prompt(tokens, params)
-            accepted.append((request, tokens, params))
+            accepted.append((request, *request.sampled(llm, defaults)))
         except EchelonError as error:
             done({"index": request.index, "id": request.id, "error": str(error)})
     start = time.monotonic()

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from echelon import EngineConfig
 from echelon.cli.words import errors
-from echelon.config import SpeculativeConfig
+from echelon.config import SpeculativeConfig, most_drafted
 from echelon.errors import ConfigError
 from echelon.estimate.devices import device_named, read_devices
 from echelon.estimate.layout import Pass
@@ -86,8 +86,7 @@ def _print(options: PaperOptions, plan: PaperPlan, bounds: list[tuple[int, float
     """The plan as tables."""
     console, count = Console(), plan.cluster.num_devices
     console.print(_bytes_table(options, plan))
-    drafted = plan.spec.most_tokens if plan.spec else 0
-    run = Pass(plan.config.max_num_seqs, 1 + drafted, plan.context)
+    run = Pass(plan.config.max_num_seqs, 1 + most_drafted(plan.spec), plan.context)
     if count > 1:
         traffic = plan.traffic(run)
         parts = [f"{gibibytes(traffic.gathered)} in gathers ({gibibytes(traffic.logits)} of logits)"] if options.ranks > 1 else []

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from echelon.config import EngineConfig, SpeculativeConfig
+from echelon.config import EngineConfig, SpeculativeConfig, most_drafted
 from echelon.errors import ConfigError
 from echelon.estimate.devices import Device
 from echelon.estimate.drafting import Acceptance, DraftingCost, acceptance_of, drafting_of
@@ -134,7 +134,7 @@ class PaperPlan:
         return [self._bytes(part) for ranks in cluster.stages for part in ranks]
 
     def _bytes(self, part: StagePart) -> DeviceBytes:
-        rows, nodes = self.config.max_num_seqs, self.spec.most_tokens if self.spec else 0
+        rows, nodes = self.config.max_num_seqs, most_drafted(self.spec)
         size, is_first = self.planned.dtype.itemsize, part.stage == part.rank == 0
         fed = min(self.config.max_num_batched_tokens, rows * self.max_len) + rows * nodes
         vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
@@ -226,7 +226,7 @@ class PaperPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        run = Pass(self.config.max_num_seqs, 1 + (self.spec.most_tokens if self.spec else 0), self.context)
+        run = Pass(self.config.max_num_seqs, 1 + most_drafted(self.spec), self.context)
         return {
             "on_paper": True,
             "devices": [asdict(d) | {"total": d.total} for d in self.device_bytes],

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from echelon.config import EngineConfig, SpeculativeConfig
+from echelon.config import EngineConfig, SpeculativeConfig, most_drafted
 from echelon.drafters.heads import MOST_UNREAD, AttachedHead
 from echelon.memory.footprint import Footprint, is_packed_on
 from echelon.memory.pool import PoolPlan, block_bytes, num_blocks_for
@@ -108,7 +108,7 @@ def are_captured(config: EngineConfig, device: torch.device) -> bool:
 def plan_memory(config: EngineConfig, spec: SpeculativeConfig | None, residents: Residents, max_len: int) -> MemoryPlan:
     """Count the bytes of an engine with `max_num_seqs` rows of `max_len` tokens, each with its drafts, at their peak."""
     target, draft, head = residents.target, residents.draft, residents.head
-    rows, nodes = config.max_num_seqs, spec.most_tokens if spec else 0
+    rows, nodes = config.max_num_seqs, most_drafted(spec)
     per_token, boundary = bytes_kept(config, residents)
     size, of_texts = config.block_size, rows * num_blocks_for(max_len, config.block_size)
     of_rows = rows * num_blocks_for(max_len + nodes, size)
@@ -157,7 +157,7 @@ def logit_bytes(config: EngineConfig, spec: SpeculativeConfig | None, residents:
     """Logits of one step and what is made of them: of the target for each row and drafted token; of what drafts for two levels, since the
     memory of the last is still the process's own; with rejection, the probabilities of each drafted token.
     """
-    rows, nodes = config.max_num_seqs, spec.most_tokens if spec else 0
+    rows, nodes = config.max_num_seqs, most_drafted(spec)
     places, probabilities = rows * (1 + nodes), 0
     if spec is not None and METHODS[spec.method].needs != "nothing":
         places += 2 * rows * spec.widest_level
@@ -176,7 +176,7 @@ def captured_bytes(config: EngineConfig, spec: SpeculativeConfig | None, residen
     from echelon.model.graphs.graphs import MOST_GRAPHS
     from echelon.model.graphs.programs import MOST_TOKENS
 
-    places = min(MOST_TOKENS, config.max_num_seqs * (1 + (spec.most_tokens if spec else 0)))
+    places = min(MOST_TOKENS, config.max_num_seqs * (1 + most_drafted(spec)))
     sizes = sorted({filled_up(n) for n in range(1, places + 1)})[-MOST_GRAPHS:]
     models = [m for m in (residents.target, residents.draft) if m is not None]
     return sum(sum(sizes) * FLOAT * m.vocab_size + sizes[-1] * m.pass_bytes for m in models)
@@ -189,7 +189,7 @@ def prompt_logit_bytes(target: Footprint) -> int:
 
 def activation_bytes(config: EngineConfig, spec: SpeculativeConfig | None, residents: Residents, max_len: int) -> int:
     """What the widest pass holds, and the features that a head waits with."""
-    rows, nodes = config.max_num_seqs, spec.most_tokens if spec else 0
+    rows, nodes = config.max_num_seqs, most_drafted(spec)
     fed = min(config.max_num_batched_tokens, rows * max_len) + rows * nodes
     of_a_token = max(m.pass_bytes for m in (residents.target, residents.draft) if m)
     features = residents.head.feature_bytes if residents.head else 0

@@ -10,7 +10,7 @@ from torch import nn
 
 from echelon.adaptive.cost_files import all_costs, key_of_model, key_of_steps, shapes_of
 from echelon.adaptive.cost_table import CostTable
-from echelon.config import EngineConfig, SpeculativeConfig
+from echelon.config import EngineConfig, SpeculativeConfig, most_drafted
 from echelon.methods import METHODS
 
 READ_AGAIN = 1000  # tokens of a prompt
@@ -72,6 +72,6 @@ class StepSpeeds:
 
 def milliseconds(costs: CostTable, config: EngineConfig, spec: SpeculativeConfig | None) -> float:
     """Of a step in which every row verifies all that it may draft, with the drafting."""
-    rows, count = config.max_num_seqs, spec.most_tokens if spec is not None else 0
+    rows, count = config.max_num_seqs, most_drafted(spec)
     total = float(costs.step_ms(np.array([rows * (1 + count)]), 0, np.array([0.0]))[0])
     return total if spec is None else total + float(costs.drafting_ms(rows, np.array(spec.longest_path)))

@@ -137,12 +137,8 @@ class EngineActor:
         except ValidationError as failure:
             raise RequestError(first_problem(failure, row)) from None
         default = self._llm.get_default_sampling_params() if self._params is None else SamplingParams(**self._params)
-        params = SamplingParams(**{**default.model_dump(exclude_unset=True), **request.params})
-        if params.seed is None:
-            params = params.model_copy(update={"seed": seed_of(request.id)})
-        tokens = request.token_ids(self._llm)
-        self._llm.inputs.check_prompt(tokens, params)
-        return request, tokens, params
+        tokens, params = request.sampled(self._llm, default.model_dump(exclude_unset=True))
+        return request, tokens, params if params.seed is not None else params.model_copy(update={"seed": seed_of(request.id)})
 
 
 def _rest(dataset: ray.data.Dataset, done: set[str], batch_size: int) -> tuple[int, list[ray.ObjectRef]]:
