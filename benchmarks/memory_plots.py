@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cells import Record
-from echelon.bench.plot import pyplot_or_refusal
+from echelon.pyplot import pyplot_or_refusal
 
 MIB = 2**20
 

@@ -10,7 +10,7 @@ import ast
 import sys
 from pathlib import Path
 
-from echelon.bench.plot import pyplot_or_refusal
+from echelon.pyplot import pyplot_or_refusal
 from tools import ROOT
 from tools.dependencies import PACKAGE, public_names
 

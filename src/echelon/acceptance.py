@@ -103,23 +103,34 @@ class Typical(Exact):
         return bool(probabilities[token] > min(self.threshold, self.alpha * np.exp(-entropy)))
 
     def path(self, row: DraftedRow, target: list[int]) -> list[int]:
-        """The longest path of typical tokens, of several the most probable."""
+        """The longest path of typical tokens, of several the most probable. It ends where a place gives no probabilities."""
         sequence, tokens = row.row.sequence, row.tokens
         if sequence.params.is_greedy:
             return super().path(row, target)
         paths: dict[int, list[int]] = {-1: []}  # of typical nodes
         scores = {-1: 0.0}
-        probabilities: dict[int, Float64] = {}  # after a node
+        probabilities: dict[int, Float64 | None] = {}  # after a node; None: there are none
         for node, (token, parent) in enumerate(zip(tokens, row.parents, strict=True)):
             if parent not in paths:
                 continue
             if parent not in probabilities:
-                drafted = [tokens[n] for n in paths[parent]]
-                probabilities[parent] = sequence.sampler.probabilities(on_host(row.logits[parent + 1]), sequence.tokens, drafted)
-            if self.accepts(probabilities[parent], token):
+                probabilities[parent] = _probabilities(row, parent, [tokens[n] for n in paths[parent]])
+            own = probabilities[parent]
+            if own is not None and self.accepts(own, token):
                 paths[node] = [*paths[parent], node]
-                scores[node] = scores[parent] + float(np.log(probabilities[parent][token]))
+                scores[node] = scores[parent] + float(np.log(own[token]))
         return paths[max(paths, key=lambda node: (len(paths[node]), scores[node]))]
+
+
+def _probabilities(row: DraftedRow, node: int, drafted: list[int]) -> Float64 | None:
+    """The target's float64[V] after a node, −1 the last known token, behind these drafted ones; None where the place gives none: what is
+    wrong there is said if the text comes to it.
+    """
+    sequence = row.row.sequence
+    try:
+        return sequence.sampler.probabilities(on_host(row.logits[node + 1]), sequence.tokens, drafted)
+    except Exception:
+        return None
 
 
 class Rejection:

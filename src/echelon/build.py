@@ -405,7 +405,8 @@ def draft_model_drafter(config: EngineConfig, spec: SpeculativeConfig, storage: 
 def head_drafter(_config: EngineConfig, spec: SpeculativeConfig, storage: Storage) -> Drafter:
     """Build the drafter that runs a head of the target."""
     assert storage.head is not None
-    return HeadDrafter(storage.head, growth_of(spec, storage.head.head.max_depth), storage.head_cache, spec.min_score)
+    growth, drafts_first = growth_of(spec, storage.head.head.max_depth), spec.acceptance == "exact"
+    return HeadDrafter(storage.head, growth, storage.head_cache, spec.min_score, drafts_first)
 
 
 def growth_of(spec: SpeculativeConfig, max_depth: int | None) -> Growth:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from echelon.stats import DrafterFault
+
 PREFIX = "vllm:"  # of names in Python, so that scripts made for vLLM find them
 
 
@@ -92,7 +94,7 @@ def families(counters: Mapping[str, Any]) -> Iterator[Family]:
             yield Family(kind, name, description, {"": adaptive[key]})
     accepted = {str(position): count for position, count in enumerate(counters["num_accepted_by_position"])}
     lengths = {str(length): count for length, count in counters["num_steps_by_draft_length"].items()}
-    rule, faults = {counters["acceptance"]: 1.0}, counters["drafter_faults"]
+    rule, faults = {counters["acceptance"]: 1.0}, dict.fromkeys(DrafterFault, 0) | counters["drafter_faults"]
     yield Family(Vector, "spec_decode_num_accepted_tokens_per_pos", "Accepted by position.", accepted, "position")
     yield Family(Counter, "spec_decode_num_steps_per_length", "Rows' steps by tokens verified.", lengths, "length")
     yield Family(Gauge, "spec_decode_info", "The rule by which drafted tokens are kept.", rule, "acceptance")

@@ -100,9 +100,9 @@ def request_from_text(index: int, text: str) -> Request:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Lines of a UTF-8 file; `ConfigError` for what cannot be read."""
+    """Lines of a UTF-8 file, with or without a byte-order mark; `ConfigError` for what cannot be read."""
     try:
-        return path.read_text("utf-8").split("\n")  # and not at other separators, which JSON allows inside a string
+        return path.read_text("utf-8-sig").split("\n")  # and not at other separators, which JSON allows inside a string
     except OSError as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}; check the path") from error
     except UnicodeDecodeError as error:

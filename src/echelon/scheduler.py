@@ -362,14 +362,16 @@ class Scheduler:
         start = self._num_cached(sequence)
         if pending is not None:
             index, row = pending
-            limits = self._draft_limits(sequence, num_pending=1)
+            # one that does not draft in the step in flight may lack more of its text in the draft model than a step ahead reads
+            limits = self._draft_limits(sequence, num_pending=1) if row.max_draft_tokens else (0, 0)
             return PlannedRow(sequence, start, len(sequence) - start, *limits, False, (1, row.max_draft_tokens + 1), index)
         wants_logprobs = sequence.lacks_prompt_logprobs
         num_new = min(len(sequence) - start, budget)
         if wants_logprobs:
             num_new = min(num_new, max(1, self._num_logits_left))
-            self._num_logits_left -= num_new
         reaches_end = start + num_new == len(sequence)
+        if wants_logprobs:
+            self._num_logits_left -= num_new - reaches_end
         return PlannedRow(sequence, start, num_new, *(self._draft_limits(sequence) if reaches_end else (0, 0)), wants_logprobs)
 
     def _has_passed(self, before: int, after: int) -> bool:

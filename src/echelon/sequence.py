@@ -108,8 +108,8 @@ class Sequence:
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Are logprobs of prompt tokens requested that no step has passed yet?"""
-        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+        """Are logprobs of prompt tokens requested that no step has passed yet? Of several samples only the first has them."""
+        return self.parent is None and self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     def append(self, token: int, is_accepted: bool, logprobs: Logprobs | None = None) -> None:
         """Commit one token and settle whether it was the last; the order of tests is that of plain decoding."""

@@ -7,10 +7,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Self
 
 from echelon.draft import Verdict
 from echelon.sequence import PlannedRow
+
+
+class DrafterFault(StrEnum):
+    """What a drafter does wrong, and that it is left out for it; see `drafters.guard`."""
+
+    RAISED = "raised"
+    GARBAGE = "garbage"
+    TOO_SLOW = "too slow"
+    CUT_OFF = "cut off"
+
 
 PARTS = ("schedule", "draft", "layout", "forward", "verify", "settle")  # of a step, in order
 
@@ -159,7 +170,7 @@ class Stats:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     target: Usage = field(default_factory=Usage)
     draft: Usage = field(default_factory=Usage)
-    drafter_faults: Counter[str] = field(default_factory=Counter)  # by kind; see `drafters.guard`
+    drafter_faults: Counter[DrafterFault] = field(default_factory=Counter)
 
     @property
     def tokens_per_step(self) -> float:

@@ -135,6 +135,46 @@ def test_a_request_that_ends_early_leaves_the_others_alone(target: LoadedModel, 
     assert shown(served(target, work)) == shown(wanted[0])
 
 
+@pytest.mark.parametrize("max_queue", [0, 8])
+def test_a_request_that_waits_is_aborted_at_once(target: LoadedModel, max_queue: int) -> None:
+    """Before it has a place, and before it has a row: its iterator yields one output without tokens."""
+
+    async def work(llm: AsyncLLM) -> RequestOutput:
+        gate = Gate(llm, 1)
+        running = [llm.generate(PROMPTS[0], params(), f"running {i}") for i in range(4)]
+        tasks = [asyncio.create_task(last_of(outputs)) for outputs in running]
+        waiting = asyncio.create_task(last_of(llm.generate(PROMPTS[1], params(), "waiting")))
+        while not gate.reached.is_set() or ("waiting" not in llm._running if max_queue else not llm._places._waiters):
+            await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="is running"):
+            await last_of(llm.generate(PROMPTS[0], params(), "waiting"))
+        await llm.abort("waiting")
+        ended = await waiting
+        gate.open()
+        assert all(output.finished for output in await asyncio.gather(*tasks))
+        assert llm._places._value == 4 + max_queue and not llm._waiting
+        return ended
+
+    output = served(target, work, max_queue=max_queue)
+    assert output.finished and shown(output)[0][:2] == ([], "abort")
+    assert output.prompt_token_ids == list(PROMPTS[1])
+
+
+def test_a_request_that_is_given_up_while_it_waits_keeps_no_place(target: LoadedModel) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        gate = Gate(llm, 1)
+        tasks = [asyncio.create_task(last_of(llm.generate(PROMPTS[0], params()))) for _ in range(5)]
+        while not llm._places._waiters:
+            await asyncio.sleep(0)
+        tasks.pop().cancel()
+        gate.open()
+        await asyncio.gather(*tasks)
+        assert llm._places._value == 4
+        assert (await last_of(llm.generate(PROMPTS[0], params()))).finished
+
+    served(target, work, max_queue=0)
+
+
 def test_beyond_the_places_requests_wait_for_one(target: LoadedModel) -> None:
     most = 0
 

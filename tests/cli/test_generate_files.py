@@ -45,6 +45,14 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return sorted(map(json.loads, lines), key=lambda row: row["index"])
 
 
+def test_a_byte_order_mark_is_no_part_of_a_prompt(run: Run, tmp_path: Path) -> None:
+    for name, content in (("a.jsonl", '{"prompt": "import os"}\n'), ("a.txt", "import os\n")):
+        for encoding in ("utf-8", "utf-8-sig"):
+            (tmp_path / name).write_text(content, encoding)
+            assert run("--input", tmp_path / name, "--overwrite")[0] == 0
+            assert [row.get("prompt") for row in rows_of(tmp_path)] == ["import os"], (name, encoding)
+
+
 BAD_LINES = [
     b'{"id": "\\ud800", "prompt": "a"}',
     b'{"id": "x", "prompt": "a\\udfff"}',

@@ -89,6 +89,17 @@ def test_typical_acceptance_is_medusas() -> None:
     assert typical([wide, wide], [7], [-1], rule) == [0], "1/40 exceeds 0.3 / 40"
 
 
+def test_a_place_without_probabilities_ends_the_paths_that_come_to_it() -> None:
+    """0 and 1 are typical; 2 follows 0, whose place holds NaN, and 2 and 0 follow 1."""
+    rule, even, broken = Typical(0.09, 0.3), [0.4, 0.3, 0.2, 0.1], [float("nan")] * 4
+    places = [even, broken, even, even, even, even]
+    assert typical(places, [0, 1, 2, 2, 0], [-1, -1, 0, 1, 3], rule) == [1, 3, 4]
+    sequence = Sequence(0, [1, 2, 3], 3, Sampler(SamplingParams(temperature=1.0), 5), frozenset(), 50)
+    logits = torch.tensor([even, broken, even]).log()
+    (kept,) = verdict_of(Draft.trees([([0, 1], [-1, 0])]), logits, [PlannedRow(sequence, 0, 3, 9, 9)], rule)
+    assert (kept.path, kept.next_token) == ([0], -1) and kept.error is not None
+
+
 def test_typical_acceptance_takes_the_longest_path_then_the_likeliest() -> None:
     rule, even = Typical(0.09, 0.3), [0.4, 0.3, 0.2, 0.1]
     places = [even] * 6

@@ -39,7 +39,9 @@ class PrefixMachine(RuleBasedStateMachine):
         super().__init__()
         self.tables = [BlockTables(28, BLOCK, 16) for _ in range(3)]
         self.cache = PrefixCache([CachedTables(self.tables[0]), CachedTables(self.tables[1]), CachedTables(self.tables[2], True)], root)
-        self.scheduler = Scheduler(self.tables, max_num_seqs=4, max_num_batched_tokens=24, drafts=DraftLimits(3), prefix_cache=self.cache)
+        self.scheduler = Scheduler(
+            self.tables, max_num_seqs=4, max_num_batched_tokens=24, drafts=DraftLimits(3, are_shed=True), prefix_cache=self.cache
+        )
         self.memory: list[Slots] = [{}, {}, {}]
         self.rng, self.count = random.Random(0), 0
         self.texts: list[list[int]] = [[i] * 3 for i in range(3)]  # what prompts begin with

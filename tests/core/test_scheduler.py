@@ -54,7 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.tables = [BlockTables(24, 4, 16), BlockTables(24, 4, 16)]
         self.scheduler = Scheduler(
-            self.tables, max_num_seqs=5, max_num_batched_tokens=20, drafts=DraftLimits(4, grows_trees=self.grows_trees)
+            self.tables, max_num_seqs=5, max_num_batched_tokens=20, drafts=DraftLimits(4, grows_trees=self.grows_trees, are_shed=True)
         )
         self.rng = random.Random(0)
         self.alive: dict[int, Sequence] = {}
@@ -300,3 +300,29 @@ def test_rows_share_the_logits_of_prompts() -> None:
         verdict = [RowVerdict(0, [], [], 1 if row.is_sampled else -1, [], [{}] * row.num_prompt_logits) for row in plan.rows]
         scheduler.settle(plan.rows, verdict)
     assert PROMPT_LOGITS <= most <= PROMPT_LOGITS + 5
+
+
+def test_samples_of_one_prompt_leave_its_logprobs_to_the_first() -> None:
+    """While seven further samples decode, another prompt has as many logits as one alone; and they may be looked up, and run ahead."""
+    scheduler, params = Scheduler([BlockTables(500, 4, 100)], 9, 2048), SamplingParams(max_tokens=20, prompt_logprobs=0)
+    scheduler.piece_sizes = toys.WholePrompts()
+    first = Sequence(0, list(range(10)), 10, Sampler(params, 0), frozenset(), 300)
+    samples = [Sequence(i, list(range(10)), 10, Sampler(params, 0, i), frozenset(), 300, parent=first) for i in range(1, 8)]
+
+    def step() -> list[tuple[int, int]]:
+        """New tokens and logits of the prompt, a row each."""
+        plan = scheduler.next_step()
+        counts = [(row.num_new, row.num_prompt_logits) for row in plan.rows]
+        for row in plan.rows:
+            scheduler._tables[0].commit(row.sequence.id, row.start + row.num_new)
+        verdict = [RowVerdict(0, [], [], 1 if row.is_sampled else -1, [], [{}] * row.num_prompt_logits) for row in plan.rows]
+        scheduler.settle(plan.rows, verdict)
+        return counts
+
+    for sequence in (first, *samples):
+        scheduler.add(sequence)
+    assert step() == [(10, 9)]
+    assert step() == [(1, 0)] * 8
+    assert not any(sequence.lacks_prompt_logprobs for sequence in (first, *samples))
+    scheduler.add(Sequence(9, list(range(200)), 200, Sampler(params, 0), frozenset(), 300))
+    assert step() == [(1, 0)] * 8 + [(PROMPT_LOGITS, PROMPT_LOGITS)]

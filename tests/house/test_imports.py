@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "echelon"
 LEVELS = [
     {"errors", "release"},
     {"inputs"},
-    {"sizes"},
+    {"sizes", "pyplot"},
     {"settings", "token_counts"},
     {"sampling"},
     {"draft"},
@@ -48,7 +48,7 @@ RANK = {room: rank for rank, rooms in enumerate(LEVELS) for room in rooms}
 APART = {"drafters", "heads"}  # siblings in these rooms do not import each other
 ALLOWED_SIBLINGS = {"base", "frontier", "parts"}
 GATHERS = {"heads.layouts", "heads.checkpoints"}  # they know all of their siblings
-TRAINING_READS = {"errors", "inputs", "settings", "config", "methods", "heads", "model", "ops"}
+TRAINING_READS = {"errors", "inputs", "pyplot", "settings", "config", "methods", "heads", "model", "ops"}
 BEHIND_TRITON = ("ops.triton", "model.graphs")  # loaded where a CUDA device serves
 
 

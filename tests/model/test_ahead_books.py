@@ -22,11 +22,14 @@ import test_scheduler
 import toys
 from test_scheduler import continuation, verdict_for
 
+from echelon import SamplingParams
 from echelon.draft import RowVerdict, Verdict
 from echelon.drafters.base import NoDrafter
 from echelon.engine import Engine
 from echelon.kv.blocks import BlockTables
 from echelon.model.graphs.ahead import KNOWN, DeviceStep
+from echelon.sampling import Sampler
+from echelon.scheduler import DraftLimits, Scheduler
 from echelon.sequence import Plan, PlannedRow, Sequence
 from echelon.stats import StepTimer, Usage
 
@@ -192,3 +195,26 @@ def test_no_text_outgrows_the_context_in_flight() -> None:
         machine.several_steps(30)
     machine.teardown()
     assert machine.num_following > 10
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_behind_a_step_without_drafts_none_is_drafted_ahead(is_short: bool) -> None:
+    """All of a draft was accepted, so that the draft model lacks two tokens; for lack of blocks a step goes ahead without a draft. Behind
+    it the draft model lacks three, of which a step ahead reads two.
+    """
+    tables = [BlockTables(9, 4, 30), BlockTables(9, 4, 30)]
+    scheduler = Scheduler(tables, 1, 100, DraftLimits(4, are_shed=True))
+    params = SamplingParams(temperature=0, max_tokens=20)
+    scheduler.add(Sequence(1, list(range(10)), 10, Sampler(params, 0, 0, 10), frozenset(), 40))
+    plan = scheduler.next_step()
+    tables[0].commit(1, 10)
+    tables[1].commit(1, 9)
+    scheduler.settle(plan.rows, [RowVerdict(0, [], [], 10)])
+    if is_short:
+        tables[0].reserve(99, 4 * (tables[0].num_free))
+    plan = scheduler.next_step((), may_run_ahead=True)
+    assert plan.runs_ahead and [row.max_draft_tokens for row in plan.rows] == [0 if is_short else 4]
+    if is_short:
+        tables[0].release(99)
+    following = scheduler.next_step([plan], may_run_ahead=True)
+    assert following.runs_ahead and [row.max_draft_tokens for row in following.rows] == [0 if is_short else 4]

@@ -388,6 +388,22 @@ def test_a_drafter_may_read_a_prompt_as_long_as_the_target_does(call: str) -> No
     assert guard.faults == {"too slow": 1}
 
 
+def test_one_that_is_deaf_stays_so_when_another_proposal_was_slow() -> None:
+    """Steps of lanes: it was slow to hear of one, and slow before to propose for another, which is settled later."""
+    slow = Slow("observe", 0.0)
+    guard, kept = guarded(slow), [RowVerdict(1, [], [], 1)]
+    steps(guard, slow, 0.1, 20)
+    lanes = [[PlannedRow(Sequence(i, [1, 2], 2, Sampler(SamplingParams(), i), frozenset(), 9), 0, 1, 3, 3)] for i in (5, 6)]
+    for rows in lanes:
+        guard.propose(rows)
+    slow.seconds = 9.5
+    guard.observe(lanes[0], kept, None)
+    assert guard._is_deaf
+    guard._proposed[6] = (slow.now, 9.5)
+    guard.observe(lanes[1], kept, None)
+    assert guard._is_deaf and 6 in guard._unheard
+
+
 def test_a_slow_drafter_costs_no_token_and_metrics_say_why() -> None:
     llm = engine_of("exact")
     slow = Slow("propose", 9.5)

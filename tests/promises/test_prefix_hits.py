@@ -16,7 +16,6 @@ from test_heads_lossless import checked
 import heads
 from echelon import LLM, RequestOutput, SamplingParams
 from echelon.drafters.heads import HeadDrafter
-from echelon.stats import StepRecord
 
 LLAMA = cache(toys.llama)
 TREE = {"tree": "dynamic", "num_speculative_tokens": 8, "tree_top_k": 3, "tree_depth": 4}
@@ -34,13 +33,13 @@ NUM_CONVERSATIONS = 10_000 if toys.PROVE else 80  # for each drafter
 NUM_ROUNDS, BLOCK = 6, 8
 
 
-def engine(name: str, **settings: Any) -> LLM:
+def engine(name: str, acceptance: str = "exact", **settings: Any) -> LLM:
     config, draft, head = DRAFTERS[name], None, None
     if name.startswith("draft_model"):
         draft = toys.adopted(toys.noisy_copy(LLAMA(), 0.05))
     elif config is not None and name != "ngram":
         head = heads.KINDS[name.removesuffix("_tree")](LLAMA()).eval()
-        config = {"method": head.method, **config}
+        config = {"method": head.method, "acceptance": acceptance, **config}
     llm = LLM(toys.adopted(LLAMA()), config, draft, head, block_size=BLOCK, **settings)
     toys.watch(llm)
     return checked(llm) if head is not None and isinstance(llm.engine.drafter.drafter, HeadDrafter) else llm  # type: ignore[attr-defined]
@@ -53,21 +52,12 @@ def said(output: RequestOutput) -> list[Any]:
     ]
 
 
-class WholePrompts:
-    """How fast the machine is decides nothing."""
-
-    def largest_piece(self, limit: int, num_decoding: int) -> int:
-        return limit
-
-    def observe(self, record: StepRecord) -> None: ...
-
-
 class History:
     """Requests that begin like earlier ones, a few of them cut short."""
 
     def __init__(self, hot: LLM, cold: LLM, temperature: float, seed: int) -> None:
         self.hot, self.cold, self.temperature = hot, cold, temperature
-        hot.engine.scheduler.piece_sizes = WholePrompts()
+        hot.engine.scheduler.piece_sizes = toys.WholePrompts()
         self.reads_whole = hot.config.max_num_batched_tokens >= toys.CONTEXT  # a last piece of one token may be drafted for
         self.rng = np.random.default_rng(seed)
         self.texts: list[list[int]] = [self.rng.integers(0, toys.VOCABULARY, n).tolist() for n in (1, 17, 40)]
@@ -195,3 +185,15 @@ def test_samples_that_fork_behind_a_piece_of_one_token_are_no_hits(length: int, 
         found, true = (each.generate([prompt, prompt], params) for each in (llm, plain))
         assert [o.token_ids for r in found for o in r.outputs] == [o.token_ids for r in true for o in r.outputs]
     assert not llm.get_counters()["drafter_faults"]
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "autoregressive_tree"])
+def test_under_typical_acceptance_the_pieces_of_a_prompt_change_no_text(name: str) -> None:
+    """A last piece of one token, behind which the head has read all but that: the first token is no more drafted than of a whole prompt."""
+    texts = []
+    for budget in (4, 2048):
+        llm = engine(name, acceptance="typical", max_num_seqs=1, max_num_batched_tokens=budget, enable_prefix_caching=False)
+        asked = SamplingParams(temperature=0.9, seed=3, max_tokens=12, ignore_eos=True)
+        texts.append([llm.generate([p], asked)[0].outputs[0].token_ids for p in toys.prompts((5, 9, 13) * 6)])
+        assert llm.stats.num_accepted_tokens > 0
+    assert texts[0] == texts[1]

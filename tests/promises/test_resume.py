@@ -125,6 +125,7 @@ def test_another_configuration_is_refused_by_name_and_the_file_left_alone(tmp_pa
         assert path.read_bytes() == content
     for foreign, words in (
         (b'{"index": 0}\n', "no settings"),
+        (b'{"index": 0}', "no settings"),  # without its end
         (b"[1]\n", "no rows"),
         (b"text\n", "not JSON"),
         (b"[" * 9999 + b"\n", "not JSON"),

@@ -173,6 +173,39 @@ def test_chat_logprobs(official: openai.OpenAI) -> None:
     assert all(e.top_logprobs[0].logprob == e.logprob and bytes(e.bytes or []).decode() == e.token for e in entries)
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_requests_without_parameters_have_those_of_the_model(
+    running: Running, client: httpx.Client, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `vllm serve` has them; a request's own go before."""
+    body: dict[str, Any] = {"prompt": PROMPTS[2]} if path == COMPLETIONS else {"messages": MESSAGES}
+    body |= {"max_tokens": 20, "seed": 5}
+
+    def text(**more: Any) -> Any:
+        answer = client.post(path, json=body | more).json()
+        choice = answer["choices"][0]
+        return choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+
+    drawn, likeliest = text(), text(temperature=0)
+    assert drawn != likeliest
+    settings = running.llm.target.model.generation_config
+    for name, value in {"top_k": 1, "max_new_tokens": 3}.items():
+        monkeypatch.setattr(settings, name, value)
+    assert text() == likeliest
+    assert text(top_k=-1) == drawn
+    monkeypatch.setattr(settings, "top_k", -5)
+    answer = client.post(path, json=body)
+    assert answer.status_code == 400 and "generation settings" in answer.json()["error"]["message"]
+
+
+def test_without_a_key_only_loopback_is_asked(client: httpx.Client) -> None:
+    """Whatever of its addresses the server is asked by; never by a name that a stranger can lead here."""
+    for host in ("localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.2:80", "[::1]:8000"):
+        assert client.get("/version", headers={"Host": host}).status_code == 200, host
+    for host in ("example.org", "10.0.0.1", "127.0.0.1.example.org", "[::2]:8000", "127.1", ""):
+        assert client.get("/version", headers={"Host": host}).status_code in (400, 403), host
+
+
 def test_usage_streams_and_speculation_is_reported(client: httpx.Client) -> None:
     body = {"prompt": PROMPTS[2], "max_tokens": 30, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
     *chunks, last = events(client, body)
@@ -180,7 +213,10 @@ def test_usage_streams_and_speculation_is_reported(client: httpx.Client) -> None
     assert last["choices"] == [] and last["usage"] == whole["usage"] and last["metrics"] == whole["metrics"]
     assert all("usage" not in c for c in chunks)
     counted = events(client, body | {"stream_options": {"continuous_usage_stats": True}})
-    assert [c["usage"]["completion_tokens"] for c in counted] == sorted(c["usage"]["completion_tokens"] for c in counted)
+    counts = [c["usage"]["completion_tokens"] for c in counted]
+    assert counts == sorted(counts) and counts[0] > 0, "a chunk counts its own tokens"
+    ended = next(c for c in counted if c["choices"] and c["choices"][0]["finish_reason"])
+    assert ended["usage"] == whole["usage"]
     assert whole["metrics"]["acceptance"] == "exact"
     spec = whole["metrics"]["speculative_decoding"]
     assert sum(spec["acceptance_histogram"]) == spec["num_spec_steps"] > 0

@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from itertools import count
 from math import inf
 from types import TracebackType
@@ -25,7 +25,7 @@ from echelon.llm import LLM
 from echelon.model.load.loading import LoadedModel
 from echelon.outputs import OutputBuilder, RequestOutput
 from echelon.sampling import Parameters, one_each
-from echelon.sequence import FinishReason
+from echelon.sequence import FinishReason, RowState
 
 
 class AsyncLLM:
@@ -60,6 +60,7 @@ class AsyncLLM:
         self._thread = EngineThread(self.llm, limits, RequestObserver())
         self._places = asyncio.Semaphore(self._thread.capacity)
         self._names = count()
+        self._waiting: dict[str, asyncio.Event] = {}  # requests without a handle yet; set where they are aborted
         self._running: dict[str, RequestHandle] = {}
         self._is_closed = False
         self._thread.start()
@@ -75,7 +76,7 @@ class AsyncLLM:
         ----------
         prompt           a string, a list of token ids, or a mapping with `prompt` or `prompt_token_ids`
         sampling_params  `SamplingParams`, or a mapping with the same keys; without, `LLM.get_default_sampling_params`
-        request_id       what `abort` and the outputs call it, unlike that of any request that runs; one is made without
+        request_id       what `abort` and the outputs call it, unlike that of any request that runs or waits; one is made without
 
         Raises
         ------
@@ -86,29 +87,47 @@ class AsyncLLM:
         name = request_id if request_id is not None else f"request-{next(self._names)}"
         check_kind("request_id", name, str, RequestError)
         (params,) = one_each(self.llm.get_default_sampling_params() if sampling_params is None else sampling_params, 1)
-        async with self._places:
-            self._check_open()
-            arrived_at = time.monotonic()
-            samples = await asyncio.to_thread(self.llm.inputs.samples, prompt, params, True)
-            self._check_open()  # from here on to the entry in `_running` nobody else has a turn
-            if name in self._running:
-                raise RequestError(f"a request with the id {name[:100]!r} is running; give another")
-            builder = OutputBuilder(samples, prompt, self.llm.target.tokenizer, self.llm.acceptance_name, name)
-            handle = self._running[name] = RequestHandle.of(samples, arrived_at)
-            try:
-                async with aclosing(self._thread.updates(handle)) as updates:  # type: ignore[type-var]
-                    async for now in updates:
-                        yield builder.output(now.states)
-                if handle.is_aborted and handle.states and not handle.is_finished:
-                    ended = [s if s.reason is not None else s._replace(reason=FinishReason.ABORT) for s in handle.states]
-                    yield builder.output(ended)
-            finally:
-                del self._running[name]
+        if name in self._running or name in self._waiting:
+            raise RequestError(f"a request with the id {name[:100]!r} is running; give another")
+        aborted = self._waiting[name] = asyncio.Event()
+        try:
+            async with self._place(aborted):
+                self._check_open()
+                arrived_at = time.monotonic()
+                samples = await asyncio.to_thread(self.llm.inputs.samples, prompt, params, True)
+                self._check_open()  # from here on to the entry in `_running` nobody else has a turn
+                builder = OutputBuilder(samples, prompt, self.llm.target.tokenizer, self.llm.acceptance_name, name)
+                handle = self._running[name] = RequestHandle.of(samples, arrived_at)
+                if not aborted.is_set():
+                    async with aclosing(self._thread.updates(handle)) as updates:  # type: ignore[type-var]
+                        async for now in updates:
+                            yield builder.output(now.states)
+                if (aborted.is_set() or handle.is_aborted) and not handle.is_finished:
+                    states = handle.states or [RowState()] * len(samples)
+                    yield builder.output([s if s.reason is not None else s._replace(reason=FinishReason.ABORT) for s in states])
+        finally:
+            del self._waiting[name]
+            self._running.pop(name, None)
+
+    @asynccontextmanager
+    async def _place(self, aborted: asyncio.Event) -> AsyncIterator[None]:
+        """A place among those whose requests begin; without one where the request is aborted before it has its turn."""
+        place, end = asyncio.ensure_future(self._places.acquire()), asyncio.ensure_future(aborted.wait())
+        try:
+            await asyncio.wait((place, end), return_when=asyncio.FIRST_COMPLETED)
+            yield
+        finally:
+            end.cancel()
+            if not place.cancel():
+                self._places.release()
 
     async def abort(self, request_id: str) -> None:
-        """End a running request: its iterator yields what there is, with the `finish_reason` "abort", and stops. Unknown ids are fine."""
-        if (handle := self._running.get(request_id)) is not None:
-            handle.abort()
+        """End a request: its iterator yields what there is, with the `finish_reason` "abort", and stops. Unknown ids are fine."""
+        for asked in (self._waiting.get(request_id), self._running.get(request_id)):
+            if isinstance(asked, asyncio.Event):
+                asked.set()
+            elif asked is not None:
+                asked.abort()
 
     async def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer; `ConfigError` where it has none."""
@@ -129,8 +148,8 @@ class AsyncLLM:
         if self._is_closed:
             return
         self._is_closed = True
-        for handle in self._running.values():
-            handle.abort()
+        for name in (*self._waiting, *self._running):
+            await self.abort(name)
         await self._thread.stop()
         if not self._thread.has_failed:
             await asyncio.to_thread(self.llm.close)

@@ -13,7 +13,7 @@ from typing import Any
 from echelon.bench.latency import Latency
 from echelon.bench.phases import SPLIT
 from echelon.bench.throughput import ThroughputResult
-from echelon.errors import MissingExtraError
+from echelon.pyplot import pyplot_or_refusal
 
 STRATEGY_COLOURS = {
     "unpadded": "#1a9850",
@@ -26,23 +26,6 @@ STRATEGY_COLOURS = {
 IN_A_ROW = 2  # panels
 SPLIT_COLOURS = dict(zip(SPLIT, ("#91bfdb", "#4575b4", "#fee090", "#d73027", "#9aa5b1"), strict=True))
 COLOURS = {"plain": "#9aa5b1", "LLMA": "#2f7ed8", "draft model": "#1a9850", "transformers": "#d98c5f", "EAGLE": "#762a83"}
-
-
-def pyplot_or_refusal() -> Any:
-    """matplotlib's pyplot, without a window.
-
-    Raises
-    ------
-    MissingExtraError  matplotlib is not installed
-    """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise MissingExtraError("plots need matplotlib: pip install 'echelon[plot]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 @contextmanager

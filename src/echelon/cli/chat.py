@@ -38,7 +38,7 @@ COMMANDS = {
 }
 DRAFTED = "green"  # tokens that were drafted and kept; the target's own have no style
 PLAIN_STOP = "\nUser:"
-NO_CONTROL = {code: None for code in range(32) if chr(code) not in "\t\n"} | {127: None}  # a model's text steers no terminal
+NO_CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}  # a model's text steers no terminal
 
 
 @dataclass
@@ -119,7 +119,7 @@ class Chat:
     def _encode(self, messages: list[dict[str, Any]]) -> list[int]:
         if self.has_template:
             return self.llm.inputs.encode_chat(messages, "the conversation")
-        names = {"system": "", "user": "User: ", "assistant": "Assistant: "}
+        names = {"system": "", "user": "User: ", "assistant": "Assistant:"}  # what an answer begins with is its own
         turns = [names.get(m["role"], f"{m['role']}: ") + m["content"] for m in messages]
         return self.llm.inputs.encode("\n".join([*turns, "Assistant:"]), name="the conversation")
 

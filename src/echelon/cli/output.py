@@ -59,6 +59,8 @@ class OutputFile:
         header = json.loads(json.dumps({SETTINGS: settings}))
         lines = self._whole_lines() if self._mode is Mode.resume else []
         if not lines:
+            if self._mode is Mode.resume:
+                self._refuse_foreign()
             self._file.truncate(0)
             self._write(header)
             return
@@ -89,6 +91,13 @@ class OutputFile:
                 f"{str(self.path)!r} holds something already ({self._file.tell():,} bytes); go on with --resume, replace it with "
                 "--overwrite, or choose another --output"
             )
+
+    def _refuse_foreign(self) -> None:
+        """A line without its end is the beginning of a run that was cut off, or somebody else's."""
+        self._file.seek(0)
+        begun, torn = f'{{"{SETTINGS}"'.encode(), self._file.read()
+        if not torn.startswith(begun[: len(torn)]):
+            raise ConfigError(f"cannot resume {str(self.path)!r}: its first line has no settings; choose another --output")
 
     def _parsed(self, lines: list[bytes]) -> list[dict[str, Any]]:
         try:

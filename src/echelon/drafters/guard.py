@@ -25,6 +25,7 @@ from echelon.drafters.base import Drafter
 from echelon.errors import EchelonError, location_of
 from echelon.sequence import PlannedRow
 from echelon.sequence import Sequence as TextRow
+from echelon.stats import DrafterFault
 
 logger = logging.getLogger("echelon")
 T = TypeVar("T")
@@ -114,7 +115,7 @@ class GuardedDrafter:
     ) -> None:
         self.drafter = drafter
         self.hidden_state_names = drafter.hidden_state_names
-        self.faults: Counter[str] = Counter()
+        self.faults: Counter[DrafterFault] = Counter()
         self._vocab_size, self._grows_trees = vocab_size, grows_trees
         self._retry_after, self._clock, self.timer = retry_after, clock, CallTimer(time_limit)
         self._num_failures = self._num_good = self._num_cuts = 0
@@ -130,7 +131,7 @@ class GuardedDrafter:
             self._hear_again()
         start = self._clock()
         if start < self._resumes_at:
-            self.faults["cut off"] += 1
+            self.faults[DrafterFault.CUT_OFF] += 1
             return Draft.none(len(rows))
         is_asked = any(row.max_draft_tokens for row in rows)
         self._num_good += is_asked  # unless it fails
@@ -191,10 +192,10 @@ class GuardedDrafter:
         except KeyboardInterrupt:
             raise
         except BadDraftError as error:
-            self._fail("garbage", str(error))
+            self._fail(DrafterFault.GARBAGE, str(error))
             return None
         except BaseException as error:
-            self._fail("raised", _named(error))
+            self._fail(DrafterFault.RAISED, _named(error))
             return None
         if is_hearing:
             self._judge(self._clock() - start, rows, is_hearing)
@@ -211,8 +212,9 @@ class GuardedDrafter:
     def _judge(self, seconds: float, rows: Sequence[PlannedRow], is_hearing: bool) -> None:
         is_enough, limit = self.timer.is_too_slow(seconds, rows), self.timer.limit(rows)
         if is_enough or seconds > limit:
-            self._fail("too slow", f"a call took {seconds:.2f} s, the limit is {limit:.2f} s, and {LONGEST_WAIT} s in excess", is_enough)
-            self._is_deaf = is_hearing and self._clock() < self._resumes_at
+            reason = f"a call took {seconds:.2f} s, the limit is {limit:.2f} s, and {LONGEST_WAIT} s in excess"
+            self._fail(DrafterFault.TOO_SLOW, reason, is_enough)
+            self._is_deaf |= is_hearing and self._clock() < self._resumes_at
 
     def _hear_again(self) -> None:
         """Start anew on the rows of which it has missed something."""
@@ -220,7 +222,7 @@ class GuardedDrafter:
         for row in missed:
             self.forget(row)
 
-    def _fail(self, kind: str, reason: str, is_enough: bool = False) -> None:
+    def _fail(self, kind: DrafterFault, reason: str, is_enough: bool = False) -> None:
         """Count a failure; MOST_FAILURES of them, or one that `is_enough`, cut the drafter off."""
         self.faults[kind] += 1
         self._num_good = 0

@@ -132,13 +132,18 @@ class HeadDrafter:
     """`head` proposes trees that `growth` shapes. `cache` is the head's own where it has attention layers; its tables are among the
     scheduler's, with as many slots reserved as in the target's. `usage` counts its passes: one a reading of what was kept, with which the
     first level of the tree comes, and one for every deeper level. No path has a joint log-probability below `min_score`.
+
+    drafts_first  whether the first token of a text may be drafted. Then the head has read the prompt, which it has not where the prompt is
+                  read in one piece: where what is drafted can change a text, this must not depend on the pieces
     """
 
-    def __init__(self, attached: AttachedHead, growth: Growth, cache: KVCache | None, min_score: float = -np.inf) -> None:
+    def __init__(
+        self, attached: AttachedHead, growth: Growth, cache: KVCache | None, min_score: float = -np.inf, drafts_first: bool = True
+    ) -> None:
         assert bool(attached.shapes) == (cache is not None)
         self.hidden_state_names, self.cache, self.growth = attached.reader.names, cache, growth
         self.head, self.extends = attached.head, attached.extends
-        self._dtype, self._min_score, self.usage = self.head.dtype, min_score, Usage()
+        self._dtype, self._min_score, self._drafts_first, self.usage = self.head.dtype, min_score, drafts_first, Usage()
         self._example = attached.reader.example()
         self._states: dict[int, tuple[int, Tensor]] = {}  # row → tokens that its last state knows, and the state [s]
         self._unread: dict[int, _Unread] = {}  # row → what was kept of it and is not read yet
@@ -177,6 +182,8 @@ class HeadDrafter:
 
     def _may_draft(self, row: PlannedRow) -> bool:
         """Its state is that of the text as it is, and the target has the text read."""
+        if not (self._drafts_first or row.sequence.num_output_tokens):
+            return False
         known, _ = self._states.get(row.sequence.id, (-1, None))
         return known == len(row.sequence) == row.start + 1 and min(row.max_draft_tokens, row.max_draft_depth) > 0
 

@@ -193,5 +193,5 @@ def activation_bytes(config: EngineConfig, spec: SpeculativeConfig | None, resid
     fed = min(config.max_num_batched_tokens, rows * max_len) + rows * nodes
     of_a_token = max(m.pass_bytes for m in (residents.target, residents.draft) if m)
     features = residents.head.feature_bytes if residents.head else 0
-    unread = rows * min(MOST_UNREAD, max_len) if features and spec is not None and spec.is_adaptive else 0
+    unread = rows * min(MOST_UNREAD, max_len) if features else 0
     return fed * (of_a_token + 2 * features) + unread * features

@@ -46,10 +46,7 @@ class ServerConfig(Limits):
     @property
     def is_loopback(self) -> bool:
         """Whether `host` can be reached from this machine alone."""
-        try:
-            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return names_loopback(self.host)
 
     @model_validator(mode="after")
     def _is_closed_to_strangers(self) -> Self:
@@ -64,6 +61,14 @@ class ServerConfig(Limits):
                 f"host = {self.host!r} can be reached from elsewhere, and no key is asked for; give --api-key-file, or listen on 127.0.0.1"
             )
         return self
+
+
+def names_loopback(host: str) -> bool:
+    """Whether a host, of IPv6 with or without brackets, is `localhost` or an address that no other machine reaches."""
+    try:
+        return host.lower() == "localhost" or ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return False
 
 
 def id_of(name: str) -> str:

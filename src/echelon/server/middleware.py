@@ -18,7 +18,7 @@ from typing import Any
 from fastapi import Response
 
 from echelon.errors import location_of
-from echelon.server.config import ServerConfig
+from echelon.server.config import ServerConfig, names_loopback
 from echelon.server.page import page
 from echelon.server.protocol import ApiError, unavailable
 from echelon.server.serializers import api_error, error_event
@@ -31,7 +31,6 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = (b"/livez", b"/readyz")  # for whoever supervises the process; they tell nothing else
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 LONGEST_REQUEST_ID = 128
 SHUTTING_DOWN = unavailable("the server shuts down before this request is finished; ask again elsewhere or later", "shutting_down")
 
@@ -152,7 +151,7 @@ class AdmissionMiddleware:
         hosts = _values(scope, b"host")
         name = hosts[0].decode("latin-1").rpartition(":") if len(hosts) == 1 else ("", "", "")
         bare = name[0] if name[1] and name[2].isdigit() else "".join(name)
-        if bare.lower() not in LOOPBACK_NAMES:
+        if not names_loopback(bare):
             raise ApiError(403, "without an API key this server answers to localhost alone; start it with --api-key-file", "forbidden_host")
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:

@@ -127,8 +127,8 @@ class GenerationRequest(Strict):
             raise ValueError("stream_options need stream = true; leave them out or stream")
         return self
 
-    def params(self, max_tokens: int, **more: Any) -> SamplingParams:
-        """The engine's parameters; `RequestError` where they contradict each other."""
+    def params(self, defaults: SamplingParams, max_tokens: int, **more: Any) -> SamplingParams:
+        """The engine's parameters, with `defaults` where the body says nothing; `RequestError` where they contradict each other."""
         values = {
             "max_tokens": max_tokens,
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
@@ -141,7 +141,8 @@ class GenerationRequest(Strict):
             **{name: getattr(self, name) for name in _SAME_NAME},
             **more,
         }
-        return SamplingParams(**{name: value for name, value in values.items() if value is not None})
+        given = {name: value for name, value in values.items() if value is not None}
+        return SamplingParams(**defaults.model_dump(exclude_unset=True) | given)
 
 
 _SAME_NAME = (
@@ -180,12 +181,12 @@ class CompletionRequest(GenerationRequest):
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
-    def sampling_params(self, room: int) -> SamplingParams:
-        """`room`: tokens that can follow the prompt, which bounds the default of 16."""
+    def sampling_params(self, room: int, defaults: SamplingParams) -> SamplingParams:
+        """`room`: tokens that can follow the prompt, which bounds the default of 16; the model's own `defaults` as in `params`."""
         draws = self.best_of or self.n or 1
         count = 0 if self.logprobs is None and draws > (self.n or 1) else self.logprobs  # they rank the draws
         most = min(16, room) if self.max_tokens is None else self.max_tokens
-        return self.params(max(most, 1), n=draws, logprobs=count, prompt_logprobs=self.logprobs if self.echo else None)
+        return self.params(defaults, max(most, 1), n=draws, logprobs=count, prompt_logprobs=self.logprobs if self.echo else None)
 
 
 class ChatMessage(Message, Strict):
@@ -250,10 +251,10 @@ class ChatRequest(GenerationRequest):
             raise ValueError("max_tokens = 0 gives nothing; raise it")
         return self
 
-    def sampling_params(self, room: int) -> SamplingParams:
-        """`room`: tokens that can follow the prompt, which an answer without a limit may use."""
+    def sampling_params(self, room: int, defaults: SamplingParams) -> SamplingParams:
+        """`room`: tokens that can follow the prompt, which an answer without a limit may use; the model's own `defaults` as in `params`."""
         most = self.max_completion_tokens or self.max_tokens or max(room, 1)
-        return self.params(most, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        return self.params(defaults, most, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
 
 class TokenizeRequest(Strict):

@@ -252,14 +252,14 @@ class StreamSerializer:
                 continue
             self._num_characters[i] = max(end, begin)
             self._is_over[i] = is_last
-            yield self._chunk(i, sequence, state, begin, end)
+            sent, self._num_tokens[i] = self._num_tokens[i], state.num_tokens
+            yield self._chunk(i, sequence, state, begin, end, sent)
             if sequence.logprobs:  # those that have been sent are freed; the engine goes on appending to their list
-                sequence.logprobs[self._num_tokens[i] : state.num_tokens] = [SENT] * (state.num_tokens - self._num_tokens[i])
-            self._num_tokens[i] = state.num_tokens
+                sequence.logprobs[sent : state.num_tokens] = [SENT] * (state.num_tokens - sent)
 
-    def _chunk(self, i: int, sequence: Sequence, state: RowState, begin: int, end: int) -> bytes:
-        """What is new of a sample: characters `begin … end − 1`, and the tokens that have not been sent."""
-        job, text, known = self._job, state.text[begin:end], (self._num_tokens[i], state.num_tokens)
+    def _chunk(self, i: int, sequence: Sequence, state: RowState, begin: int, end: int, sent: int) -> bytes:
+        """What is new of a sample: characters `begin … end − 1`, and the tokens after the first `sent`."""
+        job, text, known = self._job, state.text[begin:end], (sent, state.num_tokens)
         if job.only_echo:
             return self._event(i, {"text": ""}, None, "length")
         tokens = _tokens(job, sequence, state, begin, end)

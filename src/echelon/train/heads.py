@@ -23,6 +23,7 @@ from echelon.heads.base import Head, Recipe
 from echelon.heads.checkpoints import build_head, save_head
 from echelon.inputs import check_callable, check_fields, check_kind, name_of, shown
 from echelon.methods import Can, head_class, method_names
+from echelon.pyplot import pyplot_or_refusal
 from echelon.train.examples import Teacher, unroll
 from echelon.train.files import only_trainer, replacing, writing
 from echelon.train.losses import depth_loss, noised
@@ -119,14 +120,16 @@ def train_head(target: PreTrainedModel, data: Data, out: Path, config: TrainingC
 
     Raises
     ------
-    ConfigError     `out` holds a run with other settings or one that goes on in another process, or the head has no such options
-    OutputError     a file of the run cannot be written
-    ModelLoadError  the run's checkpoints are damaged
+    ConfigError        `out` holds a run with other settings or one that goes on in another process, or the head has no such options
+    OutputError        a file of the run cannot be written
+    ModelLoadError     the run's checkpoints are damaged
+    MissingExtraError  matplotlib is not installed
     """
     check_kind("target", target, PreTrainedModel)
     check_kind("data", data, Data)
     check_kind("config", config, TrainingConfig)
     check_callable("report", report, ConfigError)
+    pyplot_or_refusal()  # it ends by drawing its curves
     out = Path(name_of(out, "out"))
     teacher = teaching(target)
     head = _new_head(teacher, data, config)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.errors import MissingExtraError
+from echelon.pyplot import pyplot_or_refusal
 from echelon.train.files import load_checkpoint, replacing, save_checkpoint, writing
 
 
@@ -114,13 +114,7 @@ def _whole(line: str) -> dict[str, Any] | None:
 
 def draw(lines: list[dict[str, Any]], file: Path, title: str) -> None:
     """Loss, and top-1 and top-5 accuracy by depth, over the steps of a log."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise MissingExtraError("curves need matplotlib: pip install 'echelon[plot]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pyplot_or_refusal()
     losses = [x for x in lines if "loss" in x]
     measured = [x for x in lines if "top1" in x]
     figure, (left, *rest) = pyplot.subplots(1, 3, figsize=(13, 4))
