@@ -23,13 +23,15 @@ from benchmarks.workloads import tokens_a_step
 from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench import framework, peers
 from echelon.bench.framework import FrameworkRun, framework_runs, in_fastest_dtype
-from echelon.bench.latency import arrivals, serve
+from echelon.bench.latency import Latency, arrivals, serve
 from echelon.bench.phases import SPLIT, Recorder
+from echelon.bench.plot import latency_charts
 from echelon.bench.report import adaptive_as_markdown, speeds_as_markdown
 from echelon.bench.throughput import DecodingMethod, ThroughputResult, default_methods, from_json, measure, methods_of
 from echelon.bench.verify import STRATEGIES
 from echelon.bench.workloads import code_prompts, edit_prompts, ems_prompt, renamed, workload
 from echelon.cli import main
+from echelon.cli.runs import ThroughputOptions
 from echelon.demo import DRAFT, TARGET, held_out_files
 from echelon.drafters.ngram import NgramDrafter
 from echelon.model.load.loading import LoadedModel, load_model
@@ -544,3 +546,35 @@ def test_the_script_of_ems_sd_on_a_stand_in(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert names["main"]([*models[:4], *few]) == 2
     assert "--articles" in capsys.readouterr().err
+
+
+def test_a_curve_of_latencies_is_of_one_method(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A panel a drafter and load, each with plain decoding beside it."""
+    drawn: dict[str, list[Any]] = {}
+    monkeypatch.setattr("echelon.bench.plot.line_chart", lambda _path, panels, *_: drawn.update(panels))
+    names = [("plain", "unpadded"), ("LLMA 7", "unpadded"), ("LLMA 7", "realign"), ("draft model 4", "unpadded")]
+    results = [
+        Latency(method, strategy, batch, 0.8, 1.0, 1.0, 1.0 * i, 1.5 * i, 2.0 * i, 0.1, 0.2)
+        for i, (method, strategy) in enumerate(names, 1)
+        for batch in (1, 2)
+    ]
+    latency_charts(tmp_path, results)
+    lines = {panel: {curve.name: curve.points for curve in curves} for panel, curves in drawn.items()}
+    assert list(lines) == [f"{drafter}, arrivals at 80% of capacity" for drafter in ("LLMA 7", "draft model 4")]
+    assert all([batch for batch, _ in points] == [1, 2] for curves in lines.values() for points in curves.values())
+    assert {name: points[0][1] for name, points in lines["LLMA 7, arrivals at 80% of capacity"].items()} == {
+        "unpadded, P50": 2e3, "unpadded, P99": 4e3, "realign, P50": 3e3, "realign, P99": 6e3, "plain decoding, P50": 1e3,
+        "plain decoding, P99": 2e3,
+    }  # fmt: skip
+
+
+def test_other_engines_copy_as_ours_does() -> None:
+    """What is named first, as of a draft model."""
+    folder, length, lookup = ThroughputOptions(engine={}, speculative_config=None).elsewhere
+    assert (folder, length, lookup["num_speculative_tokens"], lookup["prompt_lookup_max"]) == (str(DRAFT), 4, 7, 2)
+    configs = [
+        '{"method": "ngram", "num_speculative_tokens": "auto", "prompt_lookup_max": 4}',
+        '{"model": "M", "num_speculative_tokens": 3}',
+    ]
+    folder, length, lookup = ThroughputOptions(engine={}, speculative_config=configs).elsewhere
+    assert (folder, length, lookup["num_speculative_tokens"], lookup["prompt_lookup_max"]) == ("M", 3, 7, 4)

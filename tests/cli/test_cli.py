@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 import toys
 import typer
 from commands import Run, in_process
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 from typer.testing import CliRunner
 
 from echelon import LLM, ConfigError
@@ -195,6 +196,28 @@ def test_inspect_names_architecture_layers_memory_and_drafters(run: Run, tmp_pat
     other = run("inspect", TARGET, "--drafter", tmp_path / "toy")
     assert other.returncode == 1
     assert "no: " in other.stdout
+
+
+def test_a_draft_model_in_integers_is_one(run: Run, tmp_path: Path) -> None:
+    """And one that is not served ends no report."""
+    assert run("quantize", DRAFT, tmp_path / "integers").returncode == 0
+    done = run("inspect", TARGET, "--drafter", tmp_path / "integers", "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["drafters"][str(tmp_path / "integers")].startswith("yes: "), done.stdout
+    MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1)).save_pretrained(tmp_path / "mamba")
+    done = run("inspect", TARGET, "--drafter", tmp_path / "mamba", "--json")
+    assert done.returncode == 1 and json.loads(done.stdout)["drafters"][str(tmp_path / "mamba")].startswith("no: ")
+
+
+def test_inflate_spares_its_source(run: Run, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(DRAFT, tmp_path / "model"))
+    (tmp_path / "link").symlink_to(model)
+    before = (model / "config.json").read_bytes()
+    done = run("inflate", model, tmp_path / "link")
+    assert done.returncode == 2 and "is SRC itself; choose another folder for DST" in done.stderr.replace("\n", " ")
+    assert (model / "config.json").read_bytes() == before
+    GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2)).save_pretrained(tmp_path / "gpt2")
+    done = run("inflate", tmp_path / "gpt2", tmp_path / "grown")
+    assert done.returncode == 2 and "inflate knows the families" in done.stderr
 
 
 def test_inflate_writes_a_checkpoint(run: Run, tmp_path: Path) -> None:

@@ -61,6 +61,9 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["bench", "overhead", "--output", "file/x.json"], "choose another --output"),
     (["bench", "step", "--output", "folder"], "choose another --output"),
     (["bench", "serve", "--output", "folder"], "choose another --output"),
+    (["bench", "serve", "--input", "chat.jsonl"], "row 0 of the input has no text; give it `prompt` or `turns`"),
+    (["bench", "serve", "--input", "broken.jsonl"], "line 1: no JSON"),
+    ([*TRAIN, "--output", "folder/run", "--text", "folder"], "where the run writes its own files"),
     (["bench", "throughput", "--output", "file"], "choose another --output"),
     (["bench", "latency", "--output", "file"], "choose another --output"),
     (["bench", "peers", "--output", "file"], "choose another --output"),
@@ -79,7 +82,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("folder", "torn", "head"):
         Path(folder).mkdir()
     Path("torn/data.json").write_text("{torn")
+    Path("torn/tokens.npz").write_bytes(b"")
     Path("head/config.json").write_text("{}")
+    Path("chat.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    Path("broken.jsonl").write_text('{"prompt": "a"\n')
     Path("head/pytorch_model.bin").write_bytes(b"")
 
 

@@ -14,7 +14,7 @@ import torch
 import toys
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from echelon import ConfigError, ModelLoadError, UnsupportedModelError
@@ -401,6 +401,30 @@ def test_eagle_as_published(target: PreTrainedModel, tmp_path: Path) -> None:
     assert again.method == "eagle" and again.options.bias
     assert torch.equal(again.fc.bias, head.fc.bias)
     assert again.config.rope_parameters["rope_theta"] == 5000.0 and again.config.num_hidden_layers == 1
+
+
+def test_eagle_with_biases_on_queries_keys_and_values_as_published(target: PreTrainedModel, tmp_path: Path) -> None:
+    """The authors' `qkv_bias`: the output projection has none."""
+    tensors = shaken("eagle", target).state_dict()
+    for name in "qkv":
+        weight = tensors[f"layers.0.self_attn.{name}_proj.weight"]
+        tensors[f"layers.0.self_attn.{name}_proj.bias"] = torch.linspace(-1, 1, len(weight), dtype=weight.dtype)
+    again: Any = load_head(published(tmp_path, tensors, llama_settings(bias=True, qkv_bias=True)), target)
+    attention = again.layers[0].self_attn
+    assert torch.equal(attention.v_proj.bias, tensors["layers.0.self_attn.v_proj.bias"]) and not attention.o_proj.bias.any()
+
+
+def test_a_copy_of_a_scaled_embedding_is_known(tmp_path: Path) -> None:
+    """Gemma multiplies its rows as they are looked up; a head brings them as they are stored."""
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = Gemma3TextConfig(vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=4, **shape)
+    target = Gemma3ForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False)
+    rows = target.get_input_embeddings().weight
+    assert not torch.equal(target.get_input_embeddings()(torch.arange(VOCABULARY)), rows)
+    tensors = shaken("eagle", target).state_dict() | {"embed_tokens.weight": rows}
+    load_head(published(tmp_path, tensors, llama_settings(bias=True)), target)
+    with pytest.raises(ModelLoadError, match="is not the target's embedding"):
+        load_head(published(tmp_path, tensors | {"embed_tokens.weight": 2.0 * rows}, llama_settings(bias=True)), target)
 
 
 @pytest.mark.parametrize("layout", ["authors", "specforge", "specforge, inputs", "speculators", "whole vocabulary"])

@@ -30,7 +30,7 @@ from transformers import (
     TemperatureLogitsWarper,
     WatermarkingConfig,
 )
-from transformers.generation import MaxLengthCriteria
+from transformers.generation import LogitsProcessor, MaxLengthCriteria, StoppingCriteria
 from transformers.utils import TransformersKwargs
 
 import echelon.hf
@@ -280,6 +280,56 @@ def test_arguments_by_position_and_as_objects() -> None:
     expected = model.generate(*by_position, attention_mask=given["attention_mask"])
     got = echelon.hf.generate(model, *by_position, attention_mask=given["attention_mask"], assistant_model=draft)
     assert torch.equal(got, expected)
+
+
+class LastIsSure(StoppingCriteria):
+    """A row ends with a token that is likelier than most."""
+
+    def __init__(self, is_pure: bool) -> None:
+        self.is_pure = is_pure
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return scores[-1].softmax(-1).amax(-1) > 0.5
+
+
+@pytest.mark.parametrize("pure", [False, True])
+@pytest.mark.parametrize("eos", [None, EOS])
+@pytest.mark.parametrize("longest", [36, 60])
+def test_a_criterion_of_length_stands_in_the_place_of_the_configurations(longest: int, eos: list[int] | None, pure: bool) -> None:
+    """Whether it is below or above that; and whatever else makes rows end, or steps wait for each other."""
+    model, draft = pair()
+
+    def options() -> dict[str, Any]:
+        given = inputs(eos_token_id=eos, stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(longest)]))
+        return given if pure else given | {"logits_processor": LogitsProcessorList([Twice()])}
+
+    expected = model.generate(**options())
+    assert expected.shape[1] == longest or eos is not None
+    assert torch.equal(echelon.hf.generate(model, **options(), assistant_model=draft), expected)
+
+
+@pytest.mark.parametrize("pure", [False, True])
+def test_criteria_see_the_scores_that_are_kept(pure: bool) -> None:
+    model, draft = pair()
+
+    def options() -> dict[str, Any]:
+        return inputs(**DICT, eos_token_id=EOS, stopping_criteria=StoppingCriteriaList([LastIsSure(pure)]))
+
+    expected = model.generate(**options())
+    found = echelon.hf.generate(model, **options(), assistant_model=draft)
+    assert torch.equal(found.sequences, expected.sequences)
+
+
+def test_what_asks_for_no_custom_method_asks_for_nothing() -> None:
+    model, draft = pair()
+    assert torch.equal(echelon.hf.generate(model, **inputs(), assistant_model=draft, custom_generate=None), model.generate(**inputs()))
+
+
+class Twice(LogitsProcessor):
+    """Keeps state, for all that is known."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores * 2.0
 
 
 @pytest.mark.parametrize("pure", [False, True])

@@ -202,6 +202,15 @@ def test_a_served_copy_leaves_the_model_as_it_is() -> None:
     assert torch.equal(model(tokens).logits, before)
 
 
+def test_a_copy_of_a_served_model_is_refused_when_it_runs() -> None:
+    """Its layers would read the weights of the first one, which may be gone."""
+    target = loaded("qwen2")
+    twin = replace(target, model=copy.deepcopy(target.model))
+    LLM(target).generate([[4, 5]], SamplingParams(max_tokens=2))
+    with pytest.raises(RuntimeError, match="a copy of a layer's bytes"):
+        LLM(twin).generate([[4, 5]], SamplingParams(max_tokens=2))
+
+
 def test_nothing_is_replaced_twice() -> None:
     target = loaded("qwen3")
     assert patch_decoder_layers(target.model) == {}

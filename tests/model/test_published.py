@@ -106,6 +106,22 @@ def test_drafts_change_nothing(kind: str, tmp_path: Path) -> None:
         assert [o.outputs[0].token_ids for o in LLM(loaded, config, draft).generate(prompts, params)] == plain
 
 
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_biases_that_say_nothing_are_left_out(value: float, tmp_path: Path) -> None:
+    """Some writers of GPTQ give every layer a bias of zeros."""
+    publish(toys.llama(), "gptq", tmp_path)
+    expected = served(load_model(tmp_path), PROMPT)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors |= {k.replace("scales", "bias"): torch.full((t.shape[1],), value).half() for k, t in tensors.items() if k.endswith("scales")}
+    save_file(tensors, file, {"format": "pt"})
+    if value:
+        with pytest.raises(ModelLoadError, match=r"has surplus tensors: .*bias"):
+            load_model(tmp_path)
+    else:
+        assert served(load_model(tmp_path), PROMPT) == expected
+
+
 def test_what_is_published_in_integers_is_asked_for_in_no_others(tmp_path: Path) -> None:
     publish(toys.llama(), "awq", tmp_path)
     assert load_model(tmp_path, quantization="int4").quantization == "int4"

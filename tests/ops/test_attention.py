@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -316,6 +317,45 @@ def test_a_query_depends_on_what_it_sees_alone(case: str, dtype: torch.dtype, at
         for start, end in ((0, 1100), (1090, 1100), (512, 513)):
             pieces = others | {0: (start, end)}
             assert torch.equal(run({row: pieces[row] for row in order})[0], whole[start:end])
+
+
+@pytest.mark.parametrize("attend", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", ["plain", "window"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_values_that_are_no_numbers_hurt_those_who_see_them(
+    value: float, case: str, dtype: torch.dtype, attend: Callable[..., Tensor]
+) -> None:
+    """A rejected draft may leave them behind: those before it have their bits, and so have those whose window has left it behind."""
+    heads, kv_heads, size, length, place = 6, 2, 24, 300, 130
+    tables = BlockTables(1400, 16, 300)
+    assert tables.reserve(0, length)
+    keys, values = filled(tables, 1, kv_heads, (size, size), dtype)
+    query = torch.randn(length, heads, size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    batch = unpadded.pack([Span(0, 0, [0] * length, 1, length)], tables)
+    whole = attend(query, keys, values, batch, 0.3, **CASES[case])
+    values[tables.blocks(0)[place // 16] * 16 + place % 16, 1, 3] = value
+    found = attend(query, keys, values, batch, 0.3, **CASES[case])
+    window = CASES[case].get("window")
+    end = place + int(window) if isinstance(window, int) else length
+    assert torch.equal(found[:place], whole[:place]) and torch.equal(found[end:], whole[end:])
+    assert not found[place:end, heads // 2 :].isfinite().all(-1).any() and torch.equal(found[:, : heads // 2], whole[:, : heads // 2])
+
+
+@needs_kernels
+def test_what_does_not_fit_together_is_refused() -> None:
+    """Before anything is read or written."""
+    batch, tables = random_batch(np.random.default_rng(0), 3, 16)
+    keys, values = (x.view(-1, 16, 2, 24).transpose(1, 2).contiguous() for x in filled(tables, 3, 2, (24, 24), torch.float32))
+    query = torch.zeros(batch.num_tokens, 4, 24)
+    for given, sinks, changes, message in (
+        (query[:1], None, {}, "each query has a position"),
+        (query, torch.zeros(3), {}, "each head has a sink"),
+        (query, None, {"indptr": batch.indptr[:-1].contiguous()}, "indptr must end with the number of positions"),
+        (query, None, {"block_table": batch.block_table[:1].contiguous()}, "a line of block_table"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            cpu.ragged_attention(given, keys, values, replace(batch, **changes), 0.3, sinks=sinks)
 
 
 @needs_kernels

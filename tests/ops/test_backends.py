@@ -96,7 +96,7 @@ def test_norms_activations_and_rotary_embedding(backend: Backend, dtype: torch.d
     w, b = drawn(64, dtype=dtype, seed=2), drawn(64, dtype=dtype, seed=3)
     for how in RmsWeight:
         assert_alike(backend.rms_norm(x, w, 1e-5, how), reference.rms_norm(x, w, 1e-5, how))
-    for weight, bias in ((None, None), (w, None), (w, b)):
+    for weight, bias in ((None, None), (w, None), (None, b), (w, b)):
         assert_alike(backend.layer_norm(x, weight, bias, 1e-5), reference.layer_norm(x, weight, bias, 1e-5))
     for kind in Activation:
         for factor in (None, other):

@@ -169,3 +169,18 @@ def test_what_does_not_fit_is_refused() -> None:
         cpu.packed_linear(torch.ones(1, 64), packed)
     with pytest.raises(RuntimeError, match="does not hold"):
         cpu.packed_linear(torch.ones(1, 96), PackedWeight(packed.data, 40, 96, integers=packed.integers))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_weight_that_is_no_number_is_not_rounded_away(bits: int, value: float) -> None:
+    """Its column gives NaN, as in numbers; the others stay."""
+    weight, x = drawn(64, 128), drawn(5, 128, seed=1)
+
+    def product(weight: Tensor) -> Tensor:
+        return cpu.packed_linear(x, cpu.pack_integers(rounded(weight, bits), x.dtype))
+
+    before = product(weight)
+    weight[7, 40] = value
+    after = product(weight)
+    assert after[:, 7].isnan().all() and torch.equal(after[:, :7], before[:, :7]) and torch.equal(after[:, 8:], before[:, 8:])

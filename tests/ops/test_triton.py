@@ -8,6 +8,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -314,7 +315,7 @@ def test_blocks_of_their_own_size_are_right(dtype: torch.dtype) -> None:
     scale = float((x.double().abs() @ weight.double().abs().T).max())
     assert float((whole.cpu().double() - x.double() @ weight.double().T).abs().max()) < 1e-6 * scale
     assert torch.equal(linear_invariant(x[3:4].to(DEVICE), weight.to(DEVICE), float32=True), whole[3:4])
-    assert not linear._arrived(whole.device, linear.PROGRAMS).any(), "as the next launch must find it"
+    assert not linear._arrived(whole.device, linear.PROGRAMS, get_ident()).any(), "as the next launch must find it"
 
 
 def test_every_processor_reads_a_weight() -> None:

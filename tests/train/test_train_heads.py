@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import signal
 import subprocess
@@ -22,7 +23,7 @@ import transformers
 from decoders import decoders
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerFast
 
 from echelon import ConfigError, UnsupportedModelError
 from echelon.cli import main
@@ -35,6 +36,7 @@ from echelon.model.load.loading import load_plain
 from echelon.train import heads as training
 from echelon.train import precision
 from echelon.train import text as texts
+from echelon.train.draft_model import evaluate as losses_of
 from echelon.train.examples import Examples, Teacher, soft_targets, unroll
 from echelon.train.heads import TrainingConfig, evaluate, learn, train_head
 from echelon.train.losses import depth_loss, noised, soft
@@ -381,6 +383,18 @@ def test_the_command_trains(folder: Path, tmp_path: Path, capsys: pytest.Capture
     assert f"echelon drafters {folder} --drafter {tmp_path / 'draft' / 'model'} --input PROMPTS" in capsys.readouterr().err
     draft, tokenizer = load_plain(str(tmp_path / "draft" / "model"))
     assert draft.config.vocab_size == 4096 and tokenizer is not None
+    for changed in (["--steps", 2], ["--rate", 0.5]):
+        assert call("train", folder, "--method", "draft_model", "--output", tmp_path / "draft", *shared, *changed) == 2
+        said = capsys.readouterr().err.replace("\n", " ")
+        assert "holds a run with other settings" in said and f"{str(changed[0])[2:]} = " in said
+    assert call("train", folder, "--method", "draft_model", "--output", tmp_path / "draft", *shared) == 0, "a finished run stays"
+
+
+def test_a_draft_model_is_evaluated_within_the_context() -> None:
+    """Of a model with learned positions, which has no more of them."""
+    models = [GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=n, n_embd=32, n_layer=1, n_head=2)).eval() for n in (48, 40)]
+    losses = losses_of(*models, np.arange(500, dtype=np.uint16) % 50, num_windows=3)
+    assert all(math.isfinite(loss) for loss in losses)
 
 
 @pytest.mark.parametrize(
@@ -390,6 +404,7 @@ def test_the_command_trains(folder: Path, tmp_path: Path, capsys: pytest.Capture
         (["--method", "eagle", "--num-heads", "3"], "method eagle has no option for num_heads; leave it out"),
         (["--method", "draft_model", "--targets", "hard"], "method draft_model learns the model's distribution"),
         (["--method", "medusa", "--text", "nowhere.txt"], "--text 'nowhere.txt' is no file"),
+        (["--method", "eagle3", "--draft-vocab-size", "5000"], "draft_vocab_size = 5000, of a vocabulary of 4096"),
     ],
 )
 def test_the_command_refuses(
@@ -417,6 +432,10 @@ def test_texts_of_another_target_are_refused(folder: Path, tmp_path: Path, targe
     (tmp_path / "short.txt").write_text("too short")
     with pytest.raises(ConfigError, match="training needs at least 256"):
         prepare(model, tokenizer, [tmp_path / "short.txt"], tmp_path / "short", count=4)
+    more = prepare(model, tokenizer, [tmp_path / "short.txt", folder / "text.txt"], tmp_path / "short", count=4)
+    assert more.continuations.shape == (4, 128), "what was refused binds nobody"
+    with pytest.raises(ConfigError, match=r"holds .*, where the run writes its own files"):
+        prepare(model, tokenizer, [folder], folder / "run" / "data", count=4)
 
 
 def test_a_target_is_known_under_another_version_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

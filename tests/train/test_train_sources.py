@@ -75,12 +75,28 @@ def test_given_texts_are_held_out_by_what_they_say() -> None:
         ("{", r"line 2 of --text '.*' is no JSON"),
         ("[1]", "line 2 of --text '.*' has no text; it needs a field"),
         ('{"text": 3}', "has no text"),
+        ('{"text": "cut \\ud83d"}', "line 2 of --text '.*' is no JSON"),
     ],
 )
 def test_json_lines_without_text(line: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n' + line)
     with pytest.raises(ConfigError, match=message):
         texts(tmp_path / "x.jsonl")
+
+
+def test_json_lines_end_where_json_lets_them(tmp_path: Path) -> None:
+    """Other separators may stand inside a string, and a byte-order mark before the first line."""
+    rows = [{"text": "one\u2028two\u0085three\u000bfour"}, {"text": "five"}]
+    (tmp_path / "x.jsonl").write_text("\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows), "utf-8-sig")
+    assert texts(tmp_path / "x.jsonl") == [row["text"] for row in rows]
+
+
+def test_a_row_of_a_data_set_is_unicode_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("datasets")
+    module.load_dataset = lambda *_, **__: [{"text": "cut \ud83d"}]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    with pytest.raises(ConfigError, match="a row of --text 'some/set' is no Unicode text"):
+        list(documents_of(Path("some/set"), 10))
 
 
 class Rows:

@@ -22,7 +22,7 @@ from echelon.adaptive.cost_table import CostTable, TablePieces
 from echelon.adaptive.hindsight import LONGEST, ChainFates, Hindsight
 from echelon.adaptive.planning import Bool, Underway, admitted, drafted_further, survivals
 from echelon.adaptive.prices import StepPrices, StepShape
-from echelon.adaptive.standing import MOST_HELD, RESTED, Standing
+from echelon.adaptive.standing import HELD, MOST_HELD, RESTED, Standing
 from echelon.adaptive.survival import Survival
 from echelon.draft import Draft, Float64, Int32, Int64
 from echelon.sequence import PlannedRow, Sequence
@@ -81,20 +81,22 @@ class _Tried(NamedTuple):
 
 
 class _OwnTime:
-    """Milliseconds of deciding and learning, taken inside `with`: a step with drafts costs `of_drafts` more than its tokens do.
+    """Milliseconds of deciding and learning, taken inside `with`, the `latest` of which took so many: a step with drafts costs `of_drafts`
+    more than its tokens do.
 
     The median of the latest steps with drafts, taken for nothing before there are KNOWN: one that was held up does not end all drafting.
     """
 
     def __init__(self) -> None:
-        self.of_drafts = self._ms = self._start = 0.0
+        self.of_drafts = self.latest = self._ms = self._start = 0.0
         self._latest: deque[float] = deque(maxlen=REMEMBERED)
 
     def __enter__(self) -> None:
         self._start = perf_counter()
 
     def __exit__(self, *error: object) -> None:
-        self._ms += 1e3 * (perf_counter() - self._start)
+        self.latest = 1e3 * (perf_counter() - self._start)
+        self._ms += self.latest
 
     def take(self) -> float:
         """Those since the last call."""
@@ -137,7 +139,8 @@ class BatchController:
         self._num_idle = self._probed_at = 0  # steps in a row in which nothing was verified that pays, and those before the latest probe
         self._num_probes = 0  # whose turn it is
         self._standing = Standing()  # the latest decision
-        self._deciding_ms = self._charged_ms = 0.0  # what that took, and what of it falls into this step
+        self._deciding_ms = self._charged_ms = 0.0  # what that took, and what of it falls into this step;
+        self._learning_ms = 0.0  # and what the latest step that was learned from did
         self._are_priced = True  # are the rows of this step those that it was made for?
         self._num_compared = int(1.0 / COMPARED)  # steps since the last one that was plain only to be compared with; the first is soon
         self._is_resting = False  # is this a plain step by an earlier decision, from which nothing is learned?
@@ -160,23 +163,29 @@ class BatchController:
             return self._planned(rows)
 
     def _planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
-        self._is_probe, self._num_levels, self._is_resting, self._likeliest = False, 0, False, NOTHING
-        self._verifies(Draft.none(len(rows)), np.ones(0, np.bool_))
-        self._available = np.full(len(rows), LONGEST)
-        self._share = np.full(len(rows), self.hindsight.share_found)
         are_same, self._charged_ms = _are_same(rows, self._rows), 0.0
-        if self._standing.covers(len(rows), len(self._rows), are_same):
-            found, self._are_priced = self._standing.limited(rows), self._are_priced and are_same
-            self._step = Underway(self._costs.shape.num_sampled)
-            self._is_resting = self._standing.passes() or not self._are_priced
+        is_decided = self._standing.covers(len(rows), len(self._rows), are_same)
+        self._are_priced = not is_decided or (self._are_priced and are_same)
+        self._is_resting = is_decided and (self._standing.passes() or not self._are_priced)
+        if is_decided:
             self._num_idle += self._standing.is_plain
+            self._rows = self._standing.limited(rows)
+            if not self._is_resting:  # else nothing more is asked in it
+                self._begins(len(rows))
+                self._step = Underway(self._costs.shape.num_sampled)
         else:
-            start, self._are_priced = perf_counter(), True
-            found = self._decided(rows)
+            start = perf_counter()
+            self._begins(len(rows))
+            self._rows = self._decided(rows)
             self._charged_ms = 1e3 * (perf_counter() - start)
             self._deciding_ms = self._charged_ms if self._corrects else 0.0
-        self._rows = found
-        return found
+        return list(self._rows)
+
+    def _begins(self, num_rows: int) -> None:
+        """Nothing is drafted yet in a step of so many rows."""
+        self._is_probe, self._num_levels, self._likeliest = False, 0, NOTHING
+        self._verifies(Draft.none(num_rows), np.ones(0, np.bool_))
+        self._available, self._share = np.full(num_rows, LONGEST), np.full(num_rows, self.hindsight.share_found)
 
     def _decided(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
         """The rows by a decision of this step, and for how many more it holds."""
@@ -209,7 +218,8 @@ class BatchController:
             found = self._probing(rows, limits)
         if not shape.num_read and (is_plain or self._num_learned >= KNOWN):  # until then drafts are shorter, in every step
             is_settled = self._num_idle > IDLE if is_plain else self._num_learned >= SETTLED
-            self._standing.stands(self._deciding_ms, float(costs[0][0]), is_settled)
+            learning_ms = HELD * self._learning_ms if is_plain else 0.0  # of so many of the steps that it stands for
+            self._standing.stands(self._deciding_ms + learning_ms, float(costs[0][0]), is_settled)
         self.survival.passed_over([rows[i].sequence.id for i in np.flatnonzero(~may_draft & (limits > 0)).tolist()], num_steps)
         if is_plain:
             self.survival.rest(num_steps)
@@ -269,6 +279,8 @@ class BatchController:
         return np.asarray(np.where(np.arange(survival.shape[1])[:, None] < limits[:, None, None], survival, 0.0))
 
     def chosen(self, rows: SequenceOf[PlannedRow], draft: Draft) -> Draft:
+        if self._is_resting:
+            return draft
         with self._own:
             if self.table.drafting is None:
                 self._found(np.array([row.max_draft_depth for row in rows]), draft.num_draft_tokens)
@@ -320,6 +332,7 @@ class BatchController:
         if not self._is_resting:
             with self._own:
                 self._observe(record, deciding)
+            self._learning_ms = self._own.latest if self._corrects else 0.0
 
     def _observe(self, record: StepRecord, deciding: float) -> None:
         draft, place = self._draft, {row.sequence.id: i for i, row in enumerate(self._rows)}

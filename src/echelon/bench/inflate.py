@@ -40,7 +40,13 @@ class Inflation:
 
 
 def plan_growth(model: PreTrainedModel, num_parameters: int) -> Inflation:
-    """The growth that reaches `num_parameters`: width first, up to a hidden size of 2,048, then layers."""
+    """The growth that reaches `num_parameters`: width first, up to a hidden size of 2,048, then layers.
+
+    Raises
+    ------
+    UnsupportedModelError  the family is not one of `FAMILIES`
+    """
+    _check_family(model)
     config = model.config
     width = 1
     while 2 * width * config.hidden_size <= LARGEST_HIDDEN:
@@ -80,10 +86,14 @@ def _widened(config: Any, width: int) -> Any:
     return config
 
 
+def _check_family(model: PreTrainedModel) -> None:
+    if model.config.model_type not in FAMILIES:
+        raise UnsupportedModelError(f"inflate knows the families {', '.join(FAMILIES)}, not {model.config.model_type!r}")
+
+
 def _check(model: PreTrainedModel, growth: Inflation) -> None:
-    kind, num_layers = model.config.model_type, model.config.num_hidden_layers
-    if kind not in FAMILIES:
-        raise UnsupportedModelError(f"inflate knows the families {', '.join(FAMILIES)}, not {kind!r}")
+    _check_family(model)
+    num_layers = model.config.num_hidden_layers
     if growth.width < 1 or growth.width & (growth.width - 1):
         raise ConfigError(f"width = {growth.width} is no power of two; dividing the weights by it would round")
     if growth.num_layers < num_layers:

@@ -144,12 +144,18 @@ def throughput_charts(folder: Path, results: SequenceOf[ThroughputResult]) -> li
 
 
 def latency_charts(folder: Path, results: SequenceOf[Latency]) -> list[Path]:
-    """P50 and P99 of every strategy by batch size, one panel a load."""
+    """P50 and P99 of every strategy by batch size, and of plain decoding, one panel a drafter and load."""
     panels: dict[str, list[Curve]] = {}
-    for load, (strategy, colour) in product(dict.fromkeys(r.load for r in results), STRATEGY_COLOURS.items()):
-        lines = panels.setdefault(f"arrivals at {load:.0%} of capacity", [])
-        if found := [r for r in results if r.load == load and r.strategy == strategy]:
-            lines.append(Curve(f"{strategy}, P50", [(r.batch_size, 1e3 * r.p50) for r in found], colour))
-            lines.append(Curve(f"{strategy}, P99", [(r.batch_size, 1e3 * r.p99) for r in found], colour, ":"))
+    drafters = list(dict.fromkeys(r.method for r in results if r.method != "plain")) or ["plain"]
+    for load, drafter in product(dict.fromkeys(r.load for r in results), drafters):
+        lines = panels.setdefault(f"{drafter}, arrivals at {load:.0%} of capacity", [])
+        own = [r for r in results if r.load == load]
+        for name, method, strategy, colour in (
+            *((strategy, drafter, strategy, colour) for strategy, colour in STRATEGY_COLOURS.items()),
+            *([("plain decoding", "plain", "unpadded", "#555555")] if drafter != "plain" else []),
+        ):
+            if found := [r for r in own if (r.method, r.strategy) == (method, strategy)]:
+                lines.append(Curve(f"{name}, P50", [(r.batch_size, 1e3 * r.p50) for r in found], colour))
+                lines.append(Curve(f"{name}, P99", [(r.batch_size, 1e3 * r.p99) for r in found], colour, ":"))
     line_chart(folder / "latency.png", panels, "milliseconds from arrival to last token")
     return [folder / "latency.png"]

@@ -109,7 +109,7 @@ async def _first_model(client: httpx.AsyncClient) -> str:
         return str(answer.json()["data"][0]["id"])
     except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
         raise ConfigError(
-            f"{client.base_url} does not name a model ({type(error).__name__}: {error}); check --url, or give --model"
+            f"{client.base_url} does not name a model ({type(error).__name__}: {error}); check --base-url, or give --model"
         ) from None
 
 

@@ -49,7 +49,7 @@ from echelon.model.load.loading import LoadedModel, load_model
 from echelon.model.load.reading import DTYPES
 from echelon.ops import compiled
 from echelon.ops.devices import chosen_device, has_kernels
-from echelon.requests import read_requests
+from echelon.requests import Request, read_requests
 
 AUTO = {"num_speculative_tokens": "auto"}
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
@@ -152,7 +152,7 @@ def serve(
 ) -> None:
     """TTFT, TPOT, ITL, goodput and acceptance of a server under load. The key is that in OPENAI_API_KEY. Exit 3 if some fail."""
     if input is not None:
-        prompts = [r.prompt or "" for r in read_requests(input, num_prompts)]
+        prompts = [_text_of(request) for request in read_requests(input, num_prompts)]
     else:
         prompts = code_texts(held_out_files(), num_prompts, prompt_characters)
     params: dict[str, Any] = {"temperature": temperature, "seed": seed} | ({"ignore_eos": True} if ignore_eos else {})
@@ -166,6 +166,13 @@ def serve(
         write_json(output, value)
     if value["num_failed"]:
         raise typer.Exit(3)
+
+
+def _text_of(request: Request) -> str:
+    """The prompt of a line; `ConfigError` where it has none or is no text."""
+    if request.problem is not None or not request.prompt:
+        raise ConfigError(request.problem or f"row {request.index} of the input has no text; give it `prompt` or `turns`")
+    return request.prompt
 
 
 @app.command()

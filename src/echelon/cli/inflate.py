@@ -29,7 +29,8 @@ def inflate(
     """
     count = _count(parameters)
     model, tokenizer = load_plain(source)
-    made_folder(destination, "DST")
+    if made_folder(destination, "DST").resolve() == Path(source).resolve():
+        raise ConfigError(f"{str(destination)!r} is SRC itself; choose another folder for DST")
     growth = plan_growth(model, count)
     if width is not None or num_layers is not None:
         growth = Inflation(width or 1, num_layers or model.config.num_hidden_layers)

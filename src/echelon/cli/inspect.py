@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
-from echelon import LLM, ConfigError, ops
+from echelon import LLM, ops
 from echelon.adaptive.cost_files import all_costs
 from echelon.build import model_key
 from echelon.cli.shared import ModelArgument
@@ -119,12 +119,12 @@ def _compatible(target: LoadedModel, name: str) -> str:
         head = load_head(name, target.model)
         return f"yes: a head of method {head.method}, {sum(p.numel() for p in head.parameters()):,} parameters"
     except UnknownHeadError:
-        draft = load_model(name, device="cpu")
+        pass  # a draft model, then
     except EchelonError as error:
         return f"no: {error}"
     try:
-        check_vocabularies(target, draft)
-    except ConfigError as error:
+        check_vocabularies(target, draft := load_model(name, device="cpu"))
+    except EchelonError as error:
         return f"no: {error}"
     share = sum(p.numel() for p in draft.model.parameters()) / sum(p.numel() for p in target.model.parameters())
     skipped = "" if draft.max_len >= target.max_len else f"; rows longer than its context of {draft.max_len:,} go on without it"

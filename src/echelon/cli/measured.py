@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.markup import escape
@@ -22,7 +22,7 @@ from echelon.bench.throughput import NUM_DRAFTED, default_methods
 from echelon.bench.workloads import WORKLOADS, workload
 from echelon.cli.shared import ComparedOption, progress, speculative_mappings
 from echelon.cli.words import errors
-from echelon.config import OWN_COPY
+from echelon.config import OWN_COPY, SpeculativeConfig
 from echelon.demo import DRAFT, TARGET, held_out_files
 from echelon.errors import OutputError
 from echelon.inputs import made_folder, write_text
@@ -73,6 +73,14 @@ ParametersOption = Annotated[int, typer.Option(help="Grow the target in memory t
 RoundsOption = Annotated[int, typer.Option(help="Runs of each method, interleaved.", min=1)]
 
 
+class Elsewhere(NamedTuple):
+    """What drafts in other engines: a draft model's folder and its tokens a step, and the settings of n-grams."""
+
+    draft_model: str
+    num_drafted: int
+    lookup: Mapping[str, Any]
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
     """The flags of every verb that runs models on prompts; a verb adds its own, and may have other defaults."""
@@ -93,16 +101,20 @@ class BenchOptions:
 
     @property
     def configs(self) -> list[dict[str, Any]]:
-        """What drafts."""
-        return speculative_mappings(self.speculative_config) or [dict(m.config) for m in default_methods() if m.config is not None]
+        """What drafts, each with its method."""
+        given = [config | {"method": SpeculativeConfig(**config).method} for config in speculative_mappings(self.speculative_config)]
+        return given or [dict(m.config) for m in default_methods() if m.config is not None]
 
     @property
-    def elsewhere(self) -> tuple[str, int]:
-        """Draft model and its draft length in other engines, which decide nothing by themselves: the first of each that is named."""
+    def elsewhere(self) -> Elsewhere:
+        """What drafts in other engines, which decide nothing by themselves: the first of each that is named."""
         ours = [c for c in self.configs if c.get("method") == "draft_model"]
         folders = [c["model"] for c in ours if not c.get("model", OWN_COPY).startswith(OWN_COPY)]
         lengths = [c["num_speculative_tokens"] for c in ours if isinstance(c.get("num_speculative_tokens"), int)]
-        return next(iter(folders), str(DRAFT)), next(iter(lengths), NUM_DRAFTED)
+        copied = next((c for c in self.configs if c.get("method") == "ngram"), {})
+        named = {k: copied[k] for k in ("num_speculative_tokens", "prompt_lookup_max") if isinstance(copied.get(k), int)}
+        lookup = dict(default_methods()[1].config or {}) | named
+        return Elsewhere(next(iter(folders), str(DRAFT)), next(iter(lengths), NUM_DRAFTED), lookup)
 
     def draft(self, device: str) -> LoadedModel | None:
         """The embedded draft model, where one drafts and none is named."""

@@ -79,10 +79,9 @@ class ThroughputOptions(BenchOptions):
         if integers := integers_of(target.quantization, self.engine["kv_cache_dtype"]):
             errors.print(f"transformers is left out: it does not run {integers}", highlight=False)
             return {}
-        folder, num_drafted = self.elsewhere
+        folder, num_drafted, lookup = self.elsewhere
         models = [m.to(target.device) for m in (load_grown(self.model, self.parameters), load_plain(folder)[0])]
         (model, notes), (assistant, _) = map(in_fastest_dtype, models)
-        lookup = default_methods()[1].config or {}
         return {size: framework_runs(model, assistant, size, lookup, num_drafted, notes) for size in self.sizes}
 
 
@@ -215,11 +214,11 @@ def peers(options: PeersOptions) -> None:
     for peer in others:
         _ = peer.worker  # refused before anything is measured where it is not there
     target = load_model(options.model, device="cpu", quantization=options.quantization)
-    draft, (draft_model, num_drafted) = options.draft("cpu"), options.elsewhere
+    draft, (draft_model, num_drafted, lookup) = options.draft("cpu"), options.elsewhere
     prompts, params = options.prompts(target), options.params()
     known = [m for m in (*default_methods(), CONFIDENT, *ADAPTIVE) if ("plain" if m.config is None else m.config["method"]) in modes]
     methods = methods_of(options.configs, ["unpadded"]) if options.speculative_config else known
-    lookup, threads, folders = default_methods()[1].config or {}, torch.get_num_threads(), (options.model, draft_model)
+    threads, folders = torch.get_num_threads(), (options.model, draft_model)
     with (
         TemporaryDirectory() as folder,
         counted(len(sizes) * (len(methods) * rounds + len(modes) * len(others)), "plain decoding, row by row") as done,

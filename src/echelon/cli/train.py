@@ -15,12 +15,14 @@ from echelon import LLM, ConfigError
 from echelon.cli.advice import advice
 from echelon.cli.shared import ModelArgument, progress
 from echelon.cli.words import SPECULATIVE, errors
+from echelon.heads.checkpoints import build_head
 from echelon.inputs import made_folder, shown
 from echelon.methods import METHODS, Can, head_class, method_names
 from echelon.model.load.loading import load_plain
 from echelon.ops.devices import chosen_device
 from echelon.train.draft_model import RATE, train_draft_model
 from echelon.train.heads import TrainingConfig, train_head
+from echelon.train.sources import check_apart
 from echelon.train.text import prepare
 
 BLOCKS = ("augmenting", "regressive", "attention-decoder")  # of Clover
@@ -74,6 +76,7 @@ def train(
     texts_a_step = batch_size or TrainingConfig.batch_size
     config = None if is_model else TrainingConfig(method, steps, rate, every, seed, is_soft, options, None, fine_tuning_steps, texts_a_step)
     where = chosen_device(device)
+    check_apart(text or [], output)
     made_folder(output, "--output")
     what = "draft model" if is_model else f"{method} head"
     errors.print(
@@ -83,6 +86,8 @@ def train(
     )
     target, tokenizer = load_plain(model)
     target = target.to(where)
+    if config is not None:
+        build_head(method, target, **dict(options))  # refused before the model writes its texts
     texts = prepare(target, tokenizer, text, data or output / "data", num_continuations)
     if config is None:
         train_draft_model(target, tokenizer, texts.text, output, data or output / "data", steps, RATE if rate is None else rate, every)

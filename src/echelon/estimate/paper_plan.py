@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from echelon.config import EngineConfig, SpeculativeConfig, most_drafted
-from echelon.errors import ConfigError
+from echelon.errors import ConfigError, UnsupportedModelError
 from echelon.estimate.devices import Device
 from echelon.estimate.drafting import Acceptance, DraftingCost, acceptance_of, drafting_of
 from echelon.estimate.layout import LOGIT_BYTES, Pass, StagePart, split_among
@@ -182,7 +182,7 @@ class PaperPlan:
     def _fits_on(self, ranks: int, stages: int) -> bool:
         try:
             return self._has_room(self._bytes_of(self._cluster(ranks, stages)))
-        except ConfigError:
+        except (ConfigError, UnsupportedModelError):  # it cannot be split so
             return False
 
     def traffic(self, run: Pass) -> StepTraffic:

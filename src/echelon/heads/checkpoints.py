@@ -101,10 +101,10 @@ def load_head(name: str | os.PathLike[str], target: PreTrainedModel, dtype: torc
     dtype = dtype or target.dtype
     raw, tensors = folder.read_json("config.json"), _read_tensors(folder, dtype)
     numel, dimension = sum(t.numel() for t in tensors.values()), max((max(t.shape, default=1) for t in tensors.values()), default=1)
-    refuse_quantised(folder.shown, raw)
     check_counts(folder.shown, raw, len(tensors), dimension)
     with refusing(f"cannot read the head {folder.shown}", "its config.json does not fit its tensors: copy the checkpoint again"):
         method, config, options, tensors = parse(name, raw, tensors, target)
+        refuse_quantised(folder.shown, raw)
         _check_target(name, config, tensors, target)
         chosen = TypeAdapter(head_class(method).options_class).validate_python(options)
         with without_memory(len(tensors), numel):
@@ -206,7 +206,8 @@ def _check_target(name: str, config: LlamaConfig, tensors: Tensors, target: PreT
     if (rows := tensors.get("embed_tokens.weight")) is None:
         return
     some = torch.linspace(0, len(rows) - 1, min(64, len(rows))).long()
-    ours = target.get_input_embeddings()(some[some < text.vocab_size].to(target.device)).cpu().float()
+    embed: Any = target.get_input_embeddings()
+    ours = embed(some[some < text.vocab_size].to(target.device)).cpu().float() / float(getattr(embed, "embed_scale", 1.0))
     if rows.shape != (text.vocab_size, text.hidden_size) or not torch.allclose(rows[some].float(), ours, rtol=0.02, atol=1e-3):
         raise ModelLoadError(
             f"embed_tokens.weight {list(rows.shape)} of the head {name!r} is not the target's embedding; use a head trained for this target"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from echelon.errors import ModelLoadError
+from echelon.errors import ConfigError, ModelLoadError
 from echelon.heads.base import Head, Recipe
 from echelon.heads.parts import Norm, Rotary, Shared, copy_norm, prepare, run_layer
 
@@ -76,6 +76,8 @@ class Eagle3Head(Head):
 
     def __init__(self, config: LlamaConfig, shared: Shared, options: Eagle3Options) -> None:
         super().__init__()
+        if not 0 < options.draft_vocab_size <= config.vocab_size:
+            raise ConfigError(f"draft_vocab_size = {options.draft_vocab_size}, of a vocabulary of {config.vocab_size}; give 1 to that")
         self.config, self.shared, self.options, hidden = prepare(config), shared, options, config.hidden_size
         self.hidden_state_names = tuple(f"layer:{i}" for i in options.depths)
         self.fc = nn.Linear(self.num_features * hidden, hidden, bias=False)

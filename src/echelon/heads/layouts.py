@@ -134,7 +134,12 @@ def _medusa_layout(_: str, __: dict[str, Any], tensors: Tensors, target: PreTrai
 
 
 def _eagle_layout(name: str, raw: dict[str, Any], tensors: Tensors, _: PreTrainedModel) -> Parsed:
-    return "eagle", _llama(name, raw), {"bias": "fc.bias" in tensors}, tensors
+    """The authors' layer may have biases on query, key and value alone (`qkv_bias`)."""
+    config, queries, output = _llama(name, raw), "layers.0.self_attn.q_proj.bias", "layers.0.self_attn.o_proj.bias"
+    if queries in tensors and output not in tensors:
+        config.attention_bias = True
+        tensors = tensors | {output: tensors[queries].new_zeros(config.hidden_size)}
+    return "eagle", config, {"bias": "fc.bias" in tensors}, tensors
 
 
 def _is_wide(tensors: Tensors) -> bool:

@@ -33,7 +33,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 
 from echelon.errors import RequestError
 from echelon.hf.arguments import check_arguments, check_fields, check_model, checked_mask
-from echelon.hf.batch import Batch, BatchStreamer, output_of
+from echelon.hf.batch import Batch, BatchStreamer, longest, output_of
 from echelon.hf.drafting import Config, Drafting
 from echelon.hf.in_order import decode_in_order
 from echelon.hf.prepared import in_use, named_assistant, release
@@ -65,6 +65,7 @@ def generate(
     arguments = _by_name(args, kwargs)
     drafting = Drafting.of(assistant_model, speculative_config, arguments.get("num_assistant_tokens"))
     check_arguments(model, arguments)
+    arguments.pop("custom_generate", None)
     streamer, tokenizer = arguments.pop("streamer", None), arguments.pop("tokenizer", None)
     stream = None if streamer is None else BatchStreamer(streamer)
     shell = copy.copy(model)  # the same modules; `generate` hands no tokenizer on to a custom method by itself
@@ -98,7 +99,7 @@ def _decoder(given: PreTrainedModel | None, drafting: Drafting, stream: BatchStr
         check_model(owner)
         check_fields(generation_config)
         inputs.pop("tokenizer", None)  # the stopping criteria have it
-        kept = checked_mask(owner, input_ids, inputs, int(generation_config.max_length))
+        kept = checked_mask(owner, input_ids, inputs, longest(stopping_criteria, generation_config))
         return _decode(owner, drafting, Batch(input_ids, kept, logits_processor, stopping_criteria, generation_config, stream))
 
     return decode

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, MaxLengthCriteria
 
 from echelon.errors import RequestError
 from echelon.sampling import LogitsProcessor, Sampler, SamplingParams
@@ -66,6 +66,11 @@ class BatchStreamer(BaseStreamer):  # type: ignore[misc]
             self._streamers[i].end()
 
 
+def longest(criteria: StoppingCriteriaList, generation: GenerationConfig) -> int:
+    """Most ids of a row, padding included: a criterion of the caller's stands in the place of the configuration's."""
+    return int(min((c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)), default=generation.max_length))
+
+
 @dataclass(frozen=True)
 class Batch:
     """B rows of n ids, padding included, and what they are continued by.
@@ -93,7 +98,7 @@ class Batch:
     @property
     def num_new(self) -> int:
         """Most new tokens of a row."""
-        return int(self.generation.max_length - self.input_ids.shape[1])
+        return longest(self.criteria, self.generation) - self.input_ids.shape[1]
 
     @property
     def max_len(self) -> int:

@@ -25,9 +25,9 @@ class Ending:
         self._criteria, self._num_rows, self._has_end_token = criteria, num_rows, has_end_token
         self._stops: dict[int, int] = {}  # row → tokens it had when the criteria first stopped it
 
-    def is_over(self, row: int, ids: Tensor, num_new: int) -> bool:
-        """Ask after `num_new` new tokens of a row; ids int64 [1, n], padding included."""
-        if row not in self._stops and bool(self._criteria(ids, None).all()):
+    def is_over(self, row: int, ids: Tensor, num_new: int, scores: tuple[Tensor, ...] | None) -> bool:
+        """Ask after `num_new` new tokens of a row; ids int64 [1, n], padding included, and scores [1, V] of each new one, where kept."""
+        if row not in self._stops and bool(self._criteria(ids, scores).all()):
             self._stops[row] = num_new
         if self._has_end_token:
             return row in self._stops
@@ -51,7 +51,7 @@ class RowWatcher:
         self.kept: list[tuple[Tensor, Tensor]] = []
         self._index, self._ending = index, ending
         self._processors = for_row(batch.processors, index, batch.num_rows)
-        self._keeps = batch.keeps_scores or batch.keeps_logits
+        self._keeps, self._shows_scores = batch.keeps_scores or batch.keeps_logits, batch.keeps_scores
         self._num_padded = batch.input_ids.shape[1]
         self._ids = batch.input_ids.new_full((1, self._num_padded + batch.num_new + 1), batch.pad)
         self._ids[0, : self._num_padded] = batch.input_ids[index]
@@ -82,7 +82,8 @@ class RowWatcher:
         self._new.append(token)
         end = self._num_padded + len(self._new)
         self._ids[0, end - 1] = token
-        return self._ending.is_over(self._index, self._ids[:, :end], len(self._new))
+        scores = tuple(own[None] for _, own in self.kept) if self._shows_scores else None
+        return self._ending.is_over(self._index, self._ids[:, :end], len(self._new), scores)
 
     def finish(self) -> str:
         """The text, of which this watcher makes none."""

@@ -181,8 +181,10 @@ def _attend_tile(tile: KeyTile, query: Tensor, keys: Tensor, values: Tensor, sof
     row_keys = gather_slots(keys, tile.slots).transpose(1, 2).contiguous().float()  # [U, Hkv, K, D]
     row_values = torch.ones(*row_keys.shape[:3], width)
     row_values[..., : values.shape[-1]] = torch.where(tile.exists, gather_slots(values, tile.slots).transpose(1, 2), 0.0)
+    is_broken = ~row_values.isfinite().all(-1)  # 0 · NaN is NaN: a query is hurt by what it sees alone
+    row_values[is_broken] = 0.0
     if tile.row is not None:
-        row_keys, row_values = row_keys[tile.row], row_values[tile.row]
+        row_keys, row_values, is_broken = row_keys[tile.row], row_values[tile.row], is_broken[tile.row]
     scores = torch.bmm(query[tile.items].flatten(0, 1), row_keys.flatten(0, 1).transpose(1, 2))
     scores = scores.view(num_items, heads, QUERY_TILE, KEY_TILE)
     if softcap is not None:
@@ -193,5 +195,7 @@ def _attend_tile(tile: KeyTile, query: Tensor, keys: Tensor, values: Tensor, sof
     anchor = new.masked_fill(new == -torch.inf, 0.0)  # a query that has seen nothing yet
     weights = scores.sub_(anchor).exp_()
     summed = torch.bmm(weights.flatten(0, 1), row_values.flatten(0, 1)).view(num_items, heads, QUERY_TILE, width)
+    if is_broken.any():
+        summed.masked_fill_((tile.visible & is_broken[:, :, None]).any(-1, keepdim=True), torch.nan)
     total[tile.items] = total[tile.items] * torch.exp(old - anchor) + summed
     highest[tile.items] = new

@@ -17,10 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from echelon.inputs import check_kind, name_of
 from echelon.settings import Settings
-from echelon.train.files import only_trainer, writing
+from echelon.train.files import check_same_run, only_trainer, writing
 from echelon.train.precision import mixed_precision, teaching
 from echelon.train.sources import HELD_OUT
-from echelon.train.text import SAMPLING_TEMPERATURE, Tokens, batch, target_continuations
+from echelon.train.text import SAMPLING_TEMPERATURE, Tokens, batch, context_of, fingerprint, target_continuations
 from echelon.train.trainer import Log, Trainer
 
 HEAD_SIZE = 64
@@ -57,7 +57,13 @@ def draft_config(target: Any) -> LlamaConfig:
 def train_draft_model(
     target: PreTrainedModel, tokenizer: Any, tokens: Tokens, out: Path, data: Path, steps: int, rate: float, every: int
 ) -> None:
-    """Train in `out`, or go on there; the checkpoint is `out`/model. `OutputError` where that cannot be a folder."""
+    """Train in `out`, or go on there; the checkpoint is `out`/model.
+
+    Raises
+    ------
+    ConfigError  `out` holds a run with other settings or one that goes on in another process
+    OutputError  `out` cannot be a folder
+    """
     check_kind("target", target, PreTrainedModel)
     _Run(steps=steps, rate=rate, every=every)
     out, data = Path(name_of(out, "out")), Path(name_of(data, "data"))
@@ -65,6 +71,8 @@ def train_draft_model(
         torch.manual_seed(0)
         draft = LlamaForCausalLM._from_config(draft_config(target.config), attn_implementation="sdpa").to(target.device)
     with only_trainer(out):
+        settings = {"method": "draft_model", "steps": steps, "rate": rate, "every": every, "target": fingerprint(target)}
+        check_same_run(out / "training.json", settings)
         distil(target, draft, tokens, out, data / "continuations.npy", steps, rate, every)
         with writing(out / "model"):
             draft.to(torch.bfloat16).save_pretrained(out / "model")
@@ -132,7 +140,7 @@ def evaluate(
     target: PreTrainedModel, draft: PreTrainedModel, held_out: np.ndarray, num_windows: int = 48, length: int = 1024
 ) -> tuple[float, float]:
     """(target, draft) loss on evenly spaced held-out windows, nats a token, every position counted."""
-    length = min(length, len(held_out) - 1)
+    length = min(length, len(held_out) - 1, *map(context_of, (target, draft)))
     starts = np.linspace(0, len(held_out) - length - 1, num_windows).astype(int)
     totals = [0.0, 0.0]
     for start in starts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -157,3 +158,13 @@ def _free(path: Path) -> str:
     """What is left on the disk that holds a path, or would."""
     folder = next((p for p in path.absolute().parents if p.exists()), Path("/"))
     return f"{shutil.disk_usage(folder).free / 1e9:,.1f} GB"
+
+
+def check_same_run(file: Path, settings: dict[str, Any]) -> None:
+    """Write down the settings of a run, or raise `ConfigError` where it was begun with others."""
+    settings = json.loads(json.dumps(settings))
+    before = json.loads(file.read_text("utf-8")) if file.exists() else settings
+    if other := [f"{k} = {before.get(k)!r} there, {v!r} here" for k, v in settings.items() if before.get(k) != v]:
+        raise ConfigError(f"{file.parent} holds a run with other settings ({'; '.join(other)}); choose another folder, or repeat those")
+    with replacing(file) as part:
+        part.write_text(json.dumps(settings, indent=1) + "\n", "utf-8")

@@ -6,7 +6,6 @@ the noise in it are functions of (seed, n), so a run that was killed goes on to 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from echelon.inputs import check_callable, check_fields, check_kind, name_of, sh
 from echelon.methods import Can, head_class, method_names
 from echelon.pyplot import pyplot_or_refusal
 from echelon.train.examples import Teacher, unroll
-from echelon.train.files import only_trainer, replacing, writing
+from echelon.train.files import check_same_run, only_trainer, writing
 from echelon.train.losses import depth_loss, noised
 from echelon.train.precision import mixed_precision, teaching
 from echelon.train.text import Data, fingerprint
@@ -145,7 +144,7 @@ def train_head(target: PreTrainedModel, data: Data, out: Path, config: TrainingC
 def _train(teacher: Teacher, data: Data, out: Path, config: TrainingConfig, report: Report) -> Log:
     """Train a head in a folder that no other process trains in; the log of the run."""
     recipe, head = config.recipe, teacher.head
-    _check_same_run(out / "training.json", asdict(config) | asdict(recipe) | {"target": fingerprint(teacher.target)})
+    check_same_run(out / "training.json", asdict(config) | asdict(recipe) | {"target": fingerprint(teacher.target)})
     trainer = Trainer({"head": head}, out / "checkpoint.pt", config.num_steps, config.falling, recipe.rate, recipe.warm_up)
     log = Log(out / "log.jsonl", trainer.first)
 
@@ -211,12 +210,3 @@ def _new_head(target: PreTrainedModel, data: Data, config: TrainingConfig) -> He
     head.start_from(target)
     head.to(target.device)
     return head
-
-
-def _check_same_run(file: Path, settings: dict[str, Any]) -> None:
-    settings = json.loads(json.dumps(settings))
-    before = json.loads(file.read_text("utf-8")) if file.exists() else settings
-    if other := [f"{k} = {before.get(k)!r} there, {v!r} here" for k, v in settings.items() if before.get(k) != v]:
-        raise ConfigError(f"{file.parent} holds a run with other settings ({'; '.join(other)}); choose another folder, or repeat those")
-    with replacing(file) as part:
-        part.write_text(json.dumps(settings, indent=1) + "\n", "utf-8")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import html.parser
 import importlib
-import json
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +19,8 @@ from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import from_json
 
 from echelon.errors import ConfigError
 
@@ -123,6 +124,13 @@ def check_source(source: Path) -> None:
         raise ConfigError(f"--text {str(source)!r} is no file or folder; give UTF-8 text, or install `datasets` to read it by its hub name")
 
 
+def check_apart(sources: Iterable[Path], folder: Path) -> None:
+    """Raise `ConfigError` where a run would find its own files among its texts."""
+    for source in sources:
+        if source.is_dir() and folder.resolve().is_relative_to(source.resolve()):
+            raise ConfigError(f"--text {str(source)!r} holds {str(folder)!r}, where the run writes its own files; choose another for these")
+
+
 def digest_of(source: Path) -> str:
     """A digest by which a run knows its texts again; that of a data set is its name's."""
     digest = hashlib.sha256()
@@ -163,7 +171,7 @@ def _is_text(path: Path) -> bool:
 
 def _whole(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
+        return path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--text {str(path)!r} cannot be read as UTF-8 ({error}); convert it") from error
 
@@ -172,7 +180,7 @@ def _of_file(path: Path, name: str) -> Iterator[Document]:
     if path.suffix != JSON_LINES:
         yield Document(GIVEN, name, text_of_html(_whole(path)) if path.suffix in HTML else _whole(path))
         return
-    for number, line in enumerate(_whole(path).splitlines(), 1):
+    for number, line in enumerate(_whole(path).split("\n"), 1):  # and not at other separators, which JSON allows inside a string
         if line.strip():
             yield Document(GIVEN, f"{name}:{number}", _text_of(line, f"line {number} of --text {name!r}"))
 
@@ -217,7 +225,7 @@ def text_of_html(page: str) -> str:
 
 def _text_of(line: str, where: str) -> str:
     try:
-        row = json.loads(line)
+        row = from_json(line)
     except ValueError as error:
         raise ConfigError(f"{where} is no JSON ({error}); give an object a line") from error
     return _field(row, where)
@@ -227,6 +235,10 @@ def _field(row: object, where: str) -> str:
     found = next((row[name] for name in FIELDS if name in row), None) if isinstance(row, dict) else None
     if not isinstance(found, str):
         raise ConfigError(f"{where} has no text; it needs a field {' or '.join(map(repr, FIELDS))}")
+    try:
+        found.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{where} is no Unicode text ({error.reason}); correct it") from error
     return found
 
 

@@ -25,7 +25,18 @@ from echelon.errors import ConfigError
 from echelon.inputs import check_kind, name_of
 from echelon.train.files import replacing, taking_turns
 from echelon.train.precision import mixed_precision, teaching
-from echelon.train.sources import GIVEN, HELD_OUT, HELD_OUT_SHARE, WHEELS, Document, check_source, digest_of, documents, documents_of
+from echelon.train.sources import (
+    GIVEN,
+    HELD_OUT,
+    HELD_OUT_SHARE,
+    WHEELS,
+    Document,
+    check_apart,
+    check_source,
+    digest_of,
+    documents,
+    documents_of,
+)
 
 FILES_AT_ONCE = 256  # an encoding takes some thirty times the memory of its text
 Tokens = dict[str, np.ndarray]
@@ -115,7 +126,7 @@ def prepare(
 
     Raises
     ------
-    ConfigError  the texts are too short or not UTF-8, or `folder` holds those of another target or of other sources
+    ConfigError  the texts are too short or not UTF-8, or `folder` is among them, or holds those of another target or of other sources
     OutputError  `folder` cannot be one
     """
     if tokenizer is None or not getattr(tokenizer, "is_fast", False):
@@ -129,21 +140,30 @@ def prepare(
     for source in sources or []:
         check_source(source)
     folder = Path(name_of(folder, "folder"))
+    check_apart(sources or [], folder)
     with taking_turns(folder):
         return _prepared(target, tokenizer, sources, folder, count, num_tokens)
 
 
 def _prepared(target: PreTrainedModel, tokenizer: Any, sources: Sequence[Path] | None, folder: Path, count: int, num_tokens: int) -> Data:
     """Read the texts in a folder, or make those that are missing; no other process does so meanwhile."""
-    hashes = [digest_of(s) for s in sources or []]
-    _check_same(folder / "data.json", {"target": fingerprint(target), "files": hashes, "continuations": count})
-    text = _tokens(tokenizer, sources, folder / "tokens.npz", num_tokens)
-    window = min(WINDOW, int(target.config.max_position_embeddings))
+    settings = {"target": fingerprint(target), "files": [digest_of(s) for s in sources or []], "continuations": count}
+    described, file = folder / "data.json", folder / "tokens.npz"
+    is_made = file.exists()  # a folder without texts is nobody's yet
+    if is_made:
+        _check_same(described, settings)
+    arrays = dict(np.load(file)) if is_made else _tokenized(tokenizer, sources, num_tokens)
+    text, window = _with_held_out(arrays), min(WINDOW, context_of(target))
     for group, array in text.items():
         if len(array) < 2 * window:
             raise ConfigError(
                 f"the texts have {len(array):,} tokens ({group}); training needs at least {2 * window:,}: give more with --text"
             )
+    if not is_made:
+        with replacing(described) as part:
+            part.write_text(json.dumps(settings) + "\n", "utf-8")
+        with replacing(file) as part:
+            np.savez(part, **arrays)
     held_out = {HELD_OUT + " prompts": text[HELD_OUT]}
     continuations = target_continuations(target, text, folder / "continuations.npy", count, window)
     count = max(16, count // 32)
@@ -158,6 +178,11 @@ def fingerprint(target: PreTrainedModel) -> str:
     return digest.hexdigest()[:16]
 
 
+def context_of(model: PreTrainedModel) -> int:
+    """Tokens of the longest text that a model reads."""
+    return int(model.config.get_text_config().max_position_embeddings)
+
+
 def _check_same(file: Path, settings: dict[str, Any]) -> None:
     try:
         before = json.loads(file.read_text("utf-8")) if file.exists() else settings
@@ -165,21 +190,19 @@ def _check_same(file: Path, settings: dict[str, Any]) -> None:
         raise ConfigError(f"{str(file)!r} cannot be read ({error}); remove that folder, or choose another") from error
     if before != settings:
         raise ConfigError(f"{file.parent} holds the texts of another target or of other files; choose another folder")
-    with replacing(file) as part:
-        part.write_text(json.dumps(settings) + "\n", "utf-8")
 
 
-def _tokens(tokenizer: Any, sources: Sequence[Path] | None, file: Path, num_tokens: int) -> Tokens:
-    if not file.exists():
-        end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0
-        arrays: dict[str, Any] = {g: tokenize(tokenizer.backend_tokenizer, d, end) for g, d in _groups(sources, num_tokens).items()}
-        with replacing(file) as part:
-            np.savez(part, **arrays)
-    tokens = dict(np.load(file))
-    if HELD_OUT not in tokens:
-        held_out = np.concatenate([a[-len(a) // HELD_OUT_SHARE :] for a in tokens.values()])
-        tokens = {g: a[: -len(a) // HELD_OUT_SHARE] for g, a in tokens.items()} | {HELD_OUT: held_out}
-    return tokens
+def _tokenized(tokenizer: Any, sources: Sequence[Path] | None, num_tokens: int) -> Tokens:
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0
+    return {group: tokenize(tokenizer.backend_tokenizer, docs, end) for group, docs in _groups(sources, num_tokens).items()}
+
+
+def _with_held_out(tokens: Tokens) -> Tokens:
+    """Where no group is held out, the last part of each is."""
+    if HELD_OUT in tokens:
+        return tokens
+    held_out = np.concatenate([a[-len(a) // HELD_OUT_SHARE :] for a in tokens.values()])
+    return {g: a[: -len(a) // HELD_OUT_SHARE] for g, a in tokens.items()} | {HELD_OUT: held_out}
 
 
 def _groups(sources: Sequence[Path] | None, num_tokens: int) -> dict[str, list[Document]]:

@@ -35,6 +35,8 @@ Tensor ragged_attention(const Tensor& given, const Tensor& keys, const Tensor& v
   const Places places{positions, indptr, block_table, text_lens, parents, node_indptr};
   AttentionCall call = attention_of(places, query.scalar_type(), keys, values, query.size(1), scale, window, softcap);
   CHECK(query.size(2) == call.key_size, "query and keys must have one size");
+  CHECK(query.size(0) == positions.numel(), "each query has a position");
+  CHECK(!sinks || sinks->numel() == query.size(1), "each head has a sink");
   const Tensor out = empty({query.size(0), query.size(1), call.value_size}, query.scalar_type());
   const std::optional<Tensor> sink = float32_of(sinks);
   call.query = query.const_data_ptr(), call.query_token_stride = query.stride(0), call.query_head_stride = query.stride(1);
@@ -62,8 +64,14 @@ AttentionCall attention_of(const Places& places, ScalarType type, const Tensor& 
   call.num_rows = places.indptr.size(0) - 1, call.num_heads = num_heads, call.num_kv_heads = keys.size(1);
   call.key_size = numbers_of(keys), call.value_size = numbers_of(values), call.block_size = keys.size(2), call.table_stride = places.block_table.size(1);
   call.positions = int32_of(places.positions), call.indptr = int32_of(places.indptr), call.block_table = int32_of(places.block_table);
-  if (places.parents) call.parents = int32_of(*places.parents), call.node_indptr = int32_of(*places.node_indptr);
   call.text_lens = int32_of(places.text_lens);
+  CHECK(call.num_rows >= 0 && call.indptr[call.num_rows] == places.positions.numel(), "indptr must end with the number of positions");
+  CHECK(places.block_table.size(0) >= call.num_rows && places.text_lens.numel() >= call.num_rows, "each row has a line of block_table and a text_len");
+  if (places.parents) {
+    CHECK(places.node_indptr && places.node_indptr->numel() == call.num_rows + 1, "parents need node_indptr [B + 1]");
+    call.parents = int32_of(*places.parents), call.node_indptr = int32_of(*places.node_indptr);
+    CHECK(call.node_indptr[call.num_rows] == places.parents->numel(), "node_indptr must end with the number of parents");
+  }
   call.scale = static_cast<float>(scale), call.softcap = static_cast<float>(softcap.value_or(0.0)), call.window = window.value_or(0);
   return call;
 }

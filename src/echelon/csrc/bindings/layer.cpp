@@ -67,6 +67,7 @@ class LayerTensors {
     CHECK(layer_.up.weight.columns == inner, "gate and up must fit one another");
     check_columns(inner, &LayerShare::active, layer_.down.weight.depth, "the last projection takes ");
     layer_.activation = activation_of(activation);
+    CHECK(!sinks || sinks->numel() == num_heads, "each head has a sink");
     if (const std::optional<Tensor> found = float32_of(sinks)) sinks_ = data_of<float>(keep(*found));
   }
 
@@ -98,6 +99,8 @@ class LayerTensors {
   }
 
  private:
+  friend const LayerTensors& layer_of(const Tensor& bytes);
+
   const Tensor& keep(const Tensor& tensor) { return kept_.emplace_back(tensor); }
 
   static LayerShare share_of(const List<int64_t>& numbers) {
@@ -134,6 +137,7 @@ class LayerTensors {
   const float* sinks_ = nullptr;
   DecoderLayer layer_{};
   std::deque<Tensor> kept_;
+  const LayerTensors* self_ = this;
 };
 
 // A layer as a tensor of bytes, which are its own: it lives as long as the tensor does.
@@ -150,7 +154,9 @@ Tensor decoder_layer(List<Tensor> norms, List<double> epsilons, List<int64_t> ho
 
 const LayerTensors& layer_of(const Tensor& bytes) {
   CHECK(bytes.scalar_type() == ScalarType::Byte && bytes.numel() == sizeof(LayerTensors), "this is no layer");
-  return *static_cast<const LayerTensors*>(bytes.const_data_ptr());
+  const auto* layer = static_cast<const LayerTensors*>(bytes.const_data_ptr());
+  CHECK(layer->self_ == layer, "this is a copy of a layer's bytes, whose tensors may be gone");
+  return *layer;
 }
 
 // One layer after the other, each with its own keys and values, by the same workers.

@@ -77,6 +77,8 @@ INLINE void layer_norm_rows(Rows x, const void* weight, const void* bias, void* 
       for (int64_t i = 0; i < size; ++i) to[i] = N::narrow((N::widen(in[i]) - mean) * scale * N::widen(w[i]) + N::widen(b[i]));
     else if (w)
       for (int64_t i = 0; i < size; ++i) to[i] = N::narrow((N::widen(in[i]) - mean) * scale * N::widen(w[i]));
+    else if (b)
+      for (int64_t i = 0; i < size; ++i) to[i] = N::narrow((N::widen(in[i]) - mean) * scale + N::widen(b[i]));
     else
       for (int64_t i = 0; i < size; ++i) to[i] = N::narrow((N::widen(in[i]) - mean) * scale);
   }

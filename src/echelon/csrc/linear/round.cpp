@@ -30,8 +30,20 @@ INLINE float rounded(float x, float inverse) {
   return high < -8.0f ? -8.0f : high;
 }
 
-// Of integers q for x, the scale Σ q x / Σ q² leaves the least squared error, Σ x² − (Σ q x)² / Σ q².
+// 0 where all entries are finite, else NaN.
+INLINE float fault_of(const float* x, int64_t count) {
+  float fault = 0.0f;
+  for (int64_t k = 0; k < count; ++k) fault += x[k] - x[k];
+  return fault;
+}
+
+// Of integers q for x, the scale Σ q x / Σ q² leaves the least squared error, Σ x² − (Σ q x)² / Σ q². What is not finite makes it NaN, and so
+// the column.
 INLINE float round_group(const float* x, int64_t group, uint8_t* values) {
+  if (const float fault = fault_of(x, group); fault != 0.0f) {
+    for (int64_t k = 0; k < group; ++k) values[k] = 8;
+    return fault;
+  }
   float largest = 0.0f;
   for (int64_t k = 0; k < group; ++k) largest = std::abs(x[k]) > std::abs(largest) ? x[k] : largest;
   float best = 0.0f, best_inverse = 0.0f, scale = 1.0f;
@@ -53,6 +65,10 @@ INLINE float round_group(const float* x, int64_t group, uint8_t* values) {
 }
 
 INLINE float round_whole_row(const float* x, int64_t depth, uint8_t* values) {
+  if (const float fault = fault_of(x, depth); fault != 0.0f) {
+    for (int64_t k = 0; k < depth; ++k) values[k] = 128;
+    return fault;
+  }
   float largest = 0.0f;
   for (int64_t k = 0; k < depth; ++k) largest = std::abs(x[k]) > largest ? std::abs(x[k]) : largest;
   const bool is_zero = !(largest > 0x1p-100f);

@@ -106,6 +106,15 @@ def with_published(weights: Weights, scheme: Scheme) -> Weights:
     return replace(weights, tensors=left | made)
 
 
+def without_empty_biases(weights: Weights, model: nn.Module) -> Weights:
+    """The tensors without the biases of zeros that GPTQ's writers give to every layer, where the model has none."""
+    own, left = {name for name, _ in model.named_parameters()}, dict(weights.tensors)
+    for name in [n for n in left if n.endswith(".bias") and n not in own and n.removesuffix("bias") + "weight" in own]:
+        if not left[name].to().any():
+            del left[name]
+    return replace(weights, tensors=left)
+
+
 def check_published(model: nn.Module, name: str) -> None:
     """Raise UnsupportedModelError for weights that were not left as they were packed: changed beside others, or looked up by rows."""
     for module in model.modules():

@@ -29,7 +29,7 @@ from echelon.checkpoint.schemas import GenerationSettings, ModelConfig, check_co
 from echelon.checkpoint.tensors import Weights, open_weights, weight_files
 from echelon.errors import ModelLoadError, UnsupportedModelError
 from echelon.inputs import shown
-from echelon.model.load.published import check_published, with_published
+from echelon.model.load.published import check_published, with_published, without_empty_biases
 from echelon.model.load.rounding import rounded_as_read
 from echelon.model.patches.packing import Packing
 from echelon.model.patches.split import Cutter, Share
@@ -85,6 +85,8 @@ def read_model(
         tokenizer = _read_tokenizer(folder)
         config = read_config(folder)
         built = built_without_memory(folder, config, weights)
+        if scheme is not None:
+            weights = without_empty_biases(weights, built)
         cls, wanted = type(built), DTYPES.get(dtype) or getattr(config, "dtype", None) or weights.first_float()
         if isinstance(share, Stage):
             config, weights = share.part(config, weights)

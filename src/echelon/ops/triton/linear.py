@@ -9,6 +9,7 @@ the same bits.
 from __future__ import annotations
 
 from functools import cache
+from threading import get_ident
 
 import torch
 import triton
@@ -78,8 +79,10 @@ def splits_of(num_columns: int, depth: int) -> int:
 
 
 @cache
-def _arrived(device: torch.device, num_blocks: int) -> Tensor:
-    """int32 [num_blocks]: programs that are done with a block. Zero between launches, which therefore share one stream."""
+def _arrived(device: torch.device, num_blocks: int, thread: int) -> Tensor:  # noqa: ARG001
+    """int32 [num_blocks]: programs that are done with a block. Zero between launches, which therefore share one stream, or follow each
+    other: those of one thread. Two engines in a process run in two.
+    """
     return torch.zeros(num_blocks, dtype=torch.int32, device=device)
 
 
@@ -96,8 +99,8 @@ def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None, floa
         is_shared = num_splits > 1 and num_blocks < PROGRAMS
         sums = flat.new_empty(num_splits if is_shared else 0, num_rows, num_columns, dtype=torch.float32)
         _linear[num_blocks, num_splits if is_shared else 1](
-            flat, weight, bias, out, sums, _arrived(x.device, PROGRAMS), num_rows, num_columns, depth, flat.stride(0), weight.stride(0),
-            num_splits, triton.cdiv(triton.cdiv(depth, num_splits), step) * step,
+            flat, weight, bias, out, sums, _arrived(x.device, PROGRAMS, get_ident()), num_rows, num_columns, depth, flat.stride(0),
+            weight.stride(0), num_splits, triton.cdiv(triton.cdiv(depth, num_splits), step) * step,
             is_shared=is_shared, rows=ROWS, columns=COLUMNS, step=step, has_bias=bias is not None, num_warps=8, num_stages=4, **EXACT,
         )  # fmt: skip
     return out.view(*x.shape[:-1], num_columns)

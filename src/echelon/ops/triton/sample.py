@@ -21,6 +21,7 @@ from echelon.ops.triton.launch import EXACT
 from echelon.sampling import Sampler, SamplingParams, noise_key
 
 BLOCK = 512
+SMALLEST = np.float32(2.0**-149)  # above 0: a temperature that is not 0 draws, or makes logits overflow
 GOLDEN, FIRST, SECOND = (
     c - (1 << 64) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )  # as int64, whose products wrap
@@ -167,7 +168,9 @@ def draw_columns(params: Sequence[SamplingParams], noise_keys: Sequence[int] | S
     with np.errstate(divide="ignore"):  # no min_p: a threshold of −∞
         log_min_p = np.log(np.array([p.min_p for p in params], np.float32))
     top_k, top_p = np.array([p.top_k for p in params], np.int32), np.array([p.top_p for p in params], np.float64)
-    return np.array([p.temperature for p in params], np.float32), top_k, top_p, log_min_p, np.array(noise_keys, np.uint64).view(np.int64)
+    asked = np.array([p.temperature for p in params])
+    temperature = np.where(asked > 0.0, np.maximum(asked.astype(np.float32), SMALLEST), np.float32(0.0))
+    return temperature, top_k, top_p, log_min_p, np.array(noise_keys, np.uint64).view(np.int64)
 
 
 def draw_rows(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor, noise_keys: Tensor) -> Tensor:
