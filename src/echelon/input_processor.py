@@ -124,11 +124,15 @@ class InputProcessor:
             )
         return samples
 
+    def generation_settings(self) -> dict[str, Any]:
+        """Sampling parameters that the model's generation settings name, unchecked."""
+        said = {name: getattr(self._target.model.generation_config, key, None) for key, name in GENERATION_SETTINGS.items()}
+        return {name: value for name, value in said.items() if value is not None}
+
     def default_params(self) -> SamplingParams:
         """The parameters of requests that bring none: the model's own, as vLLM takes them from its generation settings."""
-        said = {name: getattr(self._target.model.generation_config, key, None) for key, name in GENERATION_SETTINGS.items()}
         try:
-            return SamplingParams(**{name: value for name, value in said.items() if value is not None})
+            return SamplingParams(**self.generation_settings())
         except RequestError as error:
             raise RequestError(f"the generation settings of {self._target.name!r} cannot be used ({error}); give sampling_params") from None
 

@@ -151,7 +151,8 @@ class Scheduler:
         if pending and not (plan.runs_ahead and pending.keys() >= {s.id for s in self.running}):
             return Plan([])
         budget = self._plan_running(plan, pending)
-        plan.runs_ahead = plan.runs_ahead and bool(plan.rows) and not plan.preempted
+        # behind a step without drafts the draft model would lack more of a text than a step ahead reads
+        plan.runs_ahead = plan.runs_ahead and bool(plan.rows) and not plan.preempted and not self._is_short
         if pending and not plan.runs_ahead:
             return Plan([])
         if plan.runs_ahead:
@@ -362,8 +363,7 @@ class Scheduler:
         start = self._num_cached(sequence)
         if pending is not None:
             index, row = pending
-            # one that does not draft in the step in flight may lack more of its text in the draft model than a step ahead reads
-            limits = self._draft_limits(sequence, num_pending=1) if row.max_draft_tokens else (0, 0)
+            limits = self._draft_limits(sequence, num_pending=1)
             return PlannedRow(sequence, start, len(sequence) - start, *limits, False, (1, row.max_draft_tokens + 1), index)
         wants_logprobs = sequence.lacks_prompt_logprobs
         num_new = min(len(sequence) - start, budget)

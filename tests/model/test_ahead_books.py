@@ -197,24 +197,31 @@ def test_no_text_outgrows_the_context_in_flight() -> None:
     assert machine.num_following > 10
 
 
-@pytest.mark.parametrize("is_short", [False, True])
-def test_behind_a_step_without_drafts_none_is_drafted_ahead(is_short: bool) -> None:
-    """All of a draft was accepted, so that the draft model lacks two tokens; for lack of blocks a step goes ahead without a draft. Behind
-    it the draft model lacks three, of which a step ahead reads two.
+def test_a_step_without_drafts_for_lack_of_blocks_is_the_hosts() -> None:
+    """All of a draft was accepted, so that the draft model lacks two tokens, and blocks are lacking. Behind a step ahead it would lack
+    three, of which one ahead reads two. When there are blocks again, rows are drafted for again, ahead too.
     """
     tables = [BlockTables(9, 4, 30), BlockTables(9, 4, 30)]
     scheduler = Scheduler(tables, 1, 100, DraftLimits(4, are_shed=True))
-    params = SamplingParams(temperature=0, max_tokens=20)
-    scheduler.add(Sequence(1, list(range(10)), 10, Sampler(params, 0, 0, 10), frozenset(), 40))
-    plan = scheduler.next_step()
-    tables[0].commit(1, 10)
-    tables[1].commit(1, 9)
-    scheduler.settle(plan.rows, [RowVerdict(0, [], [], 10)])
-    if is_short:
-        tables[0].reserve(99, 4 * (tables[0].num_free))
+    params = SamplingParams(temperature=0, max_tokens=25)
+    sequence = Sequence(1, list(range(10)), 10, Sampler(params, 0, 0, 10), frozenset(), 40)
+    scheduler.add(sequence)
+
+    def settle(plan: Plan, num_drafted: int) -> None:
+        tables[0].commit(1, len(sequence))
+        tables[1].commit(1, num_drafted)
+        scheduler.settle(plan.rows, [RowVerdict(0, [], [], 10)])
+
+    settle(scheduler.next_step(), 9)
+    tables[0].reserve(99, 4 * tables[0].num_free)
     plan = scheduler.next_step((), may_run_ahead=True)
-    assert plan.runs_ahead and [row.max_draft_tokens for row in plan.rows] == [0 if is_short else 4]
-    if is_short:
-        tables[0].release(99)
+    assert not plan.runs_ahead and [row.max_draft_tokens for row in plan.rows] == [0]
+    settle(plan, 9)
+    tables[0].release(99)
+    plan = scheduler.next_step((), may_run_ahead=True)
+    assert not plan.runs_ahead and [row.max_draft_tokens for row in plan.rows] == [4], "the host lets the draft model catch up"
+    settle(plan, len(sequence) - 1)
+    plan = scheduler.next_step((), may_run_ahead=True)
+    assert plan.runs_ahead and [row.max_draft_tokens for row in plan.rows] == [4]
     following = scheduler.next_step([plan], may_run_ahead=True)
-    assert following.runs_ahead and [row.max_draft_tokens for row in following.rows] == [0 if is_short else 4]
+    assert following.runs_ahead and [row.max_draft_tokens for row in following.rows] == [4]

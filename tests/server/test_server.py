@@ -193,9 +193,12 @@ def test_requests_without_parameters_have_those_of_the_model(
         monkeypatch.setattr(settings, name, value)
     assert text() == likeliest
     assert text(top_k=-1) == drawn
+    del body["max_tokens"]
+    assert client.post(path, json=body).json()["usage"]["completion_tokens"] == (16 if path == COMPLETIONS else 3)
     monkeypatch.setattr(settings, "top_k", -5)
     answer = client.post(path, json=body)
-    assert answer.status_code == 400 and "generation settings" in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "top_k = -5" in answer.json()["error"]["message"]
+    assert text(top_k=-1, max_tokens=20) == drawn, "a request's own goes before, whatever the model's is"
 
 
 def test_without_a_key_only_loopback_is_asked(client: httpx.Client) -> None:

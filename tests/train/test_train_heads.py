@@ -436,6 +436,10 @@ def test_texts_of_another_target_are_refused(folder: Path, tmp_path: Path, targe
     assert more.continuations.shape == (4, 128), "what was refused binds nobody"
     with pytest.raises(ConfigError, match=r"holds .*, where the run writes its own files"):
         prepare(model, tokenizer, [folder], folder / "run" / "data", count=4)
+    prepare(model, tokenizer, [folder], folder / ".runs" / "data", count=4)
+    (tmp_path / "tokens.npz").unlink()
+    with pytest.raises(ConfigError, match="texts of another target or of other files"):
+        prepare(target, tokenizer, [folder / "text.txt"], tmp_path, count=4)
 
 
 def test_a_target_is_known_under_another_version_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from echelon.checkpoint.build import without_memory
 from echelon.checkpoint.folder import PICKLED, Folder, refusing
 from echelon.checkpoint.schemas import check_counts, refuse_quantised
 from echelon.checkpoint.tensors import open_weights
-from echelon.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from echelon.errors import ConfigError, ModelLoadError, UnknownHeadError, UnsupportedModelError
 from echelon.heads.base import Head
 from echelon.heads.eagle import EagleHead
 from echelon.heads.eagle3 import Eagle3Head
@@ -103,7 +103,13 @@ def load_head(name: str | os.PathLike[str], target: PreTrainedModel, dtype: torc
     numel, dimension = sum(t.numel() for t in tensors.values()), max((max(t.shape, default=1) for t in tensors.values()), default=1)
     check_counts(folder.shown, raw, len(tensors), dimension)
     with refusing(f"cannot read the head {folder.shown}", "its config.json does not fit its tensors: copy the checkpoint again"):
-        method, config, options, tensors = parse(name, raw, tensors, target)
+        try:
+            method, config, options, tensors = parse(name, raw, tensors, target)
+        except UnknownHeadError:
+            raise  # a draft model may be in integers
+        except ModelLoadError:
+            refuse_quantised(folder.shown, raw)
+            raise
         refuse_quantised(folder.shown, raw)
         _check_target(name, config, tensors, target)
         chosen = TypeAdapter(head_class(method).options_class).validate_python(options)

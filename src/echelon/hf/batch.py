@@ -97,8 +97,8 @@ class Batch:
 
     @property
     def num_new(self) -> int:
-        """Most new tokens of a row."""
-        return longest(self.criteria, self.generation) - self.input_ids.shape[1]
+        """Most new tokens of a row: one at least, as criteria are asked behind a token."""
+        return max(1, longest(self.criteria, self.generation) - self.input_ids.shape[1])
 
     @property
     def max_len(self) -> int:

@@ -111,7 +111,7 @@ class Service:
             encoded = [inputs.encode_chat([m.for_template() for m in body.messages], variables=body.chat_template_kwargs)]
         else:
             encoded = [inputs.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
-        defaults = inputs.default_params()
+        defaults = inputs.generation_settings()
         all_params = [body.sampling_params(inputs.room_after(len(tokens)), defaults) for tokens in encoded]
         if body.seed is None and request_id:
             all_params = [params.model_copy(update={"seed": seed_of(request_id, i)}) for i, params in enumerate(all_params)]

@@ -127,7 +127,7 @@ class GenerationRequest(Strict):
             raise ValueError("stream_options need stream = true; leave them out or stream")
         return self
 
-    def params(self, defaults: SamplingParams, max_tokens: int, **more: Any) -> SamplingParams:
+    def params(self, defaults: Mapping[str, Any], max_tokens: int, **more: Any) -> SamplingParams:
         """The engine's parameters, with `defaults` where the body says nothing; `RequestError` where they contradict each other."""
         values = {
             "max_tokens": max_tokens,
@@ -142,7 +142,7 @@ class GenerationRequest(Strict):
             **more,
         }
         given = {name: value for name, value in values.items() if value is not None}
-        return SamplingParams(**defaults.model_dump(exclude_unset=True) | given)
+        return SamplingParams(**{**defaults, **given})
 
 
 _SAME_NAME = (
@@ -181,7 +181,7 @@ class CompletionRequest(GenerationRequest):
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
-    def sampling_params(self, room: int, defaults: SamplingParams) -> SamplingParams:
+    def sampling_params(self, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
         """`room`: tokens that can follow the prompt, which bounds the default of 16; the model's own `defaults` as in `params`."""
         draws = self.best_of or self.n or 1
         count = 0 if self.logprobs is None and draws > (self.n or 1) else self.logprobs  # they rank the draws
@@ -251,9 +251,9 @@ class ChatRequest(GenerationRequest):
             raise ValueError("max_tokens = 0 gives nothing; raise it")
         return self
 
-    def sampling_params(self, room: int, defaults: SamplingParams) -> SamplingParams:
-        """`room`: tokens that can follow the prompt, which an answer without a limit may use; the model's own `defaults` as in `params`."""
-        most = self.max_completion_tokens or self.max_tokens or max(room, 1)
+    def sampling_params(self, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
+        """`room`: tokens that can follow the prompt, which an answer may use where neither it nor the model's own `defaults` have a limit."""
+        most = self.max_completion_tokens or self.max_tokens or max(min(defaults.get("max_tokens", room), room), 1)
         return self.params(defaults, most, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
 

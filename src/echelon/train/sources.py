@@ -125,9 +125,10 @@ def check_source(source: Path) -> None:
 
 
 def check_apart(sources: Iterable[Path], folder: Path) -> None:
-    """Raise `ConfigError` where a run would find its own files among its texts."""
+    """Raise `ConfigError` where a run would find its own files among its texts; hidden folders are not read."""
     for source in sources:
-        if source.is_dir() and folder.resolve().is_relative_to(source.resolve()):
+        is_below = source.is_dir() and folder.resolve().is_relative_to(source.resolve())
+        if is_below and not any(part.startswith(".") for part in folder.resolve().relative_to(source.resolve()).parts):
             raise ConfigError(f"--text {str(source)!r} holds {str(folder)!r}, where the run writes its own files; choose another for these")
 
 

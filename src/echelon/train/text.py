@@ -149,8 +149,8 @@ def _prepared(target: PreTrainedModel, tokenizer: Any, sources: Sequence[Path] |
     """Read the texts in a folder, or make those that are missing; no other process does so meanwhile."""
     settings = {"target": fingerprint(target), "files": [digest_of(s) for s in sources or []], "continuations": count}
     described, file = folder / "data.json", folder / "tokens.npz"
-    is_made = file.exists()  # a folder without texts is nobody's yet
-    if is_made:
+    is_made = file.exists()
+    if is_made or (folder / "continuations.npy").exists():  # a folder without texts is nobody's yet
         _check_same(described, settings)
     arrays = dict(np.load(file)) if is_made else _tokenized(tokenizer, sources, num_tokens)
     text, window = _with_held_out(arrays), min(WINDOW, context_of(target))
