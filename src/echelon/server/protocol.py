@@ -252,7 +252,7 @@ class ChatRequest(GenerationRequest):
         return self
 
     def sampling_params(self, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
-        """`room`: tokens that can follow the prompt, which an answer may use where neither it nor the model's own `defaults` have a limit."""
+        """`room`: tokens that can follow the prompt, which an answer may use where neither it nor the model's `defaults` have a limit."""
         most = self.max_completion_tokens or self.max_tokens or max(min(defaults.get("max_tokens", room), room), 1)
         return self.params(defaults, most, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
