@@ -152,7 +152,7 @@ def test_a_request_that_waits_is_aborted_at_once(target: LoadedModel, max_queue:
         ended = await waiting
         gate.open()
         assert all(output.finished for output in await asyncio.gather(*tasks))
-        assert llm._places._value == 4 + max_queue and not llm._waiting
+        assert llm._places._value == 4 + max_queue and not llm._asked
         return ended
 
     output = served(target, work, max_queue=max_queue)

@@ -145,7 +145,7 @@ class BatchController:
         self._num_compared = int(1.0 / COMPARED)  # steps since the last one that was plain only to be compared with; the first is soon
         self._is_resting = False  # is this a plain step by an earlier decision, from which nothing is learned?
         self._unlearned: list[_Tried] = []  # what was verified since the last decision
-        self._rows: SequenceOf[PlannedRow] = ()
+        self._rows: list[PlannedRow] = []
         self._odds: Float64 = np.ones(0)  # [B] of these rows, as `Survival.odds`
         self._costs = StepPrices(StepShape(), table, self.step_factors, self.drafting_factors, 0.0)
         self._step = Underway(0)
@@ -179,7 +179,7 @@ class BatchController:
             self._rows = self._decided(rows)
             self._charged_ms = 1e3 * (perf_counter() - start)
             self._deciding_ms = self._charged_ms if self._corrects else 0.0
-        return list(self._rows)
+        return self._rows
 
     def _begins(self, num_rows: int) -> None:
         """Nothing is drafted yet in a step of so many rows."""

@@ -60,8 +60,8 @@ class AsyncLLM:
         self._thread = EngineThread(self.llm, limits, RequestObserver())
         self._places = asyncio.Semaphore(self._thread.capacity)
         self._names = count()
-        self._waiting: dict[str, asyncio.Event] = {}  # requests without a handle yet; set where they are aborted
-        self._running: dict[str, RequestHandle] = {}
+        self._asked: dict[str, asyncio.Event] = {}  # every request that has not ended; set where it is aborted
+        self._running: dict[str, RequestHandle] = {}  # those of them that have a place
         self._is_closed = False
         self._thread.start()
 
@@ -87,9 +87,9 @@ class AsyncLLM:
         name = request_id if request_id is not None else f"request-{next(self._names)}"
         check_kind("request_id", name, str, RequestError)
         (params,) = one_each(self.llm.get_default_sampling_params() if sampling_params is None else sampling_params, 1)
-        if name in self._running or name in self._waiting:
+        if name in self._asked:
             raise RequestError(f"a request with the id {name[:100]!r} is running; give another")
-        aborted = self._waiting[name] = asyncio.Event()
+        aborted = self._asked[name] = asyncio.Event()
         try:
             async with self._place(aborted):
                 self._check_open()
@@ -102,11 +102,11 @@ class AsyncLLM:
                     async with aclosing(self._thread.updates(handle)) as updates:  # type: ignore[type-var]
                         async for now in updates:
                             yield builder.output(now.states)
-                if (aborted.is_set() or handle.is_aborted) and not handle.is_finished:
+                if aborted.is_set() and not handle.is_finished:
                     states = handle.states or [RowState()] * len(samples)
                     yield builder.output([s if s.reason is not None else s._replace(reason=FinishReason.ABORT) for s in states])
         finally:
-            del self._waiting[name]
+            del self._asked[name]
             self._running.pop(name, None)
 
     @asynccontextmanager
@@ -123,11 +123,10 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End a request: its iterator yields what there is, with the `finish_reason` "abort", and stops. Unknown ids are fine."""
-        for asked in (self._waiting.get(request_id), self._running.get(request_id)):
-            if isinstance(asked, asyncio.Event):
-                asked.set()
-            elif asked is not None:
-                asked.abort()
+        if (aborted := self._asked.get(request_id)) is not None:
+            aborted.set()
+        if (handle := self._running.get(request_id)) is not None:
+            handle.abort()
 
     async def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer; `ConfigError` where it has none."""
@@ -148,7 +147,7 @@ class AsyncLLM:
         if self._is_closed:
             return
         self._is_closed = True
-        for name in (*self._waiting, *self._running):
+        for name in list(self._asked):
             await self.abort(name)
         await self._thread.stop()
         if not self._thread.has_failed:
