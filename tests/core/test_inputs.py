@@ -240,6 +240,7 @@ def right_arguments(folder: Path, llm: LLM) -> dict[str, dict[str, Any]]:
         "LLM.get_tokenizer": {},
         "LLM.get_default_sampling_params": {},
         "InputProcessor.default_params": {},
+        "InputProcessor.generation_settings": {},
         "InputProcessor.encode": {"text": "a", "add_special_tokens": True, "name": "prompt"},
         "InputProcessor.encode_chat": {"messages": messages, "name": "messages", "variables": None},
         "InputProcessor.check_prompt": {"tokens": [1], "params": GREEDY, "name": "prompt"},
