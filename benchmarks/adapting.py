@@ -175,8 +175,8 @@ def deciding(models: Models, batch: int, lengths: Lengths) -> Record:
 
     for name in taken:
         setattr(controller, name, partial(timed, name, getattr(controller, name)))
-    drafter: Any = llm.engine.drafter
-    drafter.drafter.pace = controller.goes_on
+    drafter: Any = llm.engine.drafter.unguarded
+    drafter.pace = controller.goes_on
     with rows_of(llm, 10 * lengths.steps, batch) as (engine, rows):
         rows.become(batch)
         taken.update(dict.fromkeys(taken, 0.0))

@@ -231,7 +231,7 @@ def _engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Stora
     controller = _controller(spec, costs, drafter, config.pipeline_parallel_size > 1) if costs is not None else None
     scheduler = _scheduler(config, spec, storage, controller.piece_sizes if controller is not None else None)
     guard = GuardedDrafter(drafter, target.loaded.vocab_size, spec.grows_trees)
-    stats = Stats(target=target.usage, draft=_usage_of_drafts(storage, drafter), drafter_faults=guard.faults)
+    stats = Stats(target=target.usage, draft=_usage_of(drafter), drafter_faults=guard.faults)
     engine = Engine(target, guard, scheduler, _rule(spec), ahead, stats, controller)
     engine.observers.append(AcceptanceWatch(spec.method, stats).observe)
     return engine
@@ -242,7 +242,7 @@ def _costs(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, draf
     if spec.cost_table is not None:
         return _named_costs(config, spec, storage, drafter)
     target, reach = storage.runners[0], _reach(config, spec)
-    with target.usage.uncounted(), _usage_of_drafts(storage, drafter).uncounted():
+    with target.usage.uncounted(), _usage_of(drafter).uncounted():
         steps = kept_costs(_keys(_steps_key(config, target), reach), lambda: measured_steps(target, reach))
         if not isinstance(drafter, LevelDrafter):
             return steps
@@ -275,7 +275,7 @@ def _named_costs(config: EngineConfig, spec: SpeculativeConfig, storage: Storage
 def measured_costs(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, drafter: Drafter) -> CostRecord:
     """What steps and drafting take now."""
     target, reach = storage.runners[0], _reach(config, spec)
-    with target.usage.uncounted(), _usage_of_drafts(storage, drafter).uncounted():
+    with target.usage.uncounted(), _usage_of(drafter).uncounted():
         table = measured_steps(target, reach)
         if isinstance(drafter, LevelDrafter):
             table = with_drafting(table, target, drafter, reach)
@@ -288,9 +288,9 @@ def _who(drafter: str) -> tuple[str, str]:
     return parts[0], parts[-1]
 
 
-def _usage_of_drafts(storage: Storage, drafter: Drafter) -> Usage:
+def _usage_of(drafter: Drafter) -> Usage:
     """Where passes that draft are counted."""
-    return storage.runners[1].usage if len(storage.runners) > 1 else getattr(drafter, "usage", Usage())
+    return drafter.usage if drafter.usage is not None else Usage()
 
 
 def _reach(config: EngineConfig, spec: SpeculativeConfig) -> int:

@@ -251,8 +251,7 @@ class LLM:
         with self.exclusive() as engine:
             if engine.has_work:
                 raise RequestError("requests are running; costs are measured between them")
-            drafter = getattr(engine.drafter, "drafter", engine.drafter)
-            return measured_costs(self.config, spec, self.storage, drafter)
+            return measured_costs(self.config, spec, self.storage, engine.drafter.unguarded)
 
     def run(self, requests: SequenceOf[SequenceOf[Sequence]]) -> Iterator[list[int]]:
         """Run requests (each a list of samples) to their end; after each step, the indices of those that grew in it.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from echelon.inputs import Prompt
 from echelon.sampling import Logprobs
 from echelon.sequence import FinishReason, RowState, Sequence, state_of
-from echelon.text import Decoder, decode_output, num_held_back
+from echelon.text import Decoder, decode_output, num_shown
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,9 @@ class OutputBuilder:
 
     def _completion(self, sequence: Sequence, decoded: list[dict[int, Logprob]], state: RowState | None) -> CompletionOutput:
         has_logprobs = sequence.params.logprobs is not None
-        count, _, reason, error = now = state or state_of(sequence)
-        text = _decoded(sequence, self._decoder) if sequence.watcher is None else _shown(now, sequence.params.stop)
+        count, text, reason, error = state or state_of(sequence)
+        shown = num_shown(text, sequence.params.stop, reason is not None)
+        text = _decoded(sequence, self._decoder) if sequence.watcher is None else text[:shown]
         logprobs = sequence.logprobs[:count]
         self._decode_new(decoded, logprobs)
         return CompletionOutput(
@@ -135,11 +136,6 @@ class OutputBuilder:
                 values.setdefault(token, (logprob, rank))
             decode = self._decoder.decode if self._decoder else None
             decoded.append({t: Logprob(p, rank, decode([t]) if decode else None) for t, (p, rank) in values.items()})
-
-
-def _shown(state: RowState, stop: SequenceOf[str]) -> str:
-    """The text of a state, so far as it is sure to stay."""
-    return state.text if state.reason is not None else state.text[: len(state.text) - num_held_back(state.text, stop)]
 
 
 def _decoded(sequence: Sequence, decoder: Decoder | None) -> str:

@@ -120,10 +120,6 @@ class PrefixCache:
         """Free blocks of the target whose keys and values are kept."""
         return self._caches[0].tables.pool.num_unused
 
-    def shrink(self, num_blocks: int) -> int:
-        """Forget what is kept in up to so many free blocks of the target, those free for longest first; returns in how many."""
-        return self._caches[0].tables.pool.drop_unused(num_blocks)
-
     def clear(self) -> None:
         """Forget everything; rows keep what they hold."""
         for cache in self._caches:

@@ -166,8 +166,8 @@ class PlannedRow:
     """One row of a step: feed tokens `start … start + num_new − 1` of the sequence, draft at most `max_draft_tokens`, no path of them
     longer than `max_draft_depth`. With `wants_prompt_logprobs` the logits after every new token are kept, not only those after the last.
 
-    A row of the step in flight feeds the last token that will be known then, `num_pending` tokens later: at least and at most so many does
-    that step add. `pending_row` is its index there; −1: nothing of it is in flight.
+    Where the step before is still in flight, `pending_row` is the row's index in it (−1: the row is not in it), and `num_pending` says at
+    least and at most how many tokens that step will add; this one feeds the last of them.
     """
 
     sequence: Sequence

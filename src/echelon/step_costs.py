@@ -11,8 +11,8 @@ from typing import Protocol
 
 from echelon.stats import StepRecord
 
-PIECE = 1.75  # steps without a prompt that a piece may cost; a stream then waits for one more, and what steps differ by
-SMALLEST_PIECE = 3  # tokens: where arithmetic is dearest, as many more cost a step and a half of one token
+PIECE = 1.75  # a piece may add as much time to a step as so many steps without a prompt take
+SMALLEST_PIECE = 3  # tokens; even where arithmetic is dearest, these add less than a step and a half
 NEWEST = 0.5  # weight of the last step in the averages
 
 

@@ -25,9 +25,15 @@ from echelon.scheduler import Selector
 
 @dataclass(frozen=True)
 class Storage:
-    """Runners, one a model, on pools of equally many blocks; the head that drafts and its cache; which rows step (None: all); tables whose
-    blocks are kept for texts that begin alike; what raises `RankError` where a worker of a target on several ranks has failed, and what
-    ends them all.
+    """Models on the memory that was planned for them.
+
+    plan           sizes of all pools; each has as many blocks
+    runners        one a model, the target's first, a draft model's second
+    head           the head that drafts, and `head_cache`, its keys and values where it has attention layers
+    selector       which rows step together; None: all
+    cached_tables  those whose blocks are kept for texts that begin alike
+    check_ranks    raises `RankError` where a worker of a target on several ranks has failed
+    close_ranks    ends the workers
     """
 
     plan: PoolPlan

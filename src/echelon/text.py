@@ -176,12 +176,16 @@ def pieces_by_token(text: str, offsets: SequenceOf[int], begin: int, end: int) -
             begin = until
 
 
-def num_held_back(text: str, stop: SequenceOf[str]) -> int:
-    """Characters at the end of a growing text that may be the beginning of a stop string, and so are not shown yet."""
+def num_shown(text: str, stop: SequenceOf[str], is_whole: bool) -> int:
+    """Characters of a growing text that are sure to stay: not those at its end that may be the beginning of a stop string, until it is
+    whole.
+    """
+    if is_whole:
+        return len(text)
     longest = 0
     for s in stop:
         for length in range(min(len(s) - 1, len(text)), longest, -1):
             if text.endswith(s[:length]):
                 longest = length
                 break
-    return longest
+    return len(text) - longest

@@ -202,7 +202,7 @@ class StaticTree(Growth):
 
 
 def chain(length: int, only_ranks: bool = True) -> StaticTree:
-    """The tree of one path of `depth` tokens."""
+    """The tree that is one path of `length` tokens."""
     return StaticTree([(0,) * (i + 1) for i in range(length)], only_ranks)
 
 

@@ -370,7 +370,7 @@ def test_the_draft_model_runs_under_the_same_strategy() -> None:
     texts(llm, "greedy")
     assert llm.stats.draft.padded_kv_share > 0.05
     assert llm.stats.draft.num_passes > llm.stats.target.num_passes
-    assert type(llm.engine.drafter.drafter._runner) is type(llm.engine.target)  # type: ignore[attr-defined]
+    assert type(llm.engine.drafter.unguarded._runner) is type(llm.engine.target)  # type: ignore[attr-defined]
 
 
 def test_dead_slots_stay_finite() -> None:

@@ -85,10 +85,6 @@ class PrefixMachine(RuleBasedStateMachine):
         if self.scheduler.running and (row := self.scheduler.running[place % len(self.scheduler.running)].id) in self.tables[2]:
             self.tables[2].commit(row, 0)
 
-    @rule(count=st.integers(1, 9))
-    def shrink(self, count: int) -> None:
-        self.cache.shrink(count)
-
     @rule()
     def clear(self) -> None:
         self.cache.clear()
@@ -226,12 +222,10 @@ def test_live_rows_are_never_refused_for_what_is_kept() -> None:
     assert shelf.tables.pool.num_unused == 0
 
 
-def test_it_can_be_told_to_shrink() -> None:
+def test_it_can_be_told_to_forget() -> None:
     shelf = Shelf()
     shelf.run(list(range(16)))
     assert shelf.cache.num_unused == 4
-    assert shelf.cache.shrink(3) == 3
-    assert shelf.run(list(range(16))) == 4
     shelf.cache.clear()
     assert (shelf.cache.num_unused, shelf.run(list(range(16)))) == (0, 0)
 

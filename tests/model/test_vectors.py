@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from echelon.model.patches.experts import patch_experts
+from echelon.model.patches.packing import Packing
 from echelon.model.patches.vectors import PIECE, SENSITIVE, WholeVectors, patch_sensitive
 
 
@@ -25,10 +30,38 @@ def test_an_element_has_its_bits_whatever_shares_the_call(function: Callable[[Te
     assert torch.allclose(alone.float(), function(x).float(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("function", sorted(SENSITIVE, key=str), ids=lambda f: getattr(f, "__qualname__", str(f)))
+def test_every_number_of_16_bits_has_its_bits_among_few_and_among_many(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    """Loops of the framework take two vectors at a time, of up to 32 such numbers each, and the rest one by one."""
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    x = x[x.isfinite()]
+    with WholeVectors():
+        few, many = (torch.cat([function(piece) for piece in x.split(size)]) for size in (32, 64))
+    assert torch.equal(few, many)
+
+
 def test_large_calls_are_not_shared_out_at_odd_places(threads: int) -> None:
     x = torch.randn(3 * PIECE + 8, generator=torch.Generator().manual_seed(0))
     with WholeVectors():
         assert torch.equal(torch.sigmoid(x)[-8:], torch.sigmoid(x[-8:]))
+
+
+def test_a_row_of_experts_with_a_gate_of_their_own_has_its_bits_among_many(threads: int) -> None:  # noqa: ARG001
+    """48 and more rows of 1,367 columns are more than one thread computes whole, and two threads share them at odd places."""
+    experts: Any = GptOssExperts(GptOssConfig(hidden_size=32, intermediate_size=1367, num_local_experts=2))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in experts.parameters():
+        parameter.data.normal_(0.0, 0.3, generator=generator)
+    experts.down_proj.data.zero_()[:, -32:] = torch.eye(32)  # each of the last columns shows
+    patch_experts(experts, None, Packing())
+    for count in range(48, 512, 32):
+        x = torch.randn(count, 32, generator=generator)
+        chosen, weights = torch.zeros(count, 1, dtype=torch.long), torch.ones(count, 1)
+        together = experts(x, chosen, weights)
+        for row in (0, count // 2 - 1, count // 2, count - 1):
+            one = slice(row, row + 1)
+            assert torch.equal(experts(x[one], chosen[one], weights[one]), together[one])
 
 
 class Scores(nn.Module):

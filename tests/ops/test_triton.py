@@ -8,7 +8,6 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
-from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -315,7 +314,19 @@ def test_blocks_of_their_own_size_are_right(dtype: torch.dtype) -> None:
     scale = float((x.double().abs() @ weight.double().abs().T).max())
     assert float((whole.cpu().double() - x.double() @ weight.double().T).abs().max()) < 1e-6 * scale
     assert torch.equal(linear_invariant(x[3:4].to(DEVICE), weight.to(DEVICE), float32=True), whole[3:4])
-    assert not linear._arrived(whole.device, linear.PROGRAMS, get_ident()).any(), "as the next launch must find it"
+    assert not linear._counters(whole.device).any(), "as the next launch must find it"
+
+
+def test_a_graphs_launches_count_apart_from_those_of_the_thread() -> None:
+    x, weight = random(3, 520, dtype=torch.float32).to(DEVICE), random(140, 520, dtype=torch.float32, seed=1).to(DEVICE)
+    expected, of_thread, own = linear_invariant(x, weight), linear._counters(x.device), linear.new_counters(x.device)
+    of_thread.fill_(1)  # as in the middle of another launch
+    try:
+        with linear.counting_in(own):
+            assert torch.equal(linear_invariant(x, weight), expected)
+        assert bool((of_thread == 1).all()) and not own.any()
+    finally:
+        of_thread.zero_()
 
 
 def test_every_processor_reads_a_weight() -> None:

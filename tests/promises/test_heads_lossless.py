@@ -72,7 +72,7 @@ def head_llm(kind: str, tree: str, mode: str, **settings: Any) -> LLM:
 
 
 def drafter_of(llm: LLM) -> HeadDrafter:
-    drafter = llm.engine.drafter.drafter  # type: ignore[attr-defined]
+    drafter = llm.engine.drafter.unguarded  # type: ignore[attr-defined]
     assert isinstance(drafter, HeadDrafter)
     return drafter
 

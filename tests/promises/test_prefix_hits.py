@@ -42,7 +42,7 @@ def engine(name: str, acceptance: str = "exact", **settings: Any) -> LLM:
         config = {"method": head.method, "acceptance": acceptance, **config}
     llm = LLM(toys.adopted(LLAMA()), config, draft, head, block_size=BLOCK, **settings)
     toys.watch(llm)
-    return checked(llm) if head is not None and isinstance(llm.engine.drafter.drafter, HeadDrafter) else llm  # type: ignore[attr-defined]
+    return checked(llm) if head is not None and isinstance(llm.engine.drafter.unguarded, HeadDrafter) else llm
 
 
 def said(output: RequestOutput) -> list[Any]:

@@ -28,7 +28,7 @@ from echelon.aio.limits import Limits, RequestObserver
 from echelon.cli import main
 from echelon.server.config import ServerConfig, id_of, read_keys
 from echelon.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
-from echelon.text import num_held_back
+from echelon.text import num_shown
 
 KEY = "a-key-of-thirty-two-characters-x"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -836,7 +836,8 @@ def test_a_long_prompt_does_not_stall_others() -> None:
     ],
 )
 def test_only_beginnings_of_stop_strings_are_held_back(text: str, stop: list[str], held: int) -> None:
-    assert num_held_back(text, stop) == held
+    assert num_shown(text, stop, is_whole=False) == len(text) - held
+    assert num_shown(text, stop, is_whole=True) == len(text)
 
 
 # The benchmark client

@@ -135,7 +135,7 @@ SITES: dict[str, tuple[Fault, bool]] = {
     "prefill": (at_run(lambda span: span.start == 0), False),
     "forward": (at_run(lambda span: span.start > 0), True),  # alone, its text is fed from the start, and that does not fail
     "draft": (
-        lambda p, llm: failing(p, llm.engine.drafter.drafter, "propose", lambda r: rows_hold_victim(r, llm), MemoryError()),  # type: ignore[attr-defined]
+        lambda p, llm: failing(p, llm.engine.drafter.unguarded, "propose", lambda r: rows_hold_victim(r, llm), MemoryError()),
         True,
     ),
     "verify": (

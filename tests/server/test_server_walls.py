@@ -303,7 +303,7 @@ class FailingRunner:
     """A draft model whose passes fail from one to another: half a proposal is in its cache then."""
 
     def __init__(self, llm: LLM, passes: range) -> None:
-        runner = llm.engine.drafter.drafter._runner  # type: ignore[attr-defined]
+        runner = llm.engine.drafter.unguarded._runner  # type: ignore[attr-defined]
         self._feed, self._passes, self.num_passes = runner.feed, passes, 0
         runner.feed = self.feed
 
@@ -380,7 +380,7 @@ def test_a_tree_is_no_deeper_than_its_row_has_room() -> None:
     rows = planned(tokens=6, depth=2)
     chain = ([7], [-1])
     for parents, is_good in (([-1, -1, 0, 1], True), ([-1, 0, 1, -1], False), ([-1, 0, 0, 0], True), ([-1, 0, 1, 2], False)):
-        problem = problem_of(Draft.trees([chain, ([3, 4, 5, 6], parents)]), rows, toys.VOCABULARY)
+        problem = problem_of(Draft.trees([chain, ([3, 4, 5, 6], parents)]), rows, toys.VOCABULARY, grows_trees=True)
         assert (problem is None) == is_good, parents
 
 

@@ -51,7 +51,7 @@ def in_lanes(llm: LLM, count: int, rng: random.Random | None = None) -> Noted:
     if isinstance(controller, BatchController):
         llm.engine.controller = LaneController(controller.table, controller._corrects)
         llm.engine.scheduler.piece_sizes = llm.engine.controller.piece_sizes
-        drafter: Any = llm.engine.drafter
-        if isinstance(drafter.drafter, LevelDrafter):
-            drafter.drafter.pace = llm.engine.controller.goes_on
+        drafter = llm.engine.drafter.unguarded
+        if isinstance(drafter, LevelDrafter):
+            drafter.pace = llm.engine.controller.goes_on
     return noted

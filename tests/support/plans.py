@@ -60,7 +60,7 @@ class RandomController:
 def at_random(llm: LLM, seed: int) -> RandomController:
     """From now on the engine's plans are random."""
     controller = llm.engine.controller = RandomController(seed)
-    drafter = getattr(llm.engine.drafter, "drafter", None)
+    drafter = llm.engine.drafter.unguarded
     if isinstance(drafter, LevelDrafter):
         drafter.pace = controller.goes_on
     return controller

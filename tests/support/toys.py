@@ -142,7 +142,7 @@ class ScriptedTreeDrafter(ScriptedDrafter):
 
 
 def caches(llm: LLM) -> list[Any]:
-    drafter = getattr(llm.engine.drafter, "drafter", llm.engine.drafter)
+    drafter = llm.engine.drafter.unguarded
     owners = [llm.engine.target, getattr(drafter, "_runner", None), drafter]
     return [cache for owner in owners if (cache := getattr(owner, "cache", None)) is not None]
 

@@ -81,10 +81,11 @@ class _Tried(NamedTuple):
 
 
 class _OwnTime:
-    """Milliseconds of deciding and learning, taken inside `with`, the `latest` of which took so many: a step with drafts costs `of_drafts`
-    more than its tokens do.
+    """Milliseconds that deciding and learning take, measured inside `with`.
 
-    The median of the latest steps with drafts, taken for nothing before there are KNOWN: one that was held up does not end all drafting.
+    latest     of the last measurement
+    of_drafts  what a step with drafts costs beyond its tokens: the median of the latest such steps, so that one that was held up does not
+               end all drafting; 0 before there are KNOWN
     """
 
     def __init__(self) -> None:

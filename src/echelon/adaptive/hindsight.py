@@ -65,7 +65,7 @@ class ChainFates(NamedTuple):
 
 @dataclass
 class Hindsight:
-    """Sums over the steps that read no prompt, of plain ones in a row over some.
+    """Sums over the steps that read no prompt. Of a run of plain steps only some are summed.
 
     num_proposed  of all steps: tokens drafted, verified or not; and rows that a drafter was asked for that copies, those it had any for
     predicted_ms  of these steps, and what they took

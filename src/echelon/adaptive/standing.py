@@ -12,8 +12,8 @@ DECIDED = 0.02  # share of the time that deciding may take before it comes more 
 
 
 class Standing:
-    """The latest decision, and for how many more steps it stands. One for plain steps does so whoever comes for those that go, until the
-    batch is smaller; one that lets rows draft only while they stay.
+    """The latest decision, and for how many more steps it stands. A decision not to draft survives rows being replaced, until the batch
+    shrinks; a decision to draft holds only while the rows stay the same.
 
     may_draft   of each row, by that decision
     num_passed  steps that have gone by it since it was made

@@ -59,12 +59,12 @@ ADAPTIVE = [  # the engine decides how much is drafted
 CONFIDENT = DecodingMethod("confident draft model", {"method": "draft_model", "num_speculative_tokens": 7, "confidence_threshold": 0.3})
 
 
-def default_methods(num_ngram_tokens: int = 7, num_draft_tokens: int = NUM_DRAFTED) -> list[DecodingMethod]:
+def default_methods() -> list[DecodingMethod]:
     """Plain decoding, LLMA with the paper's match length, and a draft model."""
     return [
         DecodingMethod("plain", None),
-        DecodingMethod("LLMA", {"method": "ngram", "num_speculative_tokens": num_ngram_tokens, "prompt_lookup_max": 2}),
-        DecodingMethod("draft model", {"method": "draft_model", "num_speculative_tokens": num_draft_tokens}),
+        DecodingMethod("LLMA", {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 2}),
+        DecodingMethod("draft model", {"method": "draft_model", "num_speculative_tokens": NUM_DRAFTED}),
     ]
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,7 +30,7 @@ from echelon.bench.kernels import (
 )
 from echelon.bench.kernels import as_markdown as kernels_as_markdown
 from echelon.bench.overhead import measure_all
-from echelon.bench.report import table, write_json
+from echelon.bench.report import table
 from echelon.bench.serve import Goal, Traffic
 from echelon.bench.serve import as_markdown as load_as_markdown
 from echelon.bench.serve import measure as measure_server
@@ -39,9 +39,9 @@ from echelon.bench.step import as_markdown as steps_as_markdown
 from echelon.bench.step import measure_steps
 from echelon.bench.throughput import environment
 from echelon.bench.workloads import code_texts
-from echelon.cli.measured import IsaOption, JsonOption, OutputOption, counted, said, sizes_of, writable_file, write_report
+from echelon.cli.measured import IsaOption, OutputOption, Report, counted, said, sizes_of, writable_file
 from echelon.cli.runs import latency, peers, throughput
-from echelon.cli.shared import QuantizationOption, SpeculativeOption, speculative_mapping
+from echelon.cli.shared import JsonOption, QuantizationOption, SpeculativeOption, speculative_mapping
 from echelon.cli.words import errors
 from echelon.config import Quantization
 from echelon.demo import held_out_files
@@ -75,8 +75,8 @@ def step(
     ] = None,
     speculative_config: SpeculativeOption = None,
     max_num_seqs: Annotated[int, typer.Option(help="Rows that the cost table reaches to.", min=1)] = 64,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
-    output: JsonOption = None,
+    json_output: JsonOption = False,
+    output: OutputOption = None,
 ) -> None:
     """One forward pass by its number of tokens, beside merely reading the weights; in milliseconds, linear layers and attention apart."""
     if not has_kernels(torch.empty(0, device=chosen_device("auto"))):
@@ -95,10 +95,8 @@ def step(
         task = progress.add_task("passes", total=rounds + 1)
         results = measure_steps(loaded, widths, tokens_per_row, context, rounds, lambda: progress.advance(task))
     kind = {"model": model, "isa": compiled.isa(), "dtype": loaded.quantization or str(loaded.model.dtype).removeprefix("torch.")}
-    report = {"environment": environment(), **kind, "results": [asdict(r) for r in results]}
-    typer.echo(json.dumps(report) if json_output else steps_as_markdown(results))
-    if output is not None:
-        write_json(output, report)
+    value = {"environment": environment(), **kind, "results": [asdict(r) for r in results]}
+    Report(name="step", value=value, tables=steps_as_markdown(results)).publish(output, json_output)
 
 
 def _made(model: str, dtype: str, quantization: Quantization | None) -> LoadedModel:
@@ -115,6 +113,7 @@ def balance(
     context: Annotated[int, typer.Option(help="Tokens that each row has before those of the step.", min=0)] = 256,
     rounds: Annotated[int, typer.Option(help="Passes of each kind.", min=1)] = 3,
     isa: IsaOption = None,  # noqa: ARG001
+    json_output: JsonOption = False,
     output: OutputOption = None,
 ) -> None:
     """Scylla's law: operations a byte by batch and tokens a row, the machine's balance, and the tokens of a row that it favours, k_opt."""
@@ -124,12 +123,9 @@ def balance(
         loaded = random_model(model) if model in SHAPES else load_model(model, device="auto")
     with counted(sum(len(numbers_of(size)) for size in sizes), "steps") as done:
         found = measure_balance(loaded, machine, sizes, context, rounds, done)
-    markdown = balance_as_markdown(found)
-    typer.echo(markdown)
-    report = {"environment": environment(), "model": model, "isa": compiled.isa(), **found.as_json()}
-    folder = write_report(output, "balance", report, f"# Balance\n\n{markdown}\n")
-    for path in balance_charts(folder, found) if folder is not None else []:
-        said(path)
+    value = {"environment": environment(), "model": model, "isa": compiled.isa(), **found.as_json()}
+    charts = partial(balance_charts, found=found)
+    Report(name="balance", value=value, tables=balance_as_markdown(found), charts=charts).publish(output, json_output)
 
 
 @app.command()
@@ -147,8 +143,8 @@ def serve(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Ask for full length (echelon, vLLM).")] = False,
     ttft_goal: Annotated[float | None, typer.Option(help="Milliseconds to the first token, for goodput.")] = None,
     tpot_goal: Annotated[float | None, typer.Option(help="Milliseconds a further token, for goodput.")] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
-    output: JsonOption = None,
+    json_output: JsonOption = False,
+    output: OutputOption = None,
 ) -> None:
     """TTFT, TPOT, ITL, goodput and acceptance of a server under load. The key is that in OPENAI_API_KEY. Exit 3 if some fail."""
     if input is not None:
@@ -159,11 +155,9 @@ def serve(
     traffic = Traffic(prompts, max_tokens, max_concurrency, request_rate, params, seed)
     with errors.status(f"{len(prompts)} requests to {base_url}"):
         value = asyncio.run(measure_server(base_url, os.environ.get("OPENAI_API_KEY"), model, traffic, Goal(ttft_goal, tpot_goal)))
-    typer.echo(json.dumps(value) if json_output else load_as_markdown(value))
+    Report(name="serve", value=value, tables=load_as_markdown(value)).publish(output, json_output)
     for problem in value["problems"]:
         errors.print(f"[red]failed:[/] {escape(problem)}", highlight=False)
-    if output is not None:
-        write_json(output, value)
     if value["num_failed"]:
         raise typer.Exit(3)
 
@@ -178,13 +172,15 @@ def _text_of(request: Request) -> str:
 @app.command()
 def overhead(
     trees: Annotated[bool, typer.Option("--trees", help="With EAGLE-2's trees from a head that takes no time, instead of chains.")] = False,
+    json_output: JsonOption = False,
     output: OutputOption = None,
 ) -> None:
     """Milliseconds of a step outside the model: scheduling, packing, verifying, sampling; vocabulary 32,000."""
     rows = measure_all(trees)
     head = ["batch", "drafted a row", "temperature", "median ms", "largest ms"]
-    typer.echo(table(head, [(r.batch_size, r.num_draft_tokens, r.temperature, f"{r.median_ms:.2f}", f"{r.largest_ms:.2f}") for r in rows]))
-    write_report(output, "overhead", {"environment": environment(), "results": [asdict(r) for r in rows]})
+    tables = table(head, [(r.batch_size, r.num_draft_tokens, r.temperature, f"{r.median_ms:.2f}", f"{r.largest_ms:.2f}") for r in rows])
+    value = {"environment": environment(), "results": [asdict(r) for r in rows]}
+    Report(name="overhead", value=value, tables=tables).publish(output, json_output)
 
 
 @app.command()
@@ -193,7 +189,7 @@ def kernels(
     rows: Annotated[str, typer.Option(help="Rows of a call, comma-separated.")] = "1,2,4,8,16,32,40,64,128,512",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     isa: IsaOption = None,  # noqa: ARG001
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+    json_output: JsonOption = False,
     output: OutputOption = None,
 ) -> None:
     """Each kernel of ours beside the memory's and the arithmetic's limit, oneDNN and plain PyTorch; weights come from memory."""
@@ -215,15 +211,14 @@ def kernels(
         for heads in ATTENTION_SHAPES:
             attention += measure_attention(*heads, [1, 2, 4, 8], dtype, device)
             progress.advance(task)
-    report = {
+    value = {
         "environment": environment(),
         "machine": asdict(machine),
         "linear": [asdict(r) for r in results],
         "attention": [asdict(r) for r in attention],
     }
     tables = f"{kernels_as_markdown(machine, results)}\n\n{attention_as_markdown(attention)}"
-    typer.echo(json.dumps(report) if json_output else tables)
-    write_report(output, "kernels", report)
+    Report(name="kernels", value=value, tables=tables).publish(output, json_output)
 
 
 def _shape(text: str) -> tuple[int, int]:

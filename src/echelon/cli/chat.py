@@ -25,7 +25,7 @@ from echelon.config import EngineConfig
 from echelon.inputs import conversation
 from echelon.sequence import FinishReason, Sequence
 from echelon.sizes import mebibytes
-from echelon.text import Detokenizer, num_held_back, pieces_by_token
+from echelon.text import Detokenizer, num_shown, pieces_by_token
 
 COMMANDS = {
     "/help": "this list",
@@ -128,8 +128,8 @@ class Chat:
         assert isinstance(watcher, Detokenizer)
         for _ in self.llm.run([[sequence]]):
             first = first or (time.perf_counter() if sequence.num_output_tokens else 0.0)
-            held = 0 if sequence.is_finished else num_held_back(watcher.text, sequence.params.stop)
-            shown = self._show_new(sequence, watcher, shown, len(watcher.text) - held)
+            sure = num_shown(watcher.text, sequence.params.stop, sequence.is_finished)
+            shown = self._show_new(sequence, watcher, shown, sure)
             if was_interrupted():
                 break
         text = watcher.finish() if sequence.finish_reason is not FinishReason.ERROR else watcher.text

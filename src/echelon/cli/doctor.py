@@ -15,7 +15,7 @@ from rich.table import Table
 
 from echelon import LLM, ConfigError, ops
 from echelon.adaptive.cost_files import all_costs
-from echelon.cli.shared import SpeculativeOption, speculative_mapping
+from echelon.cli.shared import JsonOption, SpeculativeOption, speculative_mapping
 from echelon.cli.words import SPECULATIVE
 from echelon.drafters.head_selftest import familiarity
 from echelon.drafters.heads import AttachedHead
@@ -29,7 +29,7 @@ from echelon.release import version
 def doctor(
     model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Also load this model and say how it is served.")] = None,
     speculative_config: SpeculativeOption = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+    json_output: JsonOption = False,
 ) -> None:
     """Say what this machine offers, which implementation serves each operation and why, and what is promised (more: `echelon inspect`)."""
     if model is None and speculative_config is not None:

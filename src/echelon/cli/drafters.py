@@ -19,7 +19,7 @@ from echelon.bench.throughput import DecodingMethod, EngineRun, Run
 from echelon.bench.workloads import workload
 from echelon.cli.advice import PAYS
 from echelon.cli.measured import counted
-from echelon.cli.shared import Flags, ModelArgument, verb
+from echelon.cli.shared import Flags, JsonOption, ModelArgument, verb
 from echelon.cli.words import SPECULATIVE, errors
 from echelon.demo import held_out_files
 from echelon.errors import EchelonError, UnknownHeadError
@@ -67,7 +67,7 @@ def drafters(
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
     rounds: Annotated[int, typer.Option(help="Runs of each drafter, interleaved.", min=1)] = 2,
     engine: dict[str, Any],
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+    json_output: JsonOption = False,
 ) -> None:
     """Try n-grams and the given drafters on a sample of your prompts, beside plain decoding, and say which is the fastest and its flags."""
     target = load_model(model, **{name: value for name, value in engine.items() if name != "kv_cache_dtype"})

@@ -15,7 +15,7 @@ from torch import nn
 from echelon import LLM, ops
 from echelon.adaptive.cost_files import all_costs
 from echelon.build import model_key
-from echelon.cli.shared import ModelArgument
+from echelon.cli.shared import JsonOption, ModelArgument
 from echelon.errors import EchelonError, UnknownHeadError
 from echelon.heads.checkpoints import load_head
 from echelon.model.attention import record_layers
@@ -28,7 +28,7 @@ from echelon.sizes import mebibytes
 def inspect(
     model: ModelArgument,
     drafter: Annotated[list[str] | None, typer.Option(help="Folder or hub name of a draft model or a head; may be repeated.")] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+    json_output: JsonOption = False,
 ) -> None:
     """Say what a model is made of, what serves each layer, what memory it takes, and which drafters fit (exit 1: one does not)."""
     llm = LLM(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,7 @@ from echelon.bench.inflate import inflate, plan_growth
 from echelon.bench.report import described, write_json
 from echelon.bench.throughput import NUM_DRAFTED, default_methods
 from echelon.bench.workloads import WORKLOADS, workload
-from echelon.cli.shared import ComparedOption, progress, speculative_mappings
+from echelon.cli.shared import ComparedOption, JsonOption, progress, speculative_mappings
 from echelon.cli.words import errors
 from echelon.config import OWN_COPY, SpeculativeConfig
 from echelon.demo import DRAFT, TARGET, held_out_files
@@ -40,12 +41,12 @@ def writable(path: Path | None) -> Path | None:
     return path
 
 
-def writable_file(path: Path | None) -> Path | None:
+def writable_file(flag: typer.CallbackParam, path: Path | None) -> Path | None:
     """The same for a file of any name."""
     if path is not None and path.is_dir():
-        raise OutputError(f"{str(path)!r} is a folder, and a file is needed there; choose another --output")
+        raise OutputError(f"{str(path)!r} is a folder, and a file is needed there; choose another {flag.opts[0]}")
     if path is not None:
-        made_folder(path.parent, "--output")
+        made_folder(path.parent, flag.opts[0])
     return path
 
 
@@ -68,9 +69,41 @@ OutputOption = Annotated[
     Path | None,
     typer.Option(callback=writable, help="Also write JSON here; a name without .json is a folder for JSON, Markdown and plots."),
 ]
-JsonOption = Annotated[Path | None, typer.Option(callback=writable_file, help="Also write JSON here.")]
 ParametersOption = Annotated[int, typer.Option(help="Grow the target in memory to this many parameters first; 0: as it is.")]
 RoundsOption = Annotated[int, typer.Option(help="Runs of each method, interleaved.", min=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a verb has measured.
+
+    name    of the verb, and of its files
+    value   for JSON; its `environment` is that of this process, without one another's was measured
+    tables  for the terminal
+    text    Markdown; by default the tables under a heading
+    charts  draws plots into a folder and returns their paths
+    """
+
+    name: str
+    value: Mapping[str, Any]
+    tables: str
+    text: str = ""
+    charts: Callable[[Path], SequenceOf[Path]] = lambda _: []
+
+    def publish(self, output: Path | None, as_json: bool) -> None:
+        """Print the tables, or JSON; write JSON to a file `….json`, or JSON, Markdown and plots into a folder."""
+        on = described(self.value["environment"]) if "environment" in self.value else "another machine"
+        typer.echo(json.dumps(self.value) if as_json else f"{on}\n\n{self.tables}")
+        if output is None:
+            return
+        if output.suffix == ".json":
+            said(write_json(output, self.value))
+            return
+        said(write_json(output / f"{self.name}.json", self.value))
+        text = self.text or f"# {self.name.capitalize()}\n\n`{command()}` on {on}.\n\n{self.tables}\n"
+        said(write_text(output / f"{self.name}.md", text, "--output"))
+        for path in self.charts(output):
+            said(path)
 
 
 class Elsewhere(NamedTuple):
@@ -93,6 +126,7 @@ class BenchOptions:
     num_prompts: Annotated[int, typer.Option(help="Number of prompts.", min=1)] = 16
     prompt_tokens: Annotated[int, typer.Option(help="Most tokens of a prompt.", min=1)] = 128
     max_tokens: Annotated[int, typer.Option(help="New tokens a prompt.", min=1)] = 64
+    json_output: JsonOption = False
     output: OutputOption = None
 
     @property
@@ -130,21 +164,8 @@ class BenchOptions:
     def params(self, temperature: float = 0.0) -> SamplingParams:
         return SamplingParams(temperature=temperature, seed=0, max_tokens=self.max_tokens, ignore_eos=True)
 
-    def publish(
-        self,
-        name: str,
-        value: object,
-        where: dict[str, str],
-        tables: str,
-        report: str = "",
-        charts: Callable[[Path], SequenceOf[Path]] = lambda _: [],
-    ) -> None:
-        """Print the tables, and write JSON, Markdown (`report`, or the tables under a heading) and plots where `--output` says."""
-        typer.echo(f"{described(where)}\n\n{tables}")
-        heading = f"# {name.capitalize()}\n\n`{command()}` on {described(where)}.\n\n"
-        folder = write_report(self.output, name, value, report or f"{heading}{tables}\n")
-        for path in charts(folder) if folder is not None else []:
-            said(path)
+    def publish(self, report: Report) -> None:
+        report.publish(self.output, self.json_output)
 
 
 def sizes_of(text: str, option: str = "--batch-sizes") -> list[int]:
@@ -188,19 +209,6 @@ def counted(total: int, first: str) -> Iterator[Callable[[str], None]]:
 def command() -> str:
     """What was typed, for the report."""
     return shlex.join(["echelon", *sys.argv[1:]])
-
-
-def write_report(output: Path | None, name: str, value: object, markdown: str = "") -> Path | None:
-    """JSON to a file `….json`, or `name.json` and `name.md` into a folder, which is returned."""
-    if output is None:
-        return None
-    if output.suffix == ".json":
-        said(write_json(output, value))
-        return None
-    said(write_json(output / f"{name}.json", value))
-    if markdown:
-        said(write_text(output / f"{name}.md", markdown, "--output"))
-    return output
 
 
 def said(path: Path) -> None:

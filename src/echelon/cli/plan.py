@@ -13,9 +13,9 @@ from rich.table import Table
 
 from echelon import EngineConfig
 from echelon.cli.plan_on_paper import PaperOptions, plan_on_paper
-from echelon.cli.shared import Flags, ModelArgument, SpeculativeOption, speculative_mapping, verb
+from echelon.cli.shared import BATCHED, ENGINE, Flags, JsonOption, ModelArgument, SpeculativeOption, speculative_mapping, verb
 from echelon.cli.words import errors
-from echelon.config import speculative
+from echelon.config import RANKS, speculative
 from echelon.estimate.devices import read_devices
 from echelon.memory.ladder import Fitting
 from echelon.memory.lower_bound import LeastMemory, least_memory
@@ -23,21 +23,10 @@ from echelon.memory.plan import MemoryPlan
 from echelon.memory.residents import PlannedModels
 from echelon.sizes import gibibytes
 
+SERVED = tuple(name for name in (*ENGINE, *BATCHED) if name not in ("device", *RANKS))  # of a plan on paper these mean something else
 
-@verb(
-    engine=Flags(
-        EngineConfig,
-        "memory",
-        "gpu_memory_utilization",
-        "max_num_seqs",
-        "max_model_len",
-        "max_num_batched_tokens",
-        "kv_cache_dtype",
-        "quantization",
-        "dtype",
-        "enable_prefix_caching",
-    ),
-)
+
+@verb(engine=Flags(EngineConfig, *SERVED))
 def plan(
     model: ModelArgument,
     *,
@@ -56,7 +45,7 @@ def plan(
         float | None, typer.Option(help="On paper: tokens a step with drafts; as published for the method by default.", min=1.0)
     ] = None,
     engine: dict[str, Any],
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+    json_output: JsonOption = False,
 ) -> None:
     """Say where the memory goes that MODEL would take, and how many conversations fit (exit 1: they do not). No weight is read.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -43,6 +44,7 @@ from echelon.cli.measured import (
     BenchOptions,
     IsaOption,
     ParametersOption,
+    Report,
     RoundsOption,
     command,
     counted,
@@ -106,13 +108,13 @@ def throughput(options: ThroughputOptions) -> None:
         for size in sizes:
             beside = others.get(size, [])
             results += measure(target, draft, methods, prompts, params, size, rounds, truth, done, beside, **options.engine)
-    where = environment()
     parts = [write(results) for write in (speeds_as_markdown, notes_as_markdown, steps_as_markdown, positions_as_markdown)]
     parts += [adaptive_as_markdown(results)] if any(r.adaptive for r in results) else []
     tables = "\n\n".join(part for part in parts if part)
-    report = throughput_as_markdown(results, where, command())
     value = speeds_as_json(results) | {"quantization": target.quantization, "kv_cache_dtype": options.engine["kv_cache_dtype"]}
-    options.publish("throughput", value, where, tables, report, lambda folder: throughput_charts(folder, results))
+    report = throughput_as_markdown(results, value["environment"], command())
+    draw = partial(throughput_charts, results=results)
+    options.publish(Report(name="throughput", value=value, tables=tables, text=report, charts=draw))
     if any(r.num_identical < r.num_rows for r in results if r.strategy == "unpadded"):
         errors.print("[red]some rows differ from plain decoding[/]")
         raise typer.Exit(1)
@@ -142,13 +144,8 @@ def latency(options: LatencyOptions) -> None:
     with counted(len(sizes) * len(loads) * len(methods), "warming up") as done:
         for size in sizes:
             results += measure_latency(target, draft, methods, prompts, params, size, loads, options.seed, done, refill=options.refill)
-    options.publish(
-        "latency",
-        latencies_as_json(results),
-        environment(),
-        latencies_as_markdown(results),
-        charts=lambda folder: latency_charts(folder, results),
-    )
+    draw = partial(latency_charts, results=results)
+    options.publish(Report(name="latency", value=latencies_as_json(results), tables=latencies_as_markdown(results), charts=draw))
 
 
 def _loads(text: str) -> list[float]:
@@ -235,7 +232,7 @@ def peers(options: PeersOptions) -> None:
         truth = plain_outputs(target, prompts, params)
         ours = [r for size in sizes for r in measure(target, draft, methods, prompts, params, size, rounds, truth, done)]
         theirs = measure_peers(others, tasks, truth, options.timeout, done)
-    where, versions = environment(), {package: version for r in theirs for package, version in r.versions.items()}
+    versions = {package: version for r in theirs for package, version in r.versions.items()}
     results = {"ours": [asdict(r) for r in ours], "peers": [asdict(r) for r in theirs]}
-    value = {"command": command(), "environment": where, "versions": versions, **results}
-    options.publish("peers", value, where, peers_as_markdown([*ours, *(r.result for r in theirs)], versions))
+    value = {"command": command(), "environment": environment(), "versions": versions, **results}
+    options.publish(Report(name="peers", value=value, tables=peers_as_markdown([*ours, *(r.result for r in theirs)], versions)))

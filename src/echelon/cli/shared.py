@@ -60,6 +60,7 @@ ComparedOption = Annotated[
         help='What drafts, beside plain decoding, e.g. `{"method":"draft_model","model":"DIR"}`; may be repeated.',
     ),
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 RefillOption = Annotated[bool, typer.Option("--refill/--no-refill", help=EngineConfig.model_fields["refill"].description)]
 QuantizationOption = Annotated[Quantization | None, typer.Option(help=EngineConfig.model_fields["quantization"].description)]
 

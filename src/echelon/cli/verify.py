@@ -17,7 +17,7 @@ from echelon.bench.throughput import environment, methods_of
 from echelon.bench.verify import STRATEGIES, EqualityResult, VerificationJob, verify_model
 from echelon.bench.workloads import workload
 from echelon.cli.measured import counted, integers_of, sizes_of
-from echelon.cli.shared import ComparedOption, Flags, ModelArgument, speculative_mappings, verb
+from echelon.cli.shared import ComparedOption, Flags, JsonOption, ModelArgument, speculative_mappings, verb
 from echelon.cli.words import errors
 from echelon.demo import held_out_files
 from echelon.requests import read_requests
@@ -45,7 +45,7 @@ class VerifyOptions:
         bool,
         typer.Option("--control/--no-control", help="Also compare `transformers` with itself at batch 1; a run in integers leaves it out."),
     ] = True
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False
+    json_output: JsonOption = False
 
 
 @verb(VerifyOptions, engine=Flags(EngineConfig, "quantization", "kv_cache_dtype", "refill", "device", "numerics"))

@@ -39,13 +39,25 @@ bool has_avx_vnni() {
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
 }
 
+// Everything that code for x86-64-v3 may use: a virtual machine may hide some of it behind AVX2.
+bool has_v3() {
+  unsigned a, b, c1, c2, d;
+  if (!__get_cpuid(1, &a, &b, &c1, &d) || !__get_cpuid(0x80000001, &a, &b, &c2, &d)) return false;
+  const bool has_rest = (c1 >> 29 & 1) && (c1 >> 22 & 1) && (c2 >> 5 & 1);  // F16C, MOVBE, LZCNT
+  return has_rest && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
+         __builtin_cpu_supports("bmi2");
+}
+
+bool has_v4() {
+  return has_v3() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
 Features detect() {
   __builtin_cpu_init();
   Features found = 0;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found |= avx2;
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq"))
-    found |= avx512;
+  if (has_v3()) found |= avx2;
+  if (has_v4()) found |= avx512;
   if (__builtin_cpu_supports("avx512bf16")) found |= avx512_bf16;
   if (has(found, avx2) && has_avx_vnni()) found |= avx_vnni;
   if (has(found, avx512) && __builtin_cpu_supports("avx512vnni")) found |= avx512_vnni;

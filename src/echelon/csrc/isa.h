@@ -8,8 +8,8 @@ namespace echelon {
 
 // Kernels say which of these they need, so another one is another bit here and another line where kernels are chosen.
 enum Feature : unsigned {
-  avx2 = 1 << 0,         // with FMA and F16C
-  avx512 = 1 << 1,       // F, BW, VL and DQ
+  avx2 = 1 << 0,         // and all else of x86-64-v3: FMA, F16C, BMI1 and 2, LZCNT, MOVBE
+  avx512 = 1 << 1,       // F, BW, CD, DQ and VL: x86-64-v4
   avx512_bf16 = 1 << 2,  // products of pairs of bfloat16
   amx_bf16 = 1 << 3,     // tile registers, and products of bfloat16 tiles
   avx_vnni = 1 << 4,     // products of four bytes summed to int32, in registers of 256 bits

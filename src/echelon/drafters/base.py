@@ -13,6 +13,7 @@ from torch import Tensor
 from echelon.draft import Draft, Float64, Int64, Verdict
 from echelon.heads.base import HiddenStateName
 from echelon.sequence import PlannedRow, Sequence
+from echelon.stats import Usage
 
 
 class Drafter(Protocol):
@@ -20,16 +21,23 @@ class Drafter(Protocol):
 
     hidden_state_names  those of the target that `observe` wants, [T, len(hidden_state_names) · d] for the rows' new tokens, drafted ones
                         included; with none it gets None
+    usage               counts its forward passes; None: it makes none
     """
 
     hidden_state_names: tuple[HiddenStateName, ...] = ()
+    usage: Usage | None = None
+
+    @property
+    def unguarded(self) -> Drafter:
+        """What drafts, without the guard that it may stand behind."""
+        return self
 
     def propose(self, rows: SequenceOf[PlannedRow]) -> Draft:
         """At most `max_draft_tokens` tokens for every row, 0 for some or all."""
 
     def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:  # noqa: ARG002
         """What became of the last proposal; called once a step, before the tokens are appended. Where `propose` failed, or was not called,
-        nothing was drafted, and what it has left behind must go.
+        nothing was drafted: state that it wrote for this step must be rolled back.
         """
         return
 

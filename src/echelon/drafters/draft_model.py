@@ -68,7 +68,7 @@ class DraftModelDrafter(Drafter):
         growth: Growth | None = None,
         scores: bool = False,
     ) -> None:
-        self._runner = runner
+        self._runner, self.usage = runner, runner.usage
         self._vocab_size = vocab_size  # the target's
         self._keeps_probs = keeps_probs  # rejection compares distributions
         self._min_score = min_score  # of a draft, its joint log-probability

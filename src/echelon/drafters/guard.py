@@ -35,6 +35,7 @@ NUM_STEPS = 20  # a call may take as long as so many steps of the target,
 SHORTEST_LIMIT = 0.5  # at least so many seconds
 LONGEST_WAIT = 2.0  # and at most these, which are as long as a stream should ever wait
 NEWEST_SHARE = 0.1  # of the newest step in the mean of what steps take
+FIRST_PAUSE = 30.0  # seconds without a drafter that has failed
 LONGEST_PAUSE = 1800.0  # seconds without a drafter that fails whenever it is tried again
 
 
@@ -50,8 +51,9 @@ class CallTimer:
     excess  seconds that calls took beyond that number of steps, all together; what a step does not use of it is paid back
     """
 
-    def __init__(self, fixed: float | None) -> None:
-        self.fixed, self.excess = fixed, 0.0
+    def __init__(self) -> None:
+        self.fixed: float | None = None
+        self.excess = 0.0
         self._step: float | None = None  # seconds, on average
         self._reading: dict[int, float] = {}  # row → seconds of the steps in which the target read it, since it was last drafted for
 
@@ -92,16 +94,16 @@ class CallTimer:
         return max((self._reading.get(row.sequence.id, 0.0) for row in rows), default=0.0) if self._reading else 0.0
 
 
-class GuardedDrafter:
+class GuardedDrafter(Drafter):
     """A drafter behind a wall.
 
     vocab_size   width of the target's logits: ids lie below it
     grows_trees  may drafts branch? Elsewhere neither acceptance nor layout need know of it
-    time_limit   seconds that a call may take; None: as many as `CallTimer` allows. A slower proposal is used, and counts as a failure
-    retry_after  seconds without the drafter, once it has failed MOST_FAILURES times or taken LONGEST_WAIT too long; then one failure more
-                 cuts it off again, for twice as long each time
     faults       failures by kind, and `cut off`: steps without it
-    timer        what its calls may take
+    timer        what its calls may take; a slower proposal is used, and counts as a failure
+
+    Once it has failed MOST_FAILURES times, or taken LONGEST_WAIT too long, it is left out for FIRST_PAUSE; then one failure more cuts it
+    off again, for twice as long each time.
     """
 
     def __init__(
@@ -109,20 +111,22 @@ class GuardedDrafter:
         drafter: Drafter,
         vocab_size: int,
         grows_trees: bool = True,
-        time_limit: float | None = None,
-        retry_after: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.drafter = drafter
-        self.hidden_state_names = drafter.hidden_state_names
+        self.hidden_state_names, self.usage = drafter.hidden_state_names, drafter.usage
         self.faults: Counter[DrafterFault] = Counter()
         self._vocab_size, self._grows_trees = vocab_size, grows_trees
-        self._retry_after, self._clock, self.timer = retry_after, clock, CallTimer(time_limit)
+        self._clock, self.timer = clock, CallTimer()
         self._num_failures = self._num_good = self._num_cuts = 0
         self._resumes_at = -np.inf
         self._proposed: dict[int, tuple[float, float]] = {}  # row → when the last proposal for it came, and the seconds it took
         self._is_deaf = False  # left out for being slow to hear: it hears nothing until it is tried again
         self._unheard: dict[int, None] = {}  # rows of which it has missed something
+
+    @property
+    def unguarded(self) -> Drafter:
+        return self.drafter
 
     def propose(self, rows: Sequence[PlannedRow]) -> Draft:
         for row in rows:
@@ -229,7 +233,7 @@ class GuardedDrafter:
         self._num_failures += 1
         logger.warning("the drafter failed (%s): %s", kind, reason)
         if is_enough or self._num_failures >= MOST_FAILURES:
-            pause = min(self._retry_after * 2**self._num_cuts, max(LONGEST_PAUSE, self._retry_after))
+            pause = min(FIRST_PAUSE * 2**self._num_cuts, LONGEST_PAUSE)
             self._num_failures, self._num_cuts, self.timer.excess = MOST_FAILURES - 1, self._num_cuts + 1, 0.0
             self._resumes_at = self._clock() + pause
             logger.warning("the drafter is left out for %.0f s", pause)
@@ -245,8 +249,8 @@ def _named(error: BaseException) -> str:
         return "an exception that cannot be named"
 
 
-def problem_of(draft: Draft, rows: Sequence[PlannedRow], vocab_size: int, grows_trees: bool = True) -> str | None:
-    """What is wrong with a draft for `rows`; the target may be fed one with which nothing is."""
+def problem_of(draft: Draft, rows: Sequence[PlannedRow], vocab_size: int, grows_trees: bool) -> str | None:
+    """Why the target must not be fed a draft for `rows`; None where it is well formed."""
     problem = _problem_of_sizes(draft, rows)
     if problem is not None or not len(draft.tokens):
         return problem

@@ -20,7 +20,7 @@ from torch import Tensor
 from echelon.batch import RaggedBatch, Span
 from echelon.config import SpeculativeConfig
 from echelon.draft import Draft, Int64, RowVerdict, Verdict, indptr_of
-from echelon.drafters.base import Pace, every
+from echelon.drafters.base import Drafter, Pace, every
 from echelon.drafters.frontier import Frontier, grow
 from echelon.errors import ConfigError
 from echelon.heads.base import Head
@@ -128,7 +128,7 @@ class _Unread:
         return self.start + len(self.tokens)
 
 
-class HeadDrafter:
+class HeadDrafter(Drafter):
     """`head` proposes trees that `growth` shapes. `cache` is the head's own where it has attention layers; its tables are among the
     scheduler's, with as many slots reserved as in the target's. `usage` counts its passes: one a reading of what was kept, with which the
     first level of the tree comes, and one for every deeper level. No path has a joint log-probability below `min_score`.
@@ -136,6 +136,8 @@ class HeadDrafter:
     drafts_first  whether the first token of a text may be drafted. Then the head has read the prompt, which it has not where the prompt is
                   read in one piece: where what is drafted can change a text, this must not depend on the pieces
     """
+
+    usage: Usage
 
     def __init__(
         self, attached: AttachedHead, growth: Growth, cache: KVCache | None, min_score: float = -np.inf, drafts_first: bool = True

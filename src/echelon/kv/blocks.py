@@ -62,7 +62,7 @@ class BlockPool:
         if not self.num_free:
             raise OutOfBlocksError(f"all {self.num_blocks} KV blocks are in use; raise kv_cache_memory_bytes or lower max_num_seqs")
         if not self._free:
-            self.drop_unused(1)
+            self._drop_unused(1)
         block = self._free.pop()
         self._counts[block] = 1
         return block
@@ -102,18 +102,16 @@ class BlockPool:
         block = blocks[content.next_token] if is_same else next(iter(blocks.values()))
         return (block, is_same) if self._contents[block].tokens == content.tokens else None
 
-    def drop_unused(self, count: int) -> int:
-        """Forget the content of up to `count` free blocks, those free for longest first; returns of how many."""
-        dropped = min(count, len(self._unused))
-        for _ in range(dropped):
+    def _drop_unused(self, count: int) -> None:
+        """Forget the content of `count` free blocks, those free for longest first."""
+        for _ in range(count):
             block, _ = self._unused.popitem(last=False)
             self._withdraw(block)
             self._free.append(block)
-        return dropped
 
     def drop_all(self) -> None:
         """Forget all content; blocks stay with those who hold them."""
-        self.drop_unused(len(self._unused))
+        self._drop_unused(len(self._unused))
         for block in self.published:
             self._withdraw(block)
 

@@ -52,10 +52,10 @@ class LayerCall:
 
 
 class AttentionContext(Protocol):
-    """Computes the attention of all layers in one forward pass, each [T', H, Dv]."""
+    """Computes the attention of all layers in one forward pass."""
 
     def attend(self, call: LayerCall) -> Tensor:
-        """Attention [T, H, D] of one layer's call."""
+        """Attention [T', H, Dv] of one layer's call."""
 
 
 class Ranks(Protocol):

@@ -35,7 +35,7 @@ from echelon.server.responses import (
     TokenUsage,
     TopLogprob,
 )
-from echelon.text import Detokenizer, num_held_back, pieces_by_token, text_offsets
+from echelon.text import Detokenizer, num_shown, pieces_by_token, text_offsets
 
 logger = logging.getLogger("echelon.server")
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
@@ -246,7 +246,7 @@ class StreamSerializer:
             is_last = state.reason is not None
             if not self._has_begun[i] and (state.num_tokens or is_last):
                 yield from self._head(i, sequence)
-            end = len(state.text) if is_last else len(state.text) - num_held_back(state.text, sequence.params.stop)
+            end = num_shown(state.text, sequence.params.stop, is_last)
             begin = self._num_characters[i]
             if end <= begin and not is_last:
                 continue

@@ -15,6 +15,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from echelon.ops.triton.linear import counting_in, new_counters
+
 logger = logging.getLogger("echelon")
 MOST_GRAPHS = 48  # kept at once; each holds its own logits
 EAGER_USES = 1  # of a key before it is captured: most buckets of prompts come only once
@@ -34,9 +36,10 @@ P = TypeVar("P", bound=Program)
 class Graphs:
     """Graphs of programs by key, the least recently used first; a key is that of one kind of program."""
 
-    def __init__(self, device: torch.device, most: int = MOST_GRAPHS) -> None:
-        self._most = most
+    def __init__(self, device: torch.device) -> None:
+        self._most = MOST_GRAPHS
         self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._counters = new_counters(device)
         self._kept: dict[Hashable, tuple[Any, torch.cuda.CUDAGraph, Outputs]] = {}
         self._uses: Counter[Hashable] = Counter()  # of what is not captured
         self.is_refused = False
@@ -75,7 +78,7 @@ class Graphs:
         current = torch.cuda.current_stream()
         self._side.wait_stream(current)
         try:
-            with torch.cuda.stream(self._side):
+            with torch.cuda.stream(self._side), counting_in(self._counters):
                 program.forward()
                 graph = self._begun = torch.cuda.CUDAGraph()  # kept where it fails: the allocator may still speak to it
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):

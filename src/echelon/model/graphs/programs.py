@@ -69,7 +69,7 @@ class Captured:
         return self.graphs.num_captures
 
     def launch(self, reader: HiddenStateReader | None = None) -> Launch:
-        """Run a pass by its graph; captured when its bucket comes for the second time."""
+        """The eager pass: what a graph captures, and what runs while none is captured."""
         return partial(_launch, self._loaded, self.cache, reader)
 
     def run(self, batch: RaggedBatch, reader: HiddenStateReader | None) -> tuple[Tensor, Tensor | None, int] | None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from echelon.model.patches import PatchedForward, trials
 from echelon.model.patches.packing import Packing
+from echelon.model.patches.vectors import WholeVectors
 from echelon.model.patches.weights import PackedParameter
 from echelon.ops import ROWS_PER_CALL, cpu, devices
 from echelon.ops.contract import Activation, PackedWeight
@@ -53,10 +55,11 @@ class Experts:
         if self.gate is not None:
             return self.gate(expert, x, self.activation) * self.up(expert, x)
         both = self.up(expert, x)
-        # the module's own element-wise operations see full calls only, as the framework may round the rest otherwise
+        # the module's own element-wise operations see whole blocks of rows, and whole vectors: the framework may round the rest otherwise
         full = F.pad(both, (0, 0, 0, -len(both) % ROWS_PER_CALL))
         module: Any = self.module
-        gated: Tensor = module._apply_gate(full) if module.has_gate else module.act_fn(full)
+        with WholeVectors() if full.device.type == "cpu" else nullcontext():
+            gated: Tensor = module._apply_gate(full) if module.has_gate else module.act_fn(full)
         return gated[: len(x)]
 
     def run(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gather: Callable[[Tensor], Tensor] | None = None) -> Tensor:

@@ -8,6 +8,9 @@ the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from threading import get_ident
 
@@ -78,12 +81,35 @@ def splits_of(num_columns: int, depth: int) -> int:
     return max(1, min(PROGRAMS // -(-num_columns // COLUMNS), depth // SHORTEST))
 
 
+def new_counters(device: torch.device) -> Tensor:
+    """int32 [PROGRAMS]: programs that are done with a block. Zero between launches, which therefore follow one another on the device."""
+    return torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+
+
 @cache
-def _arrived(device: torch.device, num_blocks: int, thread: int) -> Tensor:  # noqa: ARG001
-    """int32 [num_blocks]: programs that are done with a block. Zero between launches, which therefore share one stream, or follow each
-    other: those of one thread. Two engines in a process run in two.
+def _counters_of_thread(device: torch.device, num_blocks: int, thread: int) -> Tensor:  # noqa: ARG001
+    """Those of launches by one thread, which share a stream."""
+    return new_counters(device)
+
+
+_OWN: ContextVar[Tensor | None] = ContextVar("counters of a graph", default=None)
+
+
+@contextmanager
+def counting_in(counters: Tensor) -> Iterator[None]:
+    """Launches inside count in `counters`. A graph keeps the address, and may be replayed by another thread than captured it, beside launches
+    of that one.
     """
-    return torch.zeros(num_blocks, dtype=torch.int32, device=device)
+    token = _OWN.set(counters)
+    try:
+        yield
+    finally:
+        _OWN.reset(token)
+
+
+def _counters(device: torch.device) -> Tensor:
+    own = _OWN.get()
+    return _counters_of_thread(device, PROGRAMS, get_ident()) if own is None else own
 
 
 def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None, float32: bool = False) -> Tensor:
@@ -99,7 +125,7 @@ def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None, floa
         is_shared = num_splits > 1 and num_blocks < PROGRAMS
         sums = flat.new_empty(num_splits if is_shared else 0, num_rows, num_columns, dtype=torch.float32)
         _linear[num_blocks, num_splits if is_shared else 1](
-            flat, weight, bias, out, sums, _arrived(x.device, PROGRAMS, get_ident()), num_rows, num_columns, depth, flat.stride(0),
+            flat, weight, bias, out, sums, _counters(x.device), num_rows, num_columns, depth, flat.stride(0),
             weight.stride(0), num_splits, triton.cdiv(triton.cdiv(depth, num_splits), step) * step,
             is_shared=is_shared, rows=ROWS, columns=COLUMNS, step=step, has_bias=bias is not None, num_warps=8, num_stages=4, **EXACT,
         )  # fmt: skip
