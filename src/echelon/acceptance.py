@@ -269,11 +269,6 @@ def accepted_path(tokens: list[int], parents: list[int], target: list[int]) -> l
     return path
 
 
-def argmax_rows(logits: Tensor) -> Int64:
-    """int64 [R]: the first largest entry of every row of [R, V]."""
-    return largest_rows(logits)[0]
-
-
 def largest_rows(logits: Tensor) -> tuple[Int64, NDArray[np.float32]]:
     """The first largest entry of every row of [R, V]: its index int64 [R] and its value float32 [R].
 

@@ -375,7 +375,7 @@ def _scheduler(config: EngineConfig, spec: SpeculativeConfig | None, storage: St
     contexts = [r.loaded.original_context for r in storage.runners if r.loaded.original_context is not None]
     return Scheduler(
         storage.tables,
-        config.num_rows_held,
+        min(config.num_rows_held, storage.most_rows or config.num_rows_held),
         config.max_num_batched_tokens,
         _draft_limits(spec, storage),
         context_switches=[context.length for context in contexts if context.is_read_anew],

@@ -70,9 +70,7 @@ class SpeculativeConfig(Settings):
     max_speculative_tokens: StrictInt | None = Field(default=None, ge=1, le=64, description="The most that auto drafts.")
     cost_table: Text | None = Field(default=None, description="File of costs that auto decides by, instead of measuring them.")
     prompt_lookup_max: StrictInt = Field(default=2, ge=1, le=16, description="Longest n-gram that is looked up.")
-    prompt_lookup_min: StrictInt = Field(
-        default=1, ge=1, le=16, description="Shortest one; as long as the longest where only that is given."
-    )
+    prompt_lookup_min: StrictInt = Field(default=1, ge=1, le=16, description="Shortest one; of the two lengths one alone is both.")
     prompt_lookup_source: Literal["prompt", "prompt_and_output"] = Field(
         default="prompt_and_output", description="Where n-grams are looked up."
     )
@@ -94,7 +92,7 @@ class SpeculativeConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _resolve(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Aliases of `method`, a model without one drafts as it is, and a lone `prompt_lookup_max` means that length only, as in vLLM."""
+        """Aliases of `method`, a model without one drafts as it is, and a lone length of n-grams means that length only, as in vLLM."""
         values = dict(values)
         if "model" in values:
             values.setdefault("method", "draft_model")
@@ -102,8 +100,9 @@ class SpeculativeConfig(Settings):
             values["method"] = ALIASES.get(method, method)
         if isinstance(paths := values.get("speculative_token_tree"), str):
             values["speculative_token_tree"] = _parsed_tree(paths)
-        if "prompt_lookup_max" in values:
-            values.setdefault("prompt_lookup_min", values["prompt_lookup_max"])
+        for one, other in (("prompt_lookup_max", "prompt_lookup_min"), ("prompt_lookup_min", "prompt_lookup_max")):
+            if one in values:
+                values.setdefault(other, values[one])
         return values
 
     @model_validator(mode="after")

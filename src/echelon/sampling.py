@@ -26,6 +26,7 @@ from echelon.token_counts import TokenCounts
 
 Float32 = NDArray[np.float32]
 Int64 = NDArray[np.int64]
+LISTS = ("stop", "stop_token_ids", "bad_words", "logits_processors")  # parameters of which None is an empty list
 LogitsProcessor = Callable[[list[int], Any], Any]  # (output tokens so far, float32 [V]) → float32 [V], like vLLM's
 
 ACCEPT, RESIDUAL = 1, 2  # purposes of noise besides choosing a token
@@ -81,10 +82,11 @@ class SamplingParams(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_stop_string(cls, values: dict[str, object]) -> dict[str, object]:
+    def _as_lists(cls, values: dict[str, object]) -> dict[str, object]:
+        """One stop string stands for a list of one, and None for an empty list, as in vLLM."""
         if isinstance(values.get("stop"), str):
-            return {**values, "stop": (values["stop"],)}
-        return {**values, "stop": ()} if values.get("stop", ()) is None else values
+            values = values | {"stop": (values["stop"],)}
+        return values | {name: () for name in LISTS if values.get(name, ()) is None}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

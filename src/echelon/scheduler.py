@@ -266,6 +266,7 @@ class Scheduler:
         while self._may_enter() and self._fits(self.waiting[0].id, 1):
             sequence = self.waiting.popleft()
             self.running.append(sequence)
+            self._count_cached(sequence, 0, is_looked_up=False)
             for tables in self._tables:
                 tables.reserve(sequence.id, 1)
         self._is_open = self._refill
@@ -332,6 +333,8 @@ class Scheduler:
                 return row
             for tables in self._tables:
                 tables.release(sequence.id)
+            if self.prefix_cache is not None:
+                self.prefix_cache.forget(sequence)
         return None
 
     def _count_cached(self, sequence: Sequence, num_cached: int, is_looked_up: bool) -> None:

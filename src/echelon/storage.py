@@ -31,6 +31,7 @@ class Storage:
     runners        one a model, the target's first, a draft model's second
     head           the head that drafts, and `head_cache`, its keys and values where it has attention layers
     selector       which rows step together; None: all
+    most_rows      that may run at once; None: as many as the configuration says
     cached_tables  those whose blocks are kept for texts that begin alike
     check_ranks    raises `RankError` where a worker of a target on several ranks has failed
     close_ranks    ends the workers
@@ -41,6 +42,7 @@ class Storage:
     head: AttachedHead | None = None
     head_cache: KVCache | None = None
     selector: Selector | None = None
+    most_rows: int | None = None
     cached_tables: SequenceOf[CachedTables] = ()
     check_ranks: Callable[[], object] = lambda: None
     close_ranks: Callable[[], object] = lambda: None

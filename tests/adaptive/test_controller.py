@@ -373,7 +373,7 @@ def test_a_row_of_its_own_past_knows_no_neighbour() -> None:
             planned = controller.planned(rows(1 + others))
             lengths.append(planned[0].max_draft_tokens)
             verdict = [
-                RowVerdict(row.max_draft_tokens, [0] * min(i % 2 if n == 0 else 4, row.max_draft_tokens), [], 9)
+                RowVerdict(row.max_draft_tokens, [*range(min(i % 2 if n == 0 else 4, row.max_draft_tokens))], [], 9)
                 for n, row in enumerate(planned)
             ]
             controller.chosen(planned, Draft.chains([[7] * row.max_draft_tokens for row in planned]))
@@ -381,6 +381,19 @@ def test_a_row_of_its_own_past_knows_no_neighbour() -> None:
         found.append(lengths)
     assert found[0] == found[1]
     assert len(set(found[0])) > 1
+
+
+def test_a_row_counts_no_place_as_tried_where_nothing_stood() -> None:
+    """Of a tree the kept path ends at a leaf, and a branch beside it is longer."""
+    costs = CostTable(step=CostCurve(tokens=(1, 64), milliseconds=(10.0, 10.1)))
+    controller = RowController(costs, 3, 2.0)
+    planned = controller.planned(rows(1, 6))
+    number = planned[0].sequence.id
+    controller.chosen(planned, Draft.trees([([1, 2, 3, 4], [-1, -1, 1, 2])]))
+    for path, tried in (([0], [1, 0, 0]), ([1], [1, 1, 0]), ([1, 2, 3], [1, 1, 1]), ([], [1, 0, 0])):
+        controller._rows[number].tried = np.zeros(3)
+        controller.observe(StepRecord(planned, [RowVerdict(4, path, [], 9)], [1], 0, dict.fromkeys(PARTS, 0.0)))
+        assert controller._rows[number].tried.tolist() == tried
 
 
 def test_pieces_of_prompts_follow_from_the_table() -> None:

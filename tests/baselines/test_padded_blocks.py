@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import test_strategies as rectangles
 import toys
@@ -62,6 +64,18 @@ def test_one_row_has_nothing_padded() -> None:
         llm = rectangles.build("padded", "ngram", 1)
     assert rectangles.texts(llm, "greedy") == rectangles.truth("greedy")
     assert usage_of(llm).padded_kv_share == usage_of(llm).padded_input_share == 0.0
+
+
+@pytest.mark.parametrize("strategy", ["padded", "realign"])
+def test_rows_wait_for_all_the_blocks_that_they_may_take(strategy: str) -> None:
+    """Nobody is preempted here, and five rows would outgrow the pool."""
+    config = {"method": "draft_model", **GROWN["dynamic"]}
+    settings: dict[str, Any] = {"max_num_seqs": 5, "strategy": strategy}
+    block = LLM(toys.adopted(target()), config, toys.adopted(draft()), **settings).memory_plan.block_bytes
+    llm = toys.watch(LLM(toys.adopted(target()), config, toys.adopted(draft()), kv_cache_memory_bytes=25 * block, **settings))
+    outputs = llm.generate(toys.prompts(), params("greedy"))
+    assert [o.outputs[0].token_ids for o in outputs] == truth("greedy")
+    toys.assert_all_blocks_free(llm)
 
 
 @pytest.mark.parametrize("strategy", rectangles.RECTANGLES if toys.PROVE else ["padded", "realign"])

@@ -87,7 +87,9 @@ def test_a_strategy_changes_no_token(strategy: str, drafter: str, batch_size: in
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_plain_decoding_in_a_batch(strategy: str) -> None:
-    assert texts(build(strategy, None, 4), "sampled") == truth("sampled")
+    llm = build(strategy, None, 4)
+    assert texts(llm, "sampled") == truth("sampled")
+    assert {o.num_cached_tokens for o in llm.generate(toys.prompts((9, 3)), [SamplingParams(max_tokens=2)] * 2)} == {0}
 
 
 @pytest.mark.parametrize("strategy", RECTANGLES)

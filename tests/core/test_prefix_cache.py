@@ -272,22 +272,34 @@ def test_what_a_failed_row_wrote_is_not_found(spoilt: bool) -> None:
     assert starts == [0 if spoilt else 8]
 
 
+def test_a_row_resumes_behind_a_block_of_one_token_too() -> None:
+    tables = BlockTables(4, 1, 4)
+    assert tables.reserve(1, 2)
+    tables.commit(1, 2)
+    tables.adopt(2, tables.blocks(1), 1)
+    assert tables.resumes(2)
+    tables.adopt(3, tables.blocks(1), 2)
+    assert not tables.resumes(3)
+
+
 def test_a_text_that_fills_the_pool_enters_whatever_is_kept() -> None:
-    """A head's last block would have to be copied, and there is no block for the copy: the text is read from its first token on."""
+    """A head's last block would have to be copied, and there is no block for the copy: the text is read from its first token on, and found
+    by the next.
+    """
     target, head = BlockTables(4, BLOCK, 4), BlockTables(4, BLOCK, 4)
     cache = PrefixCache([CachedTables(target), CachedTables(head, reads_next=True)], root)
     scheduler = Scheduler([target, head], 1, 64, prefix_cache=cache)
-    for number, text in enumerate(([1] * 8 + [2], [1] * 8 + [3] * 7)):
+    for number, text in enumerate(([1] * 8 + [2], [1] * 8 + [3] * 7, [1] * 8 + [3] * 7)):
         row = sequence(number, text)
         scheduler.add(row)
         plan = scheduler.next_step()
-        assert [(r.sequence.id, r.start) for r in plan.rows] == [(number, 0)]
+        assert [(r.sequence.id, r.start) for r in plan.rows] == [(number, (0, 0, 12)[number])]
         target.commit(number, len(text))
         head.commit(number, len(text) - 1)
         scheduler.settle(plan.rows, [RowVerdict(0, [], [], 5)])
         scheduler.check()
     assert not scheduler.has_work
-    assert cache.num_hits == 0
+    assert cache.num_hits == 12
 
 
 def test_an_interrupt_while_the_drafter_concludes_leaves_nothing_behind() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from echelon import EchelonError, RequestError, SamplingParams
-from echelon.acceptance import argmax_rows
+from echelon.acceptance import largest_rows
 from echelon.ops.reference import largest_of
 from echelon.ops.sample import SampleRow, choose, likeliest
 from echelon.sampling import Sampler, gumbel_noise, kept_tokens, logprobs_of
@@ -79,8 +79,8 @@ def test_greedy_is_the_first_largest() -> None:
 @pytest.mark.parametrize("width", [1, 5, 127, 128, 129, 640, 1000])
 def test_argmax_of_rows(width: int) -> None:
     logits = torch.from_numpy(np.random.default_rng(width).integers(0, 50, (40, width)).astype(np.float32))
-    assert argmax_rows(logits).tolist() == logits.numpy().argmax(-1).tolist()
-    assert argmax_rows(logits.bfloat16()).tolist() == logits.numpy().argmax(-1).tolist()
+    assert largest_rows(logits)[0].tolist() == logits.numpy().argmax(-1).tolist()
+    assert largest_rows(logits.bfloat16())[0].tolist() == logits.numpy().argmax(-1).tolist()
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,11 @@ def test_what_stopped_a_text_is_said(llm: LLM) -> None:
     assert (long.outputs[0].finish_reason, long.outputs[0].stop_reason) == ("length", None)
 
 
+def test_no_list_is_an_empty_one() -> None:
+    given = SamplingParams(stop=None, stop_token_ids=None, bad_words=None, logits_processors=None)
+    assert given == SamplingParams()
+
+
 def test_end_of_text_is_no_stop_reason(folder: Path) -> None:
     llm = LLM(folder)
     first = tokens_of(llm.generate(PROMPTS[:1], greedy(ignore_eos=True)))[0][0]

@@ -103,6 +103,14 @@ def test_a_head_takes_what_its_headers_say(method: str, tmp_path: Path) -> None:
     assert found.weights <= planned.weights <= found.weights + SMALL
 
 
+def test_what_a_head_keeps_of_the_target_is_counted() -> None:
+    """Clover's own rows of the output layer, where embeddings are not tied."""
+    target = toys.llama(tie_word_embeddings=False)
+    head = build_head("clover", target)
+    held = sum(t.numel() * t.element_size() for t in head.state_dict().values())
+    assert head.rows.numel() * 4 < held <= footprint_of_head(attach_head(head, adopt_model(target, None, "toy"))).weights
+
+
 def test_medusa_keeps_the_heads_that_are_used(tmp_path: Path) -> None:
     target = toys.llama()
     save_head(build_head("medusa", target), tmp_path, target)

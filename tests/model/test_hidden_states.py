@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import toys
+from decoders import UNTIED
 from test_decoders import DECODERS, model
+from transformers import Cohere2Config, Cohere2ForCausalLM, GraniteConfig, GraniteForCausalLM
 
 from echelon import LLM, UnsupportedModelError
 from echelon.batch import Span
+from echelon.heads.checkpoints import shared_parts
+from echelon.model.attention import RecordingAttention, run_one_token
 from echelon.model.hidden_states import HiddenStateReader
 
 LENGTHS = (9, 1, 20)
@@ -60,6 +65,30 @@ def test_they_are_the_frameworks_hidden_states(name: str) -> None:
             assert torch.allclose(got[:, start : start + width], by_name[wanted], rtol=1e-3, atol=1e-3), wanted
             start += width
         assert start == got.shape[1]
+
+
+def test_another_thread_that_runs_the_model_is_not_read() -> None:
+    """Hooks hang on modules, and two engines may share them."""
+    loaded = toys.adopted(model("llama"))
+    reader = HiddenStateReader(loaded.model, ("last", "last_unnormed", "layer:1"))
+    with reader.reading() as states, ThreadPoolExecutor(1) as other:
+        run_one_token(loaded.model, RecordingAttention())
+        mine = dict(states)
+        other.submit(run_one_token, loaded.model, RecordingAttention()).result()
+        assert states.keys() == mine.keys() and all(states[name] is mine[name] for name in mine)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "cohere2"])
+def test_heads_see_logits_as_the_model_makes_them(name: str) -> None:
+    """Some scale or cap what the output layer gives."""
+    torch.manual_seed(0)
+    scaled = {"granite": (GraniteForCausalLM, GraniteConfig(**UNTIED, logits_scaling=8.0)),
+              "cohere2": (Cohere2ForCausalLM, Cohere2Config(**(UNTIED | {"pad_token_id": 0}), head_dim=16, logit_scale=0.25))}  # fmt: skip
+    plain = scaled[name][0](scaled[name][1]).eval() if name in scaled else model(name)
+    ids = torch.tensor([[5, 9, 11, 40]])
+    with torch.inference_mode():
+        out, states = plain(input_ids=ids, use_cache=False), plain.base_model(input_ids=ids, use_cache=False)[0]
+        assert torch.allclose(shared_parts(plain).output(states[0]).float(), out.logits[0].float(), rtol=1e-5, atol=1e-5)
 
 
 def piece(i: int, row: list[int], half: int) -> Span | None:

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from echelon import LLM, ConfigError, ModelLoadError, RequestError, SamplingParams, UnsupportedModelError
+from echelon.config import SpeculativeConfig
 from echelon.demo import DRAFT, TARGET
 from echelon.model.load.loading import load_model, load_plain
 from echelon.model.load.selftest import self_test
@@ -175,6 +176,12 @@ def test_prompts_out_of_range_are_refused_before_anything_runs() -> None:
 def test_speculative_config_is_strict(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(toys.adopted(toys.llama()), values)
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, (1, 2)), ({"min": 3}, (3, 3)), ({"max": 4}, (4, 4)), ({"min": 1, "max": 5}, (1, 5))])
+def test_a_lone_length_of_ngrams_is_both(given: dict[str, int], expected: tuple[int, int]) -> None:
+    config = SpeculativeConfig(method="ngram", **{f"prompt_lookup_{name}": length for name, length in given.items()})
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == expected
 
 
 def test_settings_are_strict() -> None:

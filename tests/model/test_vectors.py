@@ -47,7 +47,7 @@ def test_large_calls_are_not_shared_out_at_odd_places(threads: int) -> None:
         assert torch.equal(torch.sigmoid(x)[-8:], torch.sigmoid(x[-8:]))
 
 
-def test_a_row_of_experts_with_a_gate_of_their_own_has_its_bits_among_many(threads: int) -> None:  # noqa: ARG001
+def test_a_row_of_experts_with_a_gate_of_their_own_has_its_bits_among_many(threads: int) -> None:
     """48 and more rows of 1,367 columns are more than one thread computes whole, and two threads share them at odd places."""
     experts: Any = GptOssExperts(GptOssConfig(hidden_size=32, intermediate_size=1367, num_local_experts=2))
     generator = torch.Generator().manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +87,10 @@ def test_random_plans_change_no_token(drafter: str, batch_size: int, mode: str) 
     assert llm.stats.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("plan", ["auto", "random"])
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "unpadded"])
-@pytest.mark.parametrize("drafter", ["ngram", "model"])
+@pytest.mark.parametrize(("drafter", "plan"), [*product(("ngram", "model"), ("auto", "random")), ("head, tree", "auto")])
 def test_other_strategies_adapt_too(drafter: str, strategy: str, plan: str) -> None:
+    """Chains in rectangles; heads and trees on blocks, whose costs are measured with keys before them."""
     llm = adaptive_llm(drafter, "sampled", max_num_seqs=5, **STRATEGIES[strategy])
     if plan == "random":
         plans.at_random(llm, seed=1)

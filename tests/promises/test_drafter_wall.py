@@ -18,6 +18,7 @@ from torch import Tensor
 
 from echelon import LLM, SamplingParams
 from echelon.draft import Draft, RowVerdict, Verdict
+from echelon.drafters.base import Drafter
 from echelon.drafters.guard import MOST_FAILURES, GuardedDrafter
 from echelon.errors import EchelonError
 from echelon.sampling import Sampler
@@ -128,7 +129,7 @@ ERRORS: dict[str, Callable[[], None]] = {
 }
 
 
-class Scripted:
+class Scripted(Drafter):
     """Proposes noise; `instead` is done in place of one of the calls, or made of a proposal."""
 
     hidden_state_names: tuple[str, ...] = ()
@@ -287,7 +288,7 @@ def test_whatever_a_drafter_proposes_costs_no_token(acceptance: str, name: str) 
 # What it takes its time for
 
 
-class Slow:
+class Slow(Drafter):
     """Takes `seconds` for one kind of call, by a clock that only it and the steps of the target move."""
 
     hidden_state_names: tuple[str, ...] = ()
@@ -444,7 +445,62 @@ def test_a_drafter_left_out_for_hearing_slowly_starts_anew() -> None:
     assert len(slow.calls) == 1 and forgotten == []
     slow.now += 31.0
     slow.seconds = 0.0
-    guard.propose(rows)
-    assert forgotten == [4]
+    assert not len(guard.propose(rows).tokens)
+    assert forgotten == [], "the blocks of this step are reserved"
     guard.observe(rows, verdict, None)
-    assert len(slow.calls) == 2
+    assert forgotten == [4] and len(slow.calls) == 2
+    assert len(guard.propose(rows).tokens) == 1
+
+
+def test_a_draft_model_left_out_for_hearing_slowly_drafts_again() -> None:
+    """It gives back blocks of rows of which it missed something, and none of a step that it drafts for."""
+    config = {"method": "draft_model", "num_speculative_tokens": 3}
+    llm = LLM(toys.adopted(toys.llama()), config, toys.adopted(toys.llama()), max_num_seqs=4, block_size=4)
+    guard, now = llm.engine.drafter, 0.0
+    assert isinstance(guard, GuardedDrafter)
+    guard._clock = lambda: now
+    hear, num_heard = guard.drafter.observe, 0
+
+    def observe(*given: Any) -> None:
+        nonlocal now, num_heard
+        num_heard += 1
+        now += 5.0 if num_heard == 3 else 0.0
+        hear(*given)
+
+    guard.drafter.observe = observe  # type: ignore[method-assign]
+    requests = [
+        llm.inputs.samples(prompt, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True), False) for prompt in ([5, 6], [7])
+    ]
+    for _ in llm.run(requests):
+        now += 2.0
+    assert guard.faults == {"too slow": 1, "cut off": guard.faults["cut off"]}
+    assert guard.faults["cut off"] < 25 and llm.stats.num_accepted_tokens > 20
+
+
+def test_a_text_that_grew_while_a_drafter_was_left_out_may_be_read_at_once() -> None:
+    slow, rows, kept = Slow("propose", 9.5), rows_of(1), [RowVerdict(1, [], [], 1)]
+    guard = guarded(slow)
+    for seconds in (0.0, 9.5, *[0.0] * 30, 4.0):
+        slow.seconds = seconds
+        guard.propose(rows)
+        slow.now += 1.0
+        guard.observe(rows, kept, None)
+    assert guard.faults == {"too slow": 1, "cut off": 30}
+    slow.seconds = 4.0
+    guard.propose(rows)
+    guard.observe(rows, kept, None)
+    assert guard.faults["too slow"] == 2, "once"
+
+
+def test_a_drafter_that_never_hears_is_left_out_once_a_pause() -> None:
+    """However many times it fails: pauses have an end, and hearing fails in them too."""
+    guard = GuardedDrafter(Scripted("observe", raising(ValueError("x"))), toys.VOCABULARY, clock=lambda: 0.0)
+    rows, verdict = rows_of(1), [RowVerdict(1, [], [], 1)]
+    for _ in range(1_100):
+        guard.propose(rows)
+        guard.observe(rows, verdict, None)
+    assert guard.faults["raised"] == 1_100 and guard._num_cuts == 1
+    guard._num_cuts = 2_000
+    guard._resumes_at = -np.inf
+    guard.observe(rows, verdict, None)
+    assert guard._resumes_at == 1800.0

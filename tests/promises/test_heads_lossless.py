@@ -190,12 +190,14 @@ def test_stop_tokens_inside_an_accepted_path(kind: str, tree: str) -> None:
         assert generated(head_llm(kind, tree, "greedy", max_num_seqs=8), toys.prompts(), asked) == expected
 
 
+@pytest.mark.parametrize("chunk", [2048, 31, 8])
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("kind", heads.KINDS)
-def test_samples_of_one_prompt_share_what_the_head_read(kind: str, tree: str) -> None:
+def test_samples_of_one_prompt_share_what_the_head_read(kind: str, tree: str, chunk: int) -> None:
+    """In pieces, too, of which the last before the samples part may be of one token."""
     given, asked = toys.prompts((33, 17)), [SamplingParams(max_tokens=20, seed=s, n=4, **MODES["sampled"]) for s in (1, 2)]
     expected = [o.token_ids for r in LLM(toys.adopted(target())).generate(given, asked) for o in r.outputs]
-    llm = head_llm(kind, tree, "sampled", max_num_seqs=8)
+    llm = head_llm(kind, tree, "sampled", max_num_seqs=8, max_num_batched_tokens=chunk)
     drafted: dict[int, int] = {}
 
     def noted(step: StepRecord) -> None:

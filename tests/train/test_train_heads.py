@@ -333,6 +333,9 @@ def test_a_run_with_other_settings_is_refused(target: PreTrainedModel, data: Dat
     train_head(target, data, tmp_path, TrainingConfig("eagle", steps=2, every=2))
     with pytest.raises(ConfigError, match=r"holds a run with other settings \(steps = 2 there, 3 here\); choose another folder"):
         train_head(target, data, tmp_path, TrainingConfig("eagle", steps=3, every=2))
+    other = Data(data.text, data.continuations[::-1], data.held_out_continuations)
+    with pytest.raises(ConfigError, match="data = "):
+        train_head(target, other, tmp_path, TrainingConfig("eagle", steps=2, every=2))
     with pytest.raises(ConfigError, match="there is no recipe for 'hydra'"):
         train_head(target, data, tmp_path / "other", TrainingConfig("hydra", steps=3))
 

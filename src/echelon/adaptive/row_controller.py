@@ -7,7 +7,7 @@ verified, so that the distribution stays.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,23 +27,24 @@ OWN_HALF_LIFE = 64.0  # steps until a row's count is worth half
 
 @dataclass
 class _OwnPast:
-    """Fading counts of what became of a row's drafts, float64[D] by place, and its plain steps in a row."""
+    """Fading counts of what became of a row's drafts, float64[D] by place, its plain steps in a row, and parents in its latest draft."""
 
     right: Float64
     tried: Float64
     num_idle: int = 0
-    drafted: int = field(default=0)  # the longest path drafted for it in this step
+    parents: SequenceOf[int] = ()
 
     def chances(self) -> Float64:
         """float64[D]: of a token at each place, if those before it are kept."""
         return np.asarray((self.right + OWN_PRIOR * OWN_HOPE) / (self.tried + OWN_PRIOR))
 
-    def count(self, num_kept: int) -> None:
-        """Of the path that was drafted so many tokens were kept."""
+    def count(self, path: SequenceOf[int]) -> None:
+        """These nodes were kept, and of what follows the last, if anything did, nothing."""
+        num_kept, was_tried_on = len(path), (path[-1] if path else -1) in self.parents
         fade = 0.5 ** (1.0 / OWN_HALF_LIFE)
         self.right, self.tried = self.right * fade, self.tried * fade
         self.right[:num_kept] += 1.0
-        self.tried[: min(num_kept + 1, self.drafted)] += 1.0
+        self.tried[: num_kept + was_tried_on] += 1.0
 
 
 class RowController:
@@ -81,18 +82,16 @@ class RowController:
         return np.ones(len(rows), np.bool_)
 
     def chosen(self, rows: SequenceOf[PlannedRow], draft: Draft) -> Draft:
-        longest = np.zeros(draft.num_rows, np.int64)
-        np.maximum.at(longest, draft.rows, draft.depths + 1)
-        for row, length in zip(rows, longest.tolist(), strict=True):
+        for i, row in enumerate(rows):
             if (past := self._rows.get(row.sequence.id)) is not None:
-                past.drafted = length
+                past.parents = draft.row_parents(i)
         return draft
 
     def observe(self, record: StepRecord) -> None:
         for row, kept in zip(record.rows, record.verdict, strict=True):
             past = self._rows.get(row.sequence.id)
             if past is not None and kept.num_draft_tokens:
-                past.count(len(kept.path))
+                past.count(kept.path)
 
     def forget(self, row: int) -> None:
         self._rows.pop(row, None)

@@ -89,7 +89,7 @@ class PaddedTables(BlockTables):
             anchor = self._last_slot(spans, known)
         for span in spans:
             self.shifts[span.row] = anchor + 1 - span.start - known[span.row]
-            if span.start == 0:
+            if span.start == 0 or span.row not in self.lefts:  # such as begin with keys, in a measurement
                 self.lefts[span.row] = self.shifts[span.row]
         width = anchor + 1 + drafted - min(self.lefts[s.row] for s in spans)
         return [width - s.start - len(s.tokens) for s in spans]

@@ -75,7 +75,7 @@ def build_padded_blocks(
     head: AttachedHead | None,
 ) -> Storage:
     """Blocks for every row and for the dead slots that it would have in a rectangle, and one that takes what pads write. A head's own
-    passes are not padded.
+    passes are not padded. As many rows run as there are blocks for at their longest: none is preempted here.
     """
     layers, device = [list(footprint_of(m).layers) for m in models], models[0].device
     longest = max_len + most_drafted(spec)
@@ -95,7 +95,8 @@ def build_padded_blocks(
         if head.shapes:
             head_cache = KVCache(head.shapes, BlockTables(plan.num_blocks, plan.block_size, most_blocks), head.head.dtype, device)
     selector = prompts_apart if config.grouping == "none" else SameLength(config.max_num_seqs, runners[0].usage)
-    return Storage(plan, runners, head, head_cache, selector=selector)
+    most_rows = max(1, plan.num_blocks // (2 * most_blocks))
+    return Storage(plan, runners, head, head_cache, selector=selector, most_rows=most_rows)
 
 
 def queries_of(loaded: LoadedModel) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from echelon.acceptance import argmax_rows
+from echelon.acceptance import largest_rows
 from echelon.batch import Span
 from echelon.draft import Draft, Float64, Int64, Verdict
 from echelon.drafters.base import Drafter, Pace, every
@@ -150,18 +150,19 @@ class DraftModelDrafter(Drafter):
         return [replace(s, tokens=self._readable(list(s.tokens))) for s in spans]
 
     def _choose(self, chains: SequenceOf[_Chain], logits: Tensor) -> list[int]:
-        """The next token of every chain, with the target's noise; logits [len(chains), V]. −1 where a request's own parameters or
-        processors fail: its draft ends there, and the target settles it.
+        """The next token of every chain, with the target's noise; logits [len(chains), V]. −1 where the logits are no finite numbers, or a
+        request's own parameters or processors fail: its draft ends there, and the target settles it.
         """
-        tokens: list[int] = argmax_rows(logits).tolist()
+        largest, values = largest_rows(logits)
+        tokens: list[int] = np.where(np.isfinite(values), largest, -1).tolist()
         drawn = [n for n, c in enumerate(chains) if not c.sampler.is_argmax]
         places = [SampleRow(chains[n].sampler, raw_rows(logits[n]), chains[n].text, chains[n].tokens) for n in drawn]
         for n, token in zip(drawn, choose(places, {}), strict=True):
             tokens[n] = token
         if self._keeps_probs:
-            for c, token, values in zip(chains, tokens, on_host(logits), strict=True):
+            for c, token, row in zip(chains, tokens, on_host(logits), strict=True):
                 if token >= 0:
-                    c.probs.append(c.sampler.probabilities(values, c.text, c.tokens))
+                    c.probs.append(c.sampler.probabilities(row, c.text, c.tokens))
         return tokens
 
     def _choose_likely(self, chains: SequenceOf[_Chain], logits: Tensor) -> list[int]:

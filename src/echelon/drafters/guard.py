@@ -34,8 +34,10 @@ NUM_GOOD = 100  # proposals in a row that make up for earlier failures
 NUM_STEPS = 20  # a call may take as long as so many steps of the target,
 SHORTEST_LIMIT = 0.5  # at least so many seconds
 LONGEST_WAIT = 2.0  # and at most these, which are as long as a stream should ever wait
+LONGEST_CATCHING_UP = 10.0  # seconds for a text that grew while it was left out
 NEWEST_SHARE = 0.1  # of the newest step in the mean of what steps take
 FIRST_PAUSE = 30.0  # seconds without a drafter that has failed
+MOST_DOUBLED = 10  # times that a pause is doubled
 LONGEST_PAUSE = 1800.0  # seconds without a drafter that fails whenever it is tried again
 
 
@@ -45,7 +47,8 @@ class BadDraftError(EchelonError):
 
 class CallTimer:
     """What a drafter's calls may take, by what the target's steps take: NUM_STEPS of them, within SHORTEST_LIMIT and LONGEST_WAIT. Where
-    one step takes longer, that; and where the drafter has a prompt to read, as long as the target took to read it.
+    one step takes longer, that; and where the drafter has a prompt to read, or a text that grew while it was left out, as long as the
+    target took for that, of the latter at most LONGEST_CATCHING_UP.
 
     fixed   seconds that a call may take, whatever steps take; None: as above
     excess  seconds that calls took beyond that number of steps, all together; what a step does not use of it is paid back
@@ -57,13 +60,16 @@ class CallTimer:
         self._step: float | None = None  # seconds, on average
         self._reading: dict[int, float] = {}  # row → seconds of the steps in which the target read it, since it was last drafted for
 
-    def end_step(self, seconds: float | None, rows: Sequence[PlannedRow]) -> None:
-        """The target took so long for a step with these rows; None: nobody knows."""
+    def end_step(self, seconds: float | None, rows: Sequence[PlannedRow], is_left_out: bool = False) -> None:
+        """The target took so long for a step with these rows; None: nobody knows. A drafter that was left out has to read all of them."""
         if seconds is not None:
             self._step = seconds if self._step is None else self._step + NEWEST_SHARE * (seconds - self._step)
             for row in rows:
+                reading = self._reading.get(row.sequence.id, 0.0)
                 if row.num_new > 1:
-                    self._reading[row.sequence.id] = self._reading.get(row.sequence.id, 0.0) + seconds
+                    self._reading[row.sequence.id] = reading + seconds
+                elif is_left_out:
+                    self._reading[row.sequence.id] = max(reading, min(reading + seconds, LONGEST_CATCHING_UP))
         self.excess = max(0.0, self.excess) - max(NUM_STEPS * (self._step or 0.0), self._reading_seconds(rows))
 
     def end_reading(self, rows: Sequence[PlannedRow]) -> None:
@@ -120,7 +126,8 @@ class GuardedDrafter(Drafter):
         self._clock, self.timer = clock, CallTimer()
         self._num_failures = self._num_good = self._num_cuts = 0
         self._resumes_at = -np.inf
-        self._proposed: dict[int, tuple[float, float]] = {}  # row → when the last proposal for it came, and the seconds it took
+        self._proposed: dict[int, tuple[float, float | None]] = {}  # row → when the last proposal for it came, and the seconds it took;
+        # None: the drafter was left out
         self._is_deaf = False  # left out for being slow to hear: it hears nothing until it is tried again
         self._unheard: dict[int, None] = {}  # rows of which it has missed something
 
@@ -131,11 +138,10 @@ class GuardedDrafter(Drafter):
     def propose(self, rows: Sequence[PlannedRow]) -> Draft:
         for row in rows:
             self._proposed.pop(row.sequence.id, None)
-        if self._is_deaf and self._clock() >= self._resumes_at:
-            self._hear_again()
         start = self._clock()
-        if start < self._resumes_at:
+        if self._is_deaf or start < self._resumes_at:
             self.faults[DrafterFault.CUT_OFF] += 1
+            self._proposed |= dict.fromkeys((row.sequence.id for row in rows), (start, None))
             return Draft.none(len(rows))
         is_asked = any(row.max_draft_tokens for row in rows)
         self._num_good += is_asked  # unless it fails
@@ -147,7 +153,9 @@ class GuardedDrafter(Drafter):
         return Draft.none(len(rows)) if draft is None else draft
 
     def observe(self, rows: Sequence[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:
-        self._judge_proposal(rows)
+        was_asked = self._judge_proposal(rows)
+        if self._is_deaf and self._clock() >= self._resumes_at:
+            self._hear_again()
         if self._is_deaf:
             self._unheard.update(dict.fromkeys(row.sequence.id for row in rows))
             return
@@ -157,7 +165,8 @@ class GuardedDrafter(Drafter):
             return True
 
         has_heard = self._call(hear, rows, is_hearing=True)
-        self.timer.end_reading(rows)
+        if was_asked:
+            self.timer.end_reading(rows)
         if not has_heard:
             for row in rows:
                 self.forget(row.sequence.id)
@@ -205,13 +214,15 @@ class GuardedDrafter(Drafter):
             self._judge(self._clock() - start, rows, is_hearing)
         return result
 
-    def _judge_proposal(self, rows: Sequence[PlannedRow]) -> None:
-        """The target has done its step, which began when the proposal came, if one did."""
+    def _judge_proposal(self, rows: Sequence[PlannedRow]) -> bool:
+        """The target has done its step, which began when the proposal came, if one did; was the drafter asked for it?"""
         found = [self._proposed.pop(row.sequence.id, None) for row in rows]
-        proposed = found[0] if found else None
-        self.timer.end_step(self._clock() - proposed[0] if proposed else None, rows)
-        if proposed:
-            self._judge(proposed[1], rows, is_hearing=False)
+        began_at, seconds = (found[0] if found else None) or (None, None)
+        is_left_out = began_at is not None and seconds is None
+        self.timer.end_step(None if began_at is None else self._clock() - began_at, rows, is_left_out)
+        if seconds is not None:
+            self._judge(seconds, rows, is_hearing=False)
+        return not is_left_out
 
     def _judge(self, seconds: float, rows: Sequence[PlannedRow], is_hearing: bool) -> None:
         is_enough, limit = self.timer.is_too_slow(seconds, rows), self.timer.limit(rows)
@@ -221,7 +232,7 @@ class GuardedDrafter(Drafter):
             self._is_deaf |= is_hearing and self._clock() < self._resumes_at
 
     def _hear_again(self) -> None:
-        """Start anew on the rows of which it has missed something."""
+        """Start anew on the rows of which it has missed something. Not in `propose`, where their blocks are reserved for the step."""
         missed, self._unheard, self._is_deaf = self._unheard, {}, False
         for row in missed:
             self.forget(row)
@@ -232,8 +243,10 @@ class GuardedDrafter(Drafter):
         self._num_good = 0
         self._num_failures += 1
         logger.warning("the drafter failed (%s): %s", kind, reason)
+        if self._clock() < self._resumes_at:
+            return  # it is left out already, and only hears
         if is_enough or self._num_failures >= MOST_FAILURES:
-            pause = min(FIRST_PAUSE * 2**self._num_cuts, LONGEST_PAUSE)
+            pause = min(FIRST_PAUSE * 2.0 ** min(self._num_cuts, MOST_DOUBLED), LONGEST_PAUSE)
             self._num_failures, self._num_cuts, self.timer.excess = MOST_FAILURES - 1, self._num_cuts + 1, 0.0
             self._resumes_at = self._clock() + pause
             logger.warning("the drafter is left out for %.0f s", pause)

@@ -197,7 +197,7 @@ class HeadDrafter(Drafter):
         features = self._features(rows, verdict, following, hidden_states)
         is_shared = sum(map(len, features)) == len(rows)  # one token each; else what waits keeps nothing of other rows in memory
         for row, tokens, own_features in zip(rows, following, features, strict=True):
-            number, is_prompt = row.sequence.id, row.num_new > 1
+            number, is_prompt = row.sequence.id, row.num_new > 1 or not row.is_sampled
             if not self._note(row, tokens, own_features if is_shared or is_prompt else own_features.clone()):
                 self._drop(number)
             elif is_prompt or len(self._unread[number].tokens) >= MOST_UNREAD:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
@@ -29,7 +29,9 @@ class Device(Settings):
 
     memory_gb: float = Field(gt=0.0, description="10⁹ bytes of memory.")
     read_gb: float = Field(gt=0.0, description="10⁹ bytes of it that are read in a second.")
-    tflops: dict[str, float] = Field(min_length=1, description="10¹² operations a second by dtype, dense; int8: in integers.")
+    tflops: dict[str, Annotated[float, Field(gt=0.0)]] = Field(
+        min_length=1, description="10¹² operations a second by dtype, dense; int8: in integers."
+    )
     link_gb: float = Field(gt=0.0, description="10⁹ bytes a second that it sends to other devices, and receives at the same time.")
     link_us: float = Field(default=0.0, ge=0.0, description="Microseconds until something small has arrived.")
     layer_us: float = Field(default=0.0, ge=0.0, description="Microseconds that a layer takes besides its work: launches, small kernels.")

@@ -177,7 +177,7 @@ def counted_head(method: str, target: PaperModel, **options: Any) -> tuple[Held,
             with _counting(head, target.model) as held:
                 states = call(states)
             found.append(sum(held, Held()))
-    return found[0], found[1], found[2], sum(p.numel() for p in head.parameters())
+    return found[0], found[1], found[2], sum(t.numel() for t in (*head.parameters(), *head.buffers()))
 
 
 @contextmanager

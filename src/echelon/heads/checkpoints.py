@@ -24,7 +24,7 @@ from echelon.heads.base import Head
 from echelon.heads.eagle import EagleHead
 from echelon.heads.eagle3 import Eagle3Head
 from echelon.heads.layouts import Tensors, parse
-from echelon.heads.parts import Shared, head_config
+from echelon.heads.parts import Output, Shared, head_config
 from echelon.inputs import check_kind, name_of, shown
 from echelon.methods import head_class, method_names
 
@@ -61,7 +61,9 @@ def shared_parts(target: PreTrainedModel) -> Shared:
             f"the embedding of {type(target).__name__} has {embed.embedding_dim} entries a token and its layers {hidden}; "
             "heads need one width"
         )
-    return Shared(embed, target.get_output_embeddings())
+    text = target.config.get_text_config()
+    factor = getattr(text, "logit_scale", None) or 1.0 / (getattr(text, "logits_scaling", None) or 1.0)
+    return Shared(embed, Output(target.get_output_embeddings(), factor, getattr(text, "final_logit_softcapping", None)))
 
 
 def build_head(method: str, target: PreTrainedModel, **options: Any) -> Head:

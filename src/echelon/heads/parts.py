@@ -19,6 +19,20 @@ ROPE_OF_THE_WHOLE_CALL = {"dynamic", "longrope"}
 
 
 @dataclass(frozen=True)
+class Output:
+    """The target's logits of states [M, d]: its output layer, and a factor (Granite, Cohere) or cap (Gemma) that its model puts behind."""
+
+    layer: Callable[[Tensor], Tensor]
+    factor: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, states: Tensor) -> Tensor:
+        logits = self.layer(states)
+        logits = logits if self.factor == 1.0 else logits * self.factor
+        return logits if not self.cap else torch.tanh(logits / self.cap) * self.cap
+
+
+@dataclass(frozen=True)
 class Shared:
     """The target's own embedding and output layer, called and never copied: int64[M] → [M, d], and [M, d] → [M, V]."""
 

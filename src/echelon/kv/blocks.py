@@ -283,7 +283,7 @@ class BlockTables:
         """Start a row with blocks that hold its first `num_cached` tokens."""
         table = self._new_row(row)
         table.num_blocks, table.num_cached = len(blocks), num_cached
-        table.resumes_at = num_cached if num_cached % self.block_size else -1
+        table.resumes_at = num_cached if num_cached < len(blocks) * self.block_size else -1
         self._table[table.line, : len(blocks)] = blocks
         for block in blocks:
             self.pool.share(block)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -70,11 +71,15 @@ class HiddenStateReader:
                 handle.remove()
 
     def _hook(self, name: HiddenStateName, states: dict[HiddenStateName, Tensor]) -> Any:
+        here = get_ident()  # hooks hang on modules, which another engine may run at the same time
+
         def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            states[name] = _first(output)
+            if get_ident() == here:
+                states[name] = _first(output)
 
         def before(_module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            states[name] = inputs[0] if inputs else keywords["hidden_states"]
+            if get_ident() == here:
+                states[name] = inputs[0] if inputs else keywords["hidden_states"]
 
         if name == "last":
             assert self._last is not None
@@ -92,14 +97,19 @@ def _found(model: Any) -> tuple[nn.Module | None, nn.Module | None, list[nn.Modu
     """Watch a pass over one token: which module's output the output layer reads, the norm that makes it, and the decoder layers."""
     called: list[tuple[nn.Module, Tensor]] = []
     read: list[Tensor] = []
+    here = get_ident()
 
     def note(module: nn.Module, _inputs: Any, output: Any) -> None:
-        if isinstance(first := _first(output), Tensor):
+        if get_ident() == here and isinstance(first := _first(output), Tensor):
             called.append((module, first))
+
+    def note_read(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if get_ident() == here:
+            read.append(inputs[0])
 
     output_layer = model.get_output_embeddings()
     handles = [m.register_forward_hook(note) for m in model.modules() if m is not model and m is not output_layer]
-    handles.append(output_layer.register_forward_pre_hook(lambda _module, inputs: read.append(inputs[0])))
+    handles.append(output_layer.register_forward_pre_hook(note_read))
     try:
         run_one_token(model, RecordingAttention())
     finally:

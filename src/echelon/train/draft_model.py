@@ -20,7 +20,7 @@ from echelon.settings import Settings
 from echelon.train.files import check_same_run, only_trainer, writing
 from echelon.train.precision import mixed_precision, teaching
 from echelon.train.sources import HELD_OUT
-from echelon.train.text import SAMPLING_TEMPERATURE, Tokens, batch, context_of, fingerprint, target_continuations
+from echelon.train.text import SAMPLING_TEMPERATURE, Tokens, batch, context_of, digest_of_tokens, fingerprint, target_continuations
 from echelon.train.trainer import Log, Trainer
 
 HEAD_SIZE = 64
@@ -72,6 +72,7 @@ def train_draft_model(
         draft = LlamaForCausalLM._from_config(draft_config(target.config), attn_implementation="sdpa").to(target.device)
     with only_trainer(out):
         settings = {"method": "draft_model", "steps": steps, "rate": rate, "every": every, "target": fingerprint(target)}
+        settings["data"] = digest_of_tokens(tokens.items())
         check_same_run(out / "training.json", settings)
         distil(target, draft, tokens, out, data / "continuations.npy", steps, rate, every)
         with writing(out / "model"):

@@ -52,7 +52,7 @@ class TrainingConfig:
     seed: Annotated[StrictInt, Field(ge=0, lt=MOST_SEEDS)] = 0
     is_soft: StrictBool | None = None
     options: tuple[tuple[StrictStr, Any], ...] = ()
-    depth: Annotated[StrictInt, Field(ge=1)] | None = None
+    depth: Annotated[StrictInt, Field(ge=1, le=64)] | None = None
     fine_tuning: Annotated[StrictInt, Field(ge=0)] | None = None
     batch_size: Annotated[StrictInt, Field(ge=2)] = 8
 
@@ -144,7 +144,8 @@ def train_head(target: PreTrainedModel, data: Data, out: Path, config: TrainingC
 def _train(teacher: Teacher, data: Data, out: Path, config: TrainingConfig, report: Report) -> Log:
     """Train a head in a folder that no other process trains in; the log of the run."""
     recipe, head = config.recipe, teacher.head
-    check_same_run(out / "training.json", asdict(config) | asdict(recipe) | {"target": fingerprint(teacher.target)})
+    settings = asdict(config) | asdict(recipe) | {"target": fingerprint(teacher.target), "data": data.digest}
+    check_same_run(out / "training.json", settings)
     trainer = Trainer({"head": head}, out / "checkpoint.pt", config.num_steps, config.falling, recipe.rate, recipe.warm_up)
     log = Log(out / "log.jsonl", trainer.first)
 

@@ -95,6 +95,15 @@ def target_continuations(target: PreTrainedModel, tokens: Tokens, file: Path, co
     return np.asarray(np.load(file))
 
 
+def digest_of_tokens(arrays: Iterable[tuple[str, np.ndarray]]) -> str:
+    """A digest by which a run knows again what it learns from."""
+    digest = hashlib.sha256()
+    for name, array in arrays:
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()[:16]
+
+
 @dataclass(frozen=True)
 class Data:
     """Token arrays by group; [n, WINDOW] of the target's continuations of text, and of held-out text."""
@@ -102,6 +111,11 @@ class Data:
     text: Tokens
     continuations: np.ndarray
     held_out_continuations: np.ndarray
+
+    @property
+    def digest(self) -> str:
+        """By which a run knows it again."""
+        return digest_of_tokens([*self.text.items(), ("said", self.continuations), ("held out", self.held_out_continuations)])
 
     def batch(self, seed: int, step: int, num_rows: int) -> Tensor:
         """int64 [num_rows, WINDOW], half text and half continuations of the target: a function of (seed, step)."""
@@ -206,8 +220,14 @@ def _with_held_out(tokens: Tokens) -> Tokens:
 
 
 def _groups(sources: Sequence[Path] | None, num_tokens: int) -> dict[str, list[Document]]:
+    """Texts by group; an installation may lack some of its own."""
     if sources is not None:
-        return {GIVEN: [d for s in sources for d in documents_of(s, num_tokens)]}
-    installed = {d.metadata["Name"].lower() for d in metadata.distributions()}
-    docs = documents([w for w in WHEELS if w in installed])
-    return {g: [d for d in docs if d.group == g] for g in (*MIX, HELD_OUT) if g != GIVEN}
+        groups = {GIVEN: [d for s in sources for d in documents_of(s, num_tokens)]}
+    else:
+        installed = {d.metadata["Name"].lower() for d in metadata.distributions()}
+        docs = documents([w for w in WHEELS if w in installed])
+        groups = {g: [d for d in docs if d.group == g] for g in (*MIX, HELD_OUT) if g != GIVEN}
+    found = {group: docs for group, docs in groups.items() if docs}
+    if not found.keys() - {HELD_OUT}:
+        raise ConfigError("the texts are empty; give others with --text")
+    return found
