@@ -172,10 +172,10 @@ def _conditional(drafted: SequenceOf[int], accepted: SequenceOf[int]) -> list[fl
 
 
 def write_document(records: Records, output: Path, settings: dict[str, Any]) -> None:
-    """Write ablation.json and ablation.md into `output`, from all cells that are done, with the published values beside."""
+    """Write ablation.json and ablation.md into `output`, from all cells of these settings, with the published values beside."""
     found: Found = {}
     for cell in records.read().values():
-        if "failed" not in cell:
+        if "failed" not in cell and cell["settings"] == settings:
             found.setdefault(cell["variant"], []).append(cell)
     write_json(output / "ablation.json", {"settings": settings, "cells": found})
     parts = [
@@ -328,14 +328,14 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     where = environment()  # its commit is that of the code as it was loaded: a run takes hours, and the tree may move on meanwhile
     study, records = studied(asked), Records(asked.runs / "cells")
-    settings = {name: getattr(asked, name) for name in ("seeds", "num_continuations", "num_prompts", "max_tokens")}
+    settings = {name: getattr(asked, name) for name in ("minutes", "steps", "num_continuations", "num_prompts", "max_tokens")}
     # a whole seed first: a run that is cut off has every variant
     cells = [Cell(f"{name}-{seed}", partial(study.run, name, seed)) for seed in range(asked.seeds) for name in VARIANTS]
     run_cells(
         chosen(cells, asked.prefixes),
         records,
-        {"environment": where},
-        lambda _, __: True,
+        {"environment": where, "settings": settings},
+        lambda _, record: record.get("settings") == settings,
         on_record=lambda _, __: write_document(records, asked.output, settings),
     )
     write_document(records, asked.output, settings)

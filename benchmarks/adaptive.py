@@ -111,6 +111,7 @@ def take_turns(
     hopeful = [name for name in runs if takes_part(name, HOPELESS)]
     for name in hopeful:
         found[name], speeds[name] = [], []
+        runs[name].begin()
     for turn, asked in enumerate(prompts):
         take([name for name in hopeful if takes_part(name, DROPPED)], asked, params.model_copy(update={"seed": turn}))
     if unknown := [name for name, own in speeds.items() if any(map(math.isnan, own))]:

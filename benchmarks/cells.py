@@ -124,13 +124,19 @@ def run_with_settings(
     where = environment()
 
     def is_current(_: str, record: Record) -> bool:
-        return bool(record.get("settings") == settings and record["environment"]["cpu"] == where["cpu"])
+        return record.get("settings") == settings and is_here(record, where)
 
     found = run_cells(chosen(cells, asked.prefixes), Records(asked.output), {"settings": settings, "environment": where}, is_current)
     measured = {name: record for name, record in found.items() if "failed" not in record}
     if measured:
-        print(f"On {described(where)}.\n\n{as_markdown(measured)}")
+        places = dict.fromkeys(described(record["environment"]) for record in measured.values())
+        print(f"On {'; on '.join(places)}.\n\n{as_markdown(measured)}")
     return int(len(measured) < len(found))
+
+
+def is_here(record: Record, where: Mapping[str, str]) -> bool:
+    """Whether a record is of this processor, with as many instructions and threads."""
+    return all(record["environment"].get(name) == where[name] for name in ("cpu", "isa", "threads"))
 
 
 def said(name: str) -> None:

@@ -156,11 +156,14 @@ def auto_over_plain(evidence: Evidence) -> Measured | None:
 
 
 def drafted_a_row(evidence: Evidence) -> Measured | None:
-    """Tokens that "auto" drafts for a row in a step, by batch."""
+    """Tokens that "auto" drafts for a row in a step, by batch. Records before `num_row_steps` know of plain steps in a row only some, and
+    say too much where these are many.
+    """
     found = {}
     for batch in (1, 4, 8, 16):
         own = (evidence.record(f"adaptive/avx512_bf16_draft_model_t0_b{batch}") or {}).get("adaptive", {})
-        found[f"batch {batch}"] = own["num_proposed_tokens"] / own["num_steps"] / batch if own.get("num_steps") else None
+        row_steps = own.get("num_row_steps", own.get("num_steps", 0) * batch)
+        found[f"batch {batch}"] = own["num_proposed_tokens"] / row_steps if row_steps else None
     return labelled(found)
 
 

@@ -22,7 +22,8 @@ from echelon import LLM, SamplingParams
 from echelon.bench.report import columns
 from echelon.bench.verify import STRATEGIES, cut, first_difference
 from echelon.demo import DRAFT, EAGLE, TARGET
-from echelon.model.load.loading import LoadedModel, load_model
+from echelon.model.load.loading import LoadedModel, load_model, load_plain
+from echelon.train.text import fingerprint
 
 from faults import FAULTS, enacted  # isort: skip
 
@@ -128,7 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
     }
     asked = asked_of(__doc__, "equivalence", more, arguments)
     study = Equivalence(asked.target, asked.questions, asked.count, asked.tokens)
-    settings = {"target": Path(asked.target).name, "count": asked.count, "tokens": asked.tokens}
+    settings = {"target": fingerprint(load_plain(asked.target)[0]), "count": asked.count, "tokens": asked.tokens}
     return run_with_settings(asked, cells(study), settings, as_markdown)
 
 

@@ -46,7 +46,7 @@ from echelon.model.load.loading import LoadedModel, load_model
 from echelon.model.patches.linear import packed_weights
 from echelon.ops.devices import chosen_device
 
-OUTPUT = EVIDENCE / "gpu_check.json"
+OUTPUT, ELSEWHERE = EVIDENCE / "gpu_check.json", Path("build/gpu_check.json")
 TEST_SECONDS = 150  # that the tests may take
 HISTOGRAMS = EVIDENCE / "benchmarks" / "histogram.json"
 PADDINGS = {"padded": "vanilla", "padded-inputs": "unpad KV only", "padded-kv": "unpad inputs only", "unpadded": "EMS"}
@@ -345,7 +345,7 @@ def main(arguments: list[str] | None = None) -> int:
             "--numerics": {"choices": ("invariant", "fast"), "default": "invariant", "help": "of linear layers in EMS-SD's table"},
             "--minutes": {"type": float, "default": 8.5, "help": "begin no cell after these"},
             "--fresh": {"action": "store_true", "help": "measure again what was measured"},
-            "--output": {"type": Path, "default": OUTPUT},
+            "--output": {"type": Path, "help": f"file of records; {OUTPUT}, or where no card measures at full size, {ELSEWHERE}"},
         },
     ).parse_args(arguments)
     try:
@@ -358,9 +358,10 @@ def main(arguments: list[str] | None = None) -> int:
     size, where = SMALL if options.small else DeviceSize(), environment()
     settings = json.loads(json.dumps(asdict(size) | {"numerics": options.numerics}))
     common = {"settings": settings, "device": where.get("gpu", "") if device.type == "cuda" else "cpu", "environment": where}
-    records = Records(options.output)
+    output = options.output or (OUTPUT if device.type == "cuda" and not options.small else ELSEWHERE)
+    records = Records(output)
     alike = {} if options.fresh else {name: record for name, record in records.read().items() if is_alike(record, common)}
-    write_json(options.output, alike)  # a table is of one device, commit and size
+    write_json(output, alike)  # a table is of one device, commit and size
     cells = chosen(DeviceCells(size, device, options.numerics).all, options.cells)
     run_cells(
         cells, records, common, lambda _, __: True, 60 * options.minutes, lambda name, r: print(gpu_table([name], {name: r})[0], flush=True)

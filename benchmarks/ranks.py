@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from echelon import LLM, SamplingParams
+from echelon.bench.report import write_json
 from echelon.bench.shapes import SHAPES, plain_with_random_weights
 from echelon.bench.throughput import environment
 from echelon.config import RANKS
@@ -85,7 +86,7 @@ def main() -> None:
         found |= compared(folder, asked.split, asked.size, asked.batch) | {"environment": environment()}
     print(json.dumps(found))
     if asked.output is not None:
-        asked.output.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+        write_json(asked.output, found)
 
 
 if __name__ == "__main__":

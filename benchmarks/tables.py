@@ -20,7 +20,7 @@ from typing import Any
 
 import transformers
 
-from benchmarks.cells import Cell, Record, Records, chosen, run_cells, said
+from benchmarks.cells import Cell, Record, Records, chosen, is_here, run_cells, said
 from benchmarks.document import write_document
 from benchmarks.options import parser_of
 from benchmarks.prefill import PrefilledRun
@@ -256,7 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
     settings = json.loads(json.dumps(asdict(tables.size)))
 
     def is_current(_: str, record: Record) -> bool:
-        return bool(record["settings"] == settings and record["environment"]["cpu"] == where["cpu"])
+        return record["settings"] == settings and is_here(record, where)
 
     try:
         asked = chosen(cells, options.cells)

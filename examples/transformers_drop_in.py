@@ -22,6 +22,7 @@ def main(
 ) -> None:
     """Print the texts, which are those of `generate` without an assistant."""
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     target, assistant = (AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32) for name in (model, draft))
     batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
     ids = echelon.hf.generate(target, **batch, assistant_model=assistant, max_new_tokens=max_tokens, do_sample=False)

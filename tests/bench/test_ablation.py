@@ -22,7 +22,7 @@ def study(folder: Path, **changes: Any) -> Any:
 
 
 def test_every_variant_is_trained_and_measured(tmp_path: Path) -> None:
-    asked = study(tmp_path)
+    asked, settings = study(tmp_path), {"steps": 3}
     for name in ablation.VARIANTS:
         for seed in range(2 if name.startswith("clover") else 1):
             cell = asked.run(name, seed)
@@ -32,11 +32,13 @@ def test_every_variant_is_trained_and_measured(tmp_path: Path) -> None:
             assert all(t["tokens_per_step"] >= 1 and t["drafted_a_step"] > 0 for t in cell["trees"].values())
             file = tmp_path / "cells" / f"{name}-{seed}.json"
             file.parent.mkdir(exist_ok=True)
-            file.write_text(json.dumps({"environment": environment()} | cell))
+            file.write_text(json.dumps({"environment": environment(), "settings": settings} | cell))
     sizes = {n: json.loads((tmp_path / "cells" / f"{n}-0.json").read_text())["parameters"] for n in ablation.VARIANTS}
     ladder = [sizes[f"clover-{n}"] for n in ("medusa", "augmenting", "regressive", "full")]
     assert ladder[0] < ladder[1] < ladder[2] and ladder[3] > ladder[1]
-    ablation.write_document(Records(tmp_path / "cells"), tmp_path, {"steps": 3})
+    other = {"environment": environment(), "settings": {"steps": 4}, "variant": "eagle", "seed": 7}
+    (tmp_path / "cells" / "eagle-7.json").write_text(json.dumps(other))
+    ablation.write_document(Records(tmp_path / "cells"), tmp_path, settings)
     text = (tmp_path / "ablation.md").read_text()
     for words in (
         f"{', '.join(sorted(ablation.VARIANTS))}: ",

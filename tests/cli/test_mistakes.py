@@ -62,6 +62,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["bench", "step", "--output", "file"], "choose another --output"),
     (["bench", "step", "--cost-table", "folder"], "choose another --cost-table"),
     (["bench", "serve", "--output", "file/x.json"], "choose another --output"),
+    (["bench", "serve", "--base-url", "http://localhost:abc"], "is no address"),
+    (["verify", T, "--speculative-config.method", "ngram", "--speculative-config.method", "eagle"], "method is given twice"),
     (["bench", "serve", "--input", "chat.jsonl"], "row 0 of the input has no text; give it `prompt` or `turns`"),
     (["bench", "serve", "--input", "broken.jsonl"], "line 1: no JSON"),
     ([*TRAIN, "--output", "folder/run", "--text", "folder"], "where the run writes its own files"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from typer.testing import CliRunner
 
 from echelon import LLM, ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
 from echelon.cli import app, join_dotted
+from echelon.cli.shared import ENGINE
 from echelon.kv.cache import LayerShape
 from echelon.memory import residents as residents_module
 from echelon.memory.footprint import Footprint
@@ -259,6 +262,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     toys.llama(hidden_size=256, num_attention_heads=16, intermediate_size=512).bfloat16().save_pretrained(path)
     return path
+
+
+def test_flags_are_those_that_the_verb_has(folder: Path) -> None:
+    """Of a chat neither rows nor prefixes; what a shell would read otherwise is quoted."""
+    tree = {"method": "ngram", "prompt_lookup_source": "prompt"}
+    found = LLM(folder, tree, memory="1GiB", dtype="bfloat16").fitting
+    assert found is not None
+    every, own = found.flags(), found.flags(ENGINE)
+    assert any(flag.startswith("--max-num-seqs") for flag in every) and not any(flag.startswith("--max-num-seqs") for flag in own)
+    static = replace(found, spec=SpeculativeConfig(method="eagle", tree="static", speculative_token_tree=((0,), (0, 0)), model="a b"))
+    words = shlex.split(" ".join(static.flags()))
+    assert words[words.index("--speculative-config.model") + 1] == "a b"
+    assert json.loads(words[words.index("--speculative-config.speculative_token_tree") + 1]) == [[0], [0, 0]]
 
 
 def test_flags_make_the_same_engine(folder: Path) -> None:

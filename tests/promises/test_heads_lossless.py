@@ -190,12 +190,13 @@ def test_stop_tokens_inside_an_accepted_path(kind: str, tree: str) -> None:
         assert generated(head_llm(kind, tree, "greedy", max_num_seqs=8), toys.prompts(), asked) == expected
 
 
-@pytest.mark.parametrize("chunk", [2048, 31, 8])
+@pytest.mark.parametrize(("lengths", "count", "chunk"), [((33, 17), 4, 2048), ((5, 5, 9), 3, 8)], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("kind", heads.KINDS)
-def test_samples_of_one_prompt_share_what_the_head_read(kind: str, tree: str, chunk: int) -> None:
-    """In pieces, too, of which the last before the samples part may be of one token."""
-    given, asked = toys.prompts((33, 17)), [SamplingParams(max_tokens=20, seed=s, n=4, **MODES["sampled"]) for s in (1, 2)]
+def test_samples_of_one_prompt_share_what_the_head_read(kind: str, tree: str, lengths: tuple[int, ...], count: int, chunk: int) -> None:
+    """In pieces of one token, too, the last of which comes just before the samples part."""
+    params = SamplingParams(max_tokens=20, n=count, **MODES["sampled"])
+    given, asked = toys.prompts(lengths), [params.model_copy(update={"seed": seed}) for seed in range(len(lengths))]
     expected = [o.token_ids for r in LLM(toys.adopted(target())).generate(given, asked) for o in r.outputs]
     llm = head_llm(kind, tree, "sampled", max_num_seqs=8, max_num_batched_tokens=chunk)
     drafted: dict[int, int] = {}
@@ -206,7 +207,7 @@ def test_samples_of_one_prompt_share_what_the_head_read(kind: str, tree: str, ch
 
     llm.engine.observers.append(noted)
     assert generated(llm, given, asked) == expected
-    assert len(drafted) == 8
+    assert len(drafted) == count * len(lengths)
     assert min(drafted.values()) > 0, "a sample was never drafted for"
 
 

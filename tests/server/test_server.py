@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -110,6 +111,9 @@ def test_chat_is_that_of_the_library(running: Running, official: openai.OpenAI) 
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == truth
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [c.choices[0].finish_reason for c in chunks[-2:]] == [None, "length"]
+    said = official.chat.completions.create(**asked).choices[0].message.model_dump()  # with every field that the client knows
+    turns = [*MESSAGES, said, MESSAGES[0]]
+    assert official.chat.completions.create(**(asked | {"messages": turns})).choices[0].message.role == "assistant"
     parts = [{"role": "user", "content": [{"type": "text", "text": MESSAGES[0]["content"]}]}]
     assert official.chat.completions.create(**(asked | {"messages": parts})).choices[0].message.content == truth
 
@@ -126,6 +130,7 @@ def test_an_answer_without_a_limit_ends_with_the_context() -> None:
 
 def test_models_and_versions(official: openai.OpenAI, client: httpx.Client) -> None:
     assert [m.id for m in official.models.list()] == [MODEL]
+    assert client.get("/v1/models").json()["data"][0]["root"] == "target", "which clients made for vLLM read"
     assert official.models.retrieve(MODEL).id == MODEL
     assert client.get("/version").json()["version"]
     for path in ("/health", "/livez", "/readyz"):
@@ -789,6 +794,27 @@ def test_metrics_have_the_names_of_vllm() -> None:
             client.request(f"GET{i}", f"/no/such/{i}", headers={"x-request-id": str(i)})
             client.post(COMPLETIONS, json={"prompt": "a", "model": f"m{i}", "user": str(i)})
         assert {line.rsplit(" ", 1)[0] for line in client.get("/metrics").text.splitlines()} == before
+
+
+def test_a_request_has_waited_until_its_first_step_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    with servers.serving(servers.build("plain")) as running, running.client() as client:
+        engine, observer = running.llm.engine, running.service.engine_thread._observer
+        began_at: list[float] = []
+        started_at: list[float] = []
+        step, started = engine.step, observer.started
+
+        def stepped() -> Any:
+            began_at.append(time.monotonic())
+            return step()
+
+        def noted(row: Any) -> None:
+            started_at.append(row.started_at)
+            started(row)
+
+        monkeypatch.setattr(engine, "step", stepped)
+        monkeypatch.setattr(observer, "started", noted)
+        assert client.post(COMPLETIONS, json={"prompt": "import os", "max_tokens": 4}).status_code == 200
+        assert len(started_at) == 1 and started_at[0] <= began_at[0]
 
 
 def test_a_long_prompt_does_not_stall_others() -> None:

@@ -165,6 +165,7 @@ class BatchController:
 
     def _planned(self, rows: SequenceOf[PlannedRow]) -> list[PlannedRow]:
         are_same, self._charged_ms = _are_same(rows, self._rows), 0.0
+        self.hindsight.num_row_steps += len(rows)
         is_decided = self._standing.covers(len(rows), len(self._rows), are_same)
         self._are_priced = not is_decided or (self._are_priced and are_same)
         self._is_resting = is_decided and (self._standing.passes() or not self._are_priced)

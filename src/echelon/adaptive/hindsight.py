@@ -67,7 +67,8 @@ class ChainFates(NamedTuple):
 class Hindsight:
     """Sums over the steps that read no prompt. Of a run of plain steps only some are summed.
 
-    num_proposed  of all steps: tokens drafted, verified or not; and rows that a drafter was asked for that copies, those it had any for
+    num_proposed  of all steps: tokens drafted, verified or not; rows in them, `num_row_steps`; and rows that a drafter was asked for that
+                  copies, those it had any for
     predicted_ms  of these steps, and what they took
     tokens, ms    float64[LONGEST + 1]: what chains of 0, 1, 2 … tokens for every row would have emitted, as `ChainFates.emitted`, and what
                   they would have taken by the costs as corrected
@@ -76,6 +77,7 @@ class Hindsight:
 
     num_steps: int = 0
     num_proposed: int = 0
+    num_row_steps: int = 0
     num_asked: int = 0
     num_found: int = 0
     num_emitted: int = 0
@@ -119,6 +121,7 @@ class Hindsight:
         return {
             "num_steps": self.num_steps,
             "num_proposed_tokens": self.num_proposed,
+            "num_row_steps": self.num_row_steps,
             "predicted_ms": self.predicted_ms,
             "measured_ms": self.measured_ms,
             "prediction_error": self.error,

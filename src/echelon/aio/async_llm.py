@@ -81,7 +81,8 @@ class AsyncLLM:
         Raises
         ------
         RequestError      the prompt or the parameters cannot be served, or a running request has this name
-        UnavailableError  the engine has died, or made no step for a minute
+        UnavailableError  the engine has died, or made no step for a minute; where it dies later, the last output has the finish reason
+                          "error"
         ClosedError       it has been closed
         """
         name = request_id if request_id is not None else f"request-{next(self._names)}"

@@ -185,7 +185,7 @@ class EngineThread:
             changed = self._step(engine)
             if changed or engine.stats.num_input_tokens > before:
                 self._progress_at = time.monotonic()
-            self._publish(changed, engine)
+            self._publish(changed, engine, started_at)
             if any(s.is_finished for s in changed):
                 ended_at = time.monotonic()
                 self._gathers_until = ended_at + min(GATHER_SECONDS, GATHER_SHARE * (ended_at - started_at))
@@ -267,13 +267,13 @@ class EngineThread:
         finally:
             engine.abort(sequence)
 
-    def _publish(self, changed: SequenceOf[Sequence], engine: Engine) -> None:
-        """Notify the event loop of all that has changed, in one call."""
+    def _publish(self, changed: SequenceOf[Sequence], engine: Engine, started_at: float | None = None) -> None:
+        """Notify the event loop of all that has changed, in one call, since `started_at`, when a step began."""
         now = time.monotonic()
         if self._unstarted:
             for sequence in (*engine.scheduler.running, *changed):
                 if row := self._unstarted.pop(sequence.id, None):
-                    row.started_at = now
+                    row.started_at = now if started_at is None else max(started_at, row.arrived_at)
                     with suppress(Exception):
                         self._observer.started(row)
         handles: dict[RequestHandle, None] = {}

@@ -103,8 +103,13 @@ class Balance:
 
     def as_json(self) -> dict[str, Any]:
         """Everything, with both k_opt by batch."""
-        both = [{"batch_size": b, "roofline": self.predicted(b), "measured": self.measured(b)} for b in self.batch_sizes]
+        both = [{"batch_size": b, "roofline": _known(self.predicted(b)), "measured": _known(self.measured(b))} for b in self.batch_sizes]
         return asdict(self) | {"balance": self.balance, "k_opt": both}
+
+
+def _known(length: float) -> float | None:
+    """For JSON, which has no infinity: a length without a bound is None."""
+    return length if math.isfinite(length) else None
 
 
 def measure_balance(

@@ -8,8 +8,9 @@ CPU all else is installed by name, so that nothing replaces it:
     VENV/bin/pip install --no-deps -r benchmarks/workers/requirements-vllm.txt     (or requirements-openvino.txt)
     echelon bench peers MODEL --vllm-python VENV/bin/python --llama-cpp FOLDER
 
-The speed of decoding is, for peers and for us alike, that of the tokens after the first HEAD_TOKENS of every prompt: what a run takes
-longer than one that ends there. With one new token a prompt it is the time to the first token that is told.
+The speed of a peer's decoding is that of the tokens after the first HEAD_TOKENS of every prompt: what a run takes longer than one that ends
+there. Ours is that of steps that read no prompt, which is the same where all prompts are read first: take no more prompts than rows. With
+one new token a prompt it is the time that a prompt takes, the time to the first token where they come one by one.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ def as_markdown(results: SequenceOf[ThroughputResult], versions: Mapping[str, st
         per_step = statistics.median(r.tokens_per_step for r in own.values())
         rows.append((name, *cells, f"{per_step:.2f}" if per_step else "–"))
     text = ", ".join(f"{k} {v}{_unpinned(k, v)}" for k, v in versions.items())
-    heading = "tokens/s, decoding (all)" if has_decoding else "ms a prompt, to its first token"
+    heading = "tokens/s, decoding (all)" if has_decoding else "ms a prompt, of all together"
     return f"{table([heading, *(f'B={b}' for b in sizes), 'tokens_per_step'], rows)}\n\n{text}"
 
 

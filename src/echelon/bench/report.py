@@ -118,7 +118,7 @@ def adaptive_as_markdown(results: SequenceOf[ThroughputResult]) -> str:
         {
             "batch": lambda r: r.batch_size,
             "method": lambda r: r.name,
-            "drafted a step": lambda r: f"{r.adaptive['num_proposed_tokens'] / r.adaptive['num_steps']:.1f}",
+            "drafted a row's step": lambda r: f"{r.adaptive['num_proposed_tokens'] / r.adaptive['num_row_steps']:.2f}",
             "lengths verified": lambda r: ", ".join(f"{length}: {count}" for length, count in _by_length(r).items()),
             "ms predicted": lambda r: f"{r.adaptive['predicted_ms'] / r.adaptive['num_steps']:.2f}",
             "ms measured": lambda r: f"{r.adaptive['measured_ms'] / r.adaptive['num_steps']:.2f}",

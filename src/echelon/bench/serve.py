@@ -88,7 +88,13 @@ async def measure(url: str, key: str | None, model: str | None, traffic: Traffic
     headers = {"authorization": f"Bearer {key}"} if key else {}
     base = url.rstrip("/").removesuffix("/v1")
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(base_url=base, headers=headers, timeout=SECONDS, limits=limits, trust_env=False) as client:
+    try:
+        client = httpx.AsyncClient(base_url=base, headers=headers, timeout=SECONDS, limits=limits, trust_env=False)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"--base-url {url!r} is no address ({error}); write http://127.0.0.1:8000") from None
+    except UnicodeEncodeError:
+        raise ConfigError("the key in OPENAI_API_KEY is not ASCII, and cannot be sent") from None
+    async with client:
         model = model or await _first_model(client)
         before = await counters(client)
         start = time.perf_counter()
@@ -195,7 +201,7 @@ def report(answers: SequenceOf[RequestTiming], seconds: float, goal: Goal, count
         "tpot_ms": spread([a.tpot for a in good if a.tpot is not None]),
         "itl_ms": spread([gap for a in good for gap in a.gaps]),
         "end_to_end_ms": spread([a.seconds for a in good]),
-        "tokens_per_step": 1 + accepted / drafts if drafts else None,
+        "mean_acceptance_length": 1 + accepted / drafts if drafts else None,  # of steps that drafted, as vLLM has it
         "acceptance_rate": accepted / drafted if drafted else None,
     }
 
@@ -214,7 +220,7 @@ def as_markdown(value: dict[str, Any]) -> str:
     lines = ["| | |", "|---|---|"]
     counts = ("num_requests", "num_failed", "seconds", "requests_per_second", "goodput_requests_per_second", "tokens_per_second")
     lines += [f"| {name} | {value[name]:,.2f} |".replace(".00 |", " |") for name in counts]
-    shares = {name: value[name] for name in ("tokens_per_step", "acceptance_rate")}
+    shares = {name: value[name] for name in ("mean_acceptance_length", "acceptance_rate")}
     lines += [f"| {name} | {'not reported' if share is None else f'{share:.2f}'} |" for name, share in shares.items()]
     lines += ["", "| ms | mean | " + " | ".join(f"p{p}" for p in PERCENTILES) + " |", "|---|---|" + "---|" * len(PERCENTILES)]
     spreads = {name: value[f"{name}_ms"].values() for name in ("ttft", "tpot", "itl", "end_to_end")}

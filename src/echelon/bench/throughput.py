@@ -195,7 +195,7 @@ class EngineRun:
         time_parts(self._llm)
         if method.prepare is not None:
             method.prepare(self._llm)
-        self._decode, self._stats = Sums(), Stats()
+        self.begin()
         self.notes: set[str] = set()
 
     @property
@@ -207,6 +207,10 @@ class EngineRun:
 
     def warm_up(self, prompts: Prompts, params: SamplingParams) -> None:
         ended(self._timed(prompts, params))
+
+    def begin(self) -> None:
+        """Count from here on: what was run before was to get warm."""
+        self._decode, self._stats = Sums(), Stats()
 
     def run(self, prompts: Prompts, params: SamplingParams) -> Run:
         return ended(self.stepping(prompts, params))
@@ -336,12 +340,16 @@ def gpu() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the working tree this package runs from, if it is one."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    """The commit of the working tree this package runs from, if it is one, with a plus where its sources are others."""
+    package = Path(__file__).parents[1]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        number, changed = (
+            subprocess.run(["git", "-C", str(package), *words], capture_output=True, text=True, check=True).stdout.strip()
+            for words in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--untracked-files=no", "--", "."))
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    return f"{number}+" if changed else number
 
 
 def as_json(results: SequenceOf[ThroughputResult]) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def join_dotted(arguments: list[str]) -> list[str]:
 
     Raises
     ------
-    ConfigError  there is a JSON besides
+    ConfigError  there is a JSON besides, or a key twice
     """
     config: dict[str, Any] = {}
     rest: list[str] = []
@@ -121,6 +121,8 @@ def join_dotted(arguments: list[str]) -> list[str]:
             continue
         key, equals, value = word.removeprefix(SPECULATIVE + ".").partition("=")
         value = value if equals else next(words, "")
+        if key in config:
+            raise ConfigError(f"{SPECULATIVE}.{key} is given twice; several settings are several times {SPECULATIVE} JSON")
         try:
             config[key] = from_argument(value)
         except ValueError:

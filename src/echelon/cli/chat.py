@@ -89,7 +89,7 @@ class Chat:
 
     def set_system(self, text: str) -> None:
         """Begin anew with this system prompt, or with none."""
-        self.messages = [{"role": "system", "content": text}] if text else []
+        self.messages = conversation([{"role": "system", "content": text}], "system") if text else []
 
     def ask(self, text: str) -> None:
         """Show the answer to the user's next message, as it is made; an interrupt ends it there.
@@ -279,7 +279,7 @@ def chat(
 
     Each turn reads only what is new. Piped, it answers a line at a time, without colours or prompts.
     """
-    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    params, is_terminal = SamplingParams(**sampling), sys.stdin.isatty() and sys.stdout.isatty()
     out, notes = Console(soft_wrap=True, highlight=False), Console(stderr=not is_terminal, highlight=False, style="dim")
 
     def show(piece: str, is_drafted: bool) -> None:
@@ -292,10 +292,10 @@ def chat(
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     llm = LLM(model, speculative_mapping(speculative_config), max_num_seqs=1, **engine)
-    print_fitting(llm)
+    print_fitting(llm, ENGINE)
     if llm.target.tokenizer is None:
         raise ConfigError(f"{llm.target.name!r} has no tokenizer, so nobody can talk with it; use `echelon generate` with token ids")
-    talk = Chat(llm, SamplingParams(**sampling), show)
+    talk = Chat(llm, params, show)
     if system:
         talk.set_system(system)
     if not talk.has_template:

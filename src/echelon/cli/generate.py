@@ -22,6 +22,7 @@ from echelon.cli.shared import (
     Flags,
     ModelArgument,
     SpeculativeOption,
+    hold_a_token_a_row,
     print_fitting,
     progress,
     speculative_mapping,
@@ -65,10 +66,10 @@ def generate(
     mode = _mode(output, resume, overwrite)
     requests = _requests(prompt or [], input, num_prompts)
     drafts = speculative_mapping(speculative_config)
-    engine["max_num_batched_tokens"] = max(engine["max_num_batched_tokens"], engine.get("max_num_seqs", 1))
+    hold_a_token_a_row(engine)
     with OutputFile(output, mode) if output else nullcontext() as file:
         llm = LLM(model, drafts, **engine)
-        print_fitting(llm)
+        print_fitting(llm, (*ENGINE, *BATCHED))
         errors.print(escape(str(llm.memory_plan)), highlight=False)
         if file is not None:
             source = file_hash(input) if input else hash_of(prompt)

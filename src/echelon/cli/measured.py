@@ -107,9 +107,9 @@ class Report:
 
 
 class Elsewhere(NamedTuple):
-    """What drafts in other engines: a draft model's folder and its tokens a step, and the settings of n-grams."""
+    """What drafts in other engines: a draft model's folder, if one drafts, and its tokens a step, and the settings of n-grams."""
 
-    draft_model: str
+    draft_model: str | None
     num_drafted: int
     lookup: Mapping[str, Any]
 
@@ -148,12 +148,17 @@ class BenchOptions:
         copied = next((c for c in self.configs if c.get("method") == "ngram"), {})
         named = {k: copied[k] for k in ("num_speculative_tokens", "prompt_lookup_max") if isinstance(copied.get(k), int)}
         lookup = dict(default_methods()[1].config or {}) | named
-        return Elsewhere(next(iter(folders), str(DRAFT)), next(iter(lengths), NUM_DRAFTED), lookup)
+        folder = next(iter(folders), str(DRAFT) if self._drafts_embedded else None)
+        return Elsewhere(folder, next(iter(lengths), NUM_DRAFTED), lookup)
+
+    @property
+    def _drafts_embedded(self) -> bool:
+        """Whether a draft model drafts that is not named."""
+        return any(c.get("method") == "draft_model" and "model" not in c for c in self.configs)
 
     def draft(self, device: str) -> LoadedModel | None:
         """The embedded draft model, where one drafts and none is named."""
-        is_embedded = any(c.get("method") == "draft_model" and "model" not in c for c in self.configs)
-        return load_model(str(DRAFT), device=device) if is_embedded else None
+        return load_model(str(DRAFT), device=device) if self._drafts_embedded else None
 
     def prompts(self, target: LoadedModel, is_ragged: bool = False) -> list[list[int]]:
         """Prompts of the workload; a file alone means the workload `prompts`."""

@@ -13,7 +13,17 @@ from rich.table import Table
 
 from echelon import EngineConfig
 from echelon.cli.plan_on_paper import PaperOptions, plan_on_paper
-from echelon.cli.shared import BATCHED, ENGINE, Flags, JsonOption, ModelArgument, SpeculativeOption, speculative_mapping, verb
+from echelon.cli.shared import (
+    BATCHED,
+    ENGINE,
+    Flags,
+    JsonOption,
+    ModelArgument,
+    SpeculativeOption,
+    hold_a_token_a_row,
+    speculative_mapping,
+    verb,
+)
 from echelon.cli.words import errors
 from echelon.config import RANKS, speculative
 from echelon.estimate.devices import read_devices
@@ -53,6 +63,7 @@ def plan(
     paper, an estimate for devices that are not here: bytes of each, what a step sends between them, and expected tokens/s. MODEL may then
     be a published shape, such as llama-70b (docs/on_paper.md).
     """
+    hold_a_token_a_row(engine)
     spec = speculative(speculative_mapping(speculative_config))
     options = PaperOptions(model, device, tensor_parallel_size, pipeline_parallel_size, devices, tokens_per_step)
     if options.is_on_paper:

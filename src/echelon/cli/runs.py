@@ -82,8 +82,11 @@ class ThroughputOptions(BenchOptions):
             errors.print(f"transformers is left out: it does not run {integers}", highlight=False)
             return {}
         folder, num_drafted, lookup = self.elsewhere
-        models = [m.to(target.device) for m in (load_grown(self.model, self.parameters), load_plain(folder)[0])]
-        (model, notes), (assistant, _) = map(in_fastest_dtype, models)
+        model, notes = in_fastest_dtype(load_grown(self.model, self.parameters).to(target.device))
+        assistant = None if folder is None else in_fastest_dtype(load_plain(folder)[0].to(target.device))[0]
+        if assistant is not None and assistant.config.get_text_config().vocab_size != model.config.get_text_config().vocab_size:
+            errors.print("transformers, assisted, is left out: it takes no pair of other vocabularies", highlight=False)
+            assistant = None
         return {size: framework_runs(model, assistant, size, lookup, num_drafted, notes) for size in self.sizes}
 
 
@@ -198,7 +201,7 @@ class PeersOptions(BenchOptions):
         chosen = self.modes.split(",")
         if unknown := [m for m in chosen if m not in MODES]:
             raise ConfigError(f"there is no mode {unknown[0]!r}; known: {', '.join(MODES)}")
-        return chosen
+        return [m for m in chosen if m != "draft_model" or self.elsewhere.draft_model is not None]
 
 
 @verb(PeersOptions)

@@ -12,7 +12,17 @@ import torch
 import typer
 
 from echelon import LLM, EngineConfig
-from echelon.cli.shared import BATCHED, ENGINE, Flags, ModelArgument, SpeculativeOption, mapping_of, speculative_mapping, verb
+from echelon.cli.shared import (
+    BATCHED,
+    ENGINE,
+    Flags,
+    ModelArgument,
+    SpeculativeOption,
+    hold_a_token_a_row,
+    mapping_of,
+    speculative_mapping,
+    verb,
+)
 from echelon.cli.words import errors
 from echelon.errors import ConfigError, MissingExtraError
 from echelon.server.config import ServerConfig, id_of, read_keys
@@ -49,7 +59,7 @@ def serve(
         raise MissingExtraError(f"{error.name} is not installed; run: pip install 'echelon[server]'") from error
     config = ServerConfig(**server, api_keys=read_keys(api_key_file) if api_key_file else ())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    engine["max_num_batched_tokens"] = max(engine["max_num_batched_tokens"], engine.get("max_num_seqs", 1))
+    hold_a_token_a_row(engine)
     on_ray = {"--ray-address": ray_address, "--autoscaling-config": autoscaling_config, "--ray-actor-options": ray_actor_options}
     if replicas is not None:
         scale, taken = (mapping_of(on_ray[flag], flag) for flag in ("--autoscaling-config", "--ray-actor-options"))

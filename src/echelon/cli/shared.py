@@ -6,7 +6,7 @@ import functools
 import inspect
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -173,9 +173,15 @@ class _ProgressLines:
         errors.print(escape(f"{self.description}: {self.completed}/{self.total} after {spent:.0f} s{left}{note}"), highlight=False)
 
 
-def print_fitting(llm: LLM) -> None:
-    """What was given up for a budget of memory, and the flags that say the same without one."""
-    for line in llm.fitting.lines() if llm.fitting is not None else ():
+def hold_a_token_a_row(engine: dict[str, Any]) -> None:
+    """Raise the tokens of a step to the rows, where these are more."""
+    if engine.get("max_num_seqs", 1) > engine.get("max_num_batched_tokens", EngineConfig.model_fields["max_num_batched_tokens"].default):
+        engine["max_num_batched_tokens"] = engine["max_num_seqs"]
+
+
+def print_fitting(llm: LLM, known: Sequence[str]) -> None:
+    """What was given up for a budget of memory, and the flags that say the same without one, of a verb that has flags for `known`."""
+    for line in llm.fitting.lines(known) if llm.fitting is not None else ():
         errors.print(escape(line), highlight=False)
 
 

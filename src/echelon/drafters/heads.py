@@ -197,7 +197,7 @@ class HeadDrafter(Drafter):
         features = self._features(rows, verdict, following, hidden_states)
         is_shared = sum(map(len, features)) == len(rows)  # one token each; else what waits keeps nothing of other rows in memory
         for row, tokens, own_features in zip(rows, following, features, strict=True):
-            number, is_prompt = row.sequence.id, row.num_new > 1 or not row.is_sampled
+            number, is_prompt = row.sequence.id, _is_of_a_prompt(row)
             if not self._note(row, tokens, own_features if is_shared or is_prompt else own_features.clone()):
                 self._drop(number)
             elif is_prompt or len(self._unread[number].tokens) >= MOST_UNREAD:
@@ -318,6 +318,11 @@ class HeadDrafter(Drafter):
         self._drop(row)
         if self.cache is not None and row in self.cache.tables:
             self.cache.tables.commit(row, 0)
+
+
+def _is_of_a_prompt(row: PlannedRow) -> bool:
+    """Whether a step reads a piece of a prompt, of one token perhaps: further samples start from what the head has read of it."""
+    return row.num_new > 1 or not row.is_sampled
 
 
 def _following(row: PlannedRow, kept: RowVerdict) -> list[int]:

@@ -8,8 +8,9 @@ user has set stays as it is. A smaller budget never gives more of any of them: w
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Container, Iterator, Set
 from dataclasses import dataclass
+from shlex import quote
 from typing import Any
 
 from echelon.config import EngineConfig, SpeculativeConfig
@@ -56,23 +57,23 @@ class Fitting:
     rungs: tuple[Rung, ...]
     changed: tuple[str, ...]  # settings that differ from what was asked
 
-    def flags(self) -> list[str]:
-        """The command-line options that say the same without a budget."""
+    def flags(self, known: Container[str] = tuple(EngineConfig.model_fields)) -> list[str]:
+        """The command-line options that say the same without a budget, for a verb with options for the settings `known`."""
         found = []
         for name in self.changed:
-            value = getattr(self.config, name)
-            flag = name.replace("_", "-")
-            found.append(f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {value}")
+            value, flag = getattr(self.config, name), name.replace("_", "-")
+            if name in known:
+                found.append(f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {value}")
         if self.spec is not None:
             given = self.spec.model_dump(include=self.spec.model_fields_set - {"method"}, mode="json")
-            found += [f"--speculative-config.{key} {_word(value)}" for key, value in {"method": self.spec.method, **given}.items()]
+            found += [f"--speculative-config.{key} {quote(_word(value))}" for key, value in {"method": self.spec.method, **given}.items()]
         return found
 
-    def lines(self) -> list[str]:
+    def lines(self, known: Container[str] = tuple(EngineConfig.model_fields)) -> list[str]:
         """What was shed, what fits, and the equivalent flags, a line each."""
         rows, tokens = self.config.max_num_seqs, self.config.max_model_len
         fits = f"{gibibytes(self.plan.total_bytes)} of {gibibytes(self.budget)}: {_rows(rows)} of {tokens:,} tokens"
-        return [*map(str, self.rungs), fits, f"the same without a budget: {' '.join(self.flags())}"]
+        return [*map(str, self.rungs), fits, f"the same without a budget: {' '.join(self.flags(known))}"]
 
 
 def fitted(

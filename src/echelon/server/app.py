@@ -59,7 +59,8 @@ class Service:
         self.engine_thread = EngineThread(llm, config, self.metrics)
         self.serializer = Serializer(llm)
         self.started_at = time.monotonic()
-        self.card = ModelCard(id=self.model, created=int(time.time()), owned_by="echelon", max_model_len=llm.max_len)
+        root = id_of(llm.target.name)
+        self.card = ModelCard(id=self.model, created=int(time.time()), owned_by="echelon", root=root, max_model_len=llm.max_len)
         self._threads = ThreadPoolExecutor(NUM_TEXT_THREADS, "echelon-text")
 
     async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:

@@ -200,6 +200,7 @@ class ChatMessage(Message, Strict):
     tool_calls: list[Any] | None = Field(default=None, max_length=0)
     function_call: None = None
     audio: None = None
+    annotations: list[Any] | None = Field(default=None, max_length=1024)  # of an answer that is sent back; not read
 
     def for_template(self) -> dict[str, Any]:
         """Role and content as one text; templates know `system`, which OpenAI has renamed `developer`."""

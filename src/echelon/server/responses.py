@@ -23,6 +23,8 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str
+    root: str
+    parent: None = None
     max_model_len: int
 
 

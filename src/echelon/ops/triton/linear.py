@@ -97,8 +97,8 @@ _OWN: ContextVar[Tensor | None] = ContextVar("counters of a graph", default=None
 
 @contextmanager
 def counting_in(counters: Tensor) -> Iterator[None]:
-    """Launches inside count in `counters`. A graph keeps the address, and may be replayed by another thread than captured it, beside
-    launches of that one.
+    """Launches inside count in `counters`, int32 [PROGRAMS]. A graph keeps the address, and may be replayed by another thread than
+    captured it, beside launches of that one.
     """
     token = _OWN.set(counters)
     try:
