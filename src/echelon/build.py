@@ -417,7 +417,7 @@ def growth_of(spec: SpeculativeConfig, max_depth: int | None) -> Growth:
     ConfigError  the configured paths are no tree
     """
     count, method = spec.most_tokens, METHODS[spec.method]
-    longest, only_ranks = 64 if max_depth is None else max_depth, not (spec.confidence_threshold or spec.is_adaptive)
+    longest, only_ranks = LONGEST_PATH if max_depth is None else max_depth, not (spec.confidence_threshold or spec.is_adaptive)
     if spec.tree == "chain":
         return chain(min(count, longest), only_ranks)
     if spec.tree == "dynamic":

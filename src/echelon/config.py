@@ -30,7 +30,8 @@ def _known_method(name: str) -> str:
 
 
 class SpeculativeConfig(Settings):
-    """What proposes tokens. Keys are vLLM's; `prompt_lookup_source`, `acceptance` and `confidence_threshold` are ours.
+    """What proposes tokens. `method`, `model`, `num_speculative_tokens`, `prompt_lookup_max` and `_min`, `quantization` and
+    `speculative_token_tree` are vLLM's keys; the others are ours.
 
     `ngram` is LLMA (Yang et al. 2023): the last `prompt_lookup_max` tokens down to `prompt_lookup_min` are looked up in the source,
     and what followed them there is proposed. `draft_model` runs the small model in `model`, with `quantization` in integers; it is meant,

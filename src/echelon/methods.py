@@ -1,6 +1,6 @@
 """The table of drafting methods. A new one is a file of its own, and a line here: what makes it, what it needs, what it can do.
 
-Settings are checked against this table, and nothing else tells methods apart by their names.
+Settings are checked against this table, and the engine tells methods apart by nothing else.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import torch
 import toys
 from decoders import decoders
 from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo
+from transformers import JetMoeConfig, JetMoeForCausalLM
 
 from echelon import LLM, ModelLoadError, UnsupportedModelError
 from echelon.checkpoint import folder, tensors
@@ -25,6 +26,8 @@ from echelon.memory.residents import stored_head
 from echelon.methods import method_names
 from echelon.model.load.loading import adopt_model, load_model, serve_head
 
+JETMOE = JetMoeConfig(vocab_size=80, hidden_size=64, num_hidden_layers=2, num_key_value_heads=2, kv_channels=16, intermediate_size=96,
+                      num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=512)  # fmt: skip
 KINDS = decoders(16, 32)
 SMALL = 60_000  # bytes that vectors and rounded-up tiles of a toy may make
 
@@ -54,6 +57,12 @@ def test_a_model_takes_what_its_headers_say(name: str, dtype: torch.dtype, quant
         loaded.dtype,
         loaded.quantization,
     )
+
+
+def test_a_model_whose_pass_depends_on_its_values_is_not_planned(tmp_path: Path) -> None:
+    JetMoeForCausalLM(JETMOE).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="cannot be planned before its weights are read"):
+        Outline.of(str(tmp_path)).footprint()
 
 
 @pytest.mark.parametrize("kind", published.KINDS)

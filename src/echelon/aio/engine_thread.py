@@ -213,7 +213,7 @@ class EngineThread:
                 self._unstarted.pop(row.sequence.id, None)
                 engine.abort(row.sequence)
                 with suppress(Exception):
-                    self._observer.finished(row, time.monotonic(), "abort")
+                    self._observer.finished(row, time.monotonic(), FinishReason.ABORT)
 
     def _drop(self, handle: RequestHandle, engine: Engine) -> None:
         """Abort a request whose client does not read, and free the log-probabilities that wait for it."""

@@ -20,8 +20,8 @@ from echelon.model.attention import IMPLEMENTATION, LayerCall, record_layers
 from echelon.model.load.loading import LoadedModel
 from echelon.model.load.published import PackedTensor, kernel_group, with_published
 from echelon.model.load.reading import DTYPES, TOKENIZER_FILES, built_without_memory, read_config, settings_of
-from echelon.model.patches.experts import STACKED, is_experts
-from echelon.model.patches.linear import LINEAR, is_plain_linear, weight_bytes
+from echelon.model.patches.experts import STACKED, has_plain_gate, is_experts
+from echelon.model.patches.linear import LINEAR, bits_for, is_plain_linear, weight_bytes
 from echelon.model.patches.packing import GROUPS
 from echelon.model.patches.rotary_tables import table_bytes
 from echelon.ops import compiled, cpu
@@ -127,7 +127,13 @@ class Outline:
 
     @cached_property
     def _recorded(self) -> tuple[tuple[LayerShape, ...], int]:
-        return recorded(self.model)
+        try:
+            return recorded(self.model)
+        except NotImplementedError as error:  # its forward asks for values, which nothing has here
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} cannot be planned before its weights are read, as its forward pass depends on their values; "
+                "give max_num_seqs, max_model_len and kv_cache_memory_bytes instead of a budget"
+            ) from error
 
     def footprint(self, quantization: str | None = None) -> Footprint:
         """The model as it is served with the setting `quantization`; a published one as it is published."""
@@ -285,11 +291,9 @@ def _matrix(module: Any, name: str, parameter: nn.Parameter, sharing: list[nn.Mo
     if name in STACKED and is_experts(module):
         count, columns, depth = parameter.shape
         columns, depth = (depth, columns) if module.is_transposed else (columns, depth)
-        return Matrix(columns, depth, bits, count, 2 if name == "gate_up_proj" else 1)
+        return Matrix(columns, depth, bits, count, 2 if name == "gate_up_proj" and has_plain_gate(module) else 1)
     linear = next((m for m in sharing if is_plain_linear(m)), None)
     if name != "weight" or linear is None:
         return None
     columns, depth = parameter.shape if isinstance(linear, nn.Linear) else reversed(parameter.shape)
-    is_output, is_shared = any(m is output for m in sharing), not all(isinstance(m, LINEAR) for m in sharing)
-    own = 0 if is_shared else 8 if bits and is_output else bits
-    return Matrix(int(columns), int(depth), own, is_output=is_output)
+    return Matrix(int(columns), int(depth), bits_for(bits, sharing, output), is_output=any(m is output for m in sharing))

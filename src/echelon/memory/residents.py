@@ -174,6 +174,7 @@ def stored_head(name: str, method: str, hidden_size: int, dtype: torch.dtype, lo
             place = _PLACE.search(key)
             if key in NOT_OF_THE_HEAD or (head.is_by_place and place is not None and int(place[1]) >= longest):
                 continue
-            weights += tensor.numel * dtype.itemsize * (copies if len(tensor.shape) == 2 else 1)
+            size = dtype.itemsize if tensor.dtype.is_floating_point else tensor.dtype.itemsize  # ids stay what they are
+            weights += tensor.numel * size * (copies if len(tensor.shape) == 2 else 1)
             of_a_token += tensor.shape[0] * dtype.itemsize if key.endswith(KEYS_AND_VALUES) else 0
     return HeadFootprint(weights, of_a_token, head.num_features * hidden_size * dtype.itemsize)

@@ -47,7 +47,7 @@ class StepSpeeds:
             if wanted.items() <= record.key.items() and record.key.get("settings", "").startswith(settings)
         ]
         if spec is None or METHODS[spec.method].needs == "nothing":
-            return kept[0].table.model_copy(update={"drafting": None, "start_ms": 0.0}) if kept else None
+            return kept[0].table.without_drafting() if kept else None
         last = "" if self._draft is None else f", {self._draft.quantization}, {shapes_of(self._draft.module, self._draft.dtype)}"
         drafters = [(record.key.get("drafter", ""), record.table) for record in kept]
         return next((table for name, table in drafters if name.startswith(f"{spec.method},") and name.endswith(last)), None)

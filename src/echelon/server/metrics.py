@@ -12,11 +12,11 @@ from echelon import metrics
 from echelon.aio.limits import RequestObserver
 from echelon.aio.request_handle import RequestRow
 from echelon.llm import LLM
+from echelon.sequence import FinishReason
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 600.0)
 UNREAD_LIMITS = ("time", "buffers", "stream")  # a connection's write timeout, the memory of all buffers, that of one stream
 KINDS = {metrics.Counter: CounterMetricFamily, metrics.Gauge: GaugeMetricFamily, metrics.Vector: CounterMetricFamily}
-REASONS = ("stop", "length", "error", "abort")
 
 
 class EngineCollector:
@@ -52,7 +52,7 @@ class ServerMetrics(RequestObserver):
         self.queue_time = histogram("request_queue_time_seconds", "From arrival to the first step.")
         self.prompt_tokens = Counter(prefix + "prompt_tokens", "Prompt tokens.", ["model_name"], registry=self._registry).labels(model)
         finished = Counter(prefix + "request_success", "Finished sequences.", ["model_name", "finished_reason"], registry=self._registry)
-        self._finished = {reason: finished.labels(model, reason) for reason in REASONS}
+        self._finished: dict[str, Counter] = {reason: finished.labels(model, reason) for reason in FinishReason}
         unread = Counter(prefix + "unread_cut", "Clients cut because they did not read.", ["model_name", "limit"], registry=self._registry)
         self.unread_cut = {limit: unread.labels(model, limit) for limit in UNREAD_LIMITS}
 

@@ -106,10 +106,9 @@ def splits_evenly(module: Any, name: str, stacked: Tensor) -> bool:
 
 def patch_experts(module: Any, absent: Callable[[tuple[int, ...], Tensor], Tensor] | None, packing: Packing) -> None:
     """Patch `forward`. Where `absent` is given, the stacked weights are replaced by what it returns."""
-    default = getattr(type(module)._apply_gate, "__name__", "") == "_default_apply_gate"
     activation = _activation(module)
     gate = None
-    if module.has_gate and default and module.is_concatenated and activation is not None:
+    if has_plain_gate(module) and activation is not None:
         size = module.gate_up_proj.shape[1 if not module.is_transposed else 2] // 2
         gate = _projection(module, "gate_up_proj", slice(0, size), packing)
         up = _projection(module, "gate_up_proj", slice(size, None), packing)
@@ -121,6 +120,12 @@ def patch_experts(module: Any, absent: Callable[[tuple[int, ...], Tensor], Tenso
         if absent is not None and name in module._parameters:
             stacked = module._parameters[name]
             module._parameters[name] = nn.Parameter(absent(tuple(stacked.shape), stacked), requires_grad=False)
+
+
+def has_plain_gate(module: Any) -> bool:
+    """Whether gate and up projections are halves of one weight, whose products are multiplied."""
+    default = getattr(type(module)._apply_gate, "__name__", "") == "_default_apply_gate"
+    return bool(module.has_gate and default and module.is_concatenated)
 
 
 def _activation(module: Any) -> Activation | None:

@@ -104,7 +104,7 @@ def _serve_packed(model: nn.Module, keep_weights: bool, packing: Packing, in_pla
             if not isinstance(module.weight, PackedParameter) and id(module.weight) not in packed:
                 sharing = holders[id(module.weight)]
                 may_overwrite = id(module.weight) in alone and all(isinstance(m, GIVEN_UP) for m in sharing)
-                own = _packing_for(packing, sharing, output)
+                own = replace(packing, bits=bits_for(packing.bits, sharing, output))
                 packed[id(module.weight)] = own.pack(_weight(module).detach(), may_overwrite)
             _serve_weight(module, packed, holders, keep_weights, module is output)
         elif not _serve_own_forward(module, keep_weights, packing):
@@ -113,11 +113,11 @@ def _serve_packed(model: nn.Module, keep_weights: bool, packing: Packing, in_pla
     return served
 
 
-def _packing_for(packing: Packing, sharing: list[nn.Module], output: nn.Module | None) -> Packing:
-    """How a weight that these modules share is packed."""
+def bits_for(bits: int, sharing: list[nn.Module], output: nn.Module | None) -> int:
+    """In how many bits a weight is kept that these modules share, where weights of linear layers are kept in `bits`; 0: as it is."""
     if not all(isinstance(m, LINEAR) for m in sharing):
-        return packing.of_numbers
-    return replace(packing, bits=8) if packing.bits and any(m is output for m in sharing) else packing
+        return 0
+    return 8 if bits and any(m is output for m in sharing) else bits
 
 
 def _alone_in_memory(model: nn.Module) -> frozenset[int]:
@@ -209,15 +209,17 @@ def _serve_own_forward(module: nn.Module, keep_weights: bool, packing: Packing) 
             continue
         if parameter.ndim == 2:
             module._parameters[name] = PackedParameter.lazy(parameter, packing.is_fast)
-        elif parameter.ndim == 3 and name == "weight" and _indexes_its_stack(module):
+        elif _is_indexed_stack(module, name, parameter):
             module._parameters[name] = PackedParameter.stack(parameter, keep_weights, packing)
     if isinstance(module, LINEAR):
         _check_rows(module)
     return bool(own)
 
 
-def _indexes_its_stack(module: nn.Module) -> bool:
-    """Whether its one use of `self.weight` is in a linear layer, expert by expert."""
+def _is_indexed_stack(module: nn.Module, name: str, parameter: Tensor) -> bool:
+    """A stack of weights [E, N, K] whose one use is in a linear layer, expert by expert."""
+    if parameter.ndim != 3 or name != "weight":
+        return False
     source = inspect.getsource(type(module).forward)
     return len(STACKED.findall(source)) == 1 and source.count("self.weight") == 1
 

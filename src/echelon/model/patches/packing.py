@@ -21,11 +21,6 @@ class Packing:
     is_fast: bool = False
     bits: int = 0
 
-    @property
-    def of_numbers(self) -> Packing:
-        """The same for weights that stay as they are."""
-        return Packing(self.is_fast)
-
     def pack(self, weight: Tensor, in_place: bool = False) -> PackedWeight:
         """A weight [N, K] for the kernels; as many bits as its K allows. `in_place` as in `Backend.pack`."""
         if self.bits == 0:
