@@ -48,8 +48,8 @@ def footprint_of_head(attached: AttachedHead) -> HeadFootprint:
     head = attached.head
     copies = 2 if is_packed_on(next(head.parameters()).device) else 1
     weights = sum(p.numel() * p.element_size() * (copies if p.ndim == 2 else 1) for p in head.parameters())
-    stored = head.state_dict()  # with Clover's rows of the output layer, and without tables that are made anew
-    weights += sum(stored[name].nbytes for name, _ in head.named_buffers() if name in stored)
+    stored = {name: t for name, t in head.state_dict().items() if t.is_floating_point()}  # no ids, which are little
+    weights += sum(stored[name].nbytes for name, _ in head.named_buffers() if name in stored)  # Clover's rows of the output layer
     features = int(attached.reader.example().shape[-1]) * head.dtype.itemsize
     return HeadFootprint(weights, attached.bytes_per_token, features)
 
