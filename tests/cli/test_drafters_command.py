@@ -94,6 +94,8 @@ def test_a_table_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_too_few_prompts_are_refused(run: Run, prompts: Path) -> None:
+    """Where so many are asked for; else all of a small file are tried."""
+    assert run("drafters", TARGET, "--input", prompts, "--batch-size", 2, "--max-tokens", 12, "--rounds", 1).returncode == 0
     done = run("drafters", TARGET, "--input", prompts, "--num-prompts", 9)
     assert done.returncode == 2
     assert "gives 3 prompts" in done.stderr

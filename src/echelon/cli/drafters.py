@@ -25,8 +25,10 @@ from echelon.demo import held_out_files
 from echelon.errors import EchelonError, UnknownHeadError
 from echelon.heads.checkpoints import load_head
 from echelon.model.load.loading import LoadedModel, check_vocabularies, load_model
+from echelon.requests import read_requests
 from echelon.sizes import mebibytes
 
+SAMPLE = 16  # prompts that drafters are tried on
 WARM_UP = 8  # tokens
 
 
@@ -61,7 +63,9 @@ def drafters(
     drafter: Annotated[list[str] | None, typer.Option(help="Folder or hub name of a draft model or a head; may be repeated.")] = None,
     input: Annotated[Path | None, typer.Option(help="Your prompts (.txt or .jsonl); Python source without.")] = None,
     batch_size: Annotated[int, typer.Option(help="Rows that run at once.", min=1)] = 8,
-    num_prompts: Annotated[int, typer.Option(help="Prompts that are taken of them.", min=1)] = 16,
+    num_prompts: Annotated[
+        int | None, typer.Option(help=f"Prompts that are taken of them; {SAMPLE} by default, or all where there are fewer.", min=1)
+    ] = None,
     prompt_tokens: Annotated[int, typer.Option(help="Most tokens of a prompt.", min=1)] = 256,
     max_tokens: Annotated[int, typer.Option(help="New tokens a prompt.", min=2)] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
@@ -76,7 +80,8 @@ def drafters(
         if c.problem:
             errors.print(escape(f"{c.name} cannot draft for this model: {c.problem}"), highlight=False)
     reader, chosen = LLM(target, max_num_seqs=1, numerics=engine["numerics"]), "prompts" if input else "continue"
-    prompts = workload(chosen, reader, num_prompts, prompt_tokens, held_out_files(), input)
+    count = num_prompts or (SAMPLE if input is None else max(1, min(SAMPLE, len(read_requests(input)))))
+    prompts = workload(chosen, reader, count, prompt_tokens, held_out_files(), input)
     params = SamplingParams(temperature=temperature, seed=0, max_tokens=max_tokens, ignore_eos=True)
     plain = measured(target, tried, prompts, params, batch_size, rounds, **engine)
     best = max((c for c in tried if not c.problem), key=lambda c: c.speed)
