@@ -251,7 +251,7 @@ class LawStudy:
         params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
         speeds, found = take_turns(runs, [prompts] * rounds, params, batch_size)
         a_step = {name: runs[name].result(batch_size, own).tokens_per_step for name, own in found.items()}
-        return {"speeds": speeds, "tokens_per_step": a_step}
+        return {"parameters": self._parameters, "rounds": rounds, "speeds": speeds, "tokens_per_step": a_step}
 
 
 def all_heads() -> dict[str, tuple[str, int]]:
@@ -318,7 +318,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     common, records = {"settings": study.settings, "environment": environment()}, Records(asked.output)
     asked_for = chosen(cells(study, asked.rounds), asked.prefixes)
-    found = run_cells(asked_for, records, common, lambda _, record: record["settings"] == study.settings)
+    of_speeds = {"parameters": asked.parameters, "rounds": asked.rounds}
+
+    def is_current(_: str, record: Record) -> bool:
+        return record["settings"] == study.settings and ("speeds" not in record or of_speeds.items() <= record.items())
+
+    found = run_cells(asked_for, records, common, is_current)
     print(summary(found))
     print(f"wrote {write_laws(asked.output.parents[1], records.read())}")
     return int(any("failed" in record for record in found.values()))
