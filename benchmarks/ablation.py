@@ -175,7 +175,7 @@ def write_document(records: Records, output: Path, settings: dict[str, Any]) -> 
     """Write ablation.json and ablation.md into `output`, from all cells of these settings, with the published values beside."""
     found: Found = {}
     for cell in records.read().values():
-        if "failed" not in cell and cell["settings"] == settings:
+        if "failed" not in cell and cell.get("settings") == settings:
             found.setdefault(cell["variant"], []).append(cell)
     write_json(output / "ablation.json", {"settings": settings, "cells": found})
     parts = [

@@ -135,8 +135,8 @@ def run_with_settings(
 
 
 def is_here(record: Record, where: Mapping[str, str]) -> bool:
-    """Whether a record is of this processor, with as many instructions and threads."""
-    return all(record["environment"].get(name) == where[name] for name in ("cpu", "isa", "threads"))
+    """Whether a record is of this processor, with as many instructions and threads, where it says so."""
+    return all(record["environment"].get(name, where[name]) == where[name] for name in ("cpu", "isa", "threads"))
 
 
 def said(name: str) -> None:

@@ -22,7 +22,7 @@ from echelon.bench.phases import Recorder, Sums
 from echelon.bench.throughput import DecodingMethod, Prompts, Run, ThroughputResult, display_name, engine_result
 from echelon.bench.verify import STRATEGIES
 from echelon.errors import ConfigError
-from echelon.memory.pool import available_memory
+from echelon.memory.pool import available_memory, num_blocks_for
 from echelon.model.load.loading import LoadedModel
 from echelon.model.runner import Runner
 from echelon.ops.slots import gather_slots
@@ -187,7 +187,9 @@ class PrefilledRun:
             gc.collect()  # engines before this one: what they hold on a device nothing else would free in time
         config = self._method.config
         models = [self._target, *([self._draft] if config and config["method"] == "draft_model" and self._draft else [])]
-        num_slots = self._max_model_len + BLOCK + (config or {}).get("num_speculative_tokens", 0)
+        num_drafted = (config or {}).get("num_speculative_tokens", 0)
+        num_slots = self._max_model_len + BLOCK + num_drafted
+        num_slots += BLOCK * (1 + num_blocks_for(1 + num_drafted, BLOCK))  # that strategies with dead slots keep free besides
         num_bytes = (num_rows * num_slots + BLOCK) * bytes_per_token(*models)  # captured passes take a block for themselves
         check_memory(num_bytes, f"{self.name} with {num_rows} rows of {num_slots} tokens", self._target.device)
         llm = LLM(

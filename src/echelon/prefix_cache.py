@@ -111,6 +111,11 @@ class PrefixCache:
         self.num_queries += num_tokens
         self.num_hits += num_hits
 
+    def begins_anew(self, sequence: Sequence) -> None:
+        """The row has given back what it had adopted: it will publish its text from the first block on."""
+        if (text := self._texts.get(sequence.id)) is not None:
+            text.num_published = [0] * len(self._caches)
+
     def forget(self, sequence: Sequence) -> None:
         """The row has left; what has been published stays."""
         self._texts.pop(sequence.id, None)

@@ -334,7 +334,7 @@ class Scheduler:
             for tables in self._tables:
                 tables.release(sequence.id)
             if self.prefix_cache is not None:
-                self.prefix_cache.forget(sequence)
+                self.prefix_cache.begins_anew(sequence)
         return None
 
     def _count_cached(self, sequence: Sequence, num_cached: int, is_looked_up: bool) -> None:

@@ -73,8 +73,11 @@ def test_rows_wait_for_all_the_blocks_that_they_may_take(strategy: str) -> None:
     settings: dict[str, Any] = {"max_num_seqs": 5, "strategy": strategy}
     block = LLM(toys.adopted(target()), config, toys.adopted(draft()), **settings).memory_plan.block_bytes
     llm = toys.watch(LLM(toys.adopted(target()), config, toys.adopted(draft()), kv_cache_memory_bytes=25 * block, **settings))
+    rows: list[int] = []
+    llm.engine.observers.append(lambda record: rows.append(len(record.rows)))
     outputs = llm.generate(toys.prompts(), params("greedy"))
     assert [o.outputs[0].token_ids for o in outputs] == truth("greedy")
+    assert max(rows) == 2
     toys.assert_all_blocks_free(llm)
 
 

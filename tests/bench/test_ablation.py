@@ -38,6 +38,7 @@ def test_every_variant_is_trained_and_measured(tmp_path: Path) -> None:
     assert ladder[0] < ladder[1] < ladder[2] and ladder[3] > ladder[1]
     other = {"environment": environment(), "settings": {"steps": 4}, "variant": "eagle", "seed": 7}
     (tmp_path / "cells" / "eagle-7.json").write_text(json.dumps(other))
+    (tmp_path / "cells" / "eagle-8.json").write_text(json.dumps({name: other[name] for name in ("environment", "variant", "seed")}))
     ablation.write_document(Records(tmp_path / "cells"), tmp_path, settings)
     text = (tmp_path / "ablation.md").read_text()
     for words in (

@@ -26,6 +26,10 @@ class _Setting:
 
     def __init__(self, warm_up: float, in_rounds: float) -> None:
         self._speeds, self.lengths, self.full_speed = (warm_up, in_rounds), list[int](), 0.0
+        self.begun: list[int] = []
+
+    def begin(self) -> None:
+        self.begun.append(len(self.lengths))
 
     def stepping(self, prompts: list[list[int]], params: SamplingParams) -> Stepping[Run]:
         assert params.max_tokens is not None
@@ -47,6 +51,7 @@ def test_a_setting_that_loses_takes_few_rounds() -> None:
         "level": [WARM_UP, 64, 64, 64],
     }
     assert [len(own) for own in found.values()] == [3, 3, 1, 1, 3, 3]
+    assert all(run.begun == ([] if name == "far" else [1]) for name, run in runs.items() if name != "plain"), "warm-up is not counted"
     with pytest.raises(ConfigError, match="a: no step of a round had all rows"):
         take_turns({"plain": _Setting(50.0, 90.0), "a": _Setting(50.0, math.nan)}, [[[1]]], SamplingParams(max_tokens=64), 1)
 

@@ -882,7 +882,7 @@ def test_a_server_is_measured(running: Running, monkeypatch: pytest.MonkeyPatch,
     value = json.loads(out)
     assert (code, value["num_requests"], value["num_failed"], value["completion_tokens"]) == (0, 6, 0, 48)
     assert value["goodput_requests_per_second"] == value["requests_per_second"] > 0
-    assert 1.0 < value["tokens_per_step"] <= 4.0 and 0.0 < value["acceptance_rate"] < 1.0
+    assert 1.0 < value["mean_acceptance_length"] <= 4.0 and 0.0 < value["acceptance_rate"] < 1.0
     for name in ("ttft_ms", "tpot_ms", "itl_ms", "end_to_end_ms"):
         assert 0 < value[name]["p50"] <= value[name]["p99"]
     assert value["ttft_ms"]["mean"] < value["end_to_end_ms"]["mean"]

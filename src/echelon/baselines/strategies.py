@@ -81,8 +81,11 @@ def build_padded_blocks(
     longest = max_len + most_drafted(spec)
     per_token = sum(s.bytes_per_token(m.model.dtype) for m, shapes in zip(models, layers, strict=True) for s in shapes)
     per_token += head.bytes_per_token if head is not None else 0
-    plan = plan_kv(per_token, config.block_size, config.num_rows_held, 2 * longest, config.kv_cache_memory_bytes, device, 1)
-    most_blocks = num_blocks_for(longest, plan.block_size)
+    most_blocks = num_blocks_for(longest, config.block_size)
+    # a row's slots and its dead ones are no more than the rectangle is wide; both end in a block of their own, and the next step is reserved
+    of_row = most_blocks + 1 + num_blocks_for(1 + most_drafted(spec), config.block_size)
+    rows, size = config.num_rows_held, config.block_size
+    plan = plan_kv(per_token, size, rows, of_row * size, config.kv_cache_memory_bytes, device, 1)
     runners: list[PaddedBlocksRunner] = []
     for loaded, shapes in zip(models, layers, strict=True):
         tables = PaddedTables(plan.num_blocks, plan.block_size, most_blocks, longest)
@@ -95,8 +98,7 @@ def build_padded_blocks(
         if head.shapes:
             head_cache = KVCache(head.shapes, BlockTables(plan.num_blocks, plan.block_size, most_blocks), head.head.dtype, device)
     selector = prompts_apart if config.grouping == "none" else SameLength(config.max_num_seqs, runners[0].usage)
-    most_rows = max(1, plan.num_blocks // (2 * most_blocks))
-    return Storage(plan, runners, head, head_cache, selector=selector, most_rows=most_rows)
+    return Storage(plan, runners, head, head_cache, selector=selector, most_rows=max(1, plan.num_blocks // of_row))
 
 
 def queries_of(loaded: LoadedModel) -> list[tuple[int, int]]:

@@ -33,7 +33,8 @@ from echelon.memory.plan import MemoryPlan
 from echelon.memory.residents import PlannedModels
 from echelon.sizes import gibibytes
 
-SERVED = tuple(name for name in (*ENGINE, *BATCHED) if name not in ("device", *RANKS))  # of a plan on paper these mean something else
+NOT_PLANNED = {"kv_cache_memory_bytes", "numerics", "enforce_eager", "device", *RANKS}  # the last ones mean something else on paper
+SERVED = tuple(name for name in (*ENGINE, *BATCHED) if name not in NOT_PLANNED)
 
 
 @verb(engine=Flags(EngineConfig, *SERVED))

@@ -201,14 +201,17 @@ class PeersOptions(BenchOptions):
         chosen = self.modes.split(",")
         if unknown := [m for m in chosen if m not in MODES]:
             raise ConfigError(f"there is no mode {unknown[0]!r}; known: {', '.join(MODES)}")
-        return [m for m in chosen if m != "draft_model" or self.elsewhere.draft_model is not None]
+        able = [m for m in chosen if m != "draft_model" or self.elsewhere.draft_model is not None]
+        if not able:
+            raise ConfigError("mode 'draft_model' needs a draft model that other engines load; name one with --speculative-config")
+        return able
 
 
 @verb(PeersOptions)
 def peers(options: PeersOptions) -> None:
     """vLLM, OpenVINO GenAI and llama.cpp beside our own engine: the same prompts, the same model folder, greedy; versions are recorded.
 
-    With --max-tokens 1: the time to the first token.
+    With --max-tokens 1: the time that a prompt takes, which is that to the first token at batch 1.
     """
     others, modes, sizes, rounds = options.others, options.chosen_modes, options.sizes, options.rounds
     for peer in others:

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -232,10 +233,15 @@ class GuardedDrafter(Drafter):
             self._is_deaf |= is_hearing and self._clock() < self._resumes_at
 
     def _hear_again(self) -> None:
-        """Start anew on the rows of which it has missed something. Not in `propose`, where their blocks are reserved for the step."""
+        """Start anew on the rows of which it has missed something, and keep the time that their reading is allowed. Not in `propose`: there
+        their blocks are reserved for the step.
+        """
         missed, self._unheard, self._is_deaf = self._unheard, {}, False
         for row in missed:
-            self.forget(row)
+            if self._is_deaf:  # again, in the midst of it
+                self._unheard[row] = None
+            else:
+                self._call(partial(self.drafter.forget, row), is_hearing=True)
 
     def _fail(self, kind: DrafterFault, reason: str, is_enough: bool = False) -> None:
         """Count a failure; MOST_FAILURES of them, or one that `is_enough`, cut the drafter off."""
@@ -243,8 +249,9 @@ class GuardedDrafter(Drafter):
         self._num_good = 0
         self._num_failures += 1
         logger.warning("the drafter failed (%s): %s", kind, reason)
-        if self._clock() < self._resumes_at:
-            return  # it is left out already, and only hears
+        if self._clock() < self._resumes_at:  # it is left out already, and only hears
+            self.timer.excess = 0.0
+            return
         if is_enough or self._num_failures >= MOST_FAILURES:
             pause = min(FIRST_PAUSE * 2.0 ** min(self._num_cuts, MOST_DOUBLED), LONGEST_PAUSE)
             self._num_failures, self._num_cuts, self.timer.excess = MOST_FAILURES - 1, self._num_cuts + 1, 0.0

@@ -62,7 +62,8 @@ def shared_parts(target: PreTrainedModel) -> Shared:
             "heads need one width"
         )
     text = target.config.get_text_config()
-    factor = getattr(text, "logit_scale", None) or 1.0 / (getattr(text, "logits_scaling", None) or 1.0)
+    scaling = getattr(text, "logits_scaling", None) or 1.0
+    factor = getattr(text, "logit_scale", None) or (scaling if text.model_type == "hyperclovax" else 1.0 / scaling)
     return Shared(embed, Output(target.get_output_embeddings(), factor, getattr(text, "final_logit_softcapping", None)))
 
 

@@ -36,6 +36,7 @@ from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.linear import weight_bytes
 from echelon.ops import compiled, devices
 
+LOOKED_UP = {"rows"}  # tables of a head that nothing multiplies by (Clover's)
 KEYS_AND_VALUES = ("k_proj.weight", "v_proj.weight")
 _PLACE = re.compile(r"(?:^|\.)(\d+)\.")  # of a tensor whose network serves one place of a draft
 Source = str | os.PathLike[str] | LoadedModel
@@ -175,6 +176,7 @@ def stored_head(name: str, method: str, hidden_size: int, dtype: torch.dtype, lo
             if key in NOT_OF_THE_HEAD or (head.is_by_place and place is not None and int(place[1]) >= longest):
                 continue
             size = dtype.itemsize if tensor.dtype.is_floating_point else tensor.dtype.itemsize  # ids stay what they are
-            weights += tensor.numel * size * (copies if len(tensor.shape) == 2 else 1)
+            is_packed = len(tensor.shape) == 2 and key not in LOOKED_UP
+            weights += tensor.numel * size * (copies if is_packed else 1)
             of_a_token += tensor.shape[0] * dtype.itemsize if key.endswith(KEYS_AND_VALUES) else 0
     return HeadFootprint(weights, of_a_token, head.num_features * hidden_size * dtype.itemsize)
