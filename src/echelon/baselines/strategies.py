@@ -82,7 +82,7 @@ def build_padded_blocks(
     per_token = sum(s.bytes_per_token(m.model.dtype) for m, shapes in zip(models, layers, strict=True) for s in shapes)
     per_token += head.bytes_per_token if head is not None else 0
     most_blocks = num_blocks_for(longest, config.block_size)
-    # a row's slots and its dead ones are no more than the rectangle is wide; both end in a block of their own, and the next step is reserved
+    # its slots and its dead ones are no more than the rectangle is wide; both end in a block of their own, and the next step is reserved
     of_row = most_blocks + 1 + num_blocks_for(1 + most_drafted(spec), config.block_size)
     rows, size = config.num_rows_held, config.block_size
     plan = plan_kv(per_token, size, rows, of_row * size, config.kv_cache_memory_bytes, device, 1)
