@@ -67,7 +67,7 @@ def test_one_row_has_nothing_padded() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["padded", "realign"])
-def test_rows_wait_for_all_the_blocks_that_they_may_take(strategy: str) -> None:
+def test_rows_wait_for_all_the_blocks_that_they_may_take(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
     """Nobody is preempted here, and five rows would outgrow the pool."""
     config = {"method": "draft_model", **GROWN["dynamic"]}
     settings: dict[str, Any] = {"max_num_seqs": 5, "strategy": strategy}
@@ -77,7 +77,7 @@ def test_rows_wait_for_all_the_blocks_that_they_may_take(strategy: str) -> None:
     llm.engine.observers.append(lambda record: rows.append(len(record.rows)))
     outputs = llm.generate(toys.prompts(), params("greedy"))
     assert [o.outputs[0].token_ids for o in outputs] == truth("greedy")
-    assert max(rows) == 2
+    assert max(rows) == 2 and "runs 2 rows at once instead of 5" in caplog.text
     toys.assert_all_blocks_free(llm)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from echelon.model.attention import record_layers
 from echelon.model.load.loading import LoadedModel
 from echelon.storage import BuildStorage, Storage, build_unpadded
 
+logger = logging.getLogger("echelon")
 # (strategy, pad, grouping) → how spans become a batch
 PACKS: dict[tuple[str, str, str], Pack] = {
     ("padded", "both", "none"): layout.pack,
@@ -98,7 +100,13 @@ def build_padded_blocks(
         if head.shapes:
             head_cache = KVCache(head.shapes, BlockTables(plan.num_blocks, plan.block_size, most_blocks), head.head.dtype, device)
     selector = prompts_apart if config.grouping == "none" else SameLength(config.max_num_seqs, runners[0].usage)
-    return Storage(plan, runners, head, head_cache, selector=selector, most_rows=max(1, plan.num_blocks // of_row))
+    most_rows = max(1, plan.num_blocks // of_row)
+    if most_rows < rows:
+        logger.warning(
+            "strategy %r runs %d rows at once instead of %d: %d KV blocks hold no more of their longest; lower max_model_len, or raise "
+            "kv_cache_memory_bytes", config.strategy, most_rows, rows, plan.num_blocks,
+        )  # fmt: skip
+    return Storage(plan, runners, head, head_cache, selector=selector, most_rows=most_rows)
 
 
 def queries_of(loaded: LoadedModel) -> list[tuple[int, int]]:
