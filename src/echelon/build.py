@@ -6,14 +6,12 @@ import hashlib
 import logging
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from echelon.acceptance import Exact, Rejection, Rule, Typical
 from echelon.adaptive.controller import BatchController, Controller
-from echelon.adaptive.cost_files import CostRecord, kept_costs, key_of_model, key_of_steps, read_costs, shapes_of
 from echelon.adaptive.cost_table import CostTable
 from echelon.adaptive.lanes import LaneController
-from echelon.adaptive.measure import TOKENS, measured_steps, pool_of, reach_of, with_drafting
 from echelon.adaptive.row_controller import RowController
 from echelon.baselines.strategies import STRATEGIES
 from echelon.config import OWN_COPY, EngineConfig, SpeculativeConfig
@@ -25,16 +23,16 @@ from echelon.drafters.head_selftest import warn_of_chance
 from echelon.drafters.heads import AttachedHead, HeadDrafter, attach_head, head_for
 from echelon.drafters.ngram import NgramDrafter
 from echelon.engine import Engine
+from echelon.engine_costs import costs_of, model_key, usage_of
 from echelon.errors import ConfigError, ModelLoadError
 from echelon.heads.base import Head
-from echelon.inputs import check_kind, name_of, shown
+from echelon.inputs import check_kind, dtype_name, name_of, shown
 from echelon.memory.ladder import Fitting
 from echelon.memory.residents import PlannedModels
 from echelon.methods import METHODS, Can
 from echelon.model.load.loading import LoadedModel, check_vocabularies, load_model
 from echelon.model.load.sharing import share_weights
 from echelon.model.patches.packing import check_integers
-from echelon.model.runner import Runner
 from echelon.ops import compiled
 from echelon.parallel.group import RankGroup
 from echelon.parallel.runner import split_storage
@@ -45,7 +43,7 @@ from echelon.release import version
 from echelon.scheduler import LONGEST_PATH, NO_DRAFTS, DraftLimits, Scheduler
 from echelon.sequence import Sequence
 from echelon.sizes import gibibytes
-from echelon.stats import Stats, Usage
+from echelon.stats import Stats
 from echelon.step_costs import PieceSizes
 from echelon.storage import Storage
 from echelon.trees import Growth, StaticTree, chain
@@ -185,9 +183,7 @@ def _draft_model(
 ) -> LoadedModel | None:
     if spec is None or METHODS[spec.method].needs != "model":
         return None
-    source = spec.model if loaded is None else loaded
-    if source is None:
-        raise ConfigError(f"method {spec.method!r} needs the key 'model': a folder or hub name of a small model")
+    source = spec.named_model() if loaded is None else loaded
     if loaded is None and spec.own_copy is not None:
         return _own_copy(config, target, spec.own_copy)
     draft = _loaded(config, source, target.device.type, "draft_model", spec.quantization)
@@ -200,7 +196,7 @@ def _own_copy(config: EngineConfig, target: LoadedModel, quantization: str) -> L
     asked = f"model = '{OWN_COPY}{quantization}'"
     if target.quantization == quantization:
         raise ConfigError(f"{asked} is what {target.name!r} is itself, and would draft no faster; leave it out, or draft in fewer bits")
-    dtype = str(target.model.dtype).removeprefix("torch.")
+    dtype = dtype_name(target.model.dtype)
     try:
         draft = load_model(target.name, dtype=dtype, device=target.device.type, numerics=config.numerics, quantization=quantization)
     except (ConfigError, ModelLoadError) as error:
@@ -227,98 +223,14 @@ def _engine(config: EngineConfig, spec: SpeculativeConfig | None, storage: Stora
     if spec is None:
         return Engine(target, NoDrafter(), _scheduler(config, spec, storage), ahead=ahead)
     drafter: Drafter = METHODS[spec.method].build(config, spec, storage)
-    costs = _costs(config, spec, storage, drafter) if spec.is_adaptive else None
+    costs = costs_of(config, spec, storage, drafter) if spec.is_adaptive else None
     controller = _controller(spec, costs, drafter, config.pipeline_parallel_size > 1) if costs is not None else None
     scheduler = _scheduler(config, spec, storage, controller.piece_sizes if controller is not None else None)
     guard = GuardedDrafter(drafter, target.loaded.vocab_size, spec.grows_trees)
-    stats = Stats(target=target.usage, draft=_usage_of(drafter), drafter_faults=guard.faults)
+    stats = Stats(target=target.usage, draft=usage_of(drafter), drafter_faults=guard.faults)
     engine = Engine(target, guard, scheduler, _rule(spec), ahead, stats, controller)
     engine.observers.append(AcceptanceWatch(spec.method, stats).observe)
     return engine
-
-
-def _costs(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, drafter: Drafter) -> CostTable:
-    """The table that the configuration names, or what this machine takes."""
-    if spec.cost_table is not None:
-        return _named_costs(config, spec, storage, drafter)
-    target, reach = storage.runners[0], _reach(config, spec)
-    with target.usage.uncounted(), _usage_of(drafter).uncounted():
-        steps = kept_costs(_keys(_steps_key(config, target), reach), lambda: measured_steps(target, reach))
-        if not isinstance(drafter, LevelDrafter):
-            return steps
-        key = _costs_key(config, spec, storage)
-        return kept_costs(_keys(key, reach), lambda: with_drafting(steps, target, drafter, reach))
-
-
-def _named_costs(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, drafter: Drafter) -> CostTable:
-    """The table in the file that `spec` names. One of another machine may be replayed here; of other models it is said.
-
-    Raises
-    ------
-    ConfigError  it is none, or says nothing of drafting, which takes time
-    """
-    record, key = read_costs(spec.cost_table or ""), _costs_key(config, spec, storage)
-    has_times = isinstance(drafter, LevelDrafter)
-    if has_times and record.table.drafting is None:
-        raise ConfigError(
-            f"the cost table {shown(str(spec.cost_table))} has no times of drafting, which {spec.method!r} needs; `echelon bench step "
-            "--cost-table FILE` with the same --speculative-config writes one that has"
-        )
-    other = ["model"] if record.key.get("model", key["model"]) != key["model"] else []
-    if has_times and _who(record.key.get("drafter", key["drafter"])) != _who(key["drafter"]):
-        other.append("drafter")
-    if other:
-        logger.warning("the cost table %s was measured with another %s", shown(str(spec.cost_table)), " and ".join(other))
-    return record.table if has_times else record.table.without_drafting()
-
-
-def measured_costs(config: EngineConfig, spec: SpeculativeConfig, storage: Storage, drafter: Drafter) -> CostRecord:
-    """What steps and drafting take now."""
-    target, reach = storage.runners[0], _reach(config, spec)
-    with target.usage.uncounted(), _usage_of(drafter).uncounted():
-        table = measured_steps(target, reach)
-        if isinstance(drafter, LevelDrafter):
-            table = with_drafting(table, target, drafter, reach)
-    return CostRecord(key=_keys(_costs_key(config, spec, storage), reach)[0], table=table)
-
-
-def _who(drafter: str) -> tuple[str, str]:
-    """Of the key of a drafter its method and the shapes of what drafts: how far it drafts, the table does not depend on."""
-    parts = drafter.split(", ")
-    return parts[0], parts[-1]
-
-
-def _usage_of(drafter: Drafter) -> Usage:
-    """Where passes that draft are counted."""
-    return drafter.usage if drafter.usage is not None else Usage()
-
-
-def _reach(config: EngineConfig, spec: SpeculativeConfig) -> int:
-    return reach_of(config.max_num_seqs * (1 + spec.most_tokens))
-
-
-def _keys(key: dict[str, str], reach: int) -> list[dict[str, str]]:
-    """Tables that reach as far, or further, serve."""
-    return [key | {"reach": str(n)} for n in TOKENS if n >= reach]
-
-
-def _steps_key(config: EngineConfig, target: Runner[Any]) -> dict[str, str]:
-    """What decides how long a step takes; a table is kept by it."""
-    return key_of_steps(config, target.loaded.device, model_key(target.loaded), pool_of(target))
-
-
-def _costs_key(config: EngineConfig, spec: SpeculativeConfig, storage: Storage) -> dict[str, str]:
-    """The same with what decides how long drafting takes."""
-    modules = [*(runner.loaded.model for runner in storage.runners[1:]), *([storage.head.head] if storage.head is not None else [])]
-    tree = f"{spec.tree} {spec.tree_top_k} {spec.tree_depth} {spec.speculative_token_tree}" if spec.grows_trees else spec.tree
-    bits = [str(runner.loaded.quantization) for runner in storage.runners[1:]] or [str(spec.quantization)]
-    drafter = ", ".join((spec.method, tree, str(spec.most_tokens), *bits, *map(shapes_of, modules)))
-    return _steps_key(config, storage.runners[0]) | {"drafter": drafter}
-
-
-def model_key(target: LoadedModel) -> str:
-    """Class, types and shapes of a model."""
-    return key_of_model(target.model, target.model.dtype, target.quantization)
 
 
 def _controller(spec: SpeculativeConfig, costs: CostTable, drafter: Drafter, has_lanes: bool) -> Controller:

@@ -178,6 +178,20 @@ class SpeculativeConfig(Settings):
         """The integers of the target's own copy, where that drafts."""
         return self.model.removeprefix(OWN_COPY) if self.model is not None and self.model.startswith(OWN_COPY) else None
 
+    def named_model(self) -> str:
+        """The key `model`, of a method that needs one.
+
+        Raises
+        ------
+        ConfigError  it is missing
+        """
+        if self.model is None:
+            needed = "a folder or hub name of a small model"
+            if self.is_head:
+                needed = "the folder of a head that was trained on the target"
+            raise ConfigError(f"method {self.method!r} needs the key 'model': {needed}")
+        return self.model
+
     @property
     def is_adaptive(self) -> bool:
         """Whether the engine decides in every step how much is drafted."""

@@ -157,13 +157,18 @@ def plain(value: Any) -> Any:
     return value
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As settings call it, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _plain_item(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray | torch.Tensor):
         return value.tolist()
     if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
+        return dtype_name(value)
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 

@@ -15,9 +15,10 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedTokenizerBase
 
 from echelon.adaptive.cost_files import CostRecord
-from echelon.build import build, fit_to_memory, measured_costs
+from echelon.build import build, fit_to_memory
 from echelon.config import EngineConfig, SpeculativeConfig, speculative
 from echelon.engine import Engine
+from echelon.engine_costs import measured_costs
 from echelon.errors import ClosedError, ConfigError, RequestError
 from echelon.heads.base import Head
 from echelon.input_processor import InputProcessor

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from echelon import ConfigError
 from echelon.estimate.devices import Device
-from echelon.estimate.layout import LOGIT_BYTES, Held, ModelParts, Pass, parts_of, split_among, stage_layers
+from echelon.estimate.layout import Held, ModelParts, Pass, parts_of, split_among, stage_layers
 from echelon.estimate.shapes import PaperModel
+from echelon.memory.plan import LOGIT_BYTES
 from echelon.model.attention import IMPLEMENTATION, RecordingAttention, run_one_token
 from echelon.model.load.loading import load_share
 from echelon.model.patches.linear import packed_weights

@@ -35,6 +35,7 @@ LEVELS = [
     {"estimate"},
     {"engine", "storage"},
     {"baselines", "parallel"},
+    {"engine_costs"},
     {"build", "input_processor"},
     {"llm"},
     {"requests"},
@@ -50,7 +51,7 @@ RANK = {room: rank for rank, rooms in enumerate(LEVELS) for room in rooms}
 APART = {"drafters", "heads"}  # siblings in these rooms do not import each other
 ALLOWED_SIBLINGS = {"base", "frontier", "parts"}
 GATHERS = {"heads.layouts", "heads.checkpoints"}  # they know all of their siblings
-TRAINING_READS = {"errors", "inputs", "pyplot", "settings", "config", "methods", "heads", "model", "ops"}
+TRAINING_READS = {"errors", "inputs", "pyplot", "settings", "config", "checkpoint", "methods", "heads", "model", "ops"}
 BEHIND_TRITON = ("ops.triton", "model.graphs")  # loaded where a CUDA device serves
 
 

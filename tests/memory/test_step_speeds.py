@@ -11,7 +11,7 @@ import pytest
 import toys
 
 from echelon import LLM, EngineConfig, SpeculativeConfig
-from echelon.adaptive.cost_files import CostRecord, all_costs, key_of_model, key_of_steps, shapes_of, write_costs
+from echelon.adaptive.cost_files import CostRecord, all_costs, key_of_drafter, key_of_model, key_of_steps, shapes_of, write_costs
 from echelon.adaptive.cost_table import CostCurve, CostTable
 from echelon.config import speculative
 from echelon.inputs import cache_folder
@@ -43,7 +43,7 @@ def kept(loaded: LoadedModel) -> None:
     model = key_of_model(loaded.model, loaded.model.dtype, None)
 
     def keep(name: str, factor: float, drafting: CostCurve | None = None, served: EngineConfig | None = None, **other: str) -> None:
-        key = key_of_steps(served or settings(), loaded.device, model, "a pool that bounds nothing")
+        key = key_of_steps(served or settings(), loaded.device, model) | {"pool": "one that bounds nothing"}
         table = CostTable(
             step=CostCurve(tokens=STEPS.tokens, milliseconds=tuple(factor * t for t in STEPS.milliseconds)), drafting=drafting
         )
@@ -51,7 +51,7 @@ def kept(loaded: LoadedModel) -> None:
 
     keep("steps", 1.0)
     keep("rounded", 0.5, served=settings(kv_cache_dtype="int8"))
-    keep("drafts", 1.0, CostCurve(tokens=(1,), milliseconds=(2.0,)), drafter="draft_model, chain, 8, None, 0")
+    keep("drafts", 1.0, CostCurve(tokens=(1,), milliseconds=(2.0,)), **key_of_drafter("draft_model", shapes="another's"))
     keep("another", 100.0, model="LlamaForCausalLM, torch.float32, None, 0")
     keep("padded", 100.0, served=settings(strategy="padded"))
     keep("two ranks", 100.0, served=settings(tensor_parallel_size=2))
@@ -104,8 +104,11 @@ def test_costs_of_another_draft_model_do_not_serve(loaded: LoadedModel) -> None:
     drafts = speculative({"method": "draft_model", "max_speculative_tokens": 3})
     assert PlannedModels(settings(), drafts, loaded, loaded).speeds.table(settings(), drafts) is None
     (record,) = [record for record in all_costs() if "drafter" in record.key]
-    own = f"draft_model, chain, 8, None, {shapes_of(loaded.model)}"
-    write_costs(cache_folder() / "costs" / "own.json", record.model_copy(update={"key": record.key | {"drafter": own}}))
+    for quantization in ("int8", None):
+        own = key_of_drafter("draft_model", quantization, shapes_of(loaded.model))
+        write_costs(cache_folder() / "costs" / f"{quantization}.json", record.model_copy(update={"key": record.key | own}))
+        found = PlannedModels(settings(), drafts, loaded, loaded).speeds.table(settings(), drafts)
+        assert (found is None) == (quantization is not None), "the same shapes in other bits take another time"
     assert PlannedModels(settings(), drafts, loaded, loaded).speeds.table(settings(), drafts) == record.table
 
 

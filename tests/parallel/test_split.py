@@ -15,7 +15,8 @@ from transformers import LlamaConfig
 from echelon import LLM, ConfigError, ModelLoadError, UnsupportedModelError
 from echelon.checkpoint.folder import Folder
 from echelon.checkpoint.tensors import open_weights
-from echelon.model.patches.split import PLANS, check_split, heads_of, part_of, plan_of
+from echelon.model.patches.architectures import ARCHITECTURES
+from echelon.model.patches.split import check_split, heads_of, part_of, plan_of
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
@@ -50,7 +51,7 @@ def test_a_number_of_ranks_divides_the_heads(heads: int, kv_heads: int, fitting:
 
 def test_models_with_and_without_a_plan() -> None:
     for name, (cls, config) in decoders(8, 16).items():
-        if cls in PLANS:
+        if cls in ARCHITECTURES:
             assert any(kind == "rowwise" for kind in plan_of(cls, config).values()), name
         else:
             with pytest.raises(UnsupportedModelError, match=cls.__name__):

@@ -18,7 +18,8 @@ from echelon.batch import RaggedBatch, Span
 from echelon.kv.blocks import BlockTables
 from echelon.model.load.loading import load_stage
 from echelon.model.pack import pack
-from echelon.model.patches.stages import PLACES, Stage, check_stages
+from echelon.model.patches.architectures import ARCHITECTURES
+from echelon.model.patches.stages import Stage, check_stages
 from echelon.ops import compiled
 from echelon.parallel import stages
 from echelon.parallel.stages import row_ends
@@ -141,7 +142,7 @@ def fed(runner: Any) -> list[Tensor]:
 
 def test_models_with_and_without_stages() -> None:
     for name, (cls, config) in decoders(8, 16).items():
-        if cls in PLACES:
+        if cls in ARCHITECTURES:
             check_stages(cls, config, name, 2)
             with pytest.raises(ConfigError, match=r"= 3 is more than the 2 layers of .*choose at most 2"):
                 check_stages(cls, config, name, 3)

@@ -286,9 +286,11 @@ def test_a_table_of_the_same_drafter_serves_other_lengths_in_silence(
     path = write_costs(tmp_path / "costs.json", record)
     adaptive_llm(drafter, "greedy", {"cost_table": str(path), "max_speculative_tokens": 3})
     assert "the cost table" not in caplog.text
-    other = write_costs(path, record.model_copy(update={"key": record.key | {"drafter": f"{record.key['drafter']}0"}}))
-    adaptive_llm(drafter, "greedy", {"cost_table": str(other)})
-    assert (f"the cost table {str(other)!r} was measured with another drafter" in caplog.text) == (drafter != "ngram")
+    for name in ("drafter", "drafter_quantization", "drafter_shapes"):
+        caplog.clear()
+        other = write_costs(path, record.model_copy(update={"key": record.key | {name: "another"}}))
+        adaptive_llm(drafter, "greedy", {"cost_table": str(other)})
+        assert (f"the cost table {str(other)!r} was measured with another drafter" in caplog.text) == (drafter != "ngram")
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "model", "head, tree"])

@@ -22,7 +22,7 @@ from echelon.release import version
 from echelon.settings import Settings
 
 logger = logging.getLogger("echelon")
-FORM = "2"  # of what is measured; tables of another form are measured anew
+FORM = "3"  # of what is measured; tables of another form are measured anew
 
 
 class CostRecord(Settings):
@@ -51,13 +51,18 @@ def key_of_model(module: torch.nn.Module, dtype: torch.dtype, quantization: str 
     return f"{type(module).__name__}, {dtype}, {quantization}, {shapes_of(module, dtype)}"
 
 
-def key_of_steps(config: EngineConfig, device: torch.device, model: str, pool: str) -> dict[str, str]:
-    """What decides how long a step takes: this machine, the `key_of_model`, the settings, and `pool`, how far the cache bounds it."""
+def key_of_steps(config: EngineConfig, device: torch.device, model: str) -> dict[str, str]:
+    """What decides how long a step takes: this machine, the `key_of_model`, and the settings."""
     strategy = " ".join((config.strategy, config.pad, config.grouping))
     ranks = f"{config.tensor_parallel_size} ranks, {config.pipeline_parallel_size} stages"
-    storage = f"blocks of {config.block_size}, keys in {config.kv_cache_dtype}, {pool}"
+    storage = f"blocks of {config.block_size}, keys in {config.kv_cache_dtype}"
     settings = f"numerics {config.numerics}, eager {config.enforce_eager}, {ranks}, {storage}"
     return machine_key(device) | {"model": model, "strategy": strategy, "settings": settings}
+
+
+def key_of_drafter(method: str, quantization: str | None = None, shapes: str = "none") -> dict[str, str]:
+    """What decides how long drafting takes, besides: the method, the integers of the weights that draft, and their `shapes_of`."""
+    return {"drafter": method, "drafter_quantization": str(quantization), "drafter_shapes": shapes}
 
 
 def shapes_of(module: torch.nn.Module, dtype: torch.dtype | None = None) -> str:

@@ -18,6 +18,7 @@ from echelon.bench.kernels import Machine
 from echelon.bench.plot import Curve, line_chart
 from echelon.bench.report import columns, table
 from echelon.bench.step import measure_steps
+from echelon.checkpoint.facts import num_heads_of
 from echelon.estimate.roofline import ModelShape
 from echelon.model.attention import record_layers
 from echelon.model.load.loading import LoadedModel
@@ -47,7 +48,7 @@ def shape_of(loaded: LoadedModel) -> ModelShape:
     shapes = record_layers(loaded.model)
     linear = [m for m in loaded.model.modules() if hasattr(m, "in_features")]
     sizes = [(w.columns, w.depth) for w in packed_weights(loaded.model)] or [(m.out_features, m.in_features) for m in linear]
-    heads = int(loaded.model.config.get_text_config().num_attention_heads)
+    heads, _ = num_heads_of(loaded.model.config)
     return ModelShape(
         sum(columns * depth for columns, depth in sizes),
         sum(columns + depth for columns, depth in sizes),

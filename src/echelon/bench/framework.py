@@ -15,6 +15,7 @@ from echelon.bench.clock import clock_of
 from echelon.bench.kernels import fastest_dtype
 from echelon.bench.throughput import Contender, Prompts, Run, ThroughputResult
 from echelon.bench.verify import cut, generate_padded
+from echelon.inputs import dtype_name
 
 
 class StepTimes(StoppingCriteria):  # type: ignore[misc]
@@ -90,7 +91,7 @@ def in_fastest_dtype(model: PreTrainedModel) -> tuple[PreTrainedModel, list[str]
     """The model in float32 where the framework multiplies that faster than what the model has, and a note that says so."""
     if model.dtype == torch.float32 or fastest_dtype(model.device) != torch.float32:
         return model, []
-    narrow = str(model.dtype).removeprefix("torch.")
+    narrow = dtype_name(model.dtype)
     return model.to(torch.float32), [f"in float32, which transformers multiplies faster than {narrow} on this processor"]
 
 

@@ -19,6 +19,7 @@ from echelon.batch import RaggedBatch, Span
 from echelon.bench.clock import clock_of, kernel_seconds, seconds_of
 from echelon.bench.kernels import fastest_dtype
 from echelon.bench.report import columns
+from echelon.checkpoint.facts import num_heads_of
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
 from echelon.model.attention import record_layers
@@ -140,7 +141,7 @@ def _operations(runner: ModelRunner, batch: RaggedBatch) -> int:
     """Multiplications and additions of linear layers and of attention in a pass whose tokens all want logits."""
     loaded, cache = runner.loaded, runner.cache
     weights = sum(w.columns * w.depth for w in packed_weights(loaded.model))
-    heads = int(loaded.model.config.get_text_config().num_attention_heads)
+    heads, _ = num_heads_of(loaded.model.config)
     keys = int(batch.positions.sum()) + batch.num_tokens
     return 2 * batch.num_tokens * weights + sum(
         2 * keys * heads * (k.shape[3] + v.shape[3]) for k, v in zip(cache.keys, cache.values, strict=True)

@@ -45,6 +45,7 @@ from echelon.cli.shared import JsonOption, QuantizationOption, SpeculativeOption
 from echelon.cli.words import errors
 from echelon.config import Quantization
 from echelon.demo import held_out_files
+from echelon.inputs import dtype_name
 from echelon.model.load.loading import LoadedModel, load_model
 from echelon.model.load.reading import DTYPES
 from echelon.ops import compiled
@@ -94,7 +95,7 @@ def step(
     with Progress(console=errors, transient=True) as progress:
         task = progress.add_task("passes", total=rounds + 1)
         results = measure_steps(loaded, widths, tokens_per_row, context, rounds, lambda: progress.advance(task))
-    kind = {"model": model, "isa": compiled.isa(), "dtype": loaded.quantization or str(loaded.model.dtype).removeprefix("torch.")}
+    kind = {"model": model, "isa": compiled.isa(), "dtype": loaded.quantization or dtype_name(loaded.model.dtype)}
     value = {"environment": environment(), **kind, "results": [asdict(r) for r in results]}
     Report(name="step", value=value, tables=steps_as_markdown(results)).publish(output, json_output)
 

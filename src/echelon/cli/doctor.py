@@ -19,7 +19,7 @@ from echelon.cli.shared import JsonOption, SpeculativeOption, speculative_mappin
 from echelon.cli.words import SPECULATIVE
 from echelon.drafters.head_selftest import familiarity
 from echelon.drafters.heads import AttachedHead
-from echelon.inputs import cache_folder
+from echelon.inputs import cache_folder, dtype_name
 from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.linear import framework_layers
 from echelon.ops import compiled
@@ -49,7 +49,7 @@ def doctor(
     if model is not None:
         llm = LLM(model, speculative_mapping(speculative_config))
         report |= {
-            "model": f"{type(llm.target.model).__name__}, {llm.target.model.dtype}, context {llm.max_len}".replace("torch.", ""),
+            "model": f"{type(llm.target.model).__name__}, {dtype_name(llm.target.model.dtype)}, context {llm.max_len}",
             "self-test": "passed: every attention layer batches exactly",
             "acceptance": llm.acceptance_name,
             "same text": _promise(llm.acceptance_name, framework_layers(llm.target.model)),

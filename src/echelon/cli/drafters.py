@@ -19,12 +19,11 @@ from echelon.bench.throughput import DecodingMethod, EngineRun, Run
 from echelon.bench.workloads import workload
 from echelon.cli.advice import PAYS
 from echelon.cli.measured import counted
-from echelon.cli.shared import Flags, JsonOption, ModelArgument, verb
+from echelon.cli.shared import Flags, JsonOption, ModelArgument, drafter_in, verb
 from echelon.cli.words import SPECULATIVE, errors
 from echelon.demo import held_out_files
-from echelon.errors import EchelonError, UnknownHeadError
-from echelon.heads.checkpoints import load_head
-from echelon.model.load.loading import LoadedModel, check_vocabularies, load_model
+from echelon.errors import EchelonError
+from echelon.model.load.loading import LoadedModel, load_model
 from echelon.requests import read_requests
 from echelon.sizes import mebibytes
 
@@ -104,21 +103,13 @@ def drafters(
 def candidates(name: str, target: LoadedModel) -> list[Candidate]:
     """The drafter in a folder as a chain, a head also as a tree; or why it cannot draft."""
     try:
-        head = load_head(name, target.model)
-    except UnknownHeadError:
-        return [_draft_model(name, target)]
+        drafter = drafter_in(name, target)
     except EchelonError as error:
         return [Candidate(name, {}, str(error))]
-    config = {"method": head.method, "model": name}
+    if isinstance(drafter, LoadedModel):
+        return [Candidate(name, {"method": "draft_model", "model": name})]
+    config = {"method": drafter.method, "model": name}
     return [Candidate(name, config), Candidate(f"{name} (tree)", config | {"tree": "dynamic"})]
-
-
-def _draft_model(name: str, target: LoadedModel) -> Candidate:
-    try:
-        check_vocabularies(target, load_model(name, device=target.device.type))
-    except EchelonError as error:
-        return Candidate(name, {}, str(error))
-    return Candidate(name, {"method": "draft_model", "model": name})
 
 
 def measured(

@@ -15,7 +15,7 @@ from huggingface_hub import snapshot_download
 
 from echelon import LLM
 from echelon.errors import ConfigError
-from echelon.inputs import cache_folder
+from echelon.inputs import cache_folder, dtype_name
 from echelon.ops import compiled
 
 KINDS = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")  # settings, template, tokenizer and weights of a checkpoint
@@ -34,7 +34,7 @@ def settings_of(llm: LLM, model: str, given: Mapping[str, Any]) -> dict[str, Any
         **given,
         "model": folder_hashes(model),
         "max_model_len": llm.max_len,
-        "dtype": str(llm.target.model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(llm.target.model.dtype),
         "device": llm.target.device.type,
         "kernels": kernels(llm.target.device),
         "numerics": "fast" if llm.target.is_fast else "invariant",

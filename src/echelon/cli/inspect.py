@@ -14,12 +14,12 @@ from torch import nn
 
 from echelon import LLM, ops
 from echelon.adaptive.cost_files import all_costs
-from echelon.build import model_key
-from echelon.cli.shared import JsonOption, ModelArgument
-from echelon.errors import EchelonError, UnknownHeadError
-from echelon.heads.checkpoints import load_head
+from echelon.cli.shared import JsonOption, ModelArgument, drafter_in
+from echelon.engine_costs import model_key
+from echelon.errors import EchelonError
+from echelon.inputs import dtype_name
 from echelon.model.attention import record_layers
-from echelon.model.load.loading import LoadedModel, check_vocabularies, load_model
+from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.linear import framework_layers, packed_weights, weight_bytes
 from echelon.ops.contract import PackedWeight
 from echelon.sizes import mebibytes
@@ -55,9 +55,9 @@ def architecture(loaded: LoadedModel) -> dict[str, Any]:
     shapes = Counter((s.num_kv_heads, s.key_size, s.value_size) for s in record_layers(loaded.model))
     return {
         "class": type(loaded.model).__name__,
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(loaded.model.dtype),
         "linear layers": ", ".join(f"{count} in {kind}" for kind, count in kinds.most_common()),
-        "parameters": sum(p.numel() for p in loaded.model.parameters()),
+        "parameters": _num_parameters(loaded.model),
         "vocabulary": loaded.vocab_size,
         "context": loaded.max_len,
         "hidden size": config.hidden_size,
@@ -72,7 +72,7 @@ def architecture(loaded: LoadedModel) -> dict[str, Any]:
 def _kind(weight: PackedWeight) -> str:
     bits, group_size, has_zeros = weight.integers
     groups = f" in groups of {group_size}{', with zeros' if has_zeros else ''}" if group_size else ""
-    return f"{bits} bits{groups}" if bits else str(weight.dtype).removeprefix("torch.")
+    return f"{bits} bits{groups}" if bits else dtype_name(weight.dtype)
 
 
 def layers(loaded: LoadedModel) -> dict[str, str]:
@@ -110,25 +110,24 @@ def costs(loaded: LoadedModel) -> dict[str, str]:
 
 def _measured_with(key: dict[str, str]) -> str:
     """The drafter, how far the table reaches, and how the model ran."""
-    ran = ", ".join(key[name] for name in ("isa", "strategy", "settings") if name in key)
+    ran = ", ".join(key[name] for name in ("isa", "strategy", "settings", "pool") if name in key)
     return f"{key.get('drafter', 'nothing drafts')}; up to {key.get('reach', '?')} tokens; {ran}"
 
 
 def _compatible(target: LoadedModel, name: str) -> str:
     try:
-        head = load_head(name, target.model)
-        return f"yes: a head of method {head.method}, {sum(p.numel() for p in head.parameters()):,} parameters"
-    except UnknownHeadError:
-        pass  # a draft model, then
+        drafter = drafter_in(name, target)
     except EchelonError as error:
         return f"no: {error}"
-    try:
-        check_vocabularies(target, draft := load_model(name, device="cpu"))
-    except EchelonError as error:
-        return f"no: {error}"
-    share = sum(p.numel() for p in draft.model.parameters()) / sum(p.numel() for p in target.model.parameters())
-    skipped = "" if draft.max_len >= target.max_len else f"; rows longer than its context of {draft.max_len:,} go on without it"
+    if not isinstance(drafter, LoadedModel):
+        return f"yes: a head of method {drafter.method}, {_num_parameters(drafter):,} parameters"
+    share = _num_parameters(drafter.model) / _num_parameters(target.model)
+    skipped = "" if drafter.max_len >= target.max_len else f"; rows longer than its context of {drafter.max_len:,} go on without it"
     return f"yes: {share:.1%} of the target's parameters{skipped}"
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 def _print(report: dict[str, dict[str, Any]]) -> None:

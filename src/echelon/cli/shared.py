@@ -18,9 +18,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from echelon import LLM
 from echelon.cli.words import SPECULATIVE, errors, from_argument
 from echelon.config import RANKS, EngineConfig, Quantization
-from echelon.errors import ConfigError
+from echelon.errors import ConfigError, UnknownHeadError
+from echelon.heads.base import Head
+from echelon.heads.checkpoints import load_head
 from echelon.inputs import shown
 from echelon.methods import METHODS
+from echelon.model.load.loading import LoadedModel, check_vocabularies, load_model
 from echelon.parallel.starting import serve_if_summoned
 from echelon.settings import Settings
 
@@ -183,6 +186,20 @@ def print_fitting(llm: LLM, known: Sequence[str]) -> None:
     """What was given up for a budget of memory, and the flags that say the same without one, of a verb that has flags for `known`."""
     for line in llm.fitting.lines(known) if llm.fitting is not None else ():
         errors.print(escape(line), highlight=False)
+
+
+def drafter_in(name: str, target: LoadedModel) -> Head | LoadedModel:
+    """The head, or else the draft model, in a folder or under a hub name; it can draft for `target`.
+
+    Raises
+    ------
+    EchelonError  it cannot be read, or does not fit
+    """
+    try:
+        return load_head(name, target.model)
+    except UnknownHeadError:
+        check_vocabularies(target, draft := load_model(name, device=target.device.type))
+        return draft
 
 
 def _flag(name: str) -> str:

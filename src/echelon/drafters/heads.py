@@ -73,15 +73,13 @@ def head_for(config: SpeculativeConfig | None, target: LoadedModel, given: Head 
     """
     if config is None or not config.is_head:
         return None
-    if given is None and config.model is None:
-        raise ConfigError(f"method {config.method!r} needs the key 'model': the folder of a head that was trained on the target")
     if given is not None and config.quantization is not None:
         raise ConfigError(
             f"quantization = {config.quantization!r} rounds a head that is loaded here, and draft_head is given as it is; leave it out"
         )
     head = given
     if head is None:
-        head = load_head(str(config.model), target.model)
+        head = load_head(config.named_model(), target.model)
         head.keep(config.longest_path)
         serve_head(head, target.is_fast, config.quantization)
     if head.method != config.method:

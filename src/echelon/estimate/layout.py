@@ -21,12 +21,14 @@ from echelon.estimate.roofline import ModelShape
 from echelon.estimate.shapes import PaperModel
 from echelon.kv.cache import LayerShape
 from echelon.memory.footprint import recorded
+from echelon.memory.plan import LOGIT_BYTES
+from echelon.model.patches.architectures import BACK
 from echelon.model.patches.experts import STACKED, is_experts
 from echelon.model.patches.linear import LINEAR
-from echelon.model.patches.split import BACK, Cutter, Part, check_split, part_of, plan_of
+from echelon.model.patches.split import Cutter, Part, check_split, part_of, plan_of
+from echelon.model.patches.stages import layers_of_stage
 from echelon.ops import cpu
 
-LOGIT_BYTES = 4
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
@@ -243,7 +245,7 @@ def stage_layers(num_layers: int, stages: int) -> list[range]:
     """
     if not 1 <= stages <= num_layers:
         raise ConfigError(f"pipeline_parallel_size = {stages} is not between 1 and the model's {num_layers} layers; choose one of these")
-    return [range(num_layers * s // stages, num_layers * (s + 1) // stages) for s in range(stages)]
+    return [layers_of_stage(num_layers, stage, stages) for stage in range(stages)]
 
 
 def split_among(planned: PaperModel, ranks: int, stages: int, is_rounded: bool = False) -> list[list[StagePart]]:

@@ -7,16 +7,18 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from echelon.checkpoint.facts import context_of
 from echelon.config import EngineConfig, SpeculativeConfig, most_drafted
 from echelon.errors import ConfigError, UnsupportedModelError
 from echelon.estimate.devices import Device
 from echelon.estimate.drafting import Acceptance, DraftingCost, acceptance_of, drafting_of
-from echelon.estimate.layout import LOGIT_BYTES, Pass, StagePart, split_among
+from echelon.estimate.layout import Pass, StagePart, split_among
 from echelon.estimate.shapes import PaperModel
 from echelon.estimate.speed import Cluster, Speed
 from echelon.memory.footprint import pass_bytes, recorded
 from echelon.memory.lower_bound import SHAPES as DRAFT_SHAPES
-from echelon.memory.plan import DEVICE_RUNTIME
+from echelon.memory.plan import DEVICE_RUNTIME, LOGIT_BYTES, fed_tokens
+from echelon.model.patches.split import fitting_ranks
 
 MOST_DEVICES = 512
 
@@ -103,8 +105,7 @@ class PaperPlan:
         device.flops(planned.dtype_name)
         self.cluster = self._cluster(ranks, stages)
         self.spec, self._acceptance = spec, acceptance_of(spec, tokens_per_step) if spec is not None else None
-        text = planned.model.config.get_text_config()
-        self.max_len = config.max_model_len or int(getattr(text, "max_position_embeddings", None) or 2048)
+        self.max_len = config.max_model_len or context_of(planned.model.config)
 
     def _cluster(self, ranks: int, stages: int) -> Cluster:
         planned = self.planned
@@ -136,7 +137,6 @@ class PaperPlan:
     def _bytes(self, part: StagePart) -> DeviceBytes:
         rows, nodes = self.config.max_num_seqs, most_drafted(self.spec)
         size, is_first = self.planned.dtype.itemsize, part.stage == part.rank == 0
-        fed = min(self.config.max_num_batched_tokens, rows * self.max_len) + rows * nodes
         vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
         logits = rows * (1 + nodes) * vocabulary * LOGIT_BYTES if is_first else 0
         return DeviceBytes(
@@ -146,7 +146,7 @@ class PaperPlan:
             part.weight_bytes(size),
             self.drafting.numbers * size if self.drafting is not None and is_first else 0,
             rows * (self.max_len + nodes) * part.held.kv_bytes,
-            fed * self._pass_bytes + logits,
+            fed_tokens(self.config, self.spec, self.max_len) * self._pass_bytes + logits,
         )
 
     @cached_property
@@ -165,15 +165,14 @@ class PaperPlan:
     def least_devices(self) -> tuple[int, int] | None:
         """Tensor ranks and stages of the fewest devices that would have room, fewer stages first; None where no number would."""
         layers, num_heads = recorded(self.model)
-        kv_heads = layers[0].num_kv_heads
-        sizes = [n for n in range(1, num_heads + 1) if num_heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        sizes = fitting_ranks(num_heads, layers[0].num_kv_heads)
         for count in range(1, MOST_DEVICES + 1):
             for ranks in sorted((n for n in sizes if count % n == 0), reverse=True):
-                if count // ranks <= len(layers) and self._lower_bound(count) and self._fits_on(ranks, count // ranks):
+                if count // ranks <= len(layers) and self._could_hold(count) and self._fits_on(ranks, count // ranks):
                     return ranks, count // ranks
         return None
 
-    def _lower_bound(self, count: int) -> bool:
+    def _could_hold(self, count: int) -> bool:
         """Whether so many devices could hold the model at all; it spares splitting it into numbers that cannot."""
         numbers = sum(p.numel() for p in self.model.parameters())
         least = 0.5 if self.planned.quantization else self.planned.dtype.itemsize  # bytes of each

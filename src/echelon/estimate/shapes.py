@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from echelon.errors import ConfigError, EchelonError
-from echelon.inputs import shown
+from echelon.inputs import dtype_name, shown
 from echelon.memory.footprint import BITS, Outline, tile_bytes
 from echelon.model.attention import IMPLEMENTATION
 from echelon.model.load.reading import DTYPES
@@ -45,7 +45,7 @@ class PaperModel(NamedTuple):
     @property
     def dtype_name(self) -> str:
         """As settings call it."""
-        return str(self.dtype).removeprefix("torch.")
+        return dtype_name(self.dtype)
 
     def spared(self, depth: int, count: int, is_output: bool = False) -> float:
         """Bytes that integers save of `count` entries of linear layers of this depth, scales counted, as the kernels lay them out."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
+from echelon.checkpoint.facts import context_of, num_heads_of
 from echelon.errors import UnsupportedModelError
 
 # A hidden state that a head reads must not depend on the other rows of a call: these rotary embeddings read the largest position of all.
@@ -43,7 +44,7 @@ class Shared:
 def head_config(target: Any) -> LlamaConfig:
     """The shape of one decoder layer beside a target with this configuration, in the words of Llama."""
     text = target.get_text_config()
-    hidden, num_heads = int(text.hidden_size), int(text.num_attention_heads)
+    hidden, (num_heads, num_kv_heads) = int(text.hidden_size), num_heads_of(target)
     rope = getattr(text, "rope_parameters", None)
     theta = float(rope["rope_theta"]) if isinstance(rope, dict) and "rope_theta" in rope else 10000.0
     return LlamaConfig(
@@ -52,9 +53,9 @@ def head_config(target: Any) -> LlamaConfig:
         intermediate_size=int(getattr(text, "intermediate_size", None) or getattr(text, "ffn_dim", None) or 4 * hidden),
         num_hidden_layers=1,
         num_attention_heads=num_heads,
-        num_key_value_heads=int(getattr(text, "num_key_value_heads", None) or num_heads),
+        num_key_value_heads=num_kv_heads,
         head_dim=int(getattr(text, "head_dim", None) or hidden // num_heads),
-        max_position_embeddings=int(getattr(text, "max_position_embeddings", None) or 2048),
+        max_position_embeddings=context_of(target),
         rms_norm_eps=float(getattr(text, "rms_norm_eps", None) or 1e-6),
         rope_parameters={"rope_type": "default", "rope_theta": theta},
         tie_word_embeddings=False,

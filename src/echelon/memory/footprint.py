@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from echelon.checkpoint.facts import context_of
 from echelon.checkpoint.folder import Folder
 from echelon.checkpoint.quantization import Scheme, scheme_of
 from echelon.checkpoint.tensors import weight_headers
@@ -150,7 +151,7 @@ class Outline:
             self.dtype,
             pass_bytes(self.model, layers, num_heads, self.dtype),
             int(self.model.get_output_embeddings().weight.shape[0]),
-            int(getattr(config, "max_position_embeddings", None) or 2048),
+            context_of(config),
             quantization,
         )
 

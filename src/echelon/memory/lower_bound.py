@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from echelon.adaptive.cost_table import CostTable
 from echelon.config import EngineConfig, SpeculativeConfig
 from echelon.memory.residents import PlannedModels
+from echelon.memory.step_speeds import milliseconds
 
 SHAPES = {False: (1, 2, 4, 8), True: (16, 32, 44, 64)}  # drafted tokens of chains, and of trees
 
@@ -45,13 +44,11 @@ def _of_method(models: PlannedModels, alone: EngineConfig, spec: SpeculativeConf
     for count in shapes:
         drafting = spec.model_copy(update={"max_speculative_tokens": count}) if spec.is_adaptive else spec
         total = models.plan(alone, drafting).total_bytes
-        found.append(LeastMemory(spec.method, f"{count} tokens", total, _pays(costs, count, drafting.longest_path)))
+        found.append(LeastMemory(spec.method, f"{count} tokens", total, _pays(costs, alone, drafting)))
     return found
 
 
-def _pays(costs: CostTable | None, count: int, depth: int) -> str:
+def _pays(costs: CostTable | None, alone: EngineConfig, drafting: SpeculativeConfig) -> str:
     if costs is None:
         return "not measured here: run the engine once with num_speculative_tokens = 'auto'"
-    plain, wide = (float(costs.step_ms(np.array([n]), 0, np.array([0.0]))[0]) for n in (1, 1 + count))
-    drafting = float(costs.drafting_ms(1, np.array(depth)))
-    return f"{(wide + drafting) / plain:.2f} tokens a step"
+    return f"{milliseconds(costs, alone, drafting) / milliseconds(costs, alone, None):.2f} tokens a step"

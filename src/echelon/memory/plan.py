@@ -21,7 +21,7 @@ from echelon.scheduler import PROMPT_LOGITS
 
 GROWTH = 64 * 2**20  # bytes of code and of small objects that a process takes up between its imports and its first answers
 DEVICE_RUNTIME = 768 * 2**20  # a CUDA context with compiled kernels
-FLOAT = 4  # bytes of a logit
+LOGIT_BYTES = 4  # bytes of a logit
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def logit_bytes(config: EngineConfig, spec: SpeculativeConfig | None, residents:
         places += 2 * rows * spec.widest_level
     if spec is not None and spec.acceptance == "rejection":
         probabilities = rows * nodes * 8
-    return (places * FLOAT + probabilities) * residents.target.vocab_size
+    return (places * LOGIT_BYTES + probabilities) * residents.target.vocab_size
 
 
 def captured_bytes(config: EngineConfig, spec: SpeculativeConfig | None, residents: Residents) -> int:
@@ -181,19 +181,24 @@ def captured_bytes(config: EngineConfig, spec: SpeculativeConfig | None, residen
     places = min(MOST_TOKENS, config.max_num_seqs * (1 + most_drafted(spec)))
     sizes = sorted({filled_up(n) for n in range(1, places + 1)})[-MOST_GRAPHS:]
     models = [m for m in (residents.target, residents.draft) if m is not None]
-    return sum(sum(sizes) * FLOAT * m.vocab_size + sizes[-1] * m.pass_bytes for m in models)
+    return sum(sum(sizes) * LOGIT_BYTES * m.vocab_size + sizes[-1] * m.pass_bytes for m in models)
 
 
 def prompt_logit_bytes(target: Footprint) -> int:
     """Logits of a step's prompt tokens, which requests that want `prompt_logprobs` have."""
-    return PROMPT_LOGITS * FLOAT * target.vocab_size
+    return PROMPT_LOGITS * LOGIT_BYTES * target.vocab_size
+
+
+def fed_tokens(config: EngineConfig, spec: SpeculativeConfig | None, max_len: int) -> int:
+    """Tokens of the widest pass."""
+    rows = config.max_num_seqs
+    return min(config.max_num_batched_tokens, rows * max_len) + rows * most_drafted(spec)
 
 
 def activation_bytes(config: EngineConfig, spec: SpeculativeConfig | None, residents: Residents, max_len: int) -> int:
     """What the widest pass holds, and the features that a head waits with."""
-    rows, nodes = config.max_num_seqs, most_drafted(spec)
-    fed = min(config.max_num_batched_tokens, rows * max_len) + rows * nodes
+    rows = config.max_num_seqs
     of_a_token = max(m.pass_bytes for m in (residents.target, residents.draft) if m)
     features = residents.head.feature_bytes if residents.head else 0
     unread = rows * min(MOST_UNREAD, max_len) if features else 0
-    return fed * (of_a_token + 2 * features) + unread * features
+    return fed_tokens(config, spec, max_len) * (of_a_token + 2 * features) + unread * features

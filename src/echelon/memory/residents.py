@@ -137,9 +137,7 @@ class PlannedModels:
     def _outlined_draft(self, spec: SpeculativeConfig | None, config: EngineConfig) -> Outline | None:
         if spec is None or METHODS[spec.method].needs != "model" or spec.own_copy is not None:
             return None
-        if spec.model is None:
-            raise ConfigError(f"method {spec.method!r} needs the key 'model': a folder or hub name of a small model")
-        return Outline.of(spec.model, config.dtype, self.device)
+        return Outline.of(spec.named_model(), config.dtype, self.device)
 
     def _footprint(self, model: Outline | LoadedModel, quantization: str | None) -> Footprint:
         key = id(model), quantization
@@ -157,10 +155,9 @@ class PlannedModels:
                     "a budget for a head that is loaded needs its target loaded too; give the model that `load_model` returned"
                 )
             return footprint_of_head(attach_head(self._given_head, self._target))
-        if spec.model is None:
-            raise ConfigError(f"method {spec.method!r} needs the key 'model': the folder of a head that was trained on the target")
+        folder = spec.named_model()
         size = self._target.model.config.get_text_config().hidden_size
-        return stored_head(spec.model, spec.method, size, self._dtype, spec.longest_path, self.device)
+        return stored_head(folder, spec.method, size, self._dtype, spec.longest_path, self.device)
 
 
 def stored_head(name: str, method: str, hidden_size: int, dtype: torch.dtype, longest: int, device: torch.device = HOST) -> HeadFootprint:

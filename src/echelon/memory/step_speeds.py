@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from echelon.adaptive.cost_files import all_costs, key_of_model, key_of_steps, shapes_of
+from echelon.adaptive.cost_files import all_costs, key_of_drafter, key_of_model, key_of_steps, shapes_of
 from echelon.adaptive.cost_table import CostTable
 from echelon.config import EngineConfig, SpeculativeConfig, most_drafted
 from echelon.methods import METHODS
@@ -39,18 +39,17 @@ class StepSpeeds:
         """The newest costs of steps with such weights, keys and values, and of drafting where something is made to draft; None where they
         have not been measured.
         """
-        wanted = key_of_steps(config, self._device, self._target.key(config.quantization), "")
-        settings = wanted.pop("settings")
-        kept = [
-            record
-            for record in reversed(all_costs())
-            if wanted.items() <= record.key.items() and record.key.get("settings", "").startswith(settings)
-        ]
-        if spec is None or METHODS[spec.method].needs == "nothing":
-            return kept[0].table.without_drafting() if kept else None
-        last = "" if self._draft is None else f", {self._draft.quantization}, {shapes_of(self._draft.module, self._draft.dtype)}"
-        drafters = [(record.key.get("drafter", ""), record.table) for record in kept]
-        return next((table for name, table in drafters if name.startswith(f"{spec.method},") and name.endswith(last)), None)
+        wanted = key_of_steps(config, self._device, self._target.key(config.quantization))
+        drafts = spec is not None and METHODS[spec.method].needs != "nothing"
+        if spec is not None and drafts:
+            wanted |= {"drafter": spec.method} if self._draft is None else self._key_of_draft(spec.method, self._draft)
+        kept = (record.table for record in reversed(all_costs()) if wanted.items() <= record.key.items())
+        table = next(kept, None)
+        return table if table is None or drafts else table.without_drafting()
+
+    @staticmethod
+    def _key_of_draft(method: str, draft: ServedModel) -> dict[str, str]:
+        return key_of_drafter(method, draft.quantization, shapes_of(draft.module, draft.dtype))
 
     def lost(self, before: tuple[EngineConfig, SpeculativeConfig | None], after: tuple[EngineConfig, SpeculativeConfig | None]) -> str:
         """What is expected of the speed after settings have changed: of prefixes that are not kept the time to read them, of fewer rows all

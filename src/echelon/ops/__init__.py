@@ -2,6 +2,7 @@
 
 import torch
 
+from echelon.inputs import dtype_name
 from echelon.ops import compiled, cpu, devices
 from echelon.ops.reference import LARGEST_CALL, ROWS_PER_CALL, RowCounts, fixed_rows_linear
 
@@ -38,9 +39,7 @@ def _compiled(how: str, otherwise: str) -> str:
 
 def _linear() -> str:
     if compiled.is_built():
-        served = ", ".join(
-            f"{str(t).removeprefix('torch.')} by {cpu.linear_family(t)}" for t in (torch.bfloat16, torch.float16, torch.float32)
-        )
+        served = ", ".join(f"{dtype_name(t)} by {cpu.linear_family(t)}" for t in (torch.bfloat16, torch.float16, torch.float32))
         return f"compiled: weights packed once, one order over K for any number of rows; {served}"
     return (
         f"PyTorch, calls of {ROWS_PER_CALL} rows, or of up to {LARGEST_CALL} where they were seen to round alike, so that a row's result "

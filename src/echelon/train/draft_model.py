@@ -15,12 +15,13 @@ from pydantic import Field, StrictFloat, StrictInt
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from echelon.checkpoint.facts import context_of
 from echelon.inputs import check_kind, name_of
 from echelon.settings import Settings
 from echelon.train.files import check_same_run, only_trainer, writing
 from echelon.train.precision import mixed_precision, teaching
 from echelon.train.sources import HELD_OUT
-from echelon.train.text import SAMPLING_TEMPERATURE, Tokens, batch, context_of, digest_of_tokens, fingerprint, target_continuations
+from echelon.train.text import SAMPLING_TEMPERATURE, Tokens, batch, digest_of_tokens, fingerprint, target_continuations
 from echelon.train.trainer import Log, Trainer
 
 HEAD_SIZE = 64
@@ -141,7 +142,7 @@ def evaluate(
     target: PreTrainedModel, draft: PreTrainedModel, held_out: np.ndarray, num_windows: int = 48, length: int = 1024
 ) -> tuple[float, float]:
     """(target, draft) loss on evenly spaced held-out windows, nats a token, every position counted."""
-    length = min(length, len(held_out) - 1, *map(context_of, (target, draft)))
+    length = min(length, len(held_out) - 1, context_of(target.config), context_of(draft.config))
     starts = np.linspace(0, len(held_out) - length - 1, num_windows).astype(int)
     totals = [0.0, 0.0]
     for start in starts:

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from echelon.checkpoint.facts import context_of
 from echelon.errors import ConfigError
 from echelon.inputs import check_kind, name_of
 from echelon.train.files import replacing, taking_turns
@@ -167,7 +168,7 @@ def _prepared(target: PreTrainedModel, tokenizer: Any, sources: Sequence[Path] |
     if is_made or (folder / "continuations.npy").exists():  # a folder without texts is nobody's yet
         _check_same(described, settings)
     arrays = dict(np.load(file)) if is_made else _tokenized(tokenizer, sources, num_tokens)
-    text, window = _with_held_out(arrays), min(WINDOW, context_of(target))
+    text, window = _with_held_out(arrays), min(WINDOW, context_of(target.config))
     for group, array in text.items():
         if len(array) < 2 * window:
             raise ConfigError(
@@ -190,11 +191,6 @@ def fingerprint(target: PreTrainedModel) -> str:
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     digest.update(target.get_input_embeddings().weight[:64].detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def context_of(model: PreTrainedModel) -> int:
-    """Tokens of the longest text that a model reads."""
-    return int(model.config.get_text_config().max_position_embeddings)
 
 
 def _check_same(file: Path, settings: dict[str, Any]) -> None:

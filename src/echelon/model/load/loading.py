@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel, PreTrainedTokenizerBase
 
+from echelon.checkpoint.facts import context_of
 from echelon.checkpoint.folder import Folder
 from echelon.checkpoint.quantization import Scheme, scheme_of
 from echelon.checkpoint.schemas import refuse_quantised
@@ -60,8 +61,7 @@ class LoadedModel:
     @property
     def max_len(self) -> int:
         """The context, in tokens."""
-        config = self.model.config.get_text_config()
-        return int(getattr(config, "max_position_embeddings", None) or 2048)
+        return context_of(self.model.config)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

@@ -2,7 +2,7 @@
 
 What `transformers` does around the layers (configurations merged, outputs captured, masks that nobody reads) costs a small draft model more
 than its layers. Modules are called as before, so that their hooks run; while hooks hang on the model within, its own forward runs, and
-layers without hooks go on as one call between those that have some. As with the layers, classes are named here and each model is tried: it
+layers without hooks go on as one call between those that have some. As with the layers, classes are named and each model is tried: it
 is replaced if both give the same bits.
 """
 
@@ -15,20 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel
-from transformers.models.mistral.modeling_mistral import MistralForCausalLM, MistralModel
-from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2Model
-from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM, Qwen3Model
 
 from echelon.model.attention import CONTEXT_KEYWORD, CachedAttention, CompiledLayer
+from echelon.model.patches.architectures import ARCHITECTURES
 from echelon.model.patches.decoder_layer import GLOBAL_HOOKS, DecoderLayerForward, Echo, trial_tokens
-
-MODELS: dict[type, type] = {  # with the model within
-    LlamaForCausalLM: LlamaModel,
-    MistralForCausalLM: MistralModel,
-    Qwen2ForCausalLM: Qwen2Model,
-    Qwen3ForCausalLM: Qwen3Model,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +59,8 @@ class CausalLMForward:
 
 
 def _is_named(model: Any, inner: Any) -> bool:
-    return MODELS.get(type(model)) is type(inner)
+    known = ARCHITECTURES.get(type(model))
+    return known is not None and known.inner is type(inner)
 
 
 @torch.inference_mode()

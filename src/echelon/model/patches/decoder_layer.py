@@ -1,10 +1,10 @@
 """The decoder layer of Llama, Mistral, Qwen2 and Qwen3 as one function, with the bits of the layer that it replaces.
 
 A layer of `transformers` hands a dozen keywords through four forwards to make the fifteen calls that do the work; beside a small batch that
-Python is most of what a step costs besides its linear layers and attention. Classes are named here, since a trial cannot see what a layer
-would do with other data; and each layer is tried all the same. The model runs once over a few tokens, a stand-in answering for attention,
-and a layer is replaced if the function returns the same bits for the same call, and calls attention with the same bits. The modules
-inside must not be exchanged afterwards; while hooks hang on them, the layer runs as a whole.
+Python is most of what a step costs besides its linear layers and attention. Classes are named (`architectures`), since a trial cannot see
+what a layer would do with other data; and each layer is tried all the same. The model runs once over a few tokens, a stand-in answering for
+attention, and a layer is replaced if the function returns the same bits for the same call, and calls attention with the same bits. The
+modules inside must not be exchanged afterwards; while hooks hang on them, the layer runs as a whole.
 
 Over keys and values in blocks the compiled kernels run such a layer in one call, where they serve all of it, and that too is tried.
 """
@@ -19,10 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
-from transformers.models.mistral.modeling_mistral import MistralAttention, MistralDecoderLayer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
 from echelon.batch import Span
 from echelon.kv.blocks import BlockTables
@@ -30,6 +26,7 @@ from echelon.kv.cache import KVCache, LayerShape
 from echelon.model.attention import CONTEXT_KEYWORD, AttentionContext, CachedAttention, CompiledLayer, LayerCall
 from echelon.model.pack import pack
 from echelon.model.patches import PatchedForward
+from echelon.model.patches.architectures import ARCHITECTURES
 from echelon.model.patches.elementwise import gate_of, rms_norm_of
 from echelon.model.patches.linear import projection_of
 from echelon.model.patches.split import BackProjection, back_projection_of
@@ -37,12 +34,7 @@ from echelon.ops import cpu, devices
 from echelon.ops.contract import Activation, PackedWeight
 
 TOKENS = 6
-LAYERS = {  # with the attention within
-    LlamaDecoderLayer: LlamaAttention,
-    MistralDecoderLayer: MistralAttention,
-    Qwen2DecoderLayer: Qwen2Attention,
-    Qwen3DecoderLayer: Qwen3Attention,
-}
+LAYERS = {known.layer: known.attention for known in ARCHITECTURES.values() if known.layer is not None}  # with the attention within
 GLOBAL_HOOKS = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
 Forward = Callable[[Tensor], Tensor]
 
@@ -124,7 +116,7 @@ def patch_decoder_layers(model: PreTrainedModel) -> dict[str, int]:
 
 
 def _may_fit(module: Any) -> bool:
-    """Whether it is of a class named above, with nothing inside that a caller has changed."""
+    """Whether it is of a class that is known, with nothing inside that a caller has changed."""
     if type(module) not in LAYERS or type(module.self_attn) is not LAYERS[type(module)] or gate_of(module.mlp) is None:
         return False
     return isinstance(vars(module.self_attn).get("forward"), PatchedForward) and not any(_hooks(module))

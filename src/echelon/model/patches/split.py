@@ -16,41 +16,20 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    MixtralForCausalLM,
-    OPTForCausalLM,
-    PreTrainedModel,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel
 
+from echelon.checkpoint.facts import num_heads_of
 from echelon.errors import ConfigError, UnsupportedModelError
 from echelon.model.attention import Ranks
 from echelon.model.patches import PatchedForward
+from echelon.model.patches.architectures import BACK, COLUMNS, architecture_of
 from echelon.model.patches.experts import Experts, is_experts
 from echelon.model.patches.linear import linear_parts
 from echelon.model.patches.weights import absent
 from echelon.ops import cpu, devices
 from echelon.ops.contract import PackedWeight
 
-COLUMNS, BACK = "colwise", "rowwise"  # as the plans of `transformers` call them; the latter is cut by columns here too
 WHOLE = ("replicated", "moe_tp_experts")  # beginnings of what needs nothing here
-OPT_PLAN = {
-    **{f"decoder.layers.*.self_attn.{name}_proj": COLUMNS for name in "qkv"},
-    "decoder.layers.*.self_attn.out_proj": BACK,
-    "decoder.layers.*.fc1": COLUMNS,
-    "decoder.layers.*.fc2": BACK,
-}
-PLANS: dict[type, dict[str, str] | None] = {  # where no plan stands, the configuration of `transformers` has one
-    LlamaForCausalLM: None,
-    MistralForCausalLM: None,
-    Qwen2ForCausalLM: None,
-    Qwen3ForCausalLM: None,
-    MixtralForCausalLM: None,
-    OPTForCausalLM: OPT_PLAN,
-}
 
 
 class Part(NamedTuple):
@@ -122,6 +101,11 @@ def heads_of(columns: int, num_heads: int, rank: int, size: int) -> Part:
     return Part(width * first, width * (first + max(1, num_heads // size)), columns)
 
 
+def fitting_ranks(num_heads: int, num_kv_heads: int) -> list[int]:
+    """Numbers of ranks that the heads can be shared out among, rising."""
+    return [n for n in range(1, num_heads + 1) if num_heads % n == 0 and (num_kv_heads % n == 0 or n % num_kv_heads == 0)]
+
+
 def check_split(config: Any, name: str, size: int) -> None:
     """Refuse a number of ranks that does not divide the heads of a model.
 
@@ -129,19 +113,13 @@ def check_split(config: Any, name: str, size: int) -> None:
     ------
     ConfigError  with the numbers that do
     """
-    heads, kv_heads = _num_heads(config)
-    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    heads, kv_heads = num_heads_of(config)
+    fitting = fitting_ranks(heads, kv_heads)
     if size not in fitting:
         raise ConfigError(
             f"tensor_parallel_size = {size} does not divide the {heads} attention heads of {name!r} and their {kv_heads} of keys and "
             f"values; choose {', '.join(map(str, fitting))}"
         )
-
-
-def _num_heads(config: Any) -> tuple[int, int]:
-    text = config.get_text_config()
-    heads = int(text.num_attention_heads)
-    return heads, int(getattr(text, "num_key_value_heads", None) or heads)
 
 
 def plan_of(cls: type[PreTrainedModel], config: Any) -> dict[str, str]:
@@ -151,10 +129,7 @@ def plan_of(cls: type[PreTrainedModel], config: Any) -> dict[str, str]:
     ------
     UnsupportedModelError  there is no plan for models of this class
     """
-    if cls not in PLANS:
-        known = ", ".join(c.__name__ for c in PLANS)
-        raise UnsupportedModelError(f"tensor_parallel_size above 1 serves {known}, not {cls.__name__}; leave it out")
-    plan = dict(PLANS[cls] or config.get_text_config().base_model_tp_plan)
+    plan = dict(architecture_of(cls, "tensor_parallel_size").plan or config.get_text_config().base_model_tp_plan)
     kinds = (COLUMNS, BACK, f"packed_{COLUMNS}")
     if strange := sorted(kind for kind in set(plan.values()) if kind not in kinds and not kind.startswith(WHOLE)):
         raise UnsupportedModelError(
@@ -176,7 +151,7 @@ class Cutter:
     @classmethod
     def of(cls, model: type[PreTrainedModel], config: Any, share: Share) -> Cutter:
         """For a class of models and its configuration; as `plan_of`."""
-        return cls(plan_of(model, config), *_num_heads(config), share.rank, share.size)
+        return cls(plan_of(model, config), *num_heads_of(config), share.rank, share.size)
 
     def everyone(self) -> list[Cutter]:
         """Those of all ranks, by their numbers."""

@@ -15,46 +15,21 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    MixtralForCausalLM,
-    OPTForCausalLM,
-    PreTrainedModel,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel
 
 from echelon.checkpoint.tensors import Weights
-from echelon.errors import ConfigError, UnsupportedModelError
+from echelon.errors import ConfigError
 from echelon.model.patches import PatchedForward
+from echelon.model.patches.architectures import architecture_of
 
+SETTING = "pipeline_parallel_size"
 NUMBERED = re.compile(r"(.*\blayers\.)(\d+)(\..+)")
 OF_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 PROJECTED = ("project_in.weight", "project_out.weight")  # between embeddings of another width and OPT's hidden states
-
-
-class Places(NamedTuple):
-    """Where a model keeps its layers: the module that holds them, and names in it."""
-
-    holder: str
-    norm: str
-    positions: str | None = None  # what is added to embeddings
-
-
-LLAMA, OPT = Places("model", "norm"), Places("model.decoder", "final_layer_norm", "embed_positions")
-PLACES: dict[type, Places] = {
-    LlamaForCausalLM: LLAMA,
-    MistralForCausalLM: LLAMA,
-    Qwen2ForCausalLM: LLAMA,
-    Qwen3ForCausalLM: LLAMA,
-    MixtralForCausalLM: LLAMA,
-    OPTForCausalLM: OPT,
-}
 
 
 def check_stages(cls: type[PreTrainedModel], config: Any, name: str, size: int) -> None:
@@ -64,12 +39,15 @@ def check_stages(cls: type[PreTrainedModel], config: Any, name: str, size: int) 
     ------
     ConfigError, UnsupportedModelError
     """
-    if cls not in PLACES:
-        known = ", ".join(c.__name__ for c in PLACES)
-        raise UnsupportedModelError(f"pipeline_parallel_size above 1 serves {known}, not {cls.__name__}; leave it out")
+    architecture_of(cls, SETTING)
     num_layers = config.get_text_config().num_hidden_layers
     if size > num_layers:
-        raise ConfigError(f"pipeline_parallel_size = {size} is more than the {num_layers} layers of {name!r}; choose at most {num_layers}")
+        raise ConfigError(f"{SETTING} = {size} is more than the {num_layers} layers of {name!r}; choose at most {num_layers}")
+
+
+def layers_of_stage(num_layers: int, stage: int, stages: int) -> range:
+    """Numbers of the layers of one of several stages, as evenly as they can be shared out."""
+    return range(*(num_layers * s // stages for s in (stage, stage + 1)))
 
 
 class Stage:
@@ -86,7 +64,7 @@ class Stage:
 
     def layers_of(self, rank: int) -> range:
         """Numbers of the layers that a rank has."""
-        return range(*(self.num_layers * r // self.size for r in (rank, rank + 1)))
+        return layers_of_stage(self.num_layers, rank, self.size)
 
     def part(self, config: Any, weights: Weights) -> tuple[Any, Weights]:
         """Configuration and tensors of a model of this stage's layers alone."""
@@ -114,18 +92,18 @@ class Stage:
     def enter(self, model: PreTrainedModel) -> None:
         """Let what the stage before hands on stand in for a worker's embeddings; before anything is patched."""
         if self.rank:
-            places, config = PLACES[type(model)], model.config.get_text_config()
+            known, config = architecture_of(type(model), SETTING), model.config.get_text_config()
             model.set_input_embeddings(_Entrance(self, config.hidden_size, model.dtype))
-            if places.positions is not None:
-                setattr(model.get_submodule(places.holder), places.positions, _NoPositions(config.hidden_size, model.dtype))
+            if known.positions is not None:
+                setattr(model.get_submodule(known.holder), known.positions, _NoPositions(config.hidden_size, model.dtype))
 
     def connect(self, model: Any) -> None:
         """Once all is patched, let the norm at the end keep what the stage's layers give, and on rank 0 places stand for other layers."""
-        places = PLACES[type(model)]
-        holder = model.get_submodule(places.holder)
-        norm: Any = getattr(holder, places.norm) or nn.Identity()
+        known = architecture_of(type(model), SETTING)
+        holder = model.get_submodule(known.holder)
+        norm: Any = getattr(holder, known.norm) or nn.Identity()
         norm.forward = PatchedForward(self._at_end, norm.forward)
-        setattr(holder, places.norm, norm)
+        setattr(holder, known.norm, norm)
         if self.rank:
             return
         for number, layer in enumerate(holder.layers):
