@@ -401,6 +401,14 @@ class EngineConfig(Settings):
         dtype = values.get("dtype")
         return {**values, "dtype": DTYPE_ALIASES[dtype]} if isinstance(dtype, str) and dtype in DTYPE_ALIASES else values
 
+    @model_validator(mode="before")
+    @classmethod
+    def _default_holds_every_row(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """A step's tokens that are left out are one of each row at least, as in vLLM."""
+        rows, default = values.get("max_num_seqs"), cls.model_fields["max_num_batched_tokens"].default
+        left_out = "max_num_batched_tokens" not in values and type(rows) is int and default < rows < LARGEST
+        return {**values, "max_num_batched_tokens": rows} if left_out else values
+
     @model_validator(mode="after")
     def _one_budget(self) -> Self:
         given = [name for name in ("memory", "gpu_memory_utilization") if getattr(self, name) is not None]

@@ -50,11 +50,12 @@ _IDS: TypeAdapter[list[int]] = TypeAdapter(Annotated[list[StrictInt], Field(fail
 
 
 class TextPart(BaseModel):
-    """A piece of a message; other kinds (images, audio) are refused."""
+    """A piece of a message; other kinds (images, audio) are refused. What prompts share is found without breakpoints."""
 
     model_config = ConfigDict(extra="forbid")
     type: Literal["text"]
     text: Text
+    prompt_cache_breakpoint: Any = None
 
 
 class Message(BaseModel):
@@ -65,8 +66,8 @@ class Message(BaseModel):
     content: Text | list[TextPart] | None
 
     def for_template(self) -> dict[str, Any]:
-        """With its content as one text."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        """With its content as one text, a line for each of its pieces, as in vLLM."""
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
         return {**(self.model_extra or {}), "role": self.role, "content": content}
 
 

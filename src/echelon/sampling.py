@@ -49,7 +49,7 @@ class SamplingParams(Settings):
     min_p: StrictFloat = Field(default=0.0, ge=0.0, le=1.0, description="Keep tokens at least this likely, relative to the likeliest.")
     seed: StrictInt | None = Field(default=None, ge=0, lt=1 << 64, description="Seed of sampling; without it one is drawn and reported.")
     max_tokens: StrictInt | None = Field(
-        default=16, ge=1, lt=LARGEST, description="Most new tokens a prompt; None: as many as the context holds."
+        default=16, ge=1, lt=LARGEST, description="Most new tokens a prompt; in Python None: as many as the context holds."
     )
     min_tokens: StrictInt = Field(default=0, ge=0, lt=LARGEST, description="New tokens before a text may end by EOS or a stop token.")
     n: StrictInt = Field(default=1, ge=1, le=1024, description="Continuations of each prompt.")
@@ -83,9 +83,11 @@ class SamplingParams(Settings):
     @model_validator(mode="before")
     @classmethod
     def _as_lists(cls, values: dict[str, object]) -> dict[str, object]:
-        """One stop string stands for a list of one, and None for an empty list, as in vLLM."""
+        """One stop string stands for a list of one, None for an empty list, and −1 for no seed, as in vLLM."""
         if isinstance(values.get("stop"), str):
             values = values | {"stop": (values["stop"],)}
+        if type(values.get("seed")) is int and values["seed"] == -1:
+            values = values | {"seed": None}
         return values | {name: () for name in LISTS if values.get(name, ()) is None}
 
     @model_validator(mode="after")

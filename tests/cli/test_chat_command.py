@@ -128,9 +128,11 @@ def test_stats_of_no_answer() -> None:
 
 def test_piped_it_answers_line_by_line_and_ends_well(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "echelon", "chat", str(TARGET), "--max-tokens", "6", "--temperature", "0", "--dtype", "float32"]
-    given = "hello\n\n/stats\n/what\nhello again\n"
+    given = "hello\n\n/stats\nhello again\n"
     done = subprocess.run(words, input=given, text=True, capture_output=True, env=os.environ | {"NO_COLOR": "1"}, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     assert "last answer: 6 tokens (cut off)" in done.stdout
-    assert "there is no command '/what'" in done.stderr
+    failing = subprocess.run(words, input="/what\nhello\n", text=True, capture_output=True, timeout=120, check=False)
+    assert failing.returncode == 3 and failing.stdout.startswith("\n"), "answers stand at the lines of what was asked"
+    assert "there is no command '/what'" in failing.stderr

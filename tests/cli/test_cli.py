@@ -17,7 +17,7 @@ from commands import Run, in_process
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 from typer.testing import CliRunner
 
-from echelon import LLM, ConfigError
+from echelon import LLM, ConfigError, EngineConfig
 from echelon.bench import kernels
 from echelon.cli import app, join_dotted
 from echelon.demo import DRAFT, TARGET
@@ -158,6 +158,22 @@ def test_dotted_keys_become_json() -> None:
         with pytest.raises(ConfigError, match="are both given"):
             join_dotted(["--speculative-config.method", "ngram", *words])
         assert join_dotted(words) == words
+    prompts = ["--", "- a prompt", "--speculative-config.method", "as text"]
+    joined = ["M", "--speculative-config", '{"method": "ngram"}', *prompts]
+    assert join_dotted(["M", "--speculative-config.method=ngram", *prompts]) == joined
+
+
+def test_tokens_of_a_step_hold_every_row_unless_said_otherwise(run: Run) -> None:
+    few = run("plan", TARGET, "--max-num-batched-tokens", 16)
+    assert few.returncode == 2 and "max_num_batched_tokens = 16 is less than max_num_seqs = 64" in few.stderr.replace("\n", " ")
+    assert run("plan", TARGET, "--max-num-seqs", 3000, "--max-model-len", 16, "--json").returncode == 0
+    assert EngineConfig(max_num_seqs=3000).max_num_batched_tokens == 3000
+    assert EngineConfig(max_num_seqs=30).max_num_batched_tokens == 2048
+
+
+def test_as_many_prompts_are_run_as_asked_for(run: Run) -> None:
+    done = run("generate", TARGET, "a", "b", "c", "--num-prompts", 1, "--max-tokens", 1, "--json")
+    assert json.loads(done.stdout)["num_requests"] == 1
 
 
 def test_doctor_reports(run: Run, tmp_path: Path) -> None:

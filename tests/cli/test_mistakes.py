@@ -61,6 +61,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["bench", "overhead", "--output", "file/x.json"], "choose another --output"),
     (["bench", "step", "--output", "file"], "choose another --output"),
     (["bench", "step", "--cost-table", "folder"], "choose another --cost-table"),
+    (["bench", "step", "--speculative-config.method", "ngram"], "give --cost-table too"),
+    (["bench", "step", "--cost-table", "t.json", "--output", "folder"], "leave --output out"),
     (["bench", "serve", "--output", "file/x.json"], "choose another --output"),
     (["bench", "serve", "--base-url", "http://localhost:abc"], "is no address"),
     (["verify", T, "--speculative-config.method", "ngram", "--speculative-config.method", "eagle"], "method is given twice"),

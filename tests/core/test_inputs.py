@@ -18,7 +18,7 @@ from echelon import LLM, AsyncLLM, ConfigError, EchelonError, EngineConfig, Requ
 from echelon.demo import DRAFT
 from echelon.heads.checkpoints import load_head
 from echelon.model.load.loading import adopt_model, load_model, load_plain
-from echelon.train.draft_model import train_draft_model
+from echelon.train.draft_model import DraftTraining, train_draft_model
 from echelon.train.heads import TrainingConfig, train_head
 from echelon.train.text import Data, prepare
 
@@ -116,8 +116,8 @@ def test_what_is_no_conversation_is_refused_by_its_place(llm: LLM, value: Any, w
 
 
 def test_text_parts_are_the_text(llm: LLM) -> None:
-    parts = [{"role": "user", "content": [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]}]
-    assert llm.inputs.encode_chat(parts) == llm.inputs.encode_chat([{"role": "user", "content": "hello"}])
+    parts = [{"role": "user", "content": [{"type": "text", "text": "he", "prompt_cache_breakpoint": {}}, {"type": "text", "text": "llo"}]}]
+    assert llm.inputs.encode_chat(parts) == llm.inputs.encode_chat([{"role": "user", "content": "he\nllo"}]), "a line each, as in vLLM"
 
 
 @pytest.mark.parametrize("field", ["stop_token_ids", "logit_bias", "allowed_token_ids"])
@@ -261,7 +261,7 @@ def right_arguments(folder: Path, llm: LLM) -> dict[str, dict[str, Any]]:
         "train_head": {"target": TRAINED, "data": Data({}, SAID, SAID), "out": folder / "file",
                        "config": TrainingConfig("medusa", 1), "report": None},
         "train_draft_model": {"target": TRAINED, "tokenizer": None, "tokens": {}, "out": folder / "file", "data": folder / "data",
-                              "steps": 1, "rate": 0.1, "every": 1},
+                              "config": DraftTraining(steps=1)},
         "TrainingConfig": {"method": "medusa", "steps": 1, "rate": None, "every": 1, "seed": 0,
                            "is_soft": None, "options": (), "depth": None, "fine_tuning": None, "batch_size": 8},
     }  # fmt: skip

@@ -197,6 +197,12 @@ def test_without_max_tokens_a_small_pool_bounds_a_text(folder: Path) -> None:
     assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == room
 
 
+def test_a_seed_of_minus_one_is_none() -> None:
+    assert SamplingParams(seed=-1).seed is None
+    with pytest.raises(RequestError, match="seed"):
+        SamplingParams(seed=-2)
+
+
 def test_what_stopped_a_text_is_said(llm: LLM) -> None:
     tokens = tokens_of(llm.generate(PROMPTS[:1], greedy(ignore_eos=True)))[0]
     (ended,) = llm.generate(PROMPTS[:1], greedy(stop_token_ids=[tokens[2]], ignore_eos=True))

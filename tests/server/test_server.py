@@ -26,6 +26,7 @@ from servers import MODEL, PROMPTS, Gate, Running
 from echelon import ConfigError, SamplingParams
 from echelon.aio.engine_thread import EngineThread
 from echelon.aio.limits import Limits, RequestObserver
+from echelon.bench.serve import RequestTiming, ask, spread
 from echelon.cli import main
 from echelon.server.config import ServerConfig, id_of, read_keys
 from echelon.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
@@ -135,6 +136,7 @@ def test_models_and_versions(official: openai.OpenAI, client: httpx.Client) -> N
     assert client.get("/version").json()["version"]
     for path in ("/health", "/livez", "/readyz"):
         assert client.get(path).status_code == 200
+        assert client.head(path).status_code == 200, "as supervisors ask"
 
 
 def test_logprobs_and_echo(client: httpx.Client) -> None:
@@ -281,6 +283,23 @@ def test_nothing_after_a_stop_string_is_ever_sent(client: httpx.Client, stop: li
     assert not any(s in whole["text"] for s in stop)
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_what_stopped_a_text_is_said(client: httpx.Client, path: str) -> None:
+    """As the library says it, and vLLM's server: a stop string, a stop token, or nothing where a limit did."""
+    llm = servers.build("plain")
+    asked: dict[str, Any] = {"prompt": PROMPTS[3]} if path == COMPLETIONS else {"messages": MESSAGES}
+    found = []
+    for more in ({"stop": ["e", "zz"]}, {"stop_token_ids": list(range(50, 4000))}, {}):
+        params = SamplingParams(temperature=0.0, max_tokens=6, **more)
+        truth = (llm.generate(PROMPTS[3], params) if path == COMPLETIONS else llm.chat(MESSAGES, params))[0].outputs[0]
+        body = asked | {"max_tokens": 6, "temperature": 0, **more}
+        whole, chunks = client.post(path, json=body).json()["choices"][0], events(client, body | {"stream": True}, path)
+        assert whole["stop_reason"] == truth.stop_reason
+        assert [c["choices"][0]["stop_reason"] for c in chunks] == [None] * (len(chunks) - 1) + [truth.stop_reason]
+        found.append(truth.stop_reason)
+    assert isinstance(found[1], int) and found[2] is None
+
+
 def test_best_of_returns_the_likeliest(client: httpx.Client) -> None:
     body = {"prompt": PROMPTS[0], "max_tokens": 6, "temperature": 1.0, "seed": 5, "logprobs": 0}
     drawn = client.post(COMPLETIONS, json=body | {"n": 4}).json()["choices"]
@@ -300,6 +319,7 @@ def test_every_parameter_is_served_with_speculation_on(client: httpx.Client) -> 
     accepted: dict[str, Any] = {"metadata": {"a": "b"}, "store": False, "service_tier": "auto", "parallel_tool_calls": True, "tools": []}
     accepted |= {"reasoning_effort": "low", "tool_choice": "none", "response_format": {"type": "text"}, "prediction": {"type": "content"}}
     accepted |= {"verbosity": "low", "modalities": ["text"], "prompt_cache_key": "k", "safety_identifier": "s"}
+    accepted |= {"prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "explicit"}}
     assert client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 2} | accepted).status_code == 200
 
 
@@ -307,7 +327,7 @@ def test_tokens_and_back(client: httpx.Client) -> None:
     tokens = client.post("/tokenize", json={"prompt": PROMPTS[0], "return_token_strs": True}).json()
     assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])
     assert client.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": PROMPTS[0]}
-    chat = client.post("/tokenize", json={"messages": MESSAGES}).json()
+    chat = client.post("/tokenize", json={"messages": MESSAGES, "add_generation_prompt": True, "continue_final_message": False}).json()
     assert client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 1}).json()["usage"]["prompt_tokens"] == chat["count"]
     by_ids = client.post(COMPLETIONS, json={"prompt": tokens["tokens"], "max_tokens": 5, "temperature": 0}).json()
     by_text = client.post(COMPLETIONS, json={"prompt": [PROMPTS[0]], "max_tokens": 5, "temperature": 0}).json()
@@ -383,12 +403,16 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
             ({"prompt": "a"}, "prompt"),
             ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "content"),
             ({"chat_template": "{{ 1 }}"}, "template"),
+            ({"moderation": {}}, "moderation is not supported"),
             ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs cannot set tools"),
             ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
         ]
     ],
     ("/tokenize", {}, "prompt"),
     ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt"),
+    ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs belong to messages"),
+    ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+    ("/tokenize", {"messages": MESSAGES, "add_generation_prompt": False}, "add_generation_prompt"),
     ("/detokenize", {"tokens": [99999]}, "vocabulary"),
 ]
 
@@ -893,6 +917,23 @@ def test_a_server_is_measured(running: Running, monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a " * 5000}) + "\n" + json.dumps({"prompt": "import os"}) + "\n")
     code, out = bench("--input", tmp_path / "prompts.jsonl", "--max-tokens", 2, "--json")
     assert code == 3 and json.loads(out)["num_failed"] == 1 and "context" in json.loads(out)["problems"][0]
+
+
+def test_answers_without_text_have_their_time() -> None:
+    """A text whose first token ends it, and percentiles as `bench latency` has them."""
+
+    async def asked() -> RequestTiming:
+        chunk = {"choices": [{"text": "", "finish_reason": "stop"}], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}
+        stream = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+        answers = httpx.MockTransport(lambda _: httpx.Response(200, text=stream))
+        async with httpx.AsyncClient(transport=answers, base_url="http://localhost") as client:
+            return await ask(client, {})
+
+    answer = asyncio.run(asked())
+    assert answer.problem is None and answer.num_tokens == 1 and 0.0 < answer.ttft == answer.seconds
+    found = spread([i / 1000 for i in range(1, 101)])
+    assert found["p50"] == pytest.approx(50.5) and found["p99"] == pytest.approx(99.01) and found["mean"] == pytest.approx(50.5)
+    assert spread([]) == {}
 
 
 def test_what_http_costs_is_measured(tmp_path: Path) -> None:

@@ -386,7 +386,7 @@ def test_the_command_trains(folder: Path, tmp_path: Path, capsys: pytest.Capture
     assert f"echelon drafters {folder} --drafter {tmp_path / 'draft' / 'model'} --input PROMPTS" in capsys.readouterr().err
     draft, tokenizer = load_plain(str(tmp_path / "draft" / "model"))
     assert draft.config.vocab_size == 4096 and tokenizer is not None
-    for changed in (["--steps", 2], ["--rate", 0.5]):
+    for changed in (["--steps", 2], ["--rate", 0.5], ["--seed", 1]):
         assert call("train", folder, "--method", "draft_model", "--output", tmp_path / "draft", *shared, *changed) == 2
         said = capsys.readouterr().err.replace("\n", " ")
         assert "holds a run with other settings" in said and f"{str(changed[0])[2:]} = " in said
@@ -406,6 +406,7 @@ def test_a_draft_model_is_evaluated_within_the_context() -> None:
         (["--method", "clover", "--ablate", "brakes"], "--ablate 'brakes' is no block of Clover; known: augmenting, regressive"),
         (["--method", "eagle", "--num-heads", "3"], "method eagle has no option for num_heads; leave it out"),
         (["--method", "draft_model", "--targets", "hard"], "method draft_model learns the model's distribution"),
+        (["--method", "draft_model", "--steps", "0"], "DraftTraining.steps = 0"),
         (["--method", "medusa", "--text", "nowhere.txt"], "--text 'nowhere.txt' is no file"),
         (["--method", "eagle3", "--draft-vocab-size", "5000"], "draft_vocab_size = 5000, of a vocabulary of 4096"),
     ],

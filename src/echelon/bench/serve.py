@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from echelon.errors import ConfigError, MissingExtraError, RequestError
 
 if TYPE_CHECKING:
@@ -152,7 +154,7 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> RequestTiming:
                     return answer
                 if usage := chunk.get("usage"):
                     answer.num_prompt_tokens, answer.num_tokens = usage["prompt_tokens"], usage["completion_tokens"]
-                if chunk["choices"] and chunk["choices"][0]["text"]:
+                if chunk["choices"] and (chunk["choices"][0]["text"] or chunk["choices"][0].get("finish_reason")):
                     now = time.perf_counter() - start
                     answer.ttft = answer.ttft or now
                     answer.gaps += [now - last] if last else []
@@ -210,9 +212,8 @@ def spread(seconds: SequenceOf[float]) -> dict[str, float]:
     """Mean and percentiles, in milliseconds; nothing of nothing."""
     if not seconds:
         return {}
-    ordered = sorted(seconds)
-    points = {f"p{p}": 1e3 * ordered[min(len(ordered) - 1, len(ordered) * p // 100)] for p in PERCENTILES}
-    return {"mean": 1e3 * sum(ordered) / len(ordered), **points}
+    points = {f"p{p}": 1e3 * float(np.quantile(seconds, p / 100)) for p in PERCENTILES}
+    return {"mean": 1e3 * sum(seconds) / len(seconds), **points}
 
 
 def as_markdown(value: dict[str, Any]) -> str:

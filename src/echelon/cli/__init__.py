@@ -106,7 +106,7 @@ def _prepare() -> None:
 
 
 def join_dotted(arguments: list[str]) -> list[str]:
-    """`--speculative-config.key value` (or `=value`) pairs become one `--speculative-config JSON`.
+    """`--speculative-config.key value` (or `=value`) pairs become one `--speculative-config JSON`; what follows `--` stays as it is.
 
     Raises
     ------
@@ -114,7 +114,8 @@ def join_dotted(arguments: list[str]) -> list[str]:
     """
     config: dict[str, Any] = {}
     rest: list[str] = []
-    words = iter(arguments)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    words = iter(arguments[:end])
     for word in words:
         if not word.startswith(SPECULATIVE + "."):
             rest.append(word)
@@ -129,7 +130,7 @@ def join_dotted(arguments: list[str]) -> list[str]:
             config[key] = value
     if config and any(word == SPECULATIVE or word.startswith(SPECULATIVE + "=") for word in rest):
         raise ConfigError(f"{SPECULATIVE} JSON and {SPECULATIVE}.{next(iter(config))} are both given; write all in one of the two ways")
-    return [*rest, SPECULATIVE, json.dumps(config)] if config else rest
+    return [*rest, *([SPECULATIVE, json.dumps(config)] if config else []), *arguments[end:]]
 
 
 def main() -> None:

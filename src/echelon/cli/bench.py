@@ -42,7 +42,7 @@ from echelon.bench.workloads import code_texts
 from echelon.cli.measured import IsaOption, OutputOption, Report, counted, said, sizes_of, writable_file
 from echelon.cli.runs import latency, peers, throughput
 from echelon.cli.shared import JsonOption, QuantizationOption, SpeculativeOption, speculative_mapping
-from echelon.cli.words import errors
+from echelon.cli.words import SPECULATIVE, errors
 from echelon.config import Quantization
 from echelon.demo import held_out_files
 from echelon.inputs import dtype_name
@@ -83,13 +83,17 @@ def step(
     if not has_kernels(torch.empty(0, device=chosen_device("auto"))):
         raise ConfigError(f"there are no compiled kernels to measure ({compiled.REASON}); install with a C++ compiler at hand")
     widths = sorted(sizes_of(tokens, "--tokens"))
+    if cost_table is None and speculative_config is not None:
+        raise ConfigError(f"{SPECULATIVE} says whose drafting a cost table has; give --cost-table too, or leave it out")
+    if cost_table is not None and output is not None:
+        raise ConfigError("--cost-table writes its file and nothing else; leave --output out")
     with errors.status(f"making {model}"):
         loaded = _made(model, dtype, quantization)
     if cost_table is not None:
         with errors.status("measuring costs"):
             llm = LLM(loaded, (speculative_mapping(speculative_config) or {"method": "ngram"}) | AUTO, max_num_seqs=max_num_seqs)
             record = llm.measure_costs()
-        typer.echo(record.table.described())
+        typer.echo(record.model_dump_json() if json_output else record.table.described())
         said(write_costs(cost_table, record))
         return
     with Progress(console=errors, transient=True) as progress:

@@ -277,7 +277,8 @@ def chat(
 ) -> None:
     """Talk with MODEL. Tokens that were drafted and kept are green, the model's own are not; /help lists commands.
 
-    Each turn reads only what is new. Piped, it answers a line at a time, without colours or prompts.
+    Each turn reads only what is new. Piped, it answers a line at a time, without colours or prompts; one that cannot be answered leaves an
+    empty line (exit 3).
     """
     params, is_terminal = SamplingParams(**sampling), sys.stdin.isatty() and sys.stdout.isatty()
     out, notes = Console(soft_wrap=True, highlight=False), Console(stderr=not is_terminal, highlight=False, style="dim")
@@ -303,6 +304,7 @@ def chat(
     if is_terminal:
         notes.print(f"{escape(llm.target.name)}, {talk.memory()}; /help lists commands, Ctrl-C ends an answer, Ctrl-D the chat")
     commands = Commands(talk, lambda text: (notes if is_terminal else out).print(escape(text)))
+    num_failed = 0
     for line in _lines_of_terminal() if is_terminal else (text.rstrip("\n") for text in sys.stdin):
         try:
             if line.startswith("/"):
@@ -315,3 +317,8 @@ def chat(
                     notes.print(f"[{talk.last}]", markup=False)
         except EchelonError as error:
             notes.print(f"[red]error:[/] {escape(str(error))}")
+            if not is_terminal:
+                num_failed += 1
+                out.print()
+    if num_failed:
+        raise typer.Exit(3)

@@ -22,7 +22,6 @@ from echelon.cli.shared import (
     Flags,
     ModelArgument,
     SpeculativeOption,
-    hold_a_token_a_row,
     print_fitting,
     progress,
     speculative_mapping,
@@ -66,7 +65,6 @@ def generate(
     mode = _mode(output, resume, overwrite)
     requests = _requests(prompt or [], input, num_prompts)
     drafts = speculative_mapping(speculative_config)
-    hold_a_token_a_row(engine)
     with OutputFile(output, mode) if output else nullcontext() as file:
         llm = LLM(model, drafts, **engine)
         print_fitting(llm, (*ENGINE, *BATCHED))
@@ -95,7 +93,7 @@ def _requests(prompts: list[str], path: Path | None, limit: int | None) -> list[
     """Requests from arguments or from a file."""
     if (path is None) == (not prompts):
         raise ConfigError("give prompts either as arguments or with --input FILE")
-    return read_requests(path, limit) if path else [request_from_text(i, prompt) for i, prompt in enumerate(prompts)]
+    return read_requests(path, limit) if path else [request_from_text(i, prompt) for i, prompt in enumerate(prompts[:limit])]
 
 
 def _run(llm: LLM, requests: list[Request], defaults: dict[str, Any], file: OutputFile | None) -> list[dict[str, Any]]:

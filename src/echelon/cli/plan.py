@@ -20,7 +20,6 @@ from echelon.cli.shared import (
     JsonOption,
     ModelArgument,
     SpeculativeOption,
-    hold_a_token_a_row,
     speculative_mapping,
     verb,
 )
@@ -64,7 +63,6 @@ def plan(
     paper, an estimate for devices that are not here: bytes of each, what a step sends between them, and expected tokens/s. MODEL may then
     be a published shape, such as llama-70b (docs/on_paper.md).
     """
-    hold_a_token_a_row(engine)
     spec = speculative(speculative_mapping(speculative_config))
     options = PaperOptions(model, device, tensor_parallel_size, pipeline_parallel_size, devices, tokens_per_step)
     if options.is_on_paper:

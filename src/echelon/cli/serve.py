@@ -18,7 +18,6 @@ from echelon.cli.shared import (
     Flags,
     ModelArgument,
     SpeculativeOption,
-    hold_a_token_a_row,
     mapping_of,
     speculative_mapping,
     verb,
@@ -59,7 +58,6 @@ def serve(
         raise MissingExtraError(f"{error.name} is not installed; run: pip install 'echelon[server]'") from error
     config = ServerConfig(**server, api_keys=read_keys(api_key_file) if api_key_file else ())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    hold_a_token_a_row(engine)
     on_ray = {"--ray-address": ray_address, "--autoscaling-config": autoscaling_config, "--ray-actor-options": ray_actor_options}
     if replicas is not None:
         scale, taken = (mapping_of(on_ray[flag], flag) for flag in ("--autoscaling-config", "--ray-actor-options"))

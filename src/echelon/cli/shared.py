@@ -96,11 +96,15 @@ class Flags:
 
     def taken(self, given: dict[str, Any], is_written: Callable[[str], bool]) -> dict[str, Any]:
         """What the flags say, as the settings take it; it is taken out of `given`. Where a budget of memory is among them, those
-        that nobody has written are left out, unless their default is not the settings' own: what is left out is chosen to fit.
+        that nobody has written are left out, unless their default is not the settings' own: what is left out is chosen to fit. A default
+        number of tokens in a step holds a token of every row.
         """
         found = {name: given.pop(name) for name in self._kinds}
         said = [name for name in found if "memory" not in found or name in self._defaults or is_written(name)]
-        return {name: self._value(name, self._kinds[name], found[name]) for name in said}
+        values = {name: self._value(name, self._kinds[name], found[name]) for name in said}
+        if "max_num_batched_tokens" in values and not is_written("max_num_batched_tokens"):
+            values["max_num_batched_tokens"] = max(values["max_num_batched_tokens"], values.get("max_num_seqs", 1))
+        return values
 
     def _value(self, name: str, kind: Any, value: Any) -> Any:
         if get_origin(kind) is tuple:
@@ -174,12 +178,6 @@ class _ProgressLines:
         left = f", about {spent * (self.total / self.completed - 1):.0f} s left" if self.completed else ""
         note = f" ({self.note})" if self.note else ""
         errors.print(escape(f"{self.description}: {self.completed}/{self.total} after {spent:.0f} s{left}{note}"), highlight=False)
-
-
-def hold_a_token_a_row(engine: dict[str, Any]) -> None:
-    """Raise the tokens of a step to the rows, where these are more."""
-    if engine.get("max_num_seqs", 1) > engine.get("max_num_batched_tokens", EngineConfig.model_fields["max_num_batched_tokens"].default):
-        engine["max_num_batched_tokens"] = engine["max_num_seqs"]
 
 
 def print_fitting(llm: LLM, known: Sequence[str]) -> None:

@@ -20,7 +20,8 @@ from echelon.inputs import made_folder, shown
 from echelon.methods import METHODS, Can, head_class, method_names
 from echelon.model.load.loading import load_plain
 from echelon.ops.devices import chosen_device
-from echelon.train.draft_model import RATE, train_draft_model
+from echelon.pyplot import pyplot_or_refusal
+from echelon.train.draft_model import RATE, DraftTraining, train_draft_model
 from echelon.train.heads import TrainingConfig, train_head
 from echelon.train.sources import check_apart
 from echelon.train.text import prepare
@@ -46,7 +47,7 @@ def train(
     batch_size: Annotated[int | None, typer.Option(help="Texts of 257 tokens a step, of heads; 8 without.", min=2)] = None,
     rate: Annotated[float | None, typer.Option(help="Peak learning rate; the method's own without.", min=0.0)] = None,
     every: Annotated[int, typer.Option(help="Steps between checkpoints and evaluations.", min=1)] = 100,
-    seed: Annotated[int, typer.Option(help="Of initial weights, batches and noise of heads.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Of initial weights, batches and noise.", min=0)] = 0,
     targets: Annotated[
         Literal["hard", "soft"] | None, typer.Option(help="Learn the text, or the model's distribution; as published without.")
     ] = None,
@@ -74,26 +75,32 @@ def train(
         raise ConfigError(f"method {method} learns batches of a size of its own; leave --batch-size out")
     is_soft = None if targets is None else targets == "soft"
     texts_a_step = batch_size or TrainingConfig.batch_size
-    config = None if is_model else TrainingConfig(method, steps, rate, every, seed, is_soft, options, None, fine_tuning_steps, texts_a_step)
+    config: TrainingConfig | DraftTraining = (
+        DraftTraining(steps=steps, rate=RATE if rate is None else rate, every=every, seed=seed)
+        if is_model
+        else TrainingConfig(method, steps, rate, every, seed, is_soft, options, None, fine_tuning_steps, texts_a_step)
+    )
+    if not is_model:
+        pyplot_or_refusal()  # training a head ends by drawing its curves
     where = chosen_device(device)
     check_apart(text or [], output)
     made_folder(output, "--output")
-    what = "draft model" if is_model else f"{method} head"
+    what, num_steps = ("draft model", steps) if isinstance(config, DraftTraining) else (f"{method} head", config.num_steps)
     errors.print(
-        f"training a {what}: the model first writes {num_continuations:,} texts, then {config.num_steps if config else steps:,} steps "
+        f"training a {what}: the model first writes {num_continuations:,} texts, then {num_steps:,} steps "
         "follow; how long that takes, and what it brings: docs/training.md",
         highlight=False,
     )
     target, tokenizer = load_plain(model)
     target = target.to(where)
-    if config is not None:
+    if not is_model:
         build_head(method, target, **dict(options))  # refused before the model writes its texts
     texts = prepare(target, tokenizer, text, data or output / "data", num_continuations)
-    if config is None:
-        train_draft_model(target, tokenizer, texts.text, output, data or output / "data", steps, RATE if rate is None else rate, every)
+    if isinstance(config, DraftTraining):
+        train_draft_model(target, tokenizer, texts.text, output, data or output / "data", config)
         _print_use(model, method, output / "model", f"{output} holds log.jsonl, {output / 'model'} the {what}")
         return
-    with progress(config.num_steps, f"training {method}") as update:
+    with progress(num_steps, f"training {method}") as update:
         train_head(target, texts, output, config, lambda done, _, loss: update(completed=done, note=f"loss {loss:.3f}"))
     _print_use(model, method, output, f"{output} holds the {what}, log.jsonl and curves.png")
     for line in _advice(model, output, config):

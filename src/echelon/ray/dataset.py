@@ -93,7 +93,7 @@ def generate(
             num_cpus=num_cpus,
             num_gpus=num_gpus,
         )
-        with tqdm(total=total, initial=len(done), unit="row", disable=not use_tqdm) as bar:
+        with tqdm(total=total, initial=len(done), unit="row", disable=None if use_tqdm else True) as bar:
             for batch in running.iter_batches(batch_size=None) if blocks else ():
                 bar.update(int(sum(batch["num_rows"])))
     parts = [str(part) for part in sorted(folder.path.glob(PATTERN))]

@@ -263,16 +263,19 @@ def _add_state(app: FastAPI, service: Service) -> None:
         service.check_model(model)
         return service.card
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", response_class=Response)
     async def health() -> Response:
         """200 while the engine makes progress, or has none to make."""
         return _alive(service.engine_thread.is_healthy)
 
+    @app.head("/livez", include_in_schema=False)
     @app.get("/livez", response_class=Response)
     async def livez() -> Response:
         """200 while the process answers."""
         return Response()
 
+    @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz", response_class=Response)
     async def readyz() -> Response:
         """200 while new requests are taken."""

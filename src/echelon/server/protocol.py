@@ -40,6 +40,7 @@ REFUSED = {
     "audio": "audio",
     "modalities": "anything but text",
     "web_search_options": "web search",
+    "moderation": "moderation",
     "suffix": "insertion before a suffix",
     "use_beam_search": "beam search",
     "chat_template": "a chat template from a client",
@@ -132,7 +133,7 @@ class GenerationRequest(Strict):
         values = {
             "max_tokens": max_tokens,
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            "seed": None if self.seed is None else self.seed % 2**64,
+            "seed": self.seed if self.seed in (None, -1) else self.seed % 2**64,
             "top_p": None if self.top_p is None else max(self.top_p, 1e-9),
             "logit_bias": {int(token): bias for token, bias in self.logit_bias.items()} if self.logit_bias else None,
             "stop_token_ids": tuple(self.stop_token_ids or ()),
@@ -238,6 +239,8 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     prediction: dict[str, Any] | None = None
     prompt_cache_key: Text | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: Text | None = None
     reasoning_effort: Text | None = None
     safety_identifier: Text | None = None
     service_tier: Text | None = None
@@ -266,12 +269,18 @@ class TokenizeRequest(Strict):
     messages: Annotated[list[ChatMessage], FAST] | None = Field(default=None, min_length=1, max_length=1024)
     chat_template_kwargs: dict[Text, Any] | None = Field(default=None, max_length=64)
     add_special_tokens: bool | None = None
+    add_generation_prompt: Literal[True] | None = None
+    continue_final_message: Literal[False] | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give exactly one of prompt and messages")
+        if self.messages is not None and self.add_special_tokens:
+            raise ValueError("add_special_tokens = true belongs to prompt: a chat template writes them itself; leave it out")
+        if self.prompt is not None and self.chat_template_kwargs:
+            raise ValueError("chat_template_kwargs belong to messages; leave them out")
         return self
 
 

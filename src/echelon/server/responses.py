@@ -122,6 +122,7 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    stop_reason: str | int | None = None
     tokens: list[TokenPiece] | None = None
 
 
@@ -168,6 +169,7 @@ class ChatChoice(BaseModel):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
+    stop_reason: str | int | None = None
     tokens: list[TokenPiece] | None = None
 
 

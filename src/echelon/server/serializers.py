@@ -144,14 +144,17 @@ class Serializer:
     def _chat_choice(self, job: GenerationJob, i: int, sequence: Sequence, state: RowState) -> ChatChoice:
         logprobs = self.chat_logprobs(job, sequence, 0, state.num_tokens)
         message, tokens = AssistantMessage(content=state.text), _tokens(job, sequence, state, 0, len(state.text))
-        return ChatChoice(index=i, message=message, logprobs=logprobs, finish_reason=state.reason, tokens=tokens)
+        return ChatChoice(
+            index=i, message=message, logprobs=logprobs, finish_reason=state.reason, stop_reason=sequence.stop_reason, tokens=tokens
+        )
 
     def _completion_choice(self, job: GenerationJob, i: int, sequence: Sequence, state: RowState) -> CompletionChoice:
         echo = job.echo_of(i)
         text, count, reason = ("", 0, "length") if job.only_echo else (state.text, state.num_tokens, state.reason)
         logprobs = self.completion_logprobs(job, sequence, 0, count, len(echo or ""), echo)
         tokens = _tokens(job, sequence, state, 0, len(text))
-        return CompletionChoice(index=i, text=(echo or "") + text, logprobs=logprobs, finish_reason=reason, tokens=tokens)
+        stop = None if job.only_echo else sequence.stop_reason
+        return CompletionChoice(index=i, text=(echo or "") + text, logprobs=logprobs, finish_reason=reason, stop_reason=stop, tokens=tokens)
 
     def usage(self, job: GenerationJob, states: SequenceOf[RowState]) -> TokenUsage:
         """Count tokens: a prompt once, whatever the number of its samples."""
@@ -266,9 +269,9 @@ class StreamSerializer:
         more = {} if tokens is None else {"tokens": [token.model_dump() for token in tokens]}
         if job.is_chat:
             logprobs: Any = self._serializer.chat_logprobs(job, sequence, *known)
-            return self._event(i, {"delta": {"content": text}} | more, logprobs, state.reason)
+            return self._event(i, {"delta": {"content": text}} | more, logprobs, state.reason, sequence)
         logprobs = self._serializer.completion_logprobs(job, sequence, *known, len(job.echo_of(i) or ""))
-        return self._event(i, {"text": text} | more, logprobs, state.reason)
+        return self._event(i, {"text": text} | more, logprobs, state.reason, sequence)
 
     def end(self, states: SequenceOf[RowState]) -> Iterator[bytes]:
         """Usage, where asked for, and the end."""
@@ -278,9 +281,18 @@ class StreamSerializer:
             yield self._wrap([], usage=self._serializer.usage(self._job, states).model_dump(), **more)
         yield DONE
 
-    def _event(self, i: int, content: dict[str, Any], logprobs: CompletionLogprobs | ChatLogprobs | None, reason: str | None) -> bytes:
+    def _event(
+        self,
+        i: int,
+        content: dict[str, Any],
+        logprobs: CompletionLogprobs | ChatLogprobs | None,
+        reason: str | None,
+        sequence: Sequence | None = None,
+    ) -> bytes:
+        """One choice; `sequence`: of a text that may have ended, to say at what."""
         dumped = None if logprobs is None else logprobs.model_dump()
-        return self._wrap([{"index": i, **content, "logprobs": dumped, "finish_reason": reason}])
+        stop = None if reason is None or sequence is None else sequence.stop_reason
+        return self._wrap([{"index": i, **content, "logprobs": dumped, "finish_reason": reason, "stop_reason": stop}])
 
     def _wrap(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         job = self._job

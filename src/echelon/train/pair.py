@@ -25,7 +25,15 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from echelon.ops.devices import chosen_device
-from echelon.train.draft_model import HEAD_SIZE, TOKENS_PER_BATCH, compiled, distil, run_phase
+from echelon.train.draft_model import (
+    TOKENS_PER_BATCH,
+    DraftTraining,
+    PairRun,
+    compiled,
+    distil,
+    divergence_of,
+    small_llama,
+)
 from echelon.train.files import only_trainer
 from echelon.train.precision import mixed_precision
 from echelon.train.sources import GIVEN, HELD_OUT, WHEELS, Document, check_source, documents, documents_of, manifest, with_held_out
@@ -59,20 +67,8 @@ class Pair:
 
     def config(self, size: Size) -> LlamaConfig:
         """A Llama of this size."""
-        return LlamaConfig(
-            vocab_size=self.vocabulary,
-            hidden_size=size.hidden,
-            num_hidden_layers=size.layers,
-            intermediate_size=size.intermediate,
-            num_attention_heads=size.hidden // HEAD_SIZE,
-            num_key_value_heads=1,
-            head_dim=HEAD_SIZE,
-            max_position_embeddings=self.context,
-            tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=0,
-            pad_token_id=1,
-        )
+        tokens = {"vocab_size": self.vocabulary, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
+        return small_llama(size.hidden, size.layers, size.intermediate, self.context, **tokens)
 
 
 EMBEDDED = Pair(4096, 2048, Size(hidden=512, layers=4, intermediate=1024), Size(hidden=128, layers=2, intermediate=512))
@@ -126,10 +122,7 @@ def pair_losses(target: PreTrainedModel, draft: PreTrainedModel, ids: Tensor) ->
         draft_logits = draft(input_ids=ids[:, :-1], use_cache=False).logits
     target_logits = target_logits.float().flatten(0, 1)
     cross_entropy = F.cross_entropy(target_logits, ids[:, 1:].flatten())
-    log_target = target_logits.detach().log_softmax(-1)
-    log_draft = draft_logits.float().flatten(0, 1).log_softmax(-1)
-    divergence = (log_target.exp() * (log_target - log_draft)).sum(-1).mean()
-    return cross_entropy, divergence
+    return cross_entropy, divergence_of(target_logits.detach(), draft_logits.float().flatten(0, 1))
 
 
 def sequence_length(step: int, steps: int, decay: int, context: int) -> int:
@@ -156,30 +149,20 @@ def export_history(out: Path, work: Path) -> None:
     (out / "training.jsonl").write_text("".join(lines))
 
 
-def train_together(
-    pair: Pair,
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
-    tokens: Tokens,
-    work: Path,
-    steps: int,
-    decay: int,
-    rate: float,
-    every: int,
-    batch_tokens: int,
-) -> None:
+def train_together(run: PairRun, context: int, steps: int, decay: int, rate: float, batch_tokens: int) -> None:
     """First phase: the target learns the text and the draft model learns the target, on the same batches."""
+    target, draft = run.target, run.draft
     losses = compiled(pair_losses, target.device)
 
     def learn(step: int) -> dict[str, float]:
-        length = sequence_length(step, steps, decay, pair.context)
-        ids = batch(tokens, step, length, max(1, batch_tokens // length)).to(target.device)
+        length = sequence_length(step, steps, decay, context)
+        ids = batch(run.tokens, step, length, max(1, batch_tokens // length)).to(target.device)
         cross_entropy, divergence = losses(target, draft, ids)
         (cross_entropy + divergence).backward()
         return {"cross_entropy": float(cross_entropy.detach()), "divergence": float(divergence.detach())}
 
-    trainer = Trainer({"target": target, "draft": draft}, work / "checkpoint.pt", steps, decay, rate)
-    run_phase("pair", trainer, learn, target, draft, tokens, work, every, batch_tokens)
+    trainer = Trainer({"target": target, "draft": draft}, run.work / "checkpoint.pt", steps, decay, rate)
+    run.phase("pair", trainer, learn, batch_tokens)
 
 
 def main(
@@ -206,9 +189,11 @@ def main(
         torch.manual_seed(0)
         configs = (pair.config(size) for size in (pair.target, pair.draft))
         target, draft = (LlamaForCausalLM._from_config(config, attn_implementation="sdpa").to(where) for config in configs)
-        train_together(pair, target, draft, tokens, work, steps, decay, rate, every, batch_tokens)
+        run = PairRun(target, draft, tokens, work, every)
+        train_together(run, pair.context, steps, decay, rate, batch_tokens)
         export(out / "target", tokenizer, target)
-        distil(target.eval().requires_grad_(False), draft, tokens, work, work / "continuations.npy", draft_steps, rate, every)
+        target.eval().requires_grad_(False)
+        distil(run, work / "continuations.npy", DraftTraining(steps=draft_steps, rate=rate, every=every))
         export(out / "draft", tokenizer, draft)
         export_history(out, work)
 
