@@ -52,10 +52,10 @@ class PaddedDevice:
     def seconds(self, sizes: StepSizes) -> float:
         """Linear layers by all tokens fed; attention by the keys that each row reads."""
         run = Pass(1, float(sizes.fed.sum()), 0)
-        bare = replace(self.held, query_size=0, cache_size=0)
+        bare = replace(self.held, query_size=0, kv_bytes=0)
         linear = sum(bare.seconds(self.device, "float16", self.bytes_each, run).values())
         flops = 2.0 * float((sizes.fed * sizes.keys).sum()) * self.held.query_size
-        read = self.bytes_each * self.held.cache_size * float((sizes.reads * sizes.keys).sum())
+        read = self.held.kv_bytes * float((sizes.reads * sizes.keys).sum())
         return linear + self.device.seconds(Work(flops, read), "float16")
 
 

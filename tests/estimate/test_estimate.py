@@ -53,11 +53,13 @@ def test_keys_and_values_of_70_billion_parameters_take_320_kibibytes_a_token() -
 
 def test_a_layer_by_hand() -> None:
     """100 entries of a linear layer, 20 numbers in and out, heads of 4, 2 of keys and values; 3 rows of 2 tokens after 10, in 4 bytes."""
-    held = Held(matrices=100, features=20, query_size=8, cache_size=4, layers=1, gathers=(Gather(30, 10, 4),))
+    held = Held(matrices=100, features=20, query_size=8, kv_bytes=4 * 4, layers=1, gathers=(Gather(30, 10, 4),))
     found = held.seconds(SLOW, "float32", 4, Pass(3, 2, 10))
     linear = max(2 * 6 * 100, 4 * (100 + 6 * 20))
     attention = max(2 * 6 * (10 + 1.5) * 8, 4 * 3 * 12 * 4)
     assert found == pytest.approx({"linear layers": linear, "attention": attention, "gathers": 1 + 6 * 20 * 4})
+    rounded = replace(held, kv_bytes=4 + 2).seconds(SLOW, "float32", 4, Pass(3, 2, 1000))["attention"]
+    assert rounded == max(2 * 6 * (1000 + 1.5) * 8, 3 * 1002 * 6), "keys and values in 8 bits are read so"
     assert held.seconds(SLOW.model_copy(update={"layer_us": 5e6}), "float32", 4, Pass(3, 2, 10))["between kernels"] == pytest.approx(5.0)
     assert Gather(30, 10, 4, for_first=True).received(1) == 0
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import toys
 from decoders import decoders
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
 
 from echelon import ConfigError
 from echelon.estimate.devices import Device
@@ -120,9 +120,20 @@ def test_keys_and_values_of_a_rank() -> None:
     planned = on_paper(toy("wide llama"))  # 2 heads of keys and values
     for size, heads in ((1, 2), (2, 1), (6, 1)):
         for parts in parts_of(planned, size):
-            assert all_of(parts).cache_size == 3 * heads * 2 * 16
             assert all_of(parts).kv_bytes == 3 * heads * 2 * 16 * 4
     assert all_of(parts_of(planned, 2, is_rounded=True)[0]).kv_bytes == 3 * 1 * (2 * 16 + 2 * 4)
+
+
+def test_no_token_goes_through_what_sees_pictures() -> None:
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    text = size | {"vocab_size": 96, "num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 16}
+    sight = size | {"num_hidden_layers": 3, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=sight, mm_tokens_per_image=4)
+    model: Any = Gemma3ForConditionalGeneration._from_config(config, attn_implementation=IMPLEMENTATION).eval()
+    found = all_of(parts_of(on_paper(model))[0])
+    of_text = sum(m.weight.numel() for m in model.get_decoder().modules() if isinstance(m, nn.Linear))
+    assert found.matrices == of_text + model.get_output_embeddings().weight.numel()
+    assert found.numbers == sum(p.numel() for p in model.parameters())
 
 
 def test_stages_have_every_layer_once_and_the_first_what_is_around_them() -> None:

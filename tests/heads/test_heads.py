@@ -14,7 +14,15 @@ import torch
 import toys
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from echelon import ConfigError, ModelLoadError, UnsupportedModelError
@@ -24,7 +32,7 @@ from echelon.heads.base import Head
 from echelon.heads.checkpoints import build_head, load_head, save_head
 from echelon.heads.clover import CloverHead
 from echelon.heads.eagle3 import default_depths
-from echelon.heads.parts import Norm, Rotary, head_config, prepare
+from echelon.heads.parts import Norm, Rotary, copy_last_layer, copy_norm, head_config, llama_layers, prepare
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache, LayerShape
 from echelon.methods import head_class
@@ -162,6 +170,24 @@ def test_a_norm_learns_as_llamas_does(dtype: torch.dtype) -> None:
     assert found[0][0].dtype == found[0][1].dtype == dtype and found[0][2].dtype == torch.float32
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs.to(ours.dtype))
+
+
+def test_norms_start_as_what_the_targets_multiply_by() -> None:
+    """Gemma's multiply by 1 + w."""
+    for cls, config, offset in ((GemmaForCausalLM, GemmaConfig, 1.0), (LlamaForCausalLM, LlamaConfig, 0.0)):
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+        model: Any = cls(config(vocab_size=50, head_dim=16, **sizes))
+        generator = torch.Generator().manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.data = torch.randn(len(parameter), generator=generator)
+        norm, layers = LlamaRMSNorm(32), llama_layers(head_config(model.config), 1)
+        copy_norm(norm, model)
+        copy_last_layer(layers, model)
+        theirs = model.model.layers[0]
+        assert torch.equal(norm.weight, model.model.norm.weight + offset)
+        assert torch.equal(layers[0].input_layernorm.weight, theirs.input_layernorm.weight + offset)
+        assert torch.equal(layers[0].mlp.up_proj.weight, theirs.mlp.up_proj.weight)
 
 
 @pytest.mark.parametrize("method", ["medusa", "clover", "clover2", "eagle", "eagle3", "scylla"])

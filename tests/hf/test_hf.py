@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, MaxTimeCriteria, 
 
 import echelon.hf
 from echelon import ConfigError, EchelonError, RequestError
+from echelon.ops import compiled
 
 LENGTHS = (3, 17, 9, 1, 30)
 PAD = 0
@@ -139,6 +141,30 @@ def test_what_cannot_be_honoured_is_refused_by_name(options: dict[str, Any], mes
     model, draft = pair()
     with pytest.raises(EchelonError, match=message):
         echelon.hf.generate(model, **padded(), assistant_model=draft, **({"max_new_tokens": 5} | options))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"speculative_config": {"model": "self:int4"}}, "a model in memory has none"),
+        ({"assistant_model": "draft", "speculative_config": {"model": "another"}}, "name two drafters"),
+        ({"assistant_model": "draft", "speculative_config": {"method": "ngram"}}, "name two drafters"),
+    ],
+)
+def test_drafters_that_contradict_each_other_are_refused(how: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        echelon.hf.generate(pair()[0], **padded(), max_new_tokens=5, **how)
+
+
+@pytest.mark.skipif(not compiled.is_built(), reason="integers need the compiled kernels")
+def test_a_draft_model_by_name_is_read_in_integers(tmp_path: Path) -> None:
+    model, draft = pair()
+    draft.save_pretrained(tmp_path)
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    plain = model.generate(**padded(), **options)
+    for quantization in ("int8", None):
+        drafts = {"model": str(tmp_path), "quantization": quantization, "num_speculative_tokens": 2}
+        assert torch.equal(echelon.hf.generate(model, **padded(), speculative_config=drafts, **options), plain)
 
 
 def test_training_mode_is_refused() -> None:

@@ -13,18 +13,22 @@ import torch
 import toys
 from decoders import decoders
 from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo
+from safetensors.torch import load_file, save_file
 from transformers import JetMoeConfig, JetMoeForCausalLM
 
-from echelon import LLM, ModelLoadError, UnsupportedModelError
+from echelon import LLM, EngineConfig, ModelLoadError, SpeculativeConfig, UnsupportedModelError
 from echelon.checkpoint import folder, tensors
 from echelon.checkpoint.tensors import StoredTensor
 from echelon.drafters.heads import attach_head
 from echelon.heads.checkpoints import build_head, load_head, save_head
+from echelon.memory import residents
 from echelon.memory.footprint import Outline, footprint_of
 from echelon.memory.plan import footprint_of_head
 from echelon.memory.residents import stored_head
 from echelon.methods import method_names
 from echelon.model.load.loading import adopt_model, load_model, serve_head
+from echelon.model.patches.linear import weight_bytes
+from echelon.ops import compiled
 
 JETMOE = JetMoeConfig(vocab_size=80, hidden_size=64, num_hidden_layers=2, num_key_value_heads=2, kv_channels=16, intermediate_size=96,
                       num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=512)  # fmt: skip
@@ -98,18 +102,44 @@ def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
         Outline.of(str(tmp_path))
 
 
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("method", method_names(needs="head"))
-def test_a_head_takes_what_its_headers_say(method: str, tmp_path: Path) -> None:
-    target = toys.llama()
+def test_a_head_takes_what_its_headers_say(method: str, is_tied: bool, quantization: str | None, tmp_path: Path) -> None:
+    if quantization is not None and not compiled.is_built():
+        pytest.skip("integers need the compiled kernels")
+    target = toys.llama(tie_word_embeddings=is_tied, hidden_size=64, intermediate_size=128)
     head = build_head(method, target)
     save_head(head, tmp_path, target)
     loaded = adopt_model(target, None, "toy")
     read = load_head(tmp_path, loaded.model)
-    serve_head(read)
+    serve_head(read, quantization=quantization)
     found = footprint_of_head(attach_head(read, loaded))
-    planned = stored_head(str(tmp_path), method, target.config.hidden_size, torch.float32, 64)
+    planned = stored_head(str(tmp_path), method, target.config.hidden_size, torch.float32, 64, quantization)
     assert planned.bytes_per_token == found.bytes_per_token and planned.feature_bytes == found.feature_bytes
     assert found.weights <= planned.weights <= found.weights + SMALL
+
+
+def test_a_head_that_is_loaded_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with the process, whose it is already."""
+    counted: list[int] = []
+    monkeypatch.setattr(residents, "process_bytes", lambda _, loaded: counted.append(loaded) or 0)
+    target = toys.llama()
+    head = build_head("eagle", target)
+    loaded = adopt_model(target, None, "toy")
+    residents.PlannedModels(EngineConfig(), SpeculativeConfig(method="eagle", model="x"), loaded, head=head)
+    assert counted == [weight_bytes(loaded.model) + weight_bytes(head)]
+
+
+def test_tensors_that_loading_drops_take_no_memory(tmp_path: Path) -> None:
+    """The target's embedding under an author's name, and its output layer in a file of Clover-2."""
+    target = toys.llama()
+    for method, name in (("eagle", "model.embed_tokens.weight"), ("clover2", "lm_head.weight")):
+        save_head(build_head(method, target), tmp_path / method, target)
+        before = stored_head(str(tmp_path / method), method, target.config.hidden_size, torch.float32, 8)
+        file = tmp_path / method / "model.safetensors"
+        save_file(load_file(file) | {name: target.get_input_embeddings().weight.detach().clone()}, file)
+        assert stored_head(str(tmp_path / method), method, target.config.hidden_size, torch.float32, 8) == before
 
 
 def test_what_a_head_keeps_of_the_target_is_counted() -> None:

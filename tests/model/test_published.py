@@ -212,6 +212,7 @@ def weights_of(kind: str, **changes: Any) -> dict[str, Any]:
         (settings_of("int-quantized", config_groups={}), ModelLoadError, "wrong quantization_config .config_groups"),
         (weights_of("pack-quantized", num_bits=8), UnsupportedModelError, "pack-quantized of 8 bits"),
         (weights_of("int-quantized", type="float"), UnsupportedModelError, "of type float"),
+        (weights_of("int-quantized", symmetric=False), UnsupportedModelError, "weights of 8 bits with zeros of their own"),
         (weights_of("int-quantized", strategy="block"), UnsupportedModelError, "by block"),
     ],
 )

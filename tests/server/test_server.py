@@ -26,7 +26,7 @@ from servers import MODEL, PROMPTS, Gate, Running
 from echelon import ConfigError, SamplingParams
 from echelon.aio.engine_thread import EngineThread
 from echelon.aio.limits import Limits, RequestObserver
-from echelon.bench.serve import RequestTiming, ask, spread
+from echelon.bench import serve as bench_serve
 from echelon.cli import main
 from echelon.server.config import ServerConfig, id_of, read_keys
 from echelon.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
@@ -922,18 +922,18 @@ def test_a_server_is_measured(running: Running, monkeypatch: pytest.MonkeyPatch,
 def test_answers_without_text_have_their_time() -> None:
     """A text whose first token ends it, and percentiles as `bench latency` has them."""
 
-    async def asked() -> RequestTiming:
+    async def asked() -> bench_serve.RequestTiming:
         chunk = {"choices": [{"text": "", "finish_reason": "stop"}], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}
         stream = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
         answers = httpx.MockTransport(lambda _: httpx.Response(200, text=stream))
         async with httpx.AsyncClient(transport=answers, base_url="http://localhost") as client:
-            return await ask(client, {})
+            return await bench_serve.ask(client, {})
 
     answer = asyncio.run(asked())
     assert answer.problem is None and answer.num_tokens == 1 and 0.0 < answer.ttft == answer.seconds
-    found = spread([i / 1000 for i in range(1, 101)])
+    found = bench_serve.spread([i / 1000 for i in range(1, 101)])
     assert found["p50"] == pytest.approx(50.5) and found["p99"] == pytest.approx(99.01) and found["mean"] == pytest.approx(50.5)
-    assert spread([]) == {}
+    assert bench_serve.spread([]) == {}
 
 
 def test_what_http_costs_is_measured(tmp_path: Path) -> None:

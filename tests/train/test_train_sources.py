@@ -13,10 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from echelon import ConfigError
+from echelon.demo import TARGET
 from echelon.train import pair, sources
 from echelon.train.sources import GIVEN, HELD_OUT, Document, check_source, digest_of, documents_of, with_held_out
+from echelon.train.text import tokenize
 
 
 def texts(source: Path, num_tokens: int = 10**6) -> list[str]:
@@ -124,6 +127,15 @@ def test_of_a_data_set_as_much_is_read_as_is_needed(monkeypatch: pytest.MonkeyPa
     assert asked == [("some/set", {"split": "train", "streaming": True})]
     with pytest.raises(ConfigError, match=r"'none/such' is no file or folder, and no data set that can be read \(no such set\)"):
         texts(Path("none/such"))
+
+
+def test_no_text_is_cut_or_filled_up_by_what_a_tokenizer_was_saved_with() -> None:
+    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    docs = [Document(GIVEN, "a", "import os\n" * 20), Document(GIVEN, "b", "x")]
+    whole = tokenize(tokenizer, docs, 0)
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=64)
+    assert np.array_equal(tokenize(tokenizer, docs, 0), whole) and len(whole) > 40
 
 
 def test_a_pairs_corpus_is_source_and_what_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ class _Numbers(JsonFile):
     type: str = "int"
     strategy: str | None = None
     group_size: int | None = None
+    symmetric: bool = True
     dynamic: bool | str = False
 
 
@@ -70,6 +71,8 @@ class _CompressedTensors(JsonFile):
         bits, strategies = served.get(self.format, (0, ()))
         if weights.type != "int" or weights.num_bits != bits or weights.strategy not in strategies:
             raise ValueError(f"{self.format} of {weights.num_bits} bits of type {weights.type} by {weights.strategy}")
+        if bits == 8 and not weights.symmetric:
+            raise ValueError("weights of 8 bits with zeros of their own")
         return Scheme(self.format, bits, weights.group_size if weights.strategy == "group" else None)
 
 

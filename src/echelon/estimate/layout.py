@@ -67,8 +67,7 @@ class Held:
     features    numbers that go into and out of these, a token
     experts     entries of stacks of experts, of which a token goes through the part `chosen`
     query_size  query heads × (size of a key + size of a value)
-    cache_size  numbers in a token's keys and values
-    kv_bytes    bytes of these as they are kept
+    kv_bytes    bytes of a token's keys and values as they are kept
     spared      bytes that matrices take less in integers; `spared_experts`: likewise
     layers      number of layers
     """
@@ -79,7 +78,6 @@ class Held:
     experts: int = 0
     chosen: float = 0.0
     query_size: int = 0
-    cache_size: int = 0
     kv_bytes: int = 0
     spared: float = 0.0
     spared_experts: float = 0.0
@@ -94,12 +92,14 @@ class Held:
         """What a pass takes on the device, by its parts, each bound by operations or bytes."""
         tokens, multiplied = run.num_tokens, device.multiplied_in(dtype, bool(self.spared or self.spared_experts))
         linear = ModelShape(self.matrices, self.features, 0, 0, bytes_each)
-        attention = ModelShape(0, 0, self.query_size, self.cache_size, bytes_each)
+        attention = ModelShape(0, 0, self.query_size, 0, bytes_each)
         touched = 1.0 - (1.0 - self.chosen) ** tokens
         works = {
             "linear layers": Work(linear.flops(run.rows, run.tokens, 0), linear.bytes(run.rows, run.tokens, 0) - self.spared),
             "experts": Work(2.0 * tokens * self.experts * self.chosen, (bytes_each * self.experts - self.spared_experts) * touched),
-            "attention": Work(attention.flops(run.rows, run.tokens, run.context), attention.bytes(run.rows, run.tokens, run.context)),
+            "attention": Work(
+                attention.flops(run.rows, run.tokens, run.context), run.rows * (run.context + run.tokens) * float(self.kv_bytes)
+            ),
         }
         found = {name: device.seconds(work, dtype if name == "attention" else multiplied) for name, work in works.items() if work.flops}
         if self.layers * device.layer_us:
@@ -138,10 +138,13 @@ def parts_of(planned: PaperModel, size: int = 1, is_rounded: bool = False) -> li
 
 def _parts(planned: PaperModel, attention: list[Held], cutter: Cutter | None) -> ModelParts:
     before, after, layers = Held(), Held(), list(attention)
+    of_text = set(map(id, planned.model.get_decoder().modules()))
     for name, module in planned.model.base_model.named_modules():
         found = reduce(Held.__add__, _held(name, module, cutter, planned), Held())
         layer = _LAYER.search(name)
-        if layer is not None:
+        if id(module) not in of_text:  # what sees pictures is held, and no token goes through it
+            before += Held(numbers=found.numbers)
+        elif layer is not None:
             layers[int(layer[1])] += found
         elif isinstance(module, nn.Embedding):
             before += found
@@ -157,7 +160,6 @@ def _attention(shape: LayerShape, num_heads: int, size: int, dtype: torch.dtype,
     width = own.key_size + own.value_size
     return Held(
         query_size=num_heads // size * width,
-        cache_size=own.num_kv_heads * width,
         kv_bytes=own.bytes_per_token(dtype, is_rounded),
         layers=1,
     )

@@ -196,10 +196,11 @@ def _read_tensors(folder: Folder, dtype: torch.dtype) -> Tensors:
         )
         raise ModelLoadError(f"the head in {folder.path} holds {remedy}")
     with open_weights(folder, files) as weights:
-        return {_bare(k): t.read(dtype if t.dtype.is_floating_point else None) for k, t in weights.tensors.items()}
+        return {bare_name(k): t.read(dtype if t.dtype.is_floating_point else None) for k, t in weights.tensors.items()}
 
 
-def _bare(name: str) -> str:
+def bare_name(name: str) -> str:
+    """A tensor's name without what authors put before it."""
     return re.sub(r"^midlayer\.", "layers.0.", re.sub(r"^(model\.)?(medusa_heads\.)?", "", name))
 
 

@@ -211,7 +211,10 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 def copy_last_layer(layers: nn.ModuleList, target: nn.Module) -> None:
     """Start layers of a head as the target's last one, where it has the same tensors; else they stay random."""
-    last = decoder_layers(target)[-1].state_dict()
+    module = decoder_layers(target)[-1]
+    last = module.state_dict()
+    norms = {name: norm for name, norm in module.named_modules() if f"{name}.weight" in last and last[f"{name}.weight"].ndim == 1}
+    last |= {f"{name}.weight": factors_of(norm) for name, norm in norms.items() if not hasattr(norm, "bias")}
     for layer in layers:
         own = layer.state_dict()
         if {k: v.shape for k, v in last.items()} == {k: v.shape for k, v in own.items()}:
@@ -224,7 +227,15 @@ def copy_norm(norm: LlamaRMSNorm, target: nn.Module) -> None:
     weight = getattr(final, "weight", None)
     if isinstance(weight, Tensor) and getattr(final, "bias", None) is None:
         with torch.no_grad():
-            norm.weight.copy_(weight)
+            norm.weight.copy_(factors_of(final))
+
+
+@torch.no_grad()
+def factors_of(norm: Any) -> Tensor:
+    """What a norm multiplies by: its weight w, or 1 + w as in Gemma."""
+    weight: Tensor = norm.weight
+    given = norm(torch.ones(1, len(weight), dtype=torch.float32, device=weight.device))[0]
+    return 1.0 + weight if torch.allclose(given.float(), 1.0 + weight.float(), rtol=1e-2, atol=1e-2) else weight
 
 
 def llama_layers(config: LlamaConfig, count: int) -> nn.ModuleList:

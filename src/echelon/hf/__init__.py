@@ -143,7 +143,8 @@ def _decode(model: PreTrainedModel, drafting: Drafting, batch: Batch) -> Any:
                 "lower max_new_tokens"
             )
         if isinstance(assistant, str):
-            served.append(named_assistant(assistant, model, target.device.type))
+            quantization = config.quantization if config is not None else None
+            served.append(named_assistant(assistant, quantization, model, target.device.type))
         llm = LLM(
             target,
             config,

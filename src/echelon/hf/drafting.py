@@ -46,10 +46,14 @@ class Drafting:
             check_model(assistant)
         elif assistant is not None and not isinstance(assistant, str):
             raise ConfigError(f"assistant_model is a {type(assistant).__name__}; give a transformers model, or the folder or name of one")
+        if checked is not None and checked.own_copy is not None:
+            raise ConfigError(
+                f"model = {checked.model!r} reads the target's checkpoint again, and a model in memory has none; name a draft model"
+            )
+        if checked is not None and assistant is not None and (METHODS[checked.method].needs != "model" or checked.model is not None):
+            raise ConfigError(f"assistant_model and speculative_config with method {checked.method!r} name two drafters; leave one out")
         if checked is not None and METHODS[checked.method].needs == "model" and assistant is None:
             assistant = checked.model
-        elif checked is not None and METHODS[checked.method].needs != "model" and assistant is not None:
-            raise ConfigError(f"assistant_model and speculative_config with method {checked.method!r} name two drafters; leave one out")
         return cls(assistant, checked, num_assistant_tokens)
 
     def resolved(self, generation: GenerationConfig) -> SpeculativeConfig | None:

@@ -27,7 +27,8 @@ class Kept(NamedTuple):
 
 
 _kept: WeakKeyDictionary[PreTrainedModel, Kept] = WeakKeyDictionary()
-_by_name: WeakKeyDictionary[PreTrainedModel, dict[str, LoadedModel]] = WeakKeyDictionary()  # draft models, beside their target
+Named = dict[tuple[str, str | None], LoadedModel]  # draft models by their names and quantization
+_by_name: WeakKeyDictionary[PreTrainedModel, Named] = WeakKeyDictionary()  # beside their target
 _locks: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
 _books = threading.Lock()  # held while one of these is looked up
 
@@ -43,13 +44,13 @@ def in_use(*models: PreTrainedModel) -> Iterator[list[LoadedModel]]:
         yield [_prepared(model) for model in models]
 
 
-def named_assistant(name: str, target: PreTrainedModel, device: str) -> LoadedModel:
+def named_assistant(name: str, quantization: str | None, target: PreTrainedModel, device: str) -> LoadedModel:
     """A draft model from a folder or hub name, read once for as long as its target lives; `target` must be in use."""
     with _books:
         read = _by_name.setdefault(target, {})
-    if name not in read:
-        read[name] = load_model(name, device=device)
-    return read[name]
+    if (name, quantization) not in read:
+        read[name, quantization] = load_model(name, device=device, quantization=quantization)
+    return read[name, quantization]
 
 
 def release(model: PreTrainedModel) -> None:

@@ -14,9 +14,10 @@ import torch
 
 from echelon.config import EngineConfig, SpeculativeConfig, most_drafted
 from echelon.drafters.heads import MOST_UNREAD, AttachedHead
-from echelon.memory.footprint import Footprint, is_packed_on
+from echelon.memory.footprint import Footprint
 from echelon.memory.pool import PoolPlan, block_bytes, num_blocks_for
 from echelon.methods import METHODS
+from echelon.model.patches.linear import packed_weights
 from echelon.scheduler import PROMPT_LOGITS
 
 GROWTH = 64 * 2**20  # bytes of code and of small objects that a process takes up between its imports and its first answers
@@ -46,8 +47,9 @@ class HeadFootprint:
 def footprint_of_head(attached: AttachedHead) -> HeadFootprint:
     """A head that is loaded, on its target."""
     head = attached.head
-    copies = 2 if is_packed_on(next(head.parameters()).device) else 1
-    weights = sum(p.numel() * p.element_size() * (copies if p.ndim == 2 else 1) for p in head.parameters())
+    own = {p.untyped_storage().data_ptr() for p in head.parameters()}
+    weights = sum(p.numel() * p.element_size() for p in head.parameters())
+    weights += sum(w.data.nbytes for w in packed_weights(head) if w.data.untyped_storage().data_ptr() not in own)
     stored = {name: t for name, t in head.state_dict().items() if t.is_floating_point()}  # no ids, which are little
     weights += sum(stored[name].nbytes for name, _ in head.named_buffers() if name in stored)  # Clover's rows of the output layer
     features = int(attached.reader.example().shape[-1]) * head.dtype.itemsize

@@ -15,9 +15,9 @@ from echelon.config import EngineConfig, SpeculativeConfig
 from echelon.drafters.heads import attach_head
 from echelon.errors import ConfigError
 from echelon.heads.base import Head
-from echelon.heads.checkpoints import NOT_OF_THE_HEAD
+from echelon.heads.checkpoints import NOT_OF_THE_HEAD, bare_name
 from echelon.inputs import name_of
-from echelon.memory.footprint import HOST, Footprint, Outline, footprint_of, is_packed_on
+from echelon.memory.footprint import BITS, HOST, Footprint, Outline, footprint_of, is_packed_on, tile_bytes
 from echelon.memory.ladder import Fitting, fitted
 from echelon.memory.plan import (
     DEVICE_RUNTIME,
@@ -34,9 +34,10 @@ from echelon.memory.step_speeds import ServedModel, StepSpeeds
 from echelon.methods import METHODS, head_class
 from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.linear import weight_bytes
-from echelon.ops import compiled, devices
+from echelon.ops import compiled, cpu, devices
 
-LOOKED_UP = {"rows"}  # tables of a head that nothing multiplies by (Clover's)
+LOOKED_UP = {"rows", "clover_embed_tokens.weight"}  # tables of a head that nothing multiplies by (Clover's and Clover-2's)
+OUTPUT = "lm_head.weight"  # the target's own, which files of Clover-2 have too
 KEYS_AND_VALUES = ("k_proj.weight", "v_proj.weight")
 _PLACE = re.compile(r"(?:^|\.)(\d+)\.")  # of a tensor whose network serves one place of a draft
 Source = str | os.PathLike[str] | LoadedModel
@@ -59,7 +60,8 @@ class PlannedModels:
         self.device = loaded[0].device if loaded else devices.chosen_device(config.device)
         self._target = model if isinstance(model, LoadedModel) else Outline.of(name_of(model), config.dtype, self.device)
         self._draft = draft_model if draft_model is not None else self._outlined_draft(spec, config)
-        self._runtime = process_bytes(self.device, sum(weight_bytes(m.model) for m in loaded))
+        given = [*(m.model for m in loaded), *([head] if head is not None else [])]
+        self._runtime = process_bytes(self.device, sum(map(weight_bytes, given)))
 
     @cached_property
     def speeds(self) -> StepSpeeds:
@@ -157,23 +159,35 @@ class PlannedModels:
             return footprint_of_head(attach_head(self._given_head, self._target))
         folder = spec.named_model()
         size = self._target.model.config.get_text_config().hidden_size
-        return stored_head(folder, spec.method, size, self._dtype, spec.longest_path, self.device)
+        return stored_head(folder, spec.method, size, self._dtype, spec.longest_path, spec.quantization, self.device)
 
 
-def stored_head(name: str, method: str, hidden_size: int, dtype: torch.dtype, longest: int, device: torch.device = HOST) -> HeadFootprint:
+def stored_head(
+    name: str,
+    method: str,
+    hidden_size: int,
+    dtype: torch.dtype,
+    longest: int,
+    quantization: str | None = None,
+    device: torch.device = HOST,
+) -> HeadFootprint:
     """A head in a folder, by the headers of its files: its keys and values are what its key and value projections give. Its matrices stay
     beside their packed copies, where kernels have such.
     """
     folder = Folder.locate(name, "head", needs_owner=True)
     files = [WEIGHTS] if folder.has(WEIGHTS) else sorted(p.name for p in folder.path.glob("*.safetensors"))
-    head, weights, of_a_token, copies = head_class(method), 0, 0, 2 if is_packed_on(device) else 1
+    head, weights, of_a_token = head_class(method), 0, 0
     with open_weights(folder, files) if files else weight_headers(folder) as stored:
-        for key, tensor in stored.tensors.items():
+        for key, tensor in ((bare_name(stored_as), tensor) for stored_as, tensor in stored.tensors.items()):
             place = _PLACE.search(key)
             if key in NOT_OF_THE_HEAD or (head.is_by_place and place is not None and int(place[1]) >= longest):
                 continue
+            if method == "clover2" and key == OUTPUT:
+                continue
             size = dtype.itemsize if tensor.dtype.is_floating_point else tensor.dtype.itemsize  # ids stay what they are
-            is_packed = len(tensor.shape) == 2 and key not in LOOKED_UP
-            weights += tensor.numel * size * (copies if is_packed else 1)
+            weights += tensor.numel * size
+            if len(tensor.shape) == 2 and key not in LOOKED_UP and is_packed_on(device):
+                columns, depth = tensor.shape
+                weights += -(-columns // cpu.TILE) * tile_bytes(depth, BITS[quantization], dtype)
             of_a_token += tensor.shape[0] * dtype.itemsize if key.endswith(KEYS_AND_VALUES) else 0
     return HeadFootprint(weights, of_a_token, head.num_features * hidden_size * dtype.itemsize)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,7 +34,7 @@ from echelon.train.draft_model import (
     divergence_of,
     small_llama,
 )
-from echelon.train.files import only_trainer
+from echelon.train.files import check_same_run, only_trainer, replacing
 from echelon.train.precision import mixed_precision
 from echelon.train.sources import GIVEN, HELD_OUT, WHEELS, Document, check_source, documents, documents_of, manifest, with_held_out
 from echelon.train.text import MIX, MOST_TOKENS, Tokens, batch, tokenize
@@ -111,7 +111,8 @@ def prepare_pair(work: Path, pair: Pair, sources: Sequence[Path]) -> tuple[PreTr
         tokenizer.save_pretrained(folder)
         groups = {g: own for g in (*MIX, HELD_OUT) if (own := [d for d in docs if d.group == g])}
         arrays: dict[str, Any] = {g: tokenize(tokenizer.backend_tokenizer, d, 0) for g, d in groups.items()}
-        np.savez(file, **arrays)
+        with replacing(file) as part, part.open("wb") as out:
+            np.savez(out, **arrays)
     return PreTrainedTokenizerFast.from_pretrained(folder), dict(np.load(file))
 
 
@@ -183,7 +184,9 @@ def main(
     for source in text or []:
         check_source(source)
     where = chosen_device(device)
+    sizes = {"steps": steps, "decay": decay, "draft_steps": draft_steps, "batch_tokens": batch_tokens, "rate": rate}
     with only_trainer(work):
+        check_same_run(work / "training.json", {"pair": asdict(pair), "text": [str(t.resolve()) for t in text or []], **sizes})
         tokenizer, tokens = prepare_pair(work, pair, text or [])
         print({group: len(array) for group, array in tokens.items()}, flush=True)
         torch.manual_seed(0)

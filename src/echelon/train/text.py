@@ -52,7 +52,12 @@ MOST_TOKENS = 100_000_000  # of a data set, which is streamed
 
 
 def tokenize(tokenizer: Tokenizer, docs: Iterable[Document], end_of_text: int) -> np.ndarray:
-    """One flat array, uint16 where the vocabulary fits: every document's tokens, each document preceded by `end_of_text`."""
+    """One flat array, uint16 where the vocabulary fits: all of every document's tokens, whatever the tokenizer would cut or fill up, each
+    document preceded by `end_of_text`.
+    """
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
     texts = [d.text for d in docs]
     parts = []
