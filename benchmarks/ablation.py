@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,11 @@ def _conditional(drafted: SequenceOf[int], accepted: SequenceOf[int]) -> list[fl
     return [a / t if t else 0.0 for a, t in zip(accepted, tried, strict=True)]
 
 
+def observed(shares: SequenceOf[float]) -> list[float]:
+    """Up to the first depth at which nothing was kept: beyond it nothing was tried."""
+    return list(shares[: shares.index(0.0) + 1]) if 0.0 in shares else list(shares)
+
+
 def write_document(records: Records, output: Path, settings: dict[str, Any]) -> None:
     """Write ablation.json and ablation.md into `output`, from all cells of these settings, with the published values beside."""
     found: Found = {}
@@ -211,8 +216,8 @@ def _spread(values: SequenceOf[float], form: str = "{:.2f}") -> str:
 
 
 def _each(values: Iterable[SequenceOf[float]], form: str) -> str:
-    """One spread for every head or depth, of a row a cell."""
-    return ", ".join(_spread(v, form) for v in zip(*values, strict=True))
+    """One spread for every head or depth, of a row a cell; some rows may end sooner."""
+    return ", ".join(_spread([x for x in v if x is not None], form) for v in zip_longest(*values))
 
 
 def _percent(shares: SequenceOf[float]) -> list[float]:
@@ -295,7 +300,7 @@ def _training_time_test(found: Found) -> str:
             "seeds": len,
             "batches": lambda cells: cells[0]["plan"]["steps"],
             "accepted at depth 1, 2, … where all before was, %": lambda cells: _each(
-                (_percent(c["trees"]["chain"]["accepted_by_depth"]) for c in cells), "{:.0f}"
+                (_percent(observed(c["trees"]["chain"]["accepted_by_depth"])) for c in cells), "{:.0f}"
             ),
             "tokens_per_step, chain of 6": lambda cells: _spread([_emitted(c, "chain") for c in cells]),
         },

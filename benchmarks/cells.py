@@ -105,9 +105,14 @@ def asked_of(
 def run_asked(
     asked: argparse.Namespace, cells: Iterable[Cell], as_markdown: Callable[[dict[str, Record]], str] | None = None
 ) -> tuple[dict[str, Record], int]:
-    """Measure what was asked for and has no record of this commit, and print the figures: they by name, and 1 if any cell failed."""
+    """Measure what was asked for and has no record of this commit on this processor, and print the figures: they by name, and 1 if any cell
+    failed.
+    """
     common = {"environment": environment()}
-    is_current = lambda _, record: record["environment"]["commit"] == common["environment"]["commit"]  # noqa: E731
+
+    def is_current(_: str, record: Record) -> bool:
+        return is_committed(record, common["environment"]["commit"]) and is_here(record, common["environment"])
+
     found = run_cells(chosen(cells, asked.prefixes), Records(asked.output), common, is_current)
     measured = {name: record for name, record in found.items() if "failed" not in record}
     if measured and as_markdown:
@@ -132,6 +137,11 @@ def run_with_settings(
         places = dict.fromkeys(described(record["environment"]) for record in measured.values())
         print(f"On {'; on '.join(places)}.\n\n{as_markdown(measured)}")
     return int(len(measured) < len(found))
+
+
+def is_committed(record: Record, commit: str) -> bool:
+    """Whether a record is of this commit; of sources that are in none nobody knows."""
+    return record["environment"]["commit"] == commit != "unknown" and not commit.endswith("+")
 
 
 def is_here(record: Record, where: Mapping[str, str]) -> bool:

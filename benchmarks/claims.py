@@ -38,7 +38,8 @@ PAPERS: Mapping[str, SequenceOf[Claim]] = {
 }
 ABOUT = """Papers on speculative decoding claim speed-ups, tokens a step and equal texts. Each row below is one such claim: the published
 figure, ours, the condition that ours has to meet, the verdict, and the command that measures it. Published figures are those of GPUs and of
-trained models with billions of parameters; ours are those of two CPU cores with small models, or random ones in the shape of large models.
+trained models with billions of parameters; ours are those of two CPU cores, or two threads of a larger CPU, with small models, or random
+ones in the shape of large models; [at the end](#machines-and-commits-of-the-evidence) each claim's machine is named.
 That a figure holds or fails here says nothing of the paper's own machine.
 
 *Plain decoding* is decoding without drafts, one token a step. *Tokens a step* are what a step emits for one row: the accepted drafted
@@ -53,7 +54,7 @@ RULES = f"""A verdict is computed from the evidence, by this rule, and never typ
 - **{NOT_MEASURED}**: nothing was measured, and the command in the row would.
 
 *ours* is a median, in brackets the least and the largest of its samples; samples are repeated runs, seeds or batch sizes. With fewer than
-{LEAST_SAMPLES} it says how many."""
+{LEAST_SAMPLES} it says how many, and of labelled values how many the one with the fewest has, where they are medians."""
 
 
 def judged_rows(evidence: Evidence) -> dict[str, list[Judged]]:
@@ -204,9 +205,9 @@ def machines_part(rows: SequenceOf[Judged]) -> list[str]:
     """Where what decides was measured."""
     found: dict[str, set[str]] = {}
     for row in rows:
-        for name, record in row.records.items():
+        for record in row.records.values():
             for environment in environments(record):
-                found.setdefault(described(environment), set()).add(name.split("/")[0])
+                found.setdefault(described(environment), set()).add(f"`{row.claim.name}`")
     lines = [f"- {where}: {', '.join(sorted(names))}" for where, names in sorted(found.items())]
     return ["## Machines and commits of the evidence", "\n".join(lines)] if lines else []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from benchmarks.claims_of_padding import widening
 from benchmarks.verdicts import AtLeast, AtMost, Claim, Evidence, Measured, Ordered, Within, labelled, sampled
@@ -17,17 +18,19 @@ FAULTS = {  # re-enacted fault → who has it, share of equal rows that its syst
 
 
 def equal_rows(strategy: str, drafter: str, batches: tuple[int, ...], evidence: Evidence) -> Measured | None:
-    """Rows with the text of plain decoding alone, in per cent; of Spec-Bench where that was measured."""
+    """Rows with the text of plain decoding alone, in per cent, by batch; of Spec-Bench where that was measured."""
+
+    def by_size(rows: list[dict[str, Any]], what: str) -> Measured | None:
+        shares = {f"batch {r['batch_size']}": 100 * r["num_exact"] / r["num_rows"] for r in rows}
+        return labelled(dict(shares), "{:.1f} %", 1, f"{rows[0]['num_rows']} prompts of {what}") if rows else None
+
     record = evidence.record(f"equivalence/{strategy}")
     if record:
-        shares = [100 * r["num_exact"] / r["num_rows"] for r in record["results"] if r["batch_size"] in batches]
-        return sampled(shares, "{:.1f} %", f"{record['results'][0]['num_rows']} prompts of Spec-Bench")
+        return by_size([r for r in record["results"] if r["batch_size"] in batches], "Spec-Bench")
     found = (evidence.record("benchmarks/equality") or {}).get("equality", [])
     names = {"none": "plain"}  # as older records call it
     own = [r for r in found if (r["strategy"], names.get(r["drafter"], r["drafter"])) == (strategy, drafter) and r["batch_size"] in batches]
-    return (
-        sampled([100 * r["num_exact"] / r["num_rows"] for r in own], "{:.1f} %", f"{own[0]['num_rows']} prompts of source") if own else None
-    )
+    return by_size(own, "source")
 
 
 def faulty_rows(fault: str, evidence: Evidence) -> Measured | None:
@@ -42,12 +45,9 @@ def faulty_rows(fault: str, evidence: Evidence) -> Measured | None:
 
 
 def realigned(batch: int, lengths: str, evidence: Evidence) -> dict[str, ThroughputResult]:
-    """Results of the realigning strategies by name, on our attention where that was measured."""
-    alike = (
-        {r.strategy: r for r in evidence.results(f"alike/realign_b{batch:02d}") if r.method == "draft model"} if lengths == "random" else {}
-    )
+    """Results of the realigning strategies by name."""
     found = evidence.results(f"benchmarks/realign-{lengths}-{batch:02d}")
-    return alike or {r.strategy: r for r in found if r.method == "draft model"}
+    return {r.strategy: r for r in found if r.method == "draft model"}
 
 
 def shift_share(result: ThroughputResult | None) -> float | None:
@@ -79,7 +79,7 @@ def scaling(strategy: str, evidence: Evidence) -> Measured | None:
     if one is None or many is None:
         return None
     pairs = zip(many.decode_tokens_per_second, one.decode_tokens_per_second, strict=False)
-    return sampled([a / b for a, b in pairs if b])
+    return sampled([a / b for a, b in pairs if b], note=f"{many.num_rows} prompts, and {one.num_rows} of them at batch 1")
 
 
 def grouped_over_realigned(batch: int, lengths: str, evidence: Evidence) -> Measured | None:
@@ -165,7 +165,7 @@ EQSPEC = [
         "overhead-grows",
         "The larger the batch, the greater the share of a step that moving keys into line takes (EQSPEC).",
         "13 % at batch 1, 27.7 % at 4, 38 to 40 % at 32",
-        "python -m benchmarks.alike realign",
+        TABLES.format("realign"),
         Ordered(),
         overhead,
         is_merit=False,
@@ -174,7 +174,7 @@ EQSPEC = [
         "overhead-40",
         "Moving keys into line takes up to 40 % of a step (EQSPEC).",
         "38 to 40 % at batch 32",
-        "python -m benchmarks.alike realign",
+        TABLES.format("realign"),
         AtLeast(38.0, "{:.1f} %"),
         largest_overhead,
         is_merit=False,

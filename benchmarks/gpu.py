@@ -25,7 +25,8 @@ import torch
 import transformers
 from transformers import OPTConfig
 
-from benchmarks.cells import Cell, Record, Records, chosen, run_cells, said
+from benchmarks.cells import Cell, Record, Records, chosen, is_committed, run_cells, said
+from benchmarks.claims_of_padding import LAUNCHED, SPEED_UPS
 from benchmarks.document_parts import PUBLISHED, gpu_table
 from benchmarks.gpu_ranks import RANKS, TwoDevices, number_of_devices
 from benchmarks.options import parser_of
@@ -36,7 +37,7 @@ from echelon import LLM, ConfigError
 from echelon.bench.clock import clock_of, kernel_seconds
 from echelon.bench.framework import FrameworkRun
 from echelon.bench.kernels import measure_attention, measure_machine
-from echelon.bench.report import described, write_json
+from echelon.bench.report import described
 from echelon.bench.shapes import opt, plain_with_random_weights, with_random_weights
 from echelon.bench.throughput import DecodingMethod, ThroughputResult, environment, measure
 from echelon.bench.verify import VerificationJob, verify_dtype
@@ -50,9 +51,7 @@ OUTPUT, ELSEWHERE = EVIDENCE / "gpu_check.json", Path("build/gpu_check.json")
 TEST_SECONDS = 150  # that the tests may take
 HISTOGRAMS = EVIDENCE / "benchmarks" / "histogram.json"
 PADDINGS = {"padded": "vanilla", "padded-inputs": "unpad KV only", "padded-kv": "unpad inputs only", "unpadded": "EMS"}
-SPEED_UPS = {1: 3.94, 2: 3.50, 4: 2.83, 8: 2.17, 16: 1.63, 24: 1.41}  # EMS-SD, Table 2: OPT-6.7B with LLMA, EMS over plain decoding
 TOKENS_PER_STEP = 4.2  # 3.94 times the speed of plain decoding at batch 1 takes about as much
-LAUNCHED = "replay LLMA, no graphs"  # what padded strategies never have
 COPIED, DRAFTED = 7, 4  # tokens that LLMA copies, and that the draft model drafts
 GREATEST_GAP, SHARE_OF_COPY, ATTENTION_SHARE = 0.05, 0.8, 0.75
 TREE = {"method": "draft_model", "model": str(DRAFT), "tree": "dynamic", "num_speculative_tokens": 8, "tree_top_k": 3, "tree_depth": 4}
@@ -330,9 +329,8 @@ def tests() -> Record:
 
 
 def is_alike(record: Record, other: Record) -> bool:
-    """Measured alike: settings, commit and device. Of a tree without history nobody knows."""
-    commit = other["environment"]["commit"]
-    return all(record[k] == other[k] for k in ("settings", "device")) and record["environment"]["commit"] == commit != "unknown"
+    """Measured alike: settings, commit and device."""
+    return all(record[k] == other[k] for k in ("settings", "device")) and is_committed(record, other["environment"]["commit"])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -359,14 +357,16 @@ def main(arguments: list[str] | None = None) -> int:
     settings = json.loads(json.dumps(asdict(size) | {"numerics": options.numerics}))
     common = {"settings": settings, "device": where.get("gpu", "") if device.type == "cuda" else "cpu", "environment": where}
     output = options.output or (OUTPUT if device.type == "cuda" and not options.small else ELSEWHERE)
-    records = Records(output)
-    alike = {} if options.fresh else {name: record for name, record in records.read().items() if is_alike(record, common)}
-    write_json(output, alike)  # a table is of one device, commit and size
     cells = chosen(DeviceCells(size, device, options.numerics).all, options.cells)
-    run_cells(
-        cells, records, common, lambda _, __: True, 60 * options.minutes, lambda name, r: print(gpu_table([name], {name: r})[0], flush=True)
+    found = run_cells(
+        cells,
+        Records(output),
+        common,
+        lambda _, record: not options.fresh and is_alike(record, common),
+        60 * options.minutes,
+        lambda name, r: print(gpu_table([name], {name: r})[0], flush=True),
     )
-    text, holds = gpu_table([cell.name for cell in cells], records.read())
+    text, holds = gpu_table([cell.name for cell in cells], found)
     print(f"\n{described(where)}\n\n{text}")
     return 0 if holds else 1
 

@@ -30,7 +30,7 @@ from typing import Any, Literal
 import numpy as np
 
 from benchmarks.adaptive import FullSteps, take_turns
-from benchmarks.cells import Cell, Record, Records, asked_of, chosen, run_cells
+from benchmarks.cells import Cell, Record, Records, asked_of, chosen, is_here, run_cells
 from benchmarks.laws_document import NAMES, PUBLISHED_SHARPNESS, write_laws
 from benchmarks.workloads import VERIFIED, VERIFIED_TREE, tokens_a_step
 from echelon import LLM, ConfigError, SamplingParams
@@ -100,49 +100,58 @@ def lineages() -> list[Lineage]:
 COMPARED = {"eagle": "eagle", "eagle3": "eagle3", "scylla": "d2_s0"}  # of each method the lineage that it is compared by
 
 
+@dataclass(eq=False)
 class LawStudy:
-    """A target with texts to learn from, and the heads that are trained for it; all made when first asked for."""
+    """A target with texts to learn from, and the heads that are trained for it; all made when first asked for.
 
-    def __init__(
-        self,
-        target: str,
-        work: Path,
-        steps: int,
-        fine_tuning: int,
-        text: list[Path] | None = None,
-        questions: Path | None = None,
-        parameters: int = 0,
-        continuations: int = 4096,
-        batch_size: int = 8,
-        device: str = "auto",
-    ) -> None:
-        if steps < 100 or steps % 100:
-            raise ConfigError(f"--steps {steps} cannot be divided into shares of a hundredth; give a multiple of 100")
-        self._target, self._work, self._steps, self._fine_tuning = target, work, steps, fine_tuning
-        self._text, self._questions, self._parameters, self._continuations = text, questions, parameters, continuations
-        self._batch_size, self._device = batch_size, chosen_device(device)
+    folder, work        of the target, and of training runs
+    steps, fine_tuning  batches of `batch_size` texts; shares of a hundredth of the first are measured too
+    text, questions     what is learned from; Spec-Bench's questions
+    parameters          that the target is grown to for speeds; 0: as it is
+    continuations       texts that the target writes for its heads
+    device              that heads are trained on
+
+    Raises
+    ------
+    ConfigError  `steps` has no hundredth
+    """
+
+    folder: str
+    work: Path
+    steps: int
+    fine_tuning: int
+    text: list[Path] | None = None
+    questions: Path | None = None
+    parameters: int = 0
+    continuations: int = 4096
+    batch_size: int = 8
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.steps < 100 or self.steps % 100:
+            raise ConfigError(f"--steps {self.steps} cannot be divided into shares of a hundredth; give a multiple of 100")
         self._lineages = {lineage.name: lineage for lineage in lineages()}
 
     @cached_property
     def _teaching(self) -> tuple[Any, Data]:
         """The target as it is trained with, and texts."""
-        plain, tokenizer = load_plain(self._target)
-        plain = plain.to(self._device)
-        return plain, prepare(plain, tokenizer, self._text, self._work / "data", self._continuations)
+        plain, tokenizer = load_plain(self.folder)
+        plain = plain.to(chosen_device(self.device))
+        return plain, prepare(plain, tokenizer, self.text, self.work / "data", self.continuations)
 
     @cached_property
     def settings(self) -> Record:
         """What a record depends on, besides the sources: a record of other settings is measured again."""
         return {
-            "target": fingerprint(load_plain(self._target)[0]),
-            "steps": self._steps,
-            "fine_tuning": self._fine_tuning,
-            "batch_size": self._batch_size,
+            "target": fingerprint(load_plain(self.folder)[0]),
+            "steps": self.steps,
+            "fine_tuning": self.fine_tuning,
+            "batch_size": self.batch_size,
         }
 
     @cached_property
     def target(self) -> LoadedModel:
-        return load_model(self._target, device="cpu")
+        return load_model(self.folder, device="cpu")
 
     @cached_property
     def prompts(self) -> list[list[int]]:
@@ -154,10 +163,10 @@ class LawStudy:
     def head(self, name: str, share: int = 100) -> str:
         """The folder of a head, trained as far as it is not yet; heads with smaller shares of its lineage come first."""
         lineage = self._lineages[name]
-        folder = self._work / name / f"{share:03d}"
+        folder = self.work / name / f"{share:03d}"
         if (folder / "model.safetensors").exists():
             return str(folder)
-        config, end = lineage.training(share, self._steps, self._fine_tuning, self._batch_size), folder / "constant.pt"
+        config, end = lineage.training(share, self.steps, self.fine_tuning, self.batch_size), folder / "constant.pt"
         earlier = [s for s in lineage.shares if 0 < s < share]
         if earlier and not (folder / "checkpoint.pt").exists():
             before = Path(self.head(name, earlier[-1])) / "constant.pt"
@@ -208,19 +217,19 @@ class LawStudy:
         return {"emitted": [entry for part in found for entry in part]}
 
     def of_head(self, name: str, share: int) -> Record:
-        a_step = self._batch_size * (self._teaching[1].continuations.shape[1] - 1)
+        a_step = self.batch_size * (self._teaching[1].continuations.shape[1] - 1)
         return {
-            "pretrained": share * self._steps // 100 * a_step,
+            "pretrained": share * self.steps // 100 * a_step,
             **self.emitted({"method": self._lineages[name].method, "model": self.head(name, share)}),
         }
 
     def tasks(self, method: str) -> Record:
         """Tokens a step by category and temperature, trees of 60 nodes."""
-        if self._questions is None:
+        if self.questions is None:
             raise ConfigError("categories need Spec-Bench's question.jsonl; name it with --questions")
         prompts: dict[str, list[list[int]]] = {}
         inputs = LLM(self.target, max_num_seqs=1).inputs
-        for line in self._questions.read_text("utf-8").splitlines():
+        for line in self.questions.read_text("utf-8").splitlines():
             question = json.loads(line)
             own = prompts.setdefault(question["category"], [])
             if len(own) < TASK_PROMPTS:
@@ -231,9 +240,9 @@ class LawStudy:
 
     @cached_property
     def _grown(self) -> tuple[LoadedModel, dict[str, str]]:
-        plain, tokenizer = load_plain(self._target)
+        plain, tokenizer = load_plain(self.folder)
         grown, folders = inflate_with_heads(
-            plain, self._parameters, {m: self.head(name) for m, name in COMPARED.items()}, self._work / "grown"
+            plain, self.parameters, {m: self.head(name) for m, name in COMPARED.items()}, self.work / "grown"
         )
         return adopt_model(grown, tokenizer, "the study's target, grown", keep_weights=False), folders
 
@@ -251,7 +260,7 @@ class LawStudy:
         params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
         speeds, found = take_turns(runs, [prompts] * rounds, params, batch_size)
         a_step = {name: runs[name].result(batch_size, own).tokens_per_step for name, own in found.items()}
-        return {"parameters": self._parameters, "rounds": rounds, "speeds": speeds, "tokens_per_step": a_step}
+        return {"parameters": self.parameters, "rounds": rounds, "speeds": speeds, "tokens_per_step": a_step}
 
 
 def all_heads() -> dict[str, tuple[str, int]]:
@@ -299,29 +308,21 @@ def main(arguments: list[str] | None = None) -> int:
         "--continuations": {"type": int, "default": 4096, "help": "texts that the target writes for its heads"},
     }
     asked = asked_of(__doc__, "laws", more, arguments)
-    steps = asked.steps, asked.fine_tuning_steps
-    study = LawStudy(
-        asked.target,
-        asked.work,
-        *steps,
-        asked.text,
-        asked.questions,
-        asked.parameters,
-        asked.continuations,
-        asked.batch_size,
-        asked.device,
-    )
+    names = ("work", "steps", "text", "questions", "parameters", "continuations", "batch_size", "device")
+    study = LawStudy(asked.target, fine_tuning=asked.fine_tuning_steps, **{name: getattr(asked, name) for name in names})
     if asked.train:
         for name, (lineage, share) in all_heads().items():
             if not asked.prefixes or name.startswith(tuple(asked.prefixes)):
                 study.head(lineage, share)
         return 0
-    common, records = {"settings": study.settings, "environment": environment()}, Records(asked.output)
+    where, records = environment(), Records(asked.output)
+    common = {"settings": study.settings, "environment": where}
     asked_for = chosen(cells(study, asked.rounds), asked.prefixes)
     of_speeds = {"parameters": asked.parameters, "rounds": asked.rounds}
 
     def is_current(_: str, record: Record) -> bool:
-        return record["settings"] == study.settings and ("speeds" not in record or of_speeds.items() <= record.items())
+        is_fast_here = of_speeds.items() <= record.items() and is_here(record, where)
+        return record["settings"] == study.settings and ("speeds" not in record or is_fast_here)
 
     found = run_cells(asked_for, records, common, is_current)
     print(summary(found))

@@ -46,5 +46,5 @@ def encoded(llm: LLM, text: str, most: int) -> list[int]:
 
 def spread(questions: SequenceOf[Question], count: int) -> list[Question]:
     """So many of them at most, evenly apart: all tasks are among them."""
-    step = max(1, len(questions) // count)
-    return list(questions[::step][:count])
+    count = min(count, len(questions))
+    return [questions[i * len(questions) // count] for i in range(count)]

@@ -51,12 +51,15 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured: `samples`, one a round, seed or row; or, for rules of order, medians by `labels`. `form` prints one of them."""
+    """What was measured: `samples`, one a round, seed or row; or, for rules of order and of all, medians by `labels`, each of `rounds`
+    samples at least where that is known. `form` prints one of them.
+    """
 
     samples: SequenceOf[float]
     form: str = "{:.2f}"
     labels: SequenceOf[str] = ()
     note: str = ""
+    rounds: int | None = None
 
     @property
     def median(self) -> float:
@@ -66,6 +69,8 @@ class Measured:
         printed = [self.form.format(s) for s in self.samples]
         if self.labels:
             text = ", ".join(f"{label}: {value}" for label, value in zip(self.labels, printed, strict=True))
+            if self.rounds is not None and self.rounds < LEAST_SAMPLES:
+                text += f" ({'one sample' if self.rounds == 1 else f'only {self.rounds} samples'} of some)"
         elif len(printed) == 1:
             text = f"{printed[0]} (one sample)"
         else:
@@ -148,16 +153,19 @@ class Ordered:
 
 @dataclass(frozen=True)
 class Crosses:
-    """Labelled values lie at or above a bound first, and below it at last: there is a crossover."""
+    """Labelled values lie at or above a bound first, and below it at last: there is a crossover. `falls`: each is below the one before."""
 
     bound: float = 1.0
+    falls: bool = False
 
     @property
     def text(self) -> str:
-        return f"the first ≥ {self.bound:g}, the last below"
+        order = f"{Ordered(rises=False).text}, " if self.falls else ""
+        return f"{order}the first ≥ {self.bound:g}, the last below"
 
     def holds(self, measured: Measured) -> bool:
-        return measured.samples[0] >= self.bound > measured.samples[-1]
+        is_in_order = not self.falls or Ordered(rises=False).holds(measured)
+        return is_in_order and measured.samples[0] >= self.bound > measured.samples[-1]
 
 
 @dataclass(frozen=True)
@@ -226,6 +234,13 @@ def labelled(values: Mapping[str, float | None], form: str = "{:.2f}", least: in
     """Values by their labels, where at least so many are known."""
     known = {label: value for label, value in values.items() if value is not None}
     return Measured(list(known.values()), form, list(known), note) if len(known) >= least else None
+
+
+def medians(samples: Mapping[str, SequenceOf[float]], form: str = "{:.2f}") -> Measured | None:
+    """Medians of samples by their labels, where at least two have some."""
+    known = {label: own for label, own in samples.items() if own}
+    values = [statistics.median(own) for own in known.values()]
+    return Measured(values, form, list(known), rounds=min(map(len, known.values()))) if len(known) > 1 else None
 
 
 def middle(values: SequenceOf[float]) -> float | None:

@@ -84,14 +84,13 @@ async def abandon(url: str, body: dict[str, Any], rng: random.Random) -> None:
     writer.close()
 
 
-async def load(url: str, truth: list[str], minutes: float) -> Counter[str]:
-    counts: Counter[str] = Counter()
+async def load(url: str, truth: list[str], minutes: float, counts: Counter[str]) -> None:
+    """Clients until so many minutes have passed, each request noted in `counts`."""
     until, most = time.monotonic() + 60 * minutes, int(REQUESTS_PER_MINUTE * minutes)
     await asyncio.gather(*(client(url, truth, until, most, counts, seed) for seed in range(NUM_CLIENTS)))
-    return counts
 
 
-async def watched(running: servers.Running, truth: list[str], minutes: float, memory: list[Look]) -> Counter[str]:
+async def watched(running: servers.Running, truth: list[str], minutes: float, memory: list[Look], counts: Counter[str]) -> None:
     """The load, with what is in use noted in `memory` and the canaries asked every minute."""
     start, before = time.monotonic(), await asyncio.to_thread(servers.canaries, running)
 
@@ -103,11 +102,10 @@ async def watched(running: servers.Running, truth: list[str], minutes: float, me
             assert await asyncio.to_thread(servers.canaries, running) == before, "a canary has changed"
 
     watch = asyncio.create_task(look())
-    counts = await load(running.url, truth, minutes)
+    await load(running.url, truth, minutes, counts)
     watch.cancel()
     if watch.done() and not watch.cancelled():
         watch.result()
-    return counts
 
 
 def part(minutes: float, counts: Counter[str], memory: list[Look], violations: int) -> Record:
@@ -130,13 +128,13 @@ def main(minutes: float) -> int:
     outputs = servers.build("plain").generate([b["prompt"] for b in asked], [servers.params(b) for b in asked])
     truth = [o.outputs[0].text for o in outputs]
     with servers.serving(servers.build("draft_model", kv_cache_memory_bytes=2**23)) as running:
-        asyncio.run(load(running.url, truth, 0.1 * minutes))  # what is allocated once is allocated now
+        asyncio.run(load(running.url, truth, 0.1 * minutes, Counter()))  # what is allocated once is allocated now
         start = time.monotonic()
         try:
             with servers.unharmed(running):
-                counts = asyncio.run(watched(running, truth, minutes, memory))
-        except AssertionError:
-            keep(PARTS, part(minutes, counts, memory, 1))
+                asyncio.run(watched(running, truth, minutes, memory, counts))
+        except Exception:
+            keep(PARTS, part((time.monotonic() - start) / 60, counts, memory, 1))
             raise
         seconds = time.monotonic() - start
         keep(PARTS, part(minutes, counts, memory, 0))

@@ -111,9 +111,8 @@ def measure_latency(
     """Every method under the same arrivals, at rates relative to what the first method serves when all requests are there at once."""
     settings |= {"max_num_seqs": batch_size, "enable_prefix_caching": False}
     engines = [LLM(target, m.config, m.unnamed(draft), **STRATEGIES[m.strategy], **settings) for m in methods]
-    for llm in engines:
-        llm.generate([list(p) for p in prompts[:batch_size]], params.model_copy(update={"max_tokens": 4}), use_tqdm=False)
-    capacity = len(prompts) / serve(engines[0], prompts, params, [0.0] * len(prompts)).seconds
+    at_once = [serve(llm, prompts, params, [0.0] * len(prompts)).seconds for llm in engines]  # so that all have seen as much
+    capacity = len(prompts) / at_once[0]
     results = []
     for load in loads:
         times = arrivals(len(prompts), load * capacity, seed)

@@ -339,13 +339,16 @@ def gpu() -> dict[str, str]:
     return {"gpu": f"{device.name} ({mebibytes(device.total_memory)}, CUDA {torch.version.cuda})"}
 
 
+SOURCES = (":/src", ":/benchmarks")  # below the root of a working tree
+
+
 def commit() -> str:
-    """The commit of the working tree this package runs from, if it is one, with a plus where its sources are others."""
+    """The commit of the working tree this package runs from, if it is one, with a plus where sources of it or of benchmarks are others."""
     package = Path(__file__).parents[1]
     try:
         number, changed = (
             subprocess.run(["git", "-C", str(package), *words], capture_output=True, text=True, check=True).stdout.strip()
-            for words in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--untracked-files=no", "--", "."))
+            for words in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--untracked-files=no", "--", *SOURCES))
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
