@@ -29,7 +29,7 @@ def test_pieces_join_to_the_whole(split: int) -> None:
     prompt, output = tokens[:split], tokens[split:]
     detokenizer = Detokenizer(tokenizer, prompt)
     push_all(detokenizer, output)
-    assert detokenizer.finish() == decode_output(tokenizer, prompt, output)
+    assert detokenizer.finish() == decode_output(tokenizer, prompt, output) == whole_text(tokenizer, prompt, output, True)
 
 
 def test_no_half_characters() -> None:
@@ -66,7 +66,7 @@ def test_random_tokens_agree_with_the_tokenizer() -> None:
         tokens = rng.integers(6, 4096, 40).tolist()
         detokenizer = Detokenizer(tokenizer, tokens[:8])
         push_all(detokenizer, tokens[8:])
-        assert detokenizer.finish().rstrip("\ufffd") == decode_output(tokenizer, tokens[:8], tokens[8:]).rstrip("\ufffd")
+        assert detokenizer.finish().rstrip("\ufffd") == whole_text(tokenizer, tokens[:8], tokens[8:], True).rstrip("\ufffd")
 
 
 def test_stop_strings_cut_at_the_first_character_of_the_first_hit() -> None:

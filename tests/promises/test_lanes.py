@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import toys
 from lanes import in_lanes
-from test_adaptive import DRAFTERS, adaptive_llm, texts
+from test_adaptive import CHEAP, DRAFTERS, adaptive_llm, frozen, texts
 from test_heads_lossless import MODES, checked, params, truth
 
 from echelon import LLM, SamplingParams
@@ -22,13 +23,14 @@ FIXED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("count", [2, 3, "any"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_lanes_change_no_token(drafter: str, count: int | str, mode: str) -> None:
+def test_lanes_change_no_token(drafter: str, count: int | str, mode: str, tmp_path: Path) -> None:
     """As many all the time, or in every step another number of them."""
-    llm = adaptive_llm(drafter, mode, max_num_seqs=7)
+    llm = adaptive_llm(drafter, mode, frozen(tmp_path, CHEAP), max_num_seqs=7)
     noted = in_lanes(llm, 3, Random(5)) if count == "any" else in_lanes(llm, int(count))
     assert texts(llm, slice(None), mode) == truth(mode)
     assert noted.most == (3 if count == "any" else count)
     assert not noted.under_way
+    assert llm.stats.num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -113,14 +113,15 @@ def test_text_is_the_same_through_every_door(kind: str) -> None:
     asked = requests(llm)
     prompts, params = [p for _, p, _ in asked], [q for _, _, q in asked]
     generated = [o.outputs for o in llm.generate(prompts, params)]
-    alone = [llm.generate([p], q)[0].outputs for p, q in zip(prompts, params, strict=True)] if toys.PROVE else generated
+    few = slice(None) if toys.PROVE else slice(0, None, 4)
+    alone = [llm.generate([p], q)[0].outputs for p, q in zip(prompts[few], params[few], strict=True)]
+    assert [[o.text for o in outputs] for outputs in alone] == [[o.text for o in outputs] for outputs in generated[few]]
     seen: dict[tuple[int, int], list[str]] = {}
     for i, output in llm.stream(prompts, params):
         for sample in output.outputs:
             seen.setdefault((i, sample.index), []).append(sample.text)
     with serving(engine(loaded)) as server, server.client() as client:
         for i, outputs in enumerate(generated):
-            assert [o.text for o in outputs] == [o.text for o in alone[i]]
             for out in outputs:
                 texts = seen[i, out.index]
                 assert texts[-1] == out.text, asked[i]

@@ -117,8 +117,11 @@ def test_integers_are_told_from_numbers() -> None:
 def test_families_say_the_same_in_integers(kv: str) -> None:
     """Integer sums are exact, and what is left of attention has one order of sums by AVX2 and AVX-512."""
     best, found = compiled.isa(), {}
+    families = [isa for isa in compiled.offered_isas() if isa.startswith("avx") and (kv == "int8" or "bf16" not in isa)]
+    if len(families) < 2:
+        pytest.skip("this processor has one family alone")
     try:
-        for isa in [isa for isa in compiled.offered_isas() if isa.startswith("avx") and (kv == "int8" or "bf16" not in isa)]:
+        for isa in families:
             compiled.set_isa(isa)
             found[isa] = told(LLM(loaded("int8"), kv_cache_dtype=kv, kv_cache_memory_bytes=1 << 22), "greedy")
     finally:

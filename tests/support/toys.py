@@ -154,10 +154,10 @@ def poison(cache: Any) -> float:
     return torch.nan if isinstance(cache, KVCache) else 1e4
 
 
-def watch(llm: LLM, is_faulty: bool = False) -> LLM:
+def watch(llm: LLM, is_faulty: bool = False, are_settled: bool = True) -> LLM:
     """After every step: all invariants hold, and every slot that holds no cached token is poisoned.
 
-    `is_faulty`: the drafter fails on purpose.
+    `is_faulty`: the drafter fails on purpose. `are_settled`: keys and values that wait to be moved are, so that more can be poisoned.
     """
 
     def watched(step: StepRecord) -> None:
@@ -168,8 +168,10 @@ def watch(llm: LLM, is_faulty: bool = False) -> LLM:
                 assert llm.engine.target.num_cached(sequence.id) in (0, len(sequence) - 1), "all tokens but the last have keys and values"
         for cache in caches(llm):
             cache.check()
-            cache.apply_copies()
-            stale = ~cache.held_slots() if not llm.engine.in_flight else free_slots(cache)  # rows in flight have more than is known yet
+            if are_settled:
+                cache.apply_copies()
+            is_known = are_settled and not llm.engine.in_flight  # rows in flight have more than is known yet
+            stale = ~cache.held_slots() if is_known else free_slots(cache)
             for storage in (*cache.keys, *cache.values):
                 slots = by_slot(storage) if isinstance(cache, KVCache) else storage
                 slots.masked_fill_(stale.to(slots.device).view(*stale.shape, *[1] * (slots.ndim - stale.ndim)), poison(cache))
