@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from echelon.errors import EchelonError, row_error
 from echelon.inputs import Prompt
 from echelon.sampling import Logprobs
 from echelon.sequence import FinishReason, RowState, Sequence, state_of
@@ -112,7 +113,10 @@ class OutputBuilder:
         has_logprobs = sequence.params.logprobs is not None
         count, text, reason, error = state or state_of(sequence)
         shown = num_shown(text, sequence.params.stop, reason is not None)
-        text = _decoded(sequence, self._decoder) if sequence.watcher is None else text[:shown]
+        text = text[:shown]
+        if sequence.watcher is None:
+            text, failure = _decoded(sequence, self._decoder)
+            reason, error = (reason, error) if failure is None else (FinishReason.ERROR, failure)
         logprobs = sequence.logprobs[:count]
         self._decode_new(decoded, logprobs)
         return CompletionOutput(
@@ -134,13 +138,22 @@ class OutputBuilder:
             values = {new.token: (new.logprob, new.rank)}
             for rank, (token, logprob) in enumerate(new.top.items(), 1):
                 values.setdefault(token, (logprob, rank))
-            decode = self._decoder.decode if self._decoder else None
-            decoded.append({t: Logprob(p, rank, decode([t]) if decode else None) for t, (p, rank) in values.items()})
+            decoded.append({t: Logprob(p, rank, self._piece(t)) for t, (p, rank) in values.items()})
+
+    def _piece(self, token: int) -> str | None:
+        """Text of one token; None where there is no tokenizer, or it has none for it."""
+        try:
+            return self._decoder.decode([token]) if self._decoder else None
+        except Exception:
+            return None
 
 
-def _decoded(sequence: Sequence, decoder: Decoder | None) -> str:
-    """The text of a row that nobody watches, made as a watcher would."""
-    if decoder is None or sequence.error is not None:
-        return ""
+def _decoded(sequence: Sequence, decoder: Decoder | None) -> tuple[str, EchelonError | None]:
+    """The text of a row that nobody watches, made as a watcher would, or why it cannot be had."""
+    if decoder is None:
+        return "", None
     prompt = sequence.tokens[: sequence.num_prompt_tokens]
-    return decode_output(decoder, prompt, sequence.shown_tokens, sequence.params.skip_special_tokens)
+    try:
+        return decode_output(decoder, prompt, sequence.shown_tokens, sequence.params.skip_special_tokens), None
+    except Exception as failure:
+        return "", row_error(failure)

@@ -229,6 +229,26 @@ def test_of_two_with_one_name_at_once_one_runs(target: LoadedModel) -> None:
     assert sorted(type(one).__name__ for one in found) == ["RequestError", "RequestOutput"]
 
 
+def test_a_name_that_is_made_is_nobodys(target: LoadedModel) -> None:
+    async def work(llm: AsyncLLM) -> list[RequestOutput]:
+        return await asyncio.gather(*(last_of(llm.generate(PROMPTS[0], params(), name)) for name in ("request-0", None, "request-2", None)))
+
+    assert {output.request_id for output in served(target, work)} == {"request-0", "request-1", "request-2", "request-3"}
+
+
+def test_an_engine_that_has_died_gives_its_memory_back(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        llm = AsyncLLM(target, max_num_seqs=2)
+        monkeypatch.setattr(llm._thread, "_tick", lambda _: 1 / 0)
+        ended = await last_of(llm.generate(PROMPTS[0], params()))
+        assert ended.outputs[0].finish_reason == "error" and not llm.is_running
+        await llm.close()
+        with pytest.raises(ClosedError):
+            llm.llm.get_counters()
+
+    asyncio.run(run())
+
+
 def test_a_row_that_fails_ends_alone(target: LoadedModel) -> None:
     def broken(_: list[int], logits: Any) -> Any:
         raise ValueError("no")

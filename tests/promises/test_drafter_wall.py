@@ -492,6 +492,27 @@ def test_a_text_that_grew_while_a_drafter_was_left_out_may_be_read_at_once() -> 
     assert guard.faults["too slow"] == 2, "once"
 
 
+def test_a_text_that_grew_while_nothing_was_asked_for_may_be_read_at_once() -> None:
+    """As where drafts do not pay for a while; another row's wait allows it nothing."""
+    slow, kept = Slow("propose", 0.0), [RowVerdict(1, [], [], 1)]
+    guard, (asked,) = guarded(slow), rows_of(1)
+
+    def step(row: PlannedRow, seconds: float) -> None:
+        slow.seconds = seconds
+        guard.propose([row])
+        slow.now += 1.0
+        guard.observe([row], kept, None)
+
+    other = PlannedRow(Sequence(5, [1, 2], 2, Sampler(SamplingParams(), 5), frozenset(), 9), 0, 1, 3, 3)
+    step(asked, 0.0)
+    for _ in range(30):
+        step(asked.drafting(0, 0), 0.0)
+    step(asked, 4.0)
+    assert not guard.faults
+    step(other, 4.0)
+    assert guard.faults == {"too slow": 1}
+
+
 def test_a_drafter_that_never_hears_is_left_out_once_a_pause() -> None:
     """However many times it fails: pauses have an end, and hearing fails in them too."""
     guard = GuardedDrafter(Scripted("observe", raising(ValueError("x"))), toys.VOCABULARY, clock=lambda: 0.0)

@@ -13,7 +13,7 @@ import torch
 import toys
 from torch import Tensor
 
-from echelon import LLM, RequestOutput, SamplingParams
+from echelon import LLM, CompletionOutput, RequestOutput, SamplingParams
 from echelon.acceptance import largest_rows
 from echelon.bench.verify import STRATEGIES
 from echelon.draft import Draft, RowVerdict, Verdict
@@ -21,6 +21,7 @@ from echelon.drafters.base import Drafter
 from echelon.drafters.guard import MOST_FAILURES, NUM_GOOD, GuardedDrafter, problem_of
 from echelon.errors import RowError, location_of
 from echelon.model.load.loading import LoadedModel
+from echelon.outputs import OutputBuilder
 from echelon.sampling import Sampler
 from echelon.sequence import PlannedRow, Sequence
 
@@ -209,6 +210,38 @@ def test_an_exception_in_one_requests_work_ends_it_alone(
     assert len(hurt.token_ids) == emitted
     assert tokens_of(outputs) == truth[:VICTIM] + truth[VICTIM + 1 :]
     toys.assert_all_blocks_free(llm)
+
+
+class Letters:
+    """A tokenizer that has letters for all tokens but those in `without`."""
+
+    def __init__(self, *without: int) -> None:
+        self.without = without
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        if set(token_ids) & set(self.without):
+            raise IndexError("no such piece")
+        return "".join(chr(97 + i % 26) for i in token_ids)
+
+
+def test_a_text_that_cannot_be_decoded_ends_its_row_alone(models: tuple[LoadedModel, LoadedModel]) -> None:
+    """Where nobody watches the text it is made at the end; and a row that has failed keeps what it has said."""
+    llm, prompt = build(models, "ngram"), toys.prompts(LENGTHS)[0]
+
+    def output(decoder: Letters, **changes: Any) -> CompletionOutput:
+        asked = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2, ignore_eos=True, **changes)
+        rows = llm.inputs.samples(prompt, asked, watch_text=False)
+        for _ in llm.run([rows]):
+            pass
+        return OutputBuilder(rows, prompt, decoder, "exact", "0").output().outputs[0]
+
+    good = output(Letters())
+    assert (good.finish_reason, len(good.text), good.error) == ("length", 8, None)
+    torn = output(Letters(good.token_ids[3]))
+    assert (torn.finish_reason, torn.text, torn.token_ids) == ("error", "", good.token_ids) and "IndexError" in str(torn.error)
+    assert torn.logprobs is not None and torn.logprobs[3][good.token_ids[3]].decoded_token is None
+    hurt = output(Letters(), logits_processors=(raises,))
+    assert (hurt.finish_reason, hurt.text) == ("error", good.text[:4])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

@@ -85,7 +85,7 @@ class AsyncLLM:
                           "error"
         ClosedError       it has been closed
         """
-        name = request_id if request_id is not None else f"request-{next(self._names)}"
+        name = request_id if request_id is not None else next(n for i in self._names if (n := f"request-{i}") not in self._asked)
         check_kind("request_id", name, str, RequestError)
         (params,) = one_each(self.llm.get_default_sampling_params() if sampling_params is None else sampling_params, 1)
         if name in self._asked:
@@ -151,7 +151,7 @@ class AsyncLLM:
         for name in list(self._asked):
             await self.abort(name)
         await self._thread.stop()
-        if not self._thread.has_failed:
+        if self._thread.has_died or not self._thread.has_failed:  # of one that hangs nothing can be taken away
             await asyncio.to_thread(self.llm.close)
 
     async def __aenter__(self) -> Self:

@@ -62,14 +62,16 @@ class CallTimer:
         self._reading: dict[int, float] = {}  # row → seconds of the steps in which the target read it, since it was last drafted for
 
     def end_step(self, seconds: float | None, rows: Sequence[PlannedRow], is_left_out: bool = False) -> None:
-        """The target took so long for a step with these rows; None: nobody knows. A drafter that was left out has to read all of them."""
+        """The target took so long for a step with these rows; None: nobody knows. A drafter that was left out has to read all of them, and
+        one that was not asked for a row that row.
+        """
         if seconds is not None:
             self._step = seconds if self._step is None else self._step + NEWEST_SHARE * (seconds - self._step)
             for row in rows:
                 reading = self._reading.get(row.sequence.id, 0.0)
                 if row.num_new > 1:
                     self._reading[row.sequence.id] = reading + seconds
-                elif is_left_out:
+                elif is_left_out or not row.max_draft_tokens:
                     self._reading[row.sequence.id] = max(reading, min(reading + seconds, LONGEST_CATCHING_UP))
         self.excess = max(0.0, self.excess) - max(NUM_STEPS * (self._step or 0.0), self._reading_seconds(rows))
 
@@ -98,7 +100,10 @@ class CallTimer:
         return seconds > max(self.limit(rows), LONGEST_WAIT) or self.excess > LONGEST_WAIT
 
     def _reading_seconds(self, rows: Sequence[PlannedRow]) -> float:
-        return max((self._reading.get(row.sequence.id, 0.0) for row in rows), default=0.0) if self._reading else 0.0
+        """Of the rows that it reads in a call: those it is asked for, and prompts."""
+        if not self._reading:
+            return 0.0
+        return max((self._reading.get(row.sequence.id, 0.0) for row in rows if row.max_draft_tokens or row.num_new > 1), default=0.0)
 
 
 class GuardedDrafter(Drafter):

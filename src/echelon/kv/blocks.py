@@ -24,6 +24,7 @@ class BlockContent:
 
 
 NO_TOKEN = -1
+SlotCopy = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 class BlockPool:
@@ -161,7 +162,7 @@ class BlockTables:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.max_tokens_per_row, self.capacity = max_blocks_per_row * block_size, num_blocks * block_size
         self.pool = BlockPool(num_blocks)
-        self.copies: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []  # (from, to) slots that the storage has yet to copy, in order
+        self.copies: list[SlotCopy] = []  # (from, to) slots that the storage has yet to copy, in order
         self._rows: dict[int, RowTable] = {}
         self._table: NDArray[np.int32] = np.zeros((8, max_blocks_per_row), np.int32)
         self._free_lines = list(range(7, -1, -1))
@@ -215,7 +216,7 @@ class BlockTables:
             self._unshare(table, index)
         for index in range(table.num_blocks, needed):
             self._table[table.line, index] = self.pool.allocate()
-        table.num_blocks = max(table.num_blocks, needed)
+            table.num_blocks = index + 1  # at once: an interrupt loses no block
         return True
 
     def _new_row(self, row: int) -> RowTable:

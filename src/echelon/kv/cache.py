@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from echelon.errors import UnsupportedModelError
-from echelon.kv.blocks import BlockTables
+from echelon.kv.blocks import BlockTables, SlotCopy
 from echelon.kv.tables import KVTables
 from echelon.ops import devices
 from echelon.ops.slots import gather_slots, scatter_slots
@@ -139,6 +139,15 @@ class KVCache(KVStorage):
         if not copies:
             return
         start = self.clock()
+        try:
+            self._copy_all(copies)
+        except KeyboardInterrupt:  # which ends all rows; what is kept for others may have moved in some storages and not in all
+            copies.clear()
+            self.tables.pool.drop_all()
+            raise
+        self.seconds += self.clock() - start
+
+    def _copy_all(self, copies: list[SlotCopy]) -> None:
         while copies:
             written: set[int] = set()
             count = 0
@@ -150,7 +159,6 @@ class KVCache(KVStorage):
                 scatter_slots(storage, targets, gather_slots(storage, sources))
             self._copy_boundaries(sources, targets)
             del copies[:count]
-        self.seconds += self.clock() - start
 
     def keep_boundaries(self, slots: Tensor, features: Tensor) -> None:
         """Keep, of features [T, num_features] of what is written to `slots` int64 [T], those of last slots."""
