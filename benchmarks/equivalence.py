@@ -20,7 +20,7 @@ from benchmarks.cells import Cell, Record, asked_of, run_with_settings, said
 from benchmarks.questions import encoded, read_questions, spread
 from echelon import LLM, SamplingParams
 from echelon.bench.report import columns
-from echelon.bench.verify import STRATEGIES, cut, first_difference
+from echelon.bench.verify import STRATEGY_SETTINGS, cut, first_difference
 from echelon.demo import DRAFT, EAGLE, TARGET
 from echelon.model.load.loading import LoadedModel, load_model, load_plain
 from echelon.train.text import fingerprint
@@ -79,7 +79,7 @@ class Equivalence:
         return {"batch_size": batch, "num_rows": len(truth), "num_exact": places.count(None), "partial_match": partial_match}
 
     def strategy(self, name: str) -> Record:
-        return {"results": [self.compared(DRAFT_MODEL, batch, **STRATEGIES[name]) for batch in BATCHES]}
+        return {"results": [self.compared(DRAFT_MODEL, batch, **STRATEGY_SETTINGS[name]) for batch in BATCHES]}
 
     def fault(self, name: str) -> Record:
         self.truth(0)

@@ -38,15 +38,14 @@ from echelon.bench.step import StepSpeed
 from echelon.bench.step import as_markdown as steps_as_markdown
 from echelon.bench.throughput import NUM_DRAFTED
 from echelon.demo import DRAFT
-from echelon.kv.blocks import BlockTables
-from echelon.kv.cache import KVCache
+from echelon.kv.cache import cache_for_rows
 from echelon.model.attention import record_layers
 from echelon.model.load.loading import LoadedModel, load_model
 from echelon.model.runner import ModelRunner
 from echelon.ops import compiled, cpu
 from echelon.sampling import Sampler
 
-SHAPE, LAYERS, CONTEXT, PROMPT, BLOCK = "llama-1.1b", 22, 256, 1984, 16
+SHAPE, LAYERS, CONTEXT, PROMPT = "llama-1.1b", 22, 256, 1984
 ONEDNN = {"avx2": "AVX2", "avx512": "AVX512_CORE", "avx512_bf16": "AVX512_CORE_BF16", "amx": "AVX512_CORE_AMX"}
 LIBRARIES = {"avx2": ("avx2", "AVX2"), "avx512": ("avx512", "AVX512"), "avx512_bf16": ("avx512", "AVX512"), "amx": ("avx512", "AVX512")}
 BESIDE, NEAR, AT_512 = 1.25, 1.45, 1.15  # times the larger limit; where the limits lie within a factor of 2; at 512 tokens
@@ -108,12 +107,7 @@ def measured(what: str, family: str) -> Record:
 
 def runner_of(loaded: LoadedModel, num_rows: int, length: int) -> ModelRunner:
     """A runner with room for so many rows, all reserved."""
-    blocks = -(-length // BLOCK)
-    tables = BlockTables(num_rows * blocks, BLOCK, blocks)
-    runner = ModelRunner(loaded, KVCache(record_layers(loaded.model), tables, loaded.model.dtype, loaded.device))
-    for row in range(num_rows):
-        tables.reserve(row, length)
-    return runner
+    return ModelRunner(loaded, cache_for_rows(record_layers(loaded.model), num_rows, length, loaded.model.dtype, loaded.device))
 
 
 def seconds_of_pass(runner: ModelRunner, span: Span) -> tuple[float, float]:

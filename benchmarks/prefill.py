@@ -20,7 +20,7 @@ from echelon.bench.clock import time_parts
 from echelon.bench.latency import sequence_of
 from echelon.bench.phases import Recorder, Sums
 from echelon.bench.throughput import DecodingMethod, Prompts, Run, ThroughputResult, display_name, engine_result
-from echelon.bench.verify import STRATEGIES
+from echelon.bench.verify import STRATEGY_SETTINGS
 from echelon.errors import ConfigError
 from echelon.memory.pool import available_memory, num_blocks_for
 from echelon.model.load.loading import LoadedModel
@@ -203,7 +203,7 @@ class PrefilledRun:
             refill=False,
             enable_prefix_caching=False,
             **self._settings,
-            **STRATEGIES[self._method.strategy],
+            **STRATEGY_SETTINGS[self._method.strategy],
         )
         for storage in (*llm.engine.target.cache.keys, *llm.engine.target.cache.values):
             storage.zero_()  # the operating system hands out memory at the first touch, which is no part of decoding

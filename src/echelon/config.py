@@ -6,6 +6,7 @@ import ast
 import math
 from collections import Counter
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
@@ -211,8 +212,7 @@ class SpeculativeConfig(Settings):
             return min(self.tree_depth, self.most_tokens)
         if self.tree == "chain":
             return self.most_tokens
-        paths = (self.speculative_token_tree or METHODS[self.method].paths)[: self.most_tokens]
-        return max(map(len, paths), default=1)
+        return max(map(len, self._paths), default=1)
 
     @property
     def widest_level(self) -> int:
@@ -221,8 +221,12 @@ class SpeculativeConfig(Settings):
             return min(self.tree_top_k, self.most_tokens)
         if self.tree == "chain":
             return 1
-        paths = (self.speculative_token_tree or METHODS[self.method].paths)[: self.most_tokens]
-        return max(Counter(map(len, paths)).values(), default=1)
+        return max(Counter(map(len, self._paths)).values(), default=1)
+
+    @property
+    def _paths(self) -> SequenceOf[SequenceOf[int]]:
+        """Of a static tree."""
+        return (self.speculative_token_tree or METHODS[self.method].paths)[: self.most_tokens]
 
     @property
     def min_score(self) -> float:

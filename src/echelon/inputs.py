@@ -304,6 +304,19 @@ def made_folder(path: Path, option: str) -> Path:
     return path
 
 
+def made_apart(path: Path, source: Path, option: str) -> Path:
+    """The same for a folder that what is read from `source` is written to.
+
+    Raises
+    ------
+    ConfigError  it is the source itself
+    OutputError  as `made_folder`
+    """
+    if made_folder(path, option).resolve() == source.resolve():
+        raise ConfigError(f"{str(path)!r} is SRC itself; choose another folder for {option}")
+    return path
+
+
 def write_text(path: Path, text: str, option: str) -> Path:
     """Write a file, in a folder that is made if need be.
 

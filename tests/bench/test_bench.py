@@ -28,7 +28,7 @@ from echelon.bench.phases import SPLIT, Recorder
 from echelon.bench.plot import latency_charts
 from echelon.bench.report import adaptive_as_markdown, speeds_as_markdown
 from echelon.bench.throughput import DecodingMethod, ThroughputResult, default_methods, from_json, measure, methods_of
-from echelon.bench.verify import STRATEGIES
+from echelon.bench.verify import STRATEGY_SETTINGS
 from echelon.bench.workloads import code_prompts, edit_prompts, ems_prompt, renamed, workload
 from echelon.cli import main
 from echelon.cli.runs import ThroughputOptions
@@ -79,7 +79,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *ar
 @pytest.mark.parametrize("method", methods_of(DRAFTING, ["unpadded", "padded"]))
 def test_decoding_is_every_step_that_reads_no_prompt(method: DecodingMethod) -> None:
     """In a static batch: all but the first step, which reads the prompts of target and draft model, and emits a token or more a row."""
-    llm = LLM(target(), method.config, draft(), max_num_seqs=5, refill=False, **STRATEGIES[method.strategy])
+    llm = LLM(target(), method.config, draft(), max_num_seqs=5, refill=False, **STRATEGY_SETTINGS[method.strategy])
     first: list[int] = []
     recorder = Recorder(llm.stats)
 
@@ -107,8 +107,8 @@ def test_a_prompt_in_pieces_is_no_decoding() -> None:
 @pytest.mark.parametrize("config", [None, *DRAFTING])
 def test_prompts_read_once_give_the_same_text_in_every_strategy(config: dict[str, Any] | None) -> None:
     prefixes = read_prefixes(target(), PROMPTS)
-    for strategy in STRATEGIES:
-        llm = toys.watch(LLM(target(), config, draft(), max_num_seqs=5, refill=False, **STRATEGIES[strategy]))
+    for strategy in STRATEGY_SETTINGS:
+        llm = toys.watch(LLM(target(), config, draft(), max_num_seqs=5, refill=False, **STRATEGY_SETTINGS[strategy]))
         outputs, recorder = decode(llm, PROMPTS, GREEDY, prefixes)
         assert outputs == truth(), strategy
         assert recorder.whole["fed"] < sum(map(len, PROMPTS)) + llm.stats.num_draft_tokens + llm.stats.num_row_steps
@@ -336,12 +336,12 @@ def test_workloads_that_do_not_fit(name: str, content: str | None, words: str, t
 
 def test_throughput_writes_a_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     few = ["--batch-sizes", "2", "--num-prompts", 3, "--prompt-tokens", 16, "--max-tokens", 6, "--rounds", 1]
-    chosen = ["--strategies", ",".join(STRATEGIES), "--speculative-config", json.dumps(DRAFTING[0]), "--workload", "edit"]
+    chosen = ["--strategies", ",".join(STRATEGY_SETTINGS), "--speculative-config", json.dumps(DRAFTING[0]), "--workload", "edit"]
     code, out, err = run(capsys, monkeypatch, "throughput", *few, *chosen, "--output", tmp_path / "report")
     assert code == 0, err
     results = from_json(json.loads((tmp_path / "report" / "throughput.json").read_text()))
     names = {r.name for r in results}
-    assert names >= {"plain", "LLMA 7", "transformers", *(f"LLMA 7, {s}" for s in STRATEGIES if s != "unpadded")}
+    assert names >= {"plain", "LLMA 7", "transformers", *(f"LLMA 7, {s}" for s in STRATEGY_SETTINGS if s != "unpadded")}
     assert {r.group_rate is None for r in results if r.strategy == "same-length"} == {False}
     assert (tmp_path / "report" / "throughput.md").read_text().count(speeds_as_markdown(results)) == 1
     assert "| 2 | LLMA 7 |" in out

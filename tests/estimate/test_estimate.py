@@ -17,7 +17,7 @@ from echelon import ConfigError, EngineConfig
 from echelon.config import SpeculativeConfig
 from echelon.estimate.devices import Device, Work, device_named, read_devices
 from echelon.estimate.drafting import Acceptance, DraftingCost, acceptance_of, counted_head, drafting_of
-from echelon.estimate.layout import Gather, Held, Pass, StagePart, parts_of, split_among
+from echelon.estimate.layout import Gather, Held, Pass, StagePart, model_parts, split_among
 from echelon.estimate.paper_plan import PaperPlan
 from echelon.estimate.pipeline import Visit, run_on, run_once
 from echelon.estimate.shapes import PaperModel, published_shapes, without_weights
@@ -47,7 +47,7 @@ def test_shapes_have_the_published_numbers_of_parameters(name: str, billions: fl
 
 
 def test_keys_and_values_of_70_billion_parameters_take_320_kibibytes_a_token() -> None:
-    (parts,) = parts_of(without_weights("llama-70b"))
+    (parts,) = model_parts(without_weights("llama-70b"))
     assert sum(layer.kv_bytes for layer in parts.layers) == 80 * 2 * 8 * 128 * 2 == 320 * 1024
 
 

@@ -16,7 +16,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTraine
 
 from echelon import ConfigError
 from echelon.estimate.devices import Device
-from echelon.estimate.layout import Held, ModelParts, Pass, parts_of, split_among, stage_layers
+from echelon.estimate.layout import Held, ModelParts, Pass, model_parts, split_among, stage_layers
 from echelon.estimate.shapes import PaperModel
 from echelon.memory.plan import LOGIT_BYTES
 from echelon.model.attention import IMPLEMENTATION, RecordingAttention, run_one_token
@@ -77,7 +77,7 @@ def output_numbers(model: Any) -> int:
 @pytest.mark.parametrize("size", [1, 2, 6])
 def test_ranks_hold_what_their_shards_hold(kind: str, size: int) -> None:
     model = toy(kind)
-    found = parts_of(on_paper(model), size)
+    found = model_parts(on_paper(model), size)
     for rank, parts in enumerate(found):
         shard = copy.deepcopy(model)
         if size > 1:
@@ -94,7 +94,7 @@ def test_served_shards_hold_and_gather_what_is_planned(kind: str, tmp_path: Path
     """Shares as workers load them, and a pass over one token, of which every gather is noted."""
     model = toy(kind)
     model.save_pretrained(tmp_path)
-    found = parts_of(on_paper(model), 2)
+    found = model_parts(on_paper(model), 2)
     for rank, parts in enumerate(found):
         exchange = NotedExchange(rank, 2)
         loaded = load_share(str(tmp_path), Share(exchange), "auto", None)
@@ -119,9 +119,9 @@ def router_numbers(model: Any) -> int:
 def test_keys_and_values_of_a_rank() -> None:
     planned = on_paper(toy("wide llama"))  # 2 heads of keys and values
     for size, heads in ((1, 2), (2, 1), (6, 1)):
-        for parts in parts_of(planned, size):
+        for parts in model_parts(planned, size):
             assert all_of(parts).kv_bytes == 3 * heads * 2 * 16 * 4
-    assert all_of(parts_of(planned, 2, is_rounded=True)[0]).kv_bytes == 3 * 1 * (2 * 16 + 2 * 4)
+    assert all_of(model_parts(planned, 2, is_rounded=True)[0]).kv_bytes == 3 * 1 * (2 * 16 + 2 * 4)
 
 
 def test_no_token_goes_through_what_sees_pictures() -> None:
@@ -130,7 +130,7 @@ def test_no_token_goes_through_what_sees_pictures() -> None:
     sight = size | {"num_hidden_layers": 3, "image_size": 28, "patch_size": 14}
     config = Gemma3Config(text_config=text, vision_config=sight, mm_tokens_per_image=4)
     model: Any = Gemma3ForConditionalGeneration._from_config(config, attn_implementation=IMPLEMENTATION).eval()
-    found = all_of(parts_of(on_paper(model))[0])
+    found = all_of(model_parts(on_paper(model))[0])
     of_text = sum(m.weight.numel() for m in model.get_decoder().modules() if isinstance(m, nn.Linear))
     assert found.matrices == of_text + model.get_output_embeddings().weight.numel()
     assert found.numbers == sum(p.numel() for p in model.parameters())
@@ -139,7 +139,7 @@ def test_no_token_goes_through_what_sees_pictures() -> None:
 def test_stages_have_every_layer_once_and_the_first_what_is_around_them() -> None:
     assert stage_layers(10, 4) == [range(2), range(2, 5), range(5, 7), range(7, 10)]
     planned = on_paper(toy("wide llama"))
-    whole = all_of(parts_of(planned)[0])
+    whole = all_of(model_parts(planned)[0])
     stages = split_among(planned, 1, 3)
     assert sum(part.numbers for (part,) in stages) == whole.numbers == sum(p.numel() for p in planned.model.parameters())
     assert [part.held.layers for (part,) in stages] == [1, 1, 1]
@@ -153,7 +153,7 @@ def test_stages_have_every_layer_once_and_the_first_what_is_around_them() -> Non
 def test_gathers_of_a_layer_by_hand() -> None:
     """Input and output of both projections back, in 4 bytes, and logits in float32 for rank 0."""
     planned = on_paper(toy("wide llama"))
-    first, second = (all_of(parts) for parts in parts_of(planned, 2))
+    first, second = (all_of(parts) for parts in model_parts(planned, 2))
     per_layer = 96 + 96 + 160 + 96
     assert sum(g.columns for g in first.gathers if not g.for_first) == 3 * per_layer
     assert [g.bytes_each for g in first.gathers if g.for_first] == [LOGIT_BYTES]

@@ -16,7 +16,7 @@ from test_heads_lossless import MODES, head, params, target, truth
 from echelon import LLM, ConfigError, SamplingParams
 from echelon.adaptive.cost_files import CostRecord, read_costs, write_costs
 from echelon.adaptive.cost_table import CostCurve, CostTable
-from echelon.bench.verify import STRATEGIES
+from echelon.bench.verify import STRATEGY_SETTINGS
 from echelon.kv.blocks import BlockPool
 from echelon.ops import compiled
 from echelon.stats import StepRecord
@@ -90,12 +90,12 @@ def test_random_plans_change_no_token(drafter: str, batch_size: int, mode: str) 
     assert llm.stats.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "unpadded"])
+@pytest.mark.parametrize("strategy", [s for s in STRATEGY_SETTINGS if s != "unpadded"])
 @pytest.mark.parametrize(("drafter", "plan"), [*product(("ngram", "model"), ("auto", "random")), ("head, tree", "auto")])
 def test_other_strategies_adapt_too(drafter: str, strategy: str, plan: str, tmp_path: Path) -> None:
     """Chains in rectangles; heads and trees on blocks. Their costs are measured too, with keys before them, and decide nothing here."""
-    assert adaptive_llm(drafter, "sampled", max_num_seqs=5, **STRATEGIES[strategy]).measure_costs().table.step.tokens
-    llm = adaptive_llm(drafter, "sampled", frozen(tmp_path, CHEAP), max_num_seqs=5, **STRATEGIES[strategy])
+    assert adaptive_llm(drafter, "sampled", max_num_seqs=5, **STRATEGY_SETTINGS[strategy]).measure_costs().table.step.tokens
+    llm = adaptive_llm(drafter, "sampled", frozen(tmp_path, CHEAP), max_num_seqs=5, **STRATEGY_SETTINGS[strategy])
     if plan == "random":
         plans.at_random(llm, seed=1)
     assert texts(llm, slice(None), "sampled") == truth("sampled")

@@ -29,7 +29,7 @@ from benchmarks.replayed import AcceptanceHistogram, replay
 from echelon import LLM, ConfigError, SamplingParams, build, ops
 from echelon.bench.framework import FrameworkRun
 from echelon.bench.throughput import DecodingMethod
-from echelon.bench.verify import STRATEGIES
+from echelon.bench.verify import STRATEGY_SETTINGS
 from echelon.config import EngineConfig
 from echelon.drafters.guard import GuardedDrafter
 from echelon.heads.checkpoints import build_head
@@ -309,9 +309,9 @@ def test_everything_holds_on_a_device(triton: torch.device, name: str, dtype: to
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_DEVICE, reason="needs a CUDA device")
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STRATEGY_SETTINGS)
 def test_every_strategy_holds_on_a_device(triton: torch.device, strategy: str, name: str) -> None:
-    check(name, torch.float32, "greedy", "draft_model", 5, **STRATEGIES[strategy])
+    check(name, torch.float32, "greedy", "draft_model", 5, **STRATEGY_SETTINGS[strategy])
 
 
 @pytest.fixture
@@ -336,7 +336,7 @@ def test_nothing_mixes_host_and_card(mode: str, there: card.Card) -> None:
         check("llama", torch.float32, mode, drafter, 5)
     for name in ("opt", "qwen"):
         check(name, torch.bfloat16, mode, "draft_model", 5)
-    for settings in STRATEGIES.values() if mode == "greedy" else ():
+    for settings in STRATEGY_SETTINGS.values() if mode == "greedy" else ():
         check("llama", torch.float32, mode, "draft_model", 5, **settings)
     assert served("llama", torch.float32).device == card.CUDA
 

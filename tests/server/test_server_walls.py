@@ -15,7 +15,7 @@ from torch import Tensor
 
 from echelon import LLM, CompletionOutput, RequestOutput, SamplingParams
 from echelon.acceptance import largest_rows
-from echelon.bench.verify import STRATEGIES
+from echelon.bench.verify import STRATEGY_SETTINGS
 from echelon.draft import Draft, RowVerdict, Verdict
 from echelon.drafters.base import Drafter
 from echelon.drafters.guard import MOST_FAILURES, NUM_GOOD, GuardedDrafter, problem_of
@@ -109,7 +109,7 @@ def test_a_row_is_not_hurt_by_places_its_text_never_reaches(models: tuple[Loaded
     assert tokens_of(llm.generate(given, params(0.0))) == truth
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STRATEGY_SETTINGS)
 def test_keys_that_are_no_numbers_hurt_nobody_who_comes_later(strategy: str) -> None:
     """A model overflows on one token. Prompts with it fail, and so does a row that drafts it where the framework's attention multiplies
     by zero what it must not see; nobody reads what they leave in the cache."""
@@ -119,7 +119,7 @@ def test_keys_that_are_no_numbers_hurt_nobody_who_comes_later(strategy: str) -> 
     with torch.no_grad():
         target.get_input_embeddings().weight[overflowing] = torch.nan
     model = toys.adopted(target)
-    llm = LLM(model, METHODS["ngram"], max_num_seqs=4, **STRATEGIES[strategy])
+    llm = LLM(model, METHODS["ngram"], max_num_seqs=4, **STRATEGY_SETTINGS[strategy])
     hurt = llm.generate([[5, overflowing, 9], [overflowing] * 20], asked[:2])
     assert [o.outputs[0].finish_reason for o in hurt] == ["error", "error"]
     assert tokens_of(llm.generate(given, asked)) == truth

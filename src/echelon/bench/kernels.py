@@ -79,15 +79,15 @@ class AttentionSpeed:
     read: float
 
 
-def measure_machine(device: torch.device) -> Machine:
-    """The device's own memory, where it has some.
-
-    Raises
-    ------
-    ConfigError  there are no kernels of ours, so nothing to measure
-    """
+def check_kernels(device: torch.device) -> None:
+    """Raise ConfigError where there are no kernels of ours, so that nothing can be measured."""
     if not devices.has_kernels(torch.empty(0, device=device)):
         raise ConfigError(f"there are no compiled kernels to measure ({compiled.REASON}); install with a C++ compiler at hand")
+
+
+def measure_machine(device: torch.device) -> Machine:
+    """The device's own memory, where it has some; `ConfigError` as of `check_kernels`."""
+    check_kernels(device)
     size = 2048 if device.type == "cpu" else 8192
     source = torch.ones(COLD_BYTES // 8, dtype=torch.int64, device=device)
     square = torch.ones(size, size, dtype=fastest_dtype(device), device=device)

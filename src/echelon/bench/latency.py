@@ -20,7 +20,7 @@ import numpy as np
 from echelon import LLM, SamplingParams
 from echelon.bench.report import columns, percent
 from echelon.bench.throughput import DecodingMethod, Prompts, display_name, environment
-from echelon.bench.verify import STRATEGIES
+from echelon.bench.verify import STRATEGY_SETTINGS
 from echelon.model.load.loading import LoadedModel
 from echelon.sampling import Sampler
 from echelon.sequence import Sequence
@@ -110,7 +110,7 @@ def measure_latency(
 ) -> list[Latency]:
     """Every method under the same arrivals, at rates relative to what the first method serves when all requests are there at once."""
     settings |= {"max_num_seqs": batch_size, "enable_prefix_caching": False}
-    engines = [LLM(target, m.config, m.unnamed(draft), **STRATEGIES[m.strategy], **settings) for m in methods]
+    engines = [LLM(target, m.config, m.unnamed(draft), **STRATEGY_SETTINGS[m.strategy], **settings) for m in methods]
     at_once = [serve(llm, prompts, params, [0.0] * len(prompts)).seconds for llm in engines]  # so that all have seen as much
     capacity = len(prompts) / at_once[0]
     results = []

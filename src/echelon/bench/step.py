@@ -20,8 +20,7 @@ from echelon.bench.clock import clock_of, kernel_seconds, seconds_of
 from echelon.bench.kernels import fastest_dtype
 from echelon.bench.report import columns
 from echelon.checkpoint.facts import num_heads_of
-from echelon.kv.blocks import BlockTables
-from echelon.kv.cache import KVCache
+from echelon.kv.cache import cache_for_rows
 from echelon.model.attention import record_layers
 from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.linear import packed_weights
@@ -30,7 +29,6 @@ from echelon.model.runner import ModelRunner
 from echelon.ops import compiled, cpu, devices
 from echelon.ops.contract import PackedWeight
 
-BLOCK = 16
 PRODUCT_ROWS, PRODUCT_SIZE = 512, 2048
 KERNELS = {"linear": ("_linear", "gemm", "nvjet", "cutlass"), "attention": ("_attend", "_merge_splits")}  # on CUDA, in their names
 
@@ -61,11 +59,10 @@ class StepRounds:
     def __init__(self, loaded: LoadedModel, widths: SequenceOf[int], tokens_per_row: int, context: int) -> None:
         self._widths, self._tokens_per_row, self._context = widths, tokens_per_row, context
         num_rows = -(-max(widths) // tokens_per_row)
-        blocks_per_row = -(-(context + tokens_per_row) // BLOCK)
-        tables = BlockTables(num_rows * blocks_per_row, BLOCK, blocks_per_row)
-        self._runner = ModelRunner(loaded, KVCache(record_layers(loaded.model), tables, loaded.model.dtype, loaded.device))
+        length = context + tokens_per_row
+        cache = cache_for_rows(record_layers(loaded.model), num_rows, length, loaded.model.dtype, loaded.device)
+        self._runner = ModelRunner(loaded, cache)
         for row in range(num_rows):
-            tables.reserve(row, context + tokens_per_row)
             if context:
                 self._runner.feed([Span(row, 0, [1 + row] * context, 0, context)])
         self._batches = [_batch(self._runner, width, tokens_per_row, context) for width in widths]

@@ -20,7 +20,7 @@ import transformers
 from echelon import LLM, SamplingParams
 from echelon.bench.clock import time_parts
 from echelon.bench.phases import SPLIT, Recorder, Sums
-from echelon.bench.verify import STRATEGIES, check_strategies
+from echelon.bench.verify import STRATEGY_SETTINGS, check_strategies
 from echelon.config import SpeculativeConfig
 from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.linear import weight_bytes
@@ -138,7 +138,7 @@ class ThroughputResult:
 
 def display_name(method: str, strategy: str) -> str:
     """A method and a strategy as one name; the engine's own strategy goes without saying."""
-    return method if strategy not in STRATEGIES or strategy == "unpadded" else f"{method}, {strategy}"
+    return method if strategy not in STRATEGY_SETTINGS or strategy == "unpadded" else f"{method}, {strategy}"
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class EngineRun:
     ) -> None:
         self._method = method
         self.name = display_name(method.name, method.strategy)
-        settings = STRATEGIES[method.strategy] | {"max_num_seqs": batch_size, "enable_prefix_caching": False, **settings}
+        settings = STRATEGY_SETTINGS[method.strategy] | {"max_num_seqs": batch_size, "enable_prefix_caching": False, **settings}
         self._llm = LLM(target, method.config, method.unnamed(draft), **settings)
         time_parts(self._llm)
         if method.prepare is not None:

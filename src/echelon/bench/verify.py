@@ -32,7 +32,7 @@ from echelon.model.load.reading import DTYPES
 from echelon.ops.devices import chosen_device
 from echelon.sampling import SamplingParams
 
-STRATEGIES: dict[str, dict[str, Any]] = {
+STRATEGY_SETTINGS: dict[str, dict[str, Any]] = {
     "unpadded": {},
     "padded": {"strategy": "padded"},
     "padded-kv": {"strategy": "padded", "pad": "kv"},
@@ -114,9 +114,9 @@ class VerificationJob:
 def check_strategies(names: SequenceOf[str], **settings: Any) -> None:
     """Raise `ConfigError` for a strategy that is none, or that does not go with the settings of an engine."""
     for name in names:
-        if name not in STRATEGIES:
-            raise ConfigError(f"there is no strategy {name!r} here; known: {', '.join(STRATEGIES)}")
-        check_settings(**STRATEGIES[name], **settings)
+        if name not in STRATEGY_SETTINGS:
+            raise ConfigError(f"there is no strategy {name!r} here; known: {', '.join(STRATEGY_SETTINGS)}")
+        check_settings(**STRATEGY_SETTINGS[name], **settings)
 
 
 def cut(tokens: SequenceOf[int], end_tokens: frozenset[int]) -> Tokens:
@@ -198,7 +198,7 @@ def verify_dtype(
     truth = [alone.generate([p], params, use_tqdm=False)[0].outputs[0].token_ids for p in request.prompts]
     judges = _judges(request, dtype, strategies, alone)
     for strategy, (drafter, config), size in product(strategies, request.drafters.items(), batch_sizes):
-        outputs = _generate(target, config, STRATEGIES[strategy], size, request, params)
+        outputs = _generate(target, config, STRATEGY_SETTINGS[strategy], size, request, params)
         yield compare(Case(dtype, strategy, drafter, size), outputs, truth, request, judges[strategy])
     if has_control:
         yield from _control(request, dtype, batch_sizes, target.eos_token_ids)

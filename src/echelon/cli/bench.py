@@ -24,6 +24,7 @@ from echelon.bench.kernels import (
     LINEAR_SHAPES,
     AttentionSpeed,
     attention_as_markdown,
+    check_kernels,
     measure_attention,
     measure_linear,
     measure_machine,
@@ -49,7 +50,7 @@ from echelon.inputs import dtype_name
 from echelon.model.load.loading import LoadedModel, load_model
 from echelon.model.load.reading import DTYPES
 from echelon.ops import compiled
-from echelon.ops.devices import chosen_device, has_kernels
+from echelon.ops.devices import chosen_device
 from echelon.requests import Request, read_requests
 
 AUTO = {"num_speculative_tokens": "auto"}
@@ -80,8 +81,7 @@ def step(
     output: OutputOption = None,
 ) -> None:
     """One forward pass by its number of tokens, beside merely reading the weights; in milliseconds, linear layers and attention apart."""
-    if not has_kernels(torch.empty(0, device=chosen_device("auto"))):
-        raise ConfigError(f"there are no compiled kernels to measure ({compiled.REASON}); install with a C++ compiler at hand")
+    check_kernels(chosen_device("auto"))
     widths = sorted(sizes_of(tokens, "--tokens"))
     if cost_table is None and speculative_config is not None:
         raise ConfigError(f"{SPECULATIVE} says whose drafting a cost table has; give --cost-table too, or leave it out")
@@ -104,7 +104,7 @@ def step(
     Report(name="step", value=value, tables=steps_as_markdown(results)).publish(output, json_output)
 
 
-def _made(model: str, dtype: str, quantization: Quantization | None) -> LoadedModel:
+def _made(model: str, dtype: str = "auto", quantization: Quantization | None = None) -> LoadedModel:
     """A model from a folder, or with random weights, in a dtype or rounded."""
     if model in SHAPES:
         return random_model(model, DTYPES.get(dtype, torch.bfloat16), quantization=quantization)
@@ -125,7 +125,7 @@ def balance(
     sizes = sizes_of(batch_sizes)
     machine = measure_machine(chosen_device("auto"))
     with errors.status(f"making {model}"):
-        loaded = random_model(model) if model in SHAPES else load_model(model, device="auto")
+        loaded = _made(model)
     with counted(sum(len(numbers_of(size)) for size in sizes), "steps") as done:
         found = measure_balance(loaded, machine, sizes, context, rounds, done)
     value = {"environment": environment(), "model": model, "isa": compiled.isa(), **found.as_json()}

@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from echelon import ConfigError, ModelLoadError
+from echelon import ModelLoadError
 from echelon.cli import unpickle
 from echelon.cli.words import errors
-from echelon.inputs import made_folder
+from echelon.inputs import made_apart
 
 PICKLED = ("medusa_lm_head.pt", "pytorch_model.bin")
 
@@ -32,9 +32,7 @@ def convert(
         raise ModelLoadError(f"{source} holds neither {' nor '.join(PICKLED)}; point to the folder of a published head")
     if not (source / "config.json").is_file():
         raise ModelLoadError(f"{source} holds no config.json; a head needs its configuration beside its weights")
-    made_folder(destination, "DST")
-    if destination.resolve() == source.resolve():
-        raise ConfigError(f"{str(destination)!r} is SRC itself; choose another folder for DST")
+    made_apart(destination, source, "DST")
     weights = destination / "model.safetensors"
     done = subprocess.run(
         [sys.executable, "-I", unpickle.__file__, str(pickled), str(weights)], capture_output=True, text=True, check=False

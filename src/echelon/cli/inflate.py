@@ -12,7 +12,7 @@ from echelon import ConfigError
 from echelon.bench.inflate import Inflation, describe, plan_growth
 from echelon.bench.inflate import inflate as grow
 from echelon.cli.words import errors
-from echelon.inputs import made_folder
+from echelon.inputs import made_apart
 from echelon.model.load.loading import load_plain
 
 
@@ -29,8 +29,7 @@ def inflate(
     """
     count = _count(parameters)
     model, tokenizer = load_plain(source)
-    if made_folder(destination, "DST").resolve() == Path(source).resolve():
-        raise ConfigError(f"{str(destination)!r} is SRC itself; choose another folder for DST")
+    made_apart(destination, Path(source), "DST")
     growth = plan_growth(model, count)
     if width is not None or num_layers is not None:
         growth = Inflation(width or 1, num_layers or model.config.num_hidden_layers)

@@ -39,7 +39,7 @@ from echelon.bench.throughput import (
     plain_outputs,
 )
 from echelon.bench.throughput import as_json as speeds_as_json
-from echelon.bench.verify import STRATEGIES, check_strategies
+from echelon.bench.verify import STRATEGY_SETTINGS, check_strategies
 from echelon.cli.measured import (
     BenchOptions,
     IsaOption,
@@ -64,7 +64,7 @@ class ThroughputOptions(BenchOptions):
     """The flags of `echelon bench throughput`."""
 
     parameters: ParametersOption = 0
-    strategies: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(STRATEGIES)}.")] = "unpadded,padded,realign"
+    strategies: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(STRATEGY_SETTINGS)}.")] = "unpadded,padded,realign"
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,4,8,16"
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0
     rounds: RoundsOption = 3
@@ -128,7 +128,7 @@ class LatencyOptions(BenchOptions):
     """The flags of `echelon bench latency`."""
 
     parameters: ParametersOption = 0
-    strategies: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(STRATEGIES)}.")] = "unpadded,realign,same-length"
+    strategies: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(STRATEGY_SETTINGS)}.")] = "unpadded,realign,same-length"
     loads: Annotated[str, typer.Option(help="Arrivals over what plain decoding can serve, comma-separated.")] = "0.5,0.9"
     num_prompts: Annotated[int, typer.Option(help="Number of prompts.", min=1)] = 48
     seed: Annotated[int, typer.Option(help="Of the arrivals.", min=0)] = 0

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from echelon import LLM, EngineConfig, SamplingParams
 from echelon.bench.throughput import environment, methods_of
-from echelon.bench.verify import STRATEGIES, EqualityResult, VerificationJob, verify_model
+from echelon.bench.verify import STRATEGY_SETTINGS, EqualityResult, VerificationJob, verify_model
 from echelon.bench.workloads import workload
 from echelon.cli.measured import counted, integers_of, sizes_of
 from echelon.cli.shared import ComparedOption, Flags, JsonOption, ModelArgument, speculative_mappings, verb
@@ -32,7 +32,7 @@ class VerifyOptions:
     model: ModelArgument
     speculative_config: ComparedOption = None
     strategies: Annotated[str, typer.Option(help="Comma-separated; keys and values in int8 belong to `unpadded` alone.")] = ",".join(
-        STRATEGIES
+        STRATEGY_SETTINGS
     )
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,4,8"
     dtypes: Annotated[str, typer.Option(help="Comma-separated.")] = "float32,bfloat16"

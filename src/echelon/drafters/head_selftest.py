@@ -15,8 +15,7 @@ from torch import Tensor
 
 from echelon.batch import Span
 from echelon.heads.base import Head
-from echelon.kv.blocks import BlockTables
-from echelon.kv.cache import KVCache, LayerShape
+from echelon.kv.cache import LayerShape, cache_for_rows
 from echelon.model import pack as unpadded
 from echelon.model.attention import CONTEXT_KEYWORD, CachedAttention, record_layers
 from echelon.model.hidden_states import HiddenStateReader
@@ -24,7 +23,7 @@ from echelon.model.load.loading import LoadedModel
 from echelon.model.runner import ModelRunner
 
 logger = logging.getLogger("echelon")
-NUM_TEXTS, LENGTH, BLOCK = 16, 14, 16  # the first token is given, the others are the target's own: 192 answers, 13 passes over 16 tokens
+NUM_TEXTS, LENGTH = 16, 14  # the first token is given, the others are the target's own: 192 answers, 13 passes over 16 tokens
 # A useful head is right at a third of the places or more, and the published ones at half; a share of 192 places varies by 0.03.
 LEAST_GAIN, SURELY_USEFUL = 0.03, 0.5
 
@@ -74,7 +73,7 @@ def familiarity(target: LoadedModel, head: Head, reader: HiddenStateReader, shap
     context: dict[str, Any] = {}
     if shapes:
         spans = [Span(row, 0, tokens[1:], 0, length - 1) for row, tokens in enumerate(text.tolist())]
-        cache = _cache(shapes, head.dtype, target.device)
+        cache = cache_for_rows(shapes, NUM_TEXTS, LENGTH, head.dtype, target.device)
         context[CONTEXT_KEYWORD] = CachedAttention(unpadded.pack(spans, cache.tables), cache)
     tokens, positions = (x.to(target.device) for x in (text[:, 1:].flatten(), torch.arange(length - 1).repeat(NUM_TEXTS)))
     states = head.encode(features.to(head.dtype), tokens, positions, **context)
@@ -88,7 +87,8 @@ def _own_text(target: LoadedModel, reader: HiddenStateReader, length: int) -> tu
     """What the target says greedily after one token, int64[NUM_TEXTS, length], never an end of text; and its hidden states at all places
     but the last, [NUM_TEXTS · (length − 1), F].
     """
-    runner = ModelRunner(target, _cache(record_layers(target.model), target.model.dtype, target.device))
+    cache = cache_for_rows(record_layers(target.model), NUM_TEXTS, LENGTH, target.model.dtype, target.device)
+    runner = ModelRunner(target, cache)
     runner.hidden_state_reader = reader
     ends = sorted(t for t in target.eos_token_ids if 0 <= t < target.vocab_size)
     text = [(2 * torch.arange(NUM_TEXTS) + 1) * target.vocab_size // (2 * NUM_TEXTS)]
@@ -103,11 +103,3 @@ def _own_text(target: LoadedModel, reader: HiddenStateReader, length: int) -> tu
         for span in spans:
             runner.cache.tables.advance(span.row, start + 1)
     return torch.stack(text, 1), torch.stack(features, 1).flatten(0, 1)
-
-
-def _cache(shapes: list[LayerShape], dtype: torch.dtype, device: torch.device) -> KVCache:
-    """Room for the texts alone, one block each."""
-    tables = BlockTables(NUM_TEXTS, BLOCK, 1)
-    for row in range(NUM_TEXTS):
-        tables.reserve(row, LENGTH)
-    return KVCache(shapes, tables, dtype, device)

@@ -14,7 +14,7 @@ from torch import nn
 from echelon.config import OWN_COPY, SpeculativeConfig
 from echelon.errors import ConfigError
 from echelon.estimate.devices import Device, Work
-from echelon.estimate.layout import Held, parts_of
+from echelon.estimate.layout import Held, model_parts
 from echelon.estimate.roofline import ModelShape
 from echelon.estimate.shapes import PaperModel, without_weights
 from echelon.heads.checkpoints import build_head
@@ -154,7 +154,7 @@ def replaced(spec: SpeculativeConfig, drafted: int) -> SpeculativeConfig:
 def _draft_model(spec: SpeculativeConfig, dtype: str) -> Held:
     if spec.model is None or spec.own_copy is not None:
         raise ConfigError(f"on paper the draft model is a shape or a folder, not {spec.model!r} ({OWN_COPY}…); give the key 'model'")
-    (parts,) = parts_of(without_weights(spec.model, dtype))
+    (parts,) = model_parts(without_weights(spec.model, dtype))
     return sum(parts.layers, parts.before + parts.after)
 
 

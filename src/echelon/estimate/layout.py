@@ -20,7 +20,7 @@ from echelon.estimate.devices import Device, Work
 from echelon.estimate.roofline import ModelShape
 from echelon.estimate.shapes import PaperModel
 from echelon.kv.cache import LayerShape
-from echelon.memory.footprint import recorded
+from echelon.memory.footprint import attention_shapes
 from echelon.memory.plan import LOGIT_BYTES
 from echelon.model.patches.architectures import BACK
 from echelon.model.patches.experts import STACKED, is_experts
@@ -118,7 +118,7 @@ class ModelParts:
     after: Held
 
 
-def parts_of(planned: PaperModel, size: int = 1, is_rounded: bool = False) -> list[ModelParts]:
+def model_parts(planned: PaperModel, size: int = 1, is_rounded: bool = False) -> list[ModelParts]:
     """What each of `size` tensor ranks has of a model.
 
     Raises
@@ -127,7 +127,7 @@ def parts_of(planned: PaperModel, size: int = 1, is_rounded: bool = False) -> li
     UnsupportedModelError  nobody has said how models of this kind are split
     """
     model = planned.model
-    shapes, num_heads = recorded(model)
+    shapes, num_heads = attention_shapes(model)
     attention = [_attention(shape, num_heads, size, planned.dtype, is_rounded) for shape in shapes]
     if size == 1:
         return [_parts(planned, attention, None)]
@@ -251,8 +251,8 @@ def stage_layers(num_layers: int, stages: int) -> list[range]:
 
 
 def split_among(planned: PaperModel, ranks: int, stages: int, is_rounded: bool = False) -> list[list[StagePart]]:
-    """By stage, what each of its tensor ranks has; errors as of `parts_of` and `stage_layers`."""
-    whole = parts_of(planned, ranks, is_rounded)
+    """By stage, what each of its tensor ranks has; errors as of `model_parts` and `stage_layers`."""
+    whole = model_parts(planned, ranks, is_rounded)
     found = []
     for stage, layers in enumerate(stage_layers(len(whole[0].layers), stages)):
         held = [reduce(Held.__add__, parts.layers[layers.start : layers.stop]) for parts in whole]

@@ -15,7 +15,7 @@ from echelon.estimate.drafting import Acceptance, DraftingCost, acceptance_of, d
 from echelon.estimate.layout import Pass, StagePart, split_among
 from echelon.estimate.shapes import PaperModel
 from echelon.estimate.speed import Cluster, Speed
-from echelon.memory.footprint import pass_bytes, recorded
+from echelon.memory.footprint import attention_shapes, pass_bytes
 from echelon.memory.lower_bound import SHAPES as DRAFT_SHAPES
 from echelon.memory.plan import DEVICE_RUNTIME, LOGIT_BYTES, fed_tokens
 from echelon.model.patches.split import fitting_ranks
@@ -151,7 +151,7 @@ class PaperPlan:
 
     @cached_property
     def _pass_bytes(self) -> int:
-        layers, num_heads = recorded(self.model)
+        layers, num_heads = attention_shapes(self.model)
         return pass_bytes(self.model, layers, num_heads, self.planned.dtype)
 
     @property
@@ -164,7 +164,7 @@ class PaperPlan:
 
     def least_devices(self) -> tuple[int, int] | None:
         """Tensor ranks and stages of the fewest devices that would have room, fewer stages first; None where no number would."""
-        layers, num_heads = recorded(self.model)
+        layers, num_heads = attention_shapes(self.model)
         sizes = fitting_ranks(num_heads, layers[0].num_kv_heads)
         for count in range(1, MOST_DEVICES + 1):
             for ranks in sorted((n for n in sizes if count % n == 0), reverse=True):

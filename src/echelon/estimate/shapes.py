@@ -12,9 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from echelon.errors import ConfigError, EchelonError
 from echelon.inputs import dtype_name, shown
-from echelon.memory.footprint import BITS, Outline, tile_bytes
+from echelon.memory.footprint import Outline, tile_bytes
 from echelon.model.attention import IMPLEMENTATION
 from echelon.model.load.reading import DTYPES
+from echelon.model.patches.packing import BITS
 from echelon.ops import cpu
 
 TABLE = Path(__file__).with_name("shapes.json")

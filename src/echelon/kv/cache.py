@@ -185,3 +185,14 @@ class KVCache(KVStorage):
         held = held.view(-1, self.block_size)
         held[self.tables.pool.published] = True
         return held
+
+
+def cache_for_rows(
+    shapes: list[LayerShape], num_rows: int, length: int, dtype: torch.dtype, device: torch.device, block_size: int = 16
+) -> KVCache:
+    """A cache for rows 0 … num_rows − 1 of `length` tokens at most, whose room is theirs already."""
+    blocks = -(-length // block_size)
+    tables = BlockTables(num_rows * blocks, block_size, blocks)
+    for row in range(num_rows):
+        tables.reserve(row, length)
+    return KVCache(shapes, tables, dtype, device)

@@ -20,16 +20,15 @@ from echelon.kv.cache import LayerShape
 from echelon.model.attention import IMPLEMENTATION, LayerCall, record_layers
 from echelon.model.load.loading import LoadedModel
 from echelon.model.load.published import PackedTensor, kernel_group, with_published
-from echelon.model.load.reading import DTYPES, TOKENIZER_FILES, built_without_memory, read_config, settings_of
+from echelon.model.load.reading import TOKENIZER_FILES, built_without_memory, read_config, served_dtype, settings_of
 from echelon.model.patches.experts import STACKED, has_plain_gate, is_experts
 from echelon.model.patches.linear import LINEAR, bits_for, is_plain_linear, weight_bytes
-from echelon.model.patches.packing import GROUPS
+from echelon.model.patches.packing import BITS, grouped
 from echelon.model.patches.rotary_tables import table_bytes
 from echelon.ops import compiled, cpu
 from echelon.ops.contract import QuantisedWeight
 
 HOST = torch.device("cpu")
-BITS = {None: 0, "int8": 8, "int4": 4}
 TOKENIZER_GROWTH = 12  # bytes of a tokenizer in memory for each in its files
 
 
@@ -106,11 +105,9 @@ class Outline:
             weights = stored if scheme is None else with_published(stored, scheme)
             config = read_config(folder)
             model = built_without_memory(folder, config, weights)
-            wanted = DTYPES.get(dtype) or getattr(config, "dtype", None) or weights.first_float()
+            wanted = served_dtype(folder, config, weights, dtype)
             published = frozenset(key for key, tensor in weights.tensors.items() if isinstance(tensor, PackedTensor))
             has_zeros = any("zero" in key.rpartition(".")[2] for key in stored.tensors)
-        if wanted is None or wanted not in DTYPES.values():
-            raise UnsupportedModelError(f"{folder.shown} is stored in {wanted}; served are {', '.join(DTYPES)}: pass dtype=")
         files = sum(p.stat().st_size for p in folder.path.iterdir() if p.name.startswith(TOKENIZER_FILES)) if device.type == "cpu" else 0
         model.set_attn_implementation(IMPLEMENTATION)
         model.to(torch.bfloat16)  # the one type that all kinds of experts can be recorded in; it says nothing of how the model is served
@@ -129,7 +126,7 @@ class Outline:
     @cached_property
     def _recorded(self) -> tuple[tuple[LayerShape, ...], int]:
         try:
-            return recorded(self.model)
+            return attention_shapes(self.model)
         except NotImplementedError as error:  # its forward asks for values, which nothing has here
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} cannot be planned before its weights are read, as its forward pass depends on their values; "
@@ -206,7 +203,7 @@ def is_packed_on(device: torch.device) -> bool:
 
 def footprint_of(loaded: LoadedModel) -> Footprint:
     """A model that is loaded: what its weights take is known. Of layers that other ranks have, each stores what the last one here does."""
-    shapes, num_heads = recorded(loaded.model)
+    shapes, num_heads = attention_shapes(loaded.model)
     if loaded.stage is not None:
         shapes += shapes[-1:] * (loaded.stage.num_layers - len(shapes))
     return Footprint(
@@ -223,7 +220,7 @@ def footprint_of(loaded: LoadedModel) -> Footprint:
     )
 
 
-def recorded(model: nn.Module) -> tuple[tuple[LayerShape, ...], int]:
+def attention_shapes(model: nn.Module) -> tuple[tuple[LayerShape, ...], int]:
     """What each attention layer stores per token, and the largest number of query heads."""
     heads: list[int] = []
 
@@ -258,8 +255,7 @@ def tile_bytes(depth: int, bits: int, dtype: torch.dtype, group_size: int | None
     weight = torch.zeros(cpu.TILE, depth, dtype=dtype)
     if bits == 0:
         return int(cpu.pack(weight).data.nbytes)
-    group = group_size or next((size for size in GROUPS if depth % size == 0), 0)
-    bits = bits if group else 8
+    bits, group = (bits, group_size) if group_size else grouped(depth, bits)
     groups = depth // group if bits == 4 else 1
     values = torch.zeros(cpu.TILE, depth, dtype=torch.uint8)
     zeros = torch.zeros(cpu.TILE, groups, dtype=torch.uint8) if has_zeros and bits == 4 else None

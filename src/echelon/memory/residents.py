@@ -17,7 +17,7 @@ from echelon.errors import ConfigError
 from echelon.heads.base import Head
 from echelon.heads.checkpoints import NOT_OF_THE_HEAD, bare_name
 from echelon.inputs import name_of
-from echelon.memory.footprint import BITS, HOST, Footprint, Outline, footprint_of, is_packed_on, tile_bytes
+from echelon.memory.footprint import HOST, Footprint, Outline, footprint_of, is_packed_on, tile_bytes
 from echelon.memory.ladder import Fitting, fitted
 from echelon.memory.plan import (
     DEVICE_RUNTIME,
@@ -34,6 +34,7 @@ from echelon.memory.step_speeds import ServedModel, StepSpeeds
 from echelon.methods import METHODS, head_class
 from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.linear import weight_bytes
+from echelon.model.patches.packing import BITS
 from echelon.ops import compiled, cpu, devices
 
 LOOKED_UP = {"rows", "clover_embed_tokens.weight"}  # tables of a head that nothing multiplies by (Clover's and Clover-2's)

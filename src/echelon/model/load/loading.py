@@ -142,7 +142,7 @@ def load_share(name: str, share: Share, dtype: str, quantization: str | None) ->
     rounded and packed; rank 0 tests it for all.
     """
     folder, packing = Folder.locate(name, "model"), packing_of(quantization, False, torch.device("cpu"))
-    model, tokenizer = read_model(folder, settings_of(folder), dtype, IMPLEMENTATION, share=share)
+    model, tokenizer = read_model(folder, settings_of(folder), dtype, IMPLEMENTATION, part=share)
     model.config.name_or_path = name
     if share.rank == 0:
         self_test(type(model), model.config, model.dtype)
@@ -155,7 +155,7 @@ def load_stage(name: str, stage: Stage, dtype: str, quantization: str | None) ->
     all.
     """
     folder, packing = Folder.locate(name, "model"), packing_of(quantization, False, torch.device("cpu"))
-    model, tokenizer = read_model(folder, settings_of(folder), dtype, IMPLEMENTATION, packing=packing, share=stage)
+    model, tokenizer = read_model(folder, settings_of(folder), dtype, IMPLEMENTATION, packing=packing, part=stage)
     model.config.name_or_path = name
     if stage.rank == 0:
         self_test(type(model), model.config, model.dtype)

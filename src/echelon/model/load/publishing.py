@@ -19,7 +19,7 @@ from echelon.checkpoint.schemas import refuse_quantised
 from echelon.checkpoint.tensors import INDEX, WEIGHTS, StoredTensor, Weights, open_weights, weight_files
 from echelon.config import Quantization
 from echelon.errors import ConfigError, OutputError, UnsupportedModelError
-from echelon.inputs import made_folder
+from echelon.inputs import made_apart
 from echelon.model.load.reading import GENERATION, TOKENIZER_FILES, built_without_memory, read_config, settings_of
 from echelon.model.patches.experts import is_experts
 from echelon.model.patches.linear import is_plain_linear
@@ -54,8 +54,7 @@ def publish(name: str, destination: Path, quantization: Quantization) -> Publish
     if not compiled.is_built():
         raise ConfigError(f"rounding weights needs the compiled kernels ({compiled.REASON}); {compiled.remedy()}")
     folder = Folder.locate(name, "model")
-    if made_folder(destination, "DST").resolve() == folder.path.resolve():
-        raise ConfigError(f"{str(destination)!r} is SRC itself; choose another folder for DST")
+    made_apart(destination, folder.path, "DST")
     if any(destination.glob("*.safetensors")) or (destination / INDEX).exists():
         raise OutputError(f"{str(destination)!r} holds weights already; choose an empty folder for DST")
     raw = settings_of(folder)

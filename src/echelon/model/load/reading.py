@@ -72,12 +72,12 @@ def read_model(
     attention: str,
     scheme: Scheme | None = None,
     packing: Packing | None = None,
-    share: Share | Stage | None = None,
+    part: Share | Stage | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """A model and its tokenizer, read into memory of their own; nothing of what they are made of changes with the files any more.
 
-    Weights that `scheme` describes are packed as they are published, and others as `packing` has it where it rounds them. With `share` only
-    a rank's own rows of linear layers are read, and the others hold anything; with a stage, its layers alone.
+    Weights that `scheme` describes are packed as they are published, and others as `packing` has it where it rounds them. With a share as
+    `part` only a rank's own rows of linear layers are read, and the others hold anything; with a stage, its layers alone.
     """
     with open_weights(folder, weight_files(folder)) as stored:
         weights = stored if scheme is None else with_published(stored, scheme)
@@ -87,17 +87,30 @@ def read_model(
         built = built_without_memory(folder, config, weights)
         if scheme is not None:
             weights = without_empty_biases(weights, built)
-        cls, wanted = type(built), DTYPES.get(dtype) or getattr(config, "dtype", None) or weights.first_float()
-        if isinstance(share, Stage):
-            config, weights = share.part(config, weights)
-        elif share is not None:
-            weights = _own_rows(weights, built, share)
+        cls, wanted = type(built), served_dtype(folder, config, weights, dtype)
+        if isinstance(part, Stage):
+            config, weights = part.part(config, weights)
+        elif part is not None:
+            weights = _own_rows(weights, built, part)
         rounding = rounded_as_read(packing, config.get_text_config().vocab_size) if packing and packing.bits else nullcontext()
         with rounding:
             model = _read_weights(cls, config, wanted, attention, weights)
     if scheme is not None:
         check_published(model, folder.shown)
     return model, tokenizer
+
+
+def served_dtype(folder: Folder, config: Any, weights: Weights, dtype: str) -> torch.dtype:
+    """What a checkpoint is served in where `dtype` is asked for.
+
+    Raises
+    ------
+    UnsupportedModelError  "auto" is, and it is stored in another
+    """
+    wanted = DTYPES.get(dtype) or getattr(config, "dtype", None) or weights.first_float()
+    if wanted is None or wanted not in DTYPES.values():
+        raise UnsupportedModelError(f"{folder.shown} is stored in {wanted}; served are {', '.join(DTYPES)}: pass dtype=")
+    return wanted
 
 
 def _own_rows(weights: Weights, model: PreTrainedModel, share: Share) -> Weights:
@@ -166,11 +179,9 @@ def built_without_memory(folder: Folder, config: Any, weights: Weights) -> PreTr
     return model
 
 
-def _read_weights(cls: type[PreTrainedModel], config: Any, wanted: torch.dtype | None, attention: str, weights: Weights) -> PreTrainedModel:
+def _read_weights(cls: type[PreTrainedModel], config: Any, wanted: torch.dtype, attention: str, weights: Weights) -> PreTrainedModel:
     """A model of `cls` filled from `weights`, one tensor after the other."""
     folder = weights.folder
-    if wanted not in DTYPES.values():
-        raise UnsupportedModelError(f"{folder.shown} is stored in {wanted}; served are {', '.join(DTYPES)}: pass dtype=")
     text_only = not isinstance(config, cls.config_class) and isinstance(config.get_text_config(), cls.config_class)
     with refusing(f"cannot load {folder.shown}"), _one_at_a_time():
         model, info = cls.from_pretrained(

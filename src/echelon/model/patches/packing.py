@@ -11,6 +11,7 @@ from echelon.errors import ConfigError
 from echelon.ops import compiled, cpu, devices
 from echelon.ops.contract import PackedWeight, QuantisedWeight
 
+BITS = {None: 0, "int8": 8, "int4": 4}  # of weights by the setting `quantization`; 0: as they are
 GROUPS = (64, 32)  # entries of K that share a scale at 4 bits: the first that divides K. 64 lose little beside 32, and are faster
 
 
@@ -38,7 +39,7 @@ def packing_of(quantization: str | None, is_fast: bool, device: torch.device) ->
     if quantization is None:
         return Packing(is_fast)
     check_integers(f"quantization = {quantization!r}", "leave it out there", device)
-    return Packing(is_fast, {"int8": 8, "int4": 4}[quantization])
+    return Packing(is_fast, BITS[quantization])
 
 
 def check_integers(what: str, instead: str, device: torch.device) -> None:
@@ -49,11 +50,16 @@ def check_integers(what: str, instead: str, device: torch.device) -> None:
         raise ConfigError(f"{what} needs the compiled kernels ({compiled.REASON}); {compiled.remedy()}")
 
 
+def grouped(depth: int, bits: int) -> tuple[int, int]:
+    """Bits and entries that share a scale of a weight [N, depth] that is rounded to `bits`: 8 where no group of 4 bits divides it."""
+    group_size = next((size for size in GROUPS if depth % size == 0), 0)
+    return bits if group_size else 8, group_size
+
+
 def rounded(weight: Tensor, bits: int) -> QuantisedWeight:
     """A weight [N, K] in integers: 8 bits by the largest entry of each row, 4 bits in groups of 64 or 32 by least squared error (8 where
     neither divides K).
     """
-    group_size = next((size for size in GROUPS if weight.shape[1] % size == 0), 0)
-    bits = bits if group_size else 8
+    bits, group_size = grouped(weight.shape[1], bits)
     values, scales = cpu.round_weight(weight if weight.stride(1) == 1 else weight.contiguous(), bits, group_size)
     return QuantisedWeight(values, scales, None, bits)
