@@ -33,7 +33,7 @@ from echelon.methods import METHODS, Can
 from echelon.model.load.loading import LoadedModel, check_vocabularies, load_model
 from echelon.model.load.sharing import share_weights
 from echelon.model.patches.packing import check_integers
-from echelon.ops import compiled
+from echelon.ops import compiled, devices
 from echelon.parallel.group import RankGroup
 from echelon.parallel.runner import split_storage
 from echelon.parallel.splits import STAGES, TENSOR
@@ -74,7 +74,8 @@ def build(
         check_kind("draft_head", draft_head, Head)
     if config.num_ranks == 1:
         target = _loaded(config, model, config.device, "model", config.quantization)
-        return _built(config, spec, target, draft_model, draft_head, None)
+        with devices.current(target.device):
+            return _built(config, spec, target, draft_model, draft_head, None)
     target, ranks = _loaded_in_ranks(config, model)
     try:
         return _built(config, spec, target, draft_model, draft_head, ranks)

@@ -25,6 +25,7 @@ from echelon.input_processor import InputProcessor
 from echelon.inputs import Prompt, check_callable, conversations_of, prompts_of
 from echelon.metrics import Metric, families
 from echelon.model.load.loading import LoadedModel
+from echelon.ops import devices
 from echelon.outputs import OutputBuilder, RequestOutput
 from echelon.sampling import Parameters, SamplingParams, one_each
 from echelon.sequence import Sequence, check_requests
@@ -279,7 +280,7 @@ class LLM:
         """The engine, for this thread alone: others wait, and a second call inside the first is refused."""
         if self._owner == threading.get_ident():
             raise RequestError("this LLM is in the middle of a stream of the same thread; finish or close that first")
-        with self._lock:
+        with self._lock, devices.current(self.target.device):
             self._owner = threading.get_ident()
             try:
                 yield self.engine

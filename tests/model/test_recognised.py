@@ -13,8 +13,10 @@ import transformers as tr
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4MLP
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.nanochat.modeling_nanochat import NanoChatRMSNorm
 from transformers.pytorch_utils import Conv1D
 
 from echelon import LLM, SamplingParams, UnsupportedModelError
@@ -220,3 +222,43 @@ class Counting(tr.LlamaForCausalLM):
 def test_what_stays_with_the_framework_is_refused_by_name(cls: Any, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
         toys.adopted(toys.randomised(cls, toys.llama().config, 0, 0.3))
+
+
+# ---- what has matrices or norms that are like no other's
+
+
+class L2Norm(nn.Module):
+    """Has an epsilon and no weight, and is no norm by the mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.float().pow(2).sum(-1, keepdim=True) + self.eps).type_as(x)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+def test_norms_without_a_weight_are_served(dtype: torch.dtype) -> None:
+    finder = _Finder(dtype, CPU)
+    for norm in (NanoChatRMSNorm(1e-5), Gemma4RMSNorm(48, with_scale=False)):
+        ours = finder._norm(norm)
+        assert ours is not None, type(norm)
+        x = torch.randn(3, 2, 48, generator=torch.Generator().manual_seed(0)).to(dtype)
+        torch.testing.assert_close(ours(x), norm(x))
+    assert finder._norm(L2Norm()) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_matrix_that_is_no_linear_layers_keeps_its_values_in_another_dtype(dtype: torch.dtype) -> None:
+    """As norms of heads in Command R+, whose weight is a number for every head and place."""
+    config = tr.CohereConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, use_qk_norm=True, pad_token_id=0
+    )
+    model = toys.randomised(tr.CohereForCausalLM, config, 0, 0.3).to(dtype)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    plain = LLM(toys.adopted(model), max_num_seqs=2).generate([[5, 6, 7, 8], [9]], params)
+    drafted = LLM(toys.adopted(model), {"method": "ngram", "num_speculative_tokens": 3}, max_num_seqs=2).generate(
+        [[5, 6, 7, 8], [9]], params
+    )
+    assert [o.outputs[0].token_ids for o in plain] == [o.outputs[0].token_ids for o in drafted]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +46,11 @@ def chosen_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device = 'cuda', and PyTorch sees no CUDA device; install a CUDA build of it, or use device = 'cpu'")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """While inside, `device` is this thread's current one, on which kernels are launched, whatever tensors they are given."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def on_host(tensor: Tensor) -> NDArray[np.float32]:

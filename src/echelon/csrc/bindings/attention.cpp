@@ -54,7 +54,8 @@ AttentionCall attention_of(const Places& places, ScalarType type, const Tensor& 
                            double scale, std::optional<int64_t> window, std::optional<double> softcap) {
   CHECK(keys.is_contiguous() && values.is_contiguous(), "keys and values must be contiguous");
   CHECK(keys.scalar_type() == values.scalar_type() && (is_rounded(keys) || keys.scalar_type() == type), "one dtype for query, keys and values");
-  CHECK(keys.dim() == 4 && values.dim() == 4 && keys.size(2) == values.size(2), "keys and values must be [blocks, heads, block_size, size]");
+  CHECK(keys.dim() == 4 && values.dim() == 4, "keys and values must be [blocks, heads, block_size, size]");
+  for (const int64_t dimension : {0, 1, 2}) CHECK(keys.size(dimension) == values.size(dimension), "keys and values must be of as many blocks, heads and slots");
   for (const int64_t size : {numbers_of(keys), numbers_of(values)})
     CHECK(size >= 1 && size <= largest_head, "heads of ", size, " numbers; attention serves 1 to ", largest_head);
   CHECK(keys.size(1) >= 1 && num_heads % keys.size(1) == 0, "query heads must be a multiple of key/value heads");

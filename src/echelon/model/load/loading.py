@@ -215,7 +215,8 @@ def served_copy(model: PreTrainedModel) -> LoadedModel:
     except Exception as error:  # whatever a module holds
         raise UnsupportedModelError(f"{name} cannot be copied ({first_line(error)}); pass the model unpatched") from error
     copied.set_attn_implementation(IMPLEMENTATION)
-    return _served(copied, None, name, True, Packing(), False, None)
+    with devices.current(copied.device):
+        return _served(copied, None, name, True, Packing(), False, None)
 
 
 def _shared(model: PreTrainedModel) -> dict[int, Any]:

@@ -25,7 +25,7 @@ from echelon.ops.contract import Activation, RmsWeight
 
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # relative to the largest value
 ROTARY = "apply_rotary_pos_emb"  # what attention modules of `transformers` call
-ROWS = 6
+ROWS, WIDTH = 6, 64  # of a trial; the width of norms that have no weight is whatever comes
 Forward = Callable[..., Any]
 
 
@@ -76,6 +76,8 @@ class _Finder:
     def _norm(self, module: nn.Module) -> Forward | None:
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if weight is None and isinstance(eps, float) and not module._parameters and not module._buffers and not module._modules:
+            return self._norm_without_weight(module, eps)
         if not (isinstance(weight, Tensor) and weight.ndim == 1 and isinstance(eps, float)) or weight.dtype != self._dtype:
             return None
         trial = copy.deepcopy(module).float()  # its own weights may be ones or zeros, and hide what is done with them
@@ -94,6 +96,13 @@ class _Finder:
         expected = type(trial).forward(trial, x)
         best = min(fitting, key=lambda candidate: _error(expected, candidate(trial, eps, x)))
         return functools.partial(best, module, eps) if _error(expected, best(trial, eps, x)) <= TOLERANCE[self._dtype] else None
+
+    def _norm_without_weight(self, module: nn.Module, eps: float) -> Forward | None:
+        theirs, ours = functools.partial(type(module).forward, module), functools.partial(_bare_rms_norm, eps)
+        if not trials.is_same(theirs, ours, trials.rows(WIDTH, self._device)):
+            return None
+        x = self._random(ROWS, WIDTH, dtype=self._dtype)
+        return ours if _error(theirs(x), ours(x)) <= TOLERANCE[self._dtype] else None
 
     def _activation(self, module: nn.Module) -> Forward | None:
         origin = type(module).__module__
@@ -157,6 +166,10 @@ def _norms(is_rms: bool) -> list[Forward]:
 
 def _rms_norm(how: RmsWeight, module: Any, eps: float, x: Tensor) -> Tensor:
     return devices.backend_of(x).rms_norm(x, module.weight, eps, how)
+
+
+def _bare_rms_norm(eps: float, x: Tensor) -> Tensor:
+    return devices.backend_of(x).rms_norm(x, torch.ones(x.shape[-1], dtype=x.dtype, device=x.device), eps, RmsWeight.AFTER_ROUNDING)
 
 
 def _layer_norm(module: Any, eps: float, x: Tensor) -> Tensor:

@@ -86,14 +86,17 @@ class PackedParameter(torch.Tensor):
         return [w for part in self.entries.values() for w in part.all_packed] if self.is_stack else [self.packed]  # type: ignore[attr-defined]
 
     def converted(self, dtype: torch.dtype) -> Tensor:
-        """Return this weight [N, K] in another dtype, packed once; one of integers as it is, for activations of that dtype."""
+        """Return this weight [N, K] in another dtype, packed once; one of integers as it is, for activations of that dtype. Where its
+        values are at hand, so are those of what is returned: not everything that converts a weight multiplies by it.
+        """
         if dtype not in self.entries and self.packed.integers.bits:
             self.entries[dtype] = PackedParameter.of(replace(self.packed, stands_for=dtype), None)
         if dtype not in self.entries:
             data = self.packed.data
             backend = devices.backend_of(data)
             values = backend.packed_rows(self.packed, torch.arange(self.packed.columns, device=data.device))
-            self.entries[dtype] = PackedParameter.of(backend.pack(values.to(dtype), self.is_fast), None)
+            original = None if self.original is None else nn.Parameter(self.original.detach().to(dtype), requires_grad=False)
+            self.entries[dtype] = PackedParameter.of(backend.pack(values.to(dtype), self.is_fast), original)
         return self.entries[dtype]
 
     @classmethod
