@@ -404,6 +404,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
             ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "content"),
             ({"chat_template": "{{ 1 }}"}, "template"),
             ({"moderation": {}}, "moderation is not supported"),
+            ({"prompt_logprobs": 1}, "which `echo` with `logprobs` gives"),
             ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs cannot set tools"),
             ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
         ]

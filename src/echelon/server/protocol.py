@@ -41,6 +41,7 @@ REFUSED = {
     "modalities": "anything but text",
     "web_search_options": "web search",
     "moderation": "moderation",
+    "prompt_logprobs": "a list of its own for the prompt's log-probabilities, which `echo` with `logprobs` gives,",
     "suffix": "insertion before a suffix",
     "use_beam_search": "beam search",
     "chat_template": "a chat template from a client",
