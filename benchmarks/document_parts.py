@@ -245,11 +245,11 @@ def gpu_part(evidence: Path) -> list[str]:
             f"confirmed them, and no speed there is known. `scripts/gpu_check.sh` measures {', '.join(ON_DEVICE.values())}.",
         ]
     records = Records(evidence).read()
-    devices = {record["device"]: record["environment"] for record in records.values()}
+    places = dict.fromkeys(described(record["environment"]) for record in records.values())
     missing = [what for cell, what in ON_DEVICE.items() if not any(name.startswith(cell) for name in records)]
     rest = [f"Not measured yet: {', '.join(missing)}."] if missing else []
     tables = []
-    for device, where in devices.items():
-        own = {name: record for name, record in records.items() if record["device"] == device}
-        tables += [f"`scripts/gpu_check.sh` on {described(where)}.", gpu_table(own, own)[0]]
+    for place in places:
+        own = {name: record for name, record in records.items() if described(record["environment"]) == place}
+        tables += [f"`scripts/gpu_check.sh` on {place}.", gpu_table(own, own)[0]]
     return [title, *tables, *rest]

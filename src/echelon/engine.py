@@ -24,6 +24,7 @@ from echelon.batch import Span
 from echelon.draft import Draft, RowVerdict, Verdict
 from echelon.drafters.base import Drafter
 from echelon.model.runner import Runner
+from echelon.ops import devices
 from echelon.scheduler import Scheduler
 from echelon.sequence import Plan, PlannedRow, Sequence
 from echelon.stats import Stats, StepObserver, StepRecord, StepTimer
@@ -155,6 +156,10 @@ class Engine:
         """One step of every running row, or of some in turn; returns the sequences that grew in it or finished. Where it is launched and
         not settled yet, these are those of an earlier step: at first none.
         """
+        with devices.current(self.target.loaded.device):
+            return self._step()
+
+    def _step(self) -> list[Sequence]:
         num_lanes = self._num_lanes()
         with self.timer("schedule", is_overlapped=bool(self.in_flight)):
             may_draft = self.controller is None or not self.controller.rests(self.scheduler.running)

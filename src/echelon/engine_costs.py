@@ -46,7 +46,8 @@ def _named_costs(config: EngineConfig, spec: SpeculativeConfig, storage: Storage
             "--cost-table FILE` with the same --speculative-config writes one that has"
         )
     other = ["model"] if record.key.get("model", steps["model"]) != steps["model"] else []
-    if has_times and any(record.key.get(name, value) != value for name, value in drafts.items()):
+    is_told = record.key.get("drafter_shapes") is not None  # older tables have it all in one
+    if has_times and is_told and any(record.key.get(name, value) != value for name, value in drafts.items()):
         other.append("drafter")
     if other:
         logger.warning("the cost table %s was measured with another %s", shown(str(spec.cost_table)), " and ".join(other))

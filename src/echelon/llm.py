@@ -85,9 +85,11 @@ class LLM:
         with nullcontext() if self._owner == threading.get_ident() else self._lock:
             if isinstance(self.engine, _Closed):
                 return
-            for sequence in (*self.engine.scheduler.running, *self.engine.scheduler.waiting):
-                self.engine.abort(sequence)
-            self.storage.free()
+            try:
+                for sequence in (*self.engine.scheduler.running, *self.engine.scheduler.waiting):
+                    self.engine.abort(sequence)
+            finally:
+                self.storage.free()
             self.engine = self.target = self.storage = self.inputs = cast(Any, _Closed())
 
     def __enter__(self) -> Self:
@@ -250,7 +252,7 @@ class LLM:
         spec = self.speculative_config
         if spec is None or self.engine.controller is None:
             raise ConfigError("costs are those of a drafter with num_speculative_tokens = 'auto'; configure one")
-        with self.exclusive() as engine:
+        with self.exclusive() as engine, devices.current(self.target.device):
             if engine.has_work:
                 raise RequestError("requests are running; costs are measured between them")
             return measured_costs(self.config, spec, self.storage, engine.drafter.unguarded)
@@ -280,7 +282,7 @@ class LLM:
         """The engine, for this thread alone: others wait, and a second call inside the first is refused."""
         if self._owner == threading.get_ident():
             raise RequestError("this LLM is in the middle of a stream of the same thread; finish or close that first")
-        with self._lock, devices.current(self.target.device):
+        with self._lock:
             self._owner = threading.get_ident()
             try:
                 yield self.engine

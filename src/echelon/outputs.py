@@ -116,7 +116,7 @@ class OutputBuilder:
         text = text[:shown]
         if sequence.watcher is None:
             text, failure = _decoded(sequence, self._decoder)
-            reason, error = (reason, error) if failure is None else (FinishReason.ERROR, failure)
+            reason, error = (reason, error) if failure is None else (FinishReason.ERROR, error or failure)
         logprobs = sequence.logprobs[:count]
         self._decode_new(decoded, logprobs)
         return CompletionOutput(

@@ -93,7 +93,7 @@ def test_argmax_of_rows(width: int) -> None:
         ({"top_k": -2}, "top_k"),
         ({"min_p": 2}, "min_p"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"seed": -1}, "seed"),
+        ({"seed": -2}, "seed"),
         ({"stop": ["a", ""]}, "empty string"),
         ({"temprature": 1}, "known keys: temperature"),
     ],

@@ -131,8 +131,11 @@ TASK = {"plain": [10.0, 10.0], "ours": [20.0, 30.0], "steps": 100, "tokens": 400
 ARRIVED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {  # evidence → record, and the verdicts that follow
     "alike/opt_b08": (TABLE, {"padding-8": HOLDS, "gain-8": HOLDS, "inputs-first": HOLDS}),
     "alike/opt_b24": (TABLE, {"padding-24": FAILS, "gain-24": HOLDS}),
-    "gpu_check": ({"table-OPT-6.7B-08": TABLE}, {"device-replay-8": HOLDS, "device-plain-8": HOLDS}),
-    "alike/realign_b08": (speeds(draft_model__realign=90, draft_model__same_length=80), {"overhead-40": FAILS}),
+    "gpu_check": (
+        {"table-OPT-6.7B-08": TABLE | {"results": [*TABLE["results"], TABLE["results"][-1] | {"method": "replay LLMA, no graphs"}]}},
+        {"device-replay-8": HOLDS, "device-plain-8": HOLDS},
+    ),
+    "benchmarks/realign-random-08": (speeds(draft_model__realign=90, draft_model__same_length=80), {"overhead-40": FAILS}),
     "alike/windows_b08": ({"windows": [[8, 0.1, 50.0], [16, 0.4, 55.0]]}, {"groups-by-window": HOLDS}),
     "alike/trees_eagle_b04": (speeds(plain__unpadded=50, tree__padded=110), {"specmemo-batch-4": HOLDS}),
     "equivalence/bonus_token_from_the_draft": ({"results": [ROWS_EQUAL]}, {"fault-bonus-draft": HOLDS}),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -31,7 +31,7 @@ from echelon.model.graphs import buffers as frames
 from echelon.model.graphs import programs as captured
 from echelon.model.load import loading
 from echelon.model.load.loading import LoadedModel, adopt_model, serve_head
-from echelon.ops import cpu, triton
+from echelon.ops import cpu, devices, triton
 from echelon.ops.compiled import is_built
 from echelon.ops.triton import attention as triton_attention
 from echelon.ops.triton import linear as triton_linear
@@ -90,6 +90,7 @@ def _card(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(build, "warn_of_chance", lambda *_: None)
     monkeypatch.setattr(loading, "self_test", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 << 30, 1 << 31))
+    monkeypatch.setattr(devices, "current", lambda _device: nullcontext())
     card.cuda(monkeypatch)
     return card
 

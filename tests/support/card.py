@@ -8,6 +8,7 @@ apart), and NumPy's view of a tensor on the card. Triton's kernels take tensors 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from echelon.model.patches.weights import PackedParameter
-from echelon.ops import cpu
+from echelon.ops import cpu, devices
 from echelon.ops import triton as on_triton
 from echelon.ops.triton import linear as triton_linear
 
@@ -113,6 +114,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Card:
     for name in ("ragged_attention", "sample_rows", "rms_norm", "layer_norm", "activate", "rotate", "write_slots"):
         monkeypatch.setattr(on_triton, name, there.kernel(getattr(cpu, name)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 << 30, 1 << 31))
+    monkeypatch.setattr(devices, "current", lambda _device: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
     return there
 

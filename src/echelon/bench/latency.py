@@ -111,8 +111,9 @@ def measure_latency(
     """Every method under the same arrivals, at rates relative to what the first method serves when all requests are there at once."""
     settings |= {"max_num_seqs": batch_size, "enable_prefix_caching": False}
     engines = [LLM(target, m.config, m.unnamed(draft), **STRATEGY_SETTINGS[m.strategy], **settings) for m in methods]
-    at_once = [serve(llm, prompts, params, [0.0] * len(prompts)).seconds for llm in engines]  # so that all have seen as much
-    capacity = len(prompts) / at_once[0]
+    for llm in engines:  # all of them, so that none has pages that it has not touched
+        serve(llm, prompts, params, [0.0] * len(prompts))
+    capacity = len(prompts) / serve(engines[0], prompts, params, [0.0] * len(prompts)).seconds
     results = []
     for load in loads:
         times = arrivals(len(prompts), load * capacity, seed)

@@ -111,7 +111,8 @@ def costs(loaded: LoadedModel) -> dict[str, str]:
 def _measured_with(key: dict[str, str]) -> str:
     """The drafter, how far the table reaches, and how the model ran."""
     ran = ", ".join(key[name] for name in ("isa", "strategy", "settings", "pool") if name in key)
-    return f"{key.get('drafter', 'nothing drafts')}; up to {key.get('reach', '?')} tokens; {ran}"
+    drafts = [key[name] for name in ("drafter", "drafts", "drafter_quantization", "drafter_shapes") if name in key]
+    return f"{', '.join(drafts) or 'nothing drafts'}; up to {key.get('reach', '?')} tokens; {ran}"
 
 
 def _compatible(target: LoadedModel, name: str) -> str:

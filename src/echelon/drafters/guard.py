@@ -55,7 +55,8 @@ class CallTimer:
     excess  seconds that calls took beyond that number of steps, all together; what a step does not use of it is paid back
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reads: bool = True) -> None:
+        self._reads = reads
         self.fixed: float | None = None
         self.excess = 0.0
         self._step: float | None = None  # seconds, on average
@@ -63,7 +64,7 @@ class CallTimer:
 
     def end_step(self, seconds: float | None, rows: Sequence[PlannedRow], is_left_out: bool = False) -> None:
         """The target took so long for a step with these rows; None: nobody knows. A drafter that was left out has to read all of them, and
-        one that was not asked for a row that row.
+        one that was not asked for a row that row, if it `reads` texts at all.
         """
         if seconds is not None:
             self._step = seconds if self._step is None else self._step + NEWEST_SHARE * (seconds - self._step)
@@ -71,7 +72,7 @@ class CallTimer:
                 reading = self._reading.get(row.sequence.id, 0.0)
                 if row.num_new > 1:
                     self._reading[row.sequence.id] = reading + seconds
-                elif is_left_out or not row.max_draft_tokens:
+                elif is_left_out or (self._reads and not row.max_draft_tokens):
                     self._reading[row.sequence.id] = max(reading, min(reading + seconds, LONGEST_CATCHING_UP))
         self.excess = max(0.0, self.excess) - max(NUM_STEPS * (self._step or 0.0), self._reading_seconds(rows))
 
@@ -100,7 +101,7 @@ class CallTimer:
         return seconds > max(self.limit(rows), LONGEST_WAIT) or self.excess > LONGEST_WAIT
 
     def _reading_seconds(self, rows: Sequence[PlannedRow]) -> float:
-        """Of the rows that it reads in a call: those it is asked for, and prompts."""
+        """Of what it may have to read at once: rows that it is asked for, and prompts."""
         if not self._reading:
             return 0.0
         return max((self._reading.get(row.sequence.id, 0.0) for row in rows if row.max_draft_tokens or row.num_new > 1), default=0.0)
@@ -129,7 +130,7 @@ class GuardedDrafter(Drafter):
         self.hidden_state_names, self.usage = drafter.hidden_state_names, drafter.usage
         self.faults: Counter[DrafterFault] = Counter()
         self._vocab_size, self._grows_trees = vocab_size, grows_trees
-        self._clock, self.timer = clock, CallTimer()
+        self._clock, self.timer = clock, CallTimer(reads=drafter.usage is not None)
         self._num_failures = self._num_good = self._num_cuts = 0
         self._resumes_at = -np.inf
         self._proposed: dict[int, tuple[float, float | None]] = {}  # row → when the last proposal for it came, and the seconds it took;

@@ -213,12 +213,11 @@ def copy_last_layer(layers: nn.ModuleList, target: nn.Module) -> None:
     """Start layers of a head as the target's last one, where it has the same tensors; else they stay random."""
     module = decoder_layers(target)[-1]
     last = module.state_dict()
-    norms = {name: norm for name, norm in module.named_modules() if f"{name}.weight" in last and last[f"{name}.weight"].ndim == 1}
-    last |= {f"{name}.weight": factors_of(norm) for name, norm in norms.items() if not hasattr(norm, "bias")}
     for layer in layers:
         own = layer.state_dict()
         if {k: v.shape for k, v in last.items()} == {k: v.shape for k, v in own.items()}:
-            layer.load_state_dict(last)
+            norms = {name: module.get_submodule(name) for name, norm in layer.named_modules() if isinstance(norm, LlamaRMSNorm)}
+            layer.load_state_dict(last | {f"{name}.weight": factors_of(norm) for name, norm in norms.items()})
 
 
 def copy_norm(norm: LlamaRMSNorm, target: nn.Module) -> None:
@@ -232,7 +231,7 @@ def copy_norm(norm: LlamaRMSNorm, target: nn.Module) -> None:
 
 @torch.no_grad()
 def factors_of(norm: Any) -> Tensor:
-    """What a norm multiplies by: its weight w, or 1 + w as in Gemma."""
+    """What a norm multiplies by [d]: its weight w, or 1 + w as in Gemma."""
     weight: Tensor = norm.weight
     given = norm(torch.ones(1, len(weight), dtype=torch.float32, device=weight.device))[0]
     return 1.0 + weight if torch.allclose(given.float(), 1.0 + weight.float(), rtol=1e-2, atol=1e-2) else weight

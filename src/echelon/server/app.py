@@ -114,8 +114,9 @@ class Service:
             encoded = [inputs.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
         defaults = inputs.generation_settings()
         all_params = [body.sampling_params(inputs.room_after(len(tokens)), defaults) for tokens in encoded]
-        if body.seed is None and request_id:
-            all_params = [params.model_copy(update={"seed": seed_of(request_id, i)}) for i, params in enumerate(all_params)]
+        if request_id:
+            seeds = [{"seed": seed_of(request_id, i)} if params.seed is None else {} for i, params in enumerate(all_params)]
+            all_params = [params.model_copy(update=seed) for params, seed in zip(all_params, seeds, strict=True)]
         prompts = [inputs.samples(tokens, params, watch_text=True, salt=salt) for tokens, params in zip(encoded, all_params, strict=True)]
         given = body.prompts if isinstance(body, CompletionRequest) and body.echo else None
         echo = None if given is None else [p if isinstance(p, str) else self.decode(p) for p in given]

@@ -184,6 +184,7 @@ def main(
     for source in text or []:
         check_source(source)
     where = chosen_device(device)
+    distillation = DraftTraining(steps=draft_steps, rate=rate, every=every)
     sizes = {"steps": steps, "decay": decay, "draft_steps": draft_steps, "batch_tokens": batch_tokens, "rate": rate}
     with only_trainer(work):
         check_same_run(work / "training.json", {"pair": asdict(pair), "text": [str(t.resolve()) for t in text or []], **sizes})
@@ -196,7 +197,7 @@ def main(
         train_together(run, pair.context, steps, decay, rate, batch_tokens)
         export(out / "target", tokenizer, target)
         target.eval().requires_grad_(False)
-        distil(run, work / "continuations.npy", DraftTraining(steps=draft_steps, rate=rate, every=every))
+        distil(run, work / "continuations.npy", distillation)
         export(out / "draft", tokenizer, draft)
         export_history(out, work)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -55,16 +56,29 @@ def tokenize(tokenizer: Tokenizer, docs: Iterable[Document], end_of_text: int) -
     """One flat array, uint16 where the vocabulary fits: all of every document's tokens, whatever the tokenizer would cut or fill up, each
     document preceded by `end_of_text`.
     """
-    tokenizer = Tokenizer.from_str(tokenizer.to_str())
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
     texts = [d.text for d in docs]
     parts = []
-    for start in range(0, len(texts), FILES_AT_ONCE):
-        encoded = tokenizer.encode_batch_fast(texts[start : start + FILES_AT_ONCE], add_special_tokens=False)
-        parts += [np.array([end_of_text, *e.ids], dtype=dtype) for e in encoded]
+    with _as_texts_are(tokenizer):
+        for start in range(0, len(texts), FILES_AT_ONCE):
+            encoded = tokenizer.encode_batch_fast(texts[start : start + FILES_AT_ONCE], add_special_tokens=False)
+            parts += [np.array([end_of_text, *e.ids], dtype=dtype) for e in encoded]
     return np.concatenate(parts)
+
+
+@contextmanager
+def _as_texts_are(tokenizer: Tokenizer) -> Iterator[None]:
+    """While inside, the tokenizer cuts nothing and fills nothing up."""
+    truncation, padding = tokenizer.truncation, tokenizer.padding
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    try:
+        yield
+    finally:
+        if truncation is not None:
+            tokenizer.enable_truncation(**truncation)
+        if padding is not None:
+            tokenizer.enable_padding(**padding)
 
 
 def batch(tokens: Tokens, step: int, length: int, num_rows: int) -> Tensor:

@@ -195,7 +195,8 @@ def adopt_model(
     model.set_attn_implementation(IMPLEMENTATION)
     model.eval().requires_grad_(False)
     packing = packing_of(quantization, _is_fast(model, numerics), next(model.parameters()).device)
-    return _served(model, tokenizer, name, keep_weights, packing, False, quantization)
+    with devices.current(model.device):
+        return _served(model, tokenizer, name, keep_weights, packing, False, quantization)
 
 
 @in_turn
