@@ -54,9 +54,9 @@ def small_trees(evidence: Evidence) -> str:
 
 
 def in_depth(variant: str, last: int, evidence: Evidence) -> Measured | None:
-    """Acceptance at a depth over that at depth 1, where all before was accepted."""
+    """Acceptance at a depth over that at depth 1, where all before was accepted; where nothing came so far, at the last reached."""
     found = [observed(c["trees"]["chain"]["accepted_by_depth"]) for c in cells_of(variant, evidence)]
-    return sampled([a[last - 1] / a[0] for a in found if a[0] and len(a) >= last])
+    return sampled([a[min(last, len(a)) - 1] / a[0] for a in found if a[0]])
 
 
 def verified_tokens(method: str, budget: int, temperature: float, evidence: Evidence) -> Measured | None:

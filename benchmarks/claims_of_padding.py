@@ -112,7 +112,8 @@ def on_device(batch: int, others: tuple[str, str], evidence: Evidence) -> Measur
     if others != (LLMA, "padded"):
         return sampled(over(speeds, (LLMA, "unpadded"), others))
     graphs = middle(over(speeds, (LLMA, "unpadded"), (LAUNCHED, "unpadded")))
-    return sampled(over(speeds, (LAUNCHED, "unpadded"), others), note=f"both without CUDA graphs, which bring another {graphs or 0:.2f}")
+    note = "both without CUDA graphs" + (f", which bring another {graphs:.2f}" if graphs else "")
+    return sampled(over(speeds, (LAUNCHED, "unpadded"), others), note=note)
 
 
 def articles(evidence: Evidence) -> Measured | None:

@@ -123,7 +123,7 @@ class AtMost:
 
 @dataclass(frozen=True)
 class Within:
-    """The median lies within bounds."""
+    """The median lies within bounds; of labelled values all do."""
 
     low: float
     high: float
@@ -134,7 +134,7 @@ class Within:
         return f"{self.form.format(self.low)} to {self.form.format(self.high)}"
 
     def holds(self, measured: Measured) -> bool:
-        return self.low <= measured.median <= self.high
+        return all(self.low <= value <= self.high for value in (measured.samples if measured.labels else [measured.median]))
 
 
 @dataclass(frozen=True)

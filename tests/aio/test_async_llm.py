@@ -14,7 +14,7 @@ import toys
 from servers import Gate
 
 from echelon import LLM, AsyncLLM, ConfigError, RequestError, RequestOutput, SamplingParams
-from echelon.errors import ClosedError, UnavailableError
+from echelon.errors import ClosedError, RankError, UnavailableError
 from echelon.model.load.loading import LoadedModel
 
 PROMPTS = toys.prompts()
@@ -239,9 +239,15 @@ def test_a_name_that_is_made_is_nobodys(target: LoadedModel) -> None:
 def test_an_engine_that_has_died_gives_its_memory_back(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         llm = AsyncLLM(target, max_num_seqs=2)
-        monkeypatch.setattr(llm._thread, "_tick", lambda _: 1 / 0)
+
+        def die() -> None:
+            raise RankError("a rank has gone")
+
+        monkeypatch.setattr(llm.llm.engine, "step", die)
         ended = await last_of(llm.generate(PROMPTS[0], params()))
-        assert ended.outputs[0].finish_reason == "error" and not llm.is_running
+        assert ended.outputs[0].finish_reason == "error"
+        await asyncio.to_thread(llm._thread._thread.join)
+        assert not llm.is_running
         await llm.close()
         with pytest.raises(ClosedError):
             llm.llm.get_counters()

@@ -13,6 +13,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis.stateful import rule
 
@@ -86,7 +87,7 @@ class _Engine(Engine):
     """Steps that are not ahead are those of the machine."""
 
     def __init__(self, machine: AheadMachine) -> None:
-        target: Any = SimpleNamespace(usage=Usage(), num_lanes=lambda _: 1)
+        target: Any = SimpleNamespace(usage=Usage(), num_lanes=lambda _: 1, loaded=SimpleNamespace(device=torch.device("cpu")))
         ahead: Any = machine
         super().__init__(target, NoDrafter(), machine.scheduler, ahead=ahead)
         self._machine = machine

@@ -494,23 +494,23 @@ def test_a_text_that_grew_while_a_drafter_was_left_out_may_be_read_at_once() -> 
 
 def test_a_text_that_grew_while_nothing_was_asked_for_may_be_read_at_once() -> None:
     """As where drafts do not pay for a while; another row's wait allows it nothing."""
-    slow, kept = Slow("propose", 0.0), [RowVerdict(1, [], [], 1)]
-    guard, (asked,) = guarded(slow), rows_of(1)
+    (asked,), other = rows_of(1), PlannedRow(Sequence(5, [1, 2], 2, Sampler(SamplingParams(), 5), frozenset(), 9), 0, 1, 3, 3)
+    resting = asked.drafting(0, 0)
 
-    def step(row: PlannedRow, seconds: float) -> None:
-        slow.seconds = seconds
-        guard.propose([row])
-        slow.now += 1.0
-        guard.observe([row], kept, None)
+    def faults_of(usage: Usage | None, *last: PlannedRow) -> dict[str, int]:
+        slow = Slow("propose", 0.0)
+        slow.usage = usage
+        guard = guarded(slow)
+        for rows, seconds in [([asked], 0.0), *[([resting], 0.0)] * 30, (list(last), 4.0)]:
+            slow.seconds = seconds
+            guard.propose(rows)
+            slow.now += 1.0
+            guard.observe(rows, [RowVerdict(1, [], [], 1)] * len(rows), None)
+        return dict(guard.faults)
 
-    other = PlannedRow(Sequence(5, [1, 2], 2, Sampler(SamplingParams(), 5), frozenset(), 9), 0, 1, 3, 3)
-    step(asked, 0.0)
-    for _ in range(30):
-        step(asked.drafting(0, 0), 0.0)
-    step(asked, 4.0)
-    assert not guard.faults
-    step(other, 4.0)
-    assert guard.faults == {"too slow": 1}
+    assert faults_of(Usage(), asked) == {}
+    assert faults_of(Usage(), resting, other) == {"too slow": 1}
+    assert faults_of(None, asked) == {"too slow": 1}, "what copies from the text has nothing to read"
 
 
 def test_a_drafter_that_never_hears_is_left_out_once_a_pause() -> None:

@@ -161,14 +161,18 @@ def test_preemption_at_every_step_changes_no_token(kind: str, tree: str, mode: s
     llm = head_llm(kind, tree, mode, max_num_seqs=3)
     scheduler = llm.engine.scheduler
 
+    num_thrown_out = 0
+
     def preempt(_: StepRecord) -> None:
+        nonlocal num_thrown_out
         if len(scheduler.running) > 1:
+            num_thrown_out += 1
             llm.engine.drafter.forget(scheduler._preempt().id)
 
     llm.engine.observers.append(preempt)
     asked = [p.model_copy(update={"max_tokens": 10}) for p in params(mode)][:12]
     assert generated(llm, toys.prompts()[:12], asked) == [t[:10] for t in truth(mode)[:12]]
-    assert llm.stats.num_preemptions > 10
+    assert num_thrown_out > 10
 
 
 @pytest.mark.parametrize("kind", ["autoregressive", "independent"])

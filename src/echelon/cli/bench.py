@@ -81,12 +81,12 @@ def step(
     output: OutputOption = None,
 ) -> None:
     """One forward pass by its number of tokens, beside merely reading the weights; in milliseconds, linear layers and attention apart."""
-    check_kernels(chosen_device("auto"))
     widths = sorted(sizes_of(tokens, "--tokens"))
     if cost_table is None and speculative_config is not None:
         raise ConfigError(f"{SPECULATIVE} says whose drafting a cost table has; give --cost-table too, or leave it out")
     if cost_table is not None and output is not None:
         raise ConfigError("--cost-table writes its file and nothing else; leave --output out")
+    check_kernels(chosen_device("auto"))
     with errors.status(f"making {model}"):
         loaded = _made(model, dtype, quantization)
     if cost_table is not None:
