@@ -262,3 +262,4 @@ def test_a_matrix_that_is_no_linear_layers_keeps_its_values_in_another_dtype(dty
         [[5, 6, 7, 8], [9]], params
     )
     assert [o.outputs[0].token_ids for o in plain] == [o.outputs[0].token_ids for o in drafted]
+    assert [len(o.outputs[0].token_ids) for o in plain] == [8, 8]

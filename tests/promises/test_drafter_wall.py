@@ -23,6 +23,7 @@ from echelon.drafters.guard import MOST_FAILURES, GuardedDrafter
 from echelon.errors import EchelonError
 from echelon.sampling import Sampler
 from echelon.sequence import PlannedRow, Sequence
+from echelon.stats import Usage
 
 Rows = SequenceOf[PlannedRow]
 LENGTHS = (5, 1, 17)
