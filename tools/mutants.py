@@ -181,6 +181,12 @@ MUTANTS = [
     Mutant("plans of other counts share memory", "parallel/pass_plan.py", "self._kept.get((has_trees, *counts))", "self._kept.get((has_trees, *counts[:-1], 0))", f"{PASS_PLAN}::test_plans_of_equal_counts_share_memory_and_nothing_else"),
     Mutant("a worker's message may end early", "parallel/serving.py", "if end == count else b\"\"", "", "tests/parallel/test_socket_way.py"),
     Mutant("a match is counted past its end", "drafters/ngram.py", "tokens[place - 1 - length] == tokens[-1 - length]", "tokens[-1 - length] >= 0", "tests/drafters/test_ngram.py"),
+    Mutant("a drafter that rested has no time to read", "drafters/guard.py", "or (self._reads and not row.max_draft_tokens)", "", "tests/promises/test_drafter_wall.py::test_a_text_that_grew_while_nothing_was_asked_for_may_be_read_at_once"),
+    Mutant("a wait of one row is another's time", "drafters/guard.py", "for row in rows if row.max_draft_tokens or row.num_new > 1", "for row in rows", "tests/promises/test_drafter_wall.py::test_a_text_that_grew_while_nothing_was_asked_for_may_be_read_at_once"),
+    Mutant("norms start as their weights", "heads/parts.py", "return 1.0 + weight if", "return weight if", "tests/heads/test_heads.py::test_norms_start_as_what_the_targets_multiply_by"),
+    Mutant("a converted matrix loses its values", "model/patches/weights.py", "original = None if self.original is None else", "original = None if True else", "tests/model/test_recognised.py::test_a_matrix_that_is_no_linear_layers_keeps_its_values_in_another_dtype"),
+    Mutant("a stale state of a head", "drafters/heads.py", "self._states[span.row] = (span.text_len + 1, state)", "self._states.setdefault(span.row, (0, state)); self._states[span.row] = (span.text_len + 1, self._states[span.row][1])", "tests/promises/test_heads_lossless.py::test_heads_change_no_token"),
+    Mutant("costs of a drafter in other bits serve", "adaptive/cost_files.py", '"drafter_quantization": str(quantization), ', "", "tests/memory/test_step_speeds.py"),
     Mutant("prefixes come back before drafts", "memory/ladder.py", "(prefixes, self.spec), (self.config, spec), (prefixes, spec)", "(self.config, spec), (prefixes, self.spec), (prefixes, spec)", "tests/memory/test_ladder.py"),
     Mutant("costs of other settings serve", "memory/step_speeds.py", "wanted.items() <= record.key.items()", "True", "tests/memory/test_step_speeds.py"),
 ]  # fmt: skip
