@@ -125,8 +125,8 @@ def launches(batch: int, evidence: Evidence) -> str:
         return "how long a step took was not kept"
     padded, launched, captured = (sum(found[name].step_ms.values()) for name in names)
     return (
-        f"a step of padded speculation, {found[names[0]].padded_input_share:.0%} of whose inputs are pads, takes {padded:.0f} ms, and one without "
-        f"pads {launched:.0f}: both wait for the host to launch their kernels, since as one CUDA graph the latter takes {captured:.0f}"
+        f"a step of padded speculation, {found[names[0]].padded_input_share:.0%} of whose inputs are pads, takes {padded:.0f} ms, and one "
+        f"without pads {launched:.0f}: both wait for the host to launch their kernels, since as one CUDA graph the latter takes {captured:.0f}"
     )
 
 
@@ -229,7 +229,7 @@ EMS_SD = [
             AtLeast(published[batch]),
             partial(on_device, batch, others),
             needs=DEVICE.format(f"table-OPT-6.7B-{batch:02d}"),
-            why=partial(launches, batch),
+            why=partial(launches, batch) if others[0] == LLMA else widening,
         )
         for batch, (what, published, others) in product(ON_DEVICE, OTHERS)
     ),
