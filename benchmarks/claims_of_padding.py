@@ -126,7 +126,7 @@ def launches(batch: int, evidence: Evidence) -> str:
     padded, launched, captured = (sum(found[name].step_ms.values()) for name in names)
     return (
         f"a step of padded speculation, {found[names[0]].padded_input_share:.0%} of whose inputs are pads, takes {padded:.0f} ms, and one "
-        f"without pads {launched:.0f}: both wait for the host to launch their kernels, since as one CUDA graph the latter takes {captured:.0f}"
+        f"without pads {launched:.0f}: both wait for kernels to be launched, since as one CUDA graph the latter takes {captured:.0f}"
     )
 
 
