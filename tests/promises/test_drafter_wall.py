@@ -305,7 +305,7 @@ class Slow(Drafter):
 
     def propose(self, rows: Rows) -> Draft:
         self._take("propose")
-        return Draft.chains([[7] for _ in rows])
+        return Draft.chains([[7] if row.max_draft_tokens else [] for row in rows])
 
     def observe(self, rows: Rows, verdict: Verdict, hidden_states: Tensor | None) -> None:
         self._take("observe")

@@ -172,7 +172,7 @@ def watch(llm: LLM, is_faulty: bool = False, are_settled: bool = True) -> LLM:
                 cache.apply_copies()
             is_known = are_settled and not llm.engine.in_flight  # rows in flight have more than is known yet
             stale = ~cache.held_slots() if is_known else free_slots(cache).contiguous()
-            for sources, _ in cache.tables.copies:  # which are still to be read
+            for sources, _ in getattr(cache.tables, "copies", ()):  # which are still to be read
                 stale.view(-1)[torch.from_numpy(sources)] = False
             for storage in (*cache.keys, *cache.values):
                 slots = by_slot(storage) if isinstance(cache, KVCache) else storage
