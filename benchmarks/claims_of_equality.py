@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.claims_of_padding import widening
 from benchmarks.verdicts import AtLeast, AtMost, Claim, Evidence, Measured, Ordered, Within, labelled, sampled
+from benchmarks.workloads import num_realigned
 from echelon.bench.throughput import ThroughputResult
 
 FAULTS = {  # re-enacted fault → who has it, share of equal rows that its system has at batch 4, in per cent
@@ -79,7 +80,9 @@ def scaling(strategy: str, evidence: Evidence) -> Measured | None:
     if one is None or many is None:
         return None
     pairs = zip(many.decode_tokens_per_second, one.decode_tokens_per_second, strict=False)
-    return sampled([a / b for a, b in pairs if b], note="24 prompts at batch 8, and the first 8 of them at batch 1")
+    return sampled(
+        [a / b for a, b in pairs if b], note=f"{num_realigned(8)} prompts at batch 8, and the first {num_realigned(1)} of them at batch 1"
+    )
 
 
 def grouped_over_realigned(batch: int, lengths: str, evidence: Evidence) -> Measured | None:

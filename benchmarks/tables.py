@@ -25,7 +25,7 @@ from benchmarks.document import write_document
 from benchmarks.options import parser_of
 from benchmarks.prefill import PrefilledRun
 from benchmarks.replayed import AcceptanceHistogram, replay, rescaled
-from benchmarks.workloads import PADDINGS, ROOT, SMALL, VERIFIED, VERIFIED_TREE, Models, Size, greedy, source, tokens_a_step
+from benchmarks.workloads import PADDINGS, ROOT, SMALL, VERIFIED, VERIFIED_TREE, Models, Size, greedy, num_realigned, source, tokens_a_step
 from echelon import LLM
 from echelon.bench.latency import measure_latency
 from echelon.bench.throughput import ADAPTIVE, CONFIDENT, DecodingMethod, default_methods, environment, measure
@@ -205,7 +205,7 @@ class Tables:
     def realign(self, is_ragged: bool, batch: int) -> dict[str, Any]:
         """EQSPEC, EXSPEC and ours with the draft model: rows enter as others finish, prompts of random or of equal lengths."""
         target = self.models.realigned
-        prompts = source(target, max(3 * batch, 8), self.size.short_prompt_tokens, is_ragged)
+        prompts = source(target, num_realigned(batch), self.size.short_prompt_tokens, is_ragged)
         methods = [DecodingMethod("plain", None), *(DecodingMethod("draft model", default_methods()[2].config, s) for s in REALIGNMENTS)]
         return self._measured(target, methods, prompts, self.size.realign_tokens, batch, 1)
 

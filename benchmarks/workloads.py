@@ -87,6 +87,11 @@ def check_drafted(llm: LLM) -> None:
         raise RuntimeError(f"the drafter failed ({', '.join(faults)}), and steps without drafts say nothing about it; measure again")
 
 
+def num_realigned(batch: int) -> int:
+    """Prompts of a batch whose rows are realigned: some enter as others finish."""
+    return max(3 * batch, 8)
+
+
 def source(target: LoadedModel, count: int, longest: int, is_ragged: bool = True) -> list[list[int]]:
     """`count` prompts of held-out source of `longest` tokens, or of half to all of them."""
     assert target.tokenizer is not None

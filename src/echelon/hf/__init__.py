@@ -150,7 +150,6 @@ def _decode(model: PreTrainedModel, drafting: Drafting, batch: Batch) -> Any:
             config,
             served[1] if len(served) > 1 else None,
             max_num_seqs=batch.num_rows,
-            max_num_batched_tokens=max(2048, batch.num_rows),
             max_model_len=batch.max_len,
         )
         decoded = decode_in_order(llm, batch) if names else decode_ahead(llm, batch)
