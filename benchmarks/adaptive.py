@@ -225,8 +225,12 @@ def over_single(records: SequenceOf[Record]) -> tuple[float, float]:
 
 def as_markdown(records: Mapping[str, Record]) -> str:
     """A line for each cell, and a summary for each drafter and family."""
+    return "\n\n".join(part for part in (cells_table(records), summary(records)) if part)
+
+
+def cells_table(records: Mapping[str, Record]) -> str:
+    """A line for each cell."""
     lines: list[tuple[str, ...]] = []
-    groups: dict[str, list[Record]] = {}
     for name, record in records.items():
         speeds, is_repeated = record.get("repeated", record)["speeds"], "repeated" in record
         of_plain, of_best, best = by_round(speeds)
@@ -234,15 +238,24 @@ def as_markdown(records: Mapping[str, Record]) -> str:
         whole = f"{over_plain(record['whole'])['auto']:.2f}" if "whole" in record else "the same"
         shown = [f"{statistics.median(v):.2f}" + (f" (up to {most(v):.2f})" if is_repeated else "") for v in (of_plain, of_best)]
         lines.append((name, *shown, best, "yes" if is_met else "**no**", whole))
-        groups.setdefault(name.rpartition("_b")[0], []).append(record)
     parts = [table(["cell", "auto over plain", "over the best other", "which", "met", "over plain with the last rows"], lines)]
     if any("whole" not in record for record in records.values()):
         parts.append("The same: a record from before speeds were told apart, of two prompts a row; speed is that of the whole run.")
-    summary = [(group, *(f"{x:.2f}" for x in over_single(own))) for group, own in groups.items() if len(own) > 1]
-    if summary:
-        parts.append(table(["", "auto over the best single setting", "best of every batch over it"], summary))
-        parts.append(f"Goals: {LEVEL} in every cell; 1.00 over the best single setting, {GAIN} where the best of every batch are {WORTH}.")
     return "\n\n".join(parts)
+
+
+def summary(records: Mapping[str, Record]) -> str:
+    """Geometric means over the batches for each drafter and family that more than one batch was measured of, each cell beside itself, so
+    that cells may be of different days.
+    """
+    groups: dict[str, list[Record]] = {}
+    for name, record in records.items():
+        groups.setdefault(name.rpartition("_b")[0], []).append(record)
+    lines = [(group, str(len(own)), *(f"{x:.2f}" for x in over_single(own))) for group, own in groups.items() if len(own) > 1]
+    if not lines:
+        return ""
+    goals = f"Goals: {LEVEL} in every cell; 1.00 over the best single setting, {GAIN} where the best of every batch are {WORTH}."
+    return table(["geometric mean", "batches", "auto over the best single setting", "best of every batch over it"], lines) + "\n\n" + goals
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -9,6 +9,7 @@ from benchmarks.cells import Record
 from benchmarks.claims_of_equality import EQUALITY, equal_rows
 from benchmarks.claims_of_heads import spec_bench_rows
 from benchmarks.claims_of_padding import widening
+from benchmarks.hard_limits import RATIOS, drafting_gains
 from benchmarks.verdicts import AtLeast, AtMost, Claim, Crosses, Evidence, Measured, Within, labelled, medians, over, sampled
 
 PLANNED_COMMAND = "python -m benchmarks.specmemo planned"
@@ -16,7 +17,6 @@ MEDUSA_COMMAND = "python -m benchmarks.specmemo --method medusa --questions FILE
 MEMORY_COMMAND = "python -m benchmarks.memory {}"
 TREES_COMMAND = "python -m benchmarks.alike trees_{}_b{:02d}"
 LEAST_MINUTES = 30  # of a soak whose memory has a slope
-RATIOS = (2, 3, 5, 8, 15)  # weights over keys and values
 LEAF_LOGITS = "logits gathered by leaf"
 
 
@@ -71,11 +71,9 @@ def within_bound(evidence: Evidence) -> Measured | None:
     record = evidence.record("memory/bound")
     if not record or "died" not in record["below"]:
         return None
-    limit, below = record["above"]["least"] / 2**20, record["below"]["limit"] / 2**20
-    return sampled(
-        [record["above"]["speed"] / record["plain"]["speed"]],
-        note=f"under a hard limit of {limit:,.0f} MiB, which the plan says it needs; under {below:,.0f} MiB it dies",
-    )
+    limit, below = record["rounds"][-1]["draft_model"]["least"] / 2**20, record["below"]["limit"] / 2**20
+    note = f"under a hard limit of {limit:,.0f} MiB, which the plan says it needs; under {below:,.0f} MiB it dies"
+    return sampled(drafting_gains(record), note=note)
 
 
 def queries(evidence: Evidence) -> Measured | None:

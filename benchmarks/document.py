@@ -74,7 +74,8 @@ def write_document(folder: Path, expected: SequenceOf[str], settings: dict[str, 
         *peers_part(runs),
         *families_part(evidence / "families"),
         *quantised_part(evidence / "quantised"),
-        *measured_part("## Adaptive lengths: `python -m benchmarks.adaptive`", evidence / "adaptive", adaptive.as_markdown),
+        *measured_part("## Adaptive lengths: `python -m benchmarks.adaptive`", evidence / "adaptive", adaptive.cells_table),
+        adaptive.summary(measured(evidence / "adaptive")),
         *measured_part("## What deciding costs: `python -m benchmarks.adapting`", evidence / "adapting", adapting.as_markdown),
         *measured_part("## Prefixes that are kept: `python -m benchmarks.prefixes`", evidence / "prefixes", prefixes.as_markdown),
         *gpu_part(evidence / "gpu_check.json"),
@@ -85,10 +86,14 @@ def write_document(folder: Path, expected: SequenceOf[str], settings: dict[str, 
 def measured_part(title: str, folder: Path, as_markdown: Callable[[dict[str, Record]], str]) -> list[str]:
     """A table for every machine and commit that the folder has records of."""
     groups: dict[str, dict[str, Record]] = {}
-    for name, record in Records(folder).read().items():
-        if "failed" not in record:
-            groups.setdefault(described(record["environment"]), {})[name] = record
+    for name, record in measured(folder).items():
+        groups.setdefault(described(record["environment"]), {})[name] = record
     return [title, *(part for where, own in groups.items() for part in (f"On {where}.", as_markdown(own)))] if groups else []
+
+
+def measured(folder: Path) -> dict[str, Record]:
+    """The folder's records but for those of cells that failed."""
+    return {name: record for name, record in Records(folder).read().items() if "failed" not in record}
 
 
 def missing(cells: Cells, expected: SequenceOf[str]) -> list[str]:

@@ -19,10 +19,11 @@ from echelon.config import speculative
 from echelon.memory.lower_bound import least_memory
 from echelon.memory.residents import PlannedModels
 
-RATIOS = (2, 3, 5, 8, 15)
+RATIOS = (2, 3, 5, 8, 15)  # weights over keys and values
 DEVICE, WEIGHTS = 16.0, 13.5  # GB of SpecMemo's smaller device, and of the model that it serves there
 QUERY, ANSWER = 128, 32  # tokens of a query, and of its answer among them
 CONVERSATIONS = 200
+BOUND_ROUNDS = 3
 MARGIN = 32 * 2**20  # bytes below what a process took
 
 
@@ -103,7 +104,8 @@ def bounded(drafter: str, extra: int) -> Record:
     target, draft = folder_of("grown")
     drafting = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 4} if drafter == "draft_model" else None
     config, spec = EngineConfig(max_num_seqs=1, max_model_len=384), speculative(drafting)
-    least = least_memory(PlannedModels(config, spec, target), config, spec)[-1].bytes
+    shapes = least_memory(PlannedModels(config, spec, target), config, spec)  # plain decoding first, then this drafter's one shape
+    least = shapes[0 if spec is None else -1].bytes
     limit = limit_data(least + extra)
     llm = LLM(target, drafting, max_num_seqs=1, max_model_len=384)
     prompts = source(llm.target, 4, 128, is_ragged=False)
@@ -114,12 +116,18 @@ def bounded(drafter: str, extra: int) -> Record:
 
 
 def bound() -> Record:
-    """Plain decoding, drafting in the least memory by plan, and in less than its process then took."""
+    """By turns plain decoding and drafting, each in the least memory by plan; then drafting in less than its process took."""
     folder_of("grown")  # made here, so that no measured process holds what is left of making it
-    plain, above = (in_process("bound", drafter, "0") for drafter in ("none", "draft_model"))
-    extra = above["data"] - above["limit"] - MARGIN
+    rounds = [{drafter: in_process("bound", drafter, "0") for drafter in ("none", "draft_model")} for _ in range(BOUND_ROUNDS)]
+    last = rounds[-1]["draft_model"]
+    extra = last["data"] - last["limit"] - MARGIN
     below = limited("bound", "draft_model", str(extra))
-    return {"plain": plain, "above": above, "below": below | {"limit": above["limit"] + extra}}
+    return {"rounds": rounds, "below": below | {"limit": last["limit"] + extra}}
+
+
+def drafting_gains(bound: Record) -> list[float]:
+    """Decoding with drafts over without, each in its least memory, by round."""
+    return [r["draft_model"]["speed"] / r["none"]["speed"] for r in bound["rounds"]]
 
 
 def say(record: Record) -> None:
