@@ -44,7 +44,7 @@ heads: $(READY)
 	$(call learn,eagle3,700,--draft-vocab-size 3072)
 	$(call learn,scylla,2700,--num-layers 2 --fine-tuning-steps 900)
 
-# The table of the README, the overhead of a step, the kernels beside the machine's own rates.
+# Methods and strategies beside one another, the overhead of a step, the kernels beside the machine's own rates.
 bench: $(READY)
 	$(BIN)/python -m tools.prove bench
 

@@ -176,7 +176,8 @@ def settled(family: str, drafter: str, batch_size: int, temperature: float, roun
     record = in_family(family, drafter, batch_size, temperature, rounds)
     speeds = record["speeds"]
     if repeats and min(ratios(speeds)[:2]) < LEVEL:
-        others = sorted((n for n in speeds if n not in ("plain", "auto")), key=lambda n: -statistics.median(speeds[n]))
+        gains = over_plain(speeds)
+        others = sorted((n for n in speeds if n not in ("plain", "auto")), key=lambda n: -gains[n])
         record["repeated"] = in_family(family, drafter, batch_size, temperature, REPEATS, ["plain", "auto", *others[:BEST]])
     return record
 
@@ -197,13 +198,13 @@ def by_round(speeds: Mapping[str, SequenceOf[float]]) -> tuple[list[float], list
     the name of the one that all of them choose.
     """
     auto = speeds["auto"]
+    of_plain = [a / p for a, p in zip(auto, speeds["plain"], strict=True)]
     others = {name: v for name, v in speeds.items() if name != "auto" and len(v) == len(auto)}
 
     def best(without: int | None = None) -> str:
         rounds = [i for i in range(len(auto)) if i != without] or [0]
-        return max(others, key=lambda name: statistics.median(others[name][i] for i in rounds))
+        return max(others, key=lambda name: statistics.median(others[name][i] / speeds["plain"][i] for i in rounds))
 
-    of_plain = [a / p for a, p in zip(auto, speeds["plain"], strict=True)]
     return of_plain, [speed / others[best(i)][i] for i, speed in enumerate(auto)], best()
 
 
@@ -215,7 +216,7 @@ def most(values: SequenceOf[float]) -> float:
 
 def over_single(records: SequenceOf[Record]) -> tuple[float, float]:
     """Geometric means over cells: of "auto" over the best single setting, and of the best of each cell over that."""
-    medians = [{name: statistics.median(v) for name, v in r["speeds"].items()} for r in records]
+    medians = [over_plain(r["speeds"]) for r in records]
     names = set.intersection(*(set(m) for m in medians)) - {"auto"}
     mean = statistics.geometric_mean
     single = max(mean([m[name] for m in medians]) for name in names)

@@ -7,10 +7,9 @@ Nothing is measured here. A row's command measures what its verdict is computed 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Any
 
 from benchmarks import categories
 from benchmarks.cells import Records
@@ -21,7 +20,20 @@ from benchmarks.claims_of_memory import OWN, SPECMEMO
 from benchmarks.claims_of_padding import EMS_SD, LLMA, RATIOS
 from benchmarks.document import EQUAL_DRAFTS, groups, ratio
 from benchmarks.options import parser_of
-from benchmarks.verdicts import FAILS, HOLDS, LEAST_SAMPLES, NOT_HERE, NOT_MEASURED, Claim, Evidence, Judged, judge, middle, over
+from benchmarks.verdicts import (
+    FAILS,
+    HOLDS,
+    LEAST_SAMPLES,
+    NOT_HERE,
+    NOT_MEASURED,
+    Claim,
+    Evidence,
+    Judged,
+    environments,
+    judge,
+    middle,
+    over,
+)
 from benchmarks.workloads import ROOT
 from echelon.bench.report import described, table
 from echelon.inputs import write_text
@@ -190,15 +202,6 @@ def tasks_part(evidence: Evidence) -> list[str]:
     found = {name: record for name in names if (record := evidence.record(f"categories/{name}"))}
     about = "Speed-up over plain decoding by the harness's own metric, in brackets tokens a step (`python -m benchmarks.categories`):"
     return ["## Spec-Bench by task", about, categories.as_markdown(found)] if found else []
-
-
-def environments(record: Any) -> Iterator[dict[str, str]]:
-    """Where a record, or what it holds, was measured."""
-    if isinstance(record, dict) and "environment" in record:
-        yield record["environment"]
-    elif isinstance(record, dict | list):
-        for part in record.values() if isinstance(record, dict) else record:
-            yield from environments(part)
 
 
 def machines_part(rows: SequenceOf[Judged]) -> list[str]:

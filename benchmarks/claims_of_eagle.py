@@ -28,6 +28,7 @@ LAWS_COMMAND = "python -m benchmarks.laws --target TARGET {}"
 SHAREGPT = "68 thousand conversations (a day or two on 4 × A100)"
 TABLE_5 = (1, 2, 4, 8, 16, 32, 40, 48, 64)  # batches
 DRAFTED = 1.01  # tokens a step below which next to nothing was drafted
+DEPTHS = (1, 2, 5)  # layers of Scylla's heads
 CHAINS = ((2, 1.81), (4, 1.82), (8, 1.62), (16, 1.48), (32, 1.32))  # batch, EAGLE-3's chain of 3 over plain decoding in SGLang
 
 
@@ -77,8 +78,8 @@ def unequal_training(evidence: Evidence) -> str:
         return "no heads have been trained for it here"
     times, first = one["seconds_a_batch"] / other["seconds_a_batch"], (one["top1"][0], other["top1"][0])
     text = (
-        f"both heads were trained for equally long, and EAGLE-3, whose batch takes {times:.1f} times as long, has seen {one['batches']} "
-        f"batches against {other['batches']} (top-1 of the first head {first[0]:.2f} against {first[1]:.2f})"
+        f"EAGLE-3's head, whose batch takes {times:.1f} times as long to learn, has seen {one['batches']} batches, and EAGLE's "
+        f"{other['batches']} at least (top-1 of the first head then {first[0]:.2f} against {first[1]:.2f})"
     )
     chains = [[c["trees"]["chain"]["tokens_per_step"] for c in cells_of(v, evidence)] for v in ("eagle3-training-time-test", "eagle")]
     if all(chains):
@@ -90,23 +91,24 @@ def unequal_training(evidence: Evidence) -> str:
 # Scylla, from the records of `benchmarks.laws`
 
 
-def law_records(evidence: Evidence) -> dict[str, Any]:
-    names = [p.stem for p in sorted((evidence.folder / "laws").glob("*.json"))]
+def by_depths(evidence: Evidence) -> dict[str, Any]:
+    """Records of heads of every depth and share of pretraining, by name."""
+    names = [p.stem for depth in DEPTHS for p in sorted((evidence.folder / "laws").glob(f"d{depth}_s*.json"))]
     found = {name: evidence.record(f"laws/{name}") for name in names}
     return {name: record for name, record in found.items() if record}
 
 
 def pretraining_fits(evidence: Evidence) -> dict[int, dict[str, Fit]]:
     """Laws of tokens a step, greedy, by the drafter's layers: of depths that have enough points."""
-    records = law_records(evidence)
-    known = {depth: [p for p in by_tokens(records, depth, 0.0) if p[0] > 0] for depth in (1, 2, 5)}
+    records = by_depths(evidence)
+    known = {depth: [p for p in by_tokens(records, depth, 0.0) if p[0] > 0] for depth in DEPTHS}
     return {depth: fitted([p[0] for p in own], [p[1] for p in own]) for depth, own in known.items() if len(own) > 3}
 
 
 def by_pretraining(evidence: Evidence) -> Measured | None:
     """R² of the logarithmic law."""
     fits = pretraining_fits(evidence)
-    values = {d: fits[d]["logarithmic"].r_squared if "logarithmic" in fits.get(d, {}) else None for d in (1, 2, 5)}
+    values = {d: fits[d]["logarithmic"].r_squared if "logarithmic" in fits.get(d, {}) else None for d in DEPTHS}
     return labelled({f"{depth} layers": value for depth, value in values.items()}, least=1)
 
 
@@ -118,20 +120,19 @@ def by_sigmoid(evidence: Evidence) -> str:
 
 def pretrained(evidence: Evidence) -> str:
     """What the head has learned from, beside the published."""
-    tokens = law_records(evidence)["d2_s0_t100"]["pretrained"]
+    tokens = (evidence.record("laws/d2_s0_t100") or {"pretrained": 0})["pretrained"]
     return f"the head was pretrained on {tokens / 1e6:.1f} million tokens, the published one on 1 to 100 billion"
 
 
 def by_depth(evidence: Evidence) -> Measured | None:
-    records = law_records(evidence)
-    found = {d: by_tokens(records, d, 0.0) for d in (1, 2, 5)}
+    records = by_depths(evidence)
+    found = {d: by_tokens(records, d, 0.0) for d in DEPTHS}
     return labelled({f"{d} layers": max(own)[1] if own else None for d, own in found.items()}, least=3)
 
 
 def over_head(other: str, evidence: Evidence) -> Measured | None:
     """Tokens a step that Scylla's head with 2 layers has more."""
-    records = law_records(evidence)
-    mine, theirs = records.get("d2_s0_t100"), records.get(f"{other}_t100")
+    mine, theirs = (evidence.record(f"laws/{head}_t100") for head in ("d2_s0", other))
     return sampled([emitted(mine, 0.0) - emitted(theirs, 0.0)], "{:+.2f}") if mine and theirs else None
 
 
@@ -146,6 +147,17 @@ def table_5(batch: int, evidence: Evidence) -> Measured | None:
 def fixed_trees(evidence: Evidence) -> Measured | None:
     """EAGLE-2's fixed trees over plain decoding, by batch."""
     return over_plain("eagle, 60 nodes", evidence) or by_batch("eagle, tree", evidence)
+
+
+def nothing_drafted(evidence: Evidence) -> str:
+    """How much is drafted at the batches that lose."""
+    speeds = {b: evidence.record(f"laws/speed_b{b:02d}") or {} for b in TABLE_5}
+    losing = {b: r for b, r in speeds.items() if (v := over(r.get("speeds", {}), "scylla, auto", "plain")) and (middle(v) or 0) < 1}
+    told = ", ".join(f"{r['tokens_per_step']['scylla, auto']:.2f} at {b}" for b, r in losing.items())
+    return (
+        f"where it loses next to nothing is drafted ({told or 'nothing'} tokens a step), and what is left is what "
+        "keeping the head's own keys and deciding cost"
+    )
 
 
 def over_plain(setting: str, evidence: Evidence) -> Measured | None:
@@ -342,7 +354,7 @@ SCYLLA = [
         LAWS_COMMAND.format("speed"),
         AtLeast(1.0),
         partial(over_plain, "scylla, auto"),
-        why=widening,
+        why=nothing_drafted,
     ),
     Claim(
         "scylla-paths",

@@ -93,7 +93,10 @@ def queries(evidence: Evidence) -> Measured | None:
 def one_more(evidence: Evidence) -> str:
     """By how much a plan is a bound."""
     found = [evidence.record(f"memory/ratio_llama_{ratio}") or {} for ratio in (*RATIOS, "plan")]
-    more = max(r["held"] + r["holds_one_more"] - r["planned"] for r in found if r.get("planned"))
+    ran = [r["held"] + r.get("holds_one_more", False) - r["planned"] for r in found if r.get("planned")]
+    if min(ran, default=0) < 0:
+        return f"of queries that a plan allows {-min(ran)} did not fit: the plan is no bound"
+    more = max(ran, default=0)
     return f"a plan is a bound, by blocks that each row may take: {more} more query fits than it says, of so few that it counts in per cent"
 
 
@@ -103,6 +106,13 @@ def padded_trees(batch: int, evidence: Evidence) -> Measured | None:
 
 def unpadded_trees(head: str, evidence: Evidence) -> Measured | None:
     return sampled(over(evidence.speeds(f"alike/trees_{head}_b08"), ("tree", "unpadded"), ("tree", "padded")))
+
+
+def little_to_pad(head: str, evidence: Evidence) -> str:
+    """How much of what padding computes is padding."""
+    padded = [r for r in evidence.results(f"alike/trees_{head}_b08") if (r.method, r.strategy) == ("tree", "padded")]
+    inputs, keys = (max((getattr(r, share) for r in padded), default=0.0) for share in ("padded_input_share", "padded_kv_share"))
+    return f"rows whose trees have as many nodes leave little to pad: {inputs:.0%} of the inputs and {keys:.0%} of the keys are padding"
 
 
 def trees_by_batch(evidence: Evidence) -> Measured | None:
@@ -266,7 +276,7 @@ SPECMEMO = [
             TREES_COMMAND.format(head, 8),
             AtLeast(1.0),
             partial(unpadded_trees, head),
-            why=widening,
+            why=partial(little_to_pad, head),
         )
         for head, name in (("eagle", "EAGLE"), ("medusa", "Medusa"), ("clover", "Clover"))
     ),
@@ -283,10 +293,13 @@ def whole(name: str, evidence: Evidence) -> Measured | None:
 
 
 def long_speed(evidence: Evidence) -> Measured | None:
-    """Of the last quarter of a long text, over plain decoding there."""
-    record = evidence.record("long/b01")
-    found = {f"quarter {i + 1}": a / b for i, (a, b) in enumerate(zip(record["speed"], record["plain"], strict=True))} if record else {}
-    return labelled(dict(found))
+    """Over plain decoding, by quarter of a long text."""
+    found: dict[str, float | None] = {}
+    for batch in (1, 8):
+        record = evidence.record(f"long/b{batch:02d}") or {"speed": [], "plain": []}
+        for i, (a, b) in enumerate(zip(record["speed"], record["plain"], strict=True)):
+            found[f"batch {batch}, quarter {i + 1}"] = a / b
+    return labelled(found)
 
 
 def _long_parts(evidence: Evidence) -> list[Record]:
@@ -362,9 +375,9 @@ OWN = [
     ),
     Claim(
         "own-long-speed",
-        "Speculation gains to the end of a text of 4,096 tokens.",
+        "Speculation gains to the end of texts of 4,096 tokens, at batch 1 and 8.",
         "above 1 in every quarter",
-        "python -m benchmarks.long_outputs b01",
+        "python -m benchmarks.long_outputs",
         AtLeast(1.0),
         long_speed,
         why=widening,

@@ -17,7 +17,6 @@ from benchmarks.document_parts import (
     by_batch,
     crossovers,
     drafting,
-    gpu_part,
     heads_part,
     listed,
     peers_findings,
@@ -30,6 +29,7 @@ from benchmarks.document_parts import (
     verified_findings,
 )
 from benchmarks.families import families_part
+from benchmarks.gpu_document import gpu_part
 from benchmarks.quantised import quantised_part
 from benchmarks.replayed import mean_tokens_per_step
 from echelon.bench.latency import Latency

@@ -1,16 +1,15 @@
-"""What docs/benchmarks.md is made from, and its parts about trained heads, other engines and a CUDA device."""
+"""What docs/benchmarks.md is made from, and its parts about trained heads and other engines."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
-from benchmarks.cells import Record, Records
+from benchmarks.cells import Record
 from echelon.bench.peers import as_markdown
 from echelon.bench.plot import Curve, line_chart
 from echelon.bench.report import described, table
@@ -21,7 +20,6 @@ Cells = dict[str, Record]
 
 HEADS = method_names(needs="head")
 PUBLISHED = {1: 1.00, 2: 1.09, 4: 1.25, 8: 1.59, 16: 1.97, 24: 2.14}  # EMS / vanilla, OPT-6.7B, LLMA, Table 2 of EMS-SD
-VERDICTS = {True: "holds", False: "**misses**", None: "–"}
 
 
 # figures
@@ -187,7 +185,7 @@ def peers_findings(runs: SequenceOf[Record]) -> list[str]:
 def _comparisons(run: Record) -> Iterator[str]:
     if not any(r.decode_median for r in run["ours"]):
         ours, best = run["ours"][0], max(run["theirs"], key=lambda r: r.median)
-        yield f"    - first token of a prompt: {1000.0 / ours.median:,.0f} ms, {best.median / ours.median:.2f} × {best.method}"
+        yield f"    - first token of a prompt: {1000.0 / ours.median:,.0f} ms, {ours.median / best.median:.2f} × as fast as {best.method}"
         return
     found = re.search(r"--quantization (\w+)", run["command"])
     numbers = f"{found[1]}, " if found else ""
@@ -205,51 +203,3 @@ def _comparisons(run: Record) -> Iterator[str]:
 def _compared(what: str, ours: ThroughputResult, theirs: SequenceOf[ThroughputResult]) -> str:
     best = max(theirs, key=lambda r: r.decode_median)
     return f"    - {what}: {ours.method} {ours.decode_median / best.decode_median:.2f} × {best.method}"
-
-
-# a CUDA device
-
-ON_DEVICE = {  # by how the names of its cells begin
-    "tests": "the tests that need a device",
-    "equality": "equal texts in every dtype",
-    "attention": "attention",
-    "plain": "plain decoding's share of the memory's speed and the host's gaps",
-    "table": "Table 2 at its own size",
-    "transformers": "`transformers` beside it",
-}
-
-
-def gpu_table(names: Iterable[str], records: dict[str, Record]) -> tuple[str, bool]:
-    """The lines of these cells, which `scripts/gpu_check.sh` prints, and whether all of them were measured and hold."""
-    lines = [line for name in names for line in _lines(name, records.get(name))]
-    verdicts = [holds for *_, holds in lines]
-    minutes = sum(r["seconds"] for r in records.values()) / 60
-    summary = f"{verdicts.count(True)} hold, {verdicts.count(False)} do not or were not measured; {minutes:.1f} min of measuring."
-    rows = [(*line[:3], VERDICTS[line[3]]) for line in lines]
-    return f"{table(['what', 'measured', 'goal', ''], rows)}\n\n{summary}", False not in verdicts
-
-
-def _lines(name: str, record: Record | None) -> list[list[Any]]:
-    if record is None or "failed" in record:
-        return [[name, "not measured" if record is None else f"failed: {record['failed']}", "", False]]
-    return [[line[0] or name, *line[1:]] for line in record["lines"]]
-
-
-def gpu_part(evidence: Path) -> list[str]:
-    """Of the document; says so where no device has confirmed anything."""
-    title = "## On a CUDA device"
-    if not evidence.exists():
-        return [
-            title,
-            "**Not measured yet.** Triton's interpreter and a simulated device test the kernels and the engine on the CPU; no GPU has "
-            f"confirmed them, and no speed there is known. `scripts/gpu_check.sh` measures {', '.join(ON_DEVICE.values())}.",
-        ]
-    records = Records(evidence).read()
-    places = dict.fromkeys(described(record["environment"]) for record in records.values())
-    missing = [what for cell, what in ON_DEVICE.items() if not any(name.startswith(cell) for name in records)]
-    rest = [f"Not measured yet: {', '.join(missing)}."] if missing else []
-    tables = []
-    for place in places:
-        own = {name: record for name, record in records.items() if described(record["environment"]) == place}
-        tables += [f"`scripts/gpu_check.sh` on {place}.", gpu_table(own, own)[0]]
-    return [title, *tables, *rest]

@@ -26,8 +26,8 @@ import transformers
 from transformers import OPTConfig
 
 from benchmarks.cells import Cell, Record, Records, chosen, is_committed, run_cells, said
-from benchmarks.claims_of_padding import LAUNCHED, SPEED_UPS
-from benchmarks.document_parts import PUBLISHED, gpu_table
+from benchmarks.claims_of_padding import LAUNCHED
+from benchmarks.gpu_document import PADDINGS, Line, gpu_table, table_lines
 from benchmarks.gpu_ranks import RANKS, TwoDevices, number_of_devices
 from benchmarks.options import parser_of
 from benchmarks.prefill import PrefilledRun, Prefix, begin, bytes_per_token, decode
@@ -39,7 +39,7 @@ from echelon.bench.framework import FrameworkRun
 from echelon.bench.kernels import measure_attention, measure_machine
 from echelon.bench.report import described
 from echelon.bench.shapes import opt, plain_with_random_weights, with_random_weights
-from echelon.bench.throughput import DecodingMethod, ThroughputResult, environment, measure
+from echelon.bench.throughput import DecodingMethod, environment, measure
 from echelon.bench.verify import VerificationJob, verify_dtype
 from echelon.cli.verify import as_json as verified_as_json
 from echelon.demo import DRAFT, TARGET
@@ -50,7 +50,6 @@ from echelon.ops.devices import chosen_device
 OUTPUT, ELSEWHERE = EVIDENCE / "gpu_check.json", Path("build/gpu_check.json")
 TEST_SECONDS = 150  # that the tests may take
 HISTOGRAMS = EVIDENCE / "benchmarks" / "histogram.json"
-PADDINGS = {"padded": "vanilla", "padded-inputs": "unpad KV only", "padded-kv": "unpad inputs only", "unpadded": "EMS"}
 TOKENS_PER_STEP = 4.2  # 3.94 times the speed of plain decoding at batch 1 takes about as much
 COPIED, DRAFTED = 7, 4  # tokens that LLMA copies, and that the draft model drafts
 GREATEST_GAP, SHARE_OF_COPY, ATTENTION_SHARE = 0.05, 0.8, 0.75
@@ -61,7 +60,6 @@ EQUALITY = {
     "draft_model": {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": 4},
     "tree": TREE,
 }
-Line = list[Any]
 
 
 @dataclass(frozen=True)
@@ -287,29 +285,6 @@ class DeviceCells:
         figures = f"{theirs:,.0f} tokens/s; ours {batch / ours:,.0f}"
         lines = [[f"transformers, static cache, {how}, {name}, batch {batch}", figures, "", None]]
         return {"lines": lines, "tokens_per_second": theirs, "ours": batch / ours}
-
-
-def table_lines(name: str, batch: int, results: list[ThroughputResult]) -> list[Line]:
-    """Speeds of all strategies; LLMA's unpadded ones beside the published."""
-    speed = {(r.method, r.strategy): r.decode_median for r in results}
-    plain, lines = speed["plain", "unpadded"], list[Line]()
-    for method in ("replay LLMA", "replay draft model"):
-        per_step = next(r.tokens_per_step for r in results if r.method == method and r.strategy == "unpadded")
-        all_of_them = ", ".join(f"{PADDINGS[s]} {speed[method, s] / plain:.2f}" for s in PADDINGS if (method, s) in speed)
-        what = f"{name}, batch {batch}, {method.removeprefix('replay ')} at {per_step:.2f} tokens a step"
-        lines.append([f"{what}: × plain decoding ({plain:,.0f} tokens/s)", all_of_them, "", None])
-        if method == "replay LLMA":
-            padded, unpadded = speed[method, "padded"], speed[method, "unpadded"]
-            goals = [
-                ("unpadded / plain", unpadded / plain, SPEED_UPS.get(batch)),
-                ("unpadded / padded, both without graphs", speed[LAUNCHED, "unpadded"] / padded, PUBLISHED.get(batch)),
-            ]
-            lines += [
-                [f"{what}: {ratio}", f"{value:.2f}", f"above {published}", value > published if batch > 1 else None]
-                for ratio, value, published in goals
-                if published is not None
-            ]
-    return lines
 
 
 def step_often(llm: LLM, count: int) -> None:

@@ -21,7 +21,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
@@ -164,9 +164,13 @@ class LawStudy:
         """The folder of a head, trained as far as it is not yet; heads with smaller shares of its lineage come first."""
         lineage = self._lineages[name]
         folder = self.work / name / f"{share:03d}"
-        if (folder / "model.safetensors").exists():
-            return str(folder)
         config, end = lineage.training(share, self.steps, self.fine_tuning, self.batch_size), folder / "constant.pt"
+        if (folder / "model.safetensors").exists():
+            kept = json.loads((folder / "training.json").read_text("utf-8"))
+            asked = json.loads(json.dumps(asdict(config) | asdict(config.recipe)))
+            if other := [name for name, value in asked.items() if name in kept and kept[name] != value]:
+                raise ConfigError(f"{folder} holds a head trained with other settings ({', '.join(other)}); choose another --work")
+            return str(folder)
         earlier = [s for s in lineage.shares if 0 < s < share]
         if earlier and not (folder / "checkpoint.pt").exists():
             before = Path(self.head(name, earlier[-1])) / "constant.pt"

@@ -3,18 +3,20 @@
 The embedded target grown, its context raised to what is asked for (texts beyond 2,048 tokens mean nothing, and are as long to compute and
 as easy to compare as others), with its draft model.
 
-bBB  B rows of 4,096 new tokens: rows equal to plain decoding alone to the last token; speed by quarter of the text, plain and drafted;
-     tokens a step by quarter; and the most bytes of keys and values
+bBB  B rows of 4,096 new tokens: rows equal to plain decoding to the last token, the first one to plain decoding alone; by quarter of the
+     text the rows' speeds together, each over its own time in that quarter, plain and with drafts as long as the engine decides, and
+     tokens a step; and the most bytes of keys and values
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise
-from typing import Any
+from itertools import count, pairwise
+from typing import Any, NamedTuple
 
 from benchmarks.cells import Cell, Record, asked_of, run_with_settings, said
 from benchmarks.workloads import Models, Size, greedy
@@ -27,12 +29,20 @@ from echelon.demo import DRAFT, TARGET, held_out_files
 from echelon.model.load.loading import LoadedModel, adopt_model, load_plain
 
 BATCHES, QUARTERS, PROMPT = (1, 8), 4, 64
-DRAFTED = {"method": "draft_model", "num_speculative_tokens": 4}
+DRAFTED = {"method": "draft_model"}
+
+
+class Mark(NamedTuple):
+    """Where a row is: when, after how many tokens of its text, and in which step."""
+
+    time: float
+    tokens: int
+    step: int
 
 
 @dataclass(frozen=True)
 class LongRun:
-    """Texts, and of each quarter of them tokens a second and tokens a step; bytes of keys and values at the most."""
+    """Texts; of each quarter of them the rows' tokens a second together, and tokens a step; bytes of keys and values at the most."""
 
     texts: list[list[int]]
     speed: list[float]
@@ -66,14 +76,14 @@ class LongOutputs:
         return code_prompts(self.target.tokenizer, held_out_files(), batch, PROMPT)
 
     def measured(self, batch: int) -> Record:
-        """Plain and drafted, and each row alone where the batch has several."""
+        """Plain and drafted; where the batch has several rows, the first one alone too."""
         prompts = self.prompts(batch)
         plain, drafted = (self._run(config, prompts) for config in (None, DRAFTED))
         said("both are decoded")
-        alone = plain.texts if batch == 1 else [self._run(None, [p]).texts[0] for p in prompts]
+        expected = plain.texts if batch == 1 else [*self._run(None, prompts[:1]).texts, *plain.texts[1:]]
         return {
             "num_rows": len(prompts),
-            "num_exact": sum(a == b for a, b in zip(drafted.texts, alone, strict=True)),
+            "num_exact": sum(a == b for a, b in zip(drafted.texts, expected, strict=True)),
             "plain": plain.speed,
             "speed": drafted.speed,
             "tokens_per_step": drafted.tokens_per_step,
@@ -83,23 +93,29 @@ class LongOutputs:
     def _run(self, config: dict[str, Any] | None, prompts: list[list[int]]) -> LongRun:
         draft = self.draft if config else None
         llm = LLM(self.target, config, draft, max_num_seqs=len(prompts), enable_prefix_caching=False)
-        params, size = greedy(self.tokens), self.tokens * len(prompts) // QUARTERS
-        marks: list[tuple[float, int, int]] = []
         with llm.exclusive() as engine:
-            rows = [sequence_of(llm, row, prompt, params) for row, prompt in enumerate(prompts)]
+            rows = [sequence_of(llm, row, prompt, greedy(self.tokens)) for row, prompt in enumerate(prompts)]
             for row in rows:
                 engine.add(row)
-            engine.step()
-            marks.append((time.perf_counter(), llm.stats.num_emitted_tokens, llm.stats.num_row_steps))
-            while engine.has_work:
+            marks: list[list[Mark]] = [[] for _ in rows]
+            for step in count():
+                if not engine.has_work:
+                    break
                 engine.step()
-                emitted = llm.stats.num_emitted_tokens
-                if emitted >= len(marks) * size or not engine.has_work:
-                    marks.append((time.perf_counter(), emitted, llm.stats.num_row_steps))
-        pairs = list(pairwise(marks))[:QUARTERS]
-        speed = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs]
-        a_step = [(b[1] - a[1]) / (b[2] - a[2]) for a, b in pairs]
+                now = time.perf_counter()
+                for row, own in zip(rows, marks, strict=True):
+                    if len(own) <= QUARTERS and len(row.output_tokens) >= max(1, len(own) * self.tokens // QUARTERS):
+                        own.append(Mark(now, len(row.output_tokens), step))
+        speed, a_step = by_quarter(marks)
         return LongRun([r.output_tokens for r in rows], speed, a_step, llm.stats.target.largest_kv_bytes_reserved)
+
+
+def by_quarter(marks: SequenceOf[SequenceOf[Mark]]) -> tuple[list[float], list[float]]:
+    """The sum of the rows' tokens a second, and tokens a step, between one mark of a row and its next."""
+    quarters = list(zip(*(pairwise(own) for own in marks), strict=True))
+    speed = [sum((b.tokens - a.tokens) / (b.time - a.time) for a, b in rows) for rows in quarters]
+    a_step = [sum(b.tokens - a.tokens for a, b in rows) / sum(b.step - a.step for a, b in rows) for rows in quarters]
+    return speed, a_step
 
 
 def as_markdown(records: dict[str, Record]) -> str:

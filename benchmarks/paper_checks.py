@@ -107,7 +107,8 @@ def scylla() -> Record:
         told = [used.speed(batch, SCYLLA_CONTEXT, drafting).tokens_per_second for drafting in (None, eagle, trees[by_law])]
         told.append(adaptive.tokens_per_second)
         lines.append({"batch": batch, "published": cells, "predicted": told, "by_law": by_law, "drafted": chosen.drafted})
-    errors = [[abs(line["predicted"][i] / line["published"][i] - 1) for line in lines] for i in range(3)]
+    predicted = [line for line in lines if line["batch"] != 1]  # at batch 1 there is nothing but what was fitted
+    errors = [[abs(line["predicted"][i] / line["published"][i] - 1) for line in predicted] for i in range(3)]
     return {
         "bandwidth": bandwidth,
         "tokens_per_step": [eagle.emitted, accepted.tokens],

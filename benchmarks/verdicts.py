@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,8 +27,13 @@ class Evidence:
 
     def record(self, name: str) -> Record | None:
         """One record; None where nothing was measured, or that failed."""
+        return self._noted(name, self._read(name))
+
+    def _read(self, name: str) -> Record | None:
         path = self.folder / f"{name}.json"
-        record = Records(path).read() if path.exists() else None
+        return Records(path).read() if path.exists() else None
+
+    def _noted(self, name: str, record: Record | None) -> Record | None:
         if record is None or "failed" in record:
             return None
         self.used[name] = record
@@ -45,8 +50,7 @@ class Evidence:
 
     def device(self, cell: str) -> Record:
         """The record of a cell of `scripts/gpu_check.sh`; nothing where no device was there, or it failed."""
-        record: Record = (self.record("gpu_check") or {}).get(cell, {})
-        return {} if "failed" in record else record
+        return self._noted(f"gpu_check/{cell}", (self._read("gpu_check") or {}).get(cell)) or {}
 
 
 @dataclass(frozen=True)
@@ -216,7 +220,20 @@ def judge(claim: Claim, evidence: Evidence) -> Judged:
     """Measure a claim by the evidence that there is."""
     evidence.used = {}
     measured = claim.ours(evidence)
-    return Judged(claim, measured, verdict_of(claim, measured), dict(evidence.used))
+    records = dict(evidence.used)
+    count = len({(e["cpu"], e.get("isa"), e["threads"]) for record in records.values() for e in environments(record)})
+    if measured is not None and count > 1:
+        measured = replace(measured, note="; ".join(part for part in (measured.note, f"on {count} kinds of processors") if part))
+    return Judged(claim, measured, verdict_of(claim, measured), records)
+
+
+def environments(record: Any) -> Iterator[dict[str, str]]:
+    """Where a record, or what it holds, was measured."""
+    if isinstance(record, dict) and "environment" in record:
+        yield record["environment"]
+    elif isinstance(record, dict | list):
+        for part in record.values() if isinstance(record, dict) else record:
+            yield from environments(part)
 
 
 def over(speeds: Mapping[Any, SequenceOf[float]], one: Any, other: Any) -> list[float]:

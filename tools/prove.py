@@ -99,7 +99,7 @@ PROOFS = [
     Proof("install", ["python", "-m", "tools.install_routes"], full_size=False),
     Proof("soak", ["python", "-m", "tools.soak"], full_size=False),
     *(Proof(name, ["python", "-m", "tools.third_party", name], full_size=False) for name in ("lm-eval", "guidellm")),
-    Proof("heads learn in 20 minutes", ["python", "-m", "benchmarks.plateau"], full_size=False),
+    Proof("heads learn in 20 minutes", ["python", "-m", "benchmarks.plateau", "medusa", "clover", "clover2", "eagle3"], full_size=False),
     Proof("drafters are ranked alike", ["python", "-m", "benchmarks.ranking"], full_size=False),
     Proof("vLLM drafts the same", ["python", "-m", "benchmarks.eagle3_in_vllm"], full_size=False),
     pytest("linear layers", "tests/ops/test_linear.py"),

@@ -334,8 +334,10 @@ def growth_of(spec: SpeculativeConfig, max_depth: int | None) -> Growth:
     if spec.tree == "chain":
         return chain(min(count, longest), only_ranks)
     if spec.tree == "dynamic":
-        return method.dynamic(spec.tree_top_k, spec.tree_top_p, min(spec.tree_depth, longest))
-    paths = spec.speculative_token_tree or method.paths
+        growth = method.dynamic(spec.tree_top_k, spec.tree_top_p, min(spec.tree_depth, longest))
+        growth.breadth = min(growth.breadth, count)
+        return growth
+    paths = method.paths if spec.speculative_token_tree is None else spec.speculative_token_tree
     try:
         return StaticTree([p for p in paths[:count] if len(p) <= longest], only_ranks)
     except ValueError as error:

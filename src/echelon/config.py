@@ -142,6 +142,8 @@ class SpeculativeConfig(Settings):
             )
         if self.speculative_token_tree is not None and self.tree != "static":
             raise ValueError("speculative_token_tree needs tree = 'static'; set it, or leave the paths out")
+        if self.speculative_token_tree is not None and not self.speculative_token_tree:
+            raise ValueError("speculative_token_tree has no paths; name some, or leave it out for the method's own tree")
         if self.confidence_threshold and self.acceptance == "rejection":
             raise ValueError(
                 "confidence_threshold would choose among drawn tokens, and acceptance = 'rejection' keeps the distribution only if nothing "
@@ -201,9 +203,10 @@ class SpeculativeConfig(Settings):
     @property
     def most_tokens(self) -> int:
         """Most drafted tokens of a row in a step."""
+        most = self.max_speculative_tokens or (MOST_NODES if self.grows_trees else MOST_CHAIN)
         if self.num_speculative_tokens != "auto":
-            return self.num_speculative_tokens
-        return self.max_speculative_tokens or (MOST_NODES if self.grows_trees else MOST_CHAIN)
+            most = self.num_speculative_tokens
+        return min(most, len(self._static_tree)) if self.tree == "static" else most
 
     @property
     def longest_path(self) -> int:
@@ -218,15 +221,21 @@ class SpeculativeConfig(Settings):
     def widest_level(self) -> int:
         """Most drafted tokens of a row that stand at the same depth."""
         if self.tree == "dynamic":
-            return min(self.tree_top_k, self.most_tokens)
+            growth = METHODS[self.method].dynamic(self.tree_top_k, self.tree_top_p, self.tree_depth)
+            return min(growth.breadth, self.most_tokens)
         if self.tree == "chain":
             return 1
         return max(Counter(map(len, self._paths)).values(), default=1)
 
     @property
+    def _static_tree(self) -> SequenceOf[SequenceOf[int]]:
+        """All paths of a static tree."""
+        return METHODS[self.method].paths if self.speculative_token_tree is None else self.speculative_token_tree
+
+    @property
     def _paths(self) -> SequenceOf[SequenceOf[int]]:
-        """Of a static tree."""
-        return (self.speculative_token_tree or METHODS[self.method].paths)[: self.most_tokens]
+        """Those that are drafted."""
+        return self._static_tree[: self.most_tokens]
 
     @property
     def min_score(self) -> float:

@@ -86,7 +86,8 @@ class InputProcessor:
                 )
         if (params.stop or params.bad_words) and self._target.tokenizer is None:
             raise RequestError(f"stop strings and bad words need a tokenizer, and {self._target.name!r} has none; use token ids")
-        self._scheduler.check_size(min(self._max_len, len(tokens) + (params.max_tokens or 1)))
+        instead = "shorten the prompt" if params.max_tokens is None else "lower max_tokens"
+        self._scheduler.check_size(min(self._max_len, len(tokens) + (params.max_tokens or 1)), instead)
 
     def samples(self, prompt: Prompt, params: Parameters, watch_text: bool, name: str = "prompt", salt: bytes = b"") -> list[Sequence]:
         """The `n` sequences of one request, checked and ready for the engine; all but the first share the first one's prompt.
@@ -105,10 +106,10 @@ class InputProcessor:
         self.check_prompt(tokens, params, name)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         longest = self._max_len if params.max_tokens is not None else self.room_after(0)
-        eos = self._target.eos_token_ids
+        eos, bad_words = self._target.eos_token_ids, self._bad_words(params)
         samples: list[Sequence] = []
         for index in range(params.n):
-            sampler = Sampler(params, seed, index, len(tokens), eos | set(params.stop_token_ids), self._bad_words(params))
+            sampler = Sampler(params, seed, index, len(tokens), eos | set(params.stop_token_ids), bad_words)
             samples.append(
                 Sequence(
                     id=next(self._ids),
@@ -144,10 +145,10 @@ class InputProcessor:
         return Detokenizer(tokenizer, tokens, params.stop, include, skip, params.min_tokens)
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Token sequences of every bad word, as it begins a text and as it follows a space."""
+        """Token sequences of every bad word, as it begins a text and as it follows a space, that the model can say."""
         tokenizer = self._target.tokenizer
         if tokenizer is None:
             return ()
         forms = [form for word in params.bad_words for form in (word, " " + word.lstrip())]
         encoded = (tuple(tokenizer.encode(form, add_special_tokens=False)) for form in forms)
-        return tuple(dict.fromkeys(ids for ids in encoded if ids))
+        return tuple(dict.fromkeys(ids for ids in encoded if ids and max(ids) < self._target.vocab_size))

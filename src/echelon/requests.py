@@ -48,7 +48,7 @@ class Line(BaseModel):
         return Request(
             index,
             str(index if name is None else name),
-            prompt=self.turns[0] if self.turns else self.prompt,
+            prompt=self.turns[0] if self.turns else self.prompt if "prompt" in self.model_fields_set else None,
             prompt_token_ids=self.prompt_token_ids if "prompt_token_ids" in self.model_fields_set else None,
             messages=[m.for_template() for m in self.messages] or None,
             params=self.params,

@@ -6,9 +6,10 @@ A row with n new tokens is the only shape: a prompt, a piece of one, and a decod
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import islice
 
 from echelon.draft import RowVerdict, Verdict
 from echelon.errors import RequestError
@@ -106,14 +107,14 @@ class Scheduler:
     @property
     def capacity(self) -> int:
         """Tokens of the longest text that the whole pool holds."""
-        return min(t.capacity for t in self._tables) - (self._drafts.num_tokens if self._drafts.grows_trees else 0)
+        return max(0, min(t.capacity for t in self._tables) - (self._drafts.num_tokens if self._drafts.grows_trees else 0))
 
-    def check_size(self, num_tokens: int) -> None:
-        """Raise `RequestError` for a text that the whole pool could not hold."""
+    def check_size(self, num_tokens: int, instead: str = "lower max_tokens") -> None:
+        """Raise `RequestError` for a text that the whole pool could not hold; `instead` of a larger one."""
         if num_tokens > self.capacity:
             raise RequestError(
                 f"the request may grow to {num_tokens} tokens, but the KV pool holds {self.capacity}; "
-                "raise kv_cache_memory_bytes or lower max_tokens"
+                f"raise kv_cache_memory_bytes or {instead}"
             )
 
     def abort(self, sequence: Sequence) -> None:
@@ -203,12 +204,12 @@ class Scheduler:
         if sequence.id in pending and sequence.num_tokens_left == 1:
             return 0  # it ends with the step in flight
         while sequence in self.running and budget > 0:
-            row = self._plan_row(sequence, self._share(budget, len(self.waiting)), pending.get(sequence.id))
+            row = self._plan_row(sequence, self._share(budget, self.waiting), pending.get(sequence.id))
             plan.runs_ahead = plan.runs_ahead and self._is_ready(row)
             if pending and not plan.runs_ahead:
                 return 0
             if self._reserve(row):
-                plan.rows.append(row)
+                self._let_in(plan, row)
                 return row.num_new
             if pending:
                 plan.runs_ahead = False
@@ -272,51 +273,66 @@ class Scheduler:
         self._is_open = self._refill
         chosen = selector(self.running, self._num_cached)
         limit = max(1, self._max_num_batched_tokens // len(chosen))
-        plan = Plan([self._plan_row(sequence, limit) for sequence in chosen])
-        for row in plan.rows:
+        plan = Plan([])
+        for sequence in chosen:
+            row = self._plan_row(sequence, limit)
             has_line = self._reserve(row)
             assert has_line, f"row {row.sequence.id} runs without a line"
+            self._let_in(plan, row)
         return plan
 
     def _may_enter(self) -> bool:
         return self._is_open and bool(self.waiting) and len(self.running) < self._max_num_seqs
 
-    def _share(self, budget: int, num_others: int) -> int:
+    def _share(self, budget: int, others: Iterable[Sequence]) -> int:
         """Of the tokens that a step has left, those that one prompt may take: half, while others wait and could enter."""
-        return max(1, budget // 2) if num_others and self._is_open and len(self.running) < self._max_num_seqs else budget
+        may_enter = self._is_open and len(self.running) < self._max_num_seqs and not all(map(self._waits_for_prompt, others))
+        return max(1, budget // 2) if may_enter else budget
 
     def _admit(self, plan: Plan, budget: int) -> None:
-        """Waiting rows enter, in order, while a place, blocks for their whole text and token budget are left; none where blocks lack."""
+        """Waiting rows enter, in order, while a place, blocks for their whole text and token budget are left; none where blocks lack.
+        Further samples whose prompt is still being read keep their places in the queue and hold nobody up.
+        """
         if plan.preempted or self._is_short or self._is_blocked:
             return
+        held: list[Sequence] = []
         while self._may_enter() and budget > 0 and len(plan.rows) < self._most_rows:
             sequence = self.waiting[0]
-            if not self._share_prompt(sequence):
-                return
-            row = self._entering_row(sequence, self._share(budget, len(self.waiting) - 1))
+            if self._waits_for_prompt(sequence):
+                held.append(self.waiting.popleft())
+                continue
+            self._share_prompt(sequence)
+            others = (s for s in islice(self.waiting, 1, None) if s.parent is not sequence)
+            row = self._entering_row(sequence, self._share(budget, others))
             if row is None:
                 break
             self.running.append(self.waiting.popleft())
-            plan.rows.append(row)
+            self._let_in(plan, row)
             budget -= row.num_new
-        if budget > 0 and not (self._may_enter() and len(plan.rows) >= self._most_rows):  # what still waits has no place or no blocks
+        is_full = self._may_enter() and len(plan.rows) >= self._most_rows
+        self.waiting.extendleft(reversed(held))
+        if budget > 0 and not held and not is_full:  # what still waits has no place or no blocks
             self._is_open = self._refill
 
-    def _share_prompt(self, sequence: Sequence) -> bool:
-        """Let a further sample of a prompt start from the blocks of the first; false while the first is still reading the prompt."""
+    def _waits_for_prompt(self, sequence: Sequence) -> bool:
+        """Whether it is a further sample of a prompt that the first one is still reading."""
+        parent = self._first_sample(sequence)
+        return parent is not None and self._num_cached(parent) < sequence.num_prompt_tokens - 1
+
+    def _first_sample(self, sequence: Sequence) -> Sequence | None:
+        """The row whose blocks a further sample of its prompt begins with."""
         parent = sequence.parent
         if parent is None or parent not in self.running or sequence.num_output_tokens or sequence.id in self._tables[0]:
-            return True
-        if self._has_passed(len(sequence), len(parent)):
-            return True
-        shared = sequence.num_prompt_tokens - 1  # the last token is fed again: its logits are needed
-        if self._num_cached(parent) < shared:
-            return False
+            return None
+        return None if self._has_passed(len(sequence), len(parent)) else parent
+
+    def _share_prompt(self, sequence: Sequence) -> None:
+        """Let a further sample of a prompt start from the blocks of the first; its last token is fed again, for its logits."""
+        parent = self._first_sample(sequence)
         for tables in self._tables:
-            if parent.id in tables:
+            if parent is not None and parent.id in tables:
                 tables.fork(parent.id, sequence.id)
-                tables.commit(sequence.id, min(shared, tables.num_cached(sequence.id)))
-        return True
+                tables.commit(sequence.id, min(sequence.num_prompt_tokens - 1, tables.num_cached(sequence.id)))
 
     def _entering_row(self, sequence: Sequence, budget: int) -> PlannedRow | None:
         """The first row of a sequence, all reserved: with what is kept of its text, or, where the copy of a block that others may find is
@@ -373,9 +389,12 @@ class Scheduler:
         if wants_logprobs:
             num_new = min(num_new, max(1, self._num_logits_left))
         reaches_end = start + num_new == len(sequence)
-        if wants_logprobs:
-            self._num_logits_left -= num_new - reaches_end
         return PlannedRow(sequence, start, num_new, *(self._draft_limits(sequence) if reaches_end else (0, 0)), wants_logprobs)
+
+    def _let_in(self, plan: Plan, row: PlannedRow) -> None:
+        """Let a row take part, with logits of its prompt where these are wanted."""
+        plan.rows.append(row)
+        self._num_logits_left -= row.num_prompt_logits
 
     def _has_passed(self, before: int, after: int) -> bool:
         return any(before <= switch < after for switch in self._context_switches)

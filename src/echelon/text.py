@@ -160,7 +160,8 @@ def text_offsets(decoder: Decoder, tokens: SequenceOf[int], text: str) -> list[i
     detokenizer = Detokenizer(decoder, (), skip_special_tokens=False)
     for token in tokens:
         detokenizer.push(token)
-    start = max(0, detokenizer.finish().find(text))
+    whole = detokenizer.finish()
+    start = next((o for o in detokenizer.offsets if whole.startswith(text, o)), max(0, whole.find(text)))
     return [min(max(0, offset - start), len(text)) for offset in detokenizer.offsets]
 
 

@@ -255,7 +255,7 @@ class LevelByLevel(Growth):
     QUARTER = 0.25
 
     def __init__(self, top_p: float, width: int, depth: int) -> None:
-        self.width = self.breadth = width
+        self.width, self.breadth = width, width ** max(1, depth - 1)
         self.depth, self._top_p = depth, top_p
 
     def grow(self, forest: Forest, nodes: Int64, tokens: Int64, scores: Float64) -> Int64:

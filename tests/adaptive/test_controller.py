@@ -383,6 +383,12 @@ def test_a_row_of_its_own_past_knows_no_neighbour() -> None:
     assert len(set(found[0])) > 1
 
 
+def test_a_row_drafts_the_best_of_the_lengths_that_it_may() -> None:
+    """Four tokens are worth a step of thrice the time, fewer are not."""
+    controller = RowController(CostTable(step=CostCurve(tokens=(1, 2, 5), milliseconds=(10.0, 30.0, 30.0))), 4)
+    assert [controller.planned(rows(1, depth))[0].max_draft_depth for depth in (4, 3, 2, 1)] == [4, 0, 0, 0]
+
+
 def test_a_row_counts_no_place_as_tried_where_nothing_stood() -> None:
     """Of a tree the kept path ends at a leaf, and a branch beside it is longer."""
     costs = CostTable(step=CostCurve(tokens=(1, 64), milliseconds=(10.0, 10.1)))

@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,12 @@ import toys
 from servers import Gate
 
 from echelon import LLM, AsyncLLM, ConfigError, RequestError, RequestOutput, SamplingParams
+from echelon.aio.engine_thread import EngineThread
+from echelon.aio.limits import Limits, RequestObserver
+from echelon.aio.request_handle import RequestHandle
 from echelon.errors import ClosedError, RankError, UnavailableError
 from echelon.model.load.loading import LoadedModel
+from echelon.sequence import FinishReason, RowState
 
 PROMPTS = toys.prompts()
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
@@ -160,6 +165,37 @@ def test_a_request_that_waits_is_aborted_at_once(target: LoadedModel, max_queue:
     assert output.prompt_token_ids == list(PROMPTS[1])
 
 
+def test_a_request_that_has_ended_before_it_is_aborted_yields_its_whole_output(target: LoadedModel) -> None:
+    """Its rows have finished while nobody read."""
+
+    async def work(llm: AsyncLLM) -> list[RequestOutput]:
+        gate = Gate(llm, 1)
+        stream = llm.generate(PROMPTS[0], params(), "one")
+        outputs = [await anext(stream)]
+        gate.open()
+        while not llm._running["one"].is_finished:
+            await asyncio.sleep(0)
+        await llm.abort("one")
+        return outputs + [output async for output in stream]
+
+    outputs = served(target, work)
+    assert [output.finished for output in outputs] == [False, True]
+    assert (outputs[-1].outputs[0].finish_reason, len(outputs[-1].outputs[0].token_ids)) == ("length", 20)
+
+
+@pytest.mark.parametrize(("reason", "num_states"), [(FinishReason.LENGTH, 1), (None, 0)])
+def test_an_abort_takes_nothing_back_that_has_ended(target: LoadedModel, reason: FinishReason | None, num_states: int) -> None:
+    llm = LLM(target)
+
+    async def work() -> list[list[RowState]]:
+        handle = RequestHandle.of(llm.inputs.samples(PROMPTS[0], params(), True), 0.0)
+        handle.states = [RowState(20, "", reason)]
+        handle.abort()
+        return [now.states async for now in EngineThread(llm, Limits(), RequestObserver()).updates(handle)]
+
+    assert asyncio.run(work()) == [[RowState(20, "", reason)]] * num_states
+
+
 def test_a_request_that_is_given_up_while_it_waits_keeps_no_place(target: LoadedModel) -> None:
     async def work(llm: AsyncLLM) -> None:
         gate = Gate(llm, 1)
@@ -266,6 +302,32 @@ def test_a_row_that_fails_ends_alone(target: LoadedModel) -> None:
     failed, good = served(target, work)
     assert (failed.outputs[0].finish_reason, good.outputs[0].finish_reason) == ("error", "length")
     assert "no" in str(failed.outputs[0].error)
+
+
+def test_rows_that_are_tried_one_by_one_are_taken_for_no_stall(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long all of them take: each step is progress."""
+    now, stalled = [0.0], list[bool]()
+    monkeypatch.setattr("echelon.aio.engine_thread.time", SimpleNamespace(monotonic=lambda: now[0]))
+    llm = LLM(target, max_num_seqs=4)
+    thread, engine, step = EngineThread(llm, Limits(stall_timeout=60.0), RequestObserver()), llm.engine, llm.engine.step
+    rows = [llm.inputs.samples(prompt, params(), True)[0] for prompt in PROMPTS[:3]]
+    for row in rows:
+        engine.add(row)
+    while not all(row.num_output_tokens for row in rows):
+        thread._tick(engine)
+
+    def slow() -> Any:
+        if len(engine.scheduler.running) + len(engine.scheduler.waiting) > 1:
+            raise RuntimeError("not together")
+        now[0] += 40.0
+        stalled.append(thread._is_stalled)
+        return step()
+
+    before = [row.num_output_tokens for row in rows]
+    monkeypatch.setattr(engine, "step", slow)
+    thread._tick(engine)
+    assert stalled == [False] * 3
+    assert [row.num_output_tokens for row in rows] == [count + 1 for count in before]
 
 
 def test_closing_ends_what_runs_and_refuses_what_comes(target: LoadedModel) -> None:

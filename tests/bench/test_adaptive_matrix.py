@@ -21,6 +21,14 @@ def test_the_best_other_is_chosen_in_the_other_rounds() -> None:
     assert ratios({name: v[:1] for name, v in speeds.items()})[1:] == (pytest.approx(12 / 20), "1")
 
 
+def test_the_best_other_is_best_beside_plain_decoding_in_the_same_round() -> None:
+    """The machine was fast in a round that was good for the wrong one."""
+    speeds = {"plain": [10.0, 100.0, 20.0], "auto": [12.0, 110.0, 24.0], "1": [5.0, 90.0, 30.0], "2": [15.0, 80.0, 21.0]}
+    assert ratios(speeds)[2] == "2"
+    (line,) = as_markdown({"a_b1": {"speeds": speeds, "whole": speeds}}).splitlines()[2:]
+    assert line.split(" | ")[3] == "2"
+
+
 class _Setting:
     """A setting of a known speed: in its warm-up, and in rounds."""
 
@@ -82,6 +90,13 @@ def test_a_single_setting_is_one_for_all_cells() -> None:
     over, best = over_single(records)
     assert (over, best) == (pytest.approx(2**0.5), pytest.approx(2**0.5))
     assert "auto over the best single setting" in as_markdown({f"a_b{i}": r | {"whole": r["speeds"]} for i, r in enumerate(records)})
+
+
+def test_means_over_cells_are_of_ratios_by_round() -> None:
+    speeds = {"plain": [10.0, 100.0, 20.0], "auto": [20.0, 110.0, 22.0], "1": [15.0, 200.0, 21.0]}
+    assert over_single([{"speeds": speeds}] * 2) == (pytest.approx(1.1 / 1.5), pytest.approx(1.0))
+    last = as_markdown({f"a_b{i}": {"speeds": speeds, "whole": speeds} for i in (1, 4)}).splitlines()
+    assert "| a | 2 | 0.73 | 1.00 |" in last
 
 
 def test_a_repeated_cell_misses_by_its_interval() -> None:

@@ -13,7 +13,7 @@ from benchmarks.alike import Alike
 from benchmarks.categories import Harness
 from benchmarks.clover import CloverStudy
 from benchmarks.equivalence import DRAFT_MODEL, Equivalence
-from benchmarks.long_outputs import LongOutputs
+from benchmarks.long_outputs import LongOutputs, Mark, by_quarter
 from benchmarks.questions import read_questions, spread
 from benchmarks.workloads import SMALL
 from echelon import ConfigError
@@ -115,6 +115,16 @@ def test_long_texts() -> None:
     assert record["num_exact"] == record["num_rows"] == 2
     assert len(record["speed"]) == len(record["plain"]) == len(record["tokens_per_step"]) == 4
     assert record["kv_bytes"][1] >= record["kv_bytes"][0] > 0
+
+
+def test_speed_by_quarter_is_the_sum_of_the_rows_each_over_its_own_time() -> None:
+    """A row that is ahead of another in its text counts in every quarter with its own speed there."""
+    fast = [Mark(0.0, 1, 0), Mark(1.0, 11, 5), Mark(3.0, 21, 15)]
+    slow = [Mark(0.0, 1, 0), Mark(5.0, 11, 10), Mark(15.0, 31, 30)]
+    speed, a_step = by_quarter([fast, slow])
+    assert speed == [10.0 + 2.0, 5.0 + 2.0]
+    assert a_step == [20 / 15, 30 / 30]
+    assert by_quarter([slow])[0] == [2.0, 2.0]
 
 
 def test_parts_of_a_soak(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import corruptions
@@ -14,7 +15,7 @@ import toys
 
 from benchmarks.laws import COMPARED, SHARES, LawStudy, Lineage, cells, lineages
 from benchmarks.laws import main as laws
-from benchmarks.laws_document import write_laws
+from benchmarks.laws_document import speed_part, write_laws
 from echelon import ConfigError
 from echelon.heads.checkpoints import build_head, save_head
 from echelon.model.load.loading import load_plain
@@ -51,6 +52,7 @@ def test_a_head_goes_on_from_the_constant_part_of_the_one_before(toy: Path, tmp_
     """To the weights that it would have by itself."""
     study = study_of(toy, tmp_path / "work")
     shared = study.head("d1_s0", 2)
+    assert study_of(toy, tmp_path / "work").head("d1_s0", 2) == shared, "a head that is there is taken as it is"
     constant = load_checkpoint(Path(shared) / "constant.pt")
     assert constant is not None and constant["step"] == 2
     alone = study_of(toy, tmp_path / "alone")
@@ -59,6 +61,19 @@ def test_a_head_goes_on_from_the_constant_part_of_the_one_before(toy: Path, tmp_
     both = [torch.load(Path(f) / "checkpoint.pt", weights_only=True)["head"] for f in (shared, alone.head("d1_s0", 2))]
     assert both[0].keys() == both[1].keys()
     assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
+
+
+def test_a_head_that_was_trained_with_other_settings_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "d1_s0" / "000"
+    folder.mkdir(parents=True)
+    plan = next(line for line in lineages() if line.name == "d1_s0").training(0, 100, 2, 8)
+    (folder / "training.json").write_text(json.dumps(asdict(plan) | asdict(plan.recipe) | {"target": "t", "data": "d"}))
+    (folder / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match=r"head trained with other settings \(.*fine_tuning.*\); choose another --work"):
+        LawStudy("nowhere", tmp_path, 100, 3).head("d1_s0", 0)
+    with pytest.raises(ConfigError, match=r"head trained with other settings \(.*batch_size.*\); choose another --work"):
+        LawStudy("nowhere", tmp_path, 100, 2, batch_size=4).head("d1_s0", 0)
+    assert LawStudy("nowhere", tmp_path, 100, 2).head("d1_s0", 0) == str(folder)
 
 
 def test_cells_in_small_and_their_page(toy: Path, tmp_path: Path) -> None:
@@ -140,6 +155,21 @@ def test_every_part_of_the_page(tmp_path: Path) -> None:
     assert "below plain decoding at batch: 32 (published" in page
     assert "logarithmic in tokens" in page
     assert {p.name for p in (tmp_path / "plots").iterdir()} == {"laws-tokens.png", "laws-depth.png", "laws-batch.png"}
+
+
+def test_ratios_of_speeds_are_those_of_rounds(tmp_path: Path) -> None:
+    """Of a machine that is of another speed in every round; what was dropped after the first is beside plain decoding there."""
+    speeds = {
+        "plain": [100.0, 200.0, 300.0],
+        "eagle, 60 nodes": [90.0, 210.0, 280.0],
+        "eagle, auto": [50.0],
+        "scylla, auto": [100.0, 180.0, 330.0],
+    }
+    record = {"speeds": speeds, "tokens_per_step": dict.fromkeys(speeds, 2.0)}
+    page = "\n".join(speed_part({"speed_b08": record, "speed_b16": record}, tmp_path))
+    assert "| 8 | 200 (1.00; 2.00) | 210 (0.93; 2.00) | 50 (0.50; 2.00) | 180 (1.00; 2.00) | 1.11 |" in page
+    assert "EAGLE-2 with 60 nodes is below plain decoding at batch: 8, 16 (published" in page
+    assert "Scylla with adaptive trees is below 0.97 × plain decoding at batch: none." in page
 
 
 def test_cells_and_settings(toy: Path, tmp_path: Path) -> None:

@@ -266,6 +266,12 @@ def test_a_family_of_instructions_that_the_machine_lacks_is_refused(run: Run) ->
         assert "no instruction family mmx on this machine; it offers generic" in done.stderr
 
 
+@pytest.mark.skipif(not compiled.is_built(), reason="the compiled kernels are not built")
+def test_a_name_with_brackets_is_no_markup(run: Run) -> None:
+    done = run("bench", "step", "./[/x]")
+    assert done.returncode == 2 and "model folder './[/x]' does not exist" in done.stderr.replace("\n", " ")
+
+
 def test_inspect_tells_cost_tables_apart(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for settings in ({"max_num_seqs": 2}, {"max_num_seqs": 16}, {"max_num_seqs": 2, "strategy": "padded"}):

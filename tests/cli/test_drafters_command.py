@@ -93,6 +93,13 @@ def test_a_table_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert "leave speculation out" in capsys.readouterr().out
 
 
+def test_names_with_brackets_stand_in_the_table_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [MeasuredRun([[1] * 10], 1.0, (10.0, 1.0))]
+    plain, own = (Candidate(name, {}, runs=runs, tokens_per_step=1.0, memory=100) for name in ("plain", "my[b]draft"))
+    _print([own], plain, None, 4)
+    assert "my[b]draft" in capsys.readouterr().out
+
+
 def test_too_few_prompts_are_refused(run: Run, prompts: Path) -> None:
     """Where so many are asked for; else all of a small file are tried."""
     assert run("drafters", TARGET, "--input", prompts, "--batch-size", 2, "--max-tokens", 12, "--rounds", 1).returncode == 0

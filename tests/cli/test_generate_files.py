@@ -13,8 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from echelon.adaptive.cost_files import CostRecord, write_costs
+from echelon.adaptive.cost_table import CostCurve, CostTable
 from echelon.cli import fingerprint, main
 from echelon.demo import DRAFT, TARGET
+from echelon.ops import compiled
+from echelon.requests import read_requests
 
 Run = Callable[..., tuple[int, str]]
 
@@ -51,6 +55,13 @@ def test_a_byte_order_mark_is_no_part_of_a_prompt(run: Run, tmp_path: Path) -> N
             (tmp_path / name).write_text(content, encoding)
             assert run("--input", tmp_path / name, "--overwrite")[0] == 0
             assert [row.get("prompt") for row in rows_of(tmp_path)] == ["import os"], (name, encoding)
+
+
+def test_a_line_of_ids_or_messages_has_no_prompt(tmp_path: Path) -> None:
+    """Results repeat the prompt of a line that has one, be it empty."""
+    lines = [{"prompt_token_ids": [5]}, {"messages": [{"role": "user", "content": "a"}]}, {"prompt": ""}, {"turns": ["b", "c"]}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [request.prompt for request in read_requests(tmp_path / "prompts.jsonl")] == [None, None, "", "b"]
 
 
 BAD_LINES = [
@@ -154,6 +165,29 @@ def test_resume_refuses_another_draft_where_it_changes_the_text(run: Run, model:
     other_weights(draft)
     found, said = run(*arguments, "--resume", name=TARGET)
     assert found == code and ("draft.model" in said) == (code == 2)
+
+
+def test_resume_refuses_other_costs_where_they_change_the_text(run: Run, tmp_path: Path) -> None:
+    """By which lengths of drafts are chosen: under a rule that lets them change the text, and under no other."""
+    costs = tmp_path / "costs.json"
+    for acceptance, code in (("exact", 0), ("typical", 2)):
+        spec = {"method": "ngram", "acceptance": acceptance, "cost_table": str(costs)}
+        arguments = ["import os", "--temperature", "0.5", "--seed", "1", "--speculative-config", json.dumps(spec)]
+        for milliseconds, flag in ((2.0, "--overwrite"), (3.0, "--resume")):
+            step = CostCurve(tokens=(1, 64), milliseconds=(1.0, milliseconds))
+            write_costs(costs, CostRecord(key={}, table=CostTable(step=step)))
+            found, said = run(*arguments, flag)
+            assert found == (code if flag == "--resume" else 0), said
+        assert ("costs = '" in said) == (code == 2)
+
+
+@pytest.mark.skipif(not compiled.is_built(), reason="integers need the compiled kernels")
+def test_the_own_copy_of_a_model_is_looked_for_nowhere(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it drafts under a rule that lets it change the text: it has no files of its own."""
+    monkeypatch.setattr(fingerprint, "snapshot_download", lambda *_, **__: pytest.fail("the hub is asked for it"))
+    spec = {"model": "self:int4", "acceptance": "rejection", "num_speculative_tokens": 2}
+    arguments = ["import os", "--temperature", "0.5", "--seed", "1", "--speculative-config", json.dumps(spec)]
+    assert [run(*arguments, *more)[0] for more in ([], ["--resume"])] == [0, 0]
 
 
 @pytest.mark.parametrize(

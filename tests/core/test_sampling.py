@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from echelon import EchelonError, RequestError, SamplingParams
 from echelon.acceptance import largest_rows
+from echelon.ops import devices, sample
 from echelon.ops.reference import largest_of
 from echelon.ops.sample import SampleRow, choose, likeliest
 from echelon.sampling import Sampler, gumbel_noise, kept_tokens, logprobs_of
@@ -149,6 +152,31 @@ def test_a_draw_depends_on_its_place_alone(threads: int) -> None:
     places = [SampleRow(Sampler(random_params(i), seed=i), random_logits(700), [1] * 9) for i in range(64)]
     assert threads == torch.get_num_threads()
     assert choose(places) == [choose([p])[0] for p in places] == choose(places[::-1])[::-1]
+
+
+def test_changed_rows_choose_a_few_at_a_time_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of logits each, which are not all held at once; one without a token is entered by its place among all."""
+    count = 2 * sample.CHANGED_AT_ONCE + 3
+    bad = {5, sample.CHANGED_AT_ONCE, count - 1}
+    places = []
+    for i in range(count):
+        sampler = Sampler(SamplingParams(temperature=float(i % 2), logit_bias={i % 40: 2.0}), seed=i)
+        places.append(SampleRow(sampler, np.full(40, -np.inf, np.float32) if i in bad else row(40, i), [1, 2]))
+    alone = [-1 if i in bad else choose([place])[0] for i, place in enumerate(places)]
+    backend: Any = devices.backend_of(torch.empty(0))
+    draw, sizes = backend.sample_rows, list[int]()
+
+    def noted(logits: list[torch.Tensor], *others: Any) -> Any:
+        sizes.append(len(logits))
+        return draw(logits, *others)
+
+    monkeypatch.setattr(backend, "sample_rows", noted)
+    problems: dict[int, EchelonError] = {}
+    assert choose(places, problems) == alone
+    assert problems.keys() == bad
+    assert sum(sizes) == count - len(bad) and max(sizes) <= sample.CHANGED_AT_ONCE
+    with pytest.raises(EchelonError, match="largest logit at position 2"):
+        choose(places)
 
 
 def test_greedy_places_beside_drawn_ones() -> None:

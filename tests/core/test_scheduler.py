@@ -326,3 +326,60 @@ def test_samples_of_one_prompt_leave_its_logprobs_to_the_first() -> None:
     assert not any(sequence.lacks_prompt_logprobs for sequence in (first, *samples))
     scheduler.add(Sequence(9, list(range(200)), 200, Sampler(params, 0), frozenset(), 300))
     assert step() == [(1, 0)] * 8 + [(PROMPT_LOGITS, PROMPT_LOGITS)]
+
+
+def samples_of(length: int, count: int, number: int = 0) -> list[Sequence]:
+    """Samples of a prompt of so many tokens; the first has this number."""
+    samples: list[Sequence] = []
+    for i in range(count):
+        sampler = Sampler(SamplingParams(max_tokens=4, temperature=0), 0, i, length)
+        parent = samples[0] if samples else None
+        samples.append(Sequence(number + i, [1] * length, length, sampler, frozenset(), 100, parent=parent))
+    return samples
+
+
+def read_on(scheduler: Scheduler) -> list[tuple[int, int]]:
+    """A step in which nothing is drafted: number and new tokens of each row."""
+    plan = scheduler.next_step()
+    for row in plan.rows:
+        scheduler._tables[0].commit(row.sequence.id, row.start + row.num_new)
+    verdict = [RowVerdict(0, [], [], 1 if row.is_sampled else -1, [], [{}] * row.num_prompt_logits) for row in plan.rows]
+    scheduler.settle(plan.rows, verdict)
+    return [(row.sequence.id, row.num_new) for row in plan.rows]
+
+
+def test_a_prompt_that_is_read_holds_up_no_other_request() -> None:
+    """Its further samples wait for it and keep their places in the queue; what stands behind them enters."""
+    scheduler = Scheduler([BlockTables(100, 4, 25)], 9, 16, piece_sizes=toys.WholePrompts())
+    for sequence in (*samples_of(40, 3), *samples_of(3, 1, number=7)):
+        scheduler.add(sequence)
+    assert read_on(scheduler) == [(0, 8), (7, 3)]
+    assert [sequence.id for sequence in scheduler.waiting] == [1, 2]
+    assert [read_on(scheduler) for _ in range(3)] == [[(7, 1), (0, 15)], [(7, 1), (0, 15)], [(7, 1), (0, 2)]]
+    assert read_on(scheduler) == [(0, 1), (1, 1), (2, 1)]
+    scheduler.check()
+
+
+def test_a_prompt_leaves_no_tokens_of_a_step_to_samples_that_wait_for_it() -> None:
+    scheduler = Scheduler([BlockTables(100, 4, 25)], 9, 16, piece_sizes=toys.WholePrompts())
+    for sequence in samples_of(40, 3):
+        scheduler.add(sequence)
+    assert [read_on(scheduler) for _ in range(4)] == [[(0, 16)], [(0, 16)], [(0, 8)], [(0, 1), (1, 1), (2, 1)]]
+
+
+def test_a_row_that_is_planned_twice_pays_once_for_its_logits() -> None:
+    """Where blocks are lacking drafts go, and the row that lacked them is planned again: all 36 tokens that are left, not 64 less 35."""
+    tables = BlockTables(40, 4, 30)
+    scheduler = Scheduler([tables], 2, 200, DraftLimits(8, are_shed=True), piece_sizes=toys.WholePrompts())
+    decoding, reading = SamplingParams(max_tokens=20, temperature=0), SamplingParams(max_tokens=20, temperature=0, prompt_logprobs=0)
+    scheduler.add(Sequence(0, [1] * 4, 4, Sampler(decoding, 0), frozenset(), 120))
+    scheduler.add(Sequence(1, [1] * 100, 100, Sampler(reading, 0), frozenset(), 120))
+    assert read_on(scheduler) == [(0, 4), (1, PROMPT_LOGITS)]
+    while tables.num_free > 12:  # enough for both rows, and not for the drafts of both
+        tables.pool.allocate()
+    rows = scheduler.next_step().rows
+    assert [(row.num_new, row.max_draft_tokens) for row in rows] == [(1, 0), (36, 0)]
+
+
+def test_a_pool_that_is_smaller_than_a_tree_holds_no_text() -> None:
+    assert Scheduler([BlockTables(2, 4, 30)], 1, 100, DraftLimits(16, grows_trees=True)).capacity == 0

@@ -9,7 +9,7 @@ from tokenizer_kinds import KINDS
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from echelon.demo import TARGET
-from echelon.text import Detokenizer, decode_output, pieces_by_token
+from echelon.text import Detokenizer, decode_output, pieces_by_token, text_offsets
 
 tokenizer = AutoTokenizer.from_pretrained(TARGET)
 SAMPLE = "def grüße(name: str) -> None:\n    print(f'héllo {name} ☃ 漢字 🦀')\n    return None\n\n\nclass Ünïcode:\n    pass\n"
@@ -58,6 +58,14 @@ def test_a_text_is_cut_where_its_tokens_begin() -> None:
             assert "".join(piece for _, piece in parts) == SAMPLE[begin:end]
             assert [i for i, _ in parts] == [i for i, piece in whole if offsets[i] < end and offsets[i] + len(piece) > begin]
     assert list(pieces_by_token("", [], 0, 0)) == list(pieces_by_token("", [0, 0], 0, 0)) == []
+
+
+def test_offsets_of_a_prompt_whose_text_stands_in_a_special_token_too() -> None:
+    """Before it, in that which begins every text: there the prompt does not begin."""
+    kind = KINDS["byte_level"]()
+    begin, letter = kind.convert_tokens_to_ids(["<s>", "s"])
+    assert kind.decode([begin, letter]) == "<s>s"
+    assert text_offsets(kind, [begin, letter], "s") == [0, 0]
 
 
 def test_random_tokens_agree_with_the_tokenizer() -> None:

@@ -18,6 +18,7 @@ import pytest
 from test_code_blocks import check_command
 
 from benchmarks.claims import PAPERS, judged_rows, write_claims
+from benchmarks.claims_of_memory import long_speed, one_more, within_bound
 from benchmarks.gpu import DeviceCells, DeviceSize
 from benchmarks.verdicts import (
     FAILS,
@@ -34,6 +35,8 @@ from benchmarks.verdicts import (
     Ordered,
     VerdictRule,
     Within,
+    judge,
+    sampled,
     verdict_of,
 )
 from echelon.bench.throughput import ThroughputResult
@@ -155,6 +158,13 @@ ARRIVED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {  # evidence → re
         {"clover-small-4": HOLDS, "clover-over-medusa-small": FAILS},
     ),
     "long/b01": ({"num_rows": 1, "num_exact": 1, "plain": [9, 9], "speed": [18, 8]}, {"own-long-speed": FAILS}),
+    "memory/bound": (
+        {
+            "rounds": [{"none": {"speed": 10.0}, "draft_model": {"least": 2**30, "speed": v}} for v in (12.0, 9.0, 15.0)],
+            "below": {"limit": 2**29, "died": "of it"},
+        },
+        {"specmemo-bound": HOLDS},
+    ),
     "soak": (
         {"part-01": {"environment": WHERE, "minutes": 60.0, "requests": 9, "mib_an_hour": 2.0, "violations": 0}},
         {"own-soak-wrong": HOLDS, "own-soak-memory": FAILS},
@@ -172,6 +182,69 @@ def test_records_decide_as_they_come(name: str, tmp_path: Path) -> None:
     assert {n: rows[n].verdict for n in verdicts} == verdicts
     text = write_claims(tmp_path).read_text("utf-8")
     assert all(f"`{n}`: " in text.split("## How verdicts are made")[0] for n, v in verdicts.items() if v == FAILS), "first, and why"
+
+
+def evidence_of(folder: Path, **records: dict[str, Any]) -> Evidence:
+    """Records by names in which __ stands for a folder."""
+    for name, record in records.items():
+        path = folder / f"{name.replace('__', '/')}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record), "utf-8")
+    return Evidence(folder)
+
+
+HERE = WHERE | {"isa": "avx2"}
+
+
+@pytest.mark.parametrize(
+    ("other", "note"),
+    [
+        ({"commit": "y", "torch": "y"}, ""),
+        ({"cpu": "another"}, "on 2 kinds of processors"),
+        ({"isa": "avx512"}, "on 2 kinds of processors"),
+        ({"threads": "8"}, "on 2 kinds of processors"),
+    ],
+)
+@pytest.mark.parametrize("own", ["", "counted"])
+def test_figures_of_more_than_one_kind_of_processor_say_so(own: str, other: dict[str, str], note: str, tmp_path: Path) -> None:
+    evidence = evidence_of(tmp_path, a={"environment": HERE, "speed": 2.0}, b={"environment": HERE | other, "speed": 4.0})
+    claim = Claim("c", "C.", "1", "make test", AtLeast(1.0), lambda e: sampled([(e.record(n) or {})["speed"] for n in "ab"], note=own))
+    measured = judge(claim, evidence).measured
+    assert measured is not None and measured.note == "; ".join(filter(None, (own, note)))
+
+
+def test_of_a_device_the_cell_that_decides_is_the_evidence(tmp_path: Path) -> None:
+    """Whatever other cells the same file has, of other machines too."""
+    cells = {"a": {"environment": HERE, "speed": 2.0}, "b": {"environment": HERE | {"cpu": "another"}, "speed": 4.0}, "c": {"failed": "it"}}
+    evidence = evidence_of(tmp_path, gpu_check=cells)
+    judged = judge(Claim("c", "C.", "1", "make test", AtLeast(1.0), lambda e: sampled([e.device("a")["speed"]])), evidence)
+    assert judged.records == {"gpu_check/a": cells["a"]}
+    assert judged.measured == sampled([2.0])
+    assert evidence.device("c") == evidence.device("none") == {}
+
+
+def test_long_texts_are_judged_by_every_quarter_of_both_batches(tmp_path: Path) -> None:
+    assert long_speed(Evidence(tmp_path)) is None
+    one = evidence_of(tmp_path, long__b01={"plain": [10.0, 10.0], "speed": [20.0, 15.0]})
+    assert str(long_speed(one)) == "batch 1, quarter 1: 2.00, batch 1, quarter 2: 1.50"
+    both = evidence_of(tmp_path, long__b08={"plain": [40.0, 50.0], "speed": [44.0, 45.0]})
+    assert str(long_speed(both)).endswith("batch 8, quarter 1: 1.10, batch 8, quarter 2: 0.90")
+
+
+def test_a_lower_bound_is_judged_by_the_middle_round_and_needs_less_to_die(tmp_path: Path) -> None:
+    bound: dict[str, Any] = ARRIVED["memory/bound"][0]
+    found = str(within_bound(evidence_of(tmp_path, memory__bound=bound)))
+    assert found.startswith("1.20 (0.90 to 1.50, 3 samples); under a hard limit of 1,024 MiB") and found.endswith("under 512 MiB it dies")
+    below = {"limit": 2**29, "speed": 11.0}
+    assert within_bound(evidence_of(tmp_path, memory__bound=bound | {"below": below})) is None
+
+
+def test_a_plan_that_held_fewer_queries_than_it_says_is_no_bound(tmp_path: Path) -> None:
+    """One that died has not tried one more."""
+    fits = {"planned": 15, "held": 15, "holds_one_more": True}
+    assert "1 more query fits than it says" in one_more(evidence_of(tmp_path, memory__ratio_llama_15=fits))
+    died = {"planned": 9, "held": 0, "died": "of it"}
+    assert "9 did not fit: the plan is no bound" in one_more(evidence_of(tmp_path, memory__ratio_llama_plan=died))
 
 
 class ParsedError(Exception):

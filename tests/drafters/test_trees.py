@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon import trees
+from echelon import SpeculativeConfig, trees
+from echelon.build import growth_of
 from echelon.draft import Draft, node_depths
 from echelon.trees import EAGLE_25, MEDUSA_63, BestFirst, Forest, Growth, LevelByLevel, StaticTree, best_paths, chain, expected_tokens
 
@@ -151,6 +152,36 @@ def test_published_trees() -> None:
         draft, *_ = grown(StaticTree(paths), [(64, 9)], 0)
         assert len(draft.tokens) == len(paths)
         assert sorted(node_depths(draft.row_parents(0))) == sorted(len(p) - 1 for p in paths)
+
+
+def test_no_level_that_goes_on_is_wider_than_it_is_said_to_be() -> None:
+    """Where all children of a node are equally likely."""
+    for growth in GROWTHS:
+        forest = Forest([64], [9])
+        nodes = forest.plant([0])
+        for _ in range(growth.depth):
+            tokens = np.tile(np.arange(growth.width), (len(nodes), 1))
+            nodes = growth.grow(forest, nodes, tokens, np.full(tokens.shape, -np.log(growth.width)))
+            assert len(nodes) <= growth.breadth, type(growth).__name__
+            if not len(nodes):
+                break
+
+
+def test_a_level_of_clovers_is_as_wide_as_all_children_of_the_one_before() -> None:
+    """While the budget lasts; of EAGLE-2's as many nodes go on as a node has children."""
+    for method, budget, widest in (("clover", 60, 16), ("clover", 9, 9), ("eagle", 60, 4)):
+        spec = SpeculativeConfig(
+            method=method, model="somewhere", tree="dynamic", tree_top_k=4, tree_depth=3, num_speculative_tokens=budget
+        )
+        assert spec.widest_level == growth_of(spec, None).breadth == widest
+
+
+@pytest.mark.parametrize(
+    ("asked", "most"),
+    [({}, 25), ({"num_speculative_tokens": 40}, 25), ({"num_speculative_tokens": 9, "speculative_token_tree": [(0,), (1,)]}, 2)],
+)
+def test_of_a_static_tree_no_more_is_drafted_than_it_has_paths(asked: dict[str, Any], most: int) -> None:
+    assert SpeculativeConfig(method="eagle", model="somewhere", tree="static", **asked).most_tokens == most
 
 
 @pytest.mark.parametrize("paths", [[], [()], [(0, 0)], [(0,), (0,)], [(0, 0), (0,)], [(-1,)], [(0,), (0, 1, 0)]])

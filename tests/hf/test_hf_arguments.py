@@ -371,6 +371,15 @@ def test_prompt_lookup_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (assisted.method, assisted.num_speculative_tokens) == ("draft_model", 20)
 
 
+def test_prompt_lookup_drafts_for_several_samples_of_a_prompt() -> None:
+    """Which the framework's own assisted decoding refuses; with one token to draw from all of them are the likeliest text."""
+    model, _ = pair()
+    given = inputs(do_sample=True, top_k=1, num_return_sequences=3)
+    got = echelon.hf.generate(model, **given, prompt_lookup_num_tokens=5)
+    assert len(got) == 3 * len(given["input_ids"])
+    assert torch.equal(got, model.generate(**given))
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "two drafters": ({"assistant_model": "draft", "prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
     "two methods": ({"assistant_model": "draft", "speculative_config": {"method": "ngram"}}, "two drafters"),
@@ -381,6 +390,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a long draft": ({"num_assistant_tokens": 300, "assistant_model": "draft"}, "num_assistant_tokens = 300"),
     "a long lookup": ({"prompt_lookup_num_tokens": 300}, "prompt_lookup_num_tokens = 300"),
     "no lookup": ({"prompt_lookup_num_tokens": "x"}, "prompt_lookup_num_tokens"),
+    "an n-gram of nothing": ({"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 0}, "max_matching_ngram_size = 0 is not"),
+    "nobody who drafts so many": ({"num_assistant_tokens": 3}, "num_assistant_tokens is how many tokens an assistant_model drafts"),
     "assistant of a wrong kind": ({"assistant_model": 3}, "assistant_model is a int"),
     "configuration of a wrong kind": ({"speculative_config": "ngram"}, "speculative_config is a str"),
     "no folder": ({"assistant_model": "/no/such/folder"}, "does not exist"),
@@ -409,6 +420,15 @@ def test_mistakes_end_in_errors_that_name_them(case: str) -> None:
     given = {name: draft if value == "draft" else value for name, value in given.items()} if "draft" in map(str, given.values()) else given
     with pytest.raises(EchelonError, match=message):
         echelon.hf.generate(model, **inputs(**given))
+
+
+@pytest.mark.parametrize("pure", [False, True])
+def test_errors_say_which_row_of_the_ids_is_meant(pure: bool) -> None:
+    model, draft = pair()
+    given = inputs(logits_processor=None if pure else LogitsProcessorList([Twice()]))
+    given["input_ids"][2, -1] = 200
+    with pytest.raises(RequestError, match=r"input_ids\[2\]: token id 200 is outside the vocabulary"):
+        echelon.hf.generate(model, **given, assistant_model=draft)
 
 
 @pytest.mark.parametrize("model", ["gpt2", None, Path("x"), torch.nn.Linear(2, 2)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -20,6 +22,8 @@ from transformers.generation import BaseStreamer
 
 import echelon.hf
 from echelon import RequestError
+from echelon.hf.in_order import Texts
+from echelon.ops import devices
 
 SYNTHID = SynthIDTextWatermarkingConfig(ngram_len=3, keys=[654, 400, 836, 123, 340, 443, 597, 160, 57])
 EOS = {"eos_token_id": list(range(20, 96, 7))}
@@ -252,3 +256,46 @@ def test_one_token_a_step_gives_the_texts_of_the_engine_sampled_ones_too() -> No
         }
         texts.append(speculated(model, "draft", draft, **options))
     assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_ids_of_32_bits_are_continued_as_generate_continues_them(stateful: bool) -> None:
+    """By ids of 64 bits, which processors that are called in order are shown from the second token on."""
+    model, draft = pair()
+    batch = padded() | {"input_ids": padded()["input_ids"].int()}
+    found, seen = [], []
+    calls: list[tuple[Any, dict[str, Any]]] = [(model.generate, {}), (echelon.hf.generate, {"model": model, "assistant_model": draft})]
+    for call, more in calls:
+        recorder = Recorder()
+        processors = {"logits_processor": LogitsProcessorList([recorder])} if stateful else {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            found.append(call(**batch, **GREEDY, **processors, **more))
+        seen.append([ids.dtype for ids, _ in recorder.calls])
+    expected, got = found
+    assert got.dtype == expected.dtype == torch.int64
+    assert torch.equal(got, expected)
+    assert seen[0] == seen[1]
+
+
+def test_rows_in_order_are_read_on_the_models_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever is the caller's current one: there kernels would be launched."""
+    model, _ = pair()
+    current: list[torch.device] = []
+    seen: list[list[torch.device]] = []
+    logits = Texts.logits
+
+    @contextmanager
+    def entered(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def noted(self: Texts, rows: list[int]) -> torch.Tensor:
+        seen.append(current[-1:])
+        return logits(self, rows)
+
+    monkeypatch.setattr(devices, "current", entered)
+    monkeypatch.setattr(Texts, "logits", noted)
+    speculated(model, "plain", None, **GREEDY, logits_processor=LogitsProcessorList([Recorder()]))
+    assert seen == [[model.device]] * GREEDY["max_new_tokens"]

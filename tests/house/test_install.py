@@ -9,15 +9,18 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import toys
 from typer.testing import CliRunner
 
-from echelon import LLM
+from echelon import LLM, ConfigError
 from echelon.cli import app
+from echelon.model.load.publishing import publish
+from echelon.model.patches.packing import packing_of
 from echelon.ops import compiled
 
 ROOT = Path(__file__).parents[2]
@@ -127,3 +130,22 @@ def test_kernels_know_nothing_of_a_version_of_pytorch_or_python() -> None:
 def test_nothing_is_said_where_there_are_kernels() -> None:
     assert compiled.remedy() == ""
     assert not compiled.NOTE.exists()
+
+
+@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.parametrize(("machine", "is_built_for"), [("x86_64", True), ("aarch64", False)])
+def test_refusals_end_with_what_mends_them_or_with_their_reason(
+    machine: str, is_built_for: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled.platform, "machine", lambda: machine)
+    refused: list[Callable[[], object]] = [
+        lambda: compiled.kernels.rms_norm,
+        lambda: packing_of("int8", False, torch.device("cpu")),
+        lambda: publish(str(tmp_path), tmp_path / "out", "int8"),
+        lambda: LLM("nowhere", device="cpu", tensor_parallel_size=2),
+    ]
+    for call in refused:
+        with pytest.raises(ConfigError, match=r"Python\.h") as told:
+            call()
+        assert ("; " in str(told.value)) == ("pip install" in str(told.value)) == is_built_for
+        assert str(told.value) == str(told.value).rstrip("; ")

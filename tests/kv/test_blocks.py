@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -86,6 +88,49 @@ def test_fork_copies_only_what_is_written() -> None:
     tables.release(2)
     assert tables.pool.num_free == 8
     cache.check()
+
+
+def interrupt(patch: pytest.MonkeyPatch, pool: BlockPool, call: int) -> None:
+    """An interrupt comes as the pool has taken back the block of this call, the first being 1."""
+    release, calls = pool.release, count(1)
+
+    def interrupted(block: int) -> None:
+        release(block)
+        if next(calls) == call:
+            raise KeyboardInterrupt
+
+    patch.setattr(pool, "release", interrupted)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_an_interrupted_commit_loses_no_block_and_gives_none_back_twice(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = BlockTables(8, 4, 8)
+    tables.reserve(1, 20)
+    with monkeypatch.context() as patch:
+        interrupt(patch, tables.pool, call)
+        with pytest.raises(KeyboardInterrupt):
+            tables.commit(1, 6)
+    tables.check()
+    tables.release(1)
+    assert tables.num_free == 8
+    tables.check()
+
+
+def test_a_copy_of_a_shared_block_that_is_interrupted_loses_no_block_and_gives_none_back_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = BlockTables(8, 4, 8)
+    tables.reserve(1, 6)
+    tables.commit(1, 6)
+    tables.fork(1, 2)
+    with monkeypatch.context() as patch:
+        interrupt(patch, tables.pool, 1)
+        with pytest.raises(KeyboardInterrupt):
+            tables.reserve(2, 7)
+    tables.check()
+    tables.release(2)
+    tables.check()
+    assert len(tables.blocks(1)) == 2 == tables.num_blocks - tables.num_free, "what the other row holds is its own still"
+    tables.release(1)
+    assert tables.num_free == 8
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 19), min_size=1, max_size=4, unique=True), st.integers(0, 16)), max_size=12))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks import memory
 from benchmarks.hard_limits import limited
 from benchmarks.memory_document import write_memory
@@ -15,6 +17,34 @@ HERE = {"cpu": "one", "isa": "none", "threads": "1", "torch": "2", "commit": "0"
 def test_a_process_that_a_limit_kills_leaves_a_record() -> None:
     record = limited("limit", "embedded", str(-200 * MIB))
     assert "died" in record and record["survived"] == 0 and record["planned"] - record["limit"] > 100 * MIB
+
+
+def bound_of(speeds: tuple[float, ...], below: dict[str, object]) -> dict[str, object]:
+    """Rounds of drafting at these speeds, beside plain decoding that is slower in each."""
+    drafted = [{"least": 900 * MIB, "limit": 850 * MIB, "data": 800 * MIB, "speed": speed} for speed in speeds]
+    rounds = [{"none": {"speed": 10.0 - i}, "draft_model": own} for i, own in enumerate(drafted)]
+    return {"rounds": rounds, "below": {"limit": 768 * MIB} | below, "environment": HERE}
+
+
+GAINS, LOSES = (15.0, 9.9, 8.0), (9.0, 8.1, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "below", "line", "sentence"),
+    [
+        (GAINS, {"died": "of it"}, "1.10 × plain; less: died | yes |", "1.1 times as fast as without drafts"),
+        (GAINS, {"speed": 12.0}, "1.10 × plain; less: 12.0 tokens/s | **no** |", "under 768 MiB it decodes 1.50 times as fast"),
+        (LOSES, {"died": "of it"}, "0.90 × plain; less: died | **no** |", "0.9 times as fast as without drafts"),
+    ],
+)
+def test_the_lower_bound_is_told_by_the_middle_of_its_rounds(
+    speeds: tuple[float, ...], below: dict[str, object], line: str, sentence: str, tmp_path: Path
+) -> None:
+    """It is met where drafting gains there, and dies of less."""
+    records = {"bound": bound_of(speeds, below)}
+    assert f"| bound | 900 MiB | 800 MiB of data | {line}" in memory.as_markdown(records)
+    (tmp_path / "memory.md").write_text("# Memory\n")
+    assert sentence in write_memory(tmp_path / "memory.md", records, {}).read_text()
 
 
 def test_what_was_measured_is_told_and_drawn(tmp_path: Path) -> None:

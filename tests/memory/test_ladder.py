@@ -138,6 +138,25 @@ def test_a_model_is_not_rounded_to_the_bits_of_its_own_copy(copy: str, rungs: li
     assert [what for rung in choices for what, *_ in rung] == rungs
 
 
+def test_texts_are_shortened_to_the_next_64_tokens() -> None:
+    """Of 1,000 tokens to 960, not to 896."""
+    for planned, shorter in ((1000, 960), (1024, 960), (961, 960), (960, 896)):
+        (rung,) = _ladder(EngineConfig(max_num_seqs=1, max_model_len=planned), None, {"max_model_len"}, set())
+        assert rung[0][0] == f"texts of {shorter} tokens"
+
+
+def test_probabilities_are_planned_for_what_a_draft_model_draws_alone() -> None:
+    """A look-up proposes with certainty, by whatever rule drafts are kept."""
+    config, more = EngineConfig(max_num_seqs=4, max_model_len=512), dict[str, int]()
+    for method, model in (("ngram", None), ("draft_model", "draft")):
+        exact, rejection = (
+            plan_of(config, SpeculativeConfig(method=method, model=model, num_speculative_tokens=3, acceptance=acceptance))
+            for acceptance in ("exact", "rejection")
+        )
+        more[method] = rejection.total_bytes - exact.total_bytes
+    assert more == {"ngram": 0, "draft_model": 4 * 3 * 8 * residents(config, None).target.vocab_size}
+
+
 def test_a_length_beyond_the_context_is_refused_with_a_budget_too() -> None:
     with pytest.raises(ConfigError, match=f"max_model_len = {CONTEXT + 1} exceeds the model's context of {CONTEXT} tokens"):
         fit(40_000, max_model_len=CONTEXT + 1)

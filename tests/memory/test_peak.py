@@ -6,15 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import toys
 from safetensors.torch import load_file, save_file
 
 from benchmarks import memory
 from benchmarks.hard_limits import in_process
 from benchmarks.memory_document import is_met
-from echelon import LLM, EngineConfig, ModelLoadError, load_model
+from echelon import LLM, ConfigError, EngineConfig, ModelLoadError, load_model
 from echelon.config import speculative
 from echelon.memory.footprint import Outline
+from echelon.memory.pool import plan_kv
 from echelon.memory.residents import PlannedModels
 
 
@@ -34,6 +36,13 @@ def test_buffers_of_trees_are_those_of_the_digest() -> None:
     found = memory.trees()
     assert found["Medusa stock"]["logits of nodes"] == 6 * 64 * 32000 * 2
     assert sum(found["ours planned"].values()) < 0.36 * sum(found["Medusa stock"].values())
+
+
+def test_where_a_step_leaves_no_room_for_keys_and_values_what_it_takes_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.memory.pool.available_memory", lambda _: 2**20)
+    said = r"beside the 3\.0 MiB of a step 0\.0 MiB are left for keys and values, less than one block of 16 tokens; lower max_num_seqs"
+    with pytest.raises(ConfigError, match=said):
+        plan_kv(1000, 16, 4, 64, "auto", torch.device("cpu"), working_bytes=3 * 2**20)
 
 
 def test_headers_that_lie_are_refused(tmp_path: Path) -> None:

@@ -91,6 +91,16 @@ def test_drafts_pay_by_the_costs_of_the_model_that_is_planned(loaded: LoadedMode
     assert {found.method for found in least_memory(models, settings(), None)} == {"none", "ngram"}, "what needs no model of its own"
 
 
+def test_the_most_that_may_be_drafted_is_among_the_shapes(loaded: LoadedModel) -> None:
+    """Whether or not it is a usual number, and where a tree is smaller than all of these."""
+    copies = SpeculativeConfig(method="ngram", max_speculative_tokens=5)
+    found = least_memory(PlannedModels(settings(), copies, loaded), settings(), copies)
+    assert [least.shape for least in found] == ["none", "1 tokens", "2 tokens", "4 tokens", "5 tokens"]
+    tree = SpeculativeConfig(method="draft_model", model="draft", tree="dynamic", max_speculative_tokens=4)
+    found = least_memory(PlannedModels(settings(), tree, loaded, loaded), settings(), tree)
+    assert [least.shape for least in found] == ["none", "4 tokens"]
+
+
 def test_a_level_of_a_tree_is_priced_by_its_rows() -> None:
     """As it is measured: whatever its width, which is the drafter's own."""
     costs = CostTable(step=STEPS, drafting=CostCurve(tokens=(1, 4, 8), milliseconds=(1.0, 2.0, 9.0)), start_ms=3.0)

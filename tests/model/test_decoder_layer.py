@@ -11,6 +11,7 @@ import pytest
 import torch
 import toys
 from decoders import decoders
+from peak_memory import CLEAR_REFS, growth_during
 from torch import nn
 
 from echelon import LLM, SamplingParams
@@ -20,10 +21,13 @@ from echelon.kv.cache import KVCache
 from echelon.model.attention import CONTEXT_KEYWORD, CachedAttention, record_layers
 from echelon.model.hidden_states import HiddenStateReader
 from echelon.model.load.loading import LoadedModel, adopt_model, served_copy
+from echelon.model.pack import pack
 from echelon.model.patches.causal_lm import CausalLMForward
 from echelon.model.patches.decoder_layer import DecoderLayerForward, Echo, patch_decoder_layers
 from echelon.model.runner import ModelRunner
+from echelon.ops import cpu
 from echelon.ops.compiled import is_built
+from echelon.ops.contract import Activation, RmsWeight
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="the compiled kernels are not built")
 DECODERS = decoders(window=12, original_context=32)
@@ -222,3 +226,69 @@ def test_texts_are_those_of_whole_layers() -> None:
     toys.unpatch(whole.model, DecoderLayerForward, CausalLMForward)
     texts = [[o.outputs[0].token_ids for o in LLM(t, max_num_seqs=3).generate([[4, 5], [6], [7, 8, 9]], asked)] for t in (flat, whole)]
     assert texts[0] == texts[1]
+
+
+# ---- layers of one call
+
+WIDTH, INNER = 48, 72
+
+
+def layer_of(heads: int, kv_heads: int, sizes: tuple[int, int], window: int | None) -> torch.Tensor:
+    """A layer of random weights as the kernels run it; `sizes` of its heads' keys and values."""
+    generator = torch.Generator().manual_seed(heads)
+    columns = [heads * sizes[0], kv_heads * sizes[0], kv_heads * sizes[1], WIDTH, INNER, INNER, WIDTH]
+    depths = [WIDTH, WIDTH, WIDTH, heads * sizes[1], WIDTH, WIDTH, INNER]
+    weights = [cpu.pack(torch.randn(n, k, generator=generator) * k**-0.5) for n, k in zip(columns, depths, strict=True)]
+    norm = torch.ones(WIDTH), 1e-6, RmsWeight.AFTER_ROUNDING
+    return cpu.decoder_layer([norm, norm, None, None], [(w, None) for w in weights], Activation.SILU, heads, 0.3, window, None, None)
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+def test_layers_that_differ_in_window_or_heads_have_in_one_call_the_bits_of_calls_of_their_own() -> None:
+    """A tree behind a text of 1,500 tokens, by one thread and by three."""
+    kinds = [(6, 2, None), (6, 2, 512), (6, 2, None), (6, 2, 512), (3, 1, None), (4, 4, 513), (6, 2, 1), (6, 2, None)]
+    layers = [layer_of(heads, kv_heads, (8, 8), window) for heads, kv_heads, window in kinds]
+    tables = BlockTables(100, 16, 100)
+    assert tables.reserve(0, 1510)
+    batch = pack([Span(0, 1499, [0] * 11, 1, 1500, 10, [-1, 0, 1, 2, -1, 4, 0, 6, 7, 3])], tables)
+    known = [drawn(100, kv_heads, 16, 8) for _, kv_heads, _ in kinds]
+    hidden, cos, sin = drawn(1, 11, WIDTH), drawn(1, 11, 8).cos(), drawn(1, 11, 8).sin()
+
+    def run(at_once: int) -> list[torch.Tensor]:
+        """What so many layers a call come to, and the keys and values that they leave."""
+        out, keys, values = hidden, [k.clone() for k in known], [2 * k for k in known]
+        for i in range(0, len(layers), at_once):
+            own = slice(i, i + at_once)
+            out = cpu.run_layers(layers[own], out, cos, sin, keys[own], values[own], batch.slots, batch)
+        return [out, *keys, *values]
+
+    expected, threads = run(1), torch.get_num_threads()
+    assert bool(expected[0].isfinite().all())
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            for at_once in (1, 3, len(layers)):
+                assert all(map(torch.equal, run(at_once), expected)), (count, at_once)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.skipif(not CLEAR_REFS.exists(), reason="the peak of memory cannot be asked for")
+def test_layers_of_one_call_have_one_place_for_partial_results() -> None:
+    """Of 64 layers whose keys are split, and whose values are as long as may be."""
+    layer, tables = layer_of(1, 1, (16, 1024), 16), BlockTables(1, 1024, 1)
+    assert tables.reserve(0, 544)
+    batch = pack([Span(0, 480, [0] * 64, 1, 544)], tables)  # over the end of a section
+    keys, values = drawn(1, 1, 1024, 16), drawn(1, 1, 1024, 1024)
+    hidden, cos, sin = drawn(1, 64, WIDTH), drawn(1, 64, 16).cos(), drawn(1, 64, 16).sin()
+
+    def run(count: int) -> torch.Tensor:
+        return cpu.run_layers([layer] * count, hidden, cos, sin, [keys] * count, [values] * count, batch.slots, batch)
+
+    run(1)
+    out, growth = growth_during(lambda: run(64))
+    assert out.shape == hidden.shape
+    assert growth < 2**24, f"{growth:,} bytes"

@@ -46,6 +46,15 @@ def test_dtype_is_honoured(folder: Path, dtype: str) -> None:
     assert load_model(str(folder), dtype=dtype).model.dtype == getattr(torch, dtype)
 
 
+def test_ends_outside_the_vocabulary_are_none() -> None:
+    """Some configurations say −1 where a text has no end, and ids of tokens that were left out."""
+    loaded = toys.adopted(toys.llama())
+    loaded.model.generation_config.eos_token_id = -1
+    assert not loaded.eos_token_ids
+    loaded.model.generation_config.eos_token_id = [2, -1, toys.VOCABULARY, 5]
+    assert loaded.eos_token_ids == {2, 5}
+
+
 def test_own_code_is_refused(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModelForCausalLM": "evil.Model"}}))
@@ -203,6 +212,13 @@ def test_requests_larger_than_the_pool_are_refused() -> None:
     with pytest.raises(RequestError, match="pool holds 32"):
         llm.generate([[1] * 30], SamplingParams(max_tokens=3))
     assert len(llm.generate([[1] * 30], SamplingParams(max_tokens=2))[0].outputs[0].token_ids) == 2
+
+
+def test_a_prompt_larger_than_the_pool_is_to_be_shortened_where_nothing_limits_what_follows() -> None:
+    model = toys.adopted(toys.llama())
+    llm = LLM(model, kv_cache_memory_bytes=2 * LLM(model).memory_plan.block_bytes)
+    with pytest.raises(RequestError, match="pool holds 32; raise kv_cache_memory_bytes or shorten the prompt"):
+        llm.generate([[1] * 40], SamplingParams(max_tokens=None))
 
 
 def test_llma_is_an_alias() -> None:

@@ -107,9 +107,10 @@ def test_drafts_change_nothing(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 0.5])
-def test_biases_that_say_nothing_are_left_out(value: float, tmp_path: Path) -> None:
-    """Some writers of GPTQ give every layer a bias of zeros."""
-    publish(toys.llama(), "gptq", tmp_path)
+@pytest.mark.parametrize("build", [toys.llama, mixture])
+def test_biases_that_say_nothing_are_left_out(build: Callable[[], PreTrainedModel], value: float, tmp_path: Path) -> None:
+    """Some writers of GPTQ give every layer a bias of zeros, experts' among them."""
+    publish(build(), "gptq", tmp_path)
     expected = served(load_model(tmp_path), PROMPT)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -159,6 +160,8 @@ def with_entry(value: float) -> Callable[[Tensor], Tensor]:
         ("gptq", "qweight", lambda t: t[:, :-1], r"asks for \[3, 63\]"),
         ("gptq", "g_idx", lambda t: t.flip(0), r"entries into groups out of order \(desc_act, actorder\)"),
         ("awq", "qweight", lambda _: None, "has 'model.layers.1.mlp.down_proj.scales' without 'model.layers.1.mlp.down_proj.qweight'"),
+        ("awq", "qzeros", lambda _: None, "has 'model.layers.1.mlp.down_proj.scales' without 'model.layers.1.mlp.down_proj.qzeros'"),
+        ("gptq", "qzeros", lambda _: None, "has 'model.layers.1.mlp.down_proj.scales' without 'model.layers.1.mlp.down_proj.qzeros'"),
         ("awq", "qweight", lambda t: t.to(torch.int8), "is I8 .* asks for I32 of two dimensions for 4 bits"),
         ("int-quantized", "weight", lambda t: t.to(torch.int32), "is I32 .* asks for I8 of two dimensions for 8 bits"),
         ("int-quantized", "weight", lambda t: t[:, :-1], r"has shape \[64, 95\], and config.json asks for \[64, 96\]"),
@@ -193,6 +196,12 @@ def weights_of(kind: str, **changes: Any) -> dict[str, Any]:
     return settings
 
 
+def activations_of(**changes: Any) -> dict[str, Any]:
+    settings = settings_of("int-quantized")
+    settings["config_groups"]["group_0"]["input_activations"] |= changes
+    return settings
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
@@ -214,6 +223,7 @@ def weights_of(kind: str, **changes: Any) -> dict[str, Any]:
         (weights_of("int-quantized", type="float"), UnsupportedModelError, "of type float"),
         (weights_of("int-quantized", symmetric=False), UnsupportedModelError, "weights of 8 bits with zeros of their own"),
         (weights_of("int-quantized", strategy="block"), UnsupportedModelError, "by block"),
+        (activations_of(symmetric=False), UnsupportedModelError, "integers of 8 bits, each token by itself and around 0"),
     ],
 )
 def test_other_formats_are_refused_by_name(settings: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
@@ -222,3 +232,39 @@ def test_other_formats_are_refused_by_name(settings: dict[str, Any], error: type
     with pytest.raises(error, match=message) as caught:
         load_model(tmp_path)
     assert "bfloat16" in str(caught.value) or "copy" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "part"),
+    [
+        ("gptq", settings_of("gptq", desc_act=True), "g_idx"),
+        ("pack-quantized with zeros", weights_of("pack-quantized", symmetric=False), "weight_zero_point"),
+        ("pack-quantized", weights_of("pack-quantized", actorder="group"), "weight_g_idx"),
+        ("pack-quantized", weights_of("pack-quantized", actorder=True), "weight_g_idx"),
+    ],
+)
+def test_a_part_that_the_configuration_tells_of_is_missed(kind: str, settings: dict[str, Any], part: str, tmp_path: Path) -> None:
+    publish(toys.llama(), kind, tmp_path)
+    set_config(tmp_path, quantization_config=settings)
+    if f"{LAYER}.{part}" in load_file(tmp_path / "model.safetensors"):
+        load_model(tmp_path)  # with all of its parts
+        change(tmp_path, part, lambda _: None)
+    with pytest.raises(ModelLoadError, match=rf"without '[\w.]+\.{part}', which its config.json says is there; copy the checkpoint"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("gptq", settings_of("gptq", desc_act=False)),
+        ("awq", settings_of("awq", desc_act=True)),
+        ("pack-quantized", weights_of("pack-quantized", actorder="weight")),
+        ("int-quantized", weights_of("int-quantized", actorder="group")),
+    ],
+)
+def test_an_order_of_entries_is_missed_only_where_a_format_keeps_one(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    publish(toys.llama(), kind, tmp_path)
+    set_config(tmp_path, quantization_config=settings)
+    if kind == "gptq":
+        change(tmp_path, "g_idx", lambda _: None)
+    assert load_model(tmp_path).quantization == ("int8" if kind == "int-quantized" else "int4")

@@ -12,7 +12,7 @@ import pytest
 import torch
 import toys
 from test_published import mixture
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from echelon.model.load.loading import adopt_model, load_model
 from echelon.model.load.rounding import rounded_as_read
@@ -28,11 +28,20 @@ def gpt2() -> PreTrainedModel:
     return toys.randomised(GPT2LMHeadModel, config, 0, 0.1)
 
 
+def bert(is_tied: bool) -> PreTrainedModel:
+    """Its output layer lies in a block of the model, behind a layer of its own."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tokens = {"vocab_size": toys.VOCABULARY, "max_position_embeddings": toys.CONTEXT, "pad_token_id": None}
+    return toys.randomised(BertLMHeadModel, BertConfig(**sizes, **tokens, is_decoder=True, tie_word_embeddings=is_tied), 0, 0.1)
+
+
 MODELS = {
     "untied": lambda: toys.llama(intermediate_size=128),
     "tied": lambda: toys.llama(tie_word_embeddings=True),
     "mixture": mixture,
     "transposed": gpt2,
+    "output layer within, untied": lambda: bert(False),
+    "output layer within, tied": lambda: bert(True),
 }
 
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from echelon.heads.parts import ResBlock
+from echelon.model.load.loading import serve_head
 from echelon.model.patches.experts import patch_experts
 from echelon.model.patches.packing import Packing
 from echelon.model.patches.vectors import PIECE, SENSITIVE, WholeVectors, patch_sensitive
@@ -62,6 +64,20 @@ def test_a_row_of_experts_with_a_gate_of_their_own_has_its_bits_among_many(threa
         for row in (0, count // 2 - 1, count // 2, count - 1):
             one = slice(row, row + 1)
             assert torch.equal(experts(x[one], chosen[one], weights[one]), together[one])
+
+
+def test_a_row_of_a_head_has_its_bits_among_many() -> None:
+    """Of 40 numbers, which are no whole vectors; what comes out is mostly what SiLU makes of them."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        block = ResBlock(40)
+        block.linear.weight.data.normal_(0.0, 10.0, generator=generator)
+        serve_head(block.to(dtype))
+        x = (0.05 * torch.randn(170, 40, generator=generator)).to(dtype)
+        with torch.inference_mode():
+            alone = torch.cat([block(row) for row in x.split(1)])
+            for count in (17, 170):
+                assert torch.equal(block(x[:count]), alone[:count])
 
 
 class Scores(nn.Module):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import toys
+from peak_memory import CLEAR_REFS, growth_during
 from torch import Tensor
 
 from echelon.batch import RaggedBatch, Span
@@ -385,3 +386,66 @@ def test_2000_random_ragged_shapes_agree_with_the_reference() -> None:
         got = blocked(cpu.ragged_attention)(query, keys, values, batch, 0.3, window, softcap, sinks)
         error = float((got.double() - expected.double()).abs().max())
         assert error < limits[dtype] * float(expected.double().abs().max()), f"shape {shape}: {error}"
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("is_capped", [False, True], ids=["window", "window, softcap and sinks"])
+def test_a_window_over_a_long_row_has_the_same_bits_however_its_keys_are_shared_out(
+    is_capped: bool, is_tree: bool, dtype: torch.dtype, family: str
+) -> None:
+    """By one thread and by three, in pieces and token by token, and beside rows enough that no keys are split; near the reference."""
+    heads, kv_heads, size, text, nodes = 6, 2, 24, 3060, 40  # the new tokens lie over the end of a section
+    limit = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}[dtype]
+    softcap, sinks = (3.0, torch.linspace(-2, 2, heads)) if is_capped else (None, None)
+    parents = random_tree(np.random.default_rng(6), nodes) if is_tree else None
+    tables = BlockTables(1400, 16, 300)
+    assert tables.reserve(0, text + nodes) and all(tables.reserve(row, 5) for row in range(1, 17))
+    keys, values = (x.view(-1, 16, kv_heads, size).transpose(1, 2).contiguous() for x in filled(tables, 17, kv_heads, (size, size), dtype))
+    query = torch.randn(1 + nodes + 16, heads, size, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    def batch_of(first: int, end: int, *others: Span) -> RaggedBatch:
+        """Nodes first to end − 1 of the long row, −1 being its last known token; then others."""
+        own = Span(0, text + first, [0] * (end - first), 1, text, end - max(first, 0), None if parents is None else parents[:end])
+        return unpadded.pack([own, *others], tables)
+
+    beside = [Span(row, 4, [0], 1, 5) for row in range(1, 17)]
+    threads = torch.get_num_threads()
+    for window in (1, 511, 512, 513, 1024, 5000):
+        how = 0.3, window, softcap, sinks
+        whole = cpu.ragged_attention(query[: 1 + nodes], keys, values, batch_of(-1, nodes), *how)
+        expected = reference.ragged_attention(query[: 1 + nodes], keys, values, batch_of(-1, nodes), *how).double()
+        assert float((whole.double() - expected).abs().max()) < limit * float(expected.abs().max()), window
+        for first, end in pairwise((-1, 0, 1, 8, 11, 12, 13, nodes)):
+            piece = cpu.ragged_attention(query[first + 1 : end + 1], keys, values, batch_of(first, end), *how)
+            assert torch.equal(piece, whole[first + 1 : end + 1]), (window, first)
+        try:
+            for count in (1, 3):
+                torch.set_num_threads(count)
+                alone = cpu.ragged_attention(query[: 1 + nodes], keys, values, batch_of(-1, nodes), *how)
+                among = cpu.ragged_attention(query, keys, values, batch_of(-1, nodes, *beside), *how)
+                assert torch.equal(alone, whole) and torch.equal(among[: 1 + nodes], whole), (window, count)
+        finally:
+            torch.set_num_threads(threads)
+
+
+@needs_kernels
+@pytest.mark.skipif(not CLEAR_REFS.exists(), reason="the peak of memory cannot be asked for")
+def test_what_a_window_has_left_behind_takes_neither_memory_nor_part_in_the_result() -> None:
+    """Of a row of four million tokens: the bits of one that is shorter by whole sections."""
+    tables = BlockTables(2**12 + 1, 1024, 2**12 + 1)
+    assert tables.reserve(0, 2**22 + 544)
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(1, 1, 1024, 16, generator=generator) for _ in range(2))  # of each block the same
+    query = torch.randn(64, 1, 16, generator=generator)
+
+    def attended(length: int) -> Tensor:
+        batch = unpadded.pack([Span(0, length - 64, [0] * 64, 1, length)], tables)
+        batch = replace(batch, block_table=torch.zeros_like(batch.block_table))
+        return cpu.ragged_attention(query, keys, values, batch, 0.3, 16)
+
+    near = attended(544)  # over the end of the first section
+    far, growth = growth_during(lambda: attended(2**22 + 544))
+    assert torch.equal(far, near)
+    assert growth < 2**24, f"{growth:,} bytes"

@@ -10,13 +10,16 @@ import torch
 import toys
 from decoders import decoders
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import LlamaConfig
 
 from echelon import LLM, ConfigError, ModelLoadError, UnsupportedModelError
 from echelon.checkpoint.folder import Folder
 from echelon.checkpoint.tensors import open_weights
+from echelon.model.load.loading import load_share
 from echelon.model.patches.architectures import ARCHITECTURES
-from echelon.model.patches.split import check_split, heads_of, part_of, plan_of
+from echelon.model.patches.split import Parts, Share, check_split, heads_of, part_of, plan_of
+from echelon.ops.compiled import is_built
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
@@ -93,3 +96,32 @@ def test_who_does_not_fit_is_refused_before_anything_starts(tmp_path: Path) -> N
     toys.randomised(cls, config, 0, 0.3).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(UnsupportedModelError, match="not GPT2LMHeadModel"):
         LLM(tmp_path / "gpt2", tensor_parallel_size=2)
+
+
+class Slot:
+    """Stands for the way between ranks: what is gathered lies in one place, and belongs to nobody."""
+
+    inside = None
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.is_connected, self.held = rank, size, False, torch.empty(0)
+
+    def gathered(self, own: Tensor, parts: Parts) -> Tensor:
+        self.held = own.new_zeros(*own.shape[:-1], parts[self.rank].whole)
+        self.held[..., parts[self.rank].first : parts[self.rank].last] = own
+        return self.held
+
+    def gathered_by_first(self, own: Tensor, parts: Parts) -> Tensor:
+        return self.gathered(own, parts)
+
+
+@pytest.mark.skipif(not is_built(), reason="the compiled kernels are not built")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_logits_are_copied_on_the_rank_that_reads_them(rank: int, tmp_path: Path) -> None:
+    toys.llama().save_pretrained(tmp_path)
+    exchange = Slot(rank, 2)
+    output = load_share(str(tmp_path), Share(exchange), "auto", None).model.get_output_embeddings()
+    exchange.is_connected = True
+    logits = output(torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(logits, exchange.held) and bool(logits.any())
+    assert (logits.data_ptr() == exchange.held.data_ptr()) == (rank == 1)

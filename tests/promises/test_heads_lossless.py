@@ -417,6 +417,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "tree without a head": ({"method": "ngram", "tree": "dynamic"}, {}, "drafts chains"),
     "paths without a tree": ({"method": "medusa", "model": "x", "speculative_token_tree": [[0]]}, {}, "needs tree = 'static'"),
     "words": ({"method": "medusa", "model": "x", "tree": "static", "speculative_token_tree": "[(0,), oak]"}, {}, "is no list of paths"),
+    "no paths": ({"method": "medusa", "model": "x", "tree": "static", "speculative_token_tree": "[]"}, {}, "has no paths"),
 }
 
 

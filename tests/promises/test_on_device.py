@@ -268,7 +268,7 @@ def test_memory_of_a_device_is_what_the_device_has_free(monkeypatch: pytest.Monk
     assert asked == [device] and plan.num_blocks == 8_000 // 160 and "80% of" in plan.reason
     assert plan_kv(10, 16, 1, 32, "auto", device).num_blocks == 2
     assert plan_kv(10, 16, 1, 32, 480, device).num_blocks == 3
-    with pytest.raises(ConfigError, match="holds no block"):
+    with pytest.raises(ConfigError, match="less than one block of 16 tokens"):
         plan_kv(10_000, 16, 1, 32, "auto", device)
     assert pool.available_memory(torch.device("cpu")) > 1 << 20
 

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import toys
+from tokenizer_kinds import KINDS
 
 from echelon import LLM, CompletionOutput, RequestError, SamplingParams
 from echelon.demo import TARGET
-from echelon.model.load.loading import LoadedModel, load_model
+from echelon.model.load.loading import LoadedModel, adopt_model, load_model
 from echelon.sampling import Sampler, logprobs_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -164,6 +165,24 @@ def test_bad_words_are_banned_where_they_would_be_completed() -> None:
     assert np.flatnonzero(np.isinf(sampler.processed(logits, [4, 4], []))).tolist() == [7], "the prompt does not count"
     assert np.flatnonzero(np.isinf(sampler.processed(logits, [4, 4, 1], [4]))).tolist() == [5, 7]
     assert np.flatnonzero(np.isinf(sampler.processed(logits, [4, 4, 4], [1]))).tolist() == [7]
+
+
+def test_bad_words_that_the_model_cannot_say_forbid_nothing() -> None:
+    """A tokenizer with more tokens than the model has: "a" is number 17 of it, "d" number 20."""
+    tokenizer = KINDS["wordpiece"]()
+    assert tokenizer.encode("a", add_special_tokens=False) == [17] and tokenizer.encode("d", add_special_tokens=False) == [20]
+    llm = LLM(adopt_model(toys.llama(vocab_size=20), tokenizer, "toy"))
+    asked = SamplingParams(temperature=0.0, max_tokens=2, bad_words=("d", "a"))
+    assert llm.inputs.samples([1], asked, False)[0].sampler.bad_words == ((17,),)
+    assert llm.generate([[1]], asked)[0].outputs[0].error is None
+
+
+def test_an_end_outside_the_vocabulary_forbids_no_token() -> None:
+    """−1, by which some configurations say that there is none, does not count from the last token on."""
+    own, last = toys.adopted(toys.llama()), toys.VOCABULARY - 1
+    own.model.generation_config.eos_token_id = -1
+    asked = SamplingParams(temperature=0.0, max_tokens=3, min_tokens=3, logit_bias={last: 1e6})
+    assert LLM(own).generate([[1, 2]], asked)[0].outputs[0].token_ids == [last] * 3
 
 
 def test_logprobs_are_the_raw_log_softmax() -> None:

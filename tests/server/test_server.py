@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -28,8 +29,11 @@ from echelon.aio.engine_thread import EngineThread
 from echelon.aio.limits import Limits, RequestObserver
 from echelon.bench import serve as bench_serve
 from echelon.cli import main
+from echelon.sampling import Logprobs
+from echelon.sequence import state_of
 from echelon.server.config import ServerConfig, id_of, read_keys
-from echelon.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
+from echelon.server.protocol import ChatMessage, ChatRequest, CompletionRequest, DetokenizeRequest, StreamOptions
+from echelon.server.serializers import GenerationJob, Serializer, StreamSerializer
 from echelon.text import num_shown
 
 KEY = "a-key-of-thirty-two-characters-x"
@@ -335,6 +339,14 @@ def test_tokens_and_back(client: httpx.Client) -> None:
     assert by_ids["choices"] == by_text["choices"]
 
 
+def test_pieces_of_a_text_are_called_as_the_vocabulary_calls_them(running: Running, client: httpx.Client) -> None:
+    """As vLLM has them: with a space and a line break as letters of their own."""
+    answer = client.post("/tokenize", json={"prompt": PROMPTS[2], "return_token_strs": True}).json()
+    tokenizer: Any = running.llm.target.tokenizer
+    assert answer["token_strs"] == tokenizer.convert_ids_to_tokens(answer["tokens"])
+    assert "".join(answer["token_strs"]) == PROMPTS[2].replace(" ", "Ġ").replace("\n", "Ċ")
+
+
 # What is refused
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
@@ -431,6 +443,30 @@ def test_bad_values_are_named(client: httpx.Client, running: Running, stream: bo
         assert words in error["message"] or words == error["param"], (body, error)
         assert "constrained" not in error["message"] and "function-" not in error["message"], "a name that only the checker knows"
         assert error["type"] == "invalid_request_error"
+
+
+NAMED: list[tuple[str, dict[str, Any], str]] = [
+    (COMPLETIONS, {"prompt": ["a", ""]}, "prompt[1] is empty"),
+    (COMPLETIONS, {"prompt": ["a", "a " * 3000]}, "prompt[1] has "),
+    (COMPLETIONS, {"prompt": ["x" * 500_000, "a"]}, "prompt[0] has 500,000 characters"),
+    (COMPLETIONS, {"prompt": [[70], [99999]]}, "prompt[1]: token id 99999 is outside"),
+    (CHAT, {"messages": [{"role": "user", "content": "a " * 3000}]}, "messages has "),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "words"), NAMED, ids=[words for *_, words in NAMED])
+def test_errors_say_which_of_the_prompts_is_meant(client: httpx.Client, path: str, body: dict[str, Any], words: str) -> None:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(words)
+
+
+def test_a_key_of_the_metadata_is_no_field(client: httpx.Client) -> None:
+    """Whatever it is called."""
+    answer = client.post(CHAT, json={"messages": MESSAGES, "metadata": {"tools": 5}})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "metadata")
+    assert error["message"].startswith("metadata.tools: ") and "not supported" not in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -718,6 +754,22 @@ def in_background(call: Any) -> tuple[threading.Thread, list[httpx.Response]]:
     return thread, results
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_an_answer_is_built_beside_the_event_loop(client: httpx.Client, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with many log-probabilities takes its time, in which others are served."""
+    threads: list[str] = []
+    whole = Serializer.response
+
+    def noted(self: Serializer, *given: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return whole(self, *given)
+
+    monkeypatch.setattr(Serializer, "response", noted)
+    body: dict[str, Any] = {"prompt": PROMPTS[0]} if path == COMPLETIONS else {"messages": MESSAGES}
+    assert client.post(path, json=body | {"max_tokens": 2}).status_code == 200
+    assert [name.partition("_")[0] for name in threads] == ["echelon-text"]
+
+
 def test_a_full_server_says_so() -> None:
     with servers.serving(servers.build("plain", max_num_seqs=2), max_queue=1) as running, running.client() as client:
         gate = Gate(running)
@@ -890,6 +942,60 @@ def test_a_long_prompt_does_not_stall_others() -> None:
 def test_only_beginnings_of_stop_strings_are_held_back(text: str, stop: list[str], held: int) -> None:
     assert num_shown(text, stop, is_whole=False) == len(text) - held
     assert num_shown(text, stop, is_whole=True) == len(text)
+
+
+STREAMED: dict[str, Any] = {"max_tokens": 9, "ignore_eos": True, "stream": True, "stop": ["ac"]}
+BODIES: dict[str, CompletionRequest | ChatRequest] = {
+    "logprobs": CompletionRequest(prompt=[70], logprobs=1, **STREAMED),
+    "no others": CompletionRequest(prompt=[70], logprobs=0, **STREAMED),
+    "logprobs of chat": ChatRequest(messages=[ChatMessage(role="user", content="a")], logprobs=True, **STREAMED),
+    "counts": CompletionRequest(prompt=[70], stream_options=StreamOptions(continuous_usage_stats=True), **STREAMED),
+    "text": CompletionRequest(prompt=[70], **STREAMED),
+}
+
+
+def said_after_each(running: Running, tokens: list[int], body: CompletionRequest | ChatRequest) -> list[list[dict[str, Any]]]:
+    """The choices that a stream sends after each token of a text."""
+    samples = running.llm.inputs.samples([70], body.sampling_params(100, {}), watch_text=True)
+    stream, sequence = StreamSerializer(running.service.serializer, GenerationJob(MODEL, [samples], body)), samples[0]
+    said = []
+    for token in tokens:
+        sequence.append(token, False, Logprobs(token, -1.0, 1, {token: -1.0}))
+        chunks = [json.loads(chunk.removeprefix(b"data: ")) for chunk in stream.chunks([state_of(sequence)])]
+        said.append([choice | {"usage": chunk.get("usage")} for chunk in chunks for choice in chunk["choices"]])
+    return said
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_who_counts_tokens_is_told_of_those_without_a_text(running: Running, kind: str) -> None:
+    """At once, though special ones are left out of the text; but those that wait with the beginning of a stop string wait on."""
+    tokenizer: Any = running.llm.target.tokenizer
+    user, a, b, c = tokenizer.convert_tokens_to_ids(["<|user|>", "a", "b", "c"])
+    said = said_after_each(running, [user, a, user, b, c, user], BODIES[kind])
+    if kind == "logprobs of chat":
+        assert said[0].pop(0)["delta"]["role"] == "assistant"
+    texts = [[choice["text"] if "text" in choice else choice["delta"]["content"] for choice in choices] for choices in said]
+    assert texts == ([[], [], [], ["ab"], ["c"], []] if kind == "text" else [[""], [], [], ["ab"], ["c"], [""]])
+    sent = [choice for choices in said for choice in choices]
+    if kind == "counts":
+        assert [choice["usage"]["completion_tokens"] for choice in sent] == [1, 4, 5, 6]
+    elif kind in ("logprobs", "no others"):
+        assert [choice["logprobs"]["tokens"] for choice in sent] == [["<|user|>"], ["a", "<|user|>", "b"], ["c"], ["<|user|>"]]
+    elif kind == "logprobs of chat":
+        assert [len(choice["logprobs"]["content"]) for choice in sent] == [1, 3, 1, 1]
+
+
+def test_the_text_of_a_token_is_decoded_once() -> None:
+    decoded: list[list[int]] = []
+
+    def decode(tokens: list[int], skip_special_tokens: bool) -> str:
+        decoded.append(tokens)
+        return f"{tokens[0]}, {skip_special_tokens}"
+
+    llm: Any = SimpleNamespace(target=SimpleNamespace(tokenizer=SimpleNamespace(decode=decode)))
+    serializer = Serializer(llm)
+    assert [serializer.piece(token) for token in (5, 7, 5, 5)] == ["5, False", "7, False", "5, False", "5, False"]
+    assert decoded == [[5], [7]]
 
 
 # The benchmark client

@@ -36,6 +36,7 @@ from echelon.model.load.loading import load_plain
 from echelon.train import heads as training
 from echelon.train import precision
 from echelon.train import text as texts
+from echelon.train.draft_model import DraftTraining, train_draft_model
 from echelon.train.draft_model import evaluate as losses_of
 from echelon.train.examples import Examples, Teacher, soft_targets, unroll
 from echelon.train.heads import TrainingConfig, evaluate, learn, train_head
@@ -393,6 +394,29 @@ def test_the_command_trains(folder: Path, tmp_path: Path, capsys: pytest.Capture
     assert call("train", folder, "--method", "draft_model", "--output", tmp_path / "draft", *shared) == 0, "a finished run stays"
 
 
+def test_a_draft_model_goes_on_with_the_continuations_it_began_with(
+    target: PreTrainedModel, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run from before these were noted goes on with what is there."""
+    monkeypatch.setattr(torch, "compile", lambda f, **_: f)
+    _, tokenizer = load_plain(str(EMBEDDED))
+    kept, run = tmp_path / "continuations.npy", tmp_path / "run"
+
+    def train() -> None:
+        train_draft_model(target, tokenizer, data.text, run, tmp_path, DraftTraining(steps=1))
+
+    np.save(kept, data.continuations)
+    train()
+    train()
+    np.save(kept, data.continuations[::-1])
+    with pytest.raises(ConfigError, match=r"holds a run with other settings \(said = '\w+' there, '\w+' here\)"):
+        train()
+    settings = json.loads((run / "training.json").read_text())
+    del settings["said"]
+    (run / "training.json").write_text(json.dumps(settings))
+    train()
+
+
 def test_a_draft_model_is_evaluated_within_the_context() -> None:
     """Of a model with learned positions, which has no more of them."""
     models = [GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=n, n_embd=32, n_layer=1, n_head=2)).eval() for n in (48, 40)]
@@ -429,7 +453,7 @@ def test_texts_of_another_target_are_refused(folder: Path, tmp_path: Path, targe
     model, tokenizer = load_plain(str(folder))
     prepared = prepare(model, tokenizer, [folder / "text.txt"], tmp_path, count=4)
     assert len(prepared.text["text"]) > 18 * len(prepared.text[HELD_OUT]) and prepared.continuations.shape == (4, 128)
-    with pytest.raises(ConfigError, match="texts of another target or of other files"):
+    with pytest.raises(ConfigError, match="texts of another target, of other files"):
         prepare(target, tokenizer, [folder / "text.txt"], tmp_path, count=4)
     with pytest.raises(ConfigError, match="no fast tokenizer"):
         prepare(target, None, None, tmp_path)
@@ -442,8 +466,40 @@ def test_texts_of_another_target_are_refused(folder: Path, tmp_path: Path, targe
         prepare(model, tokenizer, [folder], folder / "run" / "data", count=4)
     prepare(model, tokenizer, [folder], folder / ".runs" / "data", count=4)
     (tmp_path / "tokens.npz").unlink()
-    with pytest.raises(ConfigError, match="texts of another target or of other files"):
+    with pytest.raises(ConfigError, match="texts of another target, of other files"):
         prepare(target, tokenizer, [folder / "text.txt"], tmp_path, count=4)
+
+
+@pytest.fixture
+def no_continuations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target writes nothing."""
+    monkeypatch.setattr(texts, "target_continuations", lambda *_: np.zeros((4, WINDOW), np.uint16))
+
+
+@pytest.mark.usefixtures("no_continuations")
+def test_a_text_that_is_given_twice_is_read_once(folder: Path, tmp_path: Path, target: PreTrainedModel) -> None:
+    """Or what is held out at the end would have been learned from before."""
+    _, tokenizer = load_plain(str(EMBEDDED))
+    (tmp_path / "copy.txt").write_text((folder / "text.txt").read_text())
+    once = prepare(target, tokenizer, [folder / "text.txt"], tmp_path / "once").text
+    twice = prepare(target, tokenizer, [folder / "text.txt", tmp_path / "copy.txt"], tmp_path / "twice").text
+    assert once.keys() == twice.keys() and all(np.array_equal(once[group], twice[group]) for group in once)
+
+
+@pytest.mark.usefixtures("no_continuations")
+def test_of_texts_that_are_too_short_the_part_is_named(tmp_path: Path, target: PreTrainedModel) -> None:
+    _, tokenizer = load_plain(str(EMBEDDED))
+    (tmp_path / "short.txt").write_text("x = 1\n" * 400)
+    with pytest.raises(ConfigError, match=r"tokens \(held-out, a 20th of all text\); training needs at least 256 there: give more"):
+        prepare(target, tokenizer, [tmp_path / "short.txt"], tmp_path / "data")
+
+
+@pytest.mark.usefixtures("no_continuations")
+def test_another_number_of_continuations_is_named(folder: Path, tmp_path: Path, target: PreTrainedModel) -> None:
+    _, tokenizer = load_plain(str(EMBEDDED))
+    prepare(target, tokenizer, [folder / "text.txt"], tmp_path, count=4)
+    with pytest.raises(ConfigError, match=r"holds the texts of .* with another number of continuations; choose another folder"):
+        prepare(target, tokenizer, [folder / "text.txt"], tmp_path, count=5)
 
 
 def test_a_target_is_known_under_another_version_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,3 +157,14 @@ def test_a_pairs_corpus_is_source_and_what_is_given(tmp_path: Path, monkeypatch:
     again, same = pair.prepare_pair(tmp_path / "work", small, [])
     assert again.get_vocab() == tokenizer.get_vocab() and all(np.array_equal(same[g], tokens[g]) for g in tokens)
     assert small.config(small.target).num_attention_heads == 5
+
+
+def test_a_pair_whose_texts_are_shorter_than_its_context_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begun(*_: object) -> None:
+        raise AssertionError("training has begun")
+
+    tokens = {"stdlib": np.zeros(5000, np.uint16), HELD_OUT: np.zeros(2048, np.uint16)}
+    monkeypatch.setattr(pair, "prepare_pair", lambda *_: (None, tokens))
+    monkeypatch.setattr(pair, "train_together", begun)
+    with pytest.raises(ConfigError, match=r"shorter than the context of 2,048 tokens \(\{'held-out': 2048\}\); give more with --text"):
+        pair.main(tmp_path / "out", tmp_path / "work", device="cpu")

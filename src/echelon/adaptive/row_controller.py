@@ -71,7 +71,7 @@ class RowController:
         zeros = np.zeros(self._most_depth)
         past = self._rows.setdefault(row.sequence.id, _OwnPast(zeros, zeros))
         emitted = 1.0 + np.concatenate([[0.0], np.cumsum(np.cumprod(past.chances()))])
-        length = min(int(np.argmax(emitted / self._ms)), row.max_draft_depth)
+        length = int(np.argmax((emitted / self._ms)[: row.max_draft_depth + 1]))
         past.num_idle = 0 if length else past.num_idle + 1
         if past.num_idle >= PROBE:
             length, past.num_idle = 1, 0

@@ -144,7 +144,9 @@ class AsyncLLM:
         return not self._is_closed and self._thread.is_healthy
 
     async def close(self) -> None:
-        """End running requests, each with the `finish_reason` "abort", stop the thread and free the memory. Closing again does nothing."""
+        """End running requests, each with the `finish_reason` "abort", stop the thread and free the memory; those that wait for a place
+        raise `ClosedError`. Closing again does nothing.
+        """
         if self._is_closed:
             return
         self._is_closed = True

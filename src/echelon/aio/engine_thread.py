@@ -115,7 +115,7 @@ class EngineThread:
         try:
             while not is_last:
                 await self._wait_for_change(handle)
-                if handle.is_aborted:
+                if handle.is_aborted and not handle.is_finished:
                     return
                 is_last = handle.is_finished  # of the states that are yielded: later ones may come while they are sent
                 handle.num_sent = handle.num_tokens
@@ -258,6 +258,7 @@ class EngineThread:
             engine.add(sequence)
             for _ in range(before):  # at least one token of it is fed in a step
                 engine.step()
+                self._progress_at = time.monotonic()
                 if sequence.is_finished or len(sequence) > before:
                     return
             raise RowError("no step brought this request further") from error

@@ -16,11 +16,14 @@ GPTQ_FORMATS = ("gptq", "gptq_v2")
 
 @dataclass(frozen=True)
 class Scheme:
-    """Linear layers of a checkpoint in integers. `group_size`: entries of K that share a scale, all of them where it is None."""
+    """Linear layers of a checkpoint in integers. `group_size`: entries of K that share a scale, all of them where it is None; `also_needs`:
+    what every layer has besides values and scales, "zeros" or the "order" of its entries.
+    """
 
     layout: str  # one of `model.load.published.LAYOUTS`
     bits: int
     group_size: int | None
+    also_needs: tuple[str, ...] = ()
 
     @property
     def quantization(self) -> str:
@@ -37,6 +40,7 @@ class _Numbers(JsonFile):
     group_size: int | None = None
     symmetric: bool = True
     dynamic: bool | str = False
+    actorder: bool | str | None = None
 
 
 class _Group(JsonFile):
@@ -65,15 +69,18 @@ class _CompressedTensors(JsonFile):
         if first.output_activations:
             raise ValueError("output_activations")
         weights, inputs = first.weights, first.input_activations
-        if inputs is not None and (inputs.num_bits, inputs.type, inputs.strategy, inputs.dynamic) != (8, "int", "token", True):
-            raise ValueError("activations other than integers of 8 bits, each token by itself")
+        rounded = inputs and (inputs.num_bits, inputs.type, inputs.strategy, inputs.dynamic, inputs.symmetric)
+        if rounded not in (None, (8, "int", "token", True, True)):
+            raise ValueError("activations other than integers of 8 bits, each token by itself and around 0")
         served = {"int-quantized": (8, ("channel", "tensor")), "pack-quantized": (4, ("channel", "group"))}
         bits, strategies = served.get(self.format, (0, ()))
         if weights.type != "int" or weights.num_bits != bits or weights.strategy not in strategies:
             raise ValueError(f"{self.format} of {weights.num_bits} bits of type {weights.type} by {weights.strategy}")
         if bits == 8 and not weights.symmetric:
             raise ValueError("weights of 8 bits with zeros of their own")
-        return Scheme(self.format, bits, weights.group_size if weights.strategy == "group" else None)
+        has_order = self.format == "pack-quantized" and weights.actorder in (True, "group")
+        also = [role for role, needs in (("zeros", not weights.symmetric), ("order", has_order)) if needs]
+        return Scheme(self.format, bits, weights.group_size if weights.strategy == "group" else None, tuple(also))
 
 
 class _Groups(JsonFile):
@@ -85,16 +92,26 @@ class _Groups(JsonFile):
     def layout(self) -> str:
         raise NotImplementedError
 
+    @property
+    def also_needs(self) -> tuple[str, ...]:
+        """As `Scheme` has it."""
+        return ("zeros",)
+
     def scheme(self) -> Scheme:
         if self.bits != 4:
             raise ValueError(f"{self.layout()} of {self.bits} bits")
-        return Scheme(self.layout(), self.bits, None if self.group_size == -1 else self.group_size)
+        return Scheme(self.layout(), self.bits, None if self.group_size == -1 else self.group_size, self.also_needs)
 
 
 class _Gptq(_Groups):
     """`quantization_config` of GPTQ."""
 
     checkpoint_format: str = "gptq"
+    desc_act: bool = False
+
+    @property
+    def also_needs(self) -> tuple[str, ...]:
+        return ("zeros", "order") if self.desc_act else ("zeros",)
 
     def layout(self) -> str:
         if self.checkpoint_format not in GPTQ_FORMATS:

@@ -87,7 +87,7 @@ def step(
     if cost_table is not None and output is not None:
         raise ConfigError("--cost-table writes its file and nothing else; leave --output out")
     check_kernels(chosen_device("auto"))
-    with errors.status(f"making {model}"):
+    with errors.status(f"making {escape(model)}"):
         loaded = _made(model, dtype, quantization)
     if cost_table is not None:
         with errors.status("measuring costs"):
@@ -124,7 +124,7 @@ def balance(
     """Scylla's law: operations a byte by batch and tokens a row, the machine's balance, and the tokens of a row that it favours, k_opt."""
     sizes = sizes_of(batch_sizes)
     machine = measure_machine(chosen_device("auto"))
-    with errors.status(f"making {model}"):
+    with errors.status(f"making {escape(model)}"):
         loaded = _made(model)
     with counted(sum(len(numbers_of(size)) for size in sizes), "steps") as done:
         found = measure_balance(loaded, machine, sizes, context, rounds, done)

@@ -154,7 +154,7 @@ class Chat:
         return max(begin, end)
 
     def memory(self) -> str:
-        """Bytes of keys and values in use and kept, and of the process."""
+        """Bytes of keys and values that are kept, of how many, and of the process."""
         metrics, plan = self.llm.get_counters(), self.llm.memory_plan
         kept = metrics["num_cached_kv_blocks"] * plan.block_bytes
         return f"KV kept {mebibytes(kept)} of {mebibytes(plan.kv_bytes)}, process {mebibytes(psutil.Process().memory_info().rss)}"

@@ -171,7 +171,7 @@ def _print(tried: list[Candidate], plain: Candidate, best: Candidate | None, bat
     for c in sorted((c for c in tried if not c.problem), key=lambda c: -c.speed):
         style = "bold green" if c is best else ""
         numbers = f"{c.tokens_per_step:.2f}", f"{c.speed:.1f}", f"{c.speed / plain.speed:.2f}", mebibytes(c.memory)
-        table.add_row(c.name, *numbers, style=style)
+        table.add_row(escape(c.name), *numbers, style=style)
     console.print(table)
     if best is None:
         console.print(f"None is {PAYS} times as fast as plain decoding at this batch: leave speculation out, or try a smaller batch.")

@@ -27,7 +27,8 @@ SETTLED_NS = 2_000_000_000  # a file that changed since may change again within 
 def settings_of(llm: LLM, model: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that may change a row: `given` (input, sampling parameters), how the model runs, and the contents of its files.
 
-    A draft model or head counts where the rule of acceptance lets it change the text; with "exact" it cannot.
+    What drafts counts where the rule of acceptance lets it change the text, and so do the costs by which lengths are chosen; with "exact"
+    they cannot.
     """
     spec, config = llm.speculative_config, llm.config
     settings: dict[str, Any] = {
@@ -45,8 +46,9 @@ def settings_of(llm: LLM, model: str, given: Mapping[str, Any]) -> dict[str, Any
         "grouping": config.grouping,
         "speculative_config": spec.model_dump(mode="json") if spec else None,
     }
-    if spec is not None and spec.acceptance != "exact" and spec.model is not None:
-        settings["draft"] = folder_hashes(spec.model)
+    if spec is not None and spec.acceptance != "exact":
+        settings["draft"] = folder_hashes(spec.model) if spec.model is not None and spec.own_copy is None else spec.own_copy
+        settings["costs"] = None if spec.cost_table is None else noted_hash(Path(spec.cost_table))[:16]
     return flat(settings)
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
+from rich.markup import escape
 
 from echelon import LLM, EngineConfig
 from echelon.cli.shared import (
@@ -24,7 +25,7 @@ from echelon.cli.shared import (
 )
 from echelon.cli.words import errors
 from echelon.errors import ConfigError, MissingExtraError
-from echelon.server.config import ServerConfig, id_of, read_keys
+from echelon.server.config import ServerConfig, id_of, read_keys, url_of
 
 
 @verb(
@@ -68,7 +69,7 @@ def serve(
     check_address(config)
     llm = LLM(model, speculative_mapping(speculative_config), **engine)
     name = config.served_model_name or id_of(llm.target.name)
-    if status := serve_until_signal(llm, config, lambda url: errors.print(f"{name} on {url}/v1, live at {url}/", highlight=False)):
+    if status := serve_until_signal(llm, config, lambda url: errors.print(escape(f"{name} on {url}/v1, live at {url}/"), highlight=False)):
         _end_process(status)
 
 
@@ -94,8 +95,8 @@ def _serve_replicas(
     app = build_app(model, drafting, num_replicas=count, autoscaling_config=scale, ray_actor_options=taken, server=config, **engine)
     connect(address, num_cpus=max(cores, count, int((scale or {}).get("max_replicas", 1))))
     name = config.served_model_name or id_of(model)
-    url = f"http://{config.host}:{config.port}"
-    run_until_signal(app, config, lambda: errors.print(f"{name} on {url}/v1, live at {url}/, {count} replicas", highlight=False))
+    url = url_of(config.host, config.port)
+    run_until_signal(app, config, lambda: errors.print(escape(f"{name} on {url}/v1, live at {url}/, {count} replicas"), highlight=False))
 
 
 def _end_process(status: int) -> NoReturn:

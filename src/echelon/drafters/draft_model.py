@@ -55,6 +55,20 @@ class _Chain:
         return self.row.sequence.sampler
 
 
+def _taken_probs(chains: SequenceOf[_Chain], vocab_size: int) -> Float64 | None:
+    """float64 [tokens, V], taken from the chains one after the other, so that none is held twice; None where there are none."""
+    count = sum(len(c.probs) for c in chains)
+    if not count:
+        return None
+    taken, at = np.empty((count, vocab_size)), 0
+    for chain in chains:
+        for probs in chain.probs:
+            taken[at] = probs
+            at += 1
+        chain.probs.clear()
+    return taken
+
+
 class DraftModelDrafter(Drafter):
     """`runner` is the draft model's own; the scheduler reserves slots in its cache."""
 
@@ -89,9 +103,9 @@ class DraftModelDrafter(Drafter):
             return self._grown(self.growth, rows, active)
         if active and not self._draft_at_once(active):
             self._draft_by_passes(active)
-        flat = [p for c in chains for p in c.probs]
+        probs = _taken_probs(chains, self._vocab_size)
         scores = np.array([s for c in chains for s in c.scores[: len(c.tokens)]]) if self._has_scores else None
-        return Draft.chains([c.tokens for c in chains], np.stack(flat) if flat else None, scores)
+        return Draft.chains([c.tokens for c in chains], probs, scores)
 
     def _draft_by_passes(self, active: list[_Chain]) -> None:
         """Draft a token a pass for every chain that is not done."""

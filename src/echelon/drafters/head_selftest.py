@@ -90,7 +90,7 @@ def _own_text(target: LoadedModel, reader: HiddenStateReader, length: int) -> tu
     cache = cache_for_rows(record_layers(target.model), NUM_TEXTS, LENGTH, target.model.dtype, target.device)
     runner = ModelRunner(target, cache)
     runner.hidden_state_reader = reader
-    ends = sorted(t for t in target.eos_token_ids if 0 <= t < target.vocab_size)
+    ends = sorted(target.eos_token_ids)
     text = [(2 * torch.arange(NUM_TEXTS) + 1) * target.vocab_size // (2 * NUM_TEXTS)]
     features = []
     for start in range(length - 1):

@@ -1,6 +1,6 @@
 """A head drafts from the target's hidden states: Medusa, Clover, EAGLE and their kin, one network pass a level of the tree.
 
-The hidden state of position t and the token after it make the head's state t. After a step, `observe` feeds the target's states of all
+The hidden state of position t and the token after it make the head's state t. After a step, `observe` notes the target's states of all
 tokens that were kept, so the head's keys and values are always made from true features; what it drafts from its own goes into places after
 them, and is overwritten. A row has been read up to where the target has: the prompt, its pieces, a row that accepted anything, and one that
 comes back after preemption are one case. Where early features were lost, the row is drafted for again once the target reads it anew.
@@ -9,6 +9,7 @@ Reading waits until the row is to be drafted for: features of a row that is not 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,7 @@ from echelon.stats import Occupancy, Usage
 from echelon.trees import Forest, Growth
 
 MOST_UNREAD = 256  # tokens of a row whose features are kept
+MOST_AT_ONCE = 2048  # of several rows that are read in one pass
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ def attach_head(head: Head, target: LoadedModel) -> AttachedHead:
         states = head.encode(reader.example().to(head.dtype), zero, zero, **{CONTEXT_KEYWORD: encoding})
         states = head.extend(states, zero, zero + 1, 1, **{CONTEXT_KEYWORD: extending})
         width = head.logits(states, 0).shape[-1]
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise ConfigError(f"the head of method {head.method!r} does not fit {target.name!r}: {error}") from error
     if width != target.vocab_size:
@@ -191,16 +195,19 @@ class HeadDrafter(Drafter):
     def observe(self, rows: SequenceOf[PlannedRow], verdict: Verdict, hidden_states: Tensor | None) -> None:
         """Note what was kept; `hidden_states` [T, F] of all tokens of the step. Prompts are read at once, as the target reads them."""
         assert hidden_states is not None, "the target was not asked for hidden states"
-        following, due = [_following(row, kept) for row, kept in zip(rows, verdict, strict=True)], []
+        following = [_following(row, kept) for row, kept in zip(rows, verdict, strict=True)]
+        prompts, full = list[int](), list[int]()
         features = self._features(rows, verdict, following, hidden_states)
         is_shared = sum(map(len, features)) == len(rows)  # one token each; else what waits keeps nothing of other rows in memory
         for row, tokens, own_features in zip(rows, following, features, strict=True):
             number, is_prompt = row.sequence.id, _is_of_a_prompt(row)
             if not self._note(row, tokens, own_features if is_shared or is_prompt else own_features.clone()):
                 self._drop(number)
-            elif is_prompt or len(self._unread[number].tokens) >= MOST_UNREAD:
-                due.append(number)
-        self._read(due)
+            elif is_prompt:
+                prompts.append(number)
+            elif len(self._unread[number].tokens) >= MOST_UNREAD:
+                full.append(number)
+        self._read(prompts + full[: MOST_AT_ONCE // MOST_UNREAD])  # the others in the steps that follow: none may take long
         tables = self.cache.tables if self.cache is not None else None
         for number in [row.sequence.id for row in rows]:
             if tables is not None and number in tables:  # what was drafted goes; what waits has its room
@@ -266,15 +273,19 @@ class HeadDrafter(Drafter):
         self._read(due)
 
     def _read(self, numbers: SequenceOf[int]) -> None:
-        """Read what these rows have waiting, all in one pass."""
-        found = {number: unread for number in numbers if (unread := self._unread.pop(number, None)) is not None}
+        """Read what these rows have waiting, in passes of MOST_AT_ONCE tokens or one row."""
+        waiting = {number: unread for number in numbers if (unread := self._unread.get(number)) is not None}
+        found = waiting
         if self.cache is not None:  # a text that is read anew has left what was kept of it behind
-            found = {n: u for n, u in found.items() if n in self.cache.tables and self.cache.tables.num_cached(n) == u.start}
-        if found:
-            spans = [Span(number, unread.start, unread.tokens, 0, unread.end) for number, unread in found.items()]
-            features = torch.cat([features for unread in found.values() for features in unread.features])
+            found = {n: u for n, u in waiting.items() if n in self.cache.tables and self.cache.tables.num_cached(n) == u.start}
+        for number in waiting.keys() - found.keys():
+            del self._unread[number]
+        for group in _groups(found):
+            spans = [Span(number, found[number].start, found[number].tokens, 0, found[number].end) for number in group]
+            features = torch.cat([features for number in group for features in found[number].features])
             for span, state in zip(spans, self._encode(spans, features), strict=True):
                 self._states[span.row] = (span.text_len + 1, state)
+                del self._unread[span.row]  # not before: a pass that fails leaves its rows what they have to read
 
     def _drop(self, row: int) -> None:
         """Give up the row until the target reads it anew."""
@@ -315,7 +326,21 @@ class HeadDrafter(Drafter):
         """The scheduler has released the row's blocks already, or the row is read anew."""
         self._drop(row)
         if self.cache is not None and row in self.cache.tables:
-            self.cache.tables.commit(row, 0)
+            tables = self.cache.tables
+            tables.commit(row, 0, 0 if tables.num_cached(row) else tables.max_tokens_per_row)  # a row may enter in this very step
+
+
+def _groups(waiting: Mapping[int, _Unread]) -> Iterator[list[int]]:
+    """Rows that are read in one pass."""
+    group, count = list[int](), 0
+    for number, unread in waiting.items():
+        if group and count + len(unread.tokens) > MOST_AT_ONCE:
+            yield group
+            group, count = [], 0
+        group.append(number)
+        count += len(unread.tokens)
+    if group:
+        yield group
 
 
 def _is_of_a_prompt(row: PlannedRow) -> bool:

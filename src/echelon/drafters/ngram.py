@@ -70,7 +70,7 @@ class NgramDrafter(Drafter):
 
 
 def matched(tokens: SequenceOf[int], place: int, length: int) -> int:
-    """How many of the last tokens stand before `place` as well, at most LONGEST_MATCH; `length` of them are known to."""
+    """How many of the last tokens stand before `place` as well, as far as LONGEST_MATCH; `length` of them are known to."""
     most = min(place, LONGEST_MATCH)
     while 0 < length < most and tokens[place - 1 - length] == tokens[-1 - length]:
         length += 1

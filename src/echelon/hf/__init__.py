@@ -41,6 +41,7 @@ from echelon.hf.processors import stateful
 from echelon.hf.speculation import decode_ahead
 from echelon.llm import LLM
 from echelon.methods import METHODS
+from echelon.ops import devices
 
 __all__ = ["generate", "release", "speculate"]
 
@@ -70,6 +71,7 @@ def generate(
     stream = None if streamer is None else BatchStreamer(streamer)
     shell = copy.copy(model)  # the same modules; `generate` hands no tokenizer on to a custom method by itself
     vars(shell)["_extract_generation_mode_kwargs"] = lambda *_: {"tokenizer": tokenizer}
+    vars(shell)["_validate_generation_mode"] = lambda *_: None  # which refuses what its own assisted decoding cannot do
     return shell.generate(custom_generate=_decoder(model, drafting, stream), streamer=stream, **arguments)
 
 
@@ -135,7 +137,7 @@ def _decode(model: PreTrainedModel, drafting: Drafting, batch: Batch) -> Any:
         config = None
     assistant = drafting.assistant if config is not None and METHODS[config.method].needs == "model" else None
     owners = [model, assistant] if isinstance(assistant, PreTrainedModel) else [model]
-    with in_use(*owners) as served:
+    with in_use(*owners) as served, devices.current(model.device):
         target = served[0]
         if batch.max_len > target.max_len:
             raise RequestError(

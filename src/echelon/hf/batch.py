@@ -151,7 +151,7 @@ class Decoded(NamedTuple):
 
 def output_of(batch: Batch, decoded: Decoded) -> Tensor | GenerateDecoderOnlyOutput:
     """Assemble what `generate` returns."""
-    new = torch.full((batch.num_rows, decoded.width), batch.pad, dtype=batch.input_ids.dtype)
+    new = torch.full((batch.num_rows, decoded.width), batch.pad)
     for line, row in zip(new, decoded.rows, strict=True):
         line[: len(row)] = torch.tensor(row[: decoded.width])
     sequences = torch.cat([batch.input_ids, new.to(batch.input_ids.device)], dim=1)

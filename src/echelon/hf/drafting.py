@@ -67,10 +67,12 @@ class Drafting:
         asked = self.num_assistant_tokens
         if asked is None and generation.num_assistant_tokens != UNSAID:
             asked = generation.num_assistant_tokens
+        if self.num_assistant_tokens is not None and self.assistant is None:
+            raise RequestError("num_assistant_tokens is how many tokens an assistant_model drafts, and there is none; leave it out")
         if lookup is not None:
             if self.config is not None or self.assistant is not None:
                 raise RequestError("prompt_lookup_num_tokens, assistant_model and speculative_config name two drafters; leave one out")
-            longest = _in_range("max_matching_ngram_size", ngram or 2, 16)
+            longest = _in_range("max_matching_ngram_size", 2 if ngram is None else ngram, 16)
             count = _in_range("prompt_lookup_num_tokens", lookup, 64)
             return SpeculativeConfig(method="ngram", num_speculative_tokens=count, prompt_lookup_max=longest, prompt_lookup_min=1)
         if self.assistant is None or asked is None:

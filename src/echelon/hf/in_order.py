@@ -90,8 +90,8 @@ def decode_in_order(llm: LLM, batch: Batch) -> Decoded:
     EchelonError   a row cannot be served
     Exception      what a processor or a criterion raised
     """
-    for prompt in batch.prompts:
-        llm.inputs.check_prompt(prompt, batch.sampler(0).params)
+    for i, prompt in enumerate(batch.prompts):
+        llm.inputs.check_prompt(prompt, batch.sampler(0).params, f"input_ids[{i}]")
     with llm.exclusive() as engine:
         texts = Texts(engine.target, batch.prompts)
         try:
@@ -120,7 +120,7 @@ def _decode(texts: Texts, batch: Batch) -> Decoded:
         for row in live:
             texts.append(row, tokens[row])
             new[row].append(tokens[row])
-        ids = torch.cat([ids, ids.new_tensor(tokens)[:, None]], dim=1)
+        ids = torch.cat([ids, torch.tensor(tokens, device=device)[:, None]], dim=1)
         is_going &= ~batch.criteria(ids, tuple(scores) if batch.keeps_scores else None)
         if batch.stream is not None:
             batch.stream.show(new, (~is_going & batch.has_end_token).tolist(), batch.pad)

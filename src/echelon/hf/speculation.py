@@ -101,8 +101,8 @@ def decode_ahead(llm: LLM, batch: Batch) -> Decoded:
     ending = Ending(batch.criteria, batch.num_rows, batch.has_end_token)
     rows = [RowWatcher(i, batch, ending) for i in range(batch.num_rows)]
     sequences = [_sequence(i, row, batch) for i, row in enumerate(rows)]
-    for prompt, sequence in zip(batch.prompts, sequences, strict=True):
-        llm.inputs.check_prompt(prompt, sequence.params)
+    for i, (prompt, sequence) in enumerate(zip(batch.prompts, sequences, strict=True)):
+        llm.inputs.check_prompt(prompt, sequence.params, f"input_ids[{i}]")
     for _ in llm.run([[sequence] for sequence in sequences]):
         _raise_error(sequences)
         if batch.stream is not None:

@@ -233,8 +233,8 @@ class BlockTables:
             fresh = self.pool.allocate()
             offsets = np.arange(self.block_size)
             self.copies.append((block * self.block_size + offsets, fresh * self.block_size + offsets))
-            self.pool.release(block)
             self._table[table.line, index] = fresh
+            self.pool.release(block)  # not before: who is interrupted gives back what the table holds
 
     def advance(self, row: int, num_cached: int) -> None:
         """Count the first `num_cached` tokens of the row as cached; its reservation stays."""
@@ -250,9 +250,13 @@ class BlockTables:
         assert 0 <= num_cached <= table.num_blocks * self.block_size
         self._count(table, num_cached)
         keep = min(-(-max(num_cached, num_held) // self.block_size), table.num_blocks)
-        for block in reversed(self._table[table.line, keep : table.num_blocks].tolist()):
-            self.pool.release(block)
-        table.num_blocks = keep
+        self._shorten(table, keep)
+
+    def _shorten(self, table: RowTable, keep: int) -> None:
+        """Give back all blocks but the first `keep`."""
+        while table.num_blocks > keep:
+            table.num_blocks -= 1  # before its block goes: who is interrupted gives none back twice
+            self.pool.release(int(self._table[table.line, table.num_blocks]))
 
     def _count(self, table: RowTable, num_cached: int) -> None:
         table.num_cached = num_cached
@@ -295,11 +299,11 @@ class BlockTables:
 
     def release(self, row: int) -> None:
         """Forget a row and give its blocks back; a row never seen is fine."""
-        table = self._rows.pop(row, None)
+        table = self._rows.get(row)
         if table is None:
             return
-        for block in reversed(self._table[table.line, : table.num_blocks].tolist()):  # a text's end goes before its beginning
-            self.pool.release(block)
+        self._shorten(table, 0)  # a text's end goes before its beginning
+        del self._rows[row]
         self._free_lines.append(table.line)
 
     def check(self) -> None:

@@ -2,7 +2,7 @@
 
 The order is SpecMemo's: speculation before quality, quality before the conversation. Kept prefixes go first, then nodes of a draft (never
 the width of its first level), heads of Medusa, bits of keys and values, bits of weights, and at last rows and the length of a text. What a
-user has set stays as it is. A smaller budget never gives more of any of them: where something has been shed, nothing else grows.
+user has set stays as it is. A smaller budget never gives more rows, longer texts or more bits.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _ladder(config: EngineConfig, spec: SpeculativeConfig | None, free: set[str]
             for rows in range(config.max_num_seqs - 1, 0, -1)
         ]
     if "max_model_len" in free and config.max_model_len is not None:
-        lengths = range(config.max_model_len - config.max_model_len % 64 - 64, LEAST_LEN - 1, -64)
+        lengths = range((config.max_model_len - 1) // 64 * 64, LEAST_LEN - 1, -64)
         yield [(f"texts of {n:,} tokens", f"{n / config.max_model_len:.0%} of the planned length", _length(free, n), {}) for n in lengths]
 
 

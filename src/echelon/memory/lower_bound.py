@@ -40,7 +40,8 @@ def least_memory(models: PlannedModels, config: EngineConfig, spec: SpeculativeC
 def _of_method(models: PlannedModels, alone: EngineConfig, spec: SpeculativeConfig) -> list[LeastMemory]:
     found = []
     costs = models.speeds.table(alone, spec)
-    shapes = [n for n in SHAPES[spec.grows_trees] if n <= spec.most_tokens] if spec.is_adaptive else [spec.most_tokens]
+    smaller = [n for n in SHAPES[spec.grows_trees] if n < spec.most_tokens] if spec.is_adaptive else []
+    shapes = [*smaller, spec.most_tokens]
     for count in shapes:
         drafting = spec.model_copy(update={"max_speculative_tokens": count}) if spec.is_adaptive else spec
         total = models.plan(alone, drafting).total_bytes

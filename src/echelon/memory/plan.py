@@ -159,13 +159,13 @@ def working_bytes(config: EngineConfig, spec: SpeculativeConfig | None, resident
 
 def logit_bytes(config: EngineConfig, spec: SpeculativeConfig | None, residents: Residents) -> int:
     """Logits of one step and what is made of them: of the target for each row and drafted token; of what drafts for two levels, since the
-    memory of the last is still the process's own; with rejection, the probabilities of each drafted token.
+    memory of the last is still the process's own; with rejection, a draft model's probabilities of each drafted token.
     """
     rows, nodes = config.max_num_seqs, most_drafted(spec)
     places, probabilities = rows * (1 + nodes), 0
     if spec is not None and METHODS[spec.method].needs != "nothing":
-        places += 2 * rows * spec.widest_level
-    if spec is not None and spec.acceptance == "rejection":
+        places += rows * min(2 * spec.widest_level, 1 + nodes)
+    if spec is not None and spec.acceptance == "rejection" and METHODS[spec.method].needs == "model":
         probabilities = rows * nodes * 8
     return (places * LOGIT_BYTES + probabilities) * residents.target.vocab_size
 

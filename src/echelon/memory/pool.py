@@ -89,6 +89,11 @@ def plan_kv(
         if num_blocks < wanted:
             reason = f"auto: {share:.0%} of {mebibytes(available)} available; {max_num_seqs} rows of {max_len:,} tokens would want more"
         num_blocks = min(wanted, num_blocks)
+    if num_blocks < 1 and limit == "auto":
+        raise ConfigError(
+            f"beside the {mebibytes(working_bytes)} of a step {mebibytes(available)} are left for keys and values, less than one block of "
+            f"{block_size} tokens; lower max_num_seqs, max_num_batched_tokens or the length of drafts"
+        )
     if num_blocks < 1:
         raise ConfigError(
             f"kv_cache_memory_bytes = {limit} holds no block of {block_size} tokens ({of_block:,} bytes); give at least "

@@ -34,8 +34,7 @@ class MissingKernels:
     """
 
     def __getattr__(self, name: str) -> Any:
-        advice = remedy()
-        raise ConfigError(f"no compiled kernels ({REASON}), so there is no {name}{advice and '; '}{advice}")
+        raise ConfigError(with_remedy(f"no compiled kernels ({REASON}), so there is no {name}"))
 
 
 class Kernels:
@@ -70,6 +69,18 @@ def remedy() -> str:
         return ""
     compiler = "" if shutil.which("c++") else "install a C++20 compiler (c++), then: "
     return f"{compiler}pip install --no-deps --force-reinstall {_origin()}"
+
+
+def with_remedy(problem: str) -> str:
+    """A problem for lack of the kernels, and what mends it, if anything does."""
+    advice = remedy()
+    return f"{problem}; {advice}" if advice else problem
+
+
+def check_built(what: str) -> None:
+    """Raise ConfigError where `what` needs the kernels and there are none."""
+    if not is_built():
+        raise ConfigError(with_remedy(f"{what} needs the compiled kernels ({REASON})"))
 
 
 @cache

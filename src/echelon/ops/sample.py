@@ -17,6 +17,7 @@ from echelon.ops import devices
 from echelon.ops.contract import Float64, Int64
 from echelon.sampling import Sampler
 
+CHANGED_AT_ONCE = 64  # rows of logits that requests change, each a copy of its own
 NUM_CANDIDATES = 128  # likeliest tokens of a sampled row that noise is drawn for
 
 
@@ -50,14 +51,15 @@ def choose(rows: Sequence[SampleRow], problems: dict[int, EchelonError] | None =
     """
     on_device = {i: row.logits for i, row in enumerate(rows) if isinstance(row.logits, Tensor) and not row.sampler.changes_logits}
     tokens = _drawn(rows, on_device)
-    failed: dict[int, EchelonError] = {}
-    # the host takes what a device has no token for, and what requests change
-    processed = {i: _processed(row, i, failed) for i, row in enumerate(rows) if tokens.get(i, -1) < 0}
-    if failed and problems is None:
-        raise next(iter(failed.values()))
-    if problems is not None:
-        problems.update(failed)
-    tokens |= _drawn(rows, {i: logits for i, logits in processed.items() if i not in failed})
+    waiting = [i for i in range(len(rows)) if tokens.get(i, -1) < 0]  # what a device has no token for, and what requests change
+    for first in range(0, len(waiting), CHANGED_AT_ONCE):
+        failed: dict[int, EchelonError] = {}
+        processed = {i: _processed(rows[i], i, failed) for i in waiting[first : first + CHANGED_AT_ONCE]}
+        if failed and problems is None:
+            raise next(iter(failed.values()))
+        if problems is not None:
+            problems.update(failed)
+        tokens |= _drawn(rows, {i: logits for i, logits in processed.items() if i not in failed})
     return [tokens.get(i, -1) for i in range(len(rows))]
 
 

@@ -64,5 +64,4 @@ def _check_ranks(asked: str, size: int, device: str) -> None:
         raise ConfigError(f"{asked} is more than the {MOST_RANKS} ranks that are served; lower it")
     if devices.chosen_device(device).type != "cpu":
         raise ConfigError(f"{asked} is served on CPUs, and has not been run on GPUs; use device = 'cpu', or leave it out")
-    if not compiled.is_built():
-        raise ConfigError(f"{asked} needs the compiled kernels ({compiled.REASON}); {compiled.remedy()}")
+    compiled.check_built(asked)

@@ -106,18 +106,19 @@ class Service:
         """Render, tokenize and check a conversation, or the prompts of a completion. `key_salt` tells API keys apart; without a seed,
         `request_id` gives one, where there is any.
         """
-        inputs = self.llm.inputs
+        inputs, names = self.llm.inputs, body.prompt_names
         salt = key_salt if body.cache_salt is None else hmac.digest(key_salt, body.cache_salt.encode(), "sha256")
         if isinstance(body, ChatRequest):
             encoded = [inputs.encode_chat([m.for_template() for m in body.messages], variables=body.chat_template_kwargs)]
         else:
-            encoded = [inputs.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
+            encoded = [inputs.encode(p, name=n) if isinstance(p, str) else p for p, n in zip(body.prompts, names, strict=True)]
         defaults = inputs.generation_settings()
         all_params = [body.sampling_params(inputs.room_after(len(tokens)), defaults) for tokens in encoded]
         if request_id:
             seeds = [{"seed": seed_of(request_id, i)} if params.seed is None else {} for i, params in enumerate(all_params)]
             all_params = [params.model_copy(update=seed) for params, seed in zip(all_params, seeds, strict=True)]
-        prompts = [inputs.samples(tokens, params, watch_text=True, salt=salt) for tokens, params in zip(encoded, all_params, strict=True)]
+        asked = zip(encoded, all_params, names, strict=True)
+        prompts = [inputs.samples(tokens, params, watch_text=True, name=name, salt=salt) for tokens, params, name in asked]
         given = body.prompts if isinstance(body, CompletionRequest) and body.echo else None
         echo = None if given is None else [p if isinstance(p, str) else self.decode(p) for p in given]
         return GenerationJob(self.model, prompts, body, echo)
@@ -138,7 +139,8 @@ class Service:
             tokens = self.llm.inputs.encode_chat([m.for_template() for m in body.messages], variables=body.chat_template_kwargs)
         else:
             tokens = self.llm.inputs.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
-        pieces = [self.serializer.piece(t) for t in tokens] if body.return_token_strs else None
+        tokenizer = self.llm.target.tokenizer
+        pieces = tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs and tokenizer is not None else None
         return TokenizeResponse(count=len(tokens), max_model_len=self.llm.max_len, tokens=tokens, token_strs=pieces)
 
     async def respond(self, request: Request, num_sequences: int, body: CompletionRequest | ChatRequest) -> Response:
@@ -159,7 +161,12 @@ class Service:
             states = await until_disconnect(self._finished(updates), request.receive)
             if states is None:
                 return Response(status_code=499)  # nobody reads it
-            return Response(self.serializer.response(job, states).model_dump_json(), media_type="application/json")
+            answer = await self.in_thread(self.answer, job, states)
+            return Response(answer, media_type="application/json")
+
+    def answer(self, job: GenerationJob, states: list[RowState]) -> str:
+        """The whole response as JSON."""
+        return self.serializer.response(job, states).model_dump_json()
 
     async def _finished(self, updates: AsyncIterator[RequestHandle]) -> list[RowState]:
         """The last states of all rows; the first failure of any is raised."""

@@ -71,6 +71,11 @@ def names_loopback(host: str) -> bool:
         return False
 
 
+def url_of(host: str, port: int) -> str:
+    """Where a server listens."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def id_of(name: str) -> str:
     """What clients call a model by default: a folder's own name, which tells nothing of where it lies; a hub name as it is."""
     return Path(name).resolve().name if Path(name).is_dir() else name

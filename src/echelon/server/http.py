@@ -17,7 +17,7 @@ from echelon.aio.engine_thread import POLL_SECONDS
 from echelon.errors import ConfigError
 from echelon.llm import LLM
 from echelon.server.app import create_app
-from echelon.server.config import ServerConfig
+from echelon.server.config import ServerConfig, url_of
 from echelon.server.connection import protocol_class
 from echelon.server.middleware import AdmissionMiddleware
 
@@ -54,8 +54,7 @@ class Server(uvicorn.Server):
     @property
     def url(self) -> str:
         """Where it listens."""
-        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-        return f"http://{host}:{self.servers[0].sockets[0].getsockname()[1]}"
+        return url_of(self.config.host, self.servers[0].sockets[0].getsockname()[1])
 
     def handle_exit(self, _sig: int, _frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
@@ -46,6 +46,8 @@ REFUSED = {
     "use_beam_search": "beam search",
     "chat_template": "a chat template from a client",
 }
+
+OPEN = {"metadata", "logit_bias", "chat_template_kwargs", "prediction"}  # fields whose keys are the client's own
 
 REMEDIES = {
     "too_long": "; send fewer in one request",
@@ -183,6 +185,12 @@ class CompletionRequest(GenerationRequest):
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
+    @property
+    def prompt_names(self) -> list[str]:
+        """What errors call the prompts."""
+        count = len(self.prompts)
+        return ["prompt"] if count == 1 else [f"prompt[{i}]" for i in range(count)]
+
     def sampling_params(self, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
         """`room`: tokens that can follow the prompt, which bounds the default of 16; the model's own `defaults` as in `params`."""
         draws = self.best_of or self.n or 1
@@ -224,6 +232,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     chat_template_kwargs: dict[Text, Any] | None = Field(default=None, max_length=64, description="Variables of the chat template.")
+    prompt_names: ClassVar[tuple[str, ...]] = ("messages",)
 
     response_format: ResponseFormat | None = None
     tools: list[Any] | None = Field(default=None, max_length=0)
@@ -322,7 +331,7 @@ def validation_error(problems: SequenceOf[Mapping[str, Any]], body: Any = None) 
     missing = problem["loc"][-1:] if problem["type"] == "missing" else ()
     path = [str(part) for part in (*real_path(problem["loc"][1:], body), *missing)]
     param = path[0] if path else None
-    named = next((REFUSED[p] for p in path if p in REFUSED), None)
+    named = next((REFUSED[p] for p in path if p in REFUSED and param not in OPEN), None)
     if named is not None:
         return ApiError(400, f"{'.'.join(path)}: {named} is not supported by this server; remove the field", param=param)
     if problem["type"] == "json_invalid":

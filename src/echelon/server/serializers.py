@@ -122,11 +122,14 @@ class Serializer:
     """Builds the responses of one model."""
 
     llm: LLM
+    _pieces: dict[int, str] = field(default_factory=dict, init=False, repr=False)
 
     def piece(self, token: int) -> str:
         """Text of one token id."""
         tokenizer = self.llm.target.tokenizer
-        return tokenizer.decode([token], skip_special_tokens=False) if tokenizer is not None else ""
+        if tokenizer is not None and token not in self._pieces:
+            self._pieces[token] = tokenizer.decode([token], skip_special_tokens=False)
+        return self._pieces.get(token, "")
 
     def response(self, job: GenerationJob, states: SequenceOf[RowState]) -> CompletionResponse | ChatResponse:
         """The whole response, once every row is done."""
@@ -251,7 +254,7 @@ class StreamSerializer:
                 yield from self._head(i, sequence)
             end = num_shown(state.text, sequence.params.stop, is_last)
             begin = self._num_characters[i]
-            if end <= begin and not is_last:
+            if end <= begin and not is_last and not self._has_bare_tokens(i, state):
                 continue
             self._num_characters[i] = max(end, begin)
             self._is_over[i] = is_last
@@ -259,6 +262,12 @@ class StreamSerializer:
             yield self._chunk(i, sequence, state, begin, end, sent)
             if sequence.logprobs:  # those that have been sent are freed; the engine goes on appending to their list
                 sequence.logprobs[sent : state.num_tokens] = [SENT] * (state.num_tokens - sent)
+
+    def _has_bare_tokens(self, i: int, state: RowState) -> bool:
+        """Whether there are new tokens without a text, such as special ones, that the client is told of all the same."""
+        logprobs = self._job.body.logprobs
+        is_told = (logprobs is not None and logprobs is not False) or bool(self._job.options.continuous_usage_stats)
+        return is_told and state.num_tokens > self._num_tokens[i] and len(state.text) <= self._num_characters[i]
 
     def _chunk(self, i: int, sequence: Sequence, state: RowState, begin: int, end: int, sent: int) -> bytes:
         """What is new of a sample: characters `begin … end − 1`, and the tokens after the first `sent`."""

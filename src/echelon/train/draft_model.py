@@ -110,7 +110,8 @@ def train_draft_model(target: PreTrainedModel, tokenizer: Any, tokens: Tokens, o
         draft = LlamaForCausalLM._from_config(draft_config(target.config), attn_implementation="sdpa").to(target.device)
     with only_trainer(out):
         settings = {"method": "draft_model", **config.model_dump(), "target": fingerprint(target)}
-        settings["data"] = digest_of_tokens(tokens.items())
+        said = target_continuations(target, tokens, data / "continuations.npy")
+        settings |= {"data": digest_of_tokens(tokens.items()), "said": digest_of_tokens([("said", said)])}
         check_same_run(out / "training.json", settings)
         distil(PairRun(target, draft, tokens, out, config.every), data / "continuations.npy", config)
         with writing(out / "model"):

@@ -164,7 +164,7 @@ def check_same_run(file: Path, settings: dict[str, Any]) -> None:
     """Write down the settings of a run, or raise `ConfigError` where it was begun with others."""
     settings = json.loads(json.dumps(settings))
     before = json.loads(file.read_text("utf-8")) if file.exists() else settings
-    before = {"data": settings.get("data"), "seed": 0} | before  # older runs say nothing of their texts, and draft models' not of this
+    before = {name: settings.get(name) for name in ("data", "said")} | {"seed": 0} | before  # of which older runs say nothing
     if other := [f"{k} = {before.get(k)!r} there, {v!r} here" for k, v in settings.items() if before.get(k) != v]:
         raise ConfigError(f"{file.parent} holds a run with other settings ({'; '.join(other)}); choose another folder, or repeat those")
     with replacing(file) as part:

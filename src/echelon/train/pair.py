@@ -24,6 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from echelon.errors import ConfigError
 from echelon.ops.devices import chosen_device
 from echelon.train.draft_model import (
     TOKENS_PER_BATCH,
@@ -189,6 +190,8 @@ def main(
     with only_trainer(work):
         check_same_run(work / "training.json", {"pair": asdict(pair), "text": [str(t.resolve()) for t in text or []], **sizes})
         tokenizer, tokens = prepare_pair(work, pair, text or [])
+        if short := {group: len(array) for group, array in tokens.items() if len(array) <= pair.context}:
+            raise ConfigError(f"texts are shorter than the context of {pair.context:,} tokens ({short}); give more with --text")
         print({group: len(array) for group, array in tokens.items()}, flush=True)
         torch.manual_seed(0)
         configs = (pair.config(size) for size in (pair.target, pair.draft))

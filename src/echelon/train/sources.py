@@ -82,9 +82,14 @@ def _wheels(names: Iterable[str]) -> Iterator[Document]:
 
 def documents(wheels: Iterable[str]) -> list[Document]:
     """All documents, each text once (the first path that has it); `wheels` are names of installed distributions."""
-    seen: dict[str, Document] = {}
     library = sorted(_standard_library(), key=lambda d: d.group != "held-out")
-    for document in [*library, *_wheels(wheels)]:
+    return each_once([*library, *_wheels(wheels)])
+
+
+def each_once(docs: Iterable[Document]) -> list[Document]:
+    """Each text once, so that none of what is held out is learned from: the first document that has it."""
+    seen: dict[str, Document] = {}
+    for document in docs:
         seen.setdefault(document.sha256, document)
     return list(seen.values())
 
@@ -109,8 +114,8 @@ def manifest(docs: Sequence[Document], wheels: Iterable[str]) -> dict[str, objec
 
 def with_held_out(docs: Iterable[Document]) -> list[Document]:
     """Each text once; one document in HELD_OUT_SHARE, by the hash of its text, is held out."""
-    once = {d.sha256: d for d in docs if d.text.strip()}
-    return [replace(d, group=HELD_OUT) if int(digest, 16) % HELD_OUT_SHARE == 0 else d for digest, d in once.items()]
+    once = each_once(d for d in docs if d.text.strip())
+    return [replace(d, group=HELD_OUT) if int(d.sha256, 16) % HELD_OUT_SHARE == 0 else d for d in once]
 
 
 def check_source(source: Path) -> None:

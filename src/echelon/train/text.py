@@ -38,6 +38,7 @@ from echelon.train.sources import (
     digest_of,
     documents,
     documents_of,
+    each_once,
 )
 
 FILES_AT_ONCE = 256  # an encoding takes some thirty times the memory of its text
@@ -190,8 +191,9 @@ def _prepared(target: PreTrainedModel, tokenizer: Any, sources: Sequence[Path] |
     text, window = _with_held_out(arrays), min(WINDOW, context_of(target.config))
     for group, array in text.items():
         if len(array) < 2 * window:
+            cut = f", a {HELD_OUT_SHARE}th of all text" if group == HELD_OUT and HELD_OUT not in arrays else ""
             raise ConfigError(
-                f"the texts have {len(array):,} tokens ({group}); training needs at least {2 * window:,}: give more with --text"
+                f"the texts have {len(array):,} tokens ({group}{cut}); training needs at least {2 * window:,} there: give more with --text"
             )
     if not is_made:
         with replacing(described) as part:
@@ -218,7 +220,8 @@ def _check_same(file: Path, settings: dict[str, Any]) -> None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{str(file)!r} cannot be read ({error}); remove that folder, or choose another") from error
     if before != settings:
-        raise ConfigError(f"{file.parent} holds the texts of another target or of other files; choose another folder")
+        what = "another target, of other files or with another number of continuations"
+        raise ConfigError(f"{file.parent} holds the texts of {what}; choose another folder")
 
 
 def _tokenized(tokenizer: Any, sources: Sequence[Path] | None, num_tokens: int) -> Tokens:
@@ -237,7 +240,7 @@ def _with_held_out(tokens: Tokens) -> Tokens:
 def _groups(sources: Sequence[Path] | None, num_tokens: int) -> dict[str, list[Document]]:
     """Texts by group; an installation may lack some of its own."""
     if sources is not None:
-        groups = {GIVEN: [d for s in sources for d in documents_of(s, num_tokens)]}
+        groups = {GIVEN: each_once(d for s in sources for d in documents_of(s, num_tokens))}
     else:
         installed = {d.metadata["Name"].lower() for d in metadata.distributions()}
         docs = documents([w for w in WHEELS if w in installed])

@@ -24,14 +24,14 @@ struct AttentionCall {
   int64_t window;
   const float* sinks;  // [H]
   bool is_rounded = false;
+  float* partials = nullptr;  // where units of one section leave what came of them
 };
 
 // Some new tokens of one row for some key/value heads and the keys of positions `key_begin` to `key_end` − 1: what one thread does at a
-// time. `partial` null: all keys, and the result is written. Else these are the keys of one section, and what came of them is left
-// in `partial` [partial_size] for `combine`.
+// time. `partial` −1: all keys, and the result is written. Else these are the keys of one section, and what came of them is left
+// in the call's partials from there on [partial_size] for `combine`.
 struct AttentionUnit {
-  int64_t row, token_begin, token_end, head_begin, head_end, key_begin, key_end;
-  float* partial;
+  int64_t row, token_begin, token_end, head_begin, head_end, key_begin, key_end, partial;
 };
 
 constexpr int64_t query_block = 64;   // (token, head of the group) pairs that share one pass over the keys

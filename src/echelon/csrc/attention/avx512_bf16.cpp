@@ -1,4 +1,4 @@
-// Attention over a bfloat16 cache with VDPBRegisterPS: two products an entry, summed into float32 lanes; nothing is widened on the way.
+// Attention over a bfloat16 cache with VDPBF16PS: two products an entry, summed into float32 lanes; nothing is widened on the way.
 #include <immintrin.h>
 
 #include "attention.h"

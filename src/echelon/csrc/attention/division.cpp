@@ -5,27 +5,39 @@
 namespace echelon {
 namespace {
 
-int64_t keys_of(const AttentionCall& call, const AttentionUnit& unit) {
-  return std::min<int64_t>(unit.key_end, *std::max_element(call.positions + unit.token_begin, call.positions + unit.token_end) + 1) -
-         unit.key_begin;
+// Keys that tokens of a unit see: from `first` to `end` − 1.
+struct Keys {
+  int64_t first, end;
+  int64_t count() const { return end - first; }
+};
+
+Keys keys_of(const AttentionCall& call, const AttentionUnit& unit) {
+  const auto [least, most] = std::minmax_element(call.positions + unit.token_begin, call.positions + unit.token_end);
+  const int64_t first = call.window > 0 ? std::max<int64_t>(0, *least - call.window + 1) : 0;
+  return {std::max(unit.key_begin, first), std::min<int64_t>(unit.key_end, *most + 1)};
+}
+
+struct Sections {
+  int64_t first, count;
+};
+
+Sections sections_of(const Keys& keys) {
+  const int64_t first = keys.first / key_section;
+  return {first, (keys.end + key_section - 1) / key_section - first};
 }
 
 // Units of one section each instead of units of all keys.
 void split_keys(const AttentionCall& call, Division& division) {
   std::vector<AttentionUnit> whole;
   std::swap(whole, division.units);
-  int64_t total = 0;
-  for (const auto& unit : whole) total += partial_size(call, unit) * ((keys_of(call, unit) + key_section - 1) / key_section);
-  division.partials.resize(static_cast<size_t>(total));
-  float* partial = division.partials.data();
   for (auto unit : whole) {
-    const int64_t count = (keys_of(call, unit) + key_section - 1) / key_section;
-    unit.partial = partial;
+    const auto [first, count] = sections_of(keys_of(call, unit));
+    unit.partial = division.num_partials;
     division.combinations.emplace_back(unit, count);
-    for (int64_t i = 0; i < count; ++i, partial += partial_size(call, unit)) {
+    for (int64_t i = first; i < first + count; ++i, division.num_partials += partial_size(call, unit)) {
       unit.key_begin = i * key_section;
       unit.key_end = unit.key_begin + key_section;
-      unit.partial = partial;
+      unit.partial = division.num_partials;
       division.units.push_back(unit);
     }
   }
@@ -43,12 +55,16 @@ Division divide(const AttentionCall& call, int64_t num_threads) {
     for (int64_t token = call.indptr[row]; token < call.indptr[row + 1]; token += at_once)
       for (int64_t head = 0; head < call.num_kv_heads; head += heads_at_once)
         division.units.push_back({row, token, std::min<int64_t>(token + at_once, call.indptr[row + 1]), head,
-                                  std::min(head + heads_at_once, call.num_kv_heads), 0, INT64_MAX, nullptr});
-  const auto is_long = [&](const AttentionUnit& unit) { return keys_of(call, unit) > key_section; };
+                                  std::min(head + heads_at_once, call.num_kv_heads), 0, INT64_MAX, -1});
+  const auto is_long = [&](const AttentionUnit& unit) { return sections_of(keys_of(call, unit)).count > 1; };
   if (blocks * call.num_kv_heads < enough && std::ranges::any_of(division.units, is_long)) split_keys(call, division);
-  const auto cost = [&](const AttentionUnit& unit) { return keys_of(call, unit) * (unit.head_end - unit.head_begin); };
+  const auto cost = [&](const AttentionUnit& unit) { return keys_of(call, unit).count() * (unit.head_end - unit.head_begin); };
   std::stable_sort(division.units.begin(), division.units.end(), [&](const auto& a, const auto& b) { return cost(a) > cost(b); });  // long ones first
   return division;
+}
+
+bool are_divided_alike(const AttentionCall& call, const AttentionCall& other) {
+  return call.num_heads == other.num_heads && call.num_kv_heads == other.num_kv_heads && call.value_size == other.value_size && call.window == other.window;
 }
 
 }  // namespace echelon

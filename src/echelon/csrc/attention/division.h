@@ -9,15 +9,18 @@
 namespace echelon {
 
 // The work of a call in units, the longest first, and those whose sections are to be combined afterwards: the first of each and how many
-// there are.
+// there are. The call's partials are so many floats.
 struct Division {
   std::vector<AttentionUnit> units;
   std::vector<std::pair<AttentionUnit, int64_t>> combinations;
-  std::vector<float> partials;
+  int64_t num_partials = 0;
 };
 
 // Pieces that none of `num_threads` need wait for: blocks of a row's tokens; some heads of these where there would be too few; then sections
 // of keys.
 Division divide(const AttentionCall& call, int64_t num_threads);
+
+// Whether two calls of the same rows are divided alike.
+bool are_divided_alike(const AttentionCall& call, const AttentionCall& other);
 
 }  // namespace echelon

@@ -699,8 +699,8 @@ struct Unit {
         merge(m.all, m.section, count, width);
       }
     }
-    if (unit.partial)
-      std::memcpy(unit.partial, m.all.out, static_cast<size_t>(States::size(count, width)) * sizeof(float));
+    if (unit.partial >= 0)
+      std::memcpy(call.partials + unit.partial, m.all.out, static_cast<size_t>(States::size(count, width)) * sizeof(float));
     else
       write_out();
   }
@@ -708,7 +708,7 @@ struct Unit {
   void combine(int64_t sections) const {
     const int64_t count = pairs * (unit.head_end - unit.head_begin);
     m.all.clear(count, width);
-    for (int64_t i = 0; i < sections; ++i) merge(m.all, States::at(unit.partial + i * States::size(count, width), count, width), count, width);
+    for (int64_t i = 0; i < sections; ++i) merge(m.all, States::at(call.partials + unit.partial + i * States::size(count, width), count, width), count, width);
     write_out();
   }
 };

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <atomic>
 #include <initializer_list>
+#include <memory>
 
 #include "../attention/division.h"
 #include "../clock.h"
@@ -43,6 +44,8 @@ Tensor ragged_attention(const Tensor& given, const Tensor& keys, const Tensor& v
   call.out = out.mutable_data_ptr();
   call.sinks = sink ? data_of<float>(*sink) : nullptr;
   const Division division = divide(call, num_threads());
+  const std::unique_ptr<float[]> partials(new float[static_cast<size_t>(division.num_partials)]);
+  call.partials = partials.get();
   in_turn(division.units.size(), [&](int64_t i) { attend(call, division.units[i]); });
   in_turn(division.combinations.size(), [&](int64_t i) { combine(call, division.combinations[i].first, division.combinations[i].second); });
   return out;

@@ -187,8 +187,13 @@ Tensor run_layers(List<Tensor> layers, const Tensor& given, const Tensor& given_
   const Tensor apart = empty({ranks.numbers ? 0 : 2 * ranks.slot_bytes}, ScalarType::Byte);
   if (!ranks.numbers) ranks.slots[0] = static_cast<char*>(apart.mutable_data_ptr()), ranks.slots[1] = ranks.slots[0] + ranks.slot_bytes;
   Gathers gathers(ranks);
+  std::deque<std::pair<const LayerCall&, Division>> divisions;  // of layers that differ in heads or window
   std::deque<LayerRun> runs;
-  for (const LayerCall& call : calls) runs.emplace_back(call, parts, &gathers);
+  for (const LayerCall& call : calls) {
+    const auto alike = std::ranges::find_if(divisions, [&](const auto& own) { return are_divided_alike(own.first.attention, call.attention); });
+    const Division& division = alike != divisions.end() ? alike->second : divisions.emplace_back(call, divide(call.attention, parts)).second;
+    runs.emplace_back(call, division, parts, &gathers);
+  }
   const int64_t bytes = std::max_element(runs.begin(), runs.end(), [](const auto& a, const auto& b) { return a.bytes() < b.bytes(); })->bytes();
   char* const memory = scratch(bytes);
   const auto run_all = [&](Worker worker) {

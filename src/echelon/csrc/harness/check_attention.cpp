@@ -132,7 +132,7 @@ void check_type(Random& random) {
   for (int64_t i = 0; i < heads; ++i) sinks.as<float>()[i] = normal(random);
   const float softcap = between(random, 0, 2) ? 0.0f : 3.0f, scale = 0.4f;
   const bool has_sinks = between(random, 0, 1);
-  const AttentionCall call{type, query.as(), keys.as(), values.as(), out.as(), heads * key_size, key_size,
+  AttentionCall call{type, query.as(), keys.as(), values.as(), out.as(), heads * key_size, key_size,
                            static_cast<int64_t>(batch.indptr.size()) - 1, heads, kv_heads, key_size, value_size, batch.block,
                            batch.table_stride, batch.positions.data(), batch.indptr.data(), batch.table.data(),
                            has_trees ? batch.parents.data() : nullptr, batch.node_indptr.data(), batch.text_lens.data(), scale, softcap, window,
@@ -142,16 +142,17 @@ void check_type(Random& random) {
     for (int64_t token = batch.indptr[static_cast<size_t>(row)]; token < batch.indptr[static_cast<size_t>(row) + 1]; token += at_once)
       for (int64_t head = 0; head < kv_heads; head += heads_at_once) {
         AttentionUnit unit{row, token, std::min<int64_t>(token + at_once, batch.indptr[static_cast<size_t>(row) + 1]), head,
-                           std::min(head + heads_at_once, kv_heads), 0, INT64_MAX, nullptr};
+                           std::min(head + heads_at_once, kv_heads), 0, INT64_MAX, -1};
         if (between(random, 0, 1)) {
           attend(call, unit);
           continue;
         }
         const int64_t last = *std::max_element(batch.positions.begin() + unit.token_begin, batch.positions.begin() + unit.token_end);
         const int64_t sections = last / key_section + 1, size = partial_size(call, unit);
-        const Bytes partial(sections * size * 4);
+        const Bytes partials(sections * size * 4);
+        call.partials = partials.as<float>();
         for (int64_t i = sections - 1; i >= 0; --i) {
-          unit.key_begin = i * key_section, unit.key_end = unit.key_begin + key_section, unit.partial = partial.as<float>() + i * size;
+          unit.key_begin = i * key_section, unit.key_end = unit.key_begin + key_section, unit.partial = i * size;
           attend(call, unit);
         }
         combine(call, unit, sections);

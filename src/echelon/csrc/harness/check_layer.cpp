@@ -115,6 +115,8 @@ void by_parts(const LayerCall& call) {
   write_slots(type, value.as(), a.num_kv_heads * a.value_size, a.value_size, a.value_size, call.slots, 0, tokens, call.values);
   a.query = query.as(), a.query_head_stride = a.key_size, a.query_token_stride = a.num_heads * a.key_size, a.out = attended.as();
   const Division division = divide(a, 1);
+  const Bytes partials(division.num_partials * 4);
+  a.partials = partials.as<float>();
   for (const AttentionUnit& unit : division.units) attend(a, unit);
   for (const auto& [unit, count] : division.combinations) combine(a, unit, count);
   project(l.output, attended.as(), added.as());
@@ -191,7 +193,8 @@ void run_shared(const LayerCall& whole, std::deque<RankOfLayer>& shared) {
       ranks.rank = rank, ranks.size = size, ranks.spins = 100, ranks.gives_up = [](int64_t other) { return static_cast<int>(other >= 0); };
       Gathers gathers(ranks);
       for (int i = 0; i < 2; ++i) {
-        LayerRun run(call, 1, &gathers);
+        const Division division = divide(call.attention, 1);
+        LayerRun run(call, division, 1, &gathers);
         const Bytes memory(run.bytes());
         run.run({}, memory.as());
       }
@@ -260,7 +263,8 @@ void check_layer(Random& random) {
     by_parts(call);
     call.keys.data = own_keys.as(), call.values.data = own_values.as(), call.out = out.as();
     call.attention.keys = call.keys.data, call.attention.values = call.values.data;
-    LayerRun whole(call, 1);
+    const Division division = divide(call.attention, 1);
+    LayerRun whole(call, division, 1);
     const Bytes memory(whole.bytes());
     whole.run({}, memory.as());
     const bool same = std::memcmp(expected.as(), out.as(), static_cast<size_t>(row.tokens * width * size)) == 0 &&

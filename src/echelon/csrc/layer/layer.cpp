@@ -38,7 +38,7 @@ bool is_worth_sharing(const LayerCall& call) {
   const AttentionCall& a = call.attention;
   int64_t weights = 0, keys = 0;
   for (const Projection* p : {&l.query, &l.key, &l.value, &l.output, &l.gate, &l.up, &l.down}) weights += linear::bytes_of(p->weight);
-  for (int64_t t = 0; t < call.tokens; ++t) keys += a.positions[t] + 1;
+  for (int64_t t = 0; t < call.tokens; ++t) keys += a.window > 0 ? std::min<int64_t>(a.window, a.positions[t] + 1) : a.positions[t] + 1;
   const int64_t cached = keys * a.num_kv_heads * (a.key_size + a.value_size) * linear::size_of(a.type);
   return weights * (1 + call.tokens / 16) + cached >= worth_sharing;
 }
@@ -49,16 +49,16 @@ int64_t gathered_bytes(const LayerCall& call) {
   return std::max({share->attended.whole, share->output.whole, share->active.whole, share->down.whole}) * linear::size_of(call.attention.type);
 }
 
-LayerRun::LayerRun(const LayerCall& call, int64_t parts, Gathers* gathers)
+LayerRun::LayerRun(const LayerCall& call, const Division& division, int64_t parts, Gathers* gathers)
     : call_(call),
       gathers_(call.layer.share ? gathers : nullptr),
       family_(linear::family(active_features(), call.attention.type, call.layer.query.weight.integers.bits)),
       size_(linear::size_of(call.attention.type)),
       attention_(call.attention),
+      division_(division),
       tiles_(parts) {
   attention_.query_head_stride = attention_.key_size;
   attention_.query_token_stride = attention_.num_heads * attention_.key_size;
-  division_ = divide(attention_, parts);
   const DecoderLayer& l = call.layer;
   const int64_t rows = std::min(linear::most_rows, call.tokens), inner = l.gate.weight.columns;
   const int64_t queries = l.query.weight.columns, keys = l.key.weight.columns, values = l.value.weight.columns;
@@ -71,6 +71,7 @@ LayerRun::LayerRun(const LayerCall& call, int64_t parts, Gathers* gathers)
   const auto numbers = [&](int64_t of_a_row) { return take(rows * of_a_row * size_); };
   at_.queries = take(call.tokens * queries * size_);
   at_.attended = take(call.tokens * attention_.num_heads * attention_.value_size * size_);
+  at_.partials = take(division.num_partials * static_cast<int64_t>(sizeof(float)));
   at_.normed = numbers(call.width), at_.middle = numbers(call.width), at_.added = numbers(call.width);
   at_.query = numbers(queries), at_.normed_query = numbers(l.query_norm.weight ? queries : 0);
   at_.key = numbers(keys), at_.normed_key = numbers(l.key_norm.weight ? keys : 0), at_.turned_key = numbers(keys);
@@ -151,7 +152,7 @@ void LayerRun::attend_in_turn(Worker worker, char* memory) {
   worker.wait();  // all keys and values are written
   const Span span(worker, Part::attention);
   AttentionCall a = attention_;
-  a.query = memory + at_.queries, a.out = memory + at_.attended;
+  a.query = memory + at_.queries, a.out = memory + at_.attended, a.partials = reinterpret_cast<float*>(memory + at_.partials);
   take_in_turn(next_unit_, static_cast<int64_t>(division_.units.size()), [&](int64_t i) { attend(a, division_.units[i]); });
   worker.wait();
   if (division_.combinations.empty()) return;

@@ -58,17 +58,17 @@ bool is_worth_sharing(const LayerCall& call);
 int64_t gathered_bytes(const LayerCall& call);
 
 // One call by `parts` workers, each of which calls `run` with the same memory of `bytes()`, aligned to 64. It is done when they return.
-// `gathers`: of the ranks, where several share the layer.
+// `division`: of its attention, for so many; `gathers`: of the ranks, where several share the layer.
 class LayerRun {
  public:
-  LayerRun(const LayerCall& call, int64_t parts, Gathers* gathers = nullptr);
+  LayerRun(const LayerCall& call, const Division& division, int64_t parts, Gathers* gathers = nullptr);
   int64_t bytes() const { return bytes_; }
   void run(Worker worker, char* memory);
 
  private:
   // Where in memory lies what: first for all tokens, then for a chunk of rows, then for each worker.
   struct Offsets {
-    int64_t queries, attended, normed, query, key, value, normed_query, normed_key, turned_key, middle, added, gate, up, active, packed, sums;
+    int64_t queries, attended, partials, normed, query, key, value, normed_query, normed_key, turned_key, middle, added, gate, up, active, packed, sums;
   };
 
   void project(Worker worker, char* memory, int64_t first, int64_t rows);
@@ -84,7 +84,7 @@ class LayerRun {
   const linear::Family& family_;
   const int64_t size_;  // bytes of a number
   AttentionCall attention_;
-  Division division_;
+  const Division& division_;
   std::atomic<int64_t> next_unit_ = 0, next_combination_ = 0;
   Shares tiles_;  // of one product after another
   Offsets at_;

@@ -90,8 +90,6 @@ struct Fma {
     std::memset(out + count, 0, (depth_block - count) * 4);
   }
 
-  template <int... n>
-  struct Rows {};
   template <int n, int... rest>
   struct Count : Count<n - 1, n, rest...> {};
   template <int... n>

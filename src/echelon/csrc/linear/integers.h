@@ -163,8 +163,6 @@ struct IntegerFamily {
     }
   }
 
-  template <int... n>
-  struct Rows {};
   template <int n, int... rest>
   struct Count : Count<n - 1, n, rest...> {};
   template <int... n>

@@ -131,7 +131,7 @@ constexpr int64_t page = 4096;
 inline int64_t whole_pages(int64_t bytes) { return (bytes + page - 1) / page * page; }
 
 // What lies there where x has been rounded to integers. Sums are those of its integers over each group of the depth block, negated, times the
-// z of all groups where these have none of their own; the last two are of the whole row and stand in the first block alone.
+// z of all groups where these have none of their own; the last two are of the whole row.
 struct Rounded {
   int32_t sums[8];
   int32_t unused[6];

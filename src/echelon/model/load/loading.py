@@ -32,6 +32,7 @@ from echelon.model.patches.packing import Packing, check_integers, packing_of
 from echelon.model.patches.rope import OriginalContext
 from echelon.model.patches.split import Share, check_split, plan_of
 from echelon.model.patches.stages import Stage, check_stages
+from echelon.model.patches.vectors import patch_sensitive
 from echelon.ops import devices
 
 
@@ -65,11 +66,11 @@ class LoadedModel:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Ids that end a text, from the generation settings or the configuration."""
+        """Ids that end a text, from the generation settings or the configuration, as far as they can be drawn."""
         ids = getattr(self.model.generation_config, "eos_token_id", None)
         if ids is None:
             ids = getattr(self.model.config.get_text_config(), "eos_token_id", None)
-        return frozenset([ids] if isinstance(ids, int) else ids or [])
+        return frozenset(t for t in ([ids] if isinstance(ids, int) else ids or []) if 0 <= t < self.vocab_size)
 
 
 @in_turn
@@ -247,6 +248,7 @@ def serve_head(head: nn.Module, is_fast: bool = False, quantization: str | None 
     with torch.inference_mode():
         patch_elementwise(head)
     patch_linear(head, True, packing_of(quantization, is_fast, next(head.parameters()).device))
+    patch_sensitive(head)
 
 
 def _served(

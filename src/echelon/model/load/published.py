@@ -102,6 +102,12 @@ def with_published(weights: Weights, scheme: Scheme) -> Weights:
             raise ModelLoadError(
                 f"{parts['scales'].file} has {shown(names['scales'])} without {shown(names['values'])}; copy the checkpoint again"
             )
+        for role in scheme.also_needs:
+            if role not in parts:
+                raise ModelLoadError(
+                    f"{parts['scales'].file} has {shown(names['scales'])} without {shown(names[role])}, which its config.json says is "
+                    "there; copy the checkpoint again"
+                )
         made[f"{layer}.weight"] = PublishedWeight(scheme, layout, parts).tensor(f"{layer}.weight")
     return replace(weights, tensors=left | made)
 
@@ -109,8 +115,8 @@ def with_published(weights: Weights, scheme: Scheme) -> Weights:
 def without_empty_biases(weights: Weights, model: nn.Module) -> Weights:
     """The tensors without the biases of zeros that GPTQ's writers give to every layer, where the model has none."""
     own, left = {name for name, _ in model.named_parameters()}, dict(weights.tensors)
-    for name in [n for n in left if n.endswith(".bias") and n not in own and n.removesuffix("bias") + "weight" in own]:
-        if not left[name].to().any():
+    for name in [n for n in left if n.endswith(".bias") and n not in own]:
+        if isinstance(left.get(name.removesuffix("bias") + "weight"), PackedTensor) and not left[name].to().any():
             del left[name]
     return replace(weights, tensors=left)
 

@@ -18,7 +18,7 @@ from echelon.checkpoint.folder import Folder
 from echelon.checkpoint.schemas import refuse_quantised
 from echelon.checkpoint.tensors import INDEX, WEIGHTS, StoredTensor, Weights, open_weights, weight_files
 from echelon.config import Quantization
-from echelon.errors import ConfigError, OutputError, UnsupportedModelError
+from echelon.errors import OutputError, UnsupportedModelError
 from echelon.inputs import made_apart
 from echelon.model.load.reading import GENERATION, TOKENIZER_FILES, built_without_memory, read_config, settings_of
 from echelon.model.patches.experts import is_experts
@@ -51,8 +51,7 @@ def publish(name: str, destination: Path, quantization: Quantization) -> Publish
     ModelLoadError         as `load_model`
     UnsupportedModelError  it is quantised already, or has no linear layers that this format describes
     """
-    if not compiled.is_built():
-        raise ConfigError(f"rounding weights needs the compiled kernels ({compiled.REASON}); {compiled.remedy()}")
+    compiled.check_built("rounding weights")
     folder = Folder.locate(name, "model")
     made_apart(destination, folder.path, "DST")
     if any(destination.glob("*.safetensors")) or (destination / INDEX).exists():

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from echelon.model.patches.experts import STACKED, is_experts, splits_evenly
 from echelon.model.patches.linear import is_plain_linear, weight_of
@@ -24,21 +23,15 @@ _ACTIVE = threading.local()
 def rounded_as_read(packing: Packing, vocab_size: int) -> Iterator[None]:
     """Weights of linear layers and stacks of experts that this thread sets inside are packed at once, and what was read is given up.
 
-    An output layer, known by its `vocab_size` columns and as a part of the model itself, stays for `patch_linear`: it may share its weight
-    with an embedding, and keeps more bits.
+    What has `vocab_size` columns stays for `patch_linear`, which sees whether it is an output layer, wherever in the model it lies: that
+    keeps more bits, and may share its weight with an embedding.
     """
-    _ACTIVE.rounds, _ACTIVE.outputs = (packing, vocab_size), set[int]()
+    _ACTIVE.rounds = packing, vocab_size
     try:
         yield
     finally:
-        del _ACTIVE.rounds, _ACTIVE.outputs
+        del _ACTIVE.rounds
         give_memory_back()  # of weights as they were read, before the output layer is rounded
-
-
-def _on_module(parent: nn.Module, _: str, module: Any) -> None:
-    """Note linear layers that belong to no layer or block of a model that this thread builds."""
-    if hasattr(_ACTIVE, "outputs") and isinstance(parent, PreTrainedModel):
-        _ACTIVE.outputs.add(id(module))
 
 
 def _on_parameter(module: nn.Module, name: str, parameter: Any) -> nn.Parameter | None:
@@ -58,12 +51,11 @@ def _on_parameter(module: nn.Module, name: str, parameter: Any) -> nn.Parameter 
 
 
 # once and for good: threads that load at the same time would change the framework's hooks under one another
-nn.modules.module.register_module_module_registration_hook(_on_module)
 nn.modules.module.register_module_parameter_registration_hook(_on_parameter)  # type: ignore[arg-type]  # which may replace it
 
 
 def _linear(parameter: torch.Tensor, module: nn.Module, packing: Packing, vocab_size: int) -> nn.Parameter | None:
     weight = weight_of(module, parameter)
-    if len(weight) == vocab_size and id(module) in _ACTIVE.outputs:
+    if len(weight) == vocab_size:
         return None
     return PackedParameter.of(packing.pack(weight.detach()), None, tuple(parameter.shape))

@@ -46,8 +46,7 @@ def check_integers(what: str, instead: str, device: torch.device) -> None:
     """Raise ConfigError where nothing multiplies weights of integers; `what` has them, `instead` of which something else is served."""
     if device.type != "cpu":
         raise ConfigError(f"{what} is served on the CPU, and the model is on {device}; {instead}")
-    if not compiled.is_built():
-        raise ConfigError(f"{what} needs the compiled kernels ({compiled.REASON}); {compiled.remedy()}")
+    compiled.check_built(what)
 
 
 def grouped(depth: int, bits: int) -> tuple[int, int]:

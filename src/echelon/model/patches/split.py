@@ -282,7 +282,10 @@ def _output(whole: PackedWeight, own: PackedWeight, bias: Tensor | None, exchang
     given = None if bias is None else bias[part.first : part.last].contiguous()
     is_empty = part.first == part.last
     out = x.new_empty(*x.shape[:-1], 0, dtype=torch.float32) if is_empty else backend.packed_linear(x, own, given, float32=True)
-    return exchange.gathered_by_first(out, parts).clone() if exchange.is_connected else _beside_zeros(out, part)
+    if not exchange.is_connected:
+        return _beside_zeros(out, part)
+    gathered = exchange.gathered_by_first(out, parts)
+    return gathered if exchange.rank else gathered.clone()  # nobody reads those of other ranks
 
 
 def _through_experts(
