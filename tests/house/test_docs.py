@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 
@@ -80,6 +83,43 @@ def test_the_glossary_names_what_there_is() -> None:
         for name in re.findall(r"`([^`]+)`", line.split("|")[3]):
             is_path = "/" in name or name.endswith(".py")
             assert (sources / name).exists() if is_path else re.search(rf"class {name}\b", text), name
+
+
+ENGINES = {  # rows of the tables beside other engines, as records name them
+    "echelon, plain": "plain",
+    "echelon, draft model, 4 tokens": "draft model",
+    "echelon, draft model, auto": "draft model auto",
+    "echelon, n-grams, auto": "LLMA auto",
+    "OpenVINO GenAI, plain": "openvino, plain",
+    "OpenVINO GenAI, draft model": "openvino, draft model",
+    "llama.cpp, plain": "llama_cpp, plain",
+    "llama.cpp, draft model": "llama_cpp, draft model",
+    "vLLM, plain": "vllm, plain",
+    "vLLM, draft model": "vllm, draft model",
+    "vLLM, n-grams": "vllm, LLMA",
+}
+
+
+def decoding_speeds(records: Sequence[str], row: str) -> list[str]:
+    """At batch 1, 8 and 16, of runs of `echelon bench peers`; none that all have one."""
+    runs: list[Any] = [evidence(f"peers/{record}.json") for record in records]
+    results = [r for run in runs for r in (*run["ours"], *(p["result"] for p in run["peers"])) if r["method"] == ENGINES[row]]
+    return [f"{median(r['decode_tokens_per_second']):.1f}" for batch in (1, 8, 16) for r in results if r["batch_size"] == batch]
+
+
+def test_speeds_in_integers_are_quoted_as_measured() -> None:
+    quoted = (ROOT / "docs" / "quantisation.md").read_text("utf-8").splitlines()
+    beside_vllm = [row for row in ENGINES if row.startswith(("echelon", "vLLM"))]
+    for row in [row for row in ENGINES if "n-grams" not in row and "vLLM" not in row]:
+        cells = [decoding_speeds([kind, f"{kind}_b16"], row) for kind in ("int8", "int4")]
+        assert f"| {row} | {' | '.join(chain(*cells))} |" in quoted, (row, cells)
+    for row in beside_vllm:
+        assert f"| {row} | {' | '.join(decoding_speeds(['int8_vllm'], row))} |" in quoted, row
+    for family in ("avx2", "avx512", "avx512_bf16"):
+        steps: Any = evidence(f"quantised/speed_{family}.json")["results"]
+        pairs = [(a, b) for kind in ("int8", "int4") for a, b in zip(steps["None"], steps[kind], strict=True)]
+        ratios = [f"{a['milliseconds'] / b['milliseconds']:.2f}" for a, b in pairs]
+        assert f"| {family} | {' | '.join(ratios)} |" in quoted
 
 
 def test_losses_in_integers_are_quoted_as_measured() -> None:
