@@ -29,7 +29,7 @@ import numpy as np
 
 from benchmarks.cells import Cell, Record, asked_of, run_with_settings
 from benchmarks.families import environment_of
-from benchmarks.workloads import Models, Size, check_drafted, source
+from benchmarks.workloads import Models, Size, check_drafted, source, trained_heads
 from echelon import ConfigError, SamplingParams
 from echelon.bench.report import table
 from echelon.bench.throughput import DecodingMethod, EngineRun, Prompts, Run, Stepping
@@ -275,6 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
         Cell(
             f"{family}_{drafter}_t{temperature:g}_b{batch}",
             partial(settled, family, drafter, batch, temperature, *how),
+            inputs=trained_heads(["eagle"] if drafter == "eagle_tree" else []),
         )
         for family, drafter, temperature, batch in wanted
     ]

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.cells import Cell, Record, Records, asked_of, run_with_settings, said
 from benchmarks.prefill import PrefilledRun, Prefix, decode, read_prefixes
 from benchmarks.replayed import AcceptanceHistogram, replay, rescaled
-from benchmarks.workloads import EVIDENCE, PADDINGS, Models, Size, greedy, source
+from benchmarks.workloads import EVIDENCE, PADDINGS, Models, Size, greedy, source, trained_heads
 from echelon import LLM, ConfigError
 from echelon.baselines.strategies import on_our_attention
 from echelon.bench.phases import Sums
@@ -183,7 +183,8 @@ def main(arguments: list[str] | None = None) -> int:
     cells = [Cell(f"opt_b{b:02d}", partial(alike.opt, b)) for b in BATCHES]
     cells += [Cell(f"realign_b{b:02d}", partial(alike.realign, b)) for b in REALIGNED]
     cells += [Cell("windows_b08", partial(alike.windows, 8))]
-    cells += [Cell(f"trees_{head}_b{b:02d}", partial(alike.trees, head, b)) for head, b in product(HEADS, TREES_AT)]
+    for head, batch in product(HEADS, TREES_AT):
+        cells.append(Cell(f"trees_{head}_b{batch:02d}", partial(alike.trees, head, batch), inputs=trained_heads([head])))
     return run_with_settings(asked, cells, {name: getattr(asked, name) for name in ("rows", "rounds", "tokens")}, as_markdown)
 
 

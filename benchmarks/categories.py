@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cells import Cell, Record, asked_of, run_with_settings, said
-from benchmarks.questions import Question, encoded, read_questions
-from benchmarks.workloads import Models, Size
+from benchmarks.questions import Question, encoded, other_questions, read_questions
+from benchmarks.workloads import Models, Size, trained_heads
 from echelon import LLM, SamplingParams
 from echelon.bench.report import table
 from echelon.demo import DRAFT
@@ -127,7 +127,11 @@ def main(arguments: list[str] | None = None) -> int:
     asked = asked_of(__doc__, "categories", more, arguments)
     harness = Harness(asked.parameters, asked.questions, asked.count, asked.tokens)
     methods = ["ngram", "draft_model", *method_names(needs="head")]
-    cells = [Cell(f"{m}_b{b}_t{t}", partial(harness.measured, m, b, t)) for b, t, m in product(BATCHES, TEMPERATURES, methods)]
+    asks = other_questions(asked.questions)
+    cells = [
+        Cell(f"{m}_b{b}_t{t}", partial(harness.measured, m, b, t), inputs=asks | trained_heads([m]))
+        for b, t, m in product(BATCHES, TEMPERATURES, methods)
+    ]
     return run_with_settings(asked, cells, {name: getattr(asked, name) for name in ("parameters", "count", "tokens")}, as_markdown)
 
 

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,14 @@ Record = dict[str, Any]  # what was measured, with settings, commit and machine;
 
 @dataclass(frozen=True)
 class Cell:
-    """A measurement by name; `seconds`: about how long it takes, 0 where nobody knows."""
+    """A measurement by name; `seconds`: about how long it takes, 0 where nobody knows; `inputs`: digests of files that it reads and that
+    may be others another time.
+    """
 
     name: str
     measure: Callable[[], Record]
     seconds: float = 0.0
+    inputs: Record = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,15 @@ def run_cells(
 ) -> dict[str, Record]:
     """Measure every cell that has no current record, and begin none after `seconds`; returns the current records by name.
 
-    A record is `common`, the seconds that the cell took, and what it measured. A cell that fails takes no other with it, and is tried
-    again by the next run.
+    A record is `common`, the cell's inputs, the seconds that it took, and what it measured. A cell that fails takes no other with it, and
+    is tried again by the next run.
     """
-    kept = records.read()
-    known = {c.name: kept[c.name] for c in cells if c.name in kept and "failed" not in kept[c.name] and is_current(c.name, kept[c.name])}
+    kept = {name: record for name, record in records.read().items() if "failed" not in record}
+    known = {
+        c.name: kept[c.name]
+        for c in cells
+        if c.name in kept and kept[c.name].get("inputs", {}) == c.inputs and is_current(c.name, kept[c.name])
+    }
     waiting = [cell for cell in cells if cell.name not in known]
     print(f"{len(cells) - len(waiting)} of {len(cells)} cells are measured already", flush=True)
     if any(cell.seconds for cell in waiting):
@@ -80,7 +87,7 @@ def run_cells(
             print(f"out of time: {len(waiting) - number} cells are left for another run", flush=True)
             break
         print(f"[{number + 1}/{len(waiting)}] {cell.name}{_outlook(waiting, number, spent)}", flush=True)
-        known[cell.name] = common | _measured(cell)
+        known[cell.name] = common | ({"inputs": cell.inputs} if cell.inputs else {}) | _measured(cell)
         records.write(cell.name, known[cell.name])
         on_record(cell.name, known[cell.name])
     return known

@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any
 
 from benchmarks.cells import Cell, Record, asked_of, run_with_settings, said
-from benchmarks.workloads import Models, Size, greedy, source
+from benchmarks.workloads import Models, Size, greedy, source, trained_heads
 from echelon.bench.report import table
 from echelon.bench.throughput import DecodingMethod, ThroughputResult, measure
 
@@ -69,7 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
     }
     asked = asked_of(__doc__, "clover", more, arguments)
     study = CloverStudy(asked.rows, asked.rounds, asked.tokens)
-    cells = [Cell(f"{size}_b{batch:02d}", partial(study.measured, size, batch)) for size, batch in product(SIZES, BATCHES)]
+    heads = trained_heads(HEADS)
+    cells = [Cell(f"{size}_b{batch:02d}", partial(study.measured, size, batch), inputs=heads) for size, batch in product(SIZES, BATCHES)]
     return run_with_settings(asked, cells, {name: getattr(asked, name) for name in ("rows", "rounds", "tokens")}, as_markdown)
 
 

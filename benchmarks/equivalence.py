@@ -17,7 +17,7 @@ from typing import Any
 
 import tools  # noqa: F401  # the faults are with the helpers of the tests, which this makes importable
 from benchmarks.cells import Cell, Record, asked_of, run_with_settings, said
-from benchmarks.questions import encoded, read_questions, spread
+from benchmarks.questions import encoded, other_questions, read_questions, spread
 from echelon import LLM, SamplingParams
 from echelon.bench.report import columns
 from echelon.bench.verify import STRATEGY_SETTINGS, cut, first_difference
@@ -43,7 +43,7 @@ class Equivalence:
     """The target, the questions, and what plain decoding answers."""
 
     def __init__(self, target: str, questions: Path | None, count: int, tokens: int) -> None:
-        self._target, self._questions, self._count, self._tokens = target, questions, count, tokens
+        self._target, self.questions, self._count, self._tokens = target, questions, count, tokens
         self._truths: dict[int, list[list[int]]] = {}
 
     @cached_property
@@ -53,7 +53,7 @@ class Equivalence:
     @cached_property
     def prompts(self) -> list[list[int]]:
         llm, most = LLM(self.target, max_num_seqs=1), min(PROMPT, self.target.max_len - self._tokens - 1)
-        return [encoded(llm, q.turns[0], most) for q in spread(read_questions(self._questions), self._count)]
+        return [encoded(llm, q.turns[0], most) for q in spread(read_questions(self.questions), self._count)]
 
     def params(self, seed: int) -> SamplingParams:
         """Greedy for seed 0, else drawn."""
@@ -99,8 +99,9 @@ class Equivalence:
 
 def cells(study: Equivalence) -> list[Cell]:
     """Everything that the page of claims is made of."""
-    ours = [Cell(name, partial(study.strategy, name)) for name in ("unpadded", "realign")]
-    faulty = [Cell(name.replace(" ", "_"), partial(study.fault, name)) for name in FAULTS]
+    asks = other_questions(study.questions)
+    ours = [Cell(name, partial(study.strategy, name), inputs=asks) for name in ("unpadded", "realign")]
+    faulty = [Cell(name.replace(" ", "_"), partial(study.fault, name), inputs=asks) for name in FAULTS]
     return [*ours, *faulty, Cell("rows", study.rows)]
 
 

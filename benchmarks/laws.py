@@ -32,6 +32,7 @@ import numpy as np
 from benchmarks.adaptive import FullSteps, take_turns
 from benchmarks.cells import Cell, Record, Records, asked_of, chosen, is_here, run_cells
 from benchmarks.laws_document import NAMES, PUBLISHED_SHARPNESS, write_laws
+from benchmarks.questions import other_questions
 from benchmarks.workloads import VERIFIED, VERIFIED_TREE, tokens_a_step
 from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench.inflate import inflate_with_heads
@@ -278,7 +279,7 @@ def cells(study: LawStudy, rounds: int) -> list[Cell]:
         Cell("oracle", study.oracle),
         Cell("sharpness", study.sharpness),
         *(Cell(name, partial(study.of_head, *head)) for name, head in all_heads().items()),
-        *(Cell(f"tasks_{method}", partial(study.tasks, method)) for method in COMPARED),
+        *(Cell(f"tasks_{method}", partial(study.tasks, method), inputs=other_questions(study.questions)) for method in COMPARED),
         *(Cell(f"speed_b{batch:02d}", partial(study.speed, batch, rounds)) for batch in BATCHES),
     ]
 

@@ -31,6 +31,7 @@ import torch
 from pydantic import SecretStr
 
 from benchmarks.cells import Cell, Record, asked_of, run_asked
+from benchmarks.questions import other_questions
 from benchmarks.workloads import Models, Size, greedy, source
 from echelon import LLM, SamplingParams
 from echelon.batch import Span
@@ -287,7 +288,8 @@ def cells(models: Models, lengths: Lengths, questions: Path | None = None, vllm_
         beside = {"plain": vllm_python}
         found += [(f"mt_bench_{d}", partial(mt_bench, models, d, lengths, questions, beside.get(d))) for d in DRAFTERS]
     found += [("another_key", partial(another_key, models, lengths))]
-    return [Cell(name, measure) for name, measure in found]
+    asks = other_questions(questions)
+    return [Cell(name, measure, inputs=asks if name.startswith("mt_bench") else {}) for name, measure in found]
 
 
 def main(arguments: list[str] | None = None) -> int:

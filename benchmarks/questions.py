@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from echelon import LLM, ConfigError
 
+SPEC_BENCH = "4b6d33e79484f984"  # digest of its question.jsonl
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")  # one task in the harness's tables
 
 
@@ -37,6 +39,12 @@ def read_questions(path: Path | None) -> list[Question]:
     if not found:
         raise ConfigError(f"{path} holds no questions; take Spec-Bench's question.jsonl")
     return found
+
+
+def other_questions(path: Path | None) -> dict[str, str]:
+    """The digest of a file that is not Spec-Bench's own: an input of a cell that asks its questions."""
+    digest = SPEC_BENCH if path is None or not path.exists() else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return {} if digest == SPEC_BENCH else {"questions": digest}
 
 
 def encoded(llm: LLM, text: str, most: int) -> list[int]:

@@ -28,7 +28,8 @@ from typing import Any
 from benchmarks.cells import Cell, Record, Records, asked_of, run_asked, said
 from benchmarks.conversations import LABELS, Conversation, Turn, ms_a_token, of_mt_bench, of_source, of_story, told
 from benchmarks.memory_document import LEAST_SPEED, MOST_MEMORY, MOST_TREE, fastest_within, write_memory
-from benchmarks.workloads import Models, Size, greedy
+from benchmarks.questions import other_questions
+from benchmarks.workloads import Models, Size, greedy, trained_heads
 from echelon import ConfigError, EngineConfig, SpeculativeConfig
 from echelon.bench.report import table
 from echelon.bench.throughput import DecodingMethod, EngineRun
@@ -301,7 +302,7 @@ def main(arguments: list[str] | None = None) -> int:
         "budgets": partial(budgets, records=records),
     }
     cells = [
-        Cell(study.name(name), partial(measure, study))
+        Cell(study.name(name), partial(measure, study), inputs=trained_heads([asked.method]) | other_questions(study.questions))
         for study, (name, measure) in product(studies, measures.items())
         if study.workload or name != "budgets"  # of source there is one turn
     ]

@@ -25,7 +25,20 @@ from benchmarks.document import write_document
 from benchmarks.options import parser_of
 from benchmarks.prefill import PrefilledRun
 from benchmarks.replayed import AcceptanceHistogram, replay, rescaled
-from benchmarks.workloads import PADDINGS, ROOT, SMALL, VERIFIED, VERIFIED_TREE, Models, Size, greedy, num_realigned, source, tokens_a_step
+from benchmarks.workloads import (
+    PADDINGS,
+    ROOT,
+    SMALL,
+    VERIFIED,
+    VERIFIED_TREE,
+    Models,
+    Size,
+    greedy,
+    num_realigned,
+    source,
+    tokens_a_step,
+    trained_heads,
+)
 from echelon import LLM
 from echelon.bench.latency import measure_latency
 from echelon.bench.throughput import ADAPTIVE, CONFIDENT, DecodingMethod, default_methods, environment, measure
@@ -100,9 +113,11 @@ class Tables:
         cells: list[Cell] = []
         for name, measured, batches in experiments:
             a_round, a_row = SECONDS[name]
+            methods = [VERIFIED_CELLS[name]] if name in VERIFIED_CELLS else self.models.heads if name == "heads" else []
+            inputs = trained_heads(methods) if size.pair_parameters else {}
             if not batches:
-                cells.append(Cell(name, measured, a_round))
-            cells += [Cell(f"{name}-{b:02d}", partial(measured, b), num_rounds(name, b) * (a_round + a_row * b)) for b in batches]
+                cells.append(Cell(name, measured, a_round, inputs))
+            cells += [Cell(f"{name}-{b:02d}", partial(measured, b), num_rounds(name, b) * (a_round + a_row * b), inputs) for b in batches]
         return cells
 
     def histogram(self) -> dict[str, Any]:

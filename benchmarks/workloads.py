@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import tempfile
 from collections.abc import Iterable
@@ -149,6 +150,12 @@ SMALL = Size(
     histogram_prompts=8,
     equality_prompts=2,
 )
+
+
+def trained_heads(methods: Iterable[str]) -> dict[str, str]:
+    """Digests of those of these heads that `make heads` has trained: inputs of a cell that drafts with them. Without, they are embedded."""
+    files = {method: TRAINED / method / "model.safetensors" for method in methods}
+    return {method: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for method, file in files.items() if file.exists()}
 
 
 class Models:

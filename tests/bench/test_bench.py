@@ -14,10 +14,11 @@ import torch
 import toys
 from matplotlib.figure import Figure
 
-from benchmarks import tables
-from benchmarks.cells import Cell
+from benchmarks import questions, tables, workloads
+from benchmarks.cells import Cell, Records, run_cells
 from benchmarks.document import findings, write_document
 from benchmarks.prefill import PrefilledRun, check_memory, decode, read_prefixes
+from benchmarks.questions import other_questions
 from benchmarks.replayed import AcceptanceHistogram, mean_tokens_per_step, replay, rescaled
 from benchmarks.workloads import tokens_a_step
 from echelon import LLM, ConfigError, SamplingParams
@@ -517,6 +518,33 @@ def test_a_cell_that_fails_takes_no_other_with_it(
     assert "0 of 2" in capsys.readouterr().out.split("wrote")[0]
     assert tables.main(asked) == 0
     assert "1 of 2 cells are measured already" in capsys.readouterr().out
+
+
+def test_a_record_of_other_inputs_is_measured_again(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def run(inputs: dict[str, Any]) -> Any:
+        cell = Cell("one", lambda: seen.append(inputs) or {"found": len(seen)}, inputs=inputs)  # type: ignore[func-returns-value]
+        return run_cells([cell], Records(tmp_path), {}, lambda *_: True)["one"]
+
+    assert run({}) == run({}) and "inputs" not in run({})
+    assert run({"eagle": "a"})["inputs"] == {"eagle": "a"}
+    assert run({"eagle": "a"})["found"] == 2
+    assert [run({"eagle": "b"})["found"], run({})["found"]] == [3, 4]
+
+
+def test_heads_and_questions_are_inputs_where_they_are_not_those_that_come_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workloads, "TRAINED", tmp_path)
+    assert workloads.trained_heads(["eagle", "medusa"]) == {}
+    (tmp_path / "medusa").mkdir()
+    (tmp_path / "medusa" / "model.safetensors").write_bytes(b"weights")
+    assert list(workloads.trained_heads(["eagle", "medusa"])) == ["medusa"]
+    file = tmp_path / "question.jsonl"
+    assert other_questions(None) == other_questions(file) == {}
+    file.write_text("{}")
+    assert list(other_questions(file)) == ["questions"]
+    monkeypatch.setattr(questions, "SPEC_BENCH", other_questions(file)["questions"])
+    assert other_questions(file) == {}
 
 
 def test_the_document_says_where_speculation_loses() -> None:
