@@ -334,12 +334,9 @@ def growth_of(spec: SpeculativeConfig, max_depth: int | None) -> Growth:
     if spec.tree == "chain":
         return chain(min(count, longest), only_ranks)
     if spec.tree == "dynamic":
-        growth = method.dynamic(spec.tree_top_k, spec.tree_top_p, min(spec.tree_depth, longest))
-        growth.breadth = min(growth.breadth, count)
-        return growth
-    paths = method.paths if spec.speculative_token_tree is None else spec.speculative_token_tree
+        return method.dynamic(spec.tree_top_k, spec.tree_top_p, min(spec.tree_depth, longest))
     try:
-        return StaticTree([p for p in paths[:count] if len(p) <= longest], only_ranks)
+        return StaticTree([p for p in spec.paths if len(p) <= longest], only_ranks)
     except ValueError as error:
         raise ConfigError(f"speculative_token_tree: {error}") from error
 

@@ -16,6 +16,7 @@ from echelon.inputs import LARGEST, Text, kind_of, shown
 from echelon.methods import ALIASES, METHODS, Can, method_names
 from echelon.settings import Settings
 from echelon.sizes import parse_bytes
+from echelon.trees import Growth
 
 MOST_CHAIN, MOST_NODES = 8, 64  # drafted tokens of a row in a step that adapts, unless told otherwise
 RANKS = ("tensor_parallel_size", "pipeline_parallel_size")  # settings that make several processes run the target
@@ -215,17 +216,23 @@ class SpeculativeConfig(Settings):
             return min(self.tree_depth, self.most_tokens)
         if self.tree == "chain":
             return self.most_tokens
-        return max(map(len, self._paths), default=1)
+        return max(map(len, self.paths), default=1)
 
     @property
     def widest_level(self) -> int:
         """Most drafted tokens of a row that stand at the same depth."""
         if self.tree == "dynamic":
-            growth = METHODS[self.method].dynamic(self.tree_top_k, self.tree_top_p, self.tree_depth)
-            return min(growth.breadth, self.most_tokens)
-        if self.tree == "chain":
-            return 1
-        return max(Counter(map(len, self._paths)).values(), default=1)
+            return min(self._growth.widest, self.most_tokens)
+        return 1 if self.tree == "chain" else max(Counter(map(len, self.paths)).values(), default=1)
+
+    @property
+    def usual_level(self) -> int:
+        """As many as usually do."""
+        return min(self._growth.breadth, self.most_tokens) if self.tree == "dynamic" else self.widest_level
+
+    @property
+    def _growth(self) -> Growth:
+        return METHODS[self.method].dynamic(self.tree_top_k, self.tree_top_p, self.tree_depth)
 
     @property
     def _static_tree(self) -> SequenceOf[SequenceOf[int]]:
@@ -233,8 +240,8 @@ class SpeculativeConfig(Settings):
         return METHODS[self.method].paths if self.speculative_token_tree is None else self.speculative_token_tree
 
     @property
-    def _paths(self) -> SequenceOf[SequenceOf[int]]:
-        """Those that are drafted."""
+    def paths(self) -> SequenceOf[SequenceOf[int]]:
+        """Of a static tree those that are drafted."""
         return self._static_tree[: self.most_tokens]
 
     @property

@@ -86,7 +86,8 @@ class InputProcessor:
                 )
         if (params.stop or params.bad_words) and self._target.tokenizer is None:
             raise RequestError(f"stop strings and bad words need a tokenizer, and {self._target.name!r} has none; use token ids")
-        instead = "shorten the prompt" if params.max_tokens is None else "lower max_tokens"
+        fits = params.max_tokens is not None and len(tokens) < self._scheduler.capacity
+        instead = "lower max_tokens" if fits else "shorten the prompt"
         self._scheduler.check_size(min(self._max_len, len(tokens) + (params.max_tokens or 1)), instead)
 
     def samples(self, prompt: Prompt, params: Parameters, watch_text: bool, name: str = "prompt", salt: bytes = b"") -> list[Sequence]:

@@ -181,7 +181,8 @@ class Scheduler:
 
     def _num_entering(self) -> int:
         """Waiting rows that seem to have blocks: all, or none where the first has not."""
-        return len(self.waiting) if self._is_open and self.waiting and self._fits(self.waiting[0].id, len(self.waiting[0])) else 0
+        able = [s for s in self.waiting if not self._waits_for_prompt(s)] if self._is_open else []
+        return len(able) if able and self._fits(able[0].id, len(able[0])) else 0
 
     def _plan_running(self, plan: Plan, pending: Mapping[int, tuple[int, PlannedRow]]) -> int:
         """Plan all running rows, decoding ones first; returns what is left of the step's tokens. Behind a step in flight nothing is
@@ -204,7 +205,8 @@ class Scheduler:
         if sequence.id in pending and sequence.num_tokens_left == 1:
             return 0  # it ends with the step in flight
         while sequence in self.running and budget > 0:
-            row = self._plan_row(sequence, self._share(budget, self.waiting), pending.get(sequence.id))
+            share = self._share(budget, self.waiting) if self._is_reading(sequence) else budget
+            row = self._plan_row(sequence, share, pending.get(sequence.id))
             plan.runs_ahead = plan.runs_ahead and self._is_ready(row)
             if pending and not plan.runs_ahead:
                 return 0
@@ -296,6 +298,18 @@ class Scheduler:
         if plan.preempted or self._is_short or self._is_blocked:
             return
         held: list[Sequence] = []
+        try:
+            budget = self._let_in_all(plan, budget, held)
+        except BaseException:
+            self.waiting.extend(held)  # behind the one that could not enter, so that whoever looks for a culprit finds it first
+            raise
+        is_full = self._may_enter() and len(plan.rows) >= self._most_rows
+        self.waiting.extendleft(reversed(held))
+        if budget > 0 and not held and not is_full:  # what still waits has no place or no blocks
+            self._is_open = self._refill
+
+    def _let_in_all(self, plan: Plan, budget: int, held: list[Sequence]) -> int:
+        """Let waiting rows in while there is room, and take those that wait on out of the queue, to `held`; what is left of `budget`."""
         while self._may_enter() and budget > 0 and len(plan.rows) < self._most_rows:
             sequence = self.waiting[0]
             if self._waits_for_prompt(sequence):
@@ -309,10 +323,7 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             self._let_in(plan, row)
             budget -= row.num_new
-        is_full = self._may_enter() and len(plan.rows) >= self._most_rows
-        self.waiting.extendleft(reversed(held))
-        if budget > 0 and not held and not is_full:  # what still waits has no place or no blocks
-            self._is_open = self._refill
+        return budget
 
     def _waits_for_prompt(self, sequence: Sequence) -> bool:
         """Whether it is a further sample of a prompt that the first one is still reading."""

@@ -106,8 +106,9 @@ class Forest:
 
 
 class Growth(ABC):
-    """`width`: most children of a node; `breadth`: most nodes of a level that go on; `depth`: longest path; `only_ranks`: of scores only
-    their order matters, and which are −∞; `sharpness`: what logits are multiplied by before they become scores.
+    """`width`: most children of a node; `breadth`: nodes of a level that go on, as many as drafting a level is timed with; `depth`: longest
+    path; `only_ranks`: of scores only their order matters, and which are −∞; `sharpness`: what logits are multiplied by before they become
+    scores.
     """
 
     width: int
@@ -115,6 +116,11 @@ class Growth(ABC):
     depth: int
     only_ranks = False
     sharpness = 1.0
+
+    @property
+    def widest(self) -> int:
+        """Most nodes of a level that go on, whatever the row's budget."""
+        return self.breadth
 
     @abstractmethod
     def grow(self, forest: Forest, nodes: Int64, tokens: Int64, scores: Float64) -> Int64:
@@ -255,8 +261,12 @@ class LevelByLevel(Growth):
     QUARTER = 0.25
 
     def __init__(self, top_p: float, width: int, depth: int) -> None:
-        self.width, self.breadth = width, width ** max(1, depth - 1)
+        self.width = self.breadth = width
         self.depth, self._top_p = depth, top_p
+
+    @property
+    def widest(self) -> int:
+        return int(self.width ** max(1, self.depth - 1))
 
     def grow(self, forest: Forest, nodes: Int64, tokens: Int64, scores: Float64) -> Int64:
         share = np.exp(np.nan_to_num(scores, nan=-np.inf, neginf=-np.inf))

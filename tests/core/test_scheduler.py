@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -16,7 +17,7 @@ from echelon.draft import RowVerdict, Verdict
 from echelon.kv.blocks import BlockTables
 from echelon.sampling import Sampler
 from echelon.scheduler import PROMPT_LOGITS, DraftLimits, Scheduler
-from echelon.sequence import Plan, Sequence
+from echelon.sequence import Plan, PlannedRow, Sequence
 
 MAX_LEN = 60
 
@@ -358,6 +359,23 @@ def test_a_prompt_that_is_read_holds_up_no_other_request() -> None:
     assert [read_on(scheduler) for _ in range(3)] == [[(7, 1), (0, 15)], [(7, 1), (0, 15)], [(7, 1), (0, 2)]]
     assert read_on(scheduler) == [(0, 1), (1, 1), (2, 1)]
     scheduler.check()
+
+
+def test_samples_that_wait_for_their_prompt_are_kept_where_another_row_fails_to_enter(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler([BlockTables(100, 4, 25)], 9, 16, piece_sizes=toys.WholePrompts())
+    for sequence in (*samples_of(40, 3), *samples_of(3, 1, number=7)):
+        scheduler.add(sequence)
+    plan_row = scheduler._plan_row
+
+    def failing(sequence: Sequence, *others: Any) -> PlannedRow:
+        if sequence.id == 7:
+            raise RuntimeError("no luck")
+        return plan_row(sequence, *others)
+
+    monkeypatch.setattr(scheduler, "_plan_row", failing)
+    with pytest.raises(RuntimeError, match="no luck"):
+        scheduler.next_step()
+    assert [sequence.id for sequence in scheduler.waiting] == [7, 1, 2]
 
 
 def test_a_prompt_leaves_no_tokens_of_a_step_to_samples_that_wait_for_it() -> None:

@@ -88,6 +88,22 @@ def test_a_pass_that_fails_leaves_its_rows_what_they_have_to_read(monkeypatch: p
     assert rows.drafted() == [DEPTH] * 2
 
 
+def test_rows_whose_reading_fails_twice_are_left_out_until_they_are_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold up no others for good."""
+
+    def failing(*_: Any, **__: Any) -> Tensor:
+        raise RuntimeError("out of luck")
+
+    rows = Rows(2)
+    rows.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(attached().head, "encode", failing)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="out of luck"):
+                rows.drafted()
+    assert rows.drafted() == [0] * 2
+
+
 def test_rows_that_have_waited_are_read_in_passes_of_so_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echelon.drafters.heads.MOST_AT_ONCE", 8)
     passes, rows = noted_passes(monkeypatch), Rows(5)

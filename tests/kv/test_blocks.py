@@ -133,6 +133,29 @@ def test_a_copy_of_a_shared_block_that_is_interrupted_loses_no_block_and_gives_n
     assert tables.num_free == 8
 
 
+def test_a_fork_that_is_interrupted_gives_nothing_back_that_it_has_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = BlockTables(8, 4, 8)
+    tables.reserve(1, 12)
+    tables.commit(1, 12)
+    share, calls = tables.pool.share, list[int]()
+
+    def share_once(block: int) -> None:
+        calls.append(block)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        share(block)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tables.pool, "share", share_once)
+        with pytest.raises(KeyboardInterrupt):
+            tables.fork(1, 2)
+    tables.release(2)
+    tables.check()
+    assert len(tables.blocks(1)) == 3 == tables.num_blocks - tables.num_free
+    tables.release(1)
+    assert tables.num_free == 8
+
+
 @given(st.lists(st.tuples(st.lists(st.integers(0, 19), min_size=1, max_size=4, unique=True), st.integers(0, 16)), max_size=12))
 def test_copies_are_as_if_made_one_after_the_other(copies: list[tuple[list[int], int]]) -> None:
     """Sources and targets that overlap at random."""

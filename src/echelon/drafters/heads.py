@@ -37,7 +37,7 @@ from echelon.sequence import PlannedRow, Sequence
 from echelon.stats import Occupancy, Usage
 from echelon.trees import Forest, Growth
 
-MOST_UNREAD = 256  # tokens of a row whose features are kept
+MOST_UNREAD = 256  # tokens of a row from which on they are read, whether it drafts or not
 MOST_AT_ONCE = 2048  # of several rows that are read in one pass
 
 
@@ -123,6 +123,7 @@ class _Unread:
     start: int
     tokens: list[int]
     features: list[Tensor]
+    has_failed: bool = False  # has a pass that was to read it?
 
     @property
     def end(self) -> int:
@@ -132,7 +133,7 @@ class _Unread:
 
 class HeadDrafter(Drafter):
     """`head` proposes trees that `growth` shapes. `cache` is the head's own where it has attention layers; its tables are among the
-    scheduler's, with as many slots reserved as in the target's. `usage` counts its passes: one a reading of what was kept, with which the
+    scheduler's, with as many slots reserved as in the target's. `usage` counts its passes: those that read what was kept, with which the
     first level of the tree comes, and one for every deeper level. No path has a joint log-probability below `min_score`.
 
     drafts_first  whether the first token of a text may be drafted. Then the head has read the prompt, which it has not where the prompt is
@@ -282,10 +283,15 @@ class HeadDrafter(Drafter):
             del self._unread[number]
         for group in _groups(found):
             spans = [Span(number, found[number].start, found[number].tokens, 0, found[number].end) for number in group]
+            again = [number for number in group if found[number].has_failed]
+            for number in group:
+                found[number].has_failed = True  # unless it comes to its end
+            for number in again:
+                del self._unread[number]  # a second failure is not followed by a third
             features = torch.cat([features for number in group for features in found[number].features])
             for span, state in zip(spans, self._encode(spans, features), strict=True):
                 self._states[span.row] = (span.text_len + 1, state)
-                del self._unread[span.row]  # not before: a pass that fails leaves its rows what they have to read
+                self._unread.pop(span.row, None)  # not before: a pass that fails leaves its rows what they have to read
 
     def _drop(self, row: int) -> None:
         """Give up the row until the target reads it anew."""

@@ -130,7 +130,7 @@ def drafting_of(spec: SpeculativeConfig, target: PaperModel, acceptance: Accepta
     if spec.quantization is not None:
         raise ConfigError("on paper what drafts has 16 or 32 bits; leave 'quantization' out of the speculative config")
     used = spec if spec.num_speculative_tokens == drafted else replaced(spec, drafted)
-    depth, width, emitted = used.longest_path, float(used.widest_level), acceptance.at(drafted)
+    depth, width, emitted = used.longest_path, float(used.usual_level), acceptance.at(drafted)
     needs = METHODS[spec.method].needs
     if needs == "nothing":
         return DraftingCost((), 0, drafted, emitted)

@@ -273,10 +273,9 @@ class BlockTables:
     def fork(self, row: int, child: int) -> None:
         """Start `child` with the cached tokens of `row`, sharing every block."""
         parent, table = self._rows[row], self._new_row(child)
-        table.num_blocks, table.num_cached, table.resumes_at = parent.num_blocks, parent.num_cached, parent.resumes_at
         self._table[table.line] = self._table[parent.line]
-        for block in self.blocks(child):
-            self.pool.share(block)
+        self._share(table, parent.num_blocks)
+        table.num_cached, table.resumes_at = parent.num_cached, parent.resumes_at
 
     def publish(self, row: int, index: int, content: BlockContent) -> None:
         """Let other rows find the row's block `index`, all of whose tokens are cached."""
@@ -287,11 +286,15 @@ class BlockTables:
     def adopt(self, row: int, blocks: SequenceOf[int], num_cached: int) -> None:
         """Start a row with blocks that hold its first `num_cached` tokens."""
         table = self._new_row(row)
-        table.num_blocks, table.num_cached = len(blocks), num_cached
-        table.resumes_at = num_cached if num_cached < len(blocks) * self.block_size else -1
         self._table[table.line, : len(blocks)] = blocks
-        for block in blocks:
+        self._share(table, len(blocks))
+        table.num_cached, table.resumes_at = num_cached, num_cached if num_cached < len(blocks) * self.block_size else -1
+
+    def _share(self, table: RowTable, count: int) -> None:
+        """Hold the first `count` blocks of its line with those that hold them already."""
+        for block in self._table[table.line, :count].tolist():
             self.pool.share(block)
+            table.num_blocks += 1  # at once: who is interrupted gives back what was shared
 
     def resumes(self, row: int) -> bool:
         """Whether the row has not gone on yet since it was started in the middle of a block."""

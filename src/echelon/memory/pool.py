@@ -91,8 +91,9 @@ def plan_kv(
         num_blocks = min(wanted, num_blocks)
     if num_blocks < 1 and limit == "auto":
         raise ConfigError(
-            f"beside the {mebibytes(working_bytes)} of a step {mebibytes(available)} are left for keys and values, less than one block of "
-            f"{block_size} tokens; lower max_num_seqs, max_num_batched_tokens or the length of drafts"
+            f"beside the {mebibytes(working_bytes)} of a step {mebibytes(int(available * share))} may be taken for keys and values, less "
+            f"than one block of {block_size} tokens ({mebibytes((1 + num_null_blocks) * of_block)}); lower max_num_seqs, "
+            "max_num_batched_tokens or the length of drafts"
         )
     if num_blocks < 1:
         raise ConfigError(

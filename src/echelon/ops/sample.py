@@ -52,9 +52,12 @@ def choose(rows: Sequence[SampleRow], problems: dict[int, EchelonError] | None =
     on_device = {i: row.logits for i, row in enumerate(rows) if isinstance(row.logits, Tensor) and not row.sampler.changes_logits}
     tokens = _drawn(rows, on_device)
     waiting = [i for i in range(len(rows)) if tokens.get(i, -1) < 0]  # what a device has no token for, and what requests change
-    for first in range(0, len(waiting), CHANGED_AT_ONCE):
+    changed = [i for i in waiting if rows[i].sampler.changes_logits]
+    portions = [[i for i in waiting if not rows[i].sampler.changes_logits]]
+    portions += [changed[first : first + CHANGED_AT_ONCE] for first in range(0, len(changed), CHANGED_AT_ONCE)]
+    for portion in portions:
         failed: dict[int, EchelonError] = {}
-        processed = {i: _processed(rows[i], i, failed) for i in waiting[first : first + CHANGED_AT_ONCE]}
+        processed = {i: _processed(rows[i], i, failed) for i in portion}
         if failed and problems is None:
             raise next(iter(failed.values()))
         if problems is not None:

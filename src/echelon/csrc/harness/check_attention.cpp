@@ -133,10 +133,10 @@ void check_type(Random& random) {
   const float softcap = between(random, 0, 2) ? 0.0f : 3.0f, scale = 0.4f;
   const bool has_sinks = between(random, 0, 1);
   AttentionCall call{type, query.as(), keys.as(), values.as(), out.as(), heads * key_size, key_size,
-                           static_cast<int64_t>(batch.indptr.size()) - 1, heads, kv_heads, key_size, value_size, batch.block,
-                           batch.table_stride, batch.positions.data(), batch.indptr.data(), batch.table.data(),
-                           has_trees ? batch.parents.data() : nullptr, batch.node_indptr.data(), batch.text_lens.data(), scale, softcap, window,
-                           has_sinks ? sinks.as<float>() : nullptr, is_rounded};
+                     static_cast<int64_t>(batch.indptr.size()) - 1, heads, kv_heads, key_size, value_size, batch.block,
+                     batch.table_stride, batch.positions.data(), batch.indptr.data(), batch.table.data(),
+                     has_trees ? batch.parents.data() : nullptr, batch.node_indptr.data(), batch.text_lens.data(), scale, softcap, window,
+                     has_sinks ? sinks.as<float>() : nullptr, is_rounded};
   const int64_t at_once = between(random, 1, tokens_per_unit(call)), heads_at_once = between(random, 1, kv_heads);
   for (int64_t row = 0; row < call.num_rows; ++row)
     for (int64_t token = batch.indptr[static_cast<size_t>(row)]; token < batch.indptr[static_cast<size_t>(row) + 1]; token += at_once)

@@ -58,7 +58,7 @@ bool is_worth_sharing(const LayerCall& call);
 int64_t gathered_bytes(const LayerCall& call);
 
 // One call by `parts` workers, each of which calls `run` with the same memory of `bytes()`, aligned to 64. It is done when they return.
-// `division`: of its attention, for so many; `gathers`: of the ranks, where several share the layer.
+// `division`: of its attention, for so many, which outlives it as `call` does; `gathers`: of the ranks, where several share the layer.
 class LayerRun {
  public:
   LayerRun(const LayerCall& call, const Division& division, int64_t parts, Gathers* gathers = nullptr);
