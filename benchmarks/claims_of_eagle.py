@@ -155,8 +155,8 @@ def nothing_drafted(evidence: Evidence) -> str:
     losing = {b: r for b, r in speeds.items() if (v := over(r.get("speeds", {}), "scylla, auto", "plain")) and (middle(v) or 0) < 1}
     told = ", ".join(f"{r['tokens_per_step']['scylla, auto']:.2f} at {b}" for b, r in losing.items())
     return (
-        f"where it loses next to nothing is drafted ({told or 'nothing'} tokens a step), and what is left is what "
-        "keeping the head's own keys and deciding cost"
+        f"where it loses it emits {told or 'no'} tokens a step, so that hardly anything is drafted there; what is left is what keeping "
+        "the head's own keys and deciding cost"
     )
 
 

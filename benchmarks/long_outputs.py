@@ -30,6 +30,7 @@ from echelon.model.load.loading import LoadedModel, adopt_model, load_plain
 
 BATCHES, QUARTERS, PROMPT = (1, 8), 4, 64
 DRAFTED = {"method": "draft_model"}
+HOW = {"drafts": "auto", "quarters": "of each row"}  # records that lack it are of fixed drafts, and of quarters of all that was emitted
 
 
 class Mark(NamedTuple):
@@ -146,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     asked = asked_of(__doc__, "long", more, arguments)
     study = LongOutputs(asked.parameters, asked.tokens)
     cells = [Cell(f"b{batch:02d}", partial(study.measured, batch)) for batch in BATCHES]
-    return run_with_settings(asked, cells, {"parameters": asked.parameters, "tokens": asked.tokens}, as_markdown)
+    return run_with_settings(asked, cells, {"parameters": asked.parameters, "tokens": asked.tokens, **HOW}, as_markdown)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ ratio_llama_N        under one hard limit, of 16 bytes for every 13.5 of weights
                      and values of 1/N of the weights: whether the engine starts, and how many queries of 128 tokens it holds, by plan and
                      in truth; ratio_llama_plan: with as many as the plan finds room for
 bound                SpecMemo's lower bound, of the embedded pair grown to 1.1 billion parameters: under a hard limit of what drafting needs
-                     by plan it is faster than plain decoding; with less than its process then took it dies
+                     by plan it is faster than plain decoding in what that needs; with less than its process then took it dies
 """
 
 from __future__ import annotations

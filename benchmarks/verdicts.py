@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -221,10 +222,17 @@ def judge(claim: Claim, evidence: Evidence) -> Judged:
     evidence.used = {}
     measured = claim.ours(evidence)
     records = dict(evidence.used)
-    count = len({(e["cpu"], e.get("isa"), e["threads"]) for record in records.values() for e in environments(record)})
+    count = kinds_of_machines([e for record in records.values() for e in environments(record)])
     if measured is not None and count > 1:
-        measured = replace(measured, note="; ".join(part for part in (measured.note, f"on {count} kinds of processors") if part))
+        note = f"of {count} kinds of machines or numbers of threads"
+        measured = replace(measured, note="; ".join(part for part in (measured.note, note) if part))
     return Judged(claim, measured, verdict_of(claim, measured), records)
+
+
+def kinds_of_machines(environments: SequenceOf[Mapping[str, str]]) -> int:
+    """Processors, instructions and numbers of threads that differ; older records say neither a processor's family nor its instructions."""
+    machines = {(re.sub(r" family \d+ model \d+", "", e["cpu"]), e["threads"]) for e in environments}
+    return max(len(machines), len({e["isa"] for e in environments if "isa" in e}))
 
 
 def environments(record: Any) -> Iterator[dict[str, str]]:

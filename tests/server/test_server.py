@@ -765,9 +765,11 @@ def test_an_answer_is_built_beside_the_event_loop(client: httpx.Client, path: st
         return whole(self, *given)
 
     monkeypatch.setattr(Serializer, "response", noted)
-    body: dict[str, Any] = {"prompt": PROMPTS[0]} if path == COMPLETIONS else {"messages": MESSAGES}
+    body: dict[str, Any] = {"prompt": PROMPTS[0], "logprobs": 0} if path == COMPLETIONS else {"messages": MESSAGES, "logprobs": True}
     assert client.post(path, json=body | {"max_tokens": 2}).status_code == 200
-    assert [name.partition("_")[0] for name in threads] == ["echelon-text"]
+    del body["logprobs"]
+    assert client.post(path, json=body | {"max_tokens": 2}).status_code == 200
+    assert [name.partition("_")[0] == "echelon-text" for name in threads] == [True, False]
 
 
 def test_a_full_server_says_so() -> None:

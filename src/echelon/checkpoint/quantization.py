@@ -78,7 +78,7 @@ class _CompressedTensors(JsonFile):
             raise ValueError(f"{self.format} of {weights.num_bits} bits of type {weights.type} by {weights.strategy}")
         if bits == 8 and not weights.symmetric:
             raise ValueError("weights of 8 bits with zeros of their own")
-        has_order = self.format == "pack-quantized" and weights.actorder in (True, "group")
+        has_order = self.format == "pack-quantized" and weights.actorder in (True, "group", "dynamic")
         also = [role for role, needs in (("zeros", not weights.symmetric), ("order", has_order)) if needs]
         return Scheme(self.format, bits, weights.group_size if weights.strategy == "group" else None, tuple(also))
 

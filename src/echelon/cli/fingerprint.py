@@ -27,8 +27,7 @@ SETTLED_NS = 2_000_000_000  # a file that changed since may change again within 
 def settings_of(llm: LLM, model: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that may change a row: `given` (input, sampling parameters), how the model runs, and the contents of its files.
 
-    What drafts counts where the rule of acceptance lets it change the text, and so do the costs by which lengths are chosen; with "exact"
-    they cannot.
+    What drafts counts where the rule of acceptance lets it change the text, and so do costs that are named; with "exact" they cannot.
     """
     spec, config = llm.speculative_config, llm.config
     settings: dict[str, Any] = {

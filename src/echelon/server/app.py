@@ -161,7 +161,8 @@ class Service:
             states = await until_disconnect(self._finished(updates), request.receive)
             if states is None:
                 return Response(status_code=499)  # nobody reads it
-            answer = await self.in_thread(self.answer, job, states)
+            # where each token's text is to be found, it takes its time
+            answer = await self.in_thread(self.answer, job, states) if job.has_logprobs else self.answer(job, states)
             return Response(answer, media_type="application/json")
 
     def answer(self, job: GenerationJob, states: list[RowState]) -> str:

@@ -79,6 +79,11 @@ class GenerationJob:
         return self.body.max_tokens == 0
 
     @property
+    def has_logprobs(self) -> bool:
+        """Whether each token is told with its log-probability; of completions 0 asks for no other tokens."""
+        return self.body.logprobs is not None and self.body.logprobs is not False
+
+    @property
     def options(self) -> StreamOptions:
         """What the chunks of a stream show besides text."""
         return self.body.stream_options or StreamOptions()
@@ -265,8 +270,7 @@ class StreamSerializer:
 
     def _has_bare_tokens(self, i: int, state: RowState) -> bool:
         """Whether there are new tokens without a text, such as special ones, that the client is told of all the same."""
-        logprobs = self._job.body.logprobs
-        is_told = (logprobs is not None and logprobs is not False) or bool(self._job.options.continuous_usage_stats)
+        is_told = self._job.has_logprobs or bool(self._job.options.continuous_usage_stats)
         return is_told and state.num_tokens > self._num_tokens[i] and len(state.text) <= self._num_characters[i]
 
     def _chunk(self, i: int, sequence: Sequence, state: RowState, begin: int, end: int, sent: int) -> bytes:

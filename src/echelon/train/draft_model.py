@@ -110,9 +110,10 @@ def train_draft_model(target: PreTrainedModel, tokenizer: Any, tokens: Tokens, o
         draft = LlamaForCausalLM._from_config(draft_config(target.config), attn_implementation="sdpa").to(target.device)
     with only_trainer(out):
         settings = {"method": "draft_model", **config.model_dump(), "target": fingerprint(target)}
+        settings["data"] = digest_of_tokens(tokens.items())
+        check_same_run(out / "training.json", settings, is_kept=False)  # before the target writes for a run that cannot go on
         said = target_continuations(target, tokens, data / "continuations.npy")
-        settings |= {"data": digest_of_tokens(tokens.items()), "said": digest_of_tokens([("said", said)])}
-        check_same_run(out / "training.json", settings)
+        check_same_run(out / "training.json", settings | {"said": digest_of_tokens([("said", said)])})
         distil(PairRun(target, draft, tokens, out, config.every), data / "continuations.npy", config)
         with writing(out / "model"):
             draft.to(torch.bfloat16).save_pretrained(out / "model")

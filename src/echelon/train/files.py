@@ -160,12 +160,14 @@ def _free(path: Path) -> str:
     return f"{shutil.disk_usage(folder).free / 1e9:,.1f} GB"
 
 
-def check_same_run(file: Path, settings: dict[str, Any]) -> None:
-    """Write down the settings of a run, or raise `ConfigError` where it was begun with others."""
+def check_same_run(file: Path, settings: dict[str, Any], is_kept: bool = True) -> None:
+    """Write down the settings of a run, unless they are not to be kept yet, or raise `ConfigError` where it was begun with others."""
     settings = json.loads(json.dumps(settings))
     before = json.loads(file.read_text("utf-8")) if file.exists() else settings
     before = {name: settings.get(name) for name in ("data", "said")} | {"seed": 0} | before  # of which older runs say nothing
     if other := [f"{k} = {before.get(k)!r} there, {v!r} here" for k, v in settings.items() if before.get(k) != v]:
         raise ConfigError(f"{file.parent} holds a run with other settings ({'; '.join(other)}); choose another folder, or repeat those")
+    if not is_kept:
+        return
     with replacing(file) as part:
         part.write_text(json.dumps(settings, indent=1) + "\n", "utf-8")

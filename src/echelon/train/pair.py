@@ -37,7 +37,18 @@ from echelon.train.draft_model import (
 )
 from echelon.train.files import check_same_run, only_trainer, replacing
 from echelon.train.precision import mixed_precision
-from echelon.train.sources import GIVEN, HELD_OUT, WHEELS, Document, check_source, documents, documents_of, manifest, with_held_out
+from echelon.train.sources import (
+    GIVEN,
+    HELD_OUT,
+    WHEELS,
+    Document,
+    check_source,
+    documents,
+    documents_of,
+    each_once,
+    manifest,
+    with_held_out,
+)
 from echelon.train.text import MIX, MOST_TOKENS, Tokens, batch, tokenize
 from echelon.train.trainer import Trainer
 
@@ -106,12 +117,15 @@ def prepare_pair(work: Path, pair: Pair, sources: Sequence[Path]) -> tuple[PreTr
     """Tokenizer and token arrays by group, made on the first call and read again afterwards."""
     folder, file = work / "tokenizer", work / "tokens.npz"
     if not file.exists():
-        docs = documents(WHEELS) + with_held_out(d for source in sources for d in documents_of(source, MOST_TOKENS))
+        given = with_held_out(d for source in sources for d in documents_of(source, MOST_TOKENS))
+        docs = each_once([*documents(WHEELS), *given])  # a given text that the library has is the library's
         (work / "manifest.json").write_text(json.dumps(manifest(docs, WHEELS), indent=1) + "\n")
         tokenizer = train_tokenizer(docs, pair)
         tokenizer.save_pretrained(folder)
         groups = {g: own for g in (*MIX, HELD_OUT) if (own := [d for d in docs if d.group == g])}
         arrays: dict[str, Any] = {g: tokenize(tokenizer.backend_tokenizer, d, 0) for g, d in groups.items()}
+        if short := {g: len(a) for g, a in arrays.items() if g != HELD_OUT and len(a) <= pair.context}:
+            raise ConfigError(f"texts are shorter than the context of {pair.context:,} tokens ({short}); give more with --text")
         with replacing(file) as part, part.open("wb") as out:
             np.savez(out, **arrays)
     return PreTrainedTokenizerFast.from_pretrained(folder), dict(np.load(file))
@@ -188,10 +202,10 @@ def main(
     distillation = DraftTraining(steps=draft_steps, rate=rate, every=every)
     sizes = {"steps": steps, "decay": decay, "draft_steps": draft_steps, "batch_tokens": batch_tokens, "rate": rate}
     with only_trainer(work):
-        check_same_run(work / "training.json", {"pair": asdict(pair), "text": [str(t.resolve()) for t in text or []], **sizes})
+        settings = {"pair": asdict(pair), "text": [str(t.resolve()) for t in text or []], **sizes}
+        check_same_run(work / "training.json", settings, is_kept=False)
         tokenizer, tokens = prepare_pair(work, pair, text or [])
-        if short := {group: len(array) for group, array in tokens.items() if len(array) <= pair.context}:
-            raise ConfigError(f"texts are shorter than the context of {pair.context:,} tokens ({short}); give more with --text")
+        check_same_run(work / "training.json", settings)
         print({group: len(array) for group, array in tokens.items()}, flush=True)
         torch.manual_seed(0)
         configs = (pair.config(size) for size in (pair.target, pair.draft))

@@ -114,8 +114,9 @@ def with_published(weights: Weights, scheme: Scheme) -> Weights:
 
 def without_empty_biases(weights: Weights, model: nn.Module) -> Weights:
     """The tensors without the biases of zeros that GPTQ's writers give to every layer, where the model has none."""
-    own, left = {name for name, _ in model.named_parameters()}, dict(weights.tensors)
-    for name in [n for n in left if n.endswith(".bias") and n not in own]:
+    own = [f".{name}" for name, _ in model.named_parameters() if name.endswith("bias")]
+    left = dict(weights.tensors)
+    for name in [n for n in left if n.endswith(".bias") and not any(known.endswith(f".{n}") for known in own)]:
         if isinstance(left.get(name.removesuffix("bias") + "weight"), PackedTensor) and not left[name].to().any():
             del left[name]
     return replace(weights, tensors=left)
