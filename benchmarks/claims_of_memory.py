@@ -300,7 +300,7 @@ def long_speed(evidence: Evidence) -> Measured | None:
     found: dict[str, float | None] = {}
     for batch in (1, 8):
         record = evidence.record(f"long/b{batch:02d}")
-        if record is None or not record["settings"].items() >= HOW.items():
+        if record is None or not record.get("settings", {}).items() >= HOW.items():
             continue
         for i, (a, b) in enumerate(zip(record["speed"], record["plain"], strict=True)):
             found[f"batch {batch}, quarter {i + 1}"] = a / b

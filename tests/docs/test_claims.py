@@ -20,6 +20,7 @@ from test_code_blocks import check_command
 from benchmarks.claims import PAPERS, judged_rows, write_claims
 from benchmarks.claims_of_memory import long_speed, one_more, within_bound
 from benchmarks.gpu import DeviceCells, DeviceSize
+from benchmarks.long_outputs import HOW
 from benchmarks.verdicts import (
     FAILS,
     HOLDS,
@@ -157,7 +158,7 @@ ARRIVED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {  # evidence → re
         },
         {"clover-small-4": HOLDS, "clover-over-medusa-small": FAILS},
     ),
-    "long/b01": ({"num_rows": 1, "num_exact": 1, "plain": [9, 9], "speed": [18, 8]}, {"own-long-speed": FAILS}),
+    "long/b01": ({"settings": HOW, "num_rows": 1, "num_exact": 1, "plain": [9, 9], "speed": [18, 8]}, {"own-long-speed": FAILS}),
     "memory/bound": (
         {
             "rounds": [{"none": {"speed": 10.0}, "draft_model": {"least": 2**30, "speed": v}} for v in (12.0, 9.0, 15.0)],
@@ -200,9 +201,10 @@ HERE = WHERE | {"isa": "avx2"}
     ("other", "note"),
     [
         ({"commit": "y", "torch": "y"}, ""),
-        ({"cpu": "another"}, "on 2 kinds of processors"),
-        ({"isa": "avx512"}, "on 2 kinds of processors"),
-        ({"threads": "8"}, "on 2 kinds of processors"),
+        ({"cpu": f"{WHERE['cpu']} family 25 model 17"}, ""),
+        ({"cpu": "another"}, "of 2 kinds of machines or numbers of threads"),
+        ({"isa": "avx512"}, "of 2 kinds of machines or numbers of threads"),
+        ({"threads": "8"}, "of 2 kinds of machines or numbers of threads"),
     ],
 )
 @pytest.mark.parametrize("own", ["", "counted"])
@@ -225,9 +227,10 @@ def test_of_a_device_the_cell_that_decides_is_the_evidence(tmp_path: Path) -> No
 
 def test_long_texts_are_judged_by_every_quarter_of_both_batches(tmp_path: Path) -> None:
     assert long_speed(Evidence(tmp_path)) is None
-    one = evidence_of(tmp_path, long__b01={"plain": [10.0, 10.0], "speed": [20.0, 15.0]})
+    assert long_speed(evidence_of(tmp_path, long__b01={"plain": [10.0, 10.0], "speed": [20.0, 15.0]})) is None, "measured otherwise"
+    one = evidence_of(tmp_path, long__b01={"settings": HOW, "plain": [10.0, 10.0], "speed": [20.0, 15.0]})
     assert str(long_speed(one)) == "batch 1, quarter 1: 2.00, batch 1, quarter 2: 1.50"
-    both = evidence_of(tmp_path, long__b08={"plain": [40.0, 50.0], "speed": [44.0, 45.0]})
+    both = evidence_of(tmp_path, long__b08={"settings": HOW, "plain": [40.0, 50.0], "speed": [44.0, 45.0]})
     assert str(long_speed(both)).endswith("batch 8, quarter 1: 1.10, batch 8, quarter 2: 0.90")
 
 
