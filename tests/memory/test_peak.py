@@ -40,7 +40,7 @@ def test_buffers_of_trees_are_those_of_the_digest() -> None:
 
 def test_where_a_step_leaves_no_room_for_keys_and_values_what_it_takes_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echelon.memory.pool.available_memory", lambda _: 2**20)
-    said = r"beside the 3\.0 MiB of a step 0\.0 MiB are left for keys and values, less than one block of 16 tokens; lower max_num_seqs"
+    said = r"beside the 3\.0 MiB of a step 0\.0 MiB may be taken for keys and values, less than one block of 16 tokens \(0\.0 MiB\); lower"
     with pytest.raises(ConfigError, match=said):
         plan_kv(1000, 16, 4, 64, "auto", torch.device("cpu"), working_bytes=3 * 2**20)
 

@@ -163,8 +163,14 @@ def test_a_pair_whose_texts_are_shorter_than_its_context_is_refused(tmp_path: Pa
     def begun(*_: object) -> None:
         raise AssertionError("training has begun")
 
-    tokens = {"stdlib": np.zeros(5000, np.uint16), HELD_OUT: np.zeros(2048, np.uint16)}
-    monkeypatch.setattr(pair, "prepare_pair", lambda *_: (None, tokens))
+    tokens = {"stdlib": np.zeros(5000, np.uint16), GIVEN: np.zeros(2048, np.uint16), HELD_OUT: np.zeros(9, np.uint16)}
+
+    def prepared(work: Path, *_: object) -> tuple[None, dict[str, np.ndarray]]:
+        np.savez(work / "tokens.npz", **tokens)  # type: ignore[arg-type]
+        return None, tokens
+
+    monkeypatch.setattr(pair, "prepare_pair", prepared)
     monkeypatch.setattr(pair, "train_together", begun)
-    with pytest.raises(ConfigError, match=r"shorter than the context of 2,048 tokens \(\{'held-out': 2048\}\); give more with --text"):
+    with pytest.raises(ConfigError, match=r"shorter than the context of 2,048 tokens \(\{'text': 2048\}\); give more with --text"):
         pair.main(tmp_path / "out", tmp_path / "work", device="cpu")
+    assert not [file.name for file in (tmp_path / "work").iterdir() if file.suffix in (".npz", ".json")], "what is too short binds nobody"

@@ -124,8 +124,6 @@ def prepare_pair(work: Path, pair: Pair, sources: Sequence[Path]) -> tuple[PreTr
         tokenizer.save_pretrained(folder)
         groups = {g: own for g in (*MIX, HELD_OUT) if (own := [d for d in docs if d.group == g])}
         arrays: dict[str, Any] = {g: tokenize(tokenizer.backend_tokenizer, d, 0) for g, d in groups.items()}
-        if short := {g: len(a) for g, a in arrays.items() if g != HELD_OUT and len(a) <= pair.context}:
-            raise ConfigError(f"texts are shorter than the context of {pair.context:,} tokens ({short}); give more with --text")
         with replacing(file) as part, part.open("wb") as out:
             np.savez(out, **arrays)
     return PreTrainedTokenizerFast.from_pretrained(folder), dict(np.load(file))
@@ -205,6 +203,9 @@ def main(
         settings = {"pair": asdict(pair), "text": [str(t.resolve()) for t in text or []], **sizes}
         check_same_run(work / "training.json", settings, is_kept=False)
         tokenizer, tokens = prepare_pair(work, pair, text or [])
+        if short := {g: len(a) for g, a in tokens.items() if g != HELD_OUT and len(a) <= pair.context}:
+            (work / "tokens.npz").unlink()  # what is too short binds nobody
+            raise ConfigError(f"texts are shorter than the context of {pair.context:,} tokens ({short}); give more with --text")
         check_same_run(work / "training.json", settings)
         print({group: len(array) for group, array in tokens.items()}, flush=True)
         torch.manual_seed(0)
