@@ -7,7 +7,7 @@ deciding  milliseconds of a step in which is decided, estimated and learned, bes
 wrong     512 steps with a draft model whose tokens are never right, each beside a plain one
 starting  the first tokens of a new engine that decides, each step beside one of an engine that cannot draft: while little is known, later,
           and when some rows have ended before others
-moving    1, 32, 4 and 1 rows in one run, beside fixed lengths
+moving    1, 32, 4 and 1 rows in one run, beside fixed lengths, step by step in turn
 arriving  requests that arrive at random, at most 8 at a time: seconds from arrival to the last token, over those without a drafter
 slowed    predicted beside measured milliseconds, before and after busy processes take their share of the machine
 """
@@ -19,18 +19,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from benchmarks.cells import Cell, Record, asked_of, run_asked
+from benchmarks.cells import Cell, Record, asked_of, run_asked, said
 from benchmarks.workloads import Models, Size, source
 from echelon import LLM, SamplingParams
 from echelon.adaptive.controller import SETTLED, BatchController, Controller
@@ -60,10 +62,11 @@ class Lengths:
     steps: int = 48
     settling: int = 200
     tokens: int = 512
-    rounds: int = 2
+    rounds: int = 3
     arrivals: int = 32
     loads: tuple[float, ...] = (0.3, 0.7, 1.0)
-    phases: tuple[int, ...] = (1, 32, 4, 1)
+    phases: tuple[int, ...] = (1, 32, 4, 1)  # rows
+    phase_tokens: int = 96  # of a row, in a phase
 
 
 class NeverRight(Drafter):
@@ -91,6 +94,11 @@ class Rows:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         prompts = source(llm.target, count, PROMPT_TOKENS, is_ragged=False)
         self._waiting = iter([sequence_of(llm, row, prompt, params) for row, prompt in enumerate(prompts)])
+
+    @property
+    def num_emitted(self) -> int:
+        """Tokens of all rows that run."""
+        return sum(s.num_output_tokens for s in self.running)
 
     def become(self, count: int) -> None:
         """Let so many rows run."""
@@ -217,33 +225,56 @@ def starting(models: Models, method: str, batch: int, lengths: Lengths) -> Recor
             rows.become(batch)
             others.become(batch)
             while engine.has_work:
-                num_running, before = sum(not s.is_finished for s in rows.running), sum(s.num_output_tokens for s in rows.running)
+                num_running, before = sum(not s.is_finished for s in rows.running), rows.num_emitted
                 seconds = clocked(engine.step), clocked(other.step)
-                steps.append((num_running, sum(s.num_output_tokens for s in rows.running) - before, *seconds))
+                steps.append((num_running, rows.num_emitted - before, *seconds))
         rounds.append(steps)
     return {"batch": batch, "rounds": rounds}
 
 
 def moving(models: Models, lengths: Lengths) -> Record:
-    """Tokens a second by setting and phase, one a round, and milliseconds of plain steps."""
+    """Tokens a second by setting and phase, one a round, and milliseconds of plain steps.
+
+    Engines of all settings step in turn, until each has emitted as many tokens: the same texts in the same minutes.
+    """
     settings = {"plain": None, "auto": DRAFT_MODEL} | {str(n): DRAFT_MODEL | {"num_speculative_tokens": n} for n in FIXED}
-    most, count = max(lengths.phases), sum(lengths.phases) * (1 + lengths.rounds)
-    llms = {
-        name: LLM(models.grown, config, models.draft, max_num_seqs=most, enable_prefix_caching=False) for name, config in settings.items()
-    }
+    most, count = max(lengths.phases), sum(lengths.phases) * lengths.rounds
     speeds: dict[str, list[list[float]]] = {name: [[] for _ in lengths.phases] for name in settings}
     spread: list[list[float]] = [[] for _ in lengths.phases]
-    for _ in range(lengths.rounds):
-        for name, llm in llms.items():
-            with rows_of(llm, 1600, count) as (engine, rows):
-                for phase, size in enumerate(lengths.phases):
-                    rows.become(size)
-                    before = sum(s.num_output_tokens for s in rows.running)
-                    seconds = [clocked(engine.step) for _ in range(lengths.steps)]
-                    speeds[name][phase].append((sum(s.num_output_tokens for s in rows.running) - before) / sum(seconds))
-                    if name == "plain":
-                        spread[phase] += [s * 1e3 for s in seconds]
+    with ExitStack() as stack:
+        own: dict[str, tuple[Engine, Rows]] = {}
+        for name, config in settings.items():
+            llm = LLM(models.grown, config, models.draft, max_num_seqs=most, enable_prefix_caching=False)
+            own[name] = stack.enter_context(rows_of(llm, 4 * len(lengths.phases) * lengths.phase_tokens, count))
+        for _, (phase, size) in product(range(lengths.rounds), enumerate(lengths.phases)):
+            for _, rows in own.values():
+                if phase == 0:
+                    rows.become(0)  # other texts
+                rows.become(size)
+            seconds, emitted = phase_of(own, size * lengths.phase_tokens)
+            for name in settings:
+                speeds[name][phase].append(emitted[name] / sum(seconds[name]))
+            spread[phase] += [s * 1e3 for s in seconds["plain"]]
+            said(f"{size} rows: " + ", ".join(f"{name} {rounds[phase][-1]:.0f}" for name, rounds in speeds.items()))
     return {"phases": list(lengths.phases), "speeds": speeds, "plain_ms": spread}
+
+
+def phase_of(own: dict[str, tuple[Engine, Rows]], tokens: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Seconds of every engine's steps, and tokens that they emitted: so many at least, unless all rows end before. Engines step in turn,
+    another one first each time.
+    """
+    before = {name: rows.num_emitted for name, (_, rows) in own.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in own}
+    emitted = dict.fromkeys(own, 0)
+    names = deque(own)
+    while names:
+        for name in names:
+            engine, rows = own[name]
+            seconds[name].append(clocked(engine.step))
+            emitted[name] = rows.num_emitted - before[name]
+        names = deque(name for name in names if emitted[name] < tokens and own[name][0].has_work)
+        names.rotate()
+    return seconds, emitted
 
 
 def slowed(models: Models, batch: int, lengths: Lengths) -> Record:
@@ -315,7 +346,7 @@ def as_markdown(records: dict[str, Record]) -> str:
         elif name == "arriving":
             lines += [(name, f"auto over plain at {float(load):.0%} load", _latency(own), "≤ 1.05") for load, own in r["latencies"].items()]
         elif name == "moving":
-            lines += [(name, f"phase {i + 1}, {size} rows", _phase(r, i), "≥ 0.95") for i, size in enumerate(r["phases"])]
+            lines += [(name, f"phase {i + 1}, {size} rows", *_phase(r, i)) for i, size in enumerate(r["phases"])]
         else:
             kinds = ", ".join(f"{kind} {r[kind]:.1%}" for kind in ("alone", "at_first", "later", "plain", "plain_slowed"))
             lines.append((name, "predicted beside measured", kinds, "≤ 5 % or 1.5 × plain"))
@@ -351,10 +382,19 @@ def _over_plain(steps: SequenceOf[tuple[int, int, float, float]], batch: int) ->
     return float(emitted * plain / (seconds * batch * len(steps)))
 
 
-def _phase(record: Record, phase: int) -> str:
-    speeds = {name: statistics.median(rounds[phase]) for name, rounds in record["speeds"].items()}
-    best = max((name for name in speeds if name != "auto"), key=speeds.__getitem__)
-    return f"{speeds['auto'] / speeds[best]:.2f} of the best ({best}), {speeds['auto'] / speeds['plain']:.2f} of plain"
+def _phase(record: Record, phase: int) -> tuple[str, str]:
+    """Beside the setting that is best over all rounds, by the middle round; and the least that it may be."""
+    speeds = {name: rounds[phase] for name, rounds in record["speeds"].items()}
+
+    def over(name: str) -> list[float]:
+        return [a / b for a, b in zip(speeds["auto"], speeds[name], strict=True)]
+
+    best = min((name for name in speeds if name != "auto"), key=lambda name: statistics.median(over(name)))
+    found = over(best)
+    plain = np.array(record["plain_ms"][phase])
+    least = min(0.95, 1.0 - 1.5 * float(np.median(np.abs(plain / np.median(plain) - 1.0))))
+    spread = f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+    return f"{spread} of the best ({best}), {statistics.median(over('plain')):.2f} of plain", f"≥ {least:.2f}"
 
 
 def cells(models: Models, lengths: Lengths) -> list[Cell]:

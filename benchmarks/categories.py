@@ -4,7 +4,8 @@ Of every question tokens a second over all turns, prompts included; the speed-up
 step the mean over steps of what was accepted and one more, as speed.py of Spec-Bench computes them. A second turn follows the first answer.
 At batch 8 the questions of a task run together, rows entering as others finish, and a task has one speed.
 
-METHOD_bB_tT  a drafter at batch B and temperature T beside plain decoding, task by task in turn
+METHOD_bB_tT  a drafter at batch B and temperature T, its drafts as long as published and as long as the engine decides ("auto"), beside
+              plain decoding, task by task in turn
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import Any
 
 from benchmarks.cells import Cell, Record, asked_of, run_with_settings, said
 from benchmarks.questions import Question, encoded, other_questions, read_questions
-from benchmarks.workloads import Models, Size, trained_heads
-from echelon import LLM, SamplingParams
+from benchmarks.workloads import Models, Size, check_drafted, trained_heads
+from echelon import LLM, ConfigError, SamplingParams
 from echelon.bench.report import table
 from echelon.demo import DRAFT
 from echelon.methods import method_names
@@ -32,6 +33,7 @@ EAGLE_2: dict[str, Any] = {"tree": "dynamic", "num_speculative_tokens": 60, "tre
 COPIED: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 10, "prompt_lookup_max": 3}
 DRAFTED: dict[str, Any] = {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": 5}
 BATCHES, TEMPERATURES = (1, 8), (0, 1)
+HOW = {"drafts": ["published", "auto"]}  # records that lack it are of published lengths alone
 
 
 class Harness:
@@ -61,18 +63,32 @@ class Harness:
         return target, {"method": method, "model": folders[method], **EAGLE_2}
 
     def measured(self, method: str, batch: int, temperature: int) -> Record:
-        """Both engines on every task in turn."""
+        """Plain decoding, published drafts and those of "auto", on every task in turn.
+
+        Raises
+        ------
+        ConfigError  a task has fewer questions than the batch has rows
+        RuntimeError  a drafter failed, so that there were steps without drafts
+        """
+        if (fewest := min(map(len, self.tasks.values()))) < batch:
+            raise ConfigError(f"a batch of {batch} takes {batch} questions of each task, and here are {fewest}; raise --count")
         target, config = self.drafting(method)
-        engines = [LLM(target, c, max_num_seqs=batch, enable_prefix_caching=False) for c in (None, config)]
+        configs: tuple[dict[str, Any] | None, ...] = (None, config, config | {"num_speculative_tokens": "auto"})
+        engines = [LLM(target, c, max_num_seqs=batch, enable_prefix_caching=False) for c in configs]
         params = SamplingParams(temperature=float(temperature), seed=0, max_tokens=self._tokens)
-        tasks: dict[str, Record] = {}
+        published: dict[str, Record] = {}
+        decided: dict[str, Record] = {}
         for llm in engines:
             self._answered(llm, next(iter(self.tasks.values()))[:1], params, 1)  # warms up
         for task, questions in self.tasks.items():
-            plain, ours = (self._answered(llm, questions, params, batch) for llm in engines)
-            tasks[task] = {"plain": plain[0], "ours": ours[0], "steps": ours[1], "tokens": ours[2]}
-            said(f"{task}: {statistics.mean(ours[0]) / statistics.mean(plain[0]):.2f}")
-        return {"tasks": tasks, "overall": overall(tasks.values()), "num_questions": sum(map(len, self.tasks.values()))}
+            plain, *drafted = (self._answered(llm, questions, params, batch) for llm in engines)
+            for tasks, (speeds, steps, tokens) in zip((published, decided), drafted, strict=True):
+                tasks[task] = {"plain": plain[0], "ours": speeds, "steps": steps, "tokens": tokens}
+            said(f"{task}: " + ", ".join(f"{statistics.mean(speeds) / statistics.mean(plain[0]):.2f}" for speeds, *_ in drafted))
+        for llm in engines[1:]:
+            check_drafted(llm)
+        num_questions = sum(map(len, self.tasks.values()))
+        return {**summed(published), "auto": summed(decided), "num_questions": num_questions}
 
     def _answered(self, llm: LLM, questions: SequenceOf[Question], params: SamplingParams, batch: int) -> tuple[list[float], int, int]:
         """Tokens a second of every `batch` questions at once (of all, above one), row steps, and tokens that they emitted."""
@@ -97,6 +113,11 @@ class Harness:
         return count / seconds
 
 
+def summed(tasks: dict[str, Record]) -> Record:
+    """Figures by task, and over all of them."""
+    return {"tasks": tasks, "overall": overall(tasks.values())}
+
+
 def overall(tasks: Any) -> dict[str, float]:
     """Over all questions: the harness's speed-up and tokens a step."""
     own = list(tasks)
@@ -106,14 +127,16 @@ def overall(tasks: Any) -> dict[str, float]:
 
 
 def as_markdown(records: dict[str, Record]) -> str:
-    """Speed-up (tokens a step) by cell and task."""
+    """Speed-up (tokens a step) by cell, its drafts and task."""
     names = list(dict.fromkeys(task for record in records.values() for task in record["tasks"]))
     rows = []
     for name, record in records.items():
-        own = [overall([record["tasks"][task]]) if task in record["tasks"] else None for task in names]
-        figures = [f"{o['speed_up']:.2f} ({o['tokens_per_step']:.2f})" if o else "–" for o in [*own, record["overall"]]]
-        rows.append([name, *figures])
-    return table(["cell", *names, "overall"], rows)
+        for drafts, part in (("published", record), ("auto", record.get("auto"))):
+            if part:
+                own = [overall([part["tasks"][task]]) if task in part["tasks"] else None for task in names]
+                figures = [f"{o['speed_up']:.2f} ({o['tokens_per_step']:.2f})" if o else "–" for o in [*own, part["overall"]]]
+                rows.append([name, drafts, str(record["num_questions"]), *figures])
+    return table(["cell", "drafts", "questions", *names, "overall"], rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -132,7 +155,8 @@ def main(arguments: list[str] | None = None) -> int:
         Cell(f"{m}_b{b}_t{t}", partial(harness.measured, m, b, t), inputs=asks | trained_heads([m]))
         for b, t, m in product(BATCHES, TEMPERATURES, methods)
     ]
-    return run_with_settings(asked, cells, {name: getattr(asked, name) for name in ("parameters", "count", "tokens")}, as_markdown)
+    settings = {name: getattr(asked, name) for name in ("parameters", "count", "tokens")} | HOW
+    return run_with_settings(asked, cells, settings, as_markdown)
 
 
 if __name__ == "__main__":

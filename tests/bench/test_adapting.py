@@ -9,7 +9,7 @@ from benchmarks.workloads import SMALL, Models
 from echelon.adaptive.controller import BatchController
 from echelon.stats import StepRecord
 
-LENGTHS = Lengths(steps=6, settling=18, tokens=24, rounds=1, phases=(1, 3, 2), arrivals=3, loads=(1.0,))
+LENGTHS = Lengths(steps=6, settling=18, tokens=24, rounds=1, phases=(1, 3, 2), phase_tokens=6, arrivals=3, loads=(1.0,))
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,7 @@ def test_a_cell_in_small(models: Models, name: str) -> None:
         assert steps[0][0] == 8 >= steps[-1][0] > 0
     if name == "moving":
         assert [len(rounds) for rounds in record["speeds"]["auto"]] == [1, 1, 1]
+        assert [len(plain) for plain in record["plain_ms"]] == [6, 6, 6], "plain steps of all rows emit a token each"
 
 
 def test_rows_that_end_before_enough_steps_are_compared(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +49,15 @@ def test_rows_that_end_before_enough_steps_are_compared(models: Models, monkeypa
     (cell,) = [c for c in cells(models, LENGTHS) if c.name == "slowed_b8"]
     record = cell.measure()
     assert record["alone"] > 0.0 < record["later"]
+
+
+def test_a_phase_is_judged_round_by_round_and_by_the_spread_of_plain_steps() -> None:
+    """The second round is twice as slow for all: of the best setting "auto" has 0.9 in both."""
+    speeds = {"plain": [[10.0, 5.0]], "auto": [[18.0, 9.0]], "1": [[20.0, 10.0]], "2": [[12.0, 6.0]]}
+    steady = as_markdown({"moving": {"phases": [4], "speeds": speeds, "plain_ms": [[100.0] * 3]}})
+    assert "0.90 (0.90 to 0.90) of the best (1), 1.80 of plain | ≥ 0.95" in steady
+    noisy = as_markdown({"moving": {"phases": [4], "speeds": speeds, "plain_ms": [[80.0, 100.0, 120.0]]}})
+    assert "≥ 0.70" in noisy
 
 
 def test_the_parts_of_a_start() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import alike, clover
 from benchmarks.alike import Alike
-from benchmarks.categories import Harness
+from benchmarks.categories import Harness, as_markdown, summed
 from benchmarks.clover import CloverStudy
 from benchmarks.equivalence import DRAFT_MODEL, Equivalence
 from benchmarks.long_outputs import LongOutputs, Mark, by_quarter
@@ -99,8 +99,26 @@ def test_spec_bench_by_task(questions: Path) -> None:
     assert record["num_questions"] == 4
     assert len(record["tasks"]["mt_bench"]["ours"]) == 2
     assert record["overall"]["tokens_per_step"] > 1.0
-    together = Harness(0, questions, count=2, tokens=8).measured("ngram", 8, 1)
+    decided = record["auto"]["tasks"]["qa"]
+    assert len(decided["ours"]) == 2, "drafts as long as the engine decides are measured on the same questions"
+    assert decided["plain"] == record["tasks"]["qa"]["plain"]
+    together = Harness(0, questions, count=2, tokens=8).measured("ngram", 2, 1)
     assert len(together["tasks"]["qa"]["ours"]) == 1
+    with pytest.raises(ConfigError, match="a batch of 8 takes 8 questions of each task, and here are 2; raise --count"):
+        Harness(0, questions, count=8, tokens=8).measured("ngram", 8, 0)
+
+
+def test_speeds_by_task_name_their_drafts() -> None:
+    tasks = {"qa": {"plain": [10.0], "ours": [20.0], "steps": 5, "tokens": 10}}
+    old = {**summed(tasks), "num_questions": 1}
+    decided = {"qa": tasks["qa"] | {"ours": [30.0]}}
+    page = as_markdown({"eagle_b1_t0": old | {"auto": summed(decided)}, "medusa_b1_t0": old})
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines()[2:]]
+    assert rows == [
+        ["eagle_b1_t0", "published", "1", "2.00 (2.00)", "2.00 (2.00)"],
+        ["eagle_b1_t0", "auto", "1", "3.00 (2.00)", "3.00 (2.00)"],
+        ["medusa_b1_t0", "published", "1", "2.00 (2.00)", "2.00 (2.00)"],
+    ]
 
 
 def test_clover_beside_medusa(monkeypatch: pytest.MonkeyPatch) -> None:

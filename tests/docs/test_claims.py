@@ -18,6 +18,7 @@ import pytest
 from test_code_blocks import check_command
 
 from benchmarks.claims import PAPERS, judged_rows, write_claims
+from benchmarks.claims_of_heads import spec_bench
 from benchmarks.claims_of_memory import long_speed, one_more, within_bound
 from benchmarks.gpu import DeviceCells, DeviceSize
 from benchmarks.long_outputs import HOW
@@ -248,6 +249,15 @@ def test_a_plan_that_held_fewer_queries_than_it_says_is_no_bound(tmp_path: Path)
     assert "1 more query fits than it says" in one_more(evidence_of(tmp_path, memory__ratio_llama_15=fits))
     died = {"planned": 9, "held": 0, "died": "of it"}
     assert "9 did not fit: the plan is no bound" in one_more(evidence_of(tmp_path, memory__ratio_llama_plan=died))
+
+
+def test_speed_on_spec_bench_is_that_of_drafts_as_long_as_the_engine_decides(tmp_path: Path) -> None:
+    """Tokens a step are those of the published length, since the published figure is."""
+    published, decided = {"speed_up": 0.96, "tokens_per_step": 5.2}, {"speed_up": 2.4, "tokens_per_step": 4.1}
+    record = {"overall": published, "auto": {"overall": decided}, "num_questions": 2}
+    evidence = evidence_of(tmp_path, categories__eagle_b1_t0=record)
+    assert str(spec_bench("eagle", "speed_up", evidence)) == "2.40 (one sample); 2 questions; 0.96 with drafts of the published length"
+    assert str(spec_bench("eagle", "tokens_per_step", evidence)) == "5.20 (one sample); 2 questions"
 
 
 class ParsedError(Exception):
