@@ -202,7 +202,7 @@ def tasks_part(evidence: Evidence) -> list[str]:
     found = {name: record for name in names if (record := evidence.record(f"categories/{name}"))}
     about = (
         "Speed-up over plain decoding by the harness's own metric, in brackets tokens a step (`python -m benchmarks.categories`); drafts "
-        "are as long as published (EAGLE-2's trees of 60 nodes, 10 copied tokens, 5 of a draft model), or as long as the engine decides (auto):"
+        "are as long as published (EAGLE-2's trees of 60 nodes, 10 copied tokens, 5 of a draft model), or as the engine decides (auto):"
     )
     return ["## Spec-Bench by task", about, categories.as_markdown(found)] if found else []
 
