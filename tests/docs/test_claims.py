@@ -261,23 +261,24 @@ def test_speed_on_spec_bench_is_that_of_drafts_as_long_as_the_engine_decides(tmp
 
 
 class ParsedError(Exception):
-    """A command has understood its arguments."""
+    """A command has understood its arguments: the first of `args`."""
 
 
-def check_benchmark(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a module parse what follows it, and no more."""
+def asked_of_benchmark(command: str, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    """What a module parses of that which follows it; it does no more."""
     module, *arguments = shlex.split(command)[2:]
     parse = argparse.ArgumentParser.parse_args
 
     def parse_and_stop(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
-        parse(parser, args, namespace)
-        raise ParsedError
+        raise ParsedError(parse(parser, args, namespace))
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
     monkeypatch.setattr(sys, "argv", [module, *arguments])
     found = importlib.import_module(module)
-    with pytest.raises(ParsedError):
+    with pytest.raises(ParsedError) as parsed:
         found.parser().parse_args(arguments) if hasattr(found, "parser") else found.main()
+    asked: argparse.Namespace = parsed.value.args[0]
+    return asked
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -288,9 +289,23 @@ def test_every_command_is_understood(command: str, monkeypatch: pytest.MonkeyPat
     elif command.startswith("python scripts/"):
         runpy.run_path(str(ROOT / arguments[0]))["parser"]().parse_args(arguments[1:])
     elif command.startswith("python -m benchmarks."):
-        check_benchmark(command, monkeypatch)
+        asked_of_benchmark(command, monkeypatch)
     else:
         check_command(command)
+
+
+OTHER_PLACES = {"ablation": "ablation", "plateau": "training", "eagle3_in_vllm": "eagle3_in_vllm", "tables": "benchmarks"}
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r.records and r.claim.command.startswith("python -m benchmarks.")], ids=lambda row: row.claim.name)
+def test_a_claim_is_judged_by_what_its_command_measures(row: Judged, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By records of its folder, and of cells whose names begin as it asks."""
+    asked = asked_of_benchmark(row.claim.command, monkeypatch)
+    module = shlex.split(row.claim.command)[2].removeprefix("benchmarks.")
+    for name in row.records:
+        place, _, cell = name.partition("/")
+        assert place == OTHER_PLACES.get(module, asked.output.name)
+        assert not cell or cell.startswith(tuple(vars(asked).get("prefixes") or vars(asked).get("cells") or [""])), name
 
 
 def sentences() -> Iterator[tuple[str, str]]:
