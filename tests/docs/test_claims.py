@@ -297,7 +297,9 @@ def test_every_command_is_understood(command: str, monkeypatch: pytest.MonkeyPat
 OTHER_PLACES = {"ablation": "ablation", "plateau": "training", "eagle3_in_vllm": "eagle3_in_vllm", "tables": "benchmarks"}
 
 
-@pytest.mark.parametrize("row", [r for r in ROWS if r.records and r.claim.command.startswith("python -m benchmarks.")], ids=lambda row: row.claim.name)
+@pytest.mark.parametrize(
+    "row", [r for r in ROWS if r.records and r.claim.command.startswith("python -m benchmarks.")], ids=lambda row: row.claim.name
+)
 def test_a_claim_is_judged_by_what_its_command_measures(row: Judged, monkeypatch: pytest.MonkeyPatch) -> None:
     """By records of its folder, and of cells whose names begin as it asks."""
     asked = asked_of_benchmark(row.claim.command, monkeypatch)
