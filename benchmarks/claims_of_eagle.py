@@ -274,7 +274,7 @@ EAGLES = [
         "eagle3-over-eagle2",
         "EAGLE-3's trees emit 1.52 times the tokens of EAGLE-2's.",
         "6.23 against 4.11 (Llama-3.1-8B)",
-        f"{VERIFIED_COMMAND}-eagle3",
+        f"{VERIFIED_COMMAND}-eagle",  # the trees of both
         AtLeast(1.52),
         eagle3_over_eagle2,
         why=unequal_training,
