@@ -7,7 +7,7 @@ arithmetic is dear.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from echelon.stats import StepRecord
 
@@ -26,30 +26,52 @@ class PieceSizes(Protocol):
         """Tokens of prompts, `limit` at most, that a step with so many decoding rows may read."""
 
 
+class Step(NamedTuple):
+    """Tokens that a step feeds, drafted ones with them, and its seconds."""
+
+    tokens: float
+    seconds: float
+
+
 @dataclass
 class StepCosts:
-    """Seconds of a step without prompts, and of a prompt's token; averages in which older steps fade. None: unseen."""
+    """Seconds of a step as a line over its tokens: a step without prompts lies on it, and a further token, of a prompt or a draft, takes
+    `token` seconds. A decoding row feeds `row_tokens`. Averages in which older steps fade; None: unseen.
+    """
 
-    decoding: float | None = None
-    reading: float | None = None
+    decoding: Step | None = None
+    token: float | None = None
+    row_tokens: float = 1.0
 
     def observe(self, record: StepRecord) -> None:
         """Learn from a step: rows of one new token decode, others read."""
-        seconds = sum(record.seconds.values())
+        step = Step(record.num_input_tokens, sum(record.seconds.values()))
         num_read = sum(row.num_new for row in record.rows if row.num_new > 1)
         num_decoding = sum(row.num_new == 1 for row in record.rows)
+        if num_decoding:
+            self.row_tokens = _averaged(self.row_tokens, (step.tokens - num_read) / num_decoding)
         if not num_read:
-            self.decoding = _averaged(self.decoding, seconds)
+            self.decoding = step if self.decoding is None else Step(*map(_averaged, self.decoding, step))
         elif num_read >= SMALLEST_PIECE and not (num_decoding and self.decoding is None):
-            beside = self.decoding if num_decoding and self.decoding is not None else 0.0
-            self.reading = _averaged(self.reading, max(seconds - beside, 0.0) / num_read)
+            self._learn_token(step)
 
-    def largest_piece(self, limit: int, num_decoding: int) -> int:  # noqa: ARG002
+    def _learn_token(self, step: Step) -> None:
+        """Learn from a step that reads: the slope between it and one that decodes, never so steep that a step of no tokens would gain time."""
+        tokens, seconds = self.decoding or Step(0.0, 0.0)
+        if abs(step.tokens - tokens) >= SMALLEST_PIECE:
+            slope = min(max((step.seconds - seconds) / (step.tokens - tokens), 0.0), step.seconds / step.tokens)
+            self.token = slope if self.token is None else _averaged(self.token, slope)
+
+    def largest_piece(self, limit: int, num_decoding: int) -> int:
         """While costs are unseen, a step may read `limit`."""
-        if self.decoding is None or self.reading is None or PIECE * self.decoding >= limit * self.reading:
+        if self.decoding is None or self.token is None:
             return limit
-        return min(limit, max(SMALLEST_PIECE, int(PIECE * self.decoding / self.reading)))
+        fed = num_decoding * self.row_tokens
+        beside = max(self.decoding.seconds + self.token * (fed - self.decoding.tokens), self.token * fed)
+        if PIECE * beside >= limit * self.token:
+            return limit
+        return min(limit, max(SMALLEST_PIECE, int(PIECE * beside / self.token)))
 
 
-def _averaged(average: float | None, newest: float) -> float:
-    return newest if average is None else (1 - NEWEST) * average + NEWEST * newest
+def _averaged(average: float, newest: float) -> float:
+    return (1 - NEWEST) * average + NEWEST * newest
