@@ -56,7 +56,7 @@ class StepCosts:
             self._learn_token(step)
 
     def _learn_token(self, step: Step) -> None:
-        """Learn from a step that reads: the slope between it and one that decodes, never so steep that a step of no tokens would gain time."""
+        """Learn from a step that reads: the slope between it and one that decodes, at most what leaves nothing for the step itself."""
         tokens, seconds = self.decoding or Step(0.0, 0.0)
         if abs(step.tokens - tokens) >= SMALLEST_PIECE:
             slope = min(max((step.seconds - seconds) / (step.tokens - tokens), 0.0), step.seconds / step.tokens)
