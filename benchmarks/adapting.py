@@ -53,6 +53,7 @@ DEAR = CostTable(  # no drafted token ever pays
     step=CostCurve(tokens=(1, 2), milliseconds=(1.0, 1000.0)), drafting=CostCurve(tokens=(1,), milliseconds=(1.0,))
 )
 FIXED = (1, 2, 4, 6)
+ENOUGH = 4  # rows whose tokens take long enough to be compared
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Lengths:
     arrivals: int = 32
     loads: tuple[float, ...] = (0.3, 0.7, 1.0)
     phases: tuple[int, ...] = (1, 32, 4, 1)  # rows
-    phase_tokens: int = 96  # of a row, in a phase
+    phase_tokens: int = 96  # of a row, in a phase; of fewer rows than ENOUGH as many as of these
 
 
 class NeverRight(Drafter):
@@ -245,13 +246,13 @@ def moving(models: Models, lengths: Lengths) -> Record:
         own: dict[str, tuple[Engine, Rows]] = {}
         for name, config in settings.items():
             llm = LLM(models.grown, config, models.draft, max_num_seqs=most, enable_prefix_caching=False)
-            own[name] = stack.enter_context(rows_of(llm, 4 * len(lengths.phases) * lengths.phase_tokens, count))
+            own[name] = stack.enter_context(rows_of(llm, 4 * ENOUGH * lengths.phase_tokens, count))
         for _, (phase, size) in product(range(lengths.rounds), enumerate(lengths.phases)):
             for _, rows in own.values():
                 if phase == 0:
                     rows.become(0)  # other texts
                 rows.become(size)
-            seconds, emitted = phase_of(own, size * lengths.phase_tokens)
+            seconds, emitted = phase_of(own, max(size, ENOUGH) * lengths.phase_tokens)
             for name in settings:
                 speeds[name][phase].append(emitted[name] / sum(seconds[name]))
             spread[phase] += [s * 1e3 for s in seconds["plain"]]
