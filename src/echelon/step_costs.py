@@ -50,9 +50,9 @@ class StepCosts:
         num_decoding = sum(row.num_new == 1 for row in record.rows)
         if num_decoding:
             self.row_tokens = _averaged(self.row_tokens, (step.tokens - num_read) / num_decoding)
-        if not num_read:
+        if num_decoding and not num_read:
             self.decoding = step if self.decoding is None else Step(*map(_averaged, self.decoding, step))
-        elif num_read >= SMALLEST_PIECE and not (num_decoding and self.decoding is None):
+        elif num_read >= SMALLEST_PIECE and (self.decoding is not None or not num_decoding):
             self._learn_token(step)
 
     def _learn_token(self, step: Step) -> None:
