@@ -2,7 +2,7 @@
 
 A cell is a family of instructions, a drafter, a batch size and a temperature, on the embedded pair grown to 1.1 billion parameters. Some
 prompts a row, of 32 tokens, go on by 64; rows enter as others finish. Speed is that of steps that read no prompt while all rows are taken:
-rows that draft finish apart, and what the last of them do alone is no matter of this batch size. All settings take turns of SLICE seconds,
+rows that draft finish apart, and what the last of them do alone is no matter of this batch size. All settings take turns of half a second,
 so that they see the same machine; a fixed one that is below DROPPED × plain in its first round, or far below it in its first tokens, takes
 no more. Each round has prompts of its own, and in each "auto" is compared with what is the best of the others in all other rounds, so that
 no luck of a round or of its prompts makes it the best there. With --repeat a cell that misses is measured again in REPEATS rounds, beside
@@ -18,8 +18,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
-from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from functools import partial
@@ -32,7 +30,7 @@ from benchmarks.families import environment_of
 from benchmarks.workloads import Models, Size, check_drafted, source, trained_heads
 from echelon import ConfigError, SamplingParams
 from echelon.bench.report import table
-from echelon.bench.throughput import DecodingMethod, EngineRun, Prompts, Run, Stepping
+from echelon.bench.throughput import DecodingMethod, EngineRun, Prompts, Run, Stepping, in_turn
 from echelon.model.load.loading import LoadedModel
 from echelon.ops import compiled
 from echelon.stats import StepRecord
@@ -44,7 +42,6 @@ BATCHES, CHAINS, TREES = (1, 4, 8, 16, 32), (1, 2, 3, 4, 6, 8), (4, 12, 24, 60)
 DRAFTERS = ("ngram", "draft_model", "eagle_tree")
 DROPPED, HOPELESS = 0.67, 0.33  # × plain, in the first round and while it warms up
 WARM_UP = 8  # tokens a row
-SLICE = 0.5  # seconds of steps until it is another setting's turn: machines that are shared change their speed within some
 LEVEL, GAIN, WORTH = 0.97, 1.10, 1.13  # goal of every cell; goal over the best single setting, and where it holds
 Settings = dict[str, dict[str, Any] | None]
 
@@ -117,22 +114,6 @@ def take_turns(
     if unknown := [name for name, own in speeds.items() if any(map(math.isnan, own))]:
         raise ConfigError(f"{', '.join(unknown)}: no step of a round had all rows; take more prompts, or longer texts")
     return speeds, found
-
-
-def in_turn(going: Mapping[str, Stepping[Run]]) -> dict[str, Run]:
-    """What runs come to whose steps take turns, each for SLICE seconds, one step at least."""
-    found, waiting = dict[str, Run](), deque(going.items())
-    while waiting:
-        name, steps = waiting.popleft()
-        end = time.perf_counter() + SLICE
-        try:
-            next(steps)
-            while time.perf_counter() < end:
-                next(steps)
-            waiting.append((name, steps))
-        except StopIteration as stop:
-            found[name] = stop.value
-    return found
 
 
 class FullSteps(EngineRun):

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from benchmarks.adaptive import WARM_UP, as_markdown, in_turn, measure, most, over_single, ratios, settings_of, take_turns
+from benchmarks.adaptive import WARM_UP, as_markdown, measure, most, over_single, ratios, settings_of, take_turns
 from benchmarks.workloads import SMALL
 from echelon import ConfigError, SamplingParams
-from echelon.bench.throughput import Run, Stepping
+from echelon.bench.throughput import Run, Stepping, in_turn
 
 pytestmark = pytest.mark.usefixtures("patient")
 
@@ -74,13 +74,13 @@ def test_steps_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
             yield
         return Run([], count, (0, 0.0))
 
-    monkeypatch.setattr("benchmarks.adaptive.SLICE", 0.0)
+    monkeypatch.setattr("echelon.bench.throughput.SLICE", 0.0)
     found = in_turn({"a": steps("a", 3), "b": steps("b", 1), "c": steps("c", 2)})
     assert log == ["a", "b", "c", "a", "c", "a"]
-    assert {name: run.seconds for name, run in found.items()} == {"a": 3, "b": 1, "c": 2}
+    assert [(name, run.seconds) for name, run in found.items()] == [("a", 3), ("b", 1), ("c", 2)]
     log.clear()
-    monkeypatch.setattr("benchmarks.adaptive.SLICE", 1.5)
-    monkeypatch.setattr("benchmarks.adaptive.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("echelon.bench.throughput.SLICE", 1.5)
+    monkeypatch.setattr("echelon.bench.throughput.time.perf_counter", lambda: next(clock))
     in_turn({"a": steps("a", 5), "b": steps("b", 1)})
     assert log == ["a", "a", "b", "a", "a", "a"]
 

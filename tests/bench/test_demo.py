@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
+import pytest
 import toys
 
 from echelon import LLM, SamplingParams
-from echelon.demo.__main__ import spread_of, table_of, verdict
-from echelon.demo.rows import DemoRow, run_engine, run_framework
+from echelon.bench.throughput import ended, in_turn
+from echelon.demo.__main__ import Measured, Models, run_all, spread_of, table_of, verdict
+from echelon.demo.rows import DemoRow, engine_row, run_framework
 
 PROMPTS = [[5, 6, 7], [8] * 9, [9, 3], [4, 4, 2, 1]]
 PARAMS = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
@@ -20,7 +25,7 @@ def truth() -> list[list[int]]:
 def test_a_row_gives_plain_text_at_any_batch_size() -> None:
     for size, config in ((1, None), (2, None), (4, NGRAM)):
         seen: list[int] = []
-        row = run_engine(LLM(toys.adopted(toys.llama()), config, max_num_seqs=size), "x", PROMPTS, size, PARAMS, 60.0, seen.append)
+        row = ended(engine_row(LLM(toys.adopted(toys.llama()), config, max_num_seqs=size), "x", PROMPTS, size, PARAMS, 60.0, seen.append))
         assert row.outputs == truth()
         assert row.num_identical(truth()) == len(PROMPTS)
         assert sum(seen) == sum(map(len, row.outputs))
@@ -30,12 +35,12 @@ def test_a_row_gives_plain_text_at_any_batch_size() -> None:
         if config is None:
             assert row.tokens_per_step == 1.0
             assert row.steps == (PARAMS.max_tokens - 1) * len(PROMPTS) // size == len(row.step_ms)
-            assert 1e-3 * sum(row.step_ms) < row.seconds
+            assert 1e-3 * sum(row.step_ms) == pytest.approx(row.seconds)
 
 
 def test_a_row_ends_at_its_limit_and_is_compared_as_far_as_it_came() -> None:
     llm = LLM(toys.adopted(toys.llama()), max_num_seqs=4)
-    row = run_engine(llm, "x", PROMPTS, 4, PARAMS, 0.0)
+    row = ended(engine_row(llm, "x", PROMPTS, 4, PARAMS, 0.0))
     assert row.was_cut
     assert row.tokens == 0 == row.speed
     assert [len(o) for o in row.outputs] == [1] * 4
@@ -55,9 +60,32 @@ def test_transformers_is_a_row_like_the_others() -> None:
     assert row.tokens == (PARAMS.max_tokens - 1) * len(PROMPTS)
 
 
-def rows(speed: float) -> list[DemoRow]:
+def test_what_others_do_between_steps_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows take turns on a clock that only reading it moves: each has the time of its own steps."""
+    clock = itertools.count()
+    monkeypatch.setattr("echelon.demo.rows.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("echelon.bench.throughput.SLICE", 0.0)
+    found = in_turn({n: engine_row(LLM(toys.adopted(toys.llama()), max_num_seqs=1), n, PROMPTS[:1], 1, PARAMS, 60.0) for n in "ab"})
+    assert [(row.method, row.steps, row.seconds) for row in found.values()] == [("a", 9, 9.0), ("b", 9, 9.0)]
+
+
+def test_all_methods_and_what_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the prompts that no method was given alone, plain decoding says what is right too."""
+    monkeypatch.setattr("echelon.demo.__main__.NUM_ALONE", 1)
+    monkeypatch.setattr("echelon.demo.__main__.BATCH_SIZES", (1, 3))
+    measured = run_all(Models("toys", toys.adopted(toys.llama()), toys.adopted(toys.llama())), toys.llama(), PROMPTS, PARAMS, 60.0)
+    assert measured.truth == truth()
+    assert [(row.method, row.batch_size, len(row.outputs)) for row in measured.rows] == [
+        (name, size, count) for size, count in ((1, 1), (3, 4)) for name in ("plain", "LLMA", "draft model", "transformers")
+    ]
+    assert measured.is_identical
+    measured.at("LLMA", 3).outputs[3][-1] += 1
+    assert not measured.is_identical
+
+
+def rows(speed: float) -> Measured:
     plain = DemoRow("plain", 1, [[1, 2]], 10, 10, 1.0, 1.0)
-    return [plain, DemoRow("LLMA", 1, [[1, 3]], 5, 10, 10 / speed, 2.0, was_cut=True)]
+    return Measured([plain, DemoRow("LLMA", 1, [[1, 3]], 5, 10, 10 / speed, 2.0, was_cut=True)], [[1, 2]])
 
 
 def test_what_is_said_of_a_gain_and_of_none() -> None:

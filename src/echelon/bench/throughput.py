@@ -7,6 +7,7 @@ import platform
 import statistics
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, field, replace
@@ -32,6 +33,7 @@ from echelon.stats import Stats
 Prompts = SequenceOf[SequenceOf[int]]
 HEAD_TOKENS = 2  # of a peer's text, left out of its decoding: with the second token a draft model has read the prompt as well
 LEAST_DECODED = 0.25  # of a run's tokens, by steps that read no prompt
+SLICE = 0.5  # seconds of steps until it is another run's turn: machines that are shared change their speed within some
 MOST_BESIDE_STEPS = 0.1  # of a run's time
 NUM_DRAFTED = 4  # tokens of a draft model's draft, where nothing else is said
 NAMES = {"ngram": "LLMA", "draft_model": "draft model"}  # of methods, in tables
@@ -168,6 +170,22 @@ def ended(steps: Stepping[T]) -> T:
         except StopIteration as stop:
             found: T = stop.value
             return found
+
+
+def in_turn(going: Mapping[str, Stepping[T]]) -> dict[str, T]:
+    """What runs come to whose steps take turns, each for SLICE seconds, one step at least."""
+    found, waiting = dict[str, T](), deque(going.items())
+    while waiting:
+        name, steps = waiting.popleft()
+        end = time.perf_counter() + SLICE
+        try:
+            next(steps)
+            while time.perf_counter() < end:
+                next(steps)
+            waiting.append((name, steps))
+        except StopIteration as stop:
+            found[name] = stop.value
+    return {name: found[name] for name in going}
 
 
 class Contender(Protocol):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Iterator
-from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,16 +25,16 @@ from echelon import LLM, SamplingParams
 from echelon.bench.inflate import describe, inflate_with_heads
 from echelon.bench.kernels import fastest_dtype
 from echelon.bench.plot import grouped_bars
-from echelon.bench.throughput import DecodingMethod, environment
+from echelon.bench.throughput import DecodingMethod, Stepping, ended, environment, in_turn
 from echelon.bench.verify import generate_padded
 from echelon.bench.workloads import code_prompts
 from echelon.demo import DRAFT, EAGLE, TARGET, held_out_files
-from echelon.demo.rows import DemoRow, run_engine, run_framework
+from echelon.demo.rows import DemoRow, engine_row, run_framework
 from echelon.errors import MissingExtraError
 from echelon.model.load.loading import LoadedModel, adopt_model, load_model, load_plain
 
 BATCH_SIZES = (1, 8)
-NUM_ALONE = 3  # prompts at batch 1 of all methods but plain decoding, which says what is right for all
+NUM_ALONE = 3  # prompts at batch 1; of the others plain decoding says what is right
 PROMPT_TOKENS = 112
 GROWN_PARAMETERS = 500_000_000
 console = Console()
@@ -72,70 +71,75 @@ def progress(title: str, total: int) -> Iterator[Progress]:
         yield bar
 
 
-def run_all(models: Models, plain: PreTrainedModel | None, prompts: list[list[int]], params: SamplingParams, limit: float) -> list[DemoRow]:
-    """Every method at every batch size, then `transformers` where `plain` is its model."""
-    methods, few = models.methods(), prompts[:NUM_ALONE]
-    asked = {(size, m.name): prompts if size > 1 or m.config is None else few for size in BATCH_SIZES for m in methods}
-    if plain is not None:
-        asked |= {(size, "transformers"): prompts if size > 1 else few for size in BATCH_SIZES}
-    rows = []
-    with progress(models.title, sum(len(p) * params.most_tokens for p in asked.values())) as bar:
-        done = 0
-        for size in BATCH_SIZES:
-            for method in methods:
-                bar.update(bar.task_ids[0], description=f"{models.title}: {method.name}, batch {size}")
-                llm = LLM(models.target, method.config, models.draft, max_num_seqs=size, enable_prefix_caching=False)
-                run_engine(llm, method.name, prompts[:1], 1, params.model_copy(update={"max_tokens": 6}), limit)
-                own, is_truth = asked[size, method.name], size == 1 and method.config is None
-                seconds = limit * 3 if is_truth else limit
-                rows.append(run_engine(llm, method.name, own, size, params, seconds, lambda n: bar.advance(bar.task_ids[0], n)))
-                done += len(own) * params.most_tokens
-                bar.update(bar.task_ids[0], completed=done)
+@dataclass(frozen=True)
+class Measured:
+    """Rows of a table, and the texts of plain decoding, each prompt alone, as far as there was time for them."""
+
+    rows: list[DemoRow]
+    truth: list[list[int]]
+
+    def at(self, method: str, batch_size: int) -> DemoRow:
+        return next(row for row in self.rows if (row.method, row.batch_size) == (method, batch_size))
+
+    @property
+    def is_identical(self) -> bool:
+        """Every text of the engine is that of plain decoding."""
+        return all(row.num_identical(self.truth) == len(row.outputs) for row in self.rows if row.method != "transformers")
+
+
+def run_all(models: Models, plain: PreTrainedModel | None, prompts: list[list[int]], params: SamplingParams, limit: float) -> Measured:
+    """At every batch size all methods, step by step in turn, so that they see the same machine; then `transformers` where `plain` is its
+    model, and plain decoding of the prompts that no method has been given alone.
+    """
+    asked = {size: prompts[:NUM_ALONE] if size == 1 else prompts for size in BATCH_SIZES}
+    methods, rows, tokens = models.methods(), list[DemoRow](), params.most_tokens
+    runs = (len(methods) + (plain is not None)) * sum(map(len, asked.values())) + len(prompts) - NUM_ALONE
+    with progress(models.title, runs * tokens) as bar:
+
+        def steps(method: DecodingMethod, size: int, own: list[list[int]], seconds: float) -> Stepping[DemoRow]:
+            llm = LLM(models.target, method.config, models.draft, max_num_seqs=size, enable_prefix_caching=False)
+            ended(engine_row(llm, method.name, prompts[:1], 1, params.model_copy(update={"max_tokens": 6}), seconds))
+            return engine_row(llm, method.name, own, size, params, seconds, lambda n: bar.advance(bar.task_ids[0], n))
+
+        for size, own in asked.items():
+            bar.update(bar.task_ids[0], description=f"{models.title}, batch {size}")
+            rows += in_turn({m.name: steps(m, size, own, limit) for m in methods}).values()
             if plain is not None:
-                bar.update(bar.task_ids[0], description=f"{models.title}: transformers, batch {size}")
-                own = asked[size, "transformers"]
+                bar.update(bar.task_ids[0], description=f"{models.title}, batch {size}, transformers")
                 rows.append(run_framework(plain, own, size, params, limit))
-                done += len(own) * params.most_tokens
-                bar.update(bar.task_ids[0], completed=done)
-    return rows
-
-
-def truth_of(rows: SequenceOf[DemoRow]) -> list[list[int]]:
-    """Plain decoding, each prompt alone."""
-    return next(row.outputs for row in rows if row.method == "plain" and row.batch_size == 1)
-
-
-def at(rows: SequenceOf[DemoRow], method: str, batch_size: int) -> DemoRow:
-    return next(row for row in rows if (row.method, row.batch_size) == (method, batch_size))
+            bar.update(bar.task_ids[0], completed=sum(len(row.outputs) for row in rows) * tokens)
+        bar.update(bar.task_ids[0], description=f"{models.title}, the other prompts alone")
+        rest = ended(steps(methods[0], 1, prompts[NUM_ALONE:], 2 * limit))
+    return Measured(rows, next(row for row in rows if row.method == "plain").outputs + rest.outputs)
 
 
 def identical(row: DemoRow, truth: list[list[int]]) -> str:
     """How many rows are what plain decoding gives."""
-    count, total = row.num_identical(truth[: len(row.outputs)]), len(row.outputs)
+    count, total = row.num_identical(truth), len(row.outputs)
     return ("yes" if count == total else f"{count}/{total}") + (" cut" if row.was_cut else "")
 
 
-def table_of(title: str, rows: SequenceOf[DemoRow]) -> Table:
-    truth, sizes = truth_of(rows), sorted({row.batch_size for row in rows})
+def table_of(title: str, measured: Measured) -> Table:
+    sizes = sorted({row.batch_size for row in measured.rows})
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAVY)
     speeds = [text for size in sizes for text in (f"batch {size}\ntokens/s", "over\nplain")]
     for name in ("\nmethod", *speeds, "tokens\na step", "\nidentical"):
         table.add_column(name, justify="left" if name == "\nmethod" else "right", no_wrap=True)
-    for method in dict.fromkeys(row.method for row in rows):
-        own = [at(rows, method, size) for size in sizes]
+    for method in dict.fromkeys(row.method for row in measured.rows):
+        own = [measured.at(method, size) for size in sizes]
         cells = []
         for row in own:
-            over = row.speed / at(rows, "plain", row.batch_size).speed
+            over = row.speed / measured.at("plain", row.batch_size).speed
             cells += [f"{row.speed:,.0f}", f"{over:.2f}"]
-        same = [identical(row, truth) for row in own]
+        same = [identical(row, measured.truth) for row in own]
         table.add_row(method, *cells, f"{own[0].tokens_per_step:.2f}", same[0] if len(set(same)) == 1 else ", ".join(same))
     return table
 
 
-def verdict(rows: SequenceOf[DemoRow], batch_size: int) -> str:
+def verdict(measured: Measured, batch_size: int) -> str:
     """The gain of the best drafter at this batch size, or what a drafted step costs and brings where there is none."""
-    plain = at(rows, "plain", batch_size)
-    drafted = [r for r in rows if r.batch_size == batch_size and r.method not in ("plain", "transformers")]
+    plain = measured.at("plain", batch_size)
+    drafted = [r for r in measured.rows if r.batch_size == batch_size and r.method not in ("plain", "transformers")]
     best = max(drafted, key=lambda r: r.speed)
     if best.speed > plain.speed:
         return f"Batch {batch_size}: {best.method} decodes {best.speed / plain.speed:.2f} times as fast as plain decoding."
@@ -217,21 +221,20 @@ def main(
     refusal = transformers_refusal(grown, plain_draft.to(dtype), prompts)
     console.print(f"transformers with a draft model and {len(prompts)} prompts: [red]{escape(refusal)}[/]\n")
     _finish(small.target, draft, prompts[0], params, out, tables)
-    own = [(row, truth_of(rows)) for rows in tables.values() for row in rows if row.method != "transformers"]
-    if any(row.num_identical(truth[: len(row.outputs)]) < len(row.outputs) for row, truth in own):
+    if not all(measured.is_identical for measured in tables.values()):
         console.print("[bold red]A text differs from plain decoding.[/]")
         raise typer.Exit(1)
 
 
-def _show(number: int, title: str, rows: SequenceOf[DemoRow]) -> None:
-    console.print(table_of(f"{number}. {title}", rows))
+def _show(number: int, title: str, measured: Measured) -> None:
+    console.print(table_of(f"{number}. {title}", measured))
     for size in BATCH_SIZES:
-        console.print(verdict(rows, size), spread_of(at(rows, "plain", size)))
+        console.print(verdict(measured, size), spread_of(measured.at("plain", size)))
     console.print()
 
 
 def _finish(
-    target: LoadedModel, draft: LoadedModel, prompt: list[int], params: SamplingParams, out: Path, tables: dict[str, list[DemoRow]]
+    target: LoadedModel, draft: LoadedModel, prompt: list[int], params: SamplingParams, out: Path, tables: dict[str, Measured]
 ) -> None:
     """One continuation in colours, the bar chart, and where to go on."""
     llm = LLM(target, {"method": "draft_model"}, draft)
@@ -240,8 +243,8 @@ def _finish(
     console.print(sample)
     console.print()
     speeds = {
-        f"{title}, batch {size}": {row.method: row.speed for row in rows if row.batch_size == size}
-        for title, rows in tables.items()
+        f"{title}, batch {size}": {row.method: row.speed for row in measured.rows if row.batch_size == size}
+        for title, measured in tables.items()
         for size in BATCH_SIZES
     }
     try:

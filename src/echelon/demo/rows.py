@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from echelon import LLM, SamplingParams
 from echelon.bench.framework import FrameworkRun
 from echelon.bench.latency import sequence_of
+from echelon.bench.throughput import Stepping
 from echelon.sequence import Sequence
 
 Prompts = SequenceOf[SequenceOf[int]]
@@ -48,15 +49,15 @@ class DemoRow:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def num_identical(self, truth: Prompts) -> int:
-        """Rows that equal plain decoding, as far as both came: on a busy machine plain decoding is cut too."""
-        pairs = [(own, list(expected), min(len(own), len(expected))) for own, expected in zip(self.outputs, truth, strict=True)]
+        """Rows that equal plain decoding, of the first prompts of `truth`, as far as both came: on a busy machine that is cut too."""
+        pairs = [(own, list(expected), min(len(own), len(expected))) for own, expected in zip(self.outputs, truth, strict=False)]
         return sum(own[:count] == expected[:count] for own, expected, count in pairs)
 
 
-def run_engine(
+def engine_row(
     llm: LLM, method: str, prompts: Prompts, batch_size: int, params: SamplingParams, limit: float, on_tokens: OnTokens = lambda _: None
-) -> DemoRow:
-    """Generate for batches of prompts, for `limit` seconds of decoding at most."""
+) -> Stepping[DemoRow]:
+    """Generate for batches of prompts, for `limit` seconds of decoding at most; what happens between two steps takes no time."""
     outputs: list[list[int]] = []
     steps = tokens = row_steps = 0
     seconds, step_ms = 0.0, list[float]()
@@ -67,15 +68,18 @@ def run_engine(
                 engine.add(row)
             while not all(row.num_output_tokens for row in rows):
                 engine.step()
-            before, start = _count(rows), time.perf_counter()
+                yield
+            before = _count(rows)
             on_tokens(before)
-            while engine.has_work and seconds + time.perf_counter() - start < limit:
-                known, running, began = _count(rows), sum(not row.is_finished for row in rows), time.perf_counter()
+            while engine.has_work and seconds < limit:
+                known, running, start = _count(rows), sum(not row.is_finished for row in rows), time.perf_counter()
                 engine.step()
-                step_ms += [1e3 * (time.perf_counter() - began)] if running == batch_size else []
-                steps, row_steps = steps + 1, row_steps + running
+                taken = time.perf_counter() - start
+                step_ms += [1e3 * taken] if running == batch_size else []
+                steps, row_steps, seconds = steps + 1, row_steps + running, seconds + taken
                 on_tokens(_count(rows) - known)
-            seconds, tokens = seconds + time.perf_counter() - start, tokens + _count(rows) - before
+                yield
+            tokens += _count(rows) - before
             for row in rows:
                 if not row.is_finished:
                     engine.abort(row)
