@@ -71,7 +71,7 @@ CASES ?= 300
 CSRC := src/echelon/csrc
 KERNELS := $(filter-out $(CSRC)/bindings/%,$(wildcard $(CSRC)/*.cpp $(CSRC)/*/*.cpp))
 SANITISED := $(KERNELS:$(CSRC)/%.cpp=build/sanitised/%.o)
-SANITISERS := -std=c++20 -O1 -g -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all
+SANITISERS := -std=c++20 -O1 -g -fopenmp -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all
 build/sanitised/%.o: $(CSRC)/%.cpp $(wildcard $(CSRC)/*.h $(CSRC)/*/*.h)
 	mkdir -p $(@D)
 	$(CXX) $(SANITISERS) -Wno-psabi -c -o $@ $<

@@ -45,6 +45,8 @@ def note(folder: Path, reason: str) -> None:
     if reason:
         print(f"no compiled kernels: {reason}")
         path.parent.mkdir(parents=True, exist_ok=True)
+        for older in path.parent.glob("_kernels*.so"):  # of other sources than those that are installed
+            older.unlink()
         path.write_text(reason + "\n", encoding="utf-8")
     else:
         path.unlink(missing_ok=True)

@@ -177,15 +177,18 @@ def observed(shares: SequenceOf[float]) -> list[float]:
 
 
 def write_document(records: Records, output: Path, settings: dict[str, Any]) -> None:
-    """Write ablation.json and ablation.md into `output`, from all cells of these settings, with the published values beside."""
-    found: Found = {}
+    """Write ablation.json and ablation.md into `output`, with the published values beside. A variant that has cells of these settings is
+    replaced by them as a whole; what `output` has of the others stays.
+    """
+    found, measured = known(output), Found()
     for cell in records.read().values():
         if "failed" not in cell and cell.get("settings") == settings:
-            found.setdefault(cell["variant"], []).append(cell)
-    write_json(output / "ablation.json", {"settings": settings, "cells": found})
+            measured.setdefault(cell["variant"], []).append(cell)
+    found |= measured
+    write_json(output / "ablation.json", {"cells": found})
     parts = [
         "# What the parts of trained drafters bring",
-        f"`python -m benchmarks.ablation` on the embedded target; {_measured(found)}. Settings: {json.dumps(settings)}. "
+        f"`python -m benchmarks.ablation` on the embedded target; {_measured(found)}. "
         "Mean over seeds, smallest to largest in brackets. Accuracies are on held-out text that the target wrote itself; tokens_per_step "
         "is greedy, on held-out prompts, with the target's own token.",
         _clover(found),
@@ -195,11 +198,19 @@ def write_document(records: Records, output: Path, settings: dict[str, Any]) -> 
     (output / "ablation.md").write_text("\n\n".join(p for p in parts if p) + "\n", "utf-8")
 
 
+def known(output: Path) -> Found:
+    """Cells by variant that `output` has; older files have one entry of settings for all."""
+    file = output / "ablation.json"
+    record = json.loads(file.read_text("utf-8")) if file.exists() else {"cells": {}}
+    common = {"settings": record["settings"]} if "settings" in record else {}
+    return {name: [common | cell for cell in cells] for name, cells in record["cells"].items()}
+
+
 def _measured(found: Found) -> str:
-    """Which variants were trained and measured where, and at which commit."""
+    """Which variants were trained and measured where, at which commit and with which settings."""
     variants: dict[str, list[str]] = {}
-    for name, cells in found.items():
-        for where in dict.fromkeys(described(c["environment"]) for c in cells):
+    for name, cells in sorted(found.items()):
+        for where in dict.fromkeys(f"{described(c['environment'])}, settings {json.dumps(c['settings'])}" for c in cells):
             variants.setdefault(where, []).append(name)
     return "; ".join(f"{', '.join(names)}: {where}" for where, names in variants.items())
 

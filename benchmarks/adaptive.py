@@ -156,11 +156,16 @@ def settled(family: str, drafter: str, batch_size: int, temperature: float, roun
     """A cell, repeated where it misses, if it shall be."""
     record = in_family(family, drafter, batch_size, temperature, rounds)
     speeds = record["speeds"]
-    if repeats and min(ratios(speeds)[:2]) < LEVEL:
+    if repeats and misses(record):
         gains = over_plain(speeds)
         others = sorted((n for n in speeds if n not in ("plain", "auto")), key=lambda n: -gains[n])
         record["repeated"] = in_family(family, drafter, batch_size, temperature, REPEATS, ["plain", "auto", *others[:BEST]])
     return record
+
+
+def misses(record: Record) -> bool:
+    """Whether the rounds of a cell alone are below the goal."""
+    return min(ratios(record["speeds"])[:2]) < LEVEL
 
 
 def over_plain(speeds: Mapping[str, SequenceOf[float]]) -> dict[str, float]:
@@ -266,7 +271,11 @@ def main(arguments: list[str] | None = None) -> int:
         "new_tokens": NEW_TOKENS,
         "prompts_a_round": list(WAVES.values()),
     }
-    return run_with_settings(asked, cells, settings, as_markdown)
+
+    def is_enough(record: Record) -> bool:
+        return not asked.repeat or "repeated" in record or not misses(record)
+
+    return run_with_settings(asked, cells, settings, as_markdown, is_enough)
 
 
 if __name__ == "__main__":

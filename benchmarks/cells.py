@@ -68,7 +68,7 @@ def run_cells(
     """Measure every cell that has no current record, and begin none after `seconds`; returns the current records by name.
 
     A record is `common`, the cell's inputs, the seconds that it took, and what it measured. A cell that fails takes no other with it, and
-    is tried again by the next run.
+    is tried again by the next run; what had been measured of it before stays.
     """
     kept = {name: record for name, record in records.read().items() if "failed" not in record}
     known = {
@@ -88,6 +88,9 @@ def run_cells(
             break
         print(f"[{number + 1}/{len(waiting)}] {cell.name}{_outlook(waiting, number, spent)}", flush=True)
         known[cell.name] = common | ({"inputs": cell.inputs} if cell.inputs else {}) | _measured(cell)
+        if "failed" in known[cell.name] and cell.name in kept:
+            print("  the record that there was of it stays", flush=True)
+            continue
         records.write(cell.name, known[cell.name])
         on_record(cell.name, known[cell.name])
     return known
@@ -128,15 +131,19 @@ def run_asked(
 
 
 def run_with_settings(
-    asked: argparse.Namespace, cells: Iterable[Cell], settings: Record, as_markdown: Callable[[dict[str, Record]], str]
+    asked: argparse.Namespace,
+    cells: Iterable[Cell],
+    settings: Record,
+    as_markdown: Callable[[dict[str, Record]], str],
+    is_enough: Callable[[Record], bool] = lambda _: True,
 ) -> int:
-    """Measure what was asked for and has no record of these settings on this processor, whatever the commit, and print the figures of all
-    that is known of it; 1 if any cell failed.
+    """Measure what was asked for and has no record of these settings on this processor that is enough, whatever the commit, and print the
+    figures of all that is known of it; 1 if any cell failed.
     """
     where = environment()
 
     def is_current(_: str, record: Record) -> bool:
-        return record.get("settings") == settings and is_here(record, where)
+        return record.get("settings") == settings and is_here(record, where) and is_enough(record)
 
     found = run_cells(chosen(cells, asked.prefixes), Records(asked.output), {"settings": settings, "environment": where}, is_current)
     measured = {name: record for name, record in found.items() if "failed" not in record}

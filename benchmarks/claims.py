@@ -189,7 +189,7 @@ def paper_table(rows: SequenceOf[Judged]) -> str:
             row.measured or "–",
             row.claim.rule.text,
             f"**{row.verdict}**" if row.verdict in (HOLDS, FAILS) else row.verdict,
-            f"`{row.claim.command}`",
+            f"`{row.command}`{row.differing}",
         )
         for row in rows
     ]

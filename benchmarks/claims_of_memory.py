@@ -72,8 +72,12 @@ def within_bound(evidence: Evidence) -> Measured | None:
     record = evidence.record("memory/bound")
     if not record or "died" not in record["below"]:
         return None
-    limit, below = record["rounds"][-1]["draft_model"]["least"] / 2**20, record["below"]["limit"] / 2**20
-    note = f"under a hard limit of {limit:,.0f} MiB, which the plan says it needs; under {below:,.0f} MiB it dies"
+    last, below = record["rounds"][-1]["draft_model"], record["below"]["limit"]
+    planned, limit, below = (value / 2**20 for value in (last["least"], last["limit"], below))
+    note = (
+        f"of {planned:,.0f} MiB that the plan says it needs, {limit:,.0f} are data; under a hard limit of so much data it runs, under "
+        f"{below:,.0f} MiB it dies"
+    )
     return sampled(drafting_gains(record), note=note)
 
 
@@ -297,14 +301,15 @@ def whole(name: str, evidence: Evidence) -> Measured | None:
 
 def long_speed(evidence: Evidence) -> Measured | None:
     """Over plain decoding, by quarter of a long text."""
-    found: dict[str, float | None] = {}
+    found, notes = dict[str, float | None](), list[str]()
     for batch in (1, 8):
         record = evidence.record(f"long/b{batch:02d}")
         if record is None or not record.get("settings", {}).items() >= HOW.items():
             continue
         for i, (a, b) in enumerate(zip(record["speed"], record["plain"], strict=True)):
             found[f"batch {batch}, quarter {i + 1}"] = a / b
-    return labelled(found)
+        notes.append(f"until the first of {batch} rows ends, when rows have {record['tokens_a_row']:,.0f} tokens" if batch > 1 else "")
+    return labelled(found, note="".join(notes))
 
 
 def _long_parts(evidence: Evidence) -> list[Record]:

@@ -102,7 +102,7 @@ def cells(study: Equivalence) -> list[Cell]:
     asks = other_questions(study.questions)
     ours = [Cell(name, partial(study.strategy, name), inputs=asks) for name in ("unpadded", "realign")]
     faulty = [Cell(name.replace(" ", "_"), partial(study.fault, name), inputs=asks) for name in FAULTS]
-    return [*ours, *faulty, Cell("rows", study.rows)]
+    return [*ours, *faulty, Cell("rows", study.rows, inputs=asks)]
 
 
 def as_markdown(records: dict[str, Record]) -> str:

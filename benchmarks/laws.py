@@ -16,11 +16,13 @@ speed_bN    Table 5 of the paper on the target grown to `--parameters`: plain de
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import statistics
 import sys
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from itertools import product
@@ -148,6 +150,8 @@ class LawStudy:
             "steps": self.steps,
             "fine_tuning": self.fine_tuning,
             "batch_size": self.batch_size,
+            "continuations": self.continuations,
+            "text": None if self.text is None else _digest(self.text),
         }
 
     @cached_property
@@ -294,6 +298,12 @@ def summary(records: Mapping[str, Record]) -> str:
         elif "speeds" in record:
             lines.append(f"{name}: " + ", ".join(f"{n} {statistics.median(v):.0f}" for n, v in record["speeds"].items()))
     return "\n".join(lines)
+
+
+def _digest(places: SequenceOf[Path]) -> str:
+    """Of the names and sizes of files, and of what lies in folders."""
+    files = sorted(path for place in places for path in ([place] if place.is_file() else place.rglob("*")) if path.is_file())
+    return hashlib.sha256(json.dumps([(path.name, path.stat().st_size) for path in files]).encode()).hexdigest()[:16]
 
 
 def main(arguments: list[str] | None = None) -> int:

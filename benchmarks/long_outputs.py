@@ -3,9 +3,10 @@
 The embedded target grown, its context raised to what is asked for (texts beyond 2,048 tokens mean nothing, and are as long to compute and
 as easy to compare as others), with its draft model.
 
-bBB  B rows of 4,096 new tokens: rows equal to plain decoding to the last token, the first one to plain decoding alone; by quarter of the
-     text the rows' speeds together, each over its own time in that quarter, plain and with drafts as long as the engine decides, and
-     tokens a step; and the most bytes of keys and values
+bBB  B rows of 4,096 new tokens: rows equal to plain decoding to the last token, the first one to plain decoding alone; the speed of plain
+     decoding and of drafts as long as the engine decides, step by step in turn, and tokens a step, by quarter of the tokens that are there
+     when the first row ends: rows that draft come to their ends apart, and a step of fewer rows is no faster decoding; and the most bytes
+     of keys and values
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import count, pairwise
 from typing import Any, NamedTuple
 
 from benchmarks.cells import Cell, Record, asked_of, run_with_settings, said
@@ -24,30 +24,30 @@ from echelon import LLM
 from echelon.bench.inflate import inflate, plan_growth
 from echelon.bench.latency import sequence_of
 from echelon.bench.report import columns
+from echelon.bench.throughput import Stepping, ended, in_turn
 from echelon.bench.workloads import code_prompts
 from echelon.demo import DRAFT, TARGET, held_out_files
 from echelon.model.load.loading import LoadedModel, adopt_model, load_plain
 
 BATCHES, QUARTERS, PROMPT = (1, 8), 4, 64
 DRAFTED = {"method": "draft_model"}
-HOW = {"drafts": "auto", "quarters": "of each row"}  # records that lack it are of fixed drafts, and of quarters of all that was emitted
+HOW = {"drafts": "auto", "quarters": "until the first row ends, in turn"}  # records that lack it were measured otherwise
 
 
-class Mark(NamedTuple):
-    """Where a row is: when, after how many tokens of its text, and in which step."""
+class Step(NamedTuple):
+    """A step of all rows: tokens of all texts before it, and those that it emitted, in how many seconds."""
 
-    time: float
+    before: int
     tokens: int
-    step: int
+    seconds: float
 
 
 @dataclass(frozen=True)
 class LongRun:
-    """Texts; of each quarter of them the rows' tokens a second together, and tokens a step; bytes of keys and values at the most."""
+    """Texts, the steps of all rows that read no prompt, and the most bytes of keys and values."""
 
     texts: list[list[int]]
-    speed: list[float]
-    tokens_per_step: list[float]
+    steps: list[Step]
     kv_bytes: int
 
 
@@ -79,44 +79,55 @@ class LongOutputs:
     def measured(self, batch: int) -> Record:
         """Plain and drafted; where the batch has several rows, the first one alone too."""
         prompts = self.prompts(batch)
-        plain, drafted = (self._run(config, prompts) for config in (None, DRAFTED))
+        plain, drafted = in_turn({name: self._run(how, prompts) for name, how in (("plain", None), ("drafted", DRAFTED))}).values()
         said("both are decoded")
-        expected = plain.texts if batch == 1 else [*self._run(None, prompts[:1]).texts, *plain.texts[1:]]
+        expected = plain.texts if batch == 1 else [*ended(self._run(None, prompts[:1])).texts, *plain.texts[1:]]
+        together = min(run.steps[-1].before + run.steps[-1].tokens for run in (plain, drafted))
+        speeds = [by_quarter(run.steps, together) for run in (plain, drafted)]
         return {
             "num_rows": len(prompts),
             "num_exact": sum(a == b for a, b in zip(drafted.texts, expected, strict=True)),
-            "plain": plain.speed,
-            "speed": drafted.speed,
-            "tokens_per_step": drafted.tokens_per_step,
+            "plain": [own.speed for own in speeds[0]],
+            "speed": [own.speed for own in speeds[1]],
+            "tokens_per_step": [own.a_step / batch for own in speeds[1]],
+            "tokens_a_row": together / batch,
             "kv_bytes": [plain.kv_bytes, drafted.kv_bytes],
         }
 
-    def _run(self, config: dict[str, Any] | None, prompts: list[list[int]]) -> LongRun:
+    def _run(self, config: dict[str, Any] | None, prompts: list[list[int]]) -> Stepping[LongRun]:
         draft = self.draft if config else None
         llm = LLM(self.target, config, draft, max_num_seqs=len(prompts), enable_prefix_caching=False)
         with llm.exclusive() as engine:
             rows = [sequence_of(llm, row, prompt, greedy(self.tokens)) for row, prompt in enumerate(prompts)]
             for row in rows:
                 engine.add(row)
-            marks: list[list[Mark]] = [[] for _ in rows]
-            for step in count():
-                if not engine.has_work:
-                    break
+            steps = list[Step]()
+            while engine.has_work:
+                before, is_whole = sum(r.num_output_tokens for r in rows), all(r.num_output_tokens and not r.is_finished for r in rows)
+                start = time.perf_counter()
                 engine.step()
-                now = time.perf_counter()
-                for row, own in zip(rows, marks, strict=True):
-                    if len(own) <= QUARTERS and len(row.output_tokens) >= max(1, len(own) * self.tokens // QUARTERS):
-                        own.append(Mark(now, len(row.output_tokens), step))
-        speed, a_step = by_quarter(marks)
-        return LongRun([r.output_tokens for r in rows], speed, a_step, llm.stats.target.largest_kv_bytes_reserved)
+                seconds = time.perf_counter() - start
+                if is_whole:
+                    steps.append(Step(before, sum(r.num_output_tokens for r in rows) - before, seconds))
+                yield
+        return LongRun([r.output_tokens for r in rows], steps, llm.stats.target.largest_kv_bytes_reserved)
 
 
-def by_quarter(marks: SequenceOf[SequenceOf[Mark]]) -> tuple[list[float], list[float]]:
-    """The sum of the rows' tokens a second, and tokens a step, between one mark of a row and its next."""
-    quarters = list(zip(*(pairwise(own) for own in marks), strict=True))
-    speed = [sum((b.tokens - a.tokens) / (b.time - a.time) for a, b in rows) for rows in quarters]
-    a_step = [sum(b.tokens - a.tokens for a, b in rows) / sum(b.step - a.step for a, b in rows) for rows in quarters]
-    return speed, a_step
+class Quarter(NamedTuple):
+    """Tokens a second and a step, of all rows together."""
+
+    speed: float
+    a_step: float
+
+
+def by_quarter(steps: SequenceOf[Step], tokens: int) -> list[Quarter]:
+    """Of the steps that begin in each quarter of so many tokens, of which there is one at least."""
+    quarters: list[list[Step]] = [[] for _ in range(QUARTERS)]
+    for step in steps:
+        if step.before < tokens:
+            quarters[step.before * QUARTERS // tokens].append(step)
+    emitted = [sum(step.tokens for step in own) for own in quarters]
+    return [Quarter(t / sum(step.seconds for step in own), t / len(own)) for t, own in zip(emitted, quarters, strict=True)]
 
 
 def as_markdown(records: dict[str, Record]) -> str:
@@ -130,6 +141,7 @@ def as_markdown(records: dict[str, Record]) -> str:
         {
             "cell": lambda item: item[0],
             "equal": lambda item: f"{item[1]['num_exact']} of {item[1]['num_rows']}",
+            "tokens of a row when the first one ends": lambda item: f"{item[1]['tokens_a_row']:,.0f}",
             "plain, tokens/s by quarter": listed("plain", "{:.0f}"),
             "drafted": listed("speed", "{:.0f}"),
             "tokens a step": listed("tokens_per_step", "{:.2f}"),

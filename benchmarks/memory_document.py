@@ -129,8 +129,9 @@ def bound_part(records: Records) -> Iterator[str]:
         last, below = record["rounds"][-1], record["below"]
         less = "it dies" if "died" in below else f"it decodes {below['speed'] / last['none']['speed']:.2f} times as fast"
         yield (
-            "The lower bound, of the embedded pair grown to 1.1 B (`python -m benchmarks.memory bound`): under a hard limit of the "
-            f"{last['draft_model']['least'] / MIB:,.0f} MiB that one row with 4 drafted tokens needs by plan it decodes "
+            "The lower bound, of the embedded pair grown to 1.1 B (`python -m benchmarks.memory bound`): of the "
+            f"{last['draft_model']['least'] / MIB:,.0f} MiB that one row with 4 drafted tokens needs by plan, "
+            f"{last['draft_model']['limit'] / MIB:,.0f} are data. Under a hard limit of so much data it decodes "
             f"{statistics.median(drafting_gains(record)):.1f} times as fast as without drafts in the least that this needs; "
             f"under {below['limit'] / MIB:,.0f} MiB {less}."
         )

@@ -288,8 +288,10 @@ def cells(models: Models, lengths: Lengths, questions: Path | None = None, vllm_
         beside = {"plain": vllm_python}
         found += [(f"mt_bench_{d}", partial(mt_bench, models, d, lengths, questions, beside.get(d))) for d in DRAFTERS]
     found += [("another_key", partial(another_key, models, lengths))]
-    asks = other_questions(questions)
-    return [Cell(name, measure, inputs=asks if name.startswith("mt_bench") else {}) for name, measure in found]
+    asks = dict.fromkeys((name for name, _ in found if name.startswith("mt_bench")), other_questions(questions))
+    if questions and vllm_python:
+        asks["mt_bench_plain"] = asks["mt_bench_plain"] | {"beside": "vLLM"}
+    return [Cell(name, measure, inputs=asks.get(name, {})) for name, measure in found]
 
 
 def main(arguments: list[str] | None = None) -> int:

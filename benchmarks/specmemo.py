@@ -25,14 +25,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import Cell, Record, Records, asked_of, run_asked, said
+from benchmarks.cells import Cell, Record, Records, asked_of, is_here, run_asked, said
 from benchmarks.conversations import LABELS, Conversation, Turn, ms_a_token, of_mt_bench, of_source, of_story, told
 from benchmarks.memory_document import LEAST_SPEED, MOST_MEMORY, MOST_TREE, fastest_within, write_memory
 from benchmarks.questions import other_questions
 from benchmarks.workloads import Models, Size, greedy, trained_heads
 from echelon import ConfigError, EngineConfig, SpeculativeConfig
 from echelon.bench.report import table
-from echelon.bench.throughput import DecodingMethod, EngineRun
+from echelon.bench.throughput import DecodingMethod, EngineRun, environment
 from echelon.memory.plan import MemoryPlan
 from echelon.memory.residents import PlannedModels
 from echelon.trees import MEDUSA_63
@@ -156,10 +156,12 @@ def shapes_measured(study: Study, records: Records) -> list[dict[str, Any]]:
 
     Raises
     ------
-    ConfigError  it has not been measured
+    ConfigError  it has not been measured by these sources on this processor
     """
-    found: list[dict[str, Any]] = records.read().get(study.name("grid"), {}).get("shapes", [])
-    if not found or "turns" not in found[0]:
+    record, where = records.read().get(study.name("grid"), {}), environment()
+    found: list[dict[str, Any]] = record.get("shapes", [])
+    is_known = bool(found) and record["environment"]["commit"] == where["commit"] and is_here(record, where)
+    if not is_known or "turns" not in found[0]:
         raise ConfigError(f"shapes are chosen from the grid; measure the cell `{study.name('grid')}` first")
     return found
 

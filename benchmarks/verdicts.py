@@ -16,6 +16,11 @@ from echelon.bench.throughput import ThroughputResult
 
 HOLDS, FAILS, NOT_MEASURED, NOT_HERE = "holds", "fails", "not measured yet", "cannot be tried here"
 LEAST_SAMPLES = 3  # of a figure whose spread says something
+OPTIONS = {  # of commands, by what records call them among their settings
+    **{name: f"--{name}" for name in ("rows", "rounds", "tokens", "count", "parameters", "steps", "continuations")},
+    "fine_tuning": "--fine-tuning-steps",
+    "batch_size": "--batch-size",
+}
 
 
 class Evidence:
@@ -203,6 +208,25 @@ class Judged:
     measured: Measured | None
     verdict: str
     records: Mapping[str, Record] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> dict[str, list[Any]]:
+        """What the records were measured with, of that which the command has options for; several values where they differ."""
+        known = [r["settings"] for r in self.records.values() if isinstance(r.get("settings"), dict)]
+        found = {name: list(dict.fromkeys(s[name] for s in known if name in s)) for name in OPTIONS}
+        return {name: values for name, values in found.items() if values}
+
+    @property
+    def command(self) -> str:
+        """The claim's command, with the settings of the records."""
+        options = [f"{OPTIONS[name]} {values[0]}" for name, values in self.settings.items() if len(values) == 1]
+        return " ".join([self.claim.command, *options])
+
+    @property
+    def differing(self) -> str:
+        """Settings in which records differ, in words."""
+        found = [f"{OPTIONS[name]} {' and '.join(map(str, values))}" for name, values in self.settings.items() if len(values) > 1]
+        return f" (records of {', '.join(found)})" if found else ""
 
     @property
     def is_worse(self) -> bool:

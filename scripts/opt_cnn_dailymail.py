@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from itertools import islice
@@ -99,7 +100,8 @@ def main(arguments: list[str] | None = None) -> int:
             results = run(model, asked, draft)
             folder = asked.output / Path(model).name
             write_json(folder / "throughput.json", as_json(results))
-            text = throughput_as_markdown(results, environment(), "python scripts/opt_cnn_dailymail.py")
+            command = shlex.join(["python", "scripts/opt_cnn_dailymail.py", *(sys.argv[1:] if arguments is None else arguments)])
+            text = throughput_as_markdown(results, environment(), command)
             (folder / "throughput.md").write_text(text, "utf-8")
             throughput_charts(folder, results)
             print(f"wrote {folder}")

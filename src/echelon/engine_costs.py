@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import logging
 
-from echelon.adaptive.cost_files import CostRecord, kept_costs, key_of_drafter, key_of_model, key_of_steps, read_costs, shapes_of
+from echelon.adaptive.cost_files import (
+    CostRecord,
+    kept_costs,
+    key_of_drafter,
+    key_of_drafts,
+    key_of_model,
+    key_of_steps,
+    read_costs,
+    shapes_of,
+)
 from echelon.adaptive.cost_table import CostTable
 from echelon.adaptive.measure import TOKENS, measured_steps, pool_of, reach_of, with_drafting
 from echelon.config import EngineConfig, SpeculativeConfig
@@ -85,9 +94,8 @@ def _steps_key(config: EngineConfig, storage: Storage) -> dict[str, str]:
 
 
 def _costs_key(config: EngineConfig, spec: SpeculativeConfig, storage: Storage) -> dict[str, str]:
-    """The same with what drafts, and how its drafts grow: a table is measured at the width of a level."""
-    tree = f"{spec.tree} {spec.tree_top_k} {spec.tree_depth} {spec.speculative_token_tree}" if spec.grows_trees else spec.tree
-    return _steps_key(config, storage) | _drafter_key(spec, storage) | {"drafts": f"{tree}, {spec.most_tokens}"}
+    """The same with what drafts, and how its drafts grow."""
+    return _steps_key(config, storage) | _drafter_key(spec, storage) | key_of_drafts(spec)
 
 
 def _drafter_key(spec: SpeculativeConfig, storage: Storage) -> dict[str, str]:

@@ -47,7 +47,7 @@ class LLM:
     model               folder (also as a path) or hub name, or what `load_model` returned
     speculative_config  what drafts: a `SpeculativeConfig` or a mapping with vLLM's keys; `None` decodes plainly
     draft_model         a draft model loaded already, instead of the name in `speculative_config`
-    draft_head          likewise a head of the target
+    draft_head          likewise a head of the target; its layers run our operations from then on, as those of a head that is loaded here
     settings            the fields of `EngineConfig`, such as dtype, max_num_seqs, max_model_len, quantization or memory
 
     Raises
@@ -274,7 +274,7 @@ class LLM:
                     yield list(dict.fromkeys(index[s.id] for s in engine.step()))
             finally:
                 for sequence in (s for samples in requests for s in samples):
-                    if not sequence.is_finished:
+                    if not sequence.is_finished or sequence in engine.scheduler.running:  # an interrupt may come while it ends
                         engine.abort(sequence)
 
     @contextmanager
@@ -283,8 +283,8 @@ class LLM:
         if self._owner == threading.get_ident():
             raise RequestError("this LLM is in the middle of a stream of the same thread; finish or close that first")
         with self._lock:
-            self._owner = threading.get_ident()
             try:
+                self._owner = threading.get_ident()
                 yield self.engine
             finally:
                 self._owner = None

@@ -87,6 +87,7 @@ class OutputBuilder:
             samples,
             prompt.get("prompt") if isinstance(prompt, Mapping) else prompt if isinstance(prompt, str) else None,
         )
+        self._prompt_token_ids = samples[0].tokens[: samples[0].num_prompt_tokens]  # of all outputs: it stays as it is
         self._decoder, self._acceptance = decoder, acceptance
         self._prompt_logprobs: list[dict[int, Logprob]] = []
         self._logprobs: list[list[dict[int, Logprob]]] = [[] for _ in samples]
@@ -102,7 +103,7 @@ class OutputBuilder:
         return RequestOutput(
             self._name,
             self._prompt,
-            first.tokens[: first.num_prompt_tokens],
+            self._prompt_token_ids,
             [self._completion(s, self._logprobs[i], None if states is None else states[i]) for i, s in enumerate(samples)],
             RequestMetrics(steps, drafted, accepted, *rates, self._acceptance),
             None if first.params.prompt_logprobs is None else [None, *self._prompt_logprobs],
@@ -122,7 +123,7 @@ class OutputBuilder:
         return CompletionOutput(
             sequence.sampler.index,
             text,
-            sequence.output_tokens[:count],
+            sequence.tokens[sequence.num_prompt_tokens : sequence.num_prompt_tokens + count],
             reason.value if reason else None,
             sequence.sampler.seed,
             sequence.is_accepted[:count],

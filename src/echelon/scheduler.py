@@ -6,7 +6,7 @@ A row with n new tokens is the only shape: a prompt, a piece of one, and a decod
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import islice
@@ -180,9 +180,13 @@ class Scheduler:
         return Plan([]) if self._is_blocked else plan
 
     def _num_entering(self) -> int:
-        """Waiting rows that seem to have blocks: all, or none where the first has not."""
-        able = [s for s in self.waiting if not self._waits_for_prompt(s)] if self._is_open else []
+        """Waiting rows that seem to have blocks, as many as there are places: all of them, or none where the first has not."""
+        able = list(islice(self._able(self.waiting), self._max_num_seqs - len(self.running))) if self._is_open else []
         return len(able) if able and self._fits(able[0].id, len(able[0])) else 0
+
+    def _able(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
+        """Those that wait for no prompt."""
+        return (s for s in sequences if not self._waits_for_prompt(s))
 
     def _plan_running(self, plan: Plan, pending: Mapping[int, tuple[int, PlannedRow]]) -> int:
         """Plan all running rows, decoding ones first; returns what is left of the step's tokens. Behind a step in flight nothing is
@@ -288,12 +292,14 @@ class Scheduler:
 
     def _share(self, budget: int, others: Iterable[Sequence]) -> int:
         """Of the tokens that a step has left, those that one prompt may take: half, while others wait and could enter."""
-        may_enter = self._is_open and len(self.running) < self._max_num_seqs and not all(map(self._waits_for_prompt, others))
+        has_place = self._is_open and len(self.running) < self._max_num_seqs
+        first = next(self._able(others), None) if has_place else None
+        may_enter = first is not None and self._fits(first.id, len(first))
         return max(1, budget // 2) if may_enter else budget
 
     def _admit(self, plan: Plan, budget: int) -> None:
         """Waiting rows enter, in order, while a place, blocks for their whole text and token budget are left; none where blocks lack.
-        Further samples whose prompt is still being read keep their places in the queue and hold nobody up.
+        Further samples whose prompt is still being read keep their turn, and hold nobody up for whom there is a place besides.
         """
         if plan.preempted or self._is_short or self._is_blocked:
             return
@@ -310,7 +316,7 @@ class Scheduler:
 
     def _let_in_all(self, plan: Plan, budget: int, held: list[Sequence]) -> int:
         """Let waiting rows in while there is room, and take those that wait on out of the queue, to `held`; what is left of `budget`."""
-        while self._may_enter() and budget > 0 and len(plan.rows) < self._most_rows:
+        while self._may_enter() and len(self.running) + len(held) < self._max_num_seqs and budget > 0 and len(plan.rows) < self._most_rows:
             sequence = self.waiting[0]
             if self._waits_for_prompt(sequence):
                 held.append(self.waiting.popleft())
@@ -441,17 +447,17 @@ class Scheduler:
         """Append what survived, one token at a time, until a row stops or fails; finished rows leave at once and are returned. Where keys
         and values are kept for texts that begin alike, `conclude` is called with those rows before: the drafter may read the rest of them.
         """
-        for row, kept in zip(rows, verdict, strict=True):
-            self._settle_row(row, kept)
-        finished = [row.sequence for row in rows if row.sequence.is_finished]
         try:
+            for row, kept in zip(rows, verdict, strict=True):
+                self._settle_row(row, kept)
             if self.prefix_cache is not None:
                 sound = [row.sequence for row in rows if row.sequence.error is None]
-                if finished and conclude is not None:
+                if conclude is not None and any(row.sequence.is_finished for row in rows):
                     conclude([s for s in sound if s.is_finished])
                 for sequence in sound:
                     self.prefix_cache.publish(sequence)
-        finally:  # an interrupt may come while the drafter reads
+        finally:  # an interrupt may come while a text is watched, or while the drafter reads
+            finished = [row.sequence for row in rows if row.sequence.is_finished]
             for sequence in finished:
                 self.running.remove(sequence)
                 self._release(sequence)

@@ -50,6 +50,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     error: EchelonError | None = None  # a `RequestError` where the request itself is at fault
     is_accepted: list[bool] = field(default_factory=list)  # per output token: was it drafted?
+    num_accepted_tokens: int = 0  # how many of them were
     num_steps: int = 0
     num_draft_tokens: int = 0
     acceptance: Counter[tuple[int, int]] = field(default_factory=Counter)  # (num_draft_tokens, num_accepted) → steps
@@ -87,11 +88,6 @@ class Sequence:
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
-    def num_accepted_tokens(self) -> int:
-        """How many of them were drafted."""
-        return sum(self.is_accepted)
-
-    @property
     def num_tokens_left(self) -> int:
         """How many tokens this request may still emit."""
         return min(self.params.most_tokens - self.num_output_tokens, self.max_len - len(self.tokens))
@@ -118,6 +114,7 @@ class Sequence:
             self.logprobs.append(logprobs)
         self.tokens.append(token)
         self.is_accepted.append(is_accepted)
+        self.num_accepted_tokens += is_accepted
         is_end = self._ends(token)
         is_shown = not is_end or self.params.include_stop_str_in_output
         has_stopped = is_shown and self.watcher is not None and self.watcher.push(token)
@@ -139,6 +136,7 @@ class Sequence:
         """Assert that lengths and limits agree."""
         assert 0 < self.num_prompt_tokens <= len(self.tokens) <= self.max_len
         assert len(self.is_accepted) == self.num_output_tokens <= self.params.most_tokens
+        assert sum(self.is_accepted) == self.num_accepted_tokens
         assert self.is_finished or self.num_tokens_left > 0
 
 

@@ -50,6 +50,12 @@ def test_every_variant_is_trained_and_measured(tmp_path: Path) -> None:
         "training-time test (7 steps, 2 in the first half)",
     ):
         assert words in text, words
+    for kept in (set(ablation.VARIANTS), {"eagle"}, set[str]()):  # another machine has cells of some, or of none
+        for path in (tmp_path / "cells").glob("*.json"):
+            if path.stem.rpartition("-")[0] not in kept:
+                path.unlink()
+        ablation.write_document(Records(tmp_path / "cells"), tmp_path, settings)
+        assert (tmp_path / "ablation.md").read_text() == text
     cells = json.loads((tmp_path / "ablation.json").read_text())["cells"]
     assert {n: len(c) for n, c in cells.items()} == {n: 2 if n.startswith("clover") else 1 for n in ablation.VARIANTS}
 

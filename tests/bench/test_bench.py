@@ -533,6 +533,25 @@ def test_a_record_of_other_inputs_is_measured_again(tmp_path: Path) -> None:
     assert [run({"eagle": "b"})["found"], run({})["found"]] == [3, 4]
 
 
+def test_a_cell_that_fails_leaves_what_had_been_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under other settings, say, or on another machine."""
+    seen: list[str] = []
+
+    def run(measured: Any, is_current: bool = False) -> Any:
+        records = Records(tmp_path)
+        return run_cells([Cell("one", measured)], records, {}, lambda *_: is_current, on_record=lambda name, _: seen.append(name))["one"]
+
+    def failing() -> Any:
+        raise ConfigError("there is no trained head")
+
+    assert "failed" in run(failing) and "failed" in Records(tmp_path).read()["one"], "nothing had been measured"
+    assert run(lambda: {"found": 1})["found"] == 1
+    assert "failed" in run(failing), "whoever asked is told"
+    assert Records(tmp_path).read()["one"]["found"] == 1
+    assert "the record that there was of it stays" in capsys.readouterr().out
+    assert seen == ["one", "one"]
+
+
 def test_heads_and_questions_are_inputs_where_they_are_not_those_that_come_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workloads, "TRAINED", tmp_path)
     assert workloads.trained_heads(["eagle", "medusa"]) == {}
@@ -569,6 +588,9 @@ def test_the_script_of_ems_sd_on_a_stand_in(monkeypatch: pytest.MonkeyPatch, tmp
     few = ["--num-articles", "2", "--batch-sizes", "2", "--max-tokens", "4", "--rounds", "1"]
     models = ["--model", str(TARGET), "--draft-model", str(DRAFT), "--articles", str(tmp_path / "articles.jsonl")]
     assert names["main"]([*models, *few, "--output", str(tmp_path)]) == 0
+    assert (
+        f"--num-articles 2 --batch-sizes 2 --max-tokens 4 --rounds 1 --output {tmp_path}" in (tmp_path / "target/throughput.md").read_text()
+    )
     results = from_json(json.loads((tmp_path / "target" / "throughput.json").read_text()))
     assert len(results) == 1 + 2 * 4 and all(r.num_identical == 2 for r in results if r.strategy == "unpadded")
     monkeypatch.setitem(sys.modules, "datasets", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from benchmarks.alike import Alike
 from benchmarks.categories import Harness, as_markdown, summed
 from benchmarks.clover import CloverStudy
 from benchmarks.equivalence import DRAFT_MODEL, Equivalence
-from benchmarks.long_outputs import LongOutputs, Mark, by_quarter
+from benchmarks.long_outputs import LongOutputs, Quarter, Step, by_quarter
 from benchmarks.questions import read_questions, spread
 from benchmarks.workloads import SMALL
 from echelon import ConfigError
+from echelon.bench.throughput import ended
 from echelon.demo import TARGET
 from tools import soak
 
@@ -132,17 +134,22 @@ def test_long_texts() -> None:
     record = LongOutputs(0, 48).measured(2)
     assert record["num_exact"] == record["num_rows"] == 2
     assert len(record["speed"]) == len(record["plain"]) == len(record["tokens_per_step"]) == 4
+    assert 24 < record["tokens_a_row"] <= 48
     assert record["kv_bytes"][1] >= record["kv_bytes"][0] > 0
 
 
-def test_speed_by_quarter_is_the_sum_of_the_rows_each_over_its_own_time() -> None:
-    """A row that is ahead of another in its text counts in every quarter with its own speed there."""
-    fast = [Mark(0.0, 1, 0), Mark(1.0, 11, 5), Mark(3.0, 21, 15)]
-    slow = [Mark(0.0, 1, 0), Mark(5.0, 11, 10), Mark(15.0, 31, 30)]
-    speed, a_step = by_quarter([fast, slow])
-    assert speed == [10.0 + 2.0, 5.0 + 2.0]
-    assert a_step == [20 / 15, 30 / 30]
-    assert by_quarter([slow])[0] == [2.0, 2.0]
+def test_speed_by_quarter_is_that_of_the_steps_which_begin_in_it() -> None:
+    steps = [Step(0, 2, 1.0), Step(2, 4, 1.0), Step(6, 2, 2.0), Step(8, 6, 2.0), Step(14, 2, 4.0), Step(16, 9, 0.1)]
+    assert by_quarter(steps, 16) == [Quarter(3.0, 3.0), Quarter(1.0, 2.0), Quarter(3.0, 6.0), Quarter(0.5, 2.0)]
+
+
+def test_no_step_of_fewer_rows_counts_in_long_texts() -> None:
+    """Nor one that reads a prompt."""
+    study = LongOutputs(0, 48)
+    run = ended(study._run({"method": "draft_model"}, study.prompts(3)))
+    assert all(text == study_text for text, study_text in zip(run.texts, ended(study._run(None, study.prompts(3))).texts, strict=True))
+    assert run.steps[0].before >= 3 and run.steps[-1].before + run.steps[-1].tokens <= 3 * 48
+    assert all(b.before == a.before + a.tokens for a, b in pairwise(run.steps)), "none in between is left out"
 
 
 def test_parts_of_a_soak(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from benchmarks.conversations import Conversation, of_mt_bench, of_story
 from benchmarks.memory_document import write_memory
 from benchmarks.workloads import SMALL, Models
 from echelon import ConfigError, load_model
+from echelon.bench.throughput import environment
 from echelon.demo import TARGET
 from echelon.trees import StaticTree
 
@@ -42,7 +43,12 @@ def test_a_shape_is_chosen_from_the_grid_and_measured_beside_stock(method: str, 
     for chooses in (specmemo.planned, specmemo.budgets):
         with pytest.raises(ConfigError, match="grid"):
             chooses(study, records)
-    records.write(study.name("grid"), specmemo.grid(study))
+    measured, where = specmemo.grid(study), environment()
+    for other in ({"cpu": "another"}, {"commit": "another"}):
+        records.write(study.name("grid"), {"environment": where | other} | measured)
+        with pytest.raises(ConfigError, match="measure the cell"):
+            specmemo.planned(study, records)
+    records.write(study.name("grid"), {"environment": where} | measured)
     found = {f"planned_{name}": specmemo.planned(study, records), f"budgets_{name}": specmemo.budgets(study, records)}
     planned, budgets = found.values()
     assert planned["shape"] == (2, 16) and planned["tree"][1] <= specmemo.MOST_TREE * planned["tree"][0]

@@ -361,6 +361,56 @@ def test_a_prompt_that_is_read_holds_up_no_other_request() -> None:
     scheduler.check()
 
 
+def test_samples_that_wait_for_their_prompt_are_not_overtaken() -> None:
+    """Places are theirs: whoever came later takes what is left besides."""
+    scheduler = Scheduler([BlockTables(100, 4, 25)], 4, 64, piece_sizes=toys.WholePrompts())
+    for sequence in (*samples_of(8, 3), *samples_of(3, 1, number=7), *samples_of(3, 1, number=8)):
+        scheduler.add(sequence)
+    assert read_on(scheduler) == [(0, 8), (7, 3)]
+    assert read_on(scheduler) == [(0, 1), (7, 1), (1, 1), (2, 1)], "from the blocks of the first"
+    scheduler.check()
+
+
+def test_a_lane_looks_at_no_more_waiting_rows_than_may_enter(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, seen = Scheduler([BlockTables(100, 4, 25)], 4, 64), list[int]()
+    for sequence in (s for i in range(50) for s in samples_of(3, 1, number=i)):
+        scheduler.add(sequence)
+    waits = scheduler._waits_for_prompt
+    monkeypatch.setattr(scheduler, "_waits_for_prompt", lambda sequence: seen.append(sequence.id) or waits(sequence))
+    assert len(scheduler.next_step(num_lanes=2).rows) == 2
+    assert len(seen) < 12
+
+
+def test_a_prompt_is_not_read_in_halves_for_rows_that_lack_blocks() -> None:
+    """There are places, and no blocks for the one that waits; one for whom there are some takes its half."""
+    for length, expected in ((60, 16), (3, 8)):
+        scheduler = Scheduler([BlockTables(20, 4, 20)], 9, 16, piece_sizes=toys.WholePrompts())
+        for sequence in (*samples_of(40, 1), *samples_of(length, 1, number=7)):
+            scheduler.add(sequence)
+        assert read_on(scheduler)[0] == (0, expected)
+
+
+def test_an_interrupt_while_rows_are_settled_leaves_none_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first has its last token, and the second's watcher is interrupted."""
+    scheduler = Scheduler([BlockTables(100, 4, 25)], 4, 64, piece_sizes=toys.WholePrompts())
+    for number in (0, 1):
+        sampler = Sampler(SamplingParams(max_tokens=1 + number, temperature=0), 0, 0, 3)
+        scheduler.add(Sequence(number, [1] * 3, 3, sampler, frozenset(), 100))
+    settle_row = scheduler._settle_row
+
+    def interrupted(row: PlannedRow, kept: RowVerdict) -> None:
+        settle_row(row, kept)
+        if row.sequence.id == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(scheduler, "_settle_row", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        read_on(scheduler)
+    assert [sequence.id for sequence in scheduler.running] == [1]
+    assert 0 not in scheduler._tables[0]
+    scheduler.check()
+
+
 def test_samples_that_wait_for_their_prompt_are_kept_where_another_row_fails_to_enter(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = Scheduler([BlockTables(100, 4, 25)], 9, 16, piece_sizes=toys.WholePrompts())
     for sequence in (*samples_of(40, 3), *samples_of(3, 1, number=7)):

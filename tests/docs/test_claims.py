@@ -27,6 +27,7 @@ from benchmarks.verdicts import (
     HOLDS,
     NOT_HERE,
     NOT_MEASURED,
+    OPTIONS,
     AtLeast,
     AtMost,
     Claim,
@@ -162,7 +163,9 @@ ARRIVED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {  # evidence → re
     "long/b01": ({"settings": HOW, "num_rows": 1, "num_exact": 1, "plain": [9, 9], "speed": [18, 8]}, {"own-long-speed": FAILS}),
     "memory/bound": (
         {
-            "rounds": [{"none": {"speed": 10.0}, "draft_model": {"least": 2**30, "speed": v}} for v in (12.0, 9.0, 15.0)],
+            "rounds": [
+                {"none": {"speed": 10.0}, "draft_model": {"least": 2**30, "limit": 2**30 - 2**20, "speed": v}} for v in (12.0, 9.0, 15.0)
+            ],
             "below": {"limit": 2**29, "died": "of it"},
         },
         {"specmemo-bound": HOLDS},
@@ -231,14 +234,17 @@ def test_long_texts_are_judged_by_every_quarter_of_both_batches(tmp_path: Path) 
     assert long_speed(evidence_of(tmp_path, long__b01={"plain": [10.0, 10.0], "speed": [20.0, 15.0]})) is None, "measured otherwise"
     one = evidence_of(tmp_path, long__b01={"settings": HOW, "plain": [10.0, 10.0], "speed": [20.0, 15.0]})
     assert str(long_speed(one)) == "batch 1, quarter 1: 2.00, batch 1, quarter 2: 1.50"
-    both = evidence_of(tmp_path, long__b08={"settings": HOW, "plain": [40.0, 50.0], "speed": [44.0, 45.0]})
-    assert str(long_speed(both)).endswith("batch 8, quarter 1: 1.10, batch 8, quarter 2: 0.90")
+    both = evidence_of(tmp_path, long__b08={"settings": HOW, "plain": [40.0, 50.0], "speed": [44.0, 45.0], "tokens_a_row": 3500.0})
+    assert str(long_speed(both)).endswith(
+        "batch 8, quarter 1: 1.10, batch 8, quarter 2: 0.90; until the first of 8 rows ends, when rows have 3,500 tokens"
+    )
 
 
 def test_a_lower_bound_is_judged_by_the_middle_round_and_needs_less_to_die(tmp_path: Path) -> None:
     bound: dict[str, Any] = ARRIVED["memory/bound"][0]
     found = str(within_bound(evidence_of(tmp_path, memory__bound=bound)))
-    assert found.startswith("1.20 (0.90 to 1.50, 3 samples); under a hard limit of 1,024 MiB") and found.endswith("under 512 MiB it dies")
+    assert found.startswith("1.20 (0.90 to 1.50, 3 samples); of 1,024 MiB that the plan says it needs, 1,023 are data")
+    assert found.endswith("under 512 MiB it dies")
     below = {"limit": 2**29, "speed": 11.0}
     assert within_bound(evidence_of(tmp_path, memory__bound=bound | {"below": below})) is None
 
@@ -301,8 +307,12 @@ OTHER_PLACES = {"ablation": "ablation", "plateau": "training", "eagle3_in_vllm":
     "row", [r for r in ROWS if r.records and r.claim.command.startswith("python -m benchmarks.")], ids=lambda row: row.claim.name
 )
 def test_a_claim_is_judged_by_what_its_command_measures(row: Judged, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By records of its folder, and of cells whose names begin as it asks."""
-    asked = asked_of_benchmark(row.claim.command, monkeypatch)
+    """By records of its folder, of cells whose names begin as it asks, and of its settings, unless records differ in these."""
+    asked = asked_of_benchmark(row.command, monkeypatch)
+    for name, values in row.settings.items():
+        option = OPTIONS[name].removeprefix("--").replace("-", "_")
+        assert len(values) > 1 or getattr(asked, option) == values[0]
+        assert len(values) == 1 or f"{OPTIONS[name]} {values[0]} and" in row.differing
     module = shlex.split(row.claim.command)[2].removeprefix("benchmarks.")
     for name in row.records:
         place, _, cell = name.partition("/")

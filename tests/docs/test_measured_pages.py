@@ -7,6 +7,7 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks import ablation
 from benchmarks.cells import Records
 from benchmarks.document import write_document
 from benchmarks.laws_document import write_laws
@@ -28,6 +29,13 @@ def test_the_page_of_benchmarks(tmp_path: Path) -> None:
 def test_the_page_of_laws(tmp_path: Path) -> None:
     written = write_laws(tmp_path, Records(EVIDENCE / "laws").read())
     assert written.read_text("utf-8") == (DOCS / "laws.md").read_text("utf-8"), "run: python -m benchmarks.laws --target TARGET none"
+
+
+def test_the_page_of_the_ablation(tmp_path: Path) -> None:
+    shutil.copy(EVIDENCE / "ablation.json", tmp_path)
+    ablation.write_document(Records(tmp_path / "cells"), tmp_path, {})
+    for name in ("ablation.json", "ablation.md"):
+        assert (tmp_path / name).read_text("utf-8") == (EVIDENCE / name).read_text("utf-8"), "benchmarks.ablation.write_document"
 
 
 def test_the_page_of_memory(tmp_path: Path) -> None:

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 import toys
-from torch import Tensor
+from torch import Tensor, nn
 
 import heads
-from echelon import SamplingParams
+from echelon import SamplingParams, SpeculativeConfig
 from echelon.draft import RowVerdict
-from echelon.drafters.heads import AttachedHead, HeadDrafter, attach_head
+from echelon.drafters.heads import AttachedHead, HeadDrafter, attach_head, head_for
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
+from echelon.model.patches import PatchedForward
 from echelon.sampling import Sampler
 from echelon.sequence import PlannedRow, Sequence
 from echelon.trees import chain
@@ -115,16 +116,26 @@ def test_rows_that_have_waited_are_read_in_passes_of_so_many_tokens(monkeypatch:
 
 
 def test_rows_that_can_wait_no_longer_are_not_all_read_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of four tokens each, and the others in the steps that follow, each with what it has by then."""
-    monkeypatch.setattr("echelon.drafters.heads.MOST_UNREAD", 4)
-    monkeypatch.setattr("echelon.drafters.heads.MOST_AT_ONCE", 8)
+    """One a step, each with what it has by then, so soon that the last has no more than it may."""
+    monkeypatch.setattr("echelon.drafters.heads.MOST_UNREAD", 16)
     passes, rows, by_step = noted_passes(monkeypatch), Rows(5), list[list[int]]()
-    for _ in range(6):
+    for _ in range(16):
         rows.step()
         by_step.append(passes.copy())
         passes.clear()
-    assert by_step == [[], [], [], [8], [5, 5], [6]]
+    assert by_step == [[]] * 10 + [[11], [12], [13], [14], [15], []]
     assert rows.drafted() == [DEPTH] * 5
+
+
+@pytest.mark.parametrize("count", [1, 5, 7])
+def test_no_row_waits_with_more_than_it_may(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are: some in each step then."""
+    monkeypatch.setattr("echelon.drafters.heads.MOST_UNREAD", 4)
+    noted_passes(monkeypatch)
+    rows = Rows(count)
+    for _ in range(12):
+        rows.step()
+        assert all(len(unread.tokens) <= 4 for unread in rows.drafter._unread.values())
 
 
 def test_a_row_that_is_forgotten_before_it_was_read_keeps_its_room() -> None:
@@ -137,6 +148,17 @@ def test_a_row_that_is_forgotten_before_it_was_read_keeps_its_room() -> None:
         rows.drafter.forget(row)
     assert [len(rows.tables.blocks(row)) for row in (0, 1)] == [3, 0]
     assert rows.tables.num_cached(1) == 0
+
+
+def test_a_head_that_is_given_is_served_as_one_that_is_loaded() -> None:
+    """Once, whatever the number of engines."""
+    head, target = heads.Autoregressive(toys.llama()).eval(), toys.adopted(toys.llama())
+    forwards = []
+    for _ in range(2):
+        assert head_for(SpeculativeConfig(method=head.method), target, head) is head
+        forwards.append([vars(m).get("forward") for m in head.modules() if isinstance(m, nn.Linear)])
+    assert forwards[0] and all(isinstance(forward, PatchedForward) for forward in forwards[0])
+    assert all(a is b for a, b in zip(*forwards, strict=True))
 
 
 def test_a_head_for_which_there_is_no_memory_is_not_said_to_be_of_another_target(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,8 +160,10 @@ def test_tokens_a_step_by_drafted_tokens() -> None:
     tree = Acceptance(4.0, 7, True)
     assert [tree.at(n) for n in (1, 3, 7)] == [2.0, 3.0, 4.0]
     assert acceptance_of(SPEC, None).drafted == 48, "as published"
-    with pytest.raises(ConfigError, match=r"--tokens-per-step 10 is not between 1 and 9: 8 tokens are drafted at most"):
-        acceptance_of(SPEC, 10.0)
+    with pytest.raises(
+        ConfigError, match=rf"--tokens-per-step 7 is not between 1 and {1 + SPEC.longest_path}: {SPEC.longest_path} tokens are drafted one"
+    ):
+        acceptance_of(SPEC, 7.0)
     with pytest.raises(ConfigError, match="chains of 'medusa' are in no table; measure them, and give --tokens-per-step"):
         acceptance_of(SpeculativeConfig(method="medusa", num_speculative_tokens=3), None)
 
@@ -185,7 +187,22 @@ def test_bytes_of_a_device_by_hand() -> None:
     assert found.total == found.weights + found.keys_and_values + found.activations + found.runtime
     drafting = PaperPlan(small(), read_devices()["h100"], 1, 2, config, SPEC).device_bytes
     assert drafting[0].draft_weights > 0 == drafting[1].draft_weights
-    assert drafting[0].keys_and_values + drafting[1].keys_and_values == 3 * 108 * 12 * 2 * 768 * 2
+    of_head = 2 * 768 * 2  # one layer's, on the first device
+    assert drafting[0].keys_and_values + drafting[1].keys_and_values == 3 * 108 * (12 * 2 * 768 * 2 + of_head)
+
+
+def test_a_draft_models_keys_and_values_are_on_the_first_device() -> None:
+    config = EngineConfig(max_num_seqs=3, max_model_len=100, max_num_batched_tokens=64)
+    spec = SpeculativeConfig(method="draft_model", model="opt-125m", num_speculative_tokens=4)
+    alone, drafting = (PaperPlan(small(), read_devices()["h100"], 1, 2, config, s, 2.0).device_bytes for s in (None, spec))
+    assert drafting[1].keys_and_values == 3 * 104 * 6 * 2 * 768 * 2
+    assert drafting[0].keys_and_values == 3 * 104 * (6 + 12) * 2 * 768 * 2
+    assert alone[0].draft_weights == 0 < drafting[0].draft_weights
+
+
+def test_no_tree_emits_more_than_its_longest_path() -> None:
+    shallow = SpeculativeConfig(method="eagle", model="head", tree="dynamic", tree_depth=2)
+    assert drafting_of(shallow, small(), acceptance_of(shallow, None), 64, "auto").emitted == 3.0
 
 
 def test_traffic_by_hand() -> None:

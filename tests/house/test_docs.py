@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 
 from benchmarks.adaptive import over_plain
+from benchmarks.cells import Records
+from benchmarks.claims_of_padding import LLMA
+from benchmarks.document import ratios_beside_kernels, slower_than_others
+from benchmarks.verdicts import Evidence, over
 from echelon.bench.throughput import from_json
 from echelon.cli import VERBS
 
@@ -39,6 +43,26 @@ def test_the_table_of_the_readme_is_the_measured_one(batch: int) -> None:
         cells += [f"{gains['auto']:.2f}", f"{gains[best]:.2f} ({best})"]
         assert str(value["environment"]["cpu"]).split(" family")[0] in readme  # type: ignore[index]
     assert f"| {batch} | {' | '.join(cells)} |" in readme
+
+
+def test_what_the_readme_says_of_strategies_is_measured() -> None:
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    cells = Records(EVIDENCE / "benchmarks").read()
+    (fastest,) = slower_than_others(cells)
+    (beside_kernels,) = ratios_beside_kernels(cells)
+    won, compared = re.findall(r"in (\d+) of (\d+) comparisons", fastest)[0]
+    low, high = (float(x) for x in re.findall(r"is (\d+\.\d+) to (\d+\.\d+) at batch 8 and 16", beside_kernels)[0])
+    assert won == compared and f"in all of {compared} comparisons" in readme
+    assert f"{low:.1f} to {high:.1f} times as fast as `padded`" in readme
+    speeds = [Evidence(EVIDENCE).speeds(f"alike/opt_b{batch:02d}") for batch in (8, 16)]
+    alone = [median(over(found, (LLMA, "unpadded"), (LLMA, "padded"))) for found in speeds]
+    assert f"it is {alone[0]:.2f} and {alone[1]:.2f} times as fast" in readme
+
+
+def test_what_the_readme_says_of_adapting_is_measured() -> None:
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    costs = [100 * float(evidence(f"adapting/wrong_b{batch}.json")["cost"]) for batch in (1, 8)]  # type: ignore[arg-type]
+    assert f"a drafter never right costs {min(costs):.0f} to {max(costs):.0f} %" in readme
 
 
 def test_measured_texts_were_those_of_plain_decoding() -> None:

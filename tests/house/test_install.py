@@ -62,12 +62,16 @@ def test_a_failed_compilation_is_installed_with_its_cause(tmp_path: Path) -> Non
     compiler.write_text(script, "utf-8")
     compiler.chmod(0o755)
     folders = ["--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
+    older = tmp_path / "lib/echelon/_kernels.abi3.so"
+    older.parent.mkdir(parents=True)
+    older.write_bytes(b"of older sources")
     done = built("", "build_ext", *folders, CXX=str(compiler), CC=str(compiler))
     assert done.returncode == 0, done.stderr
     said = (tmp_path / "lib/echelon" / compiled.NOTE.name).read_text("utf-8")
     assert "compilation failed" in said
     assert "Python.h: No such file" in said
     assert "Python.h: No such file" in done.stdout, "and the compiler's own words are in the build's output"
+    assert not older.exists(), "kernels of other sources would serve without a word"
 
 
 @pytest.mark.usefixtures("without_kernels")

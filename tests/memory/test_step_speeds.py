@@ -51,7 +51,8 @@ def kept(loaded: LoadedModel) -> None:
 
     keep("steps", 1.0)
     keep("rounded", 0.5, served=settings(kv_cache_dtype="int8"))
-    keep("drafts", 1.0, CostCurve(tokens=(1,), milliseconds=(2.0,)), **key_of_drafter("draft_model", shapes="another's"))
+    of_another = key_of_drafter("draft_model", shapes="another's") | {"drafts": "chain, 3"}
+    keep("drafts", 1.0, CostCurve(tokens=(1,), milliseconds=(2.0,)), **of_another)
     keep("another", 100.0, model="LlamaForCausalLM, torch.float32, None, 0")
     keep("padded", 100.0, served=settings(strategy="padded"))
     keep("two ranks", 100.0, served=settings(tensor_parallel_size=2))
@@ -70,15 +71,26 @@ def test_what_has_not_been_measured_is_not_guessed(loaded: LoadedModel) -> None:
 @pytest.mark.usefixtures("kept")
 def test_measured_costs_say_what_each_rung_does(loaded: LoadedModel) -> None:
     lost = PlannedModels(settings(), None, loaded).speeds.lost
-    plain = settings(), None
+    plain, fewer = (settings(), None), DRAFTS.model_copy(update={"max_speculative_tokens": 1})
     assert lost(plain, (settings(max_num_seqs=1), None)) == "30% of the tokens a second", "a quarter of the rows, steps of 10 ms after 12"
     assert lost(plain, (settings(kv_cache_dtype="int8"), None)) == "a full step takes 0.50 of the time"
     assert lost(plain, (settings(quantization="int8"), None)) == UNKNOWN, "no step of these weights was measured"
     assert lost(plain, (settings(max_model_len=32), None)) == "as fast, while texts last"
     assert lost(plain, (settings(enable_prefix_caching=False), None)) == "1,000 tokens are read in 676 ms"
-    fewer = DRAFTS.model_copy(update={"max_speculative_tokens": 1})
     drawn = 12 + 8 * (4 / 12)  # of 8 tokens
+    assert lost((settings(), DRAFTS), (settings(), fewer)) == UNKNOWN, "no model is known that drafts"
+    keep_drafts_of(loaded)
+    lost = PlannedModels(settings(), DRAFTS, loaded, loaded).speeds.lost
     assert lost((settings(), DRAFTS), (settings(), fewer)) == f"a full step takes {(drawn + 2) / (20 + 3 * 2):.2f} of the time"
+
+
+def keep_drafts_of(draft: LoadedModel, quantization: str | None = None, drafts: str = "chain, 3") -> CostRecord:
+    """The costs that are kept of another draft model, as those of this one."""
+    record = next(record for record in all_costs() if "drafter" in record.key)
+    own = key_of_drafter("draft_model", quantization, shapes_of(draft.model)) | {"drafts": drafts}
+    record = record.model_copy(update={"key": record.key | own})
+    write_costs(cache_folder() / "costs" / f"{quantization} {drafts}.json", record)
+    return record
 
 
 @pytest.mark.usefixtures("kept")
@@ -113,13 +125,25 @@ def test_a_level_of_a_tree_is_priced_by_its_rows() -> None:
 def test_costs_of_another_draft_model_do_not_serve(loaded: LoadedModel) -> None:
     drafts = speculative({"method": "draft_model", "max_speculative_tokens": 3})
     assert PlannedModels(settings(), drafts, loaded, loaded).speeds.table(settings(), drafts) is None
-    (record,) = [record for record in all_costs() if "drafter" in record.key]
-    for quantization in ("int8", None):
-        own = key_of_drafter("draft_model", quantization, shapes_of(loaded.model))
-        write_costs(cache_folder() / "costs" / f"{quantization}.json", record.model_copy(update={"key": record.key | own}))
+    for quantization, shape in (("int8", "chain"), (None, "dynamic 4 5 None"), (None, "chain")):
+        record = keep_drafts_of(loaded, quantization, f"{shape}, 8")
         found = PlannedModels(settings(), drafts, loaded, loaded).speeds.table(settings(), drafts)
-        assert (found is None) == (quantization is not None), "the same shapes in other bits take another time"
-    assert PlannedModels(settings(), drafts, loaded, loaded).speeds.table(settings(), drafts) == record.table
+        is_own = (quantization, shape) == (None, "chain")
+        assert found == (record.table if is_own else None), "in other bits, and with wider levels, drafting takes another time"
+
+
+@pytest.mark.usefixtures("kept")
+def test_what_drafts_without_having_been_measured_pays_from_nowhere_known(loaded: LoadedModel, tmp_path: Path) -> None:
+    """A model's own copy in 4 bits, and a head that is not loaded, by the costs of a draft model or another head."""
+    loaded.model.save_pretrained(tmp_path / "m")
+    keep_drafts_of(loaded)
+    found = least_memory(PlannedModels(settings(), None, tmp_path / "m"), settings(), None)
+    assert {least.method for least in found} == {"none", "ngram", "draft_model"}
+    assert all("not measured" in least.pays for least in found if least.method == "draft_model")
+    (record,) = [record for record in all_costs() if record.key.get("drafter_shapes") == shapes_of(loaded.model)]
+    write_costs(cache_folder() / "costs" / "head.json", record.model_copy(update={"key": record.key | {"drafter": "eagle"}}))
+    head = SpeculativeConfig(method="eagle", model="head")
+    assert PlannedModels(settings(), head, loaded).speeds.table(settings(), head) is None
 
 
 DRAFTERS: list[dict[str, Any] | None] = [None, {"method": "ngram"}, {"method": "draft_model", "model": "self:int4"}]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import toys
+from decoders import decoders
 from safetensors.torch import load_file, save_file
 from transformers import (
     BloomConfig,
@@ -27,6 +28,8 @@ from echelon.config import SpeculativeConfig
 from echelon.demo import DRAFT, TARGET
 from echelon.model.load.loading import load_model, load_plain
 from echelon.model.load.selftest import self_test
+
+DECODERS = decoders(12, 32)
 
 
 @pytest.fixture
@@ -244,6 +247,15 @@ def test_embedded_pair_is_what_it_says() -> None:
     assert max(p.stat().st_size for p in files) < 16 * 2**20
     chat = target.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
     assert chat == "<|user|>\nhi<|end|>\n<|assistant|>\n"
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_every_decoder_is_loaded_as_transformers_runs_it(name: str, tmp_path: Path) -> None:
+    """Also where it has no attention but its own, as Gemma-2 and GPT-OSS: to train heads, and to be compared with."""
+    cls, config = DECODERS[name]
+    cls(config).save_pretrained(tmp_path)
+    model, _ = load_plain(tmp_path)
+    assert type(model) is cls and model.config._attn_implementation == ("sdpa" if cls._supports_sdpa else "eager")
 
 
 def test_plain_loading_leaves_the_model_alone(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from echelon.bench import serve as bench_serve
 from echelon.cli import main
 from echelon.sampling import Logprobs
 from echelon.sequence import state_of
+from echelon.server import serializers
 from echelon.server.config import ServerConfig, id_of, read_keys
 from echelon.server.protocol import ChatMessage, ChatRequest, CompletionRequest, DetokenizeRequest, StreamOptions
 from echelon.server.serializers import GenerationJob, Serializer, StreamSerializer
@@ -770,6 +771,47 @@ def test_an_answer_is_built_beside_the_event_loop(client: httpx.Client, path: st
     del body["logprobs"]
     assert client.post(path, json=body | {"max_tokens": 2}).status_code == 200
     assert [name.partition("_")[0] == "echelon-text" for name in threads] == [True, False]
+
+
+def test_an_echo_is_streamed_from_beside_the_event_loop(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log-probabilities of a long prompt take their time; where its tokens lie is found once for all samples."""
+    threads, found = list[str](), list[int]()
+    head, offsets = StreamSerializer._head, serializers.text_offsets
+
+    def noted(self: StreamSerializer, *given: Any) -> Any:
+        threads.append(threading.current_thread().name.partition("_")[0])
+        return head(self, *given)
+
+    def counted(decoder: Any, tokens: Any, text: str) -> list[int]:
+        found.append(len(tokens))
+        return offsets(decoder, tokens, text)
+
+    monkeypatch.setattr(StreamSerializer, "_head", noted)
+    monkeypatch.setattr(serializers, "text_offsets", counted)
+    body = {"prompt": PROMPTS[0], "max_tokens": 2, "n": 3, "stream": True}
+    events(client, body | {"echo": True, "logprobs": 0})
+    assert threads == ["echelon-text"] * 3 and len(found) == 1
+    events(client, body | {"logprobs": 0})
+    assert "echelon-text" not in threads[3:]
+
+
+def test_an_echo_waits_for_its_prompt_in_every_strategy() -> None:
+    """Rows of a rectangle read a prompt side by side, and the one without log-probabilities is done with it sooner."""
+    body = {"prompt": PROMPTS[2] * 30, "max_tokens": 3, "n": 2, "seed": 1, "echo": True, "logprobs": 1}
+    with servers.serving(servers.build(strategy="padded", max_num_seqs=2)) as running, running.client() as client:
+        whole = client.post(COMPLETIONS, json=body).json()["choices"]
+        streamed = [list[Any]() for _ in range(2)]
+        for event in events(client, body | {"stream": True}):
+            for choice in event["choices"]:
+                streamed[choice["index"]] += (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
+    assert streamed == [c["logprobs"]["token_logprobs"] for c in whole] and len(streamed[0]) > 70
+
+
+def test_of_tokens_with_one_text_the_chosen_one_is_told(running: Running) -> None:
+    serializer = Serializer(running.llm)
+    serializer._pieces.update({1: "the", 2: "the", 3: "a"})
+    assert serializer._top(Logprobs(2, -3.0, 2, {1: -0.1, 3: -4.0})) == {"the": -3.0, "a": -4.0}
+    assert serializer._top(Logprobs(3, -4.0, 3, {1: -0.1, 2: -3.0})) == {"a": -4.0, "the": -0.1}
 
 
 def test_a_full_server_says_so() -> None:

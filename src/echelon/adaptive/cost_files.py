@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from echelon.adaptive.cost_table import CostTable
-from echelon.config import EngineConfig
+from echelon.config import EngineConfig, SpeculativeConfig
 from echelon.errors import ConfigError, EchelonError
 from echelon.inputs import cache_folder, first_line, write_text
 from echelon.ops import compiled
@@ -65,6 +65,20 @@ def key_of_drafter(method: str, quantization: str | None = None, shapes: str = "
     return {"drafter": method, "drafter_quantization": str(quantization), "drafter_shapes": shapes}
 
 
+def key_of_drafts(spec: SpeculativeConfig) -> dict[str, str]:
+    """How drafts grow, and how far: drafting is measured at the width of a level."""
+    return {"drafts": f"{_shape_of(spec)}, {spec.most_tokens}"}
+
+
+def grows_as(spec: SpeculativeConfig, key: Mapping[str, str]) -> bool:
+    """Whether costs of this key are of drafts of the shape of `spec`, however many tokens they have."""
+    return key.get("drafts", "").rpartition(", ")[0] == _shape_of(spec)
+
+
+def _shape_of(spec: SpeculativeConfig) -> str:
+    return f"{spec.tree} {spec.tree_top_k} {spec.tree_depth} {spec.speculative_token_tree}" if spec.grows_trees else spec.tree
+
+
 def shapes_of(module: torch.nn.Module, dtype: torch.dtype | None = None) -> str:
     """A short hash of names, shapes and types of its parameters, or of `dtype` for all: models of the same shapes cost the same."""
     lines = [f"{name} {tuple(p.shape)} {dtype or p.dtype}" for name, p in module.named_parameters()]
@@ -99,7 +113,7 @@ def _keep(record: CostRecord) -> None:
         path = _path(record.key)
         partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
         try:
-            write_costs(partial, record).replace(path)
+            write_costs(partial, record, "XDG_CACHE_HOME").replace(path)
         finally:
             partial.unlink(missing_ok=True)
     except (EchelonError, OSError, RuntimeError) as error:
@@ -141,9 +155,9 @@ def read_costs(path: str | Path) -> CostRecord:
         raise ConfigError(f"{str(path)!r} holds no cost table ({first_line(error)}); {remedy}") from error
 
 
-def write_costs(path: Path, record: CostRecord) -> Path:
-    """Write a table as JSON."""
-    return write_text(path, json.dumps(record.model_dump(), indent=1) + "\n", "--cost-table")
+def write_costs(path: Path, record: CostRecord, chosen_by: str = "--cost-table") -> Path:
+    """Write a table as JSON; where that fails, the error says what chooses the place."""
+    return write_text(path, json.dumps(record.model_dump(), indent=1) + "\n", chosen_by)
 
 
 def _folder() -> Path:

@@ -7,7 +7,7 @@ import inspect
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -193,11 +193,10 @@ def drafter_in(name: str, target: LoadedModel) -> Head | LoadedModel:
     ------
     EchelonError  it cannot be read, or does not fit
     """
-    try:
+    with suppress(UnknownHeadError):  # what was read of it goes with the error, before the model is read
         return load_head(name, target.model)
-    except UnknownHeadError:
-        check_vocabularies(target, draft := load_model(name, device=target.device.type))
-        return draft
+    check_vocabularies(target, draft := load_model(name, device=target.device.type))
+    return draft
 
 
 def _flag(name: str) -> str:

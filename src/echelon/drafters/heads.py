@@ -37,7 +37,7 @@ from echelon.sequence import PlannedRow, Sequence
 from echelon.stats import Occupancy, Usage
 from echelon.trees import Forest, Growth
 
-MOST_UNREAD = 256  # tokens of a row from which on they are read, whether it drafts or not
+MOST_UNREAD = 256  # tokens of a row before which they are read, whether it drafts or not
 MOST_AT_ONCE = 2048  # of several rows that are read in one pass
 
 
@@ -83,7 +83,7 @@ def head_for(config: SpeculativeConfig | None, target: LoadedModel, given: Head 
     if head is None:
         head = load_head(config.named_model(), target.model)
         head.keep(config.longest_path)
-        serve_head(head, target.is_fast, config.quantization)
+    serve_head(head, target.is_fast, config.quantization)
     if head.method != config.method:
         raise ConfigError(f"the head is one of method {head.method!r}, not {config.method!r}; change the key 'method'")
     return head
@@ -197,7 +197,7 @@ class HeadDrafter(Drafter):
         """Note what was kept; `hidden_states` [T, F] of all tokens of the step. Prompts are read at once, as the target reads them."""
         assert hidden_states is not None, "the target was not asked for hidden states"
         following = [_following(row, kept) for row, kept in zip(rows, verdict, strict=True)]
-        prompts, full = list[int](), list[int]()
+        prompts, waiting = list[int](), list[int]()
         features = self._features(rows, verdict, following, hidden_states)
         is_shared = sum(map(len, features)) == len(rows)  # one token each; else what waits keeps nothing of other rows in memory
         for row, tokens, own_features in zip(rows, following, features, strict=True):
@@ -206,14 +206,23 @@ class HeadDrafter(Drafter):
                 self._drop(number)
             elif is_prompt:
                 prompts.append(number)
-            elif len(self._unread[number].tokens) >= MOST_UNREAD:
-                full.append(number)
-        self._read(prompts + full[: MOST_AT_ONCE // MOST_UNREAD])  # the others in the steps that follow: none may take long
+            else:
+                waiting.append(number)
+        self._read(prompts + self._due(waiting))
         tables = self.cache.tables if self.cache is not None else None
         for number in [row.sequence.id for row in rows]:
             if tables is not None and number in tables:  # what was drafted goes; what waits has its room
                 unread = self._unread.get(number)
                 tables.commit(number, tables.num_cached(number), 0 if unread is None else unread.end)
+
+    def _due(self, waiting: SequenceOf[int]) -> list[int]:
+        """Those of these rows that are read though they do not draft: the fullest, one in most steps, since none may take long; and so soon
+        that none waits with MOST_UNREAD tokens before its turn, one a step, comes.
+        """
+        at_once = max(1, -(-len(waiting) // (MOST_UNREAD // 2)))
+        least = MOST_UNREAD - len(waiting) // at_once
+        counts = {number: len(self._unread[number].tokens) for number in waiting}
+        return sorted((n for n in waiting if counts[n] >= least), key=lambda n: -counts[n])[:at_once]
 
     def _features(
         self, rows: SequenceOf[PlannedRow], verdict: Verdict, following: SequenceOf[list[int]], hidden_states: Tensor

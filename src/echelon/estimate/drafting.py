@@ -82,12 +82,15 @@ def _chain_tokens(chance: float, drafted: int) -> float:
 
 @dataclass(frozen=True)
 class DraftingCost:
-    """Drafting of one step on the engine's device: its levels, entries of weights that it adds, and what it comes to."""
+    """Drafting of one step on the engine's device: its levels, entries of weights that it adds, what it comes to, and bytes of keys and
+    values that it keeps of a token.
+    """
 
     levels: tuple[Level, ...]
     numbers: int
     drafted: int
     emitted: float
+    kv_bytes: int = 0
 
     def seconds(self, device: Device, dtype: str, bytes_each: int, rows: int) -> float:
         """Seconds of all levels, for so many rows."""
@@ -108,10 +111,13 @@ def acceptance_of(spec: SpeculativeConfig, tokens_per_step: float | None) -> Acc
     ------
     ConfigError  nothing is given and nothing has been published, or it cannot be
     """
-    most = spec.most_tokens
+    most, longest = spec.most_tokens, spec.longest_path
     if tokens_per_step is not None:
-        if not 1.0 <= tokens_per_step <= 1 + most:
-            raise ConfigError(f"--tokens-per-step {tokens_per_step:g} is not between 1 and {1 + most}: {most} tokens are drafted at most")
+        if not 1.0 <= tokens_per_step <= 1 + longest:
+            raise ConfigError(
+                f"--tokens-per-step {tokens_per_step:g} is not between 1 and {1 + longest}: {longest} tokens are drafted one after the "
+                "other at most"
+            )
         return Acceptance(tokens_per_step, most, spec.grows_trees)
     published = PUBLISHED.get((spec.method, spec.grows_trees))
     if published is None:
@@ -130,19 +136,22 @@ def drafting_of(spec: SpeculativeConfig, target: PaperModel, acceptance: Accepta
     if spec.quantization is not None:
         raise ConfigError("on paper what drafts has 16 or 32 bits; leave 'quantization' out of the speculative config")
     used = spec if spec.num_speculative_tokens == drafted else replaced(spec, drafted)
-    depth, width, emitted = used.longest_path, float(used.usual_level), acceptance.at(drafted)
+    depth, width = used.longest_path, float(used.usual_level)
+    emitted = min(acceptance.at(drafted), 1.0 + depth)
     needs = METHODS[spec.method].needs
     if needs == "nothing":
         return DraftingCost((), 0, drafted, emitted)
     if needs == "model":
         held = _draft_model(used, dtype)
-        return DraftingCost((Level(held, emitted), *(Level(held, width) for _ in range(depth - 1))), held.numbers, drafted, emitted)
-    read, extended, output, numbers = counted_head(spec.method, target, **head_class(spec.method).options_for(depth))
+        return DraftingCost(
+            (Level(held, emitted), *(Level(held, width) for _ in range(depth - 1))), held.numbers, drafted, emitted, held.kv_bytes
+        )
+    read, extended, output, numbers, kv_bytes = counted_head(spec.method, target, **head_class(spec.method).options_for(depth))
     places = width if extended.matrices else 1.0  # heads that do not look at what was drafted say the same everywhere
     levels = [Level(read, emitted), Level(output, 1.0)]
     for _ in range(depth - 1):
         levels += [Level(extended, places), Level(output, places)]
-    return DraftingCost(tuple(level for level in levels if level.held.matrices), numbers, drafted, emitted)
+    return DraftingCost(tuple(level for level in levels if level.held.matrices), numbers, drafted, emitted, kv_bytes)
 
 
 def replaced(spec: SpeculativeConfig, drafted: int) -> SpeculativeConfig:
@@ -158,16 +167,16 @@ def _draft_model(spec: SpeculativeConfig, dtype: str) -> Held:
     return sum(parts.layers, parts.before + parts.after)
 
 
-def counted_head(method: str, target: PaperModel, **options: Any) -> tuple[Held, Held, Held, int]:
-    """What a head multiplies by when it reads a token of the text, when it goes on from a drafted one, and for logits; and the entries of
-    its weights.
+def counted_head(method: str, target: PaperModel, **options: Any) -> tuple[Held, Held, Held, int, int]:
+    """What a head multiplies by when it reads a token of the text, when it goes on from a drafted one, and for logits; the entries of its
+    weights, and bytes of a token's keys and values.
     """
     with torch.device("meta"):
         head = build_head(method, target.model, **options).to(target.model.dtype)
         features = torch.zeros(1, len(head.hidden_state_names) * target.hidden_size, dtype=target.model.dtype)
-        zero = torch.zeros(1, dtype=torch.int64)
+        zero, reading = torch.zeros(1, dtype=torch.int64), RecordingAttention()
     calls: list[Callable[[Any], Any]] = [
-        lambda _: head.encode(features, zero, zero, **{CONTEXT_KEYWORD: RecordingAttention()}),
+        lambda _: head.encode(features, zero, zero, **{CONTEXT_KEYWORD: reading}),
         lambda states: head.extend(states, zero, zero, 1, **{CONTEXT_KEYWORD: RecordingAttention()}),
         lambda states: (head.draft_logits(states, 0), states)[1],
     ]
@@ -177,7 +186,8 @@ def counted_head(method: str, target: PaperModel, **options: Any) -> tuple[Held,
             with _counting(head, target.model) as held:
                 states = call(states)
             found.append(sum(held, Held()))
-    return found[0], found[1], found[2], sum(t.numel() for t in (*head.parameters(), *head.buffers()))
+    kv_bytes = sum(shape.bytes_per_token(target.dtype) for shape in reading.shapes.values())
+    return found[0], found[1], found[2], sum(t.numel() for t in (*head.parameters(), *head.buffers())), kv_bytes
 
 
 @contextmanager

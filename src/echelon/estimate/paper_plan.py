@@ -139,13 +139,14 @@ class PaperPlan:
         size, is_first = self.planned.dtype.itemsize, part.stage == part.rank == 0
         vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
         logits = rows * (1 + nodes) * vocabulary * LOGIT_BYTES if is_first else 0
+        drafting = self.drafting if is_first else None
         return DeviceBytes(
             part.stage,
             part.rank,
             part.held.layers,
             part.weight_bytes(size),
-            self.drafting.numbers * size if self.drafting is not None and is_first else 0,
-            rows * (self.max_len + nodes) * part.held.kv_bytes,
+            drafting.numbers * size if drafting is not None else 0,
+            rows * (self.max_len + nodes) * (part.held.kv_bytes + (drafting.kv_bytes if drafting is not None else 0)),
             fed_tokens(self.config, self.spec, self.max_len) * self._pass_bytes + logits,
         )
 

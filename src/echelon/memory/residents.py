@@ -9,6 +9,7 @@ from functools import cached_property
 import psutil
 import torch
 
+from echelon.adaptive.cost_files import key_of_drafter, shapes_of
 from echelon.checkpoint.folder import Folder
 from echelon.checkpoint.tensors import WEIGHTS, open_weights, weight_headers
 from echelon.config import EngineConfig, SpeculativeConfig
@@ -67,9 +68,17 @@ class PlannedModels:
     @cached_property
     def speeds(self) -> StepSpeeds:
         """What steps of the target have cost on this machine."""
-        copy = self._read_again if self._spec is not None and self._spec.own_copy is not None else self._draft
-        bits = None if self._spec is None else self._spec.own_copy or self._spec.quantization
-        return StepSpeeds(self.device, self._served(self._target, None), None if copy is None else self._served(copy, bits))
+        return StepSpeeds(self.device, self._served(self._target, None), self._drafter_key)
+
+    def _drafter_key(self, spec: SpeculativeConfig) -> dict[str, str] | None:
+        """What drafts, as costs are kept by it; None for a head that is not loaded, and where no model is known."""
+        if spec.is_head:
+            return None if self._given_head is None else key_of_drafter(spec.method, spec.quantization, shapes_of(self._given_head))
+        drafts = self._read_again if spec.own_copy is not None else self._draft
+        if drafts is None:
+            return None
+        served = self._served(drafts, spec.own_copy or spec.quantization)
+        return key_of_drafter(spec.method, served.quantization, shapes_of(served.module, served.dtype))
 
     @property
     def context(self) -> int:

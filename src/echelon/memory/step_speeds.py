@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from echelon.adaptive.cost_files import all_costs, key_of_drafter, key_of_model, key_of_steps, shapes_of
+from echelon.adaptive.cost_files import CostRecord, all_costs, grows_as, key_of_model, key_of_steps
 from echelon.adaptive.cost_table import CostTable
 from echelon.config import EngineConfig, SpeculativeConfig, most_drafted
 from echelon.methods import METHODS
@@ -30,26 +31,27 @@ class ServedModel(NamedTuple):
 
 
 class StepSpeeds:
-    """Costs of the target's steps that have been kept on this machine; `draft`: a model that drafts beside it."""
+    """Costs of the target's steps that have been kept on this machine; `drafter_key`: what drafts by settings, as `key_of_drafter` has it,
+    None where its shapes are not known.
+    """
 
-    def __init__(self, device: torch.device, target: ServedModel, draft: ServedModel | None = None) -> None:
-        self._device, self._target, self._draft = device, target, draft
+    def __init__(
+        self, device: torch.device, target: ServedModel, drafter_key: Callable[[SpeculativeConfig], dict[str, str] | None]
+    ) -> None:
+        self._device, self._target, self._drafter_key = device, target, drafter_key
 
     def table(self, config: EngineConfig, spec: SpeculativeConfig | None) -> CostTable | None:
         """The newest costs of steps with such weights, keys and values, and of drafting where something is made to draft; None where they
         have not been measured.
         """
         wanted = key_of_steps(config, self._device, self._target.key(config.quantization))
-        drafts = spec is not None and METHODS[spec.method].needs != "nothing"
-        if spec is not None and drafts:
-            wanted |= {"drafter": spec.method} if self._draft is None else self._key_of_draft(spec.method, self._draft)
-        kept = (record.table for record in reversed(all_costs()) if wanted.items() <= record.key.items())
-        table = next(kept, None)
-        return table if table is None or drafts else table.without_drafting()
-
-    @staticmethod
-    def _key_of_draft(method: str, draft: ServedModel) -> dict[str, str]:
-        return key_of_drafter(method, draft.quantization, shapes_of(draft.module, draft.dtype))
+        if spec is None or METHODS[spec.method].needs == "nothing":
+            table = next((record.table for record in _kept(wanted)), None)
+            return None if table is None else table.without_drafting()
+        drafter = self._drafter_key(spec)
+        if drafter is None:
+            return None
+        return next((record.table for record in _kept(wanted | drafter) if grows_as(spec, record.key)), None)
 
     def lost(self, before: tuple[EngineConfig, SpeculativeConfig | None], after: tuple[EngineConfig, SpeculativeConfig | None]) -> str:
         """What is expected of the speed after settings have changed: of prefixes that are not kept the time to read them, of fewer rows all
@@ -67,6 +69,11 @@ class StepSpeeds:
         if config.max_num_seqs != changed.max_num_seqs:
             return f"{changed.max_num_seqs / config.max_num_seqs / taken:.0%} of the tokens a second"
         return f"a full step takes {taken:.2f} of the time"
+
+
+def _kept(wanted: dict[str, str]) -> Iterator[CostRecord]:
+    """The records of these costs, the newest first."""
+    return (record for record in reversed(all_costs()) if wanted.items() <= record.key.items())
 
 
 def milliseconds(costs: CostTable, config: EngineConfig, spec: SpeculativeConfig | None) -> float:

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing, asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -183,9 +184,14 @@ class Service:
         async with aclosing(updates):  # type: ignore[type-var]
             async for handle in updates:
                 states = _checked(handle.states)
-                if chunks := b"".join(stream.chunks(states)):
+                build = partial(_joined, stream, states)
+                if chunks := await self.in_thread(build) if stream.takes_time else build():
                     yield chunks
         yield b"".join(stream.end(states))
+
+
+def _joined(stream: StreamSerializer, states: list[RowState]) -> bytes:
+    return b"".join(stream.chunks(states))
 
 
 def _checked(states: list[RowState]) -> list[RowState]:

@@ -55,6 +55,9 @@ class GenerationJob:
     prompts: list[list[Sequence]]
     body: CompletionRequest | ChatRequest
     echo: list[str] | None = None  # texts of the prompts
+    prompt_offsets: dict[int, list[int]] = field(
+        default_factory=dict
+    )  # where their tokens' texts begin, by their first sample; as asked for
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -195,7 +198,7 @@ class Serializer:
         if echo is not None:
             prompt = sequence.tokens[: sequence.num_prompt_tokens]
             entries = [None, *_prompt_logprobs(job, sequence), *entries]
-            offsets = self._prompt_offsets(prompt, echo) + offsets
+            offsets = self._prompt_offsets(job, sequence, echo) + offsets
             tokens = prompt + tokens
         return CompletionLogprobs(
             tokens=[self.piece(token) for token, _ in zip(tokens, entries, strict=True)],
@@ -204,14 +207,18 @@ class Serializer:
             text_offset=offsets,
         )
 
-    def _prompt_offsets(self, tokens: list[int], text: str) -> list[int]:
-        tokenizer = self.llm.target.tokenizer
-        return text_offsets(tokenizer, tokens, text) if tokenizer is not None else [0] * len(tokens)
+    def _prompt_offsets(self, job: GenerationJob, sequence: Sequence, text: str) -> list[int]:
+        """Found once for all samples of a prompt."""
+        first, tokenizer = _samples(job, sequence)[0], self.llm.target.tokenizer
+        if first.id not in job.prompt_offsets:
+            tokens = sequence.tokens[: sequence.num_prompt_tokens]
+            job.prompt_offsets[first.id] = text_offsets(tokenizer, tokens, text) if tokenizer is not None else [0] * len(tokens)
+        return job.prompt_offsets[first.id]
 
     def _top(self, entry: Logprobs) -> dict[str, float]:
-        """By text; of tokens with the same text the likeliest."""
+        """By text; of tokens with the same text the one that the entry is of, or the likeliest."""
         top: dict[str, float] = {}
-        for token, logprob in (*entry.top.items(), (entry.token, entry.logprob)):
+        for token, logprob in ((entry.token, entry.logprob), *entry.top.items()):
             top.setdefault(self.piece(token), _finite(logprob))
         return top
 
@@ -249,6 +256,16 @@ class StreamSerializer:
             logprobs = self._serializer.completion_logprobs(self._job, sequence, 0, 0, len(text), text)
             yield self._event(i, {"text": text}, logprobs, None)
 
+    @property
+    def takes_time(self) -> bool:
+        """Whether the next chunks may have the log-probabilities of a whole prompt."""
+        return self._job.echo is not None and self._job.has_logprobs and not all(self._has_begun)
+
+    def _is_prompt_told(self, sequence: Sequence) -> bool:
+        """Whether all of a prompt's log-probabilities are known that its echo shows."""
+        is_shown = self._job.echo is not None and self._job.has_logprobs
+        return not is_shown or len(_prompt_logprobs(self._job, sequence)) == sequence.num_prompt_tokens - 1
+
     def chunks(self, states: SequenceOf[RowState]) -> Iterator[bytes]:
         """Chunks of what is new since the last call."""
         for i, (sequence, state) in enumerate(zip(self._job.sequences, states, strict=True)):
@@ -256,6 +273,8 @@ class StreamSerializer:
                 continue
             is_last = state.reason is not None
             if not self._has_begun[i] and (state.num_tokens or is_last):
+                if not self._is_prompt_told(sequence):
+                    continue  # the sample that reads it has not come to its end
                 yield from self._head(i, sequence)
             end = num_shown(state.text, sequence.params.stop, is_last)
             begin = self._num_characters[i]
@@ -368,8 +387,12 @@ def _offsets(sequence: Sequence, start: int, end: int) -> list[int]:
 
 def _prompt_logprobs(job: GenerationJob, sequence: Sequence) -> list[Logprobs]:
     """Samples share their prompt's keys and values: only the one that read the prompt has its logprobs."""
-    samples = next(samples for samples in job.prompts if any(s is sequence for s in samples))
-    return max((s.prompt_logprobs for s in samples), key=len)
+    return max((s.prompt_logprobs for s in _samples(job, sequence)), key=len)
+
+
+def _samples(job: GenerationJob, sequence: Sequence) -> list[Sequence]:
+    """All samples of a sample's prompt."""
+    return next(samples for samples in job.prompts if any(s is sequence for s in samples))
 
 
 def _mean_logprob(sequence: Sequence) -> float:

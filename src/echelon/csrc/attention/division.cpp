@@ -26,38 +26,43 @@ Sections sections_of(const Keys& keys) {
   return {first, (keys.end + key_section - 1) / key_section - first};
 }
 
-// Units of one section each instead of units of all keys.
-void split_keys(const AttentionCall& call, Division& division) {
-  std::vector<AttentionUnit> whole;
-  std::swap(whole, division.units);
-  for (auto unit : whole) {
-    const auto [first, count] = sections_of(keys_of(call, unit));
+// Units of one section each instead of one of all keys.
+void split_keys(const AttentionCall& call, AttentionUnit unit, const Sections& sections, Division& division) {
+  unit.partial = division.num_partials;
+  division.combinations.emplace_back(unit, sections.count);
+  for (int64_t i = sections.first; i < sections.first + sections.count; ++i, division.num_partials += partial_size(call, unit)) {
+    unit.key_begin = i * key_section;
+    unit.key_end = unit.key_begin + key_section;
     unit.partial = division.num_partials;
-    division.combinations.emplace_back(unit, count);
-    for (int64_t i = first; i < first + count; ++i, division.num_partials += partial_size(call, unit)) {
-      unit.key_begin = i * key_section;
-      unit.key_end = unit.key_begin + key_section;
-      unit.partial = division.num_partials;
-      division.units.push_back(unit);
-    }
+    division.units.push_back(unit);
   }
 }
 
 }  // namespace
 
 Division divide(const AttentionCall& call, int64_t num_threads) {
-  const int64_t at_once = tokens_per_unit(call), enough = 4 * num_threads;
-  int64_t blocks = 0;
-  for (int64_t row = 0; row < call.num_rows; ++row) blocks += (call.indptr[row + 1] - call.indptr[row] + at_once - 1) / at_once;
-  const int64_t heads_at_once = std::clamp<int64_t>(call.num_kv_heads * blocks / enough, 1, call.num_kv_heads);
-  Division division;
+  const int64_t at_once = tokens_per_unit(call), heads = call.num_kv_heads;
+  std::vector<std::pair<AttentionUnit, Keys>> blocks;  // of a row's tokens, with all heads
+  int64_t total = 0;
   for (int64_t row = 0; row < call.num_rows; ++row)
-    for (int64_t token = call.indptr[row]; token < call.indptr[row + 1]; token += at_once)
-      for (int64_t head = 0; head < call.num_kv_heads; head += heads_at_once)
-        division.units.push_back({row, token, std::min<int64_t>(token + at_once, call.indptr[row + 1]), head,
-                                  std::min(head + heads_at_once, call.num_kv_heads), 0, INT64_MAX, -1});
-  const auto is_long = [&](const AttentionUnit& unit) { return sections_of(keys_of(call, unit)).count > 1; };
-  if (blocks * call.num_kv_heads < enough && std::ranges::any_of(division.units, is_long)) split_keys(call, division);
+    for (int64_t token = call.indptr[row]; token < call.indptr[row + 1]; token += at_once) {
+      const AttentionUnit block{row, token, std::min<int64_t>(token + at_once, call.indptr[row + 1]), 0, heads, 0, INT64_MAX, -1};
+      blocks.emplace_back(block, keys_of(call, block));
+      total += blocks.back().second.count();
+    }
+  const int64_t share = total * heads / (4 * num_threads);  // keys that a unit sees, each head's for itself; those that cannot be divided may see more
+  Division division;
+  for (auto [unit, keys] : blocks) {
+    const int64_t heads_at_once = std::clamp<int64_t>(share / std::max<int64_t>(keys.count(), 1), 1, heads);
+    const Sections sections = sections_of(keys);
+    for (int64_t head = 0; head < heads; head += heads_at_once) {
+      unit.head_begin = head, unit.head_end = std::min(head + heads_at_once, heads);
+      if (keys.count() > share && sections.count > 1)
+        split_keys(call, unit, sections, division);
+      else
+        division.units.push_back(unit);
+    }
+  }
   const auto cost = [&](const AttentionUnit& unit) { return keys_of(call, unit).count() * (unit.head_end - unit.head_begin); };
   std::stable_sort(division.units.begin(), division.units.end(), [&](const auto& a, const auto& b) { return cost(a) > cost(b); });  // long ones first
   return division;

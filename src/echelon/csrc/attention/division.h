@@ -16,8 +16,8 @@ struct Division {
   int64_t num_partials = 0;
 };
 
-// Pieces that none of `num_threads` need wait for: blocks of a row's tokens; some heads of these where there would be too few; then sections
-// of keys.
+// Pieces that none of `num_threads` need wait for, a quarter of a thread's share of all keys each: blocks of a row's tokens, of these some
+// heads, and of a head sections of keys. However long one row is among short ones, all threads have as much to do.
 Division divide(const AttentionCall& call, int64_t num_threads);
 
 // Whether two calls of the same rows are divided alike.

@@ -192,6 +192,55 @@ void check_type(Random& random) {
 
 }  // namespace
 
+// Each head of each token sees all of its keys once, sections in order, and no unit that could be smaller has more than its share of keys.
+void check_division(Random& random) {
+  const int64_t rows = between(random, 1, 9), group = between(random, 1, between(random, 0, 9) ? 4 : 70), kv_heads = between(random, 1, 8),
+                threads = between(random, 1, 16);
+  std::vector<int32_t> positions, indptr{0};
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t before = between(random, 0, between(random, 0, 3) ? 700 : 40000), tokens = between(random, 1, between(random, 0, 3) ? 4 : 200);
+    for (int64_t i = 0; i < tokens; ++i) positions.push_back(static_cast<int32_t>(before + i));
+    indptr.push_back(static_cast<int32_t>(positions.size()));
+  }
+  AttentionCall call{};
+  call.num_rows = rows, call.num_heads = group * kv_heads, call.num_kv_heads = kv_heads, call.value_size = 8;
+  call.positions = positions.data(), call.indptr = indptr.data(), call.window = between(random, 0, 2) ? 0 : between(random, 1, 2000);
+  const Division division = divide(call, threads);
+  const auto keys_of = [&](const AttentionUnit& unit, int64_t token) {
+    const int64_t position = positions[static_cast<size_t>(token)], first = call.window ? std::max<int64_t>(0, position - call.window + 1) : 0;
+    return std::pair{std::max(unit.key_begin, first), std::min(unit.key_end, position + 1)};
+  };
+  std::vector<int64_t> seen(positions.size() * static_cast<size_t>(kv_heads)), costs;
+  int64_t total = 0, num_partial = 0;
+  for (const AttentionUnit& unit : division.units) {
+    expect(indptr[static_cast<size_t>(unit.row)] <= unit.token_begin && unit.token_end <= indptr[static_cast<size_t>(unit.row) + 1], "a row's tokens");
+    expect(unit.token_end - unit.token_begin <= tokens_per_unit(call), "not too many tokens");
+    int64_t first = INT64_MAX, end = 0;
+    for (int64_t token = unit.token_begin; token < unit.token_end; ++token) {
+      const auto [begin, last] = keys_of(unit, token);
+      first = std::min(first, begin), end = std::max(end, last);
+      for (int64_t head = unit.head_begin; head < unit.head_end; ++head)
+        seen[static_cast<size_t>(token * kv_heads + head)] += std::max<int64_t>(0, last - begin);
+    }
+    costs.push_back((end - first) * (unit.head_end - unit.head_begin));
+    total += costs.back(), num_partial += unit.partial >= 0;
+    expect(unit.partial < 0 || unit.partial + partial_size(call, unit) <= division.num_partials, "partials lie in their memory");
+  }
+  for (size_t i = 0; i < seen.size(); ++i) {
+    const int64_t position = positions[i / static_cast<size_t>(kv_heads)];
+    expect(seen[i] == (call.window ? std::min(call.window, position + 1) : position + 1), "every key is seen once");
+  }
+  for (const auto& [unit, count] : division.combinations) num_partial -= count;
+  expect(num_partial == 0, "every section is combined");
+  const int64_t share = total / (4 * threads) + 1;
+  for (size_t i = 0; i < costs.size(); ++i) {
+    const AttentionUnit& unit = division.units[i];
+    const bool is_least = unit.head_end - unit.head_begin == 1 && (unit.partial >= 0 || costs[i] <= key_section);
+    expect(is_least || costs[i] <= share, "no unit that could be smaller has more than its share");
+    expect(i == 0 || costs[i] <= costs[i - 1], "long ones come first");
+  }
+}
+
 void check_attention(Random& random) {
   const std::vector<std::string> isas = offered_isas();
   set_isa(isas[static_cast<size_t>(between(random, 0, static_cast<int64_t>(isas.size()) - 1))]);

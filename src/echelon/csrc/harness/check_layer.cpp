@@ -1,3 +1,5 @@
+#include <omp.h>
+
 #include <algorithm>
 #include <cstring>
 #include <deque>
@@ -23,14 +25,15 @@ struct Numbers {
 // Pack a weight [N, K] of numbers, rounded to integers where it shall be.
 void pack_columns(const char* numbers, const linear::Weight& w, char* packed) {
   if (!w.integers.bits) return linear::pack_tiles(numbers, w.depth, 1, w.columns, w.depth, w.type, 0, linear::tiles(w.columns), packed);
+  const int64_t groups = w.integers.bits == 4 ? w.depth / w.integers.group : 1;
   std::vector<uint8_t> values(w.columns * w.depth);
-  std::vector<float> scales(w.columns);
+  std::vector<float> scales(w.columns * groups);
   for (int64_t n = 0; n < w.columns; ++n)
-    linear::round_weight(numbers + n * w.depth * linear::size_of(w.type), w.depth, w.type, w.integers, values.data() + n * w.depth, &scales[n]);
+    linear::round_weight(numbers + n * w.depth * linear::size_of(w.type), w.depth, w.type, w.integers, values.data() + n * w.depth, &scales[n * groups]);
   linear::pack_tiles({values.data(), scales.data(), nullptr}, w, 0, linear::tiles(w.columns), packed);
 }
 
-// A projection from `depth` to `columns` numbers, or by integers of 8 bits; sometimes with a bias.
+// A projection from `depth` to `columns` numbers, or by integers; sometimes with a bias.
 struct RandomProjection {
   Numbers weight, bias;
   Bytes packed;
@@ -67,9 +70,10 @@ struct Row {
   std::vector<int32_t> positions, indptr, table, text_lens;
   std::vector<int64_t> slots;
 
-  explicit Row(Random& random)
-      : before(between(random, 0, 30)),
-        tokens(between(random, 0, 9) ? between(random, 1, 40) : between(random, 500, 600)),  // some are more than one pass of linear layers
+  // Some are more than one pass of linear layers; others have so few tokens after so many that keys are split among workers.
+  explicit Row(Random& random, bool is_long)
+      : before(is_long ? between(random, 600, 1200) : between(random, 0, 30)),
+        tokens(is_long ? between(random, 1, 3) : between(random, 0, 9) ? between(random, 1, 40) : between(random, 500, 600)),
         block(between(random, 1, 20)) {
     num_blocks = (before + tokens + block - 1) / block;
     for (int64_t i = 0; i < num_blocks; ++i) table.push_back(static_cast<int32_t>(num_blocks - 1 - i));
@@ -82,6 +86,21 @@ struct Row {
     text_lens = {static_cast<int32_t>(before + tokens)};
   }
 };
+
+// A layer in one call, by so many threads.
+void run_whole(const LayerCall& call, const Division& division, int64_t parts) {
+  LayerRun whole(call, division, parts);
+  const Bytes memory(whole.bytes());
+  int64_t num_threads = 0;
+#pragma omp parallel num_threads(static_cast<int>(parts))
+  {
+#pragma omp atomic
+    ++num_threads;
+#pragma omp barrier
+    if (num_threads == parts) whole.run({omp_get_thread_num(), parts}, memory.as());
+  }
+  expect(num_threads == parts, "as many threads as asked for");
+}
 
 // The layer part by part, as the framework would call them.
 void by_parts(const LayerCall& call) {
@@ -208,10 +227,13 @@ void run_shared(const LayerCall& whole, std::deque<RankOfLayer>& shared) {
 
 void check_layer(Random& random) {
   const Storage type = static_cast<Storage>(between(random, 0, 2));
-  const int64_t size = linear::size_of(type), width = between(random, 1, 70), inner = between(random, 1, 90), kv_heads = between(random, 1, 3),
-                heads = kv_heads * between(random, 1, 3), key_size = 2 * between(random, 1, 20), value_size = between(random, 1, 40),
-                rotary = 2 * between(random, 1, key_size / 2);
-  const linear::Integers integers{between(random, 0, 1) ? 8 : 0, 0, false};
+  const int bits = static_cast<int>(4 * between(random, 0, 2));
+  const int64_t whole = bits == 4 ? 32 : 1;  // what a depth is a multiple of
+  const linear::Integers integers{bits, bits == 4 ? 32 : 0, false};
+  const bool is_long = between(random, 0, 4) == 0;
+  const int64_t size = linear::size_of(type), width = whole * between(random, 1, 70 / whole), inner = whole * between(random, 1, 90 / whole),
+                kv_heads = between(random, 1, 3), heads = kv_heads * between(random, 1, 3), key_size = 2 * between(random, 1, 20),
+                value_size = whole * between(random, 1, 40 / whole), rotary = 2 * between(random, 1, key_size / 2);
   const auto projection = [&](int64_t columns, int64_t depth) { return RandomProjection(random, columns, depth, type, integers); };
   const RandomProjection query = projection(heads * key_size, width), key = projection(kv_heads * key_size, width),
                          value = projection(kv_heads * value_size, width), output = projection(width, heads * value_size),
@@ -227,7 +249,7 @@ void check_layer(Random& random) {
                            norm(wide, width, 1),
                            query.projection, key.projection, value.projection, output.projection, gate.projection, up.projection, down.projection,
                            static_cast<Activation>(between(random, 1, 4))};
-  const Row row(random);
+  const Row row(random, is_long);
   const Storage angle_type = between(random, 0, 1) ? type : Storage::float32;
   const Numbers hidden(random, row.tokens * width, type), cos(random, row.tokens * rotary, angle_type), sin(random, row.tokens * rotary, angle_type);
   const int64_t num_slots = row.num_blocks * row.block * kv_heads;
@@ -263,10 +285,9 @@ void check_layer(Random& random) {
     by_parts(call);
     call.keys.data = own_keys.as(), call.values.data = own_values.as(), call.out = out.as();
     call.attention.keys = call.keys.data, call.attention.values = call.values.data;
-    const Division division = divide(call.attention, 1);
-    LayerRun whole(call, division, 1);
-    const Bytes memory(whole.bytes());
-    whole.run({}, memory.as());
+    const int64_t parts = between(random, 1, 4);
+    const Division division = divide(call.attention, parts);
+    run_whole(call, division, parts);
     const bool same = std::memcmp(expected.as(), out.as(), static_cast<size_t>(row.tokens * width * size)) == 0 &&
                       std::memcmp(keys.as(), own_keys.as(), static_cast<size_t>(num_slots * key_bytes)) == 0 &&
                       std::memcmp(values.as(), own_values.as(), static_cast<size_t>(num_slots * value_bytes)) == 0;

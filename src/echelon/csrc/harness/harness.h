@@ -50,6 +50,7 @@ void check_linear(Random& random);
 void check_integers(Random& random);
 void check_rounded_weight(Random& random);
 void check_attention(Random& random);
+void check_division(Random& random);
 void check_elementwise(Random& random);
 void check_sample(Random& random);
 void check_rank(Random& random);  // one random case each

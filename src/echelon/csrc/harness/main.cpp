@@ -11,7 +11,7 @@ int main(int argc, char** argv) {
     void (*run)(harness::Random&);
   };
   for (const Check& check : {Check{"linear", harness::check_linear}, Check{"integers", harness::check_integers},
-                             Check{"rounded_weight", harness::check_rounded_weight}, Check{"attention", harness::check_attention},
+                             Check{"rounded_weight", harness::check_rounded_weight}, Check{"attention", harness::check_attention}, Check{"division", harness::check_division},
                              Check{"elementwise", harness::check_elementwise}, Check{"layer", harness::check_layer}, Check{"sample", harness::check_sample},
                              Check{"rank", harness::check_rank}}) {
     if (argc > 3 && std::string(argv[3]) != check.name) continue;

@@ -172,7 +172,7 @@ def load_plain(name: str | os.PathLike[str]) -> tuple[PreTrainedModel, PreTraine
     folder = Folder.locate(name_of(name), "model")
     raw = settings_of(folder)
     refuse_quantised(folder.shown, raw)
-    model, tokenizer = read_model(folder, raw, "auto", "sdpa")
+    model, tokenizer = read_model(folder, raw, "auto", None)
     model.config.name_or_path = name_of(name)
     return model.eval().requires_grad_(False), tokenizer
 
@@ -244,7 +244,9 @@ def _check_unpatched(model: PreTrainedModel) -> None:
 
 
 def serve_head(head: nn.Module, is_fast: bool = False, quantization: str | None = None) -> None:
-    """Patch a head with our operations; weights stay beside the packed ones, since heads read some of them."""
+    """Patch a head with our operations, unless it is already; weights stay beside the packed ones, since heads read some of them."""
+    if any(isinstance(vars(module).get("forward"), PatchedForward) for module in head.modules()):
+        return
     with torch.inference_mode():
         patch_elementwise(head)
     patch_linear(head, True, packing_of(quantization, is_fast, next(head.parameters()).device))

@@ -69,12 +69,13 @@ def read_model(
     folder: Folder,
     raw: dict[str, Any],
     dtype: str,
-    attention: str,
+    attention: str | None,
     scheme: Scheme | None = None,
     packing: Packing | None = None,
     part: Share | Stage | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """A model and its tokenizer, read into memory of their own; nothing of what they are made of changes with the files any more.
+    """A model and its tokenizer, read into memory of their own; nothing of what they are made of changes with the files any more. Without
+    `attention` it is what transformers chooses for the model.
 
     Weights that `scheme` describes are packed as they are published, and others as `packing` has it where it rounds them. With a share as
     `part` only a rank's own rows of linear layers are read, and the others hold anything; with a stage, its layers alone.
@@ -179,7 +180,7 @@ def built_without_memory(folder: Folder, config: Any, weights: Weights) -> PreTr
     return model
 
 
-def _read_weights(cls: type[PreTrainedModel], config: Any, wanted: torch.dtype, attention: str, weights: Weights) -> PreTrainedModel:
+def _read_weights(cls: type[PreTrainedModel], config: Any, wanted: torch.dtype, attention: str | None, weights: Weights) -> PreTrainedModel:
     """A model of `cls` filled from `weights`, one tensor after the other."""
     folder = weights.folder
     text_only = not isinstance(config, cls.config_class) and isinstance(config.get_text_config(), cls.config_class)

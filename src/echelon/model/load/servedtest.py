@@ -11,6 +11,7 @@ The shrunken random twin as it will be served, everything replaced, must show th
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -222,7 +223,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.overloadpacket.__name__ in MATMULS and not _is_outer(func.overloadpacket.__name__, args):
             self.problems.add(f"multiplies matrices by the framework in {_caller()}")
         out = func(*args, **(kwargs or {}))
-        if torch.Tag.pointwise in func.tags and not kwargs and _rounds_by_place(func, out, args):
+        if torch.Tag.pointwise in func.tags and _rounds_by_place(functools.partial(func, **(kwargs or {})), out, args):
             self.problems.add(f"calls {func.overloadpacket.__name__} in {_caller()}, which rounds by an element's place")
         return out
 

@@ -1,4 +1,4 @@
-"""Functions of the framework that compute whole vectors of elements otherwise than the rest: sigmoid and its kin, on CPUs.
+"""Functions of the framework that compute whole vectors of elements otherwise than the rest: sigmoid, GELU and their kin, on CPUs.
 
 What is left over behind the last whole vector of a call has other last bits, so that a router's scores of 8 experts would depend on how
 many tokens share a pass. Modules whose classes name such a function run with their calls filled up to whole vectors.
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 VECTORS = 64  # elements: a multiple of what a loop of PyTorch takes at a time, two vectors, 2 · 32 of 16 bits with AVX-512
 PIECE = 1 << 15  # elements that one thread computes whole
-SENSITIVE = {torch.sigmoid, Tensor.sigmoid, F.sigmoid, F.silu, F.softplus, F.logsigmoid, F.mish}
+SENSITIVE = {torch.sigmoid, Tensor.sigmoid, F.sigmoid, F.silu, F.softplus, F.logsigmoid, F.mish, F.gelu}
 SENSITIVE_NAMES = {function.__name__ for function in SENSITIVE}
 Forward = Callable[..., Any]
 
