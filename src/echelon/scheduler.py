@@ -182,7 +182,7 @@ class Scheduler:
     def _num_entering(self) -> int:
         """Waiting rows that seem to have blocks, as many as there are places: all of them, or none where the first has not."""
         able = list(islice(self._able(self.waiting), self._max_num_seqs - len(self.running))) if self._is_open else []
-        return len(able) if able and self._fits(able[0].id, len(able[0])) else 0
+        return len(able) if able and self._fit((able[0].id, len(able[0]))) else 0
 
     def _able(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
         """Those that wait for no prompt."""
@@ -209,7 +209,7 @@ class Scheduler:
         if sequence.id in pending and sequence.num_tokens_left == 1:
             return 0  # it ends with the step in flight
         while sequence in self.running and budget > 0:
-            share = self._share(budget, self.waiting) if self._is_reading(sequence) else budget
+            share = self._share(budget, sequence, self.waiting) if self._is_reading(sequence) else budget
             row = self._plan_row(sequence, share, pending.get(sequence.id))
             plan.runs_ahead = plan.runs_ahead and self._is_ready(row)
             if pending and not plan.runs_ahead:
@@ -270,7 +270,7 @@ class Scheduler:
 
     def _selected_step(self, selector: Selector) -> Plan:
         """The rows that the selector chooses; a rectangle of them holds at most `max_num_batched_tokens` tokens before drafts."""
-        while self._may_enter() and self._fits(self.waiting[0].id, 1):
+        while self._may_enter() and self._fit((self.waiting[0].id, 1)):
             sequence = self.waiting.popleft()
             self.running.append(sequence)
             self._count_cached(sequence, 0, is_looked_up=False)
@@ -290,11 +290,11 @@ class Scheduler:
     def _may_enter(self) -> bool:
         return self._is_open and bool(self.waiting) and len(self.running) < self._max_num_seqs
 
-    def _share(self, budget: int, others: Iterable[Sequence]) -> int:
-        """Of the tokens that a step has left, those that one prompt may take: half, while others wait and could enter."""
+    def _share(self, budget: int, sequence: Sequence, others: Iterable[Sequence]) -> int:
+        """Of the tokens that a step has left, those that one prompt may take: half, while others wait and could enter beside it."""
         has_place = self._is_open and len(self.running) < self._max_num_seqs
         first = next(self._able(others), None) if has_place else None
-        may_enter = first is not None and self._fits(first.id, len(first))
+        may_enter = first is not None and self._fit((sequence.id, len(sequence)), (first.id, len(first)))
         return max(1, budget // 2) if may_enter else budget
 
     def _admit(self, plan: Plan, budget: int) -> None:
@@ -323,7 +323,7 @@ class Scheduler:
                 continue
             self._share_prompt(sequence)
             others = (s for s in islice(self.waiting, 1, None) if s.parent is not sequence)
-            row = self._entering_row(sequence, self._share(budget, others))
+            row = self._entering_row(sequence, self._share(budget, sequence, others))
             if row is None:
                 break
             self.running.append(self.waiting.popleft())
@@ -361,7 +361,7 @@ class Scheduler:
             if self.prefix_cache is not None and adopts:
                 self.prefix_cache.adopt(sequence)
             row = self._plan_row(sequence, budget)
-            if self._fits(sequence.id, len(sequence) + self._draft_limits(sequence)[0]) and self._reserve(row):
+            if self._fit((sequence.id, len(sequence) + self._draft_limits(sequence)[0])) and self._reserve(row):
                 self._count_cached(sequence, row.start, is_looked_up)
                 return row
             for tables in self._tables:
@@ -416,8 +416,9 @@ class Scheduler:
     def _has_passed(self, before: int, after: int) -> bool:
         return any(before <= switch < after for switch in self._context_switches)
 
-    def _fits(self, row: int, num_tokens: int) -> bool:
-        return all(t.num_missing(row, min(num_tokens, t.max_tokens_per_row)) <= t.num_free for t in self._tables)
+    def _fit(self, *rows: tuple[int, int]) -> bool:
+        """Whether there are blocks for all of these rows, so many tokens each."""
+        return all(sum(t.num_missing(row, min(count, t.max_tokens_per_row)) for row, count in rows) <= t.num_free for t in self._tables)
 
     def _reserve(self, row: PlannedRow) -> bool:
         """All tables or none."""

@@ -133,10 +133,10 @@ def test_more_rows_never_come_to_fewer_tokens() -> None:
 def test_heads_multiply_by_what_they_hold() -> None:
     """Of 768 numbers: Medusa a block and the output layer a token; EAGLE what joins token and feature, and a decoder layer."""
     size, vocabulary = 768, 50272
-    read, extended, output, numbers = counted_head("medusa", small(), num_heads=3)
+    read, extended, output, numbers, kv_bytes = counted_head("medusa", small(), num_heads=3)
     assert (read.matrices, extended.matrices, output.matrices) == (0, 0, size * size + size * vocabulary)
-    assert numbers == 3 * (size * size + size)
-    read, extended, output, _ = counted_head("eagle", small())
+    assert numbers == 3 * (size * size + size) and kv_bytes == 0
+    read, extended, output, *_ = counted_head("eagle", small())
     assert read.matrices == extended.matrices == 2 * size * size + 4 * size * size + 3 * size * 3072
     assert output.matrices == size * vocabulary
     acceptance = Acceptance(2.0, 8, True)

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "../attention/attention.h"
+#include "../attention/division.h"
 #include "../isa.h"
 #include "harness.h"
 
