@@ -14,13 +14,14 @@
 namespace echelon::linear {
 namespace {
 
-// Of 4 bits a block of registers holds float32 sums beside those of a group.
+// Of 4 bits a block of registers holds float32 sums beside those of a group. It has two columns of registers, so that products of one do not
+// wait for each other.
 template <int bits>
 struct Fours : Lanes512 {
   static constexpr const char* name = "avx512_vnni";
-  static constexpr int most_rows = bits == 8 ? 13 : 8, entry_bytes = 4, few_rows = bits == 8 ? 6 : 2;
+  static constexpr int most_rows = bits == 8 ? 13 : 6, entry_bytes = 4, few_rows = bits == 8 ? 6 : 2;
   static constexpr bool narrow = false;
-  static constexpr int at_once(int rows) { return bits == 8 || rows <= 6 ? 2 : 1; }
+  static constexpr int at_once(int) { return 2; }
   using Quads = Register;
 
   static Quads quads(Register v) { return v; }
