@@ -135,6 +135,7 @@ def commands() -> dict[str, Any]:
         include_dirs=[str(torch / "include")],
         library_dirs=[str(torch / "lib")],
         libraries=["torch_cpu"],
+        depends=sorted(str(p) for p in CSRC.rglob("*.h")),
         extra_compile_args=FLAGS,
         extra_link_args=["-fopenmp"],
         py_limited_api=True,

@@ -177,14 +177,14 @@ def observed(shares: SequenceOf[float]) -> list[float]:
 
 
 def write_document(records: Records, output: Path, settings: dict[str, Any]) -> None:
-    """Write ablation.json and ablation.md into `output`, with the published values beside. A variant that has cells of these settings is
-    replaced by them as a whole; what `output` has of the others stays.
+    """Write ablation.json and ablation.md into `output`, with the published values beside. A variant that has as many cells of these
+    settings as `output` has of it is replaced by them as a whole; of the others stays what is there.
     """
     found, measured = known(output), Found()
     for cell in records.read().values():
         if "failed" not in cell and cell.get("settings") == settings:
             measured.setdefault(cell["variant"], []).append(cell)
-    found |= measured
+    found |= {name: cells for name, cells in measured.items() if len(cells) >= len(found.get(name, []))}
     write_json(output / "ablation.json", {"cells": found})
     parts = [
         "# What the parts of trained drafters bring",

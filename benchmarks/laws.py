@@ -53,6 +53,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 40, 48, 64)
 WAVES = {1: 6, 2: 4, 4: 3, 8: 2}  # prompts a row
 LARGEST_BATCH = 4096  # tokens: 64 rows with 61 each fit
 NUM_PROMPTS, PROMPT, NEW = 32, 64, 64
+CONTINUATIONS = 4096  # texts that the target writes, unless told otherwise
 TASK_PROMPTS, TASK_PROMPT = 12, 512
 EAGLE_2: dict[str, Any] = {"tree": "dynamic", "num_speculative_tokens": 60, "tree_top_k": 10, "tree_depth": 6}
 ADAPTIVE: dict[str, Any] = {"tree": "dynamic", "num_speculative_tokens": "auto"}
@@ -126,7 +127,7 @@ class LawStudy:
     text: list[Path] | None = None
     questions: Path | None = None
     parameters: int = 0
-    continuations: int = 4096
+    continuations: int = CONTINUATIONS
     batch_size: int = 8
     device: str = "auto"
 
@@ -320,7 +321,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--train": {"action": "store_true", "help": "train the heads and measure nothing: on another machine, say"},
         "--parameters": {"type": int, "default": 1_100_000_000, "help": "that the target is grown to for speeds; 0: as it is"},
         "--rounds": {"type": int, "default": 3},
-        "--continuations": {"type": int, "default": 4096, "help": "texts that the target writes for its heads"},
+        "--continuations": {"type": int, "default": CONTINUATIONS, "help": "texts that the target writes for its heads"},
     }
     asked = asked_of(__doc__, "laws", more, arguments)
     names = ("work", "steps", "text", "questions", "parameters", "continuations", "batch_size", "device")
@@ -337,7 +338,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     def is_current(_: str, record: Record) -> bool:
         is_fast_here = of_speeds.items() <= record.items() and is_here(record, where)
-        return record["settings"] == study.settings and ("speeds" not in record or is_fast_here)
+        told = {"continuations": CONTINUATIONS, "text": study.settings["text"]} | record["settings"]  # older records name neither
+        return told == study.settings and ("speeds" not in record or is_fast_here)
 
     found = run_cells(asked_for, records, common, is_current)
     print(summary(found))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.cells import Cell, Record, asked_of, run_with_settings, said
 from benchmarks.workloads import Models, Size, greedy
-from echelon import LLM
+from echelon import LLM, ConfigError
 from echelon.bench.inflate import inflate, plan_growth
 from echelon.bench.latency import sequence_of
 from echelon.bench.report import columns
@@ -121,11 +121,18 @@ class Quarter(NamedTuple):
 
 
 def by_quarter(steps: SequenceOf[Step], tokens: int) -> list[Quarter]:
-    """Of the steps that begin in each quarter of so many tokens, of which there is one at least."""
+    """Of the steps that begin in each quarter of so many tokens.
+
+    Raises
+    ------
+    ConfigError  none does: texts are too short
+    """
     quarters: list[list[Step]] = [[] for _ in range(QUARTERS)]
     for step in steps:
         if step.before < tokens:
             quarters[step.before * QUARTERS // tokens].append(step)
+    if not all(quarters):
+        raise ConfigError("a quarter of the tokens has no step; take longer texts")
     emitted = [sum(step.tokens for step in own) for own in quarters]
     return [Quarter(t / sum(step.seconds for step in own), t / len(own)) for t, own in zip(emitted, quarters, strict=True)]
 

@@ -151,14 +151,14 @@ def beyond_weights(plan: MemoryPlan) -> int:
     return plan.total_bytes - sum(plan.terms[name] for name in ("runtime", "tokenizer", "target weights"))
 
 
-def shapes_measured(study: Study, records: Records) -> list[dict[str, Any]]:
+def shapes_measured(study: Study, records: Records, where: Mapping[str, str]) -> list[dict[str, Any]]:
     """The shapes of the study's grid.
 
     Raises
     ------
-    ConfigError  it has not been measured by these sources on this processor
+    ConfigError  it has not been measured by the sources and on the processor of `where`
     """
-    record, where = records.read().get(study.name("grid"), {}), environment()
+    record = records.read().get(study.name("grid"), {})
     found: list[dict[str, Any]] = record.get("shapes", [])
     is_known = bool(found) and record["environment"]["commit"] == where["commit"] and is_here(record, where)
     if not is_known or "turns" not in found[0]:
@@ -166,14 +166,14 @@ def shapes_measured(study: Study, records: Records) -> list[dict[str, Any]]:
     return found
 
 
-def planned(study: Study, records: Records) -> Record:
+def planned(study: Study, records: Records, where: Mapping[str, str]) -> Record:
     """Stock and planned settings by turns; the shape is the fastest of the grid that keeps within its share of the stock tree.
 
     Raises
     ------
     ConfigError  the grid has not been measured, or texts differ
     """
-    shapes = shapes_measured(study, records)
+    shapes = shapes_measured(study, records, where)
     stock_plan = study.plan(study.config(*STOCK[study.method]), study.models.with_heads[0].max_len)
     best = fastest_within(shapes, stock_plan.tree_bytes)
     shape = int(best["heads"]), int(best["nodes"])
@@ -203,14 +203,14 @@ def fitting(turns: list[list[tuple[int, float, float]]], length: int) -> list[Tu
     return [Turn(*turn) for own in turns for turn in own if turn[0] <= length]
 
 
-def budgets(study: Study, records: Records) -> Record:
+def budgets(study: Study, records: Records, where: Mapping[str, str]) -> Record:
     """Under each budget the best shape of the grid, measured again in a pool of that size, and whether the stock setting runs there.
 
     Raises
     ------
     ConfigError  the grid has not been measured
     """
-    shapes, context = shapes_measured(study, records), study.models.with_heads[0].max_len
+    shapes, context = shapes_measured(study, records, where), study.models.with_heads[0].max_len
     lines = []
     for gigabytes in KV_BUDGETS:
         found = []
@@ -295,13 +295,13 @@ def main(arguments: list[str] | None = None) -> int:
         "--questions": {"type": Path, "metavar": "FILE", "help": "Spec-Bench's question.jsonl"},
     }
     asked = asked_of(__doc__, "specmemo", more, arguments)
-    records, models = Records(asked.output), Models(Size(), [asked.method])
+    records, models, where = Records(asked.output), Models(Size(), [asked.method]), environment()
     workloads = [w for w in LABELS if w != "mt_bench" or asked.questions]
     studies = [Study(models, asked.method, w, questions=asked.questions) for w in workloads]
     measures: dict[str, Callable[[Study], Record]] = {
         "grid": grid,
-        "planned": partial(planned, records=records),
-        "budgets": partial(budgets, records=records),
+        "planned": partial(planned, records=records, where=where),
+        "budgets": partial(budgets, records=records, where=where),
     }
     cells = [
         Cell(study.name(name), partial(measure, study), inputs=trained_heads([asked.method]) | other_questions(study.questions))

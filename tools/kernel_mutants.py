@@ -19,7 +19,7 @@ from tools.mutants import Mutant, survives
 SOURCES = ROOT / "src/echelon/csrc"
 CASES = 300
 SECONDS = 600.0  # that a check may take: a fault may lead round in circles
-COMPILE = "g++ -std=c++20 -O1 -ffp-contract=off -Wno-psabi -MMD -MF $out.d -c $in -o $out"
+COMPILE = "g++ -std=c++20 -O1 -fopenmp -ffp-contract=off -Wno-psabi -MMD -MF $out.d -c $in -o $out"
 WRITTEN_KEYS = "size, size, call_.slots + first, begin, end, to"
 MUTANTS = [
     Mutant("a section's sums keep their scale", "attention/tiles.h", "all.weights[j] * shrink + section.weights[j]", "all.weights[j] + section.weights[j]", "attention"),
@@ -30,6 +30,8 @@ MUTANTS = [
     Mutant("a key too many is seen", "attention/tiles.h", "(key <= to)", "(key <= to + 1)", "attention"),
     Mutant("the last key's value is left out", "attention/tiles.h", "for (int64_t k = 0; k < depth; ++k) {\n    Register right", "for (int64_t k = 0; k + 1 < depth; ++k) {\n    Register right", "attention"),
     Mutant("what is not seen weighs something", "attention/tiles.h", "replace(Math::round_weights(exponentials(score - all_lanes(highest))), minus_infinity, score, Lanes{})", "Math::round_weights(exponentials(score - all_lanes(highest)))", "attention"),
+    Mutant("one thread reads a long row among short ones", "attention/division.cpp", "keys.count() > share && sections.count > 1", "false", "division"),
+    Mutant("sections leave what came of them in one place", "attention/division.cpp", "++i, division.num_partials += partial_size(call, unit)", "++i", "layer"),
     Mutant("half of every block of depth is left out", "linear/linear.cpp", "k < padded; k += visit", "k < padded; k += family.depth_block", "linear"),
     Mutant("tiles side by side begin with old sums", "linear/linear.cpp", "std::memset(sums, 0, (end - start) * sums_per_tile * 4)", "std::memset(sums, 0, sums_per_tile * 4)", "linear"),
     Mutant("the last entry of a weight's row is lost", "linear/linear.cpp", "n < columns && k + i < depth", "n < columns && k + i + 1 < depth", "linear"),
@@ -69,7 +71,14 @@ class Harness:
         self.folder = folder
         shutil.copytree(SOURCES, folder / "csrc", ignore=shutil.ignore_patterns("bindings"))
         sources = sorted(path.relative_to(folder) for path in (folder / "csrc").rglob("*.cpp"))
-        rules = ["rule cxx", f"  command = {COMPILE}", "  depfile = $out.d", "  deps = gcc", "rule link", "  command = g++ $in -o $out"]
+        rules = [
+            "rule cxx",
+            f"  command = {COMPILE}",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            "rule link",
+            "  command = g++ -fopenmp $in -o $out",
+        ]
         objects = [f"build {source.with_suffix('.o')}: cxx {source}" for source in sources]
         program = "build harness: link " + " ".join(str(source.with_suffix(".o")) for source in sources)
         (folder / "build.ninja").write_text("\n".join([*rules, *objects, program, ""]), "utf-8")

@@ -56,6 +56,10 @@ def test_every_variant_is_trained_and_measured(tmp_path: Path) -> None:
                 path.unlink()
         ablation.write_document(Records(tmp_path / "cells"), tmp_path, settings)
         assert (tmp_path / "ablation.md").read_text() == text
+    fewer = json.loads((tmp_path / "ablation.json").read_text())["cells"]["clover-full"][1]
+    (tmp_path / "cells" / "clover-full-1.json").write_text(json.dumps(fewer))
+    ablation.write_document(Records(tmp_path / "cells"), tmp_path, settings)
+    assert (tmp_path / "ablation.md").read_text() == text, "one seed does not take the place of two"
     cells = json.loads((tmp_path / "ablation.json").read_text())["cells"]
     assert {n: len(c) for n, c in cells.items()} == {n: 2 if n.startswith("clover") else 1 for n in ablation.VARIANTS}
 

@@ -42,14 +42,14 @@ def test_a_shape_is_chosen_from_the_grid_and_measured_beside_stock(method: str, 
     study = specmemo.Study(models, method, "mt_bench", TINY, questions_in(tmp_path))
     for chooses in (specmemo.planned, specmemo.budgets):
         with pytest.raises(ConfigError, match="grid"):
-            chooses(study, records)
+            chooses(study, records, environment())
     measured, where = specmemo.grid(study), environment()
     for other in ({"cpu": "another"}, {"commit": "another"}):
         records.write(study.name("grid"), {"environment": where | other} | measured)
         with pytest.raises(ConfigError, match="measure the cell"):
-            specmemo.planned(study, records)
+            specmemo.planned(study, records, where)
     records.write(study.name("grid"), {"environment": where} | measured)
-    found = {f"planned_{name}": specmemo.planned(study, records), f"budgets_{name}": specmemo.budgets(study, records)}
+    found = {f"planned_{name}": specmemo.planned(study, records, where), f"budgets_{name}": specmemo.budgets(study, records, where)}
     planned, budgets = found.values()
     assert planned["shape"] == (2, 16) and planned["tree"][1] <= specmemo.MOST_TREE * planned["tree"][0]
     assert planned["process"][1] < planned["process"][0]

@@ -65,6 +65,7 @@ def test_a_failed_compilation_is_installed_with_its_cause(tmp_path: Path) -> Non
     older = tmp_path / "lib/echelon/_kernels.abi3.so"
     older.parent.mkdir(parents=True)
     older.write_bytes(b"of older sources")
+    os.utime(older, (0, 0))
     done = built("", "build_ext", *folders, CXX=str(compiler), CC=str(compiler))
     assert done.returncode == 0, done.stderr
     said = (tmp_path / "lib/echelon" / compiled.NOTE.name).read_text("utf-8")
