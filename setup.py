@@ -45,8 +45,10 @@ def note(folder: Path, reason: str) -> None:
     if reason:
         print(f"no compiled kernels: {reason}")
         path.parent.mkdir(parents=True, exist_ok=True)
+        newest = max(source.stat().st_mtime for source in CSRC.rglob("*.[ch]*"))
         for older in path.parent.glob("_kernels*.so"):  # of other sources than those that are installed
-            older.unlink()
+            if not is_newer(older, newest):
+                older.unlink()
         path.write_text(reason + "\n", encoding="utf-8")
     else:
         path.unlink(missing_ok=True)

@@ -30,7 +30,7 @@ MUTANTS = [
     Mutant("a key too many is seen", "attention/tiles.h", "(key <= to)", "(key <= to + 1)", "attention"),
     Mutant("the last key's value is left out", "attention/tiles.h", "for (int64_t k = 0; k < depth; ++k) {\n    Register right", "for (int64_t k = 0; k + 1 < depth; ++k) {\n    Register right", "attention"),
     Mutant("what is not seen weighs something", "attention/tiles.h", "replace(Math::round_weights(exponentials(score - all_lanes(highest))), minus_infinity, score, Lanes{})", "Math::round_weights(exponentials(score - all_lanes(highest)))", "attention"),
-    Mutant("one thread reads a long row among short ones", "attention/division.cpp", "keys.count() > share && sections.count > 1", "false", "division"),
+    Mutant("one thread reads a long row among short ones", "attention/division.cpp", "keys.count() > most && sections.count > 1", "false", "division"),
     Mutant("sections leave what came of them in one place", "attention/division.cpp", "++i, division.num_partials += partial_size(call, unit)", "++i", "layer"),
     Mutant("half of every block of depth is left out", "linear/linear.cpp", "k < padded; k += visit", "k < padded; k += family.depth_block", "linear"),
     Mutant("tiles side by side begin with old sums", "linear/linear.cpp", "std::memset(sums, 0, (end - start) * sums_per_tile * 4)", "std::memset(sums, 0, sums_per_tile * 4)", "linear"),

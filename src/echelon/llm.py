@@ -47,7 +47,8 @@ class LLM:
     model               folder (also as a path) or hub name, or what `load_model` returned
     speculative_config  what drafts: a `SpeculativeConfig` or a mapping with vLLM's keys; `None` decodes plainly
     draft_model         a draft model loaded already, instead of the name in `speculative_config`
-    draft_head          likewise a head of the target; its layers run our operations from then on, as those of a head that is loaded here
+    draft_head          likewise a head of the target, which runs as it is, by the framework's operations; one that `speculative_config` names
+                        runs ours
     settings            the fields of `EngineConfig`, such as dtype, max_num_seqs, max_model_len, quantization or memory
 
     Raises
@@ -272,10 +273,10 @@ class LLM:
                         engine.add(sequence)
                 while engine.has_work:
                     yield list(dict.fromkeys(index[s.id] for s in engine.step()))
-            finally:
+            except BaseException:  # an interrupt among them, which may come while a row ends
                 for sequence in (s for samples in requests for s in samples):
-                    if not sequence.is_finished or sequence in engine.scheduler.running:  # an interrupt may come while it ends
-                        engine.abort(sequence)
+                    engine.abort(sequence)
+                raise
 
     @contextmanager
     def exclusive(self) -> Iterator[Engine]:

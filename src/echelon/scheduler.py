@@ -181,12 +181,12 @@ class Scheduler:
 
     def _num_entering(self) -> int:
         """Waiting rows that seem to have blocks, as many as there are places: all of them, or none where the first has not."""
-        able = list(islice(self._able(self.waiting), self._max_num_seqs - len(self.running))) if self._is_open else []
+        able = list(self._entering(self.waiting, self._max_num_seqs - len(self.running))) if self._is_open else []
         return len(able) if able and self._fit((able[0].id, len(able[0]))) else 0
 
-    def _able(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
-        """Those that wait for no prompt."""
-        return (s for s in sequences if not self._waits_for_prompt(s))
+    def _entering(self, sequences: Iterable[Sequence], num_places: int) -> Iterator[Sequence]:
+        """Those that have one of so many places, and wait for no prompt; places of samples that do are theirs."""
+        return (s for s in islice(sequences, num_places) if not self._waits_for_prompt(s))
 
     def _plan_running(self, plan: Plan, pending: Mapping[int, tuple[int, PlannedRow]]) -> int:
         """Plan all running rows, decoding ones first; returns what is left of the step's tokens. Behind a step in flight nothing is
@@ -209,7 +209,8 @@ class Scheduler:
         if sequence.id in pending and sequence.num_tokens_left == 1:
             return 0  # it ends with the step in flight
         while sequence in self.running and budget > 0:
-            share = self._share(budget, sequence, self.waiting) if self._is_reading(sequence) else budget
+            num_places = self._max_num_seqs - len(self.running)
+            share = self._share(budget, sequence, self.waiting, num_places) if self._is_reading(sequence) else budget
             row = self._plan_row(sequence, share, pending.get(sequence.id))
             plan.runs_ahead = plan.runs_ahead and self._is_ready(row)
             if pending and not plan.runs_ahead:
@@ -290,10 +291,9 @@ class Scheduler:
     def _may_enter(self) -> bool:
         return self._is_open and bool(self.waiting) and len(self.running) < self._max_num_seqs
 
-    def _share(self, budget: int, sequence: Sequence, others: Iterable[Sequence]) -> int:
+    def _share(self, budget: int, sequence: Sequence, others: Iterable[Sequence], num_places: int) -> int:
         """Of the tokens that a step has left, those that one prompt may take: half, while others wait and could enter beside it."""
-        has_place = self._is_open and len(self.running) < self._max_num_seqs
-        first = next(self._able(others), None) if has_place else None
+        first = next(self._entering(others, num_places), None) if self._is_open else None
         may_enter = first is not None and self._fit((sequence.id, len(sequence)), (first.id, len(first)))
         return max(1, budget // 2) if may_enter else budget
 
@@ -316,14 +316,17 @@ class Scheduler:
 
     def _let_in_all(self, plan: Plan, budget: int, held: list[Sequence]) -> int:
         """Let waiting rows in while there is room, and take those that wait on out of the queue, to `held`; what is left of `budget`."""
-        while self._may_enter() and len(self.running) + len(held) < self._max_num_seqs and budget > 0 and len(plan.rows) < self._most_rows:
+        while self._may_enter() and budget > 0 and len(plan.rows) < self._most_rows:
+            num_places = self._max_num_seqs - len(self.running) - len(held)
+            if num_places <= 0:
+                break
             sequence = self.waiting[0]
             if self._waits_for_prompt(sequence):
                 held.append(self.waiting.popleft())
                 continue
             self._share_prompt(sequence)
             others = (s for s in islice(self.waiting, 1, None) if s.parent is not sequence)
-            row = self._entering_row(sequence, self._share(budget, sequence, others))
+            row = self._entering_row(sequence, self._share(budget, sequence, others, num_places - 1))
             if row is None:
                 break
             self.running.append(self.waiting.popleft())

@@ -390,6 +390,15 @@ def test_a_prompt_is_not_read_in_halves_for_rows_that_lack_blocks() -> None:
         assert read_on(scheduler)[0] == (0, expected)
 
 
+def test_a_prompt_is_not_read_in_halves_for_rows_behind_its_own_samples() -> None:
+    """Places are theirs; one more place, and the row behind them may enter."""
+    for num_places, expected in ((3, 16), (4, 8)):
+        scheduler = Scheduler([BlockTables(100, 4, 25)], num_places, 16, piece_sizes=toys.WholePrompts())
+        for sequence in (*samples_of(40, 3), *samples_of(30, 1, number=7)):
+            scheduler.add(sequence)
+        assert read_on(scheduler)[0] == (0, expected)
+
+
 def test_an_interrupt_while_rows_are_settled_leaves_none_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first has its last token, and the second's watcher is interrupted."""
     scheduler = Scheduler([BlockTables(100, 4, 25)], 4, 64, piece_sizes=toys.WholePrompts())

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 import toys
-from torch import Tensor, nn
+from torch import Tensor
 
 import heads
-from echelon import SamplingParams, SpeculativeConfig
+from echelon import SamplingParams
 from echelon.draft import RowVerdict
-from echelon.drafters.heads import AttachedHead, HeadDrafter, attach_head, head_for
+from echelon.drafters.heads import AttachedHead, HeadDrafter, attach_head
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache
-from echelon.model.patches import PatchedForward
 from echelon.sampling import Sampler
 from echelon.sequence import PlannedRow, Sequence
 from echelon.trees import chain
@@ -148,17 +147,6 @@ def test_a_row_that_is_forgotten_before_it_was_read_keeps_its_room() -> None:
         rows.drafter.forget(row)
     assert [len(rows.tables.blocks(row)) for row in (0, 1)] == [3, 0]
     assert rows.tables.num_cached(1) == 0
-
-
-def test_a_head_that_is_given_is_served_as_one_that_is_loaded() -> None:
-    """Once, whatever the number of engines."""
-    head, target = heads.Autoregressive(toys.llama()).eval(), toys.adopted(toys.llama())
-    forwards = []
-    for _ in range(2):
-        assert head_for(SpeculativeConfig(method=head.method), target, head) is head
-        forwards.append([vars(m).get("forward") for m in head.modules() if isinstance(m, nn.Linear)])
-    assert forwards[0] and all(isinstance(forward, PatchedForward) for forward in forwards[0])
-    assert all(a is b for a, b in zip(*forwards, strict=True))
 
 
 def test_a_head_for_which_there_is_no_memory_is_not_said_to_be_of_another_target(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,6 +198,9 @@ def test_a_draft_models_keys_and_values_are_on_the_first_device() -> None:
     assert drafting[1].keys_and_values == 3 * 104 * 6 * 2 * 768 * 2
     assert drafting[0].keys_and_values == 3 * 104 * (6 + 12) * 2 * 768 * 2
     assert alone[0].draft_weights == 0 < drafting[0].draft_weights
+    rounded = config.model_copy(update={"kv_cache_dtype": "int8"})
+    both = PaperPlan(small(), read_devices()["h100"], 1, 1, rounded, spec, 2.0).device_bytes[0].keys_and_values
+    assert both == 2 * PaperPlan(small(), read_devices()["h100"], 1, 1, rounded).device_bytes[0].keys_and_values * 104 // 100
 
 
 def test_no_tree_emits_more_than_its_longest_path() -> None:

@@ -83,7 +83,7 @@ def head_for(config: SpeculativeConfig | None, target: LoadedModel, given: Head 
     if head is None:
         head = load_head(config.named_model(), target.model)
         head.keep(config.longest_path)
-    serve_head(head, target.is_fast, config.quantization)
+        serve_head(head, target.is_fast, config.quantization)
     if head.method != config.method:
         raise ConfigError(f"the head is one of method {head.method!r}, not {config.method!r}; change the key 'method'")
     return head

@@ -126,8 +126,11 @@ def acceptance_of(spec: SpeculativeConfig, tokens_per_step: float | None) -> Acc
     return Acceptance(published.tokens, published.drafted, spec.grows_trees)
 
 
-def drafting_of(spec: SpeculativeConfig, target: PaperModel, acceptance: Acceptance, drafted: int, dtype: str) -> DraftingCost:
-    """What `spec` does in a step with `drafted` tokens a row, beside a target without weights.
+def drafting_of(
+    spec: SpeculativeConfig, target: PaperModel, acceptance: Acceptance, drafted: int, dtype: str, is_rounded: bool = False
+) -> DraftingCost:
+    """What `spec` does in a step with `drafted` tokens a row, beside a target without weights. Keys and values of a draft model may be
+    rounded, as the target's; a head's are not.
 
     Raises
     ------
@@ -142,7 +145,7 @@ def drafting_of(spec: SpeculativeConfig, target: PaperModel, acceptance: Accepta
     if needs == "nothing":
         return DraftingCost((), 0, drafted, emitted)
     if needs == "model":
-        held = _draft_model(used, dtype)
+        held = _draft_model(used, dtype, is_rounded)
         return DraftingCost(
             (Level(held, emitted), *(Level(held, width) for _ in range(depth - 1))), held.numbers, drafted, emitted, held.kv_bytes
         )
@@ -160,10 +163,10 @@ def replaced(spec: SpeculativeConfig, drafted: int) -> SpeculativeConfig:
     return SpeculativeConfig(**values, num_speculative_tokens=drafted)
 
 
-def _draft_model(spec: SpeculativeConfig, dtype: str) -> Held:
+def _draft_model(spec: SpeculativeConfig, dtype: str, is_rounded: bool) -> Held:
     if spec.model is None or spec.own_copy is not None:
         raise ConfigError(f"on paper the draft model is a shape or a folder, not {spec.model!r} ({OWN_COPY}…); give the key 'model'")
-    (parts,) = model_parts(without_weights(spec.model, dtype))
+    (parts,) = model_parts(without_weights(spec.model, dtype), is_rounded=is_rounded)
     return sum(parts.layers, parts.before + parts.after)
 
 

@@ -124,7 +124,7 @@ class PaperPlan:
 
     def _drafting(self, drafted: int) -> DraftingCost:
         assert self.spec is not None and isinstance(self._acceptance, Acceptance)
-        return drafting_of(self.spec, self.planned, self._acceptance, drafted, self.config.dtype)
+        return drafting_of(self.spec, self.planned, self._acceptance, drafted, self.config.dtype, self._is_rounded)
 
     @cached_property
     def device_bytes(self) -> list[DeviceBytes]:

@@ -50,14 +50,15 @@ Division divide(const AttentionCall& call, int64_t num_threads) {
       blocks.emplace_back(block, keys_of(call, block));
       total += blocks.back().second.count();
     }
-  const int64_t share = total * heads / (4 * num_threads);  // keys that a unit sees, each head's for itself; those that cannot be divided may see more
+  // Keys that a unit sees, each head's for itself; a head that sees little more is not worth dividing, nor is any for one thread.
+  const int64_t share = total * heads / (4 * num_threads), most = num_threads > 1 ? share + key_section / 2 : INT64_MAX;
   Division division;
   for (auto [unit, keys] : blocks) {
     const int64_t heads_at_once = std::clamp<int64_t>(share / std::max<int64_t>(keys.count(), 1), 1, heads);
     const Sections sections = sections_of(keys);
     for (int64_t head = 0; head < heads; head += heads_at_once) {
       unit.head_begin = head, unit.head_end = std::min(head + heads_at_once, heads);
-      if (keys.count() > share && sections.count > 1)
+      if (keys.count() > most && sections.count > 1)
         split_keys(call, unit, sections, division);
       else
         division.units.push_back(unit);

@@ -244,9 +244,7 @@ def _check_unpatched(model: PreTrainedModel) -> None:
 
 
 def serve_head(head: nn.Module, is_fast: bool = False, quantization: str | None = None) -> None:
-    """Patch a head with our operations, unless it is already; weights stay beside the packed ones, since heads read some of them."""
-    if any(isinstance(vars(module).get("forward"), PatchedForward) for module in head.modules()):
-        return
+    """Patch a head with our operations; weights stay beside the packed ones, since heads read some of them."""
     with torch.inference_mode():
         patch_elementwise(head)
     patch_linear(head, True, packing_of(quantization, is_fast, next(head.parameters()).device))

@@ -223,7 +223,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.overloadpacket.__name__ in MATMULS and not _is_outer(func.overloadpacket.__name__, args):
             self.problems.add(f"multiplies matrices by the framework in {_caller()}")
         out = func(*args, **(kwargs or {}))
-        if torch.Tag.pointwise in func.tags and _rounds_by_place(functools.partial(func, **(kwargs or {})), out, args):
+        keywords = kwargs or {}
+        is_of_places = any(isinstance(value, Tensor | torch.memory_format) for value in keywords.values())
+        if torch.Tag.pointwise in func.tags and not is_of_places and _rounds_by_place(functools.partial(func, **keywords), out, args):
             self.problems.add(f"calls {func.overloadpacket.__name__} in {_caller()}, which rounds by an element's place")
         return out
 
