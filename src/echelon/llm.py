@@ -47,8 +47,8 @@ class LLM:
     model               folder (also as a path) or hub name, or what `load_model` returned
     speculative_config  what drafts: a `SpeculativeConfig` or a mapping with vLLM's keys; `None` decodes plainly
     draft_model         a draft model loaded already, instead of the name in `speculative_config`
-    draft_head          likewise a head of the target, which runs as it is, by the framework's operations; one that `speculative_config` names
-                        runs ours
+    draft_head          likewise a head of the target, which runs as it is, by the framework's operations; one that `speculative_config`
+                        names runs by ours
     settings            the fields of `EngineConfig`, such as dtype, max_num_seqs, max_model_len, quantization or memory
 
     Raises

@@ -106,7 +106,13 @@ def target_continuations(target: PreTrainedModel, tokens: Tokens, file: Path, co
             for i in range(0, count, TEXTS_AT_ONCE):
                 prompts = batch(tokens, 2_000_000 + i, 63, min(TEXTS_AT_ONCE, count - i))[:, :PROMPT_LENGTH].to(device)
                 with mixed_precision(target):
-                    options = {"do_sample": True, "temperature": SAMPLING_TEMPERATURE, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+                    options: dict[str, Any] = {
+                        "do_sample": True,
+                        "temperature": SAMPLING_TEMPERATURE,
+                        "top_k": 0,
+                        "top_p": 1.0,
+                        "repetition_penalty": 1.0,
+                    }
                     options |= {"eos_token_id": None, "pad_token_id": 1}
                     mask, new = torch.ones_like(prompts), length - PROMPT_LENGTH
                     out = target.generate(prompts, attention_mask=mask, max_new_tokens=new, **options)
