@@ -293,7 +293,8 @@ class Scheduler:
 
     def _share(self, budget: int, sequence: Sequence, others: Iterable[Sequence], num_places: int) -> int:
         """Of the tokens that a step has left, those that one prompt may take: half, while others wait and could enter beside it."""
-        first = next(self._entering(others, num_places), None) if self._is_open else None
+        entering = self._entering(others, num_places) if self._is_open else ()
+        first = next((s for s in entering if s.parent is not sequence), None)
         may_enter = first is not None and self._fit((sequence.id, len(sequence)), (first.id, len(first)))
         return max(1, budget // 2) if may_enter else budget
 
@@ -325,7 +326,7 @@ class Scheduler:
                 held.append(self.waiting.popleft())
                 continue
             self._share_prompt(sequence)
-            others = (s for s in islice(self.waiting, 1, None) if s.parent is not sequence)
+            others = islice(self.waiting, 1, None)
             row = self._entering_row(sequence, self._share(budget, sequence, others, num_places - 1))
             if row is None:
                 break

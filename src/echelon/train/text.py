@@ -112,8 +112,9 @@ def target_continuations(target: PreTrainedModel, tokens: Tokens, file: Path, co
                         "top_k": 0,
                         "top_p": 1.0,
                         "repetition_penalty": 1.0,
+                        "eos_token_id": None,
+                        "pad_token_id": 1,
                     }
-                    options |= {"eos_token_id": None, "pad_token_id": 1}
                     mask, new = torch.ones_like(prompts), length - PROMPT_LENGTH
                     out = target.generate(prompts, attention_mask=mask, max_new_tokens=new, **options)
                 parts.append(out.cpu().numpy().astype(next(iter(tokens.values())).dtype))
