@@ -15,9 +15,9 @@ from benchmarks.memory_models import Settings, engine_settings, folder_of, statu
 from benchmarks.workloads import source
 from echelon import LLM, ConfigError, EngineConfig, SamplingParams
 from echelon.bench.phases import Recorder
-from echelon.config import speculative
 from echelon.memory.lower_bound import least_memory
 from echelon.memory.residents import PlannedModels
+from echelon.speculative_config import speculative
 
 RATIOS = (2, 3, 5, 8, 15)  # weights over keys and values
 DEVICE, WEIGHTS = 16.0, 13.5  # GB of SpecMemo's smaller device, and of the model that it serves there

@@ -30,9 +30,9 @@ from benchmarks.memory_document import is_met, over, write_memory
 from benchmarks.memory_models import MODELS, SETTINGS, engine_settings, folder_of, status
 from echelon import LLM, EngineConfig, SamplingParams
 from echelon.bench.report import table
-from echelon.config import speculative
 from echelon.demo import EAGLE, TARGET
 from echelon.memory.residents import PlannedModels
+from echelon.speculative_config import speculative
 
 ROWS, NODES = 32, (16, 64)  # of trees whose bytes are measured
 

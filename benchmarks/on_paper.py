@@ -22,11 +22,11 @@ from benchmarks.paper_padding import padding
 from benchmarks.paper_replicas import replicas
 from benchmarks.stages import stages
 from echelon import EngineConfig
-from echelon.config import SpeculativeConfig
 from echelon.estimate.devices import read_devices
 from echelon.estimate.layout import Pass
 from echelon.estimate.paper_plan import PaperPlan
 from echelon.estimate.shapes import without_weights
+from echelon.speculative_config import SpeculativeConfig
 
 DRAFTS: dict[str, Any] = {"method": "eagle", "tree": "dynamic", "num_speculative_tokens": "auto", "max_speculative_tokens": 48}
 ROWS, LENGTH = 32, 2048

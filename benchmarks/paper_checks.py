@@ -12,12 +12,12 @@ from typing import Any
 from benchmarks.cells import Record
 from benchmarks.laws_document import PUBLISHED
 from echelon.bench.balance import published_k_opt
-from echelon.config import SpeculativeConfig
 from echelon.estimate.devices import Device, read_devices
 from echelon.estimate.drafting import Acceptance, DraftingCost, drafting_of
 from echelon.estimate.layout import Pass, split_among
 from echelon.estimate.shapes import PaperModel, without_weights
 from echelon.estimate.speed import Cluster
+from echelon.speculative_config import SpeculativeConfig
 
 EVIDENCE = Path("docs/evidence")
 STEPS = ("step", "step-opt")

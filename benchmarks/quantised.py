@@ -35,12 +35,12 @@ from echelon.bench.report import described, table
 from echelon.bench.shapes import random_model
 from echelon.bench.step import StepRounds
 from echelon.bench.verify import Judge, first_difference
-from echelon.config import Quantization
 from echelon.demo import TARGET
 from echelon.model.load.loading import LoadedModel, adopt_model, load_model, load_plain
 from echelon.model.load.publishing import publish
 from echelon.model.patches.linear import packed_weights, weight_bytes
 from echelon.ops import compiled
+from echelon.settings import Quantization
 
 KINDS = (None, "int8", "int4")
 WIDTHS, CONTEXT, ROUNDS = (1, 8, 64), 256, 7

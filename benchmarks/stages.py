@@ -18,13 +18,13 @@ import numpy as np
 
 from benchmarks.cells import Record
 from echelon.adaptive.cost_table import CostCurve
-from echelon.config import SpeculativeConfig
 from echelon.estimate.devices import Device, read_devices
 from echelon.estimate.drafting import Acceptance, DraftingCost, drafting_of
 from echelon.estimate.layout import Pass, split_among
 from echelon.estimate.pipeline import Visit, run_once
 from echelon.estimate.shapes import PaperModel, without_weights
 from echelon.estimate.speed import Cluster, Speed
+from echelon.speculative_config import SpeculativeConfig
 from echelon.trees import best_paths, expected_tokens
 
 STEP = Path("docs/evidence/step.json")

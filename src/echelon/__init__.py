@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from echelon.aio.async_llm import AsyncLLM
-    from echelon.config import EngineConfig, SpeculativeConfig
+    from echelon.config import EngineConfig
     from echelon.errors import ConfigError, EchelonError, ModelLoadError, RequestError, UnsupportedModelError
     from echelon.llm import LLM
     from echelon.model.load.loading import load_model
     from echelon.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from echelon.sampling import SamplingParams
+    from echelon.speculative_config import SpeculativeConfig
 
     __version__: str
 
@@ -29,7 +30,7 @@ HOMES = {
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling",
-    "SpeculativeConfig": "config",
+    "SpeculativeConfig": "speculative_config",
     "UnsupportedModelError": "errors",
     "load_model": "model.load.loading",
 }

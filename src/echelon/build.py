@@ -14,7 +14,7 @@ from echelon.adaptive.cost_table import CostTable
 from echelon.adaptive.lanes import LaneController
 from echelon.adaptive.row_controller import RowController
 from echelon.baselines.strategies import STRATEGIES
-from echelon.config import OWN_COPY, EngineConfig, SpeculativeConfig
+from echelon.config import EngineConfig
 from echelon.drafters.acceptance_watch import AcceptanceWatch
 from echelon.drafters.base import Drafter, LevelDrafter, NoDrafter
 from echelon.drafters.draft_model import DraftModelDrafter
@@ -43,6 +43,7 @@ from echelon.release import version
 from echelon.scheduler import LONGEST_PATH, NO_DRAFTS, DraftLimits, Scheduler
 from echelon.sequence import Sequence
 from echelon.sizes import gibibytes
+from echelon.speculative_config import OWN_COPY, SpeculativeConfig
 from echelon.stats import Stats
 from echelon.step_costs import PieceSizes
 from echelon.storage import Storage

@@ -16,11 +16,12 @@ from echelon.adaptive.cost_files import (
 )
 from echelon.adaptive.cost_table import CostTable
 from echelon.adaptive.measure import TOKENS, measured_steps, pool_of, reach_of, with_drafting
-from echelon.config import EngineConfig, SpeculativeConfig
+from echelon.config import EngineConfig
 from echelon.drafters.base import Drafter, LevelDrafter
 from echelon.errors import ConfigError
 from echelon.inputs import shown
 from echelon.model.load.loading import LoadedModel
+from echelon.speculative_config import SpeculativeConfig
 from echelon.stats import Usage
 from echelon.storage import Storage
 

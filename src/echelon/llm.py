@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from echelon.adaptive.cost_files import CostRecord
 from echelon.build import build, fit_to_memory
-from echelon.config import EngineConfig, SpeculativeConfig, speculative
+from echelon.config import EngineConfig
 from echelon.engine import Engine
 from echelon.engine_costs import measured_costs
 from echelon.errors import ClosedError, ConfigError, RequestError
@@ -29,6 +29,7 @@ from echelon.ops import devices
 from echelon.outputs import OutputBuilder, RequestOutput
 from echelon.sampling import Parameters, SamplingParams, one_each
 from echelon.sequence import Sequence, check_requests
+from echelon.speculative_config import SpeculativeConfig, speculative
 from echelon.stats import Stats
 
 

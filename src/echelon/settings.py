@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from echelon.errors import ConfigError, EchelonError
 from echelon.inputs import described, plain, problems_of, shown
+
+Quantization = Literal["int8", "int4"]  # of weights, in settings of several kinds
 
 
 class Settings(BaseModel):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from echelon.config import EngineConfig, SpeculativeConfig, most_drafted
+from echelon.config import EngineConfig
 from echelon.drafters.heads import AttachedHead
 from echelon.kv.blocks import BlockTables
 from echelon.kv.cache import KVCache, LayerShape
@@ -21,6 +21,7 @@ from echelon.model.load.loading import LoadedModel
 from echelon.model.runner import ModelRunner, Runner
 from echelon.prefix_cache import CachedTables
 from echelon.scheduler import Selector
+from echelon.speculative_config import SpeculativeConfig, most_drafted
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from echelon import SpeculativeConfig
 from echelon.cli import app, join_dotted
 from echelon.cli.shared import speculative_mapping
-from echelon.config import speculative
 from echelon.demo import DRAFT, EAGLE, TARGET
+from echelon.speculative_config import speculative
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from echelon import SamplingParams
 from echelon.build import growth_of
-from echelon.config import SpeculativeConfig
 from echelon.drafters.frontier import Frontier, grow
 from echelon.sampling import Sampler
 from echelon.sequence import PlannedRow, Sequence
+from echelon.speculative_config import SpeculativeConfig
 from echelon.trees import BestFirst, Forest, Int64
 
 

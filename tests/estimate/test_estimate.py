@@ -14,7 +14,6 @@ import toys
 
 from benchmarks.stages import WaitingCluster
 from echelon import ConfigError, EngineConfig
-from echelon.config import SpeculativeConfig
 from echelon.estimate.devices import Device, Work, device_named, read_devices
 from echelon.estimate.drafting import Acceptance, DraftingCost, acceptance_of, counted_head, drafting_of
 from echelon.estimate.layout import Gather, Held, Pass, StagePart, model_parts, split_among
@@ -24,6 +23,7 @@ from echelon.estimate.shapes import PaperModel, published_shapes, without_weight
 from echelon.estimate.speed import Cluster
 from echelon.memory.footprint import Outline
 from echelon.methods import method_names
+from echelon.speculative_config import SpeculativeConfig
 
 SLOW = Device(memory_gb=1e-6, read_gb=1e-9, tflops={"float32": 1e-12}, link_gb=1e-9, link_us=1e6, source="1 byte, 1 operation a second")
 BILLIONS = {"llama-7b": 6.74, "llama-13b": 13.02, "llama-70b": 68.98, "qwen2.5-72b": 72.71, "mixtral-8x7b": 46.70, "opt-6.7b": 6.66}

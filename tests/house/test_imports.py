@@ -17,7 +17,7 @@ LEVELS = [
     {"draft"},
     {"trees"},
     {"methods"},
-    {"config", "checkpoint"},
+    {"config", "speculative_config", "checkpoint"},
     {"text", "chat", "text_process", "text_worker", "memory.pool", "kv.blocks", "kv.tables"},
     {"sequence"},
     {"outputs", "stats", "metrics"},

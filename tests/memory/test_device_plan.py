@@ -15,7 +15,6 @@ import card
 import toys
 
 from echelon import LLM, EngineConfig, load_model
-from echelon.config import SpeculativeConfig, speculative
 from echelon.heads.checkpoints import build_head, save_head
 from echelon.memory.footprint import footprint_of
 from echelon.memory.plan import DEVICE_RUNTIME, Residents, captured_bytes, plan_memory
@@ -23,6 +22,7 @@ from echelon.memory.pool import plan_kv
 from echelon.memory.residents import PlannedModels
 from echelon.model.patches.linear import weight_bytes
 from echelon.ops import compiled, devices
+from echelon.speculative_config import SpeculativeConfig, speculative
 
 SMALL = 60_000  # bytes of vectors, which are counted in float32 too
 DRAFTS = {"plain": None, "chain": {"method": "draft_model"}, "tree": {"method": "eagle", "tree": "dynamic", "num_speculative_tokens": 8}}

@@ -14,10 +14,10 @@ from benchmarks import memory
 from benchmarks.hard_limits import in_process
 from benchmarks.memory_document import is_met
 from echelon import LLM, ConfigError, EngineConfig, ModelLoadError, load_model
-from echelon.config import speculative
 from echelon.memory.footprint import Outline
 from echelon.memory.pool import plan_kv
 from echelon.memory.residents import PlannedModels
+from echelon.speculative_config import speculative
 
 
 @pytest.mark.parametrize("setting", ["chain", "int8"])

@@ -13,13 +13,13 @@ import toys
 from echelon import LLM, EngineConfig, SpeculativeConfig
 from echelon.adaptive.cost_files import CostRecord, all_costs, key_of_drafter, key_of_model, key_of_steps, shapes_of, write_costs
 from echelon.adaptive.cost_table import CostCurve, CostTable
-from echelon.config import speculative
 from echelon.inputs import cache_folder
 from echelon.memory.lower_bound import least_memory
 from echelon.memory.residents import PlannedModels
 from echelon.memory.step_speeds import UNKNOWN, milliseconds
 from echelon.model.load.loading import LoadedModel, load_model
 from echelon.ops import compiled
+from echelon.speculative_config import speculative
 
 DRAFTS = SpeculativeConfig(method="draft_model", model="draft", max_speculative_tokens=3)
 STEPS = CostCurve(tokens=(1, 4, 16, 64), milliseconds=(10.0, 12.0, 20.0, 52.0))

@@ -24,10 +24,10 @@ from transformers import (
 )
 
 from echelon import LLM, ConfigError, ModelLoadError, RequestError, SamplingParams, UnsupportedModelError
-from echelon.config import SpeculativeConfig
 from echelon.demo import DRAFT, TARGET
 from echelon.model.load.loading import load_model, load_plain
 from echelon.model.load.selftest import self_test
+from echelon.speculative_config import SpeculativeConfig
 
 DECODERS = decoders(12, 32)
 

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from echelon import ConfigError, UnsupportedModelError
 from echelon.cli import main
-from echelon.config import Quantization
 from echelon.errors import OutputError
 from echelon.model.load import publishing
 from echelon.model.load.loading import load_model
 from echelon.model.load.publishing import publish
 from echelon.ops import compiled
+from echelon.settings import Quantization
 
 pytestmark = pytest.mark.skipif(not compiled.is_built(), reason="the compiled kernels are not built")
 

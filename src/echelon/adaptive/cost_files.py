@@ -13,13 +13,14 @@ from pathlib import Path
 import torch
 
 from echelon.adaptive.cost_table import CostTable
-from echelon.config import EngineConfig, SpeculativeConfig
+from echelon.config import EngineConfig
 from echelon.errors import ConfigError, EchelonError
 from echelon.inputs import cache_folder, first_line, write_text
 from echelon.ops import compiled
 from echelon.ops.devices import cpu_name
 from echelon.release import version
 from echelon.settings import Settings
+from echelon.speculative_config import SpeculativeConfig
 
 logger = logging.getLogger("echelon")
 FORM = "3"  # of what is measured; tables of another form are measured anew

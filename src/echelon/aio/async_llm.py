@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 from echelon.aio.engine_thread import EngineThread
 from echelon.aio.limits import Limits, RequestObserver
 from echelon.aio.request_handle import RequestHandle
-from echelon.config import SpeculativeConfig
 from echelon.errors import ClosedError, RequestError, UnavailableError
 from echelon.heads.base import Head
 from echelon.inputs import Prompt, check_kind
@@ -26,6 +25,7 @@ from echelon.model.load.loading import LoadedModel
 from echelon.outputs import OutputBuilder, RequestOutput
 from echelon.sampling import Parameters, one_each
 from echelon.sequence import FinishReason, RowState
+from echelon.speculative_config import SpeculativeConfig
 
 
 class AsyncLLM:

@@ -13,7 +13,7 @@ from echelon.baselines.masked import MaskedRunner, Pack, refuse_softcap_and_sink
 from echelon.baselines.padded_blocks import PADDINGS, PaddedBlocksRunner, PaddedTables
 from echelon.baselines.rectangle import RectangleCache
 from echelon.baselines.selection import SameLength, prompts_apart
-from echelon.config import EngineConfig, SpeculativeConfig, most_drafted
+from echelon.config import EngineConfig
 from echelon.drafters.heads import AttachedHead
 from echelon.errors import UnsupportedModelError
 from echelon.kv.blocks import BlockTables
@@ -22,6 +22,7 @@ from echelon.memory.footprint import footprint_of
 from echelon.memory.pool import num_blocks_for, plan_kv
 from echelon.model.attention import record_layers
 from echelon.model.load.loading import LoadedModel
+from echelon.speculative_config import SpeculativeConfig, most_drafted
 from echelon.storage import BuildStorage, Storage, build_unpadded
 
 logger = logging.getLogger("echelon")

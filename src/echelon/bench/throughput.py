@@ -22,12 +22,12 @@ from echelon import LLM, SamplingParams
 from echelon.bench.clock import time_parts
 from echelon.bench.phases import SPLIT, Recorder, Sums
 from echelon.bench.verify import STRATEGY_SETTINGS, check_strategies
-from echelon.config import SpeculativeConfig
 from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.linear import weight_bytes
 from echelon.ops import compiled
 from echelon.ops.devices import cpu_name
 from echelon.sizes import mebibytes
+from echelon.speculative_config import SpeculativeConfig
 from echelon.stats import Stats
 
 Prompts = SequenceOf[SequenceOf[int]]

@@ -44,7 +44,6 @@ from echelon.cli.measured import IsaOption, OutputOption, Report, counted, said,
 from echelon.cli.runs import latency, peers, throughput
 from echelon.cli.shared import JsonOption, QuantizationOption, SpeculativeOption, speculative_mapping
 from echelon.cli.words import SPECULATIVE, errors
-from echelon.config import Quantization
 from echelon.demo import held_out_files
 from echelon.inputs import dtype_name
 from echelon.model.load.loading import LoadedModel, load_model
@@ -52,6 +51,7 @@ from echelon.model.load.reading import DTYPES
 from echelon.ops import compiled
 from echelon.ops.devices import chosen_device
 from echelon.requests import Request, read_requests
+from echelon.settings import Quantization
 
 AUTO = {"num_speculative_tokens": "auto"}
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")

@@ -23,13 +23,13 @@ from echelon.bench.throughput import NUM_DRAFTED, default_methods
 from echelon.bench.workloads import WORKLOADS, workload
 from echelon.cli.shared import ComparedOption, JsonOption, progress, speculative_mappings
 from echelon.cli.words import errors
-from echelon.config import OWN_COPY, SpeculativeConfig
 from echelon.demo import DRAFT, TARGET, held_out_files
 from echelon.errors import OutputError
 from echelon.inputs import made_folder, write_text
 from echelon.model.load.loading import LoadedModel, adopt_model, load_model, load_plain
 from echelon.ops import compiled
 from echelon.ops.devices import chosen_device
+from echelon.speculative_config import OWN_COPY, SpeculativeConfig
 
 
 def writable(path: Path | None) -> Path | None:

@@ -24,13 +24,14 @@ from echelon.cli.shared import (
     verb,
 )
 from echelon.cli.words import errors
-from echelon.config import RANKS, speculative
+from echelon.config import RANKS
 from echelon.estimate.devices import read_devices
 from echelon.memory.ladder import Fitting
 from echelon.memory.lower_bound import LeastMemory, least_memory
 from echelon.memory.plan import MemoryPlan
 from echelon.memory.residents import PlannedModels
 from echelon.sizes import gibibytes
+from echelon.speculative_config import speculative
 
 NOT_PLANNED = {"kv_cache_memory_bytes", "numerics", "enforce_eager", "device", *RANKS}  # the last ones mean something else on paper
 SERVED = tuple(name for name in (*ENGINE, *BATCHED) if name not in NOT_PLANNED)

@@ -13,7 +13,6 @@ from rich.table import Table
 
 from echelon import EngineConfig
 from echelon.cli.words import errors
-from echelon.config import SpeculativeConfig, most_drafted
 from echelon.errors import ConfigError
 from echelon.estimate.devices import device_named, read_devices
 from echelon.estimate.layout import Pass
@@ -22,6 +21,7 @@ from echelon.estimate.shapes import published_shapes, without_weights
 from echelon.estimate.speed import Speed
 from echelon.inputs import shown
 from echelon.sizes import gibibytes
+from echelon.speculative_config import SpeculativeConfig, most_drafted
 
 HERE = ("auto", "cpu", "cuda")
 

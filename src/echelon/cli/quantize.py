@@ -9,8 +9,8 @@ import typer
 from rich.markup import escape
 
 from echelon.cli.words import errors
-from echelon.config import Quantization
 from echelon.model.load.publishing import publish
+from echelon.settings import Quantization
 from echelon.sizes import mebibytes
 
 

@@ -54,9 +54,9 @@ from echelon.cli.measured import (
 )
 from echelon.cli.shared import Flags, RefillOption, verb
 from echelon.cli.words import errors
-from echelon.config import Quantization
 from echelon.model.load.loading import LoadedModel, load_model, load_plain
 from echelon.model.load.publishing import publish
+from echelon.settings import Quantization
 
 
 @dataclass(frozen=True, kw_only=True)

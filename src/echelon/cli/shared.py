@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from echelon import LLM
 from echelon.cli.words import SPECULATIVE, errors, from_argument
-from echelon.config import RANKS, EngineConfig, Quantization
+from echelon.config import RANKS, EngineConfig
 from echelon.errors import ConfigError, UnknownHeadError
 from echelon.heads.base import Head
 from echelon.heads.checkpoints import load_head
@@ -25,7 +25,7 @@ from echelon.inputs import shown
 from echelon.methods import METHODS
 from echelon.model.load.loading import LoadedModel, check_vocabularies, load_model
 from echelon.parallel.starting import serve_if_summoned
-from echelon.settings import Settings
+from echelon.settings import Quantization, Settings
 
 SHORT = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp"}  # flags that have a second name, as vLLM has it
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")  # flags of verbs that write one text after another

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from echelon.batch import RaggedBatch, Span
-from echelon.config import SpeculativeConfig
 from echelon.draft import Draft, Int64, RowVerdict, Verdict, indptr_of
 from echelon.drafters.base import Drafter, Pace, every
 from echelon.drafters.frontier import Frontier, grow
@@ -34,6 +33,7 @@ from echelon.model.load.loading import LoadedModel, serve_head
 from echelon.ops.sample import likeliest
 from echelon.sampling import Sampler, SamplingParams
 from echelon.sequence import PlannedRow, Sequence
+from echelon.speculative_config import SpeculativeConfig
 from echelon.stats import Occupancy, Usage
 from echelon.trees import Forest, Growth
 

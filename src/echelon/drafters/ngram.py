@@ -6,10 +6,10 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
-from echelon.config import SpeculativeConfig
 from echelon.draft import Draft
 from echelon.drafters.base import Drafter
 from echelon.sequence import PlannedRow
+from echelon.speculative_config import SpeculativeConfig
 
 LONGEST_MATCH = 10  # tokens found again, of which more are no surer sign
 

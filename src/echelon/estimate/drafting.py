@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from echelon.config import OWN_COPY, SpeculativeConfig
 from echelon.errors import ConfigError
 from echelon.estimate.devices import Device, Work
 from echelon.estimate.layout import Held, model_parts
@@ -20,6 +19,7 @@ from echelon.estimate.shapes import PaperModel, without_weights
 from echelon.heads.checkpoints import build_head
 from echelon.methods import METHODS, head_class
 from echelon.model.attention import CONTEXT_KEYWORD, RecordingAttention
+from echelon.speculative_config import OWN_COPY, SpeculativeConfig
 
 
 class PublishedTokens(NamedTuple):

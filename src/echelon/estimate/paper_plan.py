@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from echelon.checkpoint.facts import context_of
-from echelon.config import EngineConfig, SpeculativeConfig, most_drafted
+from echelon.config import EngineConfig
 from echelon.errors import ConfigError, UnsupportedModelError
 from echelon.estimate.devices import Device
 from echelon.estimate.drafting import Acceptance, DraftingCost, acceptance_of, drafting_of
@@ -19,6 +19,7 @@ from echelon.memory.footprint import attention_shapes, pass_bytes
 from echelon.memory.lower_bound import SHAPES as DRAFT_SHAPES
 from echelon.memory.plan import DEVICE_RUNTIME, LOGIT_BYTES, fed_tokens
 from echelon.model.patches.split import fitting_ranks
+from echelon.speculative_config import SpeculativeConfig, most_drafted
 
 MOST_DEVICES = 512
 

@@ -9,10 +9,10 @@ from typing import Any, Self
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from echelon.config import SpeculativeConfig, speculative
 from echelon.errors import ConfigError, RequestError
 from echelon.hf.arguments import check_model
 from echelon.methods import METHODS
+from echelon.speculative_config import SpeculativeConfig, speculative
 
 Config = SpeculativeConfig | Mapping[str, Any]
 NUM_TOKENS = 4  # drafted by an assistant, where nothing says how many

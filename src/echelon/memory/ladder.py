@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from shlex import quote
 from typing import Any
 
-from echelon.config import EngineConfig, SpeculativeConfig
+from echelon.config import EngineConfig
 from echelon.errors import ConfigError
 from echelon.memory.plan import MemoryPlan
 from echelon.methods import head_class
 from echelon.sizes import gibibytes
+from echelon.speculative_config import SpeculativeConfig
 
 PLANNED_ROWS, PLANNED_LEN = 4, 4096  # conversations, and tokens of each, that are kept for a user who has asked for no other
 LEAST_LEN = 128  # tokens of a text, below which a budget is refused

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from echelon.adaptive.cost_table import CostTable
-from echelon.config import EngineConfig, SpeculativeConfig
+from echelon.config import EngineConfig
 from echelon.memory.residents import PlannedModels
 from echelon.memory.step_speeds import milliseconds
+from echelon.speculative_config import SpeculativeConfig
 
 SHAPES = {False: (1, 2, 4, 8), True: (16, 32, 44, 64)}  # drafted tokens of chains, and of trees
 

@@ -12,13 +12,14 @@ from typing import Any
 import psutil
 import torch
 
-from echelon.config import EngineConfig, SpeculativeConfig, most_drafted
+from echelon.config import EngineConfig
 from echelon.drafters.heads import MOST_UNREAD, AttachedHead
 from echelon.memory.footprint import Footprint
 from echelon.memory.pool import PoolPlan, block_bytes, num_blocks_for
 from echelon.methods import METHODS
 from echelon.model.patches.linear import packed_weights
 from echelon.scheduler import PROMPT_LOGITS
+from echelon.speculative_config import SpeculativeConfig, most_drafted
 
 GROWTH = 64 * 2**20  # bytes of code and of small objects that a process takes up between its imports and its first answers
 DEVICE_RUNTIME = 768 * 2**20  # a CUDA context with compiled kernels

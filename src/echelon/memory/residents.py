@@ -12,7 +12,7 @@ import torch
 from echelon.adaptive.cost_files import key_of_drafter, shapes_of
 from echelon.checkpoint.folder import Folder
 from echelon.checkpoint.tensors import WEIGHTS, open_weights, weight_headers
-from echelon.config import EngineConfig, SpeculativeConfig
+from echelon.config import EngineConfig
 from echelon.drafters.heads import attach_head
 from echelon.errors import ConfigError
 from echelon.heads.base import Head
@@ -37,6 +37,7 @@ from echelon.model.load.loading import LoadedModel
 from echelon.model.patches.linear import weight_bytes
 from echelon.model.patches.packing import BITS
 from echelon.ops import compiled, cpu, devices
+from echelon.speculative_config import SpeculativeConfig
 
 LOOKED_UP = {"rows", "clover_embed_tokens.weight"}  # tables of a head that nothing multiplies by (Clover's and Clover-2's)
 OUTPUT = "lm_head.weight"  # the target's own, which files of Clover-2 have too

@@ -11,8 +11,9 @@ from torch import nn
 
 from echelon.adaptive.cost_files import CostRecord, all_costs, grows_as, key_of_model, key_of_steps
 from echelon.adaptive.cost_table import CostTable
-from echelon.config import EngineConfig, SpeculativeConfig, most_drafted
+from echelon.config import EngineConfig
 from echelon.methods import METHODS
+from echelon.speculative_config import SpeculativeConfig, most_drafted
 
 READ_AGAIN = 1000  # tokens of a prompt
 UNKNOWN = "its speed has not been measured here"

@@ -16,13 +16,14 @@ from pydantic import ValidationError
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from echelon.config import EngineConfig, SpeculativeConfig, speculative
+from echelon.config import EngineConfig
 from echelon.errors import ConfigError, UnavailableError
 from echelon.inputs import check_kind, first_problem, name_of
 from echelon.ray.cluster import listen_on_node_alone
 from echelon.ray.gateway import Gateway
 from echelon.ray.replica import Replica
 from echelon.server.config import ServerConfig
+from echelon.speculative_config import SpeculativeConfig, speculative
 
 NAME = "echelon"  # of the application on a cluster
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"

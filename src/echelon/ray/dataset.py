@@ -15,13 +15,14 @@ import transformers
 from pydantic import ValidationError
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-from echelon.config import EngineConfig, SpeculativeConfig, speculative
+from echelon.config import EngineConfig
 from echelon.errors import ConfigError, EchelonError, RequestError
 from echelon.inputs import check_kind, first_problem, name_of, shown
 from echelon.llm import LLM
 from echelon.ray.parts import PATTERN, PartsFolder
 from echelon.requests import Line, Request, output_line
 from echelon.sampling import SamplingParams, one_each, seed_of
+from echelon.speculative_config import SpeculativeConfig, speculative
 
 BATCH = 256  # rows of a part
 

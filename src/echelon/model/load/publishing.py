@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from echelon.checkpoint.folder import Folder
 from echelon.checkpoint.schemas import refuse_quantised
 from echelon.checkpoint.tensors import INDEX, WEIGHTS, StoredTensor, Weights, open_weights, weight_files
-from echelon.config import Quantization
 from echelon.errors import OutputError, UnsupportedModelError
 from echelon.inputs import made_apart
 from echelon.model.load.reading import GENERATION, TOKENIZER_FILES, built_without_memory, read_config, settings_of
@@ -25,6 +24,7 @@ from echelon.model.patches.experts import is_experts
 from echelon.model.patches.linear import is_plain_linear
 from echelon.model.patches.packing import GROUPS
 from echelon.ops import compiled, cpu
+from echelon.settings import Quantization
 
 SHARD_BYTES = 2 * 10**9
 WORD = 8  # entries of 4 bits
