@@ -131,7 +131,7 @@ def hashing(models: Models, lengths: Lengths) -> Record:
     """Seconds of a lookup that finds nothing, of one that finds all, and of reading."""
     llm = LLM(models.grown, max_num_seqs=1, max_model_len=2048)
     (text,) = source(models.grown, 1, lengths.prompt, is_ragged=False)
-    prefixes = llm.engine.scheduler.prefix_cache
+    prefixes = llm.engine.scheduler.blocks.prefix_cache
     assert prefixes is not None
 
     def lookup() -> float:

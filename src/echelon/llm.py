@@ -218,7 +218,7 @@ class LLM:
 
         May be called while another thread runs the engine.
         """
-        stats, tables, prefixes = self.stats, self.engine.target.cache.tables, self.engine.scheduler.prefix_cache
+        stats, tables, prefixes = self.stats, self.engine.target.cache.tables, self.engine.scheduler.blocks.prefix_cache
         counters = {f.name: getattr(stats, f.name) for f in fields(stats) if f.name != "acceptance"}
         return counters | {
             "seconds": dict(stats.seconds),
@@ -246,8 +246,8 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forget the keys and values that are kept for texts that begin alike; needed after weights have been changed in place."""
         with self.exclusive() as engine:
-            if engine.scheduler.prefix_cache is not None:
-                engine.scheduler.prefix_cache.clear()
+            if engine.scheduler.blocks.prefix_cache is not None:
+                engine.scheduler.blocks.prefix_cache.clear()
 
     def measure_costs(self) -> CostRecord:
         """Measure anew what steps and drafting cost; needs a drafter whose lengths are "auto"."""

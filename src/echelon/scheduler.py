@@ -15,6 +15,7 @@ from echelon.draft import RowVerdict, Verdict
 from echelon.errors import RequestError
 from echelon.kv.tables import KVTables
 from echelon.prefix_cache import PrefixCache
+from echelon.row_blocks import RowBlocks
 from echelon.sequence import Plan, PlannedRow, Sequence
 from echelon.step_costs import PieceSizes, StepCosts
 
@@ -75,7 +76,7 @@ class Scheduler:
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._tables = tables
+        self.blocks = RowBlocks(tables, prefix_cache)
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._drafts = drafts
@@ -83,7 +84,6 @@ class Scheduler:
         self._selector = selector
         self._refill = refill
         self.piece_sizes = piece_sizes or StepCosts()
-        self.prefix_cache = prefix_cache
         self._is_open = True  # may rows enter?
         self._is_watched = False  # must the host see the next step's logits?
         self._may_draft = True  # may rows, in this step?
@@ -107,7 +107,7 @@ class Scheduler:
     @property
     def capacity(self) -> int:
         """Tokens of the longest text that the whole pool holds."""
-        return max(0, min(t.capacity for t in self._tables) - (self._drafts.num_tokens if self._drafts.grows_trees else 0))
+        return max(0, self.blocks.capacity - (self._drafts.num_tokens if self._drafts.grows_trees else 0))
 
     def check_size(self, num_tokens: int, instead: str = "lower max_tokens") -> None:
         """Raise `RequestError` for a text that the whole pool could not hold; `instead` of a larger one."""
@@ -122,7 +122,7 @@ class Scheduler:
         for rows in (self.running, self.waiting):
             if sequence in rows:
                 rows.remove(sequence)
-        self._release(sequence)
+        self.blocks.release(sequence)
 
     def next_step(self, in_flight: SequenceOf[Plan] = (), may_run_ahead: bool = False, num_lanes: int = 1, may_draft: bool = True) -> Plan:
         """Reserve slots for every row of the next step; where blocks are lacking, the youngest row gives its own back and waits.
@@ -182,7 +182,7 @@ class Scheduler:
     def _num_entering(self) -> int:
         """Waiting rows that seem to have blocks, as many as there are places: all of them, or none where the first has not."""
         able = list(self._entering(self.waiting, self._max_num_seqs - len(self.running))) if self._is_open else []
-        return len(able) if able and self._fit((able[0].id, len(able[0]))) else 0
+        return len(able) if able and self.blocks.fit((able[0], len(able[0]))) else 0
 
     def _entering(self, sequences: Iterable[Sequence], num_places: int) -> Iterator[Sequence]:
         """Those that have one of so many places, and wait for no prompt; places of samples that do are theirs."""
@@ -215,7 +215,7 @@ class Scheduler:
             plan.runs_ahead = plan.runs_ahead and self._is_ready(row)
             if pending and not plan.runs_ahead:
                 return 0
-            if self._reserve(row):
+            if self.blocks.reserve(row):
                 self._let_in(plan, row)
                 return row.num_new
             if pending:
@@ -236,12 +236,7 @@ class Scheduler:
         if self._is_short or not self._drafts.are_shed:
             return False
         self._is_short = True
-        for i, row in enumerate(plan.rows):
-            plan.rows[i] = row.drafting(0, 0)
-            for tables in self._tables:
-                tables.commit(row.sequence.id, tables.num_cached(row.sequence.id))
-            has_room = self._reserve(plan.rows[i])
-            assert has_room, f"row {row.sequence.id} lacks what it had"
+        plan.rows = [self.blocks.without_draft(row) for row in plan.rows]
         return True
 
     def _left_for_prompts(self, plan: Plan, budget: int) -> int:
@@ -252,7 +247,7 @@ class Scheduler:
 
     def _is_reading(self, sequence: Sequence) -> bool:
         """Whether more of its text than the last token is to be fed."""
-        return len(sequence) - self._num_cached(sequence) > 1
+        return len(sequence) - self.blocks.num_cached(sequence) > 1
 
     def _can_run_ahead(self) -> bool:
         """No row may enter, and the tokens of each follow from its logits and noise alone."""
@@ -262,8 +257,7 @@ class Scheduler:
 
     def _is_ready(self, row: PlannedRow) -> bool:
         """Its text is read but for the last token (for two, in a draft model), and contexts hold the longest that it may become."""
-        num_tokens, end = len(row.sequence), row.longest + row.max_draft_tokens
-        lacking = [num_tokens - tables.num_cached(row.sequence.id) for tables in self._tables[: 2 if row.max_draft_tokens else 1]]
+        end, lacking = row.longest + row.max_draft_tokens, self.blocks.num_lacking(row.sequence)[: 2 if row.max_draft_tokens else 1]
         is_read = row.pending_row >= 0 or all(count <= 1 + i for i, count in enumerate(lacking))
         longest = self._drafts.longest_text
         is_in_draft = not row.max_draft_tokens or longest is None or end <= longest
@@ -271,19 +265,18 @@ class Scheduler:
 
     def _selected_step(self, selector: Selector) -> Plan:
         """The rows that the selector chooses; a rectangle of them holds at most `max_num_batched_tokens` tokens before drafts."""
-        while self._may_enter() and self._fit((self.waiting[0].id, 1)):
+        while self._may_enter() and self.blocks.fit((self.waiting[0], 1)):
             sequence = self.waiting.popleft()
             self.running.append(sequence)
             self._count_cached(sequence, 0, is_looked_up=False)
-            for tables in self._tables:
-                tables.reserve(sequence.id, 1)
+            self.blocks.reserve_line(sequence)
         self._is_open = self._refill
-        chosen = selector(self.running, self._num_cached)
+        chosen = selector(self.running, self.blocks.num_cached)
         limit = max(1, self._max_num_batched_tokens // len(chosen))
         plan = Plan([])
         for sequence in chosen:
             row = self._plan_row(sequence, limit)
-            has_line = self._reserve(row)
+            has_line = self.blocks.reserve(row)
             assert has_line, f"row {row.sequence.id} runs without a line"
             self._let_in(plan, row)
         return plan
@@ -295,7 +288,7 @@ class Scheduler:
         """Of the tokens that a step has left, those that one prompt may take: half, while others wait and could enter beside it."""
         entering = self._entering(others, num_places) if self._is_open else ()
         first = next((s for s in entering if s.parent is not sequence), None)
-        may_enter = first is not None and self._fit((sequence.id, len(sequence)), (first.id, len(first)))
+        may_enter = first is not None and self.blocks.fit((sequence, len(sequence)), (first, len(first)))
         return max(1, budget // 2) if may_enter else budget
 
     def _admit(self, plan: Plan, budget: int) -> None:
@@ -325,7 +318,8 @@ class Scheduler:
             if self._waits_for_prompt(sequence):
                 held.append(self.waiting.popleft())
                 continue
-            self._share_prompt(sequence)
+            if (parent := self._first_sample(sequence)) is not None:
+                self.blocks.fork(parent, sequence)
             others = islice(self.waiting, 1, None)
             row = self._entering_row(sequence, self._share(budget, sequence, others, num_places - 1))
             if row is None:
@@ -338,47 +332,36 @@ class Scheduler:
     def _waits_for_prompt(self, sequence: Sequence) -> bool:
         """Whether it is a further sample of a prompt that the first one is still reading."""
         parent = self._first_sample(sequence)
-        return parent is not None and self._num_cached(parent) < sequence.num_prompt_tokens - 1
+        return parent is not None and self.blocks.num_cached(parent) < sequence.num_prompt_tokens - 1
 
     def _first_sample(self, sequence: Sequence) -> Sequence | None:
         """The row whose blocks a further sample of its prompt begins with."""
         parent = sequence.parent
-        if parent is None or parent not in self.running or sequence.num_output_tokens or sequence.id in self._tables[0]:
+        if parent is None or parent not in self.running or sequence.num_output_tokens or sequence in self.blocks:
             return None
         return None if self._has_passed(len(sequence), len(parent)) else parent
-
-    def _share_prompt(self, sequence: Sequence) -> None:
-        """Let a further sample of a prompt start from the blocks of the first; its last token is fed again, for its logits."""
-        parent = self._first_sample(sequence)
-        for tables in self._tables:
-            if parent is not None and parent.id in tables:
-                tables.fork(parent.id, sequence.id)
-                tables.commit(sequence.id, min(sequence.num_prompt_tokens - 1, tables.num_cached(sequence.id)))
 
     def _entering_row(self, sequence: Sequence, budget: int) -> PlannedRow | None:
         """The first row of a sequence, all reserved: with what is kept of its text, or, where the copy of a block that others may find is
         one too many, without. None where blocks lack; then it holds nothing, neither what it shares with another sample. One whose prompt
         logprobs are wanted is computed from its first token on.
         """
-        is_looked_up = self.prefix_cache is not None and sequence.id not in self._tables[0] and not sequence.lacks_prompt_logprobs
+        is_looked_up = self.blocks.prefix_cache is not None and sequence not in self.blocks and not sequence.lacks_prompt_logprobs
         for adopts in (True, False) if is_looked_up else (False,):
-            if self.prefix_cache is not None and adopts:
-                self.prefix_cache.adopt(sequence)
+            if adopts:
+                self.blocks.adopt(sequence)
             row = self._plan_row(sequence, budget)
-            if self._fit((sequence.id, len(sequence) + self._draft_limits(sequence)[0])) and self._reserve(row):
+            if self.blocks.fit((sequence, len(sequence) + self._draft_limits(sequence)[0])) and self.blocks.reserve(row):
                 self._count_cached(sequence, row.start, is_looked_up)
                 return row
-            for tables in self._tables:
-                tables.release(sequence.id)
-            if self.prefix_cache is not None:
-                self.prefix_cache.begins_anew(sequence)
+            self.blocks.refuse(sequence)
         return None
 
     def _count_cached(self, sequence: Sequence, num_cached: int, is_looked_up: bool) -> None:
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = num_cached
-            if self.prefix_cache is not None and is_looked_up:
-                self.prefix_cache.count(len(sequence), num_cached)
+            if is_looked_up:
+                self.blocks.count_hits(sequence, num_cached)
 
     def _draft_limits(self, sequence: Sequence, num_pending: int = 0) -> tuple[int, int]:
         """Most tokens of a draft, and most on one path of it: the extra token takes one of the tokens left, a path may take the others.
@@ -394,13 +377,9 @@ class Scheduler:
         depth = max(0, min(limit, drafts.longest_path, sequence.num_tokens_left - num_pending - 1, *rooms))
         return limit if drafts.grows_trees and depth else depth, depth
 
-    def _num_cached(self, sequence: Sequence) -> int:
-        """Tokens that have keys and values in the target's cache."""
-        return self._tables[0].num_cached(sequence.id)
-
     def _plan_row(self, sequence: Sequence, budget: int, pending: tuple[int, PlannedRow] | None = None) -> PlannedRow:
         """The next row of a sequence, which may be `pending`: its index and row in the step in flight."""
-        start = self._num_cached(sequence)
+        start = self.blocks.num_cached(sequence)
         if pending is not None:
             index, row = pending
             limits = self._draft_limits(sequence, num_pending=1)
@@ -420,31 +399,12 @@ class Scheduler:
     def _has_passed(self, before: int, after: int) -> bool:
         return any(before <= switch < after for switch in self._context_switches)
 
-    def _fit(self, *rows: tuple[int, int]) -> bool:
-        """Whether there are blocks for all of these rows, so many tokens each."""
-        return all(sum(t.num_missing(row, min(count, t.max_tokens_per_row)) for row, count in rows) <= t.num_free for t in self._tables)
-
-    def _reserve(self, row: PlannedRow) -> bool:
-        """All tables or none."""
-        number, end = row.sequence.id, row.longest + row.max_draft_tokens
-        wanted = [(t, min(end, t.max_tokens_per_row)) for t in self._tables]
-        missing = [t.num_missing(number, num_tokens) for t, num_tokens in wanted]
-        if any(count > t.num_free for (t, _), count in zip(wanted, missing, strict=True)):
-            return False
-        return all(t.reserve(number, num_tokens) for (t, num_tokens), count in zip(wanted, missing, strict=True) if count)
-
     def _preempt(self) -> Sequence:
         """The youngest running row gives its blocks back and goes to the head of the queue; its text is computed again later."""
         sequence = self.running.pop()
-        self._release(sequence)
+        self.blocks.release(sequence)
         self.waiting.appendleft(sequence)
         return sequence
-
-    def _release(self, sequence: Sequence) -> None:
-        for tables in self._tables:
-            tables.release(sequence.id)
-        if self.prefix_cache is not None:
-            self.prefix_cache.forget(sequence)
 
     def settle(
         self, rows: SequenceOf[PlannedRow], verdict: Verdict, conclude: Callable[[SequenceOf[Sequence]], None] | None = None
@@ -455,17 +415,16 @@ class Scheduler:
         try:
             for row, kept in zip(rows, verdict, strict=True):
                 self._settle_row(row, kept)
-            if self.prefix_cache is not None:
+            if self.blocks.prefix_cache is not None:
                 sound = [row.sequence for row in rows if row.sequence.error is None]
                 if conclude is not None and any(row.sequence.is_finished for row in rows):
                     conclude([s for s in sound if s.is_finished])
-                for sequence in sound:
-                    self.prefix_cache.publish(sequence)
+                self.blocks.publish(sound)
         finally:  # an interrupt may come while a text is watched, or while the drafter reads
             finished = [row.sequence for row in rows if row.sequence.is_finished]
             for sequence in finished:
                 self.running.remove(sequence)
-                self._release(sequence)
+                self.blocks.release(sequence)
         if finished:  # without refill, nobody takes their places
             self._is_open = self._refill
         return finished
@@ -481,8 +440,7 @@ class Scheduler:
             before = len(sequence)
             self._append(sequence, kept)
             if self._has_passed(before, len(sequence)):
-                for tables in self._tables:
-                    tables.commit(sequence.id, 0)
+                self.blocks.recompute(sequence)
             self._is_watched |= kept.next_token < 0 and kept.error is None  # the host shall see why there is none
         if kept.error is not None and not sequence.is_finished:
             sequence.fail(kept.error)
@@ -500,9 +458,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that the books of rows and blocks agree."""
-        for tables in self._tables:
-            tables.check()
-            assert set(tables.row_ids) <= {s.id for s in self.running}, "a row that does not run holds blocks"
+        self.blocks.check(self.running)
         assert len(self.running) <= self._max_num_seqs
         for sequence in self.running:
             sequence.check()

@@ -41,7 +41,7 @@ def served(target: LoadedModel, work: Callable[[AsyncLLM], Coroutine[Any, Any, A
             while llm.llm.engine.has_work:
                 await asyncio.sleep(0)
             tables = llm.llm.engine.target.cache.tables
-            prefixes = llm.llm.engine.scheduler.prefix_cache
+            prefixes = llm.llm.engine.scheduler.blocks.prefix_cache
             assert tables.num_free == tables.num_blocks
             assert prefixes is not None
         return found

@@ -242,7 +242,7 @@ def test_a_request_that_fills_the_pool_leaves_no_room_for_a_tree() -> None:
             plan = scheduler.next_step()
             assert plan.rows[0].max_draft_tokens in (0, 4), "a tree does not shrink with the room left"
             verdict = verdict_for(plan, random.Random(0), drafter_fails=False)
-            scheduler._tables[0].commit(1, plan.rows[0].start + plan.rows[0].num_new + len(verdict[0].accepted))
+            scheduler.blocks.tables[0].commit(1, plan.rows[0].start + plan.rows[0].num_new + len(verdict[0].accepted))
             scheduler.settle(plan.rows, verdict)
         assert sequence.num_output_tokens == max_tokens
 
@@ -297,7 +297,7 @@ def test_rows_share_the_logits_of_prompts() -> None:
         plan = scheduler.next_step()
         most = max(most, sum(row.num_prompt_logits for row in plan.rows))
         for row in plan.rows:
-            scheduler._tables[0].commit(row.sequence.id, row.start + row.num_new)
+            scheduler.blocks.tables[0].commit(row.sequence.id, row.start + row.num_new)
         verdict = [RowVerdict(0, [], [], 1 if row.is_sampled else -1, [], [{}] * row.num_prompt_logits) for row in plan.rows]
         scheduler.settle(plan.rows, verdict)
     assert PROMPT_LOGITS <= most <= PROMPT_LOGITS + 5
@@ -315,7 +315,7 @@ def test_samples_of_one_prompt_leave_its_logprobs_to_the_first() -> None:
         plan = scheduler.next_step()
         counts = [(row.num_new, row.num_prompt_logits) for row in plan.rows]
         for row in plan.rows:
-            scheduler._tables[0].commit(row.sequence.id, row.start + row.num_new)
+            scheduler.blocks.tables[0].commit(row.sequence.id, row.start + row.num_new)
         verdict = [RowVerdict(0, [], [], 1 if row.is_sampled else -1, [], [{}] * row.num_prompt_logits) for row in plan.rows]
         scheduler.settle(plan.rows, verdict)
         return counts
@@ -343,7 +343,7 @@ def read_on(scheduler: Scheduler) -> list[tuple[int, int]]:
     """A step in which nothing is drafted: number and new tokens of each row."""
     plan = scheduler.next_step()
     for row in plan.rows:
-        scheduler._tables[0].commit(row.sequence.id, row.start + row.num_new)
+        scheduler.blocks.tables[0].commit(row.sequence.id, row.start + row.num_new)
     verdict = [RowVerdict(0, [], [], 1 if row.is_sampled else -1, [], [{}] * row.num_prompt_logits) for row in plan.rows]
     scheduler.settle(plan.rows, verdict)
     return [(row.sequence.id, row.num_new) for row in plan.rows]
@@ -416,7 +416,7 @@ def test_an_interrupt_while_rows_are_settled_leaves_none_that_has_ended(monkeypa
     with pytest.raises(KeyboardInterrupt):
         read_on(scheduler)
     assert [sequence.id for sequence in scheduler.running] == [1]
-    assert 0 not in scheduler._tables[0]
+    assert 0 not in scheduler.blocks.tables[0]
     scheduler.check()
 
 

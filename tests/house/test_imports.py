@@ -29,6 +29,7 @@ LEVELS = [
     {"acceptance"},
     {"drafters"},
     {"step_costs", "prefix_cache"},
+    {"row_blocks"},
     {"scheduler"},
     {"adaptive"},
     {"memory"},
@@ -121,7 +122,17 @@ def test_only_the_builder_knows_the_baselines() -> None:
 
 
 def test_the_scheduler_sees_no_tensors() -> None:
-    for module in ("scheduler", "step_costs", "baselines.selection", "sequence", "kv.blocks", "kv.tables", "baselines.lines", "sampling"):
+    for module in (
+        "scheduler",
+        "row_blocks",
+        "step_costs",
+        "baselines.selection",
+        "sequence",
+        "kv.blocks",
+        "kv.tables",
+        "baselines.lines",
+        "sampling",
+    ):
         assert "torch" not in modules()[module].read_text("utf-8").replace("tokenizers", ""), module
 
 

@@ -125,7 +125,7 @@ def test_rows_that_rest_take_no_blocks_for_drafts(drafter: str, tmp_path: Path, 
     llm.generate(toys.prompts()[:4], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True), use_tqdm=False)
     quiet = [count for num_rows, has_room, count in plans[12:56] if num_rows == 4 and not has_room]
     assert len(quiet) >= 30, "one step in four decides"
-    num_tables = len(llm.engine.scheduler._tables)
+    num_tables = len(llm.engine.scheduler.blocks.tables)
     assert sum(quiet) <= num_tables * 4 * (44 // llm.engine.target.cache.block_size + 1)
 
 
