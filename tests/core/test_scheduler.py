@@ -399,6 +399,14 @@ def test_a_prompt_is_not_read_in_halves_for_rows_behind_its_own_samples() -> Non
         assert read_on(scheduler)[0] == (0, expected)
 
 
+def test_a_prompt_is_not_read_in_halves_for_samples_of_another_that_is_read() -> None:
+    """They wait for their own."""
+    scheduler = Scheduler([BlockTables(100, 4, 25)], 9, 16, piece_sizes=toys.WholePrompts())
+    for sequence in (*samples_of(40, 1, number=7), *samples_of(40, 2)):
+        scheduler.add(sequence)
+    assert [read_on(scheduler) for _ in range(2)] == [[(7, 8), (0, 8)], [(7, 16)]]
+
+
 def test_an_interrupt_while_rows_are_settled_leaves_none_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first has its last token, and the second's watcher is interrupted."""
     scheduler = Scheduler([BlockTables(100, 4, 25)], 4, 64, piece_sizes=toys.WholePrompts())
