@@ -300,12 +300,12 @@ def whole(name: str, evidence: Evidence) -> Measured | None:
 
 
 def long_speed(evidence: Evidence) -> Measured | None:
-    """Over plain decoding, by quarter of a long text."""
+    """Over plain decoding, by quarter of a long text; nothing where one of the batches has not been measured so."""
     found, notes = dict[str, float | None](), list[str]()
     for batch in (1, 8):
         record = evidence.record(f"long/b{batch:02d}")
         if record is None or not record.get("settings", {}).items() >= HOW.items():
-            continue
+            return None
         for i, (a, b) in enumerate(zip(record["speed"], record["plain"], strict=True)):
             found[f"batch {batch}, quarter {i + 1}"] = a / b
         notes.append(f"until the first of {batch} rows ends, when rows have {record['tokens_a_row']:,.0f} tokens" if batch > 1 else "")
