@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing, asynccontextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -184,14 +183,9 @@ class Service:
         async with aclosing(updates):  # type: ignore[type-var]
             async for handle in updates:
                 states = _checked(handle.states)
-                build = partial(_joined, stream, states)
-                if chunks := await self.in_thread(build) if stream.takes_time else build():
+                if chunks := await self.in_thread(stream.new, states) if stream.takes_time else stream.new(states):
                     yield chunks
         yield b"".join(stream.end(states))
-
-
-def _joined(stream: StreamSerializer, states: list[RowState]) -> bytes:
-    return b"".join(stream.chunks(states))
 
 
 def _checked(states: list[RowState]) -> list[RowState]:

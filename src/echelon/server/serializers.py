@@ -259,12 +259,20 @@ class StreamSerializer:
     @property
     def takes_time(self) -> bool:
         """Whether the next chunks may have the log-probabilities of a whole prompt."""
-        return self._job.echo is not None and self._job.has_logprobs and not all(self._has_begun)
+        return self._tells_prompts and not all(self._has_begun)
+
+    @property
+    def _tells_prompts(self) -> bool:
+        """Whether an echo has its prompt's log-probabilities."""
+        return self._job.echo is not None and self._job.has_logprobs
 
     def _is_prompt_told(self, sequence: Sequence) -> bool:
         """Whether all of a prompt's log-probabilities are known that its echo shows."""
-        is_shown = self._job.echo is not None and self._job.has_logprobs
-        return not is_shown or len(_prompt_logprobs(self._job, sequence)) == sequence.num_prompt_tokens - 1
+        return not self._tells_prompts or len(_prompt_logprobs(self._job, sequence)) == sequence.num_prompt_tokens - 1
+
+    def new(self, states: SequenceOf[RowState]) -> bytes:
+        """What is new since the last call, as bytes."""
+        return b"".join(self.chunks(states))
 
     def chunks(self, states: SequenceOf[RowState]) -> Iterator[bytes]:
         """Chunks of what is new since the last call."""
