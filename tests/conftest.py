@@ -17,8 +17,10 @@ from hypothesis import settings
 if not torch.cuda.is_available():  # Triton decides when it is first imported, by whomever
     os.environ["TRITON_INTERPRET"] = "1"
 
+import toys
 from families import FAMILIES
 
+from echelon import scheduler
 from echelon.drafters.guard import CallTimer
 from echelon.ops import compiled
 
@@ -33,6 +35,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Frameworks and tests stay until the end: the collector need not go over them again and again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pieces_by_tokens() -> Iterator[None]:
+    """How busy the machine is does not decide in what pieces prompts are read."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(scheduler, "StepCosts", toys.CostsByTokens)
+        yield
 
 
 @pytest.fixture

@@ -144,6 +144,6 @@ def test_an_engine_learns_and_texts_stay() -> None:
     alone = [LLM(target).generate([p], params)[0].outputs[0].token_ids for p in prompts]
     llm = LLM(target, max_num_seqs=3)
     costs = llm.engine.scheduler.piece_sizes
-    costs.decoding, costs.token = Step(1.0, 1.0), 1.0  # pieces of SMALLEST_PIECE at first
+    costs.decoding, costs.token = Step(1.0, 100.0), 100.0  # pieces of SMALLEST_PIECE at first
     assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == alone
-    assert max(costs.decoding.seconds, costs.token) < 1.0
+    assert max(costs.decoding.seconds, costs.token) < 99.0

@@ -8,20 +8,20 @@ from typing import Any
 
 import numpy as np
 
+import toys
 from echelon import LLM
 from echelon.adaptive.cost_table import CostCurve, CostTable
 from echelon.draft import Draft
 from echelon.drafters.base import LevelDrafter
 from echelon.sequence import PlannedRow
 from echelon.stats import StepRecord
-from echelon.step_costs import StepCosts
 
 
 class RandomController:
     """Rests in any step, drafts for any rows to any depth, stops after any level, and verifies any of it that hangs together."""
 
     def __init__(self, seed: int) -> None:
-        self.table, self.piece_sizes = CostTable(step=CostCurve(tokens=(1,), milliseconds=(1.0,))), StepCosts()
+        self.table, self.piece_sizes = CostTable(step=CostCurve(tokens=(1,), milliseconds=(1.0,))), toys.CostsByTokens()
         self._rng = np.random.default_rng(seed)
         self.num_cut = 0  # drafted tokens that were not verified
 
