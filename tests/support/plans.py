@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-
 import toys
+
 from echelon import LLM
 from echelon.adaptive.cost_table import CostCurve, CostTable
 from echelon.draft import Draft
