@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 from collections.abc import Iterator
+from functools import partial
 from tempfile import TemporaryDirectory
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; tests of threads ask for two, which must not spin
@@ -20,8 +20,8 @@ if not torch.cuda.is_available():  # Triton decides when it is first imported, b
 import toys
 from families import FAMILIES
 
-from echelon import scheduler
-from echelon.drafters.guard import CallTimer
+from echelon import build, scheduler
+from echelon.drafters.guard import GuardedDrafter
 from echelon.ops import compiled
 
 CACHE = TemporaryDirectory(prefix="echelon-tests-")
@@ -38,18 +38,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def pieces_by_tokens() -> Iterator[None]:
-    """How busy the machine is does not decide in what pieces prompts are read."""
+def unhurried() -> Iterator[None]:
+    """How busy the machine is decides neither in what pieces prompts are read nor which drafter is too slow."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(scheduler, "StepCosts", toys.CostsByTokens)
+        monkeypatch.setattr(build, "GuardedDrafter", partial(GuardedDrafter, clock=lambda: 0.0))
         yield
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No drafter is too slow: how busy the machine is decides nothing, where a drafter that failed fails the test."""
-    monkeypatch.setattr(CallTimer, "is_too_slow", lambda *_: False)
-    monkeypatch.setattr(CallTimer, "limit", lambda *_: math.inf)
 
 
 @pytest.fixture(params=[1, 2])

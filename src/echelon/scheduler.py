@@ -430,31 +430,12 @@ class Scheduler:
         return finished
 
     def _settle_row(self, row: PlannedRow, kept: RowVerdict) -> None:
-        """Count a row's step, and append what it has brought."""
-        sequence = row.sequence
-        sequence.prompt_logprobs += kept.prompt_logprobs
-        if row.is_sampled:
-            sequence.num_steps += 1
-            sequence.num_draft_tokens += kept.num_draft_tokens
-            sequence.acceptance[kept.num_draft_tokens, len(kept.accepted)] += 1
-            before = len(sequence)
-            self._append(sequence, kept)
-            if self._has_passed(before, len(sequence)):
-                self.blocks.recompute(sequence)
-            self._is_watched |= kept.next_token < 0 and kept.error is None  # the host shall see why there is none
-        if kept.error is not None and not sequence.is_finished:
-            sequence.fail(kept.error)
-
-    def _append(self, sequence: Sequence, kept: RowVerdict) -> None:
-        """One token at a time, as in plain decoding; what follows the last is dropped, and what its watcher raises ends it."""
-        extra = [kept.next_token] if kept.next_token >= 0 else []
-        for i, token in enumerate((*kept.accepted, *extra)):
-            try:
-                sequence.append(token, i < len(kept.accepted), kept.logprobs[i] if kept.logprobs else None)
-            except Exception as error:
-                sequence.fail(error)
-            if sequence.is_finished:
-                return
+        """Give a row what its step has brought; keys and values of a text that now has others are computed anew."""
+        before, is_sampled = len(row.sequence), row.is_sampled
+        row.sequence.settle(kept, is_sampled)
+        if self._has_passed(before, len(row.sequence)):
+            self.blocks.recompute(row.sequence)
+        self._is_watched |= is_sampled and kept.next_token < 0 and kept.error is None  # the host shall see why there is none
 
     def check(self) -> None:
         """Assert that the books of rows and blocks agree."""

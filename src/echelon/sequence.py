@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
+from echelon.draft import RowVerdict
 from echelon.errors import EchelonError, RequestError, row_error
 from echelon.inputs import check_kind
 from echelon.sampling import Logprobs, Sampler, SamplingParams
@@ -106,6 +107,29 @@ class Sequence:
     def lacks_prompt_logprobs(self) -> bool:
         """Are logprobs of prompt tokens requested that no step has passed yet? Of several samples only the first has them."""
         return self.parent is None and self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    def settle(self, kept: RowVerdict, is_sampled: bool) -> None:
+        """Take what a step has brought: logprobs of the prompt and, where it `is_sampled`, tokens, one at a time as in plain decoding. What
+        follows the last is dropped, and what the watcher raises ends the text.
+        """
+        self.prompt_logprobs += kept.prompt_logprobs
+        if is_sampled:
+            self.num_steps += 1
+            self.num_draft_tokens += kept.num_draft_tokens
+            self.acceptance[kept.num_draft_tokens, len(kept.accepted)] += 1
+            self._take(kept)
+        if kept.error is not None and not self.is_finished:
+            self.fail(kept.error)
+
+    def _take(self, kept: RowVerdict) -> None:
+        extra = [kept.next_token] if kept.next_token >= 0 else []
+        for i, token in enumerate((*kept.accepted, *extra)):
+            try:
+                self.append(token, i < len(kept.accepted), kept.logprobs[i] if kept.logprobs else None)
+            except Exception as error:
+                self.fail(error)
+            if self.is_finished:
+                return
 
     def append(self, token: int, is_accepted: bool, logprobs: Logprobs | None = None) -> None:
         """Commit one token and settle whether it was the last; the order of tests is that of plain decoding."""

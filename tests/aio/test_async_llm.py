@@ -148,6 +148,8 @@ def test_a_request_that_waits_is_aborted_at_once(target: LoadedModel, max_queue:
         gate = Gate(llm, 1)
         running = [llm.generate(PROMPTS[0], params(), f"running {i}") for i in range(4)]
         tasks = [asyncio.create_task(last_of(outputs)) for outputs in running]
+        while len(llm._running) < 4:  # none of these is overtaken
+            await asyncio.sleep(0)
         waiting = asyncio.create_task(last_of(llm.generate(PROMPTS[1], params(), "waiting")))
         while not gate.reached.is_set() or ("waiting" not in llm._running if max_queue else not llm._places._waiters):
             await asyncio.sleep(0)

@@ -11,8 +11,6 @@ from benchmarks.workloads import SMALL
 from echelon import ConfigError, SamplingParams
 from echelon.bench.throughput import Run, Stepping, in_turn
 
-pytestmark = pytest.mark.usefixtures("patient")
-
 
 def test_the_best_other_is_chosen_in_the_other_rounds() -> None:
     speeds = {"plain": [10.0, 10.0], "auto": [12.0, 12.0], "1": [20.0, 6.0], "2": [11.0, 24.0], "dropped": [1.0]}

@@ -38,8 +38,6 @@ from echelon.drafters.ngram import NgramDrafter
 from echelon.model.load.loading import LoadedModel, load_model
 from echelon.ops import compiled
 
-pytestmark = pytest.mark.usefixtures("patient")
-
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = toys.prompts((3, 17, 1, 33, 8))

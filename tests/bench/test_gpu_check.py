@@ -31,7 +31,7 @@ def test_every_cell_runs_and_is_not_measured_twice(
     monkeypatch.setattr(gpu, "environment", lambda: where)
     output = tmp_path / "found.json"
     asked = ["attention", "equality-float16", "table-tiny-02", "plain-fast", "fast-bfloat16", "transformers", "two-devices"]
-    arguments = ["--device", "cpu", "--small", "--output", str(output), *asked]
+    arguments = ["--device", "cpu", "--small", "--minutes", "60", "--output", str(output), *asked]
     gpu.main(arguments)
     printed = capsys.readouterr().out
     assert "0 of 7 cells are measured already" in printed and "failed" not in printed

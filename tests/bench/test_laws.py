@@ -21,8 +21,6 @@ from echelon.heads.checkpoints import build_head, save_head
 from echelon.model.load.loading import load_plain
 from echelon.train.files import load_checkpoint
 
-pytestmark = pytest.mark.usefixtures("patient")
-
 ENVIRONMENT = {"cpu": "one", "threads": "1", "torch": "2", "transformers": "5", "commit": "c"}
 
 

@@ -100,7 +100,9 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of processor time; a busy machine may be long about it."""
     monkeypatch.setattr("echelon.chat.TEMPLATE_SECONDS", SHORT)
+    monkeypatch.setattr("echelon.text_process.WALL_SECONDS", 300.0)
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +232,7 @@ def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
 
 def test_livez_answers_while_a_template_runs(llm: LLM, template: Any, short: None) -> None:
     template(HOSTILE["a big power of an input"])
-    with servers.serving(llm) as running, running.client() as client:
+    with servers.serving(llm) as running, running.client(timeout=400.0) as client:
         answers: list[int] = []
         asking = threading.Thread(
             target=lambda: answers.append(client.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1}).status_code)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def nothing_is_left() -> Iterator[None]:
 
 
 SPLIT = {"num_speculative_tokens": 3, "method": "ngram"}
-FAULTS = {"ends": (signal.SIGKILL, r"rank 1 .*(ended|closed)"), "hangs": (signal.SIGSTOP, r"rank 1 .*has given no sign of life for 2 s")}
+FAULTS = {"ends": (signal.SIGKILL, r"rank 1 .*(ended|closed)"), "hangs": (signal.SIGSTOP, r"rank 1 .*has given no sign of life for \d+ s")}
 WITHIN = {"ends": 5.0, "hangs": 7.0}  # seconds until requests have their error: 15 where one hangs, less the 8 by which it is known earlier
 ROUNDS = range(50 if toys.PROVE else 1)  # of each
 PHASES = ("prefill", "draft", "verify", "idle")
@@ -116,7 +117,8 @@ def test_a_worker_that_fails(setting: str, fault: str, phase: str, _: int, folde
     number, match = FAULTS[fault]
     prompts, struck = toys.prompts((5, 9)), [0.0]
     with split(folder, setting) as llm:
-        monkeypatch.setattr(room, "SILENT_SECONDS", 2.0)
+        if fault == "hangs":
+            monkeypatch.setattr(room, "SILENT_SECONDS", 2.0)
         (pid,) = group_of(llm).pids
 
         def fail() -> None:
@@ -248,6 +250,5 @@ def test_workers_end_with_a_process_that_is_killed(folder: str) -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
-    worker = psutil.Process(int(ended.stdout)) if psutil.pid_exists(int(ended.stdout)) else None
-    if worker is not None:
-        worker.wait(10)
+    with suppress(psutil.NoSuchProcess):  # it may have ended by now
+        psutil.Process(int(ended.stdout)).wait(10)

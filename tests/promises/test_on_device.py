@@ -5,7 +5,6 @@ Whatever drafts and however many rows run, token ids are those of plain decoding
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -31,7 +30,6 @@ from echelon.bench.framework import FrameworkRun
 from echelon.bench.throughput import DecodingMethod
 from echelon.bench.verify import STRATEGY_SETTINGS
 from echelon.config import EngineConfig
-from echelon.drafters.guard import GuardedDrafter
 from echelon.heads.checkpoints import build_head
 from echelon.memory import pool
 from echelon.memory.pool import plan_kv
@@ -152,8 +150,6 @@ def engine(name: str, dtype: torch.dtype, mode: str, drafter: str, **settings: A
     draft = served(name, dtype, noise=0.02) if drafter == "draft_model" else None
     own = head(name, dtype, mode) if drafter == "head" else None
     llm = LLM(served(name, dtype), config, draft, own, block_size=8, kv_cache_memory_bytes=1 << 20, **settings)
-    if isinstance(llm.engine.drafter, GuardedDrafter):
-        llm.engine.drafter.timer.fixed = math.inf  # not for the interpreter
     return toys.watch(llm)
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -585,15 +585,24 @@ def test_sizes_are_bounded_while_reading(running: Running) -> None:
 def test_clients_that_dawdle_are_cut() -> None:
     with servers.serving(servers.build(), header_timeout=0.2, body_timeout=0.2) as running:
         for start in (b"", b"GET /version HTTP/1.1\r\nHost: local", b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\nGET /li"):
-            with running.connect() as connection:
-                connection.sendall(start)
+            with connected(running, start) as connection:
                 received = b""
                 while part := _recv(connection):  # ends when the server closes
                     received += part
                 assert received.count(b"200 OK") == start.count(b"\r\n\r\n")
-        with running.connect() as connection:
-            connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{{".encode())
+        start = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{{".encode()
+        with connected(running, start) as connection:
             assert b" 408 " in connection.recv(100)
+
+
+def connected(running: Running, start: bytes) -> socket.socket:
+    """A connection whose first bytes are there when the server comes to it."""
+    may_go_on = threading.Event()
+    running.server.servers[0].get_loop().call_soon_threadsafe(may_go_on.wait, 60.0)
+    connection = running.connect()
+    connection.sendall(start)
+    may_go_on.set()
+    return connection
 
 
 def _recv(connection: socket.socket) -> bytes:
@@ -733,7 +742,7 @@ def test_no_prompt_output_or_key_is_logged(caplog: pytest.LogCaptureFixture) -> 
         servers.serving(servers.build("ngram"), api_keys=(KEY,)) as running,
         running.client(headers={"authorization": f"Bearer {KEY}"}) as client,
     ):
-        body = {"prompt": "xylophone", "max_tokens": 5, "user": "marmalade"}
+        body = {"prompt": "xylophone", "max_tokens": 5, "user": "marmalade", "temperature": 0}
         text = client.post(COMPLETIONS, json=body).json()["choices"][0]["text"]
         client.post(COMPLETIONS, json=body | {"stream": True})
         client.post(COMPLETIONS, json=body | {"n": -1})
@@ -833,21 +842,40 @@ def test_a_full_server_says_so() -> None:
         assert client.post(COMPLETIONS, json=body | {"n": 3}).status_code == 200
 
 
-def test_waiting_and_running_have_an_end() -> None:
-    with servers.serving(servers.build(max_num_seqs=1), queue_timeout=0.2, total_timeout=0.5) as running, running.client() as client:
-        gate = Gate(running)
+def test_waiting_and_running_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = servers.Clock(monkeypatch)
+    with servers.serving(servers.build(max_num_seqs=1), stall_timeout=1e6) as running, running.client() as client:
         body = {"prompt": PROMPTS[0], "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
+        limits, engine_thread = running.service.config, running.service.engine_thread
+
+        def given_up(stream: bool, has_come: Callable[[], Any], seconds: float) -> httpx.Response:
+            asking, answers = in_background(lambda: client.post(COMPLETIONS, json=body | {"stream": stream}))
+            assert has_come()
+            clock.ahead += seconds
+            asking.join()
+            assert f"longer than {seconds:.0f} s" in answers[0].text
+            return answers[0]
+
+        def is_waiting() -> bool:
+            end = time.monotonic() + 60.0
+            while not engine_thread.num_in_flight and time.monotonic() < end:
+                time.sleep(0.01)
+            return engine_thread.num_in_flight > 0
+
+        gate = Gate(running)
         for stream in (False, True):
-            late = client.post(COMPLETIONS, json=body | {"stream": stream})
+            late = given_up(stream, is_waiting, limits.queue_timeout)
             assert (late.status_code, late.headers["retry-after"]) == (503, "1")
             assert "waited" in late.json()["error"]["message"]
         gate.open()
         servers.settle(running)
-        assert "ran longer" in client.post(COMPLETIONS, json=body).json()["error"]["message"]
-        with client.stream("POST", COMPLETIONS, json=body | {"stream": True}) as answer:
-            lines = [line for line in answer.iter_lines() if line]
-        assert "ran longer" in lines[-2] and lines[-1] == "data: [DONE]"
-        servers.settle(running)
+        for stream in (False, True):
+            gate = Gate(running, 1)
+            late = given_up(stream, lambda gate=gate: gate.reached.wait(60.0), limits.total_timeout)
+            gate.open()
+            servers.settle(running)
+            *_, error, done = [line for line in late.text.split("\n") if line] if stream else ("", late.text, "data: [DONE]")
+            assert "ran longer" in error and done == "data: [DONE]"
         assert blocks_are_free(running)
 
 
@@ -873,13 +901,15 @@ def test_an_idle_engine_is_not_taken_for_one_that_hangs(stall_timeout: float) ->
     assert len(waited) == 1 and 0.0 < waited[0] <= min(1.0, stall_timeout / 2)
 
 
-def test_a_hanging_engine_is_seen() -> None:
-    with servers.serving(servers.build(), stall_timeout=0.3) as running, running.client() as client:
+def test_a_hanging_engine_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = servers.Clock(monkeypatch)
+    with servers.serving(servers.build()) as running, running.client() as client:
         gate = Gate(running)
         held, answers = in_background(lambda: client.post(COMPLETIONS, json={"prompt": PROMPTS[0], "max_tokens": 3}))
         assert gate.reached.wait(60.0)
-        while client.get("/readyz").status_code == 200:
-            pass
+        assert client.get("/readyz").status_code == 200
+        clock.ahead += 61.0
+        assert client.get("/readyz").status_code == 503
         assert client.get("/health").status_code == 503
         assert client.get("/livez").status_code == 200
         assert client.post(COMPLETIONS, json={"prompt": "a"}).status_code == 503

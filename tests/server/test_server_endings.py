@@ -89,6 +89,12 @@ def ask_all(running: Running) -> dict[str, Asked]:
     return asked
 
 
+def ended(running: Running) -> None:
+    """Wait for the server and for the engine's last step, which the server does not wait for after a second signal."""
+    assert running.server.has_ended.wait(60.0)
+    running.service.engine_thread._thread.join(60.0)
+
+
 def slow(running: Running) -> None:
     """Every step takes so long that no request ends by itself."""
     step = running.llm.engine.step
@@ -121,35 +127,43 @@ def test_every_request_that_is_cut_is_told_why(no_traceback: pytest.LogCaptureFi
             while not middleware._being_read or running.service.engine_thread.num_in_flight <= NUM_ROWS + len(QUEUED):
                 time.sleep(0.01)  # a request that has no place yet would be refused, and not cut
             running.server.handle_exit(signal.SIGTERM, None)
-            assert not running.server.should_exit
             if ending == "second signal":
+                assert not running.server.should_exit
                 running.server.handle_exit(signal.SIGTERM, None)
             for name, each in asked.items():
                 assert each.error()["code"] == "shutting_down", name
                 assert (each.status == 200) == ("stream" in name and "queued" not in name), name
             assert b" 503 " in half.recv(100)
         may_end.set()
+        ended(running)
     assert running.server.exit_status == 3
     assert f"{len(asked) + 1} requests were cut" in no_traceback.text
 
 
 def test_a_drain_that_ends_in_time_cuts_nothing(no_traceback: pytest.LogCaptureFixture) -> None:
     with servers.serving(servers.build()) as running:
+        gate = Gate(running, 4)
         each = Asked(running.url, COMPLETIONS, TEXT | STREAM | {"max_tokens": 50})
         assert each.has_begun.wait(60.0)
         running.server.handle_exit(signal.SIGTERM, None)
+        gate.open()
         each._thread.join()
     assert each.text.endswith("data: [DONE]\n\n") and '"length"' in each.text
     assert running.server.exit_status == 0
 
 
 @pytest.mark.parametrize("fault", ["hangs", "dies"])
-def test_an_engine_that_fails_is_told_to_every_request(no_traceback: pytest.LogCaptureFixture, fault: str) -> None:
-    with servers.serving(servers.build(max_num_seqs=NUM_ROWS), stall_timeout=1.0 if fault == "hangs" else 60.0) as running:
+def test_an_engine_that_fails_is_told_to_every_request(
+    no_traceback: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    clock = servers.Clock(monkeypatch)
+    with servers.serving(servers.build(max_num_seqs=NUM_ROWS)) as running:
         slow(running)
         asked = ask_all(running)
         if fault == "hangs":
             gate = Gate(running)
+            assert gate.reached.wait(60.0)
+            clock.ahead += 61.0
         else:
             running.llm.engine.step = lambda: (_ for _ in ()).throw(SystemExit("the worst"))  # type: ignore[method-assign]
         for name, each in asked.items():

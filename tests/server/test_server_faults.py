@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import signal
 import socket
@@ -14,6 +15,8 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,7 +24,7 @@ import pytest
 import servers
 import torch
 import toys
-from servers import PROMPTS, Running
+from servers import PROMPTS, Gate, Running
 
 import echelon.engine
 from echelon.engine import HostStep
@@ -262,12 +265,30 @@ def test_an_engine_that_dies_is_told_to_all() -> None:
 # Ending the process
 
 
+# Once every stream has begun, the engine waits for somebody to write into a pipe.
+HELD = """
+from echelon.aio.engine_thread import EngineThread
+tick, begun, has_waited = EngineThread._tick, set(), False
+
+def held(self, engine):
+    global has_waited
+    begun.update(row.id for row in engine.scheduler.running if row.watcher.text)
+    if len(begun) == {num_streams} and not has_waited:
+        has_waited = True
+        open({pipe!r}).read()
+    tick(self, engine)
+
+EngineThread._tick = held
+"""
+
+
 @pytest.mark.parametrize("round_", range(NUM_DRAINS))
-def test_a_shutdown_lets_running_streams_finish(round_: int) -> None:
+def test_a_shutdown_lets_running_streams_finish(round_: int, tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
     method = ("draft_model", "ngram")[round_ % 2]
     asked = [{"prompt": p * 2, "max_tokens": 200, "temperature": 0.5, "seed": i, "ignore_eos": True} for i, p in enumerate(PROMPTS * 2)]
     outputs = servers.build("plain").generate([b["prompt"] for b in asked], [servers.params(b) for b in asked])
-    with servers.process(method) as (server, url, log):
+    with servers.process(method, prelude=HELD.format(num_streams=len(asked), pipe=str(pipe))) as (server, url, log):
         have_begun = threading.Barrier(len(asked) + 1)
         texts = [""] * len(asked)
 
@@ -294,6 +315,8 @@ def test_a_shutdown_lets_running_streams_finish(round_: int) -> None:
             refused = client.post(COMPLETIONS, json=asked[0])
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
             assert client.get("/livez").status_code == 200
+        assert server.poll() is None
+        pipe.write_text("go on")
         for reader in readers:
             reader.join()
         assert texts == [o.outputs[0].text for o in outputs]
@@ -301,13 +324,15 @@ def test_a_shutdown_lets_running_streams_finish(round_: int) -> None:
 
 
 def test_a_second_signal_ends_at_once() -> None:
-    body = {"prompt": PROMPTS[0], "max_tokens": 2000, "n": 8, "ignore_eos": True, "stream": True}
+    body = {"prompt": PROMPTS[0], "max_tokens": 2000, "n": 8, "ignore_eos": True, "stream": True, "seed": 1}
     with (
         servers.serving(servers.build("ngram")) as running,
         running.client() as client,
         running.client() as other,
-        client.stream("POST", COMPLETIONS, json=body) as answer,
+        ExitStack() as stack,
     ):
+        gate = Gate(running, 4)
+        answer = stack.enter_context(client.stream("POST", COMPLETIONS, json=body))
         lines = answer.iter_lines()
         next(lines)
         running.server.handle_exit(signal.SIGTERM, None)
@@ -315,3 +340,6 @@ def test_a_second_signal_ends_at_once() -> None:
         running.server.handle_exit(signal.SIGTERM, None)
         *_, error, done = [line for line in lines if line]
         assert "shutting_down" in error and done == "data: [DONE]"
+        gate.open()
+        assert running.server.has_ended.wait(60.0)
+        running.service.engine_thread._thread.join(60.0)  # which is not waited for after a second signal

@@ -103,8 +103,10 @@ def test_a_reader_that_waits_for_the_engine_to_finish_gets_everything(kind: str)
     path, body = REQUESTS[kind]
     with servers.serving(servers.build(), max_unread_bytes=2**30) as running, running.client() as client:
         whole = client.post(path, json=body).json()["choices"]
+        gate = servers.Gate(running)
         with deaf_client(running, path, body | {"stream": True}) as connection:
-            wait_for(lambda: running.llm.engine.has_work)
+            assert gate.reached.wait(60.0)
+            gate.open()
             wait_until_finished(running)
             chunks = events(read(connection))
         texts, reasons, num_logprobs = [""] * NUM_SAMPLES, [None] * NUM_SAMPLES, 0

@@ -24,7 +24,6 @@ from recorded import Recorder
 
 import heads
 from echelon import LLM, SamplingParams, build
-from echelon.drafters.guard import GuardedDrafter
 from echelon.heads.checkpoints import build_head
 from echelon.model.graphs import ahead, buckets, graphs
 from echelon.model.graphs import buffers as frames
@@ -167,8 +166,6 @@ def engine(name: str, mode: str, drafter: str, **settings: Any) -> LLM:
     own = head(name, mode) if drafter == "head" else None
     settings = {"block_size": 8, "kv_cache_memory_bytes": 1 << 18} | settings
     llm = LLM(served(name), DRAFTERS[drafter] or None, draft, own, **settings)
-    if isinstance(llm.engine.drafter, GuardedDrafter):
-        llm.engine.drafter.timer.fixed = math.inf  # not for the interpreter
     return toys.watch(llm)
 
 

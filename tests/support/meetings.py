@@ -15,9 +15,16 @@ from echelon.parallel.summons import Summons
 Result = TypeVar("Result")
 
 
+_TAKEN: list[socket.socket] = []
+
+
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    """One that the system gives to nobody else while this process lives, and on which whoever asks for it may listen."""
+    taken = socket.socket()
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    taken.bind(("127.0.0.1", 0))
+    _TAKEN.append(taken)
+    return int(taken.getsockname()[1])
 
 
 def summonses(size: int, *tokens: str) -> list[Summons]:

@@ -49,7 +49,8 @@ class RandomController:
         self.num_cut += int((~is_kept).sum())
         return draft.only(is_kept)
 
-    def observe(self, record: StepRecord) -> None: ...
+    def observe(self, record: StepRecord) -> None:
+        self.piece_sizes.observe(record)
 
     def forget(self, row: int) -> None: ...
 
@@ -60,6 +61,7 @@ class RandomController:
 def at_random(llm: LLM, seed: int) -> RandomController:
     """From now on the engine's plans are random."""
     controller = llm.engine.controller = RandomController(seed)
+    llm.engine.scheduler.piece_sizes = controller.piece_sizes
     drafter = llm.engine.drafter.unguarded
     if isinstance(drafter, LevelDrafter):
         drafter.pace = controller.goes_on

@@ -15,10 +15,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import psutil
+import pytest
 import toys
 
 from echelon import LLM, AsyncLLM, SamplingParams
@@ -58,7 +60,7 @@ class Running:
         return host, int(port)
 
     def client(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60.0, verify=CERTIFICATES, **options)
+        return httpx.Client(**{"base_url": self.url, "timeout": 60.0, "verify": CERTIFICATES} | options)
 
     def connect(self) -> socket.socket:
         connection = socket.create_connection(self.address, timeout=60.0)
@@ -90,6 +92,15 @@ def serving(llm: LLM, **changes: Any) -> Iterator[Running]:
     with serving_in_thread(app, config) as (url, server):
         yield Running(url, app.service, server)
     assert not app.service.engine_thread.is_healthy
+
+
+class Clock:
+    """What requests and the engine's thread take the time for: `ahead` seconds after the true one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ahead = 0.0
+        for module in ("echelon.aio.engine_thread", "echelon.server.app"):
+            monkeypatch.setattr(f"{module}.time", SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() + self.ahead))
 
 
 class Gate:

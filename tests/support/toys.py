@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
@@ -17,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from echelon import LLM
 from echelon.draft import Draft, Verdict
 from echelon.drafters.base import Drafter
-from echelon.drafters.guard import GuardedDrafter
 from echelon.kv.cache import KVCache
 from echelon.model.load.loading import LoadedModel, adopt_model
 from echelon.ops.slots import by_slot
@@ -180,8 +178,6 @@ def watch(llm: LLM, is_faulty: bool = False, are_settled: bool = True) -> LLM:
                 slots = by_slot(storage) if isinstance(cache, KVCache) else storage
                 slots.masked_fill_(stale.to(slots.device).view(*stale.shape, *[1] * (slots.ndim - stale.ndim)), poison(cache))
 
-    if isinstance(guard := llm.engine.drafter, GuardedDrafter) and not is_faulty:
-        guard.timer.fixed = math.inf  # how busy the machine is decides nothing
     for cache in caches(llm):
         for storage in (*cache.keys, *cache.values):
             storage.fill_(poison(cache))

@@ -39,6 +39,7 @@ from echelon.train import text as texts
 from echelon.train.draft_model import DraftTraining, train_draft_model
 from echelon.train.draft_model import evaluate as losses_of
 from echelon.train.examples import Examples, Teacher, soft_targets, unroll
+from echelon.train.files import load_checkpoint
 from echelon.train.heads import TrainingConfig, evaluate, learn, train_head
 from echelon.train.losses import depth_loss, noised, soft
 from echelon.train.precision import mixed_precision, teaching
@@ -318,8 +319,8 @@ def test_a_killed_run_ends_where_an_unbroken_one_does(target: PreTrainedModel, d
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    done = int(torch.load(broken / "checkpoint.pt", weights_only=True)["step"])
-    assert done >= 4
+    checkpoint = load_checkpoint(broken / "checkpoint.pt")
+    assert checkpoint is not None and checkpoint["step"] >= 4
     for folder in (broken, whole):
         train_head(target, data, folder, RESUMED)
     ours, theirs = weights(broken), weights(whole)
