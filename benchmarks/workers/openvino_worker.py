@@ -92,7 +92,7 @@ def kept_full(pipe: Any, prompts: list[Any], config: Any, batch_size: int) -> Ou
 
 def main(given: str, taken: str) -> None:
     import numpy as np
-    import openvino  # type: ignore[import-not-found]
+    import openvino
 
     job = read_job(given)
     pipe = pipeline(job)

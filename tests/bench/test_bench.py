@@ -400,9 +400,13 @@ def test_peers_run_in_an_environment_of_their_own(
     assert (found["result"]["tokens_per_second"], found["result"]["decode_tokens_per_second"]) == ([20 / 3], [6.0])
     assert found["versions"] == {"vllm": "0.1"} and "not 0.32" in out
     assert "vllm, plain | 6.0 (6.7)" in out
+    (tmp_path / "openvino_worker.py").write_text(FAKE)
     (tmp_path / "vllm_worker.py").write_text("raise SystemExit('no vllm here')")
-    code, _, err = run(capsys, monkeypatch, "peers", "--vllm-python", sys.executable, *few)
-    assert code == 2 and "no vllm here" in err
+    both = ["--vllm-python", sys.executable, "--openvino-python", sys.executable]
+    code, _, err = run(capsys, monkeypatch, "peers", *both, *few, "--output", tmp_path / "some.json")
+    assert code == 2 and "1 of 2 runs of other engines failed" in err and "batch 2, vllm, plain" in err and "no vllm here" in err
+    some = json.loads((tmp_path / "some.json").read_text())
+    assert [r["result"]["method"] for r in some["peers"]] == ["openvino, plain"] and some["ours"], "what was measured is kept"
     assert run(capsys, monkeypatch, "peers", "--vllm-python", tmp_path / "python", *few)[0] == 2
     (tmp_path / "vllm_worker.py").unlink()
     code, _, err = run(capsys, monkeypatch, "peers", "--vllm-python", sys.executable, *few)

@@ -156,14 +156,18 @@ def measure_peers(
     truth: SequenceOf[SequenceOf[int]],
     timeout: float,
     on_run: Callable[[str], None] = lambda _: None,
-) -> list[PeerResult]:
-    """Every task on every peer, one process each: what one system leaves behind in memory slows no other."""
-    results = []
+) -> tuple[list[PeerResult], list[str]]:
+    """Every task on every peer, one process each: what one system leaves behind in memory slows no other. Also why some have failed."""
+    results, failures = list[PeerResult](), list[str]()
     for task in tasks:
         for peer in peers:
-            results.append(peer_result(peer, task, run_worker(peer, task, timeout), truth))
-            on_run(f"batch {task['batch_size']}, {results[-1].result.name}")
-    return results
+            what = f"batch {task['batch_size']}, {peer.name}, {MODES[task['mode']]}"
+            try:
+                results.append(peer_result(peer, task, run_worker(peer, task, timeout), truth))
+            except ConfigError as error:
+                failures.append(f"{what}: {error}")
+            on_run(what)
+    return results, failures
 
 
 def as_markdown(results: SequenceOf[ThroughputResult], versions: Mapping[str, str]) -> str:

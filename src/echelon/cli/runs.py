@@ -211,7 +211,8 @@ class PeersOptions(BenchOptions):
 def peers(options: PeersOptions) -> None:
     """vLLM, OpenVINO GenAI and llama.cpp beside our own engine: the same prompts, the same model folder, greedy; versions are recorded.
 
-    With --max-tokens 1: the time that a prompt takes, which is that to the first token at batch 1.
+    With --max-tokens 1: the time that a prompt takes, which is that to the first token at batch 1. What fails in another engine is left out
+    of the report, and said at the end.
     """
     others, modes, sizes, rounds = options.others, options.chosen_modes, options.sizes, options.rounds
     for peer in others:
@@ -237,8 +238,11 @@ def peers(options: PeersOptions) -> None:
         ]
         truth = plain_outputs(target, prompts, params)
         ours = [r for size in sizes for r in measure(target, draft, methods, prompts, params, size, rounds, truth, done)]
-        theirs = measure_peers(others, tasks, truth, options.timeout, done)
+        theirs, failures = measure_peers(others, tasks, truth, options.timeout, done)
     versions = {package: version for r in theirs for package, version in r.versions.items()}
     results = {"ours": [asdict(r) for r in ours], "peers": [asdict(r) for r in theirs]}
     value = {"command": command(), "environment": environment(), "versions": versions, **results}
     options.publish(Report(name="peers", value=value, tables=peers_as_markdown([*ours, *(r.result for r in theirs)], versions)))
+    if failures:
+        count = f"{len(failures)} of {len(tasks) * len(others)}"
+        raise ConfigError(f"{count} runs of other engines failed, and the report is without them; the first was {failures[0]}")
