@@ -15,6 +15,7 @@ from scipy import optimize, stats  # type: ignore[import-untyped]
 Floats = NDArray[np.float64]
 CONFIDENCE = 0.95
 EXACT = 1e-12  # a mean square that rounding alone leaves
+UNKNOWN = 100.0  # times its own size that half of a parameter's interval has where the points leave it open: its digits are the solver's
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,9 @@ class Fit:
         return float(FORMS[self.name].value(np.array([x]), *self.parameters)[0])
 
     def __str__(self) -> str:
-        """The formula and its parameters with their intervals."""
+        """The formula and its parameters with their intervals; without, where the points determine none of them by itself."""
+        if any(high - low > 2.0 * UNKNOWN * abs(v) for v, (low, high) in zip(self.parameters, self.intervals, strict=True)):
+            return f"{FORMS[self.name].formula}, of which these points do not determine the parameters"
         found = zip("abcd", self.parameters, self.intervals, strict=False)
         return f"{FORMS[self.name].formula}, " + ", ".join(f"{n} = {v:.4g} [{low:.3g}, {high:.3g}]" for n, v, (low, high) in found)
 

@@ -40,3 +40,9 @@ def test_too_few_points_have_no_law() -> None:
 def test_a_fit_reads_as_a_formula() -> None:
     text = str(fitted([1, 10, 100, 1000], [1.0, 2.01, 2.99, 4.0])["logarithmic"])
     assert text.startswith("a · log10 x + b, a = ") and "b = " in text
+
+
+def test_parameters_that_the_points_leave_open_are_not_printed() -> None:
+    """Of a logarithm a saturating power takes the slope alone: where the solver stops depends on the processor."""
+    text = str(fitted(TOKENS.tolist(), (1.0 + np.log10(TOKENS) + np.tile([0.01, -0.01], 4)[:7]).tolist())["saturating"])
+    assert text == "c − a · x^−b, of which these points do not determine the parameters"
