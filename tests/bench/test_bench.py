@@ -412,6 +412,9 @@ def test_peers_run_in_an_environment_of_their_own(
     code, _, err = run(capsys, monkeypatch, "peers", "--vllm-python", sys.executable, *few)
     assert code == 2 and "benchmarks/workers" in err
     assert run(capsys, monkeypatch, "peers", *few)[0] == 2
+    (tmp_path / "llama-server").touch()
+    code, _, err = run(capsys, monkeypatch, "peers", "--llama-cpp", tmp_path, "--quantization", "int4", *few)
+    assert code == 2 and "has no llama-quantize" in err
 
 
 def test_workers_need_nothing_of_ours() -> None:

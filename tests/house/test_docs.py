@@ -140,6 +140,10 @@ def test_speeds_in_integers_are_quoted_as_measured() -> None:
     for row in [row for row in ENGINES if "n-grams" not in row and "vLLM" not in row]:
         cells = [decoding_speeds([kind, f"{kind}_b16"], row) for kind in ("int8", "int4")]
         assert f"| {row} | {' | '.join(chain(*cells))} |" in quoted, (row, cells)
+        if "llama" not in row:
+            assert f"| {row} | {' | '.join(decoding_speeds(['int4_avx2'], row))} |" in quoted, row
+    beside = [" and ".join(decoding_speeds(["int4_avx2_llama"], row)) for row in ("llama.cpp, plain", "echelon, plain")]
+    assert any(f"has {beside[0]} beside our plain {beside[1]}" in line for line in quoted), beside
     for row in beside_vllm:
         assert f"| {row} | {' | '.join(decoding_speeds(['int8_vllm'], row))} |" in quoted, row
     for family in ("avx2", "avx512", "avx512_bf16"):

@@ -186,8 +186,9 @@ class PeersOptions(BenchOptions):
     def others(self) -> list[Peer]:
         found = [Peer(name, python) for name, python in (("vllm", self.vllm_python), ("openvino", self.openvino_python)) if python]
         if self.llama_cpp is not None:
-            if not (self.llama_cpp / "llama-server").is_file():
-                raise ConfigError(f"--llama-cpp {str(self.llama_cpp)!r} has no llama-server; give the folder that it was built into")
+            for program in ("llama-server", *(["llama-quantize"] if self.quantization else [])):
+                if not (self.llama_cpp / program).is_file():
+                    raise ConfigError(f"--llama-cpp {str(self.llama_cpp)!r} has no {program}; give the folder that it was built into")
             found.append(Peer("llama_cpp", sys.executable, str(self.llama_cpp)))
         if not found:
             raise ConfigError(
