@@ -35,7 +35,7 @@ def converted(folder: str, dtype: str, quantization: str | None = None) -> Path:
 
 
 def precision() -> str:
-    """What activations, keys and values have: bfloat16 where OpenVINO serves it: not on AVX2 alone."""
+    """Of activations, keys and values: bfloat16, or float32 where OpenVINO serves no other, as on processors with AVX2 alone."""
     import openvino  # type: ignore[import-not-found]
 
     return "bf16" if "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES") else "f32"
@@ -49,7 +49,8 @@ def pipeline(job: dict[str, Any]) -> Any:
     scheduler.max_num_batched_tokens = 2048
     scheduler.enable_prefix_caching = False  # every round reads its prompts
     scheduler.cache_size = 4  # GB
-    properties = {"INFERENCE_NUM_THREADS": job["num_threads"], "INFERENCE_PRECISION_HINT": precision(), "KV_CACHE_PRECISION": precision()}
+    dtype = precision()
+    properties = {"INFERENCE_NUM_THREADS": job["num_threads"], "INFERENCE_PRECISION_HINT": dtype, "KV_CACHE_PRECISION": dtype}
     if job["mode"] == "ngram":
         properties["prompt_lookup"] = True
     if job["mode"] == "draft_model":

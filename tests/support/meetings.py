@@ -13,8 +13,6 @@ from echelon.parallel.meeting import Meeting
 from echelon.parallel.summons import Summons
 
 Result = TypeVar("Result")
-
-
 _TAKEN: list[socket.socket] = []
 
 
