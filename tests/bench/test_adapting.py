@@ -16,7 +16,7 @@ from echelon.adaptive.cost_table import CostCurve, CostTable
 from echelon.stats import StepRecord
 
 CHEAP = CostTable(step=CostCurve(tokens=(1, 64), milliseconds=(10.0, 11.0)), drafting=CostCurve(tokens=(1,), milliseconds=(0.1,)))
-LENGTHS = Lengths(steps=6, engines=2, settling=18, tokens=24, rounds=1, phases=(1, 3, 2), phase_tokens=6, arrivals=3, loads=(1.0,))
+LENGTHS = Lengths(steps=6, pairs=2, settling=18, tokens=24, rounds=1, phases=(1, 3, 2), phase_tokens=6, arrivals=3, loads=(1.0,))
 
 
 @pytest.fixture(scope="module")

@@ -43,6 +43,9 @@ class Activation(IntEnum):
     GELU_TANH = 4
 
 
+GROUPS = (128, 64, 32)  # entries of K that may share a scale at 4 bits; of what is rounded here the first that divides K do
+
+
 @dataclass(frozen=True)
 class QuantisedWeight:
     """A weight [N, K] of integers without a sign: scales · (values − zeros), a scale for each of G groups of K / G entries of a column.

@@ -27,9 +27,8 @@ from echelon.errors import ModelLoadError, UnsupportedModelError
 from echelon.inputs import shown
 from echelon.model.patches.weights import PackedParameter
 from echelon.ops import cpu
-from echelon.ops.contract import PackedWeight, QuantisedWeight
+from echelon.ops.contract import GROUPS, PackedWeight, QuantisedWeight
 
-GROUPS = (128, 64, 32)  # entries of K that the kernels let share a scale at 4 bits
 HALVES = (0, 1, 2, 3, 4, 5, 6, 7)
 
 

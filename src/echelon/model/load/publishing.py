@@ -22,8 +22,8 @@ from echelon.inputs import made_apart
 from echelon.model.load.reading import GENERATION, TOKENIZER_FILES, built_without_memory, read_config, settings_of
 from echelon.model.patches.experts import is_experts
 from echelon.model.patches.linear import is_plain_linear
-from echelon.model.patches.packing import GROUPS
 from echelon.ops import compiled, cpu
+from echelon.ops.contract import GROUPS
 from echelon.settings import Quantization
 
 SHARD_BYTES = 2 * 10**9

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from echelon.errors import ConfigError
 from echelon.ops import compiled, cpu, devices
-from echelon.ops.contract import PackedWeight, QuantisedWeight
+from echelon.ops.contract import GROUPS, PackedWeight, QuantisedWeight
 
 BITS = {None: 0, "int8": 8, "int4": 4}  # of weights by the setting `quantization`; 0: as they are
-GROUPS = (64, 32)  # entries of K that share a scale at 4 bits: the first that divides K. 64 lose little beside 32, and are faster
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,8 @@ def grouped(depth: int, bits: int) -> tuple[int, int]:
 
 
 def rounded(weight: Tensor, bits: int) -> QuantisedWeight:
-    """A weight [N, K] in integers: 8 bits by the largest entry of each row, 4 bits in groups of 64 or 32 by least squared error (8 where
-    neither divides K).
+    """A weight [N, K] in integers: 8 bits by the largest entry of each row, 4 bits in groups of `GROUPS` by least squared error (8 where
+    none divides K).
     """
     bits, group_size = grouped(weight.shape[1], bits)
     values, scales = cpu.round_weight(weight if weight.stride(1) == 1 else weight.contiguous(), bits, group_size)
