@@ -177,13 +177,13 @@ def idle(models: Models, method: str, batch: int, lengths: Lengths) -> Record:
 def _idle_beside(llm: LLM, twin: LLM, batch: int, steps: int) -> float:
     """The middle of a step's time over that of one of `twin` without its drafter."""
     with rows_of(llm, steps + 16, batch) as (engine, rows), rows_of(twin, steps + 16, batch) as (other, others):
-        drafting = other.controller, other.drafter
-        other.controller, other.drafter = None, NoDrafter()
+        drafting = other.controller, other.drafter, other.target.hidden_state_reader
+        other.controller, other.drafter, other.target.hidden_state_reader = None, NoDrafter(), None
         rows.become(batch)
         others.become(batch)
         own, plain = by_turns(engine.step, other.step, steps)
         others.become(0)
-        other.controller, other.drafter = drafting
+        other.controller, other.drafter, other.target.hidden_state_reader = drafting
     return statistics.median(a / b for a, b in zip(own, plain, strict=True))
 
 
