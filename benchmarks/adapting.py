@@ -43,6 +43,7 @@ from echelon.bench.latency import measure_latency, sequence_of
 from echelon.bench.report import table
 from echelon.bench.throughput import DecodingMethod
 from echelon.draft import Draft, Verdict
+from echelon.drafters.acceptance_watch import AcceptanceWatch
 from echelon.drafters.base import Drafter, NoDrafter
 from echelon.engine import Engine
 from echelon.sequence import PlannedRow, Sequence
@@ -90,11 +91,11 @@ class NeverRight(Drafter):
 
 
 class Rows:
-    """Requests of one engine, all of whose prompts are read before anything is measured."""
+    """Requests of one engine, all of whose prompts are read before anything is measured; `drafted`: None, or the most that is drafted."""
 
-    def __init__(self, llm: LLM, engine: Engine, max_tokens: int, count: int) -> None:
+    def __init__(self, llm: LLM, engine: Engine, max_tokens: int, count: int, drafted: int | None = None) -> None:
         self._engine, self.running = engine, list[Sequence]()
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, num_speculative_tokens=drafted)
         prompts = source(llm.target, count, PROMPT_TOKENS, is_ragged=False)
         self._waiting = iter([sequence_of(llm, row, prompt, params) for row, prompt in enumerate(prompts)])
 
@@ -115,10 +116,10 @@ class Rows:
 
 
 @contextmanager
-def rows_of(llm: LLM, max_tokens: int, count: int) -> Iterator[tuple[Engine, Rows]]:
+def rows_of(llm: LLM, max_tokens: int, count: int, drafted: int | None = None) -> Iterator[tuple[Engine, Rows]]:
     """The engine of `llm` and its rows, of which none is left behind."""
     with llm.exclusive() as engine:
-        rows = Rows(llm, engine, max_tokens, count)
+        rows = Rows(llm, engine, max_tokens, count, drafted)
         try:
             yield engine, rows
         finally:
@@ -170,20 +171,22 @@ def idle(models: Models, method: str, batch: int, lengths: Lengths) -> Record:
         for _ in range(lengths.pairs):
             a, b = (LLM(target, config | {"cost_table": str(path)}, draft, **settings) for _ in range(2))
             found.append((_idle_beside(a, b, batch, lengths.steps), _idle_beside(b, a, batch, lengths.steps)))
+            del a, b  # before there are others
     medians = [math.sqrt(ratio * turned) for ratio, turned in found]
     return {"medians": medians, "median": statistics.median(medians), "halves": found}
 
 
 def _idle_beside(llm: LLM, twin: LLM, batch: int, steps: int) -> float:
     """The middle of a step's time over that of one of `twin` without its drafter."""
-    with rows_of(llm, steps + 16, batch) as (engine, rows), rows_of(twin, steps + 16, batch) as (other, others):
-        drafting = other.controller, other.drafter, other.target.hidden_state_reader
+    with rows_of(llm, steps + 16, batch) as (engine, rows), rows_of(twin, steps + 16, batch, 0) as (other, others):
+        drafting = other.controller, other.drafter, other.target.hidden_state_reader, other.observers
         other.controller, other.drafter, other.target.hidden_state_reader = None, NoDrafter(), None
+        other.observers = [o for o in other.observers if not isinstance(getattr(o, "__self__", None), AcceptanceWatch)]
         rows.become(batch)
         others.become(batch)
         own, plain = by_turns(engine.step, other.step, steps)
         others.become(0)
-        other.controller, other.drafter, other.target.hidden_state_reader = drafting
+        other.controller, other.drafter, other.target.hidden_state_reader, other.observers = drafting
     return statistics.median(a / b for a, b in zip(own, plain, strict=True))
 
 

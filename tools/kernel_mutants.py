@@ -44,7 +44,7 @@ MUTANTS = [
     Mutant("attention of the first rows again", "layer/layer.cpp", "at_.attended + first * depth * size_", "at_.attended", "layer"),
     Mutant("all ranks' columns in the first rank's place", "layer/ranks.cpp", "slot + row * width + first, own", "slot + row * width, own", "layer"),
     Mutant("the last tile is not activated", "layer/layer.cpp", "activate_tiles(memory, rows, begin, end)", "activate_tiles(memory, rows, begin, end - 1)", "layer"),
-    Mutant("the last tile of a share is left out", "workers.h", "work(first, std::min(first + chunk, end))", "work(first, std::min(first + chunk, end - 1))", "layer"),
+    Mutant("the last tile of a share is left out", "workers.h", "if (first >= end) break;", "if (first >= end - 1) break;", "layer"),
     Mutant("a head of 8 bits has no scale but the first", "elementwise/elementwise.cpp", "std::memcpy(slot + size, &scale, scale_bytes);", "if (head == 0) std::memcpy(slot + size, &scale, scale_bytes);", "elementwise"),
     Mutant("the last entry of a row is no candidate for the largest", "elementwise/round.cpp", "for (int64_t k = 0; k < depth; ++k) {\n      const uint16_t bits", "for (int64_t k = 0; k + 1 < depth; ++k) {\n      const uint16_t bits", "elementwise"),
     Mutant("keys of 8 bits are read without their scale", "attention/float_math.h", "Register) * splat(scale));", "Register));", "attention"),

@@ -84,6 +84,20 @@ def test_logits_have_the_same_bits(name: str, dtype: torch.dtype) -> None:
     assert all(torch.equal(whole, one) for one in seen)
 
 
+@pytest.mark.parametrize("inner", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_weights_whose_groups_differ_are_one_call(bits: str, inner: int) -> None:
+    target = adopt_model(toys.llama(intermediate_size=inner), None, "toy", quantization=bits)
+    layers = flat_layers(target.model)
+    assert layers
+    assert all(layer.forward.compiled is not None for layer in layers)
+    at_once = logits(target)
+    for layer in layers:
+        layer.forward = replace(layer.forward, compiled=None)
+    toys.unpatch(target.model, CausalLMForward)
+    assert torch.equal(logits(target), at_once)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", sorted(FLAT))
 def test_calls_of_many_rows_have_the_same_bits(name: str, dtype: torch.dtype) -> None:

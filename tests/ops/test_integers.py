@@ -79,10 +79,13 @@ def test_many_rows_and_a_deep_weight(bits: int) -> None:
             assert torch.equal(cpu.packed_linear(x, packed), expected), (variant, rows)
 
 
-@pytest.mark.parametrize("depth", [1, 63, 64, 500, 2500])
-def test_emulated_tile_registers_give_the_same_bits(depth: int) -> None:
+@pytest.mark.parametrize(
+    ("bits", "depth", "group_size"),
+    [*((8, depth, 0) for depth in (1, 63, 64, 500, 2500)), *((4, size * count, size) for size in GROUPS for count in (1, 2, 7, 19))],
+)
+def test_emulated_tile_registers_give_the_same_bits(bits: int, depth: int, group_size: int) -> None:
     rng = np.random.default_rng(depth)
-    weight = random_weight(rng, 70, 8, depth, 0)
+    weight = random_weight(rng, 70, bits, depth, group_size)
     packed = cpu.pack_integers(weight, torch.float32)
     for rows in (1, 16, 17, 33, 70):
         x = drawn(rows, depth)

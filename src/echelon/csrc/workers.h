@@ -24,7 +24,8 @@ struct Worker {
 };
 
 // Things in order in equal shares: a worker takes chunks of its own, and then of what others have left, so that a slow core, or one that
-// somebody else uses too, holds nobody up. The last chunk of a share is taken one by one: nobody waits for a whole one at the end.
+// somebody else uses too, holds nobody up. The last one to two chunks of a share are taken in pieces of `least`: nobody waits for a whole one
+// at the end.
 class Shares {
  public:
   explicit Shares(int64_t parts) : next_(parts) {}
@@ -34,15 +35,15 @@ class Shares {
 
   // Calls work(first, last) until none of `n` is left.
   template <typename Work>
-  void take(Worker worker, int64_t n, int64_t chunk, const Work& work) {
+  void take(Worker worker, int64_t n, int64_t chunk, int64_t least, const Work& work) {
     for (int64_t i = 0; i < worker.parts; ++i) {
       const Worker owner{(worker.part + i) % worker.parts, worker.parts};
       const int64_t start = owner.first(n), end = owner.last(n), whole = std::max<int64_t>((end - start) / chunk - 1, 0);
       while (true) {
         const int64_t turn = next_[owner.part].turn.fetch_add(1, std::memory_order_relaxed);
-        const int64_t first = start + std::min(turn, whole) * chunk + std::max<int64_t>(turn - whole, 0);
+        const int64_t first = start + std::min(turn, whole) * chunk + std::max<int64_t>(turn - whole, 0) * least;
         if (first >= end) break;
-        work(first, turn < whole ? first + chunk : first + 1);
+        work(first, std::min(first + (turn < whole ? chunk : least), end));
       }
     }
   }

@@ -182,13 +182,15 @@ def decoder_layer(
     none = torch.empty(0)
     parts = [(none, 0.0, RmsWeight.AFTER_ROUNDING) if norm is None else norm for norm in norms]
     weights, biases = [packed for packed, _ in projections], [none if bias is None else bias for _, bias in projections]
-    (integers,) = {packed.integers for packed in weights}
+    ((bits, has_zeros),) = {(packed.integers.bits, packed.integers.has_zeros) for packed in weights}
     return compiled.kernels.decoder_layer(
         *map(list, zip(*parts, strict=True)),
         [packed.data for packed in weights],
         [packed.columns for packed in weights],
         [packed.depth for packed in weights],
-        *integers,
+        bits,
+        [packed.integers.group_size for packed in weights],
+        has_zeros,
         biases,
         activation,
         num_heads,

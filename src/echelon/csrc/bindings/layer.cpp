@@ -22,7 +22,9 @@ struct Parts {
   List<int64_t> how;
   List<Tensor> weights;
   List<int64_t> columns, depths;
-  IntegerArguments integers;
+  int64_t bits;
+  List<int64_t> groups;
+  bool has_zeros;
   List<Tensor> biases;
   List<int64_t> share;
 };
@@ -48,7 +50,7 @@ class LayerTensors {
       : num_heads_(num_heads), scale_(scale), window_(window), softcap_(softcap) {
     CHECK(parts.norms.size() == num_norms && parts.epsilons.size() == num_norms && parts.how.size() == num_norms, "a layer has ", num_norms, " norms");
     CHECK(parts.weights.size() == num_projections && parts.biases.size() == num_projections && parts.columns.size() == num_projections &&
-              parts.depths.size() == num_projections,
+              parts.depths.size() == num_projections && parts.groups.size() == num_projections,
           "a layer has ", num_projections, " projections");
     CHECK(parts.norms[0].numel() && parts.norms[1].numel(), "a layer has norms of its input and of its MLP's");
     type_ = parts.norms[0].scalar_type(), width_ = parts.norms[0].numel();
@@ -64,7 +66,9 @@ class LayerTensors {
       CHECK(p->weight.depth == width_, "a projection of hidden states takes ", width_, " numbers, not ", p->weight.depth);
     check_columns(layer_.output.weight.columns, &LayerShare::output, width_, "a projection to hidden states gives ");
     check_columns(layer_.down.weight.columns, &LayerShare::down, width_, "a projection to hidden states gives ");
-    CHECK(layer_.up.weight.columns == inner, "gate and up must fit one another");
+    CHECK(layer_.up.weight.columns == inner && layer_.up.weight.integers == layer_.gate.weight.integers, "gate and up must fit one another");
+    CHECK(layer_.key.weight.integers == layer_.query.weight.integers && layer_.value.weight.integers == layer_.query.weight.integers,
+          "query, key and value share what is rounded of a row");
     check_columns(inner, &LayerShare::active, layer_.down.weight.depth, "the last projection takes ");
     layer_.activation = activation_of(activation);
     CHECK(!sinks || sinks->numel() == num_heads, "each head has a sink");
@@ -126,7 +130,7 @@ class LayerTensors {
   Projection projection_of(const Parts& parts, size_t i) {
     const Tensor& bias = keep(parts.biases[i]);
     const float* const added = bias.numel() ? bias_of(bias, parts.columns[i]) : nullptr;
-    return {weight_of(keep(parts.weights[i]), parts.columns[i], parts.depths[i], type_, parts.integers), added};
+    return {weight_of(keep(parts.weights[i]), parts.columns[i], parts.depths[i], type_, {parts.bits, parts.groups[i], parts.has_zeros}), added};
   }
 
   ScalarType type_;
@@ -142,10 +146,10 @@ class LayerTensors {
 
 // A layer as a tensor of bytes, which are its own: it lives as long as the tensor does.
 Tensor decoder_layer(List<Tensor> norms, List<double> epsilons, List<int64_t> how, List<Tensor> weights, List<int64_t> columns,
-                     List<int64_t> depths, int64_t bits, int64_t group, bool has_zeros, List<Tensor> biases, int64_t activation, int64_t num_heads,
+                     List<int64_t> depths, int64_t bits, List<int64_t> groups, bool has_zeros, List<Tensor> biases, int64_t activation, int64_t num_heads,
                      double scale, std::optional<int64_t> window, std::optional<double> softcap, const std::optional<Tensor>& sinks,
                      List<int64_t> share) {
-  const Parts parts{norms, epsilons, how, weights, columns, depths, {bits, group, has_zeros}, biases, share};
+  const Parts parts{norms, epsilons, how, weights, columns, depths, bits, groups, has_zeros, biases, share};
   const std::vector<int64_t> size = {sizeof(LayerTensors)}, stride = {1};
   return torch::stable::from_blob(new LayerTensors(parts, activation, num_heads, scale, window, softcap, sinks), size, stride,
                                   torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Byte,
@@ -215,7 +219,7 @@ Tensor run_layers(List<Tensor> layers, const Tensor& given, const Tensor& given_
 
 void define_layer(Library& library) {
   library.def("decoder_layer(Tensor[] norms, float[] epsilons, int[] how, Tensor[] weights, int[] columns, int[] depths, int bits, "
-              "int group, bool has_zeros, Tensor[] biases, int activation, int num_heads, float scale, int? window, float? softcap, Tensor? sinks, int[] share) -> Tensor");
+              "int[] groups, bool has_zeros, Tensor[] biases, int activation, int num_heads, float scale, int? window, float? softcap, Tensor? sinks, int[] share) -> Tensor");
   library.def("run_layers(Tensor[] layers, Tensor hidden, Tensor cos, Tensor sin, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor slots, "
               "Tensor positions, Tensor indptr, Tensor block_table, Tensor? parents, Tensor? node_indptr, Tensor text_lens, int[] ranks) -> Tensor");
   library.impl("decoder_layer", TORCH_BOX(&decoder_layer));

@@ -122,7 +122,7 @@ std::tuple<Tensor, Tensor> round_weight(const Tensor& weight, int64_t bits, int6
 void work(const linear::Pass& pass, Worker worker, Shares& shares, char* x, char* sums) {
   pass.pack(worker, x);
   worker.wait();
-  shares.take(worker, linear::tiles(pass.problem.weight.columns), linear::tiles_at_once, [&](int64_t first, int64_t last) {
+  shares.take(worker, linear::tiles(pass.problem.weight.columns), linear::tiles_at_once, pass.least(), [&](int64_t first, int64_t last) {
     pass.multiply(first, last, x, reinterpret_cast<float*>(sums + worker.part * pass.sums_bytes()));
   });
 }
@@ -179,20 +179,21 @@ Tensor packed_rows(const Tensor& packed, int64_t columns, int64_t depth, const T
   return out;
 }
 
-const linear::Family& family_of(ScalarType dtype, int64_t bits) {
-  return linear::family(active_features(), storage_of(dtype), static_cast<int>(bits));
+const linear::Family& family_of(const Tensor& x, int64_t bits) {
+  const int64_t depth = x.dim() ? last_size(x) : 0, rows = depth ? x.numel() / depth : 1;
+  return linear::family(active_features(), storage_of(x.scalar_type()), static_cast<int>(bits), rows);
 }
 
 Tensor packed_linear(const Tensor& x, const Tensor& packed, int64_t columns, int64_t bits, int64_t group, bool has_zeros,
                      const std::optional<Tensor>& bias, int64_t activation, bool float32) {
-  return multiply(family_of(x.scalar_type(), bits), x, packed, columns, {bits, group, has_zeros}, bias, activation, float32);
+  return multiply(family_of(x, bits), x, packed, columns, {bits, group, has_zeros}, bias, activation, float32);
 }
 
-std::string linear_family(const Tensor& like, int64_t bits) { return family_of(like.scalar_type(), bits).name; }
+std::string linear_family(const Tensor& like, int64_t bits) { return family_of(like, bits).name; }
 
 // For tests: in float32, by emulated tile registers.
 Tensor emulated_amx_linear(const Tensor& x, const Tensor& packed, int64_t columns, int64_t bits, int64_t group, bool has_zeros) {
-  CHECK(bits == 8 || packed.scalar_type() == ScalarType::BFloat16, "AMX is emulated for bfloat16 and for 8 bits");
+  CHECK(bits || packed.scalar_type() == ScalarType::BFloat16, "AMX is emulated for bfloat16 and for integers");
   return multiply(linear::emulated_amx(static_cast<int>(bits)), x, packed, columns, {bits, group, has_zeros}, std::nullopt, 0, true);
 }
 

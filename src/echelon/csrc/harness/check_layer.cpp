@@ -108,7 +108,7 @@ void by_parts(const LayerCall& call) {
   AttentionCall a = call.attention;
   const Storage type = a.type;
   const int64_t size = linear::size_of(type), tokens = call.tokens, width = call.width, inner = l.gate.weight.columns;
-  const linear::Family& family = linear::family(active_features(), type, l.query.weight.integers.bits);
+  const linear::Family& family = linear::family(active_features(), type, l.query.weight.integers.bits, call.tokens);
   const auto norm = [&](const RmsNorm& n, const void* x, void* out, int64_t rows) {
     rms_norm(type, {x, n.size}, n.weight, out, 0, rows, n.size, n.eps, n.how);
   };
@@ -229,12 +229,14 @@ void check_layer(Random& random) {
   const Storage type = static_cast<Storage>(between(random, 0, 2));
   const int bits = static_cast<int>(4 * between(random, 0, 2));
   const int64_t whole = bits == 4 ? 32 : 1;  // what a depth is a multiple of
-  const linear::Integers integers{bits, bits == 4 ? 32 : 0, false};
   const bool is_long = between(random, 0, 4) == 0;
-  const int64_t size = linear::size_of(type), width = whole * between(random, 1, 70 / whole), inner = whole * between(random, 1, 90 / whole),
+  const int64_t size = linear::size_of(type), width = whole * between(random, 1, 70 / whole), inner = whole * between(random, 1, (bits == 4 ? 160 : 90) / whole),
                 kv_heads = between(random, 1, 3), heads = kv_heads * between(random, 1, 3), key_size = 2 * between(random, 1, 20),
                 value_size = whole * between(random, 1, 40 / whole), rotary = 2 * between(random, 1, key_size / 2);
-  const auto projection = [&](int64_t columns, int64_t depth) { return RandomProjection(random, columns, depth, type, integers); };
+  const auto projection = [&](int64_t columns, int64_t depth) {
+    const int64_t group = bits != 4 ? 0 : depth % 128 == 0 ? 128 : depth % 64 == 0 ? 64 : 32;
+    return RandomProjection(random, columns, depth, type, {bits, group, false});
+  };
   const RandomProjection query = projection(heads * key_size, width), key = projection(kv_heads * key_size, width),
                          value = projection(kv_heads * value_size, width), output = projection(width, heads * value_size),
                          gate = projection(inner, width), up = projection(inner, width), down = projection(width, inner);

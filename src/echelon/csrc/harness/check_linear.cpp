@@ -54,10 +54,12 @@ std::vector<const Family*> families(Storage type, int bits = 0) {
   for (const std::string& isa : echelon::offered_isas())
     for (const bool byte_products : {false, true}) {
       echelon::set_isa(isa, byte_products);
-      const Family* one = &family(echelon::active_features(), type, bits);
-      if (found.empty() || found.back() != one) found.push_back(one);
+      for (const int64_t rows : {int64_t{1}, most_rows}) {
+        const Family* one = &family(echelon::active_features(), type, bits, rows);
+        if (std::find(found.begin(), found.end(), one) == found.end()) found.push_back(one);
+      }
     }
-  if (bits == 8 || (bits == 0 && type == Storage::bfloat16)) found.push_back(&emulated_amx(bits));
+  if (bits || type == Storage::bfloat16) found.push_back(&emulated_amx(bits));
   return found;
 }
 

@@ -52,7 +52,7 @@ int64_t gathered_bytes(const LayerCall& call) {
 LayerRun::LayerRun(const LayerCall& call, const Division& division, int64_t parts, Gathers* gathers)
     : call_(call),
       gathers_(call.layer.share ? gathers : nullptr),
-      family_(linear::family(active_features(), call.attention.type, call.layer.query.weight.integers.bits)),
+      family_(linear::family(active_features(), call.attention.type, call.layer.query.weight.integers.bits, call.tokens)),
       size_(linear::size_of(call.attention.type)),
       attention_(call.attention),
       division_(division),
@@ -121,7 +121,7 @@ void LayerRun::project(Worker worker, char* memory, int64_t first, int64_t rows)
     worker.wait();
     int64_t tiles = 0;
     for (const auto& p : problems) tiles += linear::tiles(p.weight.columns);
-    tiles_.take(worker, tiles, linear::tiles_at_once, [&](int64_t begin, int64_t end) {
+    tiles_.take(worker, tiles, linear::tiles_at_once, shared.least(), [&](int64_t begin, int64_t end) {
       int64_t before = 0;
       for (const auto& p : problems) {
         const linear::Pass pass = pass_of(p);
@@ -197,7 +197,7 @@ void LayerRun::feed_forward(Worker worker, char* memory, int64_t first, int64_t 
       const Span span(worker, Part::linear);
       const linear::Problem problem = problem_of(projection, from, rows, memory + at_.added);
       pack(problem);
-      tiles_.take(worker, linear::tiles(problem.weight.columns), linear::tiles_at_once,
+      tiles_.take(worker, linear::tiles(problem.weight.columns), linear::tiles_at_once, pass_of(problem).least(),
                   [&](int64_t begin, int64_t end) { multiply(problem, begin, end); });
       worker.wait();
     }
@@ -216,7 +216,7 @@ void LayerRun::feed_forward(Worker worker, char* memory, int64_t first, int64_t 
   {
     const Span span(worker, Part::linear);
     pack(gate);
-    tiles_.take(worker, linear::tiles(l.gate.weight.columns), linear::tiles_at_once, [&](int64_t begin, int64_t end) {
+    tiles_.take(worker, linear::tiles(l.gate.weight.columns), linear::tiles_at_once, pass_of(gate).least(), [&](int64_t begin, int64_t end) {
       multiply(gate, begin, end);
       multiply(up, begin, end);
       activate_tiles(memory, rows, begin, end);

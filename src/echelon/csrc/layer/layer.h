@@ -29,7 +29,7 @@ struct LayerShare {
   Columns attended, output, active, down;
 };
 
-// Weights of one layer, all of one type, and of one kind of integers if any; `query_norm` and `key_norm` normalise each head. Of a layer that
+// Weights of one layer, all of one type, and of as many bits if of integers, whose groups are alike where they meet one x; `query_norm` and `key_norm` normalise each head. Of a layer that
 // several ranks share, projections have this rank's columns.
 struct DecoderLayer {
   RmsNorm input_norm, query_norm, key_norm, mlp_norm;

@@ -37,6 +37,14 @@ struct ProcessorTiles {
   void store(void* p, int64_t stride) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(p), "r"(stride), "i"(i) : "memory");
   }
+  template <int i>
+  void zero() {
+    asm volatile("tilezero %%tmm%c0" : : "i"(i));
+  }
+  static void widen(const uint16_t* halves, float* to) {
+    for (int64_t c = 0; c < tile; c += 16)
+      _mm512_store_ps(to + c, _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves + c))));
+  }
 };
 
 struct NumberTiles : ProcessorTiles {
@@ -47,20 +55,22 @@ struct NumberTiles : ProcessorTiles {
   }
 };
 
+template <int bits_>
 struct IntegerTiles : ProcessorTiles {
-  static constexpr int bits = 8, x_entry = 1;
+  static constexpr int bits = bits_, x_entry = 1;
   template <int c, int a, int b>
   void dot() {  // x with a sign, the weight without
     asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
   }
 };
 
-constexpr Family amx = tile_family<NumberTiles>("amx"), amx_int8 = tile_family<IntegerTiles>("amx_int8");
+constexpr Family amx = tile_family<NumberTiles>("amx");
+constexpr Family bytes = tile_family<IntegerTiles<8>>("amx_int8"), halves = tile_family<IntegerTiles<4>>("amx_int8");
 
 }  // namespace
 
 const Family& amx_family() { return amx; }
-const Family& amx_integers() { return amx_int8; }
+const Family& amx_integers(int bits) { return bits == 8 ? bytes : halves; }
 
 }  // namespace echelon::linear
 

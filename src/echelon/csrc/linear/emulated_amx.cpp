@@ -18,6 +18,13 @@ struct EmulatedTiles {
   void store(void* p, int64_t stride) {
     for (int row = 0; row < 16; ++row) std::memcpy(static_cast<char*>(p) + row * stride, tiles[i][row], 64);
   }
+  template <int i>
+  void zero() {
+    std::memset(tiles[i], 0, sizeof tiles[i]);
+  }
+  static void widen(const uint16_t* halves, float* to) {
+    for (int64_t c = 0; c < tile; ++c) to[c] = to_float(halves[c], Storage::float16);
+  }
 };
 
 struct EmulatedNumbers : EmulatedTiles {
@@ -38,8 +45,9 @@ struct EmulatedNumbers : EmulatedTiles {
   }
 };
 
+template <int bits_>
 struct EmulatedIntegers : EmulatedTiles {
-  static constexpr int bits = 8, x_entry = 1;
+  static constexpr int bits = bits_, x_entry = 1;
   template <int c, int a, int b>
   void dot() {
     uint32_t sums[16][16];
@@ -54,10 +62,11 @@ struct EmulatedIntegers : EmulatedTiles {
   }
 };
 
-constexpr Family numbers = tile_family<EmulatedNumbers>("emulated amx"), integers = tile_family<EmulatedIntegers>("emulated amx_int8");
+constexpr Family numbers = tile_family<EmulatedNumbers>("emulated amx");
+constexpr Family bytes = tile_family<EmulatedIntegers<8>>("emulated amx_int8"), halves = tile_family<EmulatedIntegers<4>>("emulated amx_int8");
 
 }  // namespace
 
-const Family& emulated_amx(int bits) { return bits ? integers : numbers; }
+const Family& emulated_amx(int bits) { return bits == 8 ? bytes : bits == 4 ? halves : numbers; }
 
 }  // namespace echelon::linear

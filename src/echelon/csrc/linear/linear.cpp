@@ -10,6 +10,7 @@ namespace {
 
 // Bytes of weight between what is multiplied and what is fetched. Of integers they are a block of depth: its columns may be gone over twice.
 constexpr int64_t near = 1024, near_of_integers = 4096, far = 32768;
+constexpr int64_t most_without_tiles = 6;  // rows of 4 bits up to which VPDPBUSD, which pads none, does as much as tile registers of 16
 constexpr int64_t sums_budget = 256 * 1024;  // bytes of sums that a worker keeps at hand: part of a second-level cache
 
 int64_t grain(Storage type) { return type == Storage::bfloat16 ? 2 : 1; }  // entries of K that lie side by side
@@ -126,8 +127,8 @@ void unpack_row(const Weight& weight, int64_t row, void* out) {
     std::memcpy(to, from, std::min(g, weight.depth - k) * size_of(weight.type));
 }
 
-const Family& family(Features features, Storage type, int bits) {
-  if (bits == 8 && has(features, avx512 | amx_int8)) return amx_integers();
+const Family& family(Features features, Storage type, int bits, int64_t rows) {
+  if ((bits == 8 || (bits == 4 && rows > most_without_tiles)) && has(features, avx512 | amx_int8)) return amx_integers(bits);
   if (bits && has(features, avx512 | avx512_vnni)) return avx512_vnni_integers(bits);
   if (bits && has(features, avx512)) return avx512_integers(bits);
   if (bits && has(features, avx2 | avx_vnni)) return avx_vnni_integers(bits);

@@ -22,7 +22,7 @@
 namespace echelon::linear {
 
 constexpr int64_t tile = 32;           // columns of y that are worked on together
-constexpr int64_t tiles_at_once = 4;  // that a worker takes
+constexpr int64_t tiles_at_once = 4;  // that a worker takes, the last ones one by one where they are not worked on side by side
 
 // A weight of integers is q − z times a scale, with q of 8 or 4 bits and without a sign.
 struct Integers {
@@ -144,9 +144,9 @@ static_assert(sizeof(Rounded) == x_padding);
 // the row's largest magnitude decides, and of 4 the least squared error among scales near that of a group's.
 void round_weight(const void* row, int64_t depth, Storage type, Integers integers, uint8_t* values, float* scales);
 
-// The best implementation for the type and bits among those that the features allow.
-const Family& family(Features features, Storage type, int bits = 0);
-// The tile registers' control flow on emulated tiles, for tests on machines without them: bfloat16, and integers of 8 bits.
+// The best implementation for the type, bits and so many rows among those that the features allow.
+const Family& family(Features features, Storage type, int bits, int64_t rows);
+// The tile registers' control flow on emulated tiles, for tests on machines without them: bfloat16 and integers.
 const Family& emulated_amx(int bits = 0);
 
 // The work on rows first_row … first_row + rows − 1 (at most most_rows) in two phases: all workers pack their share of the rows of x, and
@@ -166,6 +166,7 @@ struct Pass {
   int64_t row_bytes() const { return family.depth_block * family.x_entry + x_padding; }
   int64_t x_bytes() const { return depth_blocks() * padded_rows() * row_bytes(); }
   int64_t group() const;  // tiles worked on side by side
+  int64_t least() const { return group() > 1 ? tiles_at_once : 1; }  // that a worker takes
   int64_t sums_bytes() const { return whole_pages(group() * padded_rows() * tile * 4); }
 
   void pack(Worker worker, void* packed_x) const;
@@ -187,6 +188,6 @@ const Family& avx2_integers(int bits);
 const Family& avx_vnni_integers(int bits);
 const Family& avx512_integers(int bits);
 const Family& avx512_vnni_integers(int bits);
-const Family& amx_integers();  // of 8 bits
+const Family& amx_integers(int bits);
 
 }  // namespace echelon::linear

@@ -12,7 +12,7 @@ Over keys and values in blocks the compiled kernels run such a layer in one call
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from echelon.model.patches.elementwise import gate_of, rms_norm_of
 from echelon.model.patches.linear import projection_of
 from echelon.model.patches.split import BackProjection, back_projection_of
 from echelon.ops import cpu, devices
-from echelon.ops.contract import Activation, PackedWeight
+from echelon.ops.contract import Activation, Integers, PackedWeight
 
 TOKENS = 6
 LAYERS = {known.layer: known.attention for known in ARCHITECTURES.values() if known.layer is not None}  # with the attention within
@@ -179,7 +179,13 @@ def _projections(layer: DecoderLayerForward) -> list[tuple[PackedWeight, Tensor 
     """The layer's linear layers in the order of `ops.cpu.decoder_layer`; None where the kernels do not serve all of them alike."""
     forwards = (layer.query, layer.key, layer.value, layer.output, layer.gate, layer.up, layer.down)
     found = [p for forward in forwards if (p := projection_of(forward) or back_projection_of(forward)) is not None]
-    return found if len(found) == len(forwards) and len({p[0].integers for p in found}) == 1 else None
+    return found if len(found) == len(forwards) and _meet([p[0].integers for p in found]) else None
+
+
+def _meet(projections: Sequence[Integers]) -> bool:
+    """Whether one layer may have these: numbers, or as many bits everywhere, in groups that are alike where they multiply the same rows."""
+    query, key, value, _, gate, up, _ = projections
+    return query == key == value and gate == up and len({(i.bits, i.has_zeros) for i in projections}) == 1
 
 
 def _runs_alike(layer: DecoderLayerForward, compiled: CompiledLayer, hidden: Tensor, cos: Tensor, sin: Tensor) -> bool:
