@@ -353,7 +353,7 @@ def as_markdown(records: dict[str, Record]) -> str:
     lines = []
     for name, r in records.items():
         if name.startswith("idle"):
-            medians = r["medians"]
+            medians = r.get("medians", [r["median"]])  # of earlier days one pair
             told = f"{r['median']:.3f} ({min(medians):.3f} to {max(medians):.3f})"
             lines.append((name, "drafting nothing, over an engine without its drafter", told, "≤ 1.01"))
         elif name.startswith("deciding"):

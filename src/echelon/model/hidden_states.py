@@ -89,8 +89,9 @@ class HiddenStateReader:
         return module.register_forward_pre_hook(before, with_kwargs=True)
 
     def joined(self, states: dict[HiddenStateName, Tensor], num_tokens: int) -> Tensor:
-        """Concatenate hidden states to [T, len(names) · d], in the order of `names`."""
-        return torch.cat([states[name][0, :num_tokens] for name in self.names], -1)
+        """Concatenate hidden states to [T, len(names) · d], in the order of `names`; a single one stays where it is."""
+        parts = [states[name][0, :num_tokens] for name in self.names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 def _found(model: Any) -> tuple[nn.Module | None, nn.Module | None, list[nn.Module]]:
