@@ -10,7 +10,7 @@ namespace {
 
 // Bytes of weight between what is multiplied and what is fetched. Of integers they are a block of depth: its columns may be gone over twice.
 constexpr int64_t near = 1024, near_of_integers = 4096, far = 32768;
-constexpr int64_t most_without_tiles = 6;  // rows of 4 bits up to which VPDPBUSD, which pads none, does as much as tile registers of 16
+constexpr int64_t most_without_tiles = 6;  // rows of 4 bits up to which VPDPBUSD, by count, does as much as tile registers of 16 rows
 constexpr int64_t sums_budget = 256 * 1024;  // bytes of sums that a worker keeps at hand: part of a second-level cache
 
 int64_t grain(Storage type) { return type == Storage::bfloat16 ? 2 : 1; }  // entries of K that lie side by side

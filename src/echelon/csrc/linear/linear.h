@@ -166,7 +166,7 @@ struct Pass {
   int64_t row_bytes() const { return family.depth_block * family.x_entry + x_padding; }
   int64_t x_bytes() const { return depth_blocks() * padded_rows() * row_bytes(); }
   int64_t group() const;  // tiles worked on side by side
-  int64_t least() const { return group() > 1 ? tiles_at_once : 1; }  // that a worker takes
+  int64_t least() const { return group() > 1 ? tiles_at_once : 1; }  // tiles that a worker takes at the end of a share
   int64_t sums_bytes() const { return whole_pages(group() * padded_rows() * tile * 4); }
 
   void pack(Worker worker, void* packed_x) const;
