@@ -117,7 +117,7 @@ def _numbers_of(packed: SequenceOf[PackedWeight], bits: int) -> int:
 
 def _products(loaded: LoadedModel, bits: int) -> list[Callable[[], object]]:
     """Large products: by our kernel over weights of so many bits (0: numbers), as most of the model's are, and on a CPU by the framework
-    too, of integers or in the faster of the model's dtype and float32.
+    too, of integers where it multiplies them exactly, or in the faster of the model's dtype and float32.
 
     Without instructions of its own for a narrow dtype the framework takes hundreds of times as long in it.
     """
@@ -129,9 +129,16 @@ def _products(loaded: LoadedModel, bits: int) -> list[Callable[[], object]]:
         return [ours]  # the framework's is held to no such family
     if bits:
         rows, columns = x.to(torch.int8), weight.to(torch.int8).t()
-        return [ours, lambda: torch._int_mm(rows, columns)]
+        return [ours, lambda: torch._int_mm(rows, columns)] if _is_exact(rows, columns) else [ours]
     theirs = [t.to(fastest_dtype(device)) for t in (x, weight)]
     return [ours, lambda: F.linear(*theirs)]
+
+
+def _is_exact(rows: torch.Tensor, columns: torch.Tensor) -> bool:
+    """Whether the framework's product of integers is right for the largest: on AVX2 it saturates where two products meet in 16 bits."""
+    largest = 127
+    product = torch._int_mm(torch.full_like(rows, largest), torch.full_like(columns, largest))
+    return bool((product == largest**2 * rows.shape[1]).all())
 
 
 def _operations(runner: ModelRunner, batch: RaggedBatch) -> int:
