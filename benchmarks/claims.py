@@ -14,9 +14,10 @@ from pathlib import Path
 from benchmarks import categories
 from benchmarks.cells import Records
 from benchmarks.claims_of_eagle import EAGLES, SCYLLA
+from benchmarks.claims_of_echelon import OWN
 from benchmarks.claims_of_equality import EQSPEC
 from benchmarks.claims_of_heads import CLOVER, MEDUSA
-from benchmarks.claims_of_memory import OWN, SPECMEMO
+from benchmarks.claims_of_memory import SPECMEMO
 from benchmarks.claims_of_padding import EMS_SD, LLMA, RATIOS
 from benchmarks.document import EQUAL_DRAFTS, groups, ratio
 from benchmarks.options import parser_of
@@ -50,9 +51,10 @@ PAPERS: Mapping[str, SequenceOf[Claim]] = {
 }
 ABOUT = """Papers on speculative decoding claim speed-ups, tokens a step and equal texts. Each row below is one such claim: the published
 figure, ours, the condition that ours has to meet, the verdict, and the command that measures it. Published figures are those of GPUs and of
-trained models with billions of parameters; ours are those of two CPU cores, or two threads of a larger CPU, with small models, or random
-ones in the shape of large models; [at the end](#machines-and-commits-of-the-evidence) each claim's machine is named.
-That a figure holds or fails here says nothing of the paper's own machine.
+trained models with billions of parameters; ours are those of two CPU cores or of two threads of a larger CPU, and a few of an H100 or H200,
+with small models, or random ones in the shape of large models; [at the end](#machines-and-commits-of-the-evidence) each claim's machine is
+named. That a figure holds or fails here says nothing of the paper's own machine. How fast this engine is beside others, and what it aims
+at, stand among [the benchmarks](benchmarks.md).
 
 *Plain decoding* is decoding without drafts, one token a step. *Tokens a step* are what a step emits for one row: the accepted drafted
 tokens and the target's own. *Padded* batching fills rows up to the longest; *unpadded* batching, this engine's, lays them end to end. LLMA
@@ -67,6 +69,12 @@ RULES = f"""A verdict is computed from the evidence, by this rule, and never typ
 
 *ours* is a median, in brackets the least and the largest of its samples; samples are repeated runs, seeds or batch sizes. With fewer than
 {LEAST_SAMPLES} it says how many, and of labelled values how many the one with the fewest has, where they are medians."""
+
+
+BEFORE = """In commands `question.jsonl` is Spec-Bench's list of questions, `FILE` a list in its form with MT-Bench's alone, `MODEL` and
+`HEAD` a checkpoint and a trained head, and `TARGET` the model that `make study` trains. `make heads` trains the heads that rows on
+Medusa, Clover, EAGLE and SpecMemo name; without it EAGLE's is the embedded one. Rows on Scylla take hours on two cores, or a GPU. A cell
+that has a record of the same settings on the same processor is not measured again: delete its file below `docs/evidence` to repeat it."""
 
 
 def judged_rows(evidence: Evidence) -> dict[str, list[Judged]]:
@@ -86,6 +94,7 @@ def write_claims(folder: Path) -> Path:
         *worse_part(everything, evidence),
         *unrepeated_part(everything),
         f"## How verdicts are made\n\n{RULES}",
+        f"## Before you run a command\n\n{BEFORE}",
         *kernels_part(evidence),
         *memory_part(evidence),
     ]
@@ -114,7 +123,12 @@ def worse_part(rows: SequenceOf[Judged], evidence: Evidence) -> list[str]:
         lines.append(f"- {reason[0].upper()}{reason[1:]}:")
         lines += [f"    - `{r.claim.name}`: {r.claim.sentence} Ours: {r.measured}." for r in own]
     count = sum(row.is_worse for row in rows)
-    return ["## Where ours is worse than published", f"{count} claims, each below the reason that it falls short here.", "\n".join(lines)]
+    about = (
+        f"{count} claims, each below the reason that it falls short here. Where a step with drafts is given beside a plain one, its length "
+        "is that reason: arithmetic, which grows with every token that is verified, bounds a step on two cores from some ten tokens on "
+        "([counted](benchmarks.md)), where a GPU still waits for memory and further tokens cost next to nothing."
+    )
+    return ["## Where ours is worse than published", about, "\n".join(lines)]
 
 
 def unrepeated_part(rows: SequenceOf[Judged]) -> list[str]:

@@ -18,8 +18,11 @@ import pytest
 from test_code_blocks import check_command
 
 from benchmarks.claims import PAPERS, judged_rows, write_claims
+from benchmarks.claims_of_eagle import gains_by_task
+from benchmarks.claims_of_echelon import beside_peers, long_speed
 from benchmarks.claims_of_heads import spec_bench
-from benchmarks.claims_of_memory import long_speed, one_more, within_bound
+from benchmarks.claims_of_memory import one_more, within_bound
+from benchmarks.claims_of_padding import dear_steps, longer_steps
 from benchmarks.gpu import DeviceCells, DeviceSize
 from benchmarks.long_outputs import HOW
 from benchmarks.verdicts import (
@@ -142,7 +145,7 @@ ARRIVED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {  # evidence → re
         {"device-replay-8": HOLDS, "device-plain-8": HOLDS},
     ),
     "benchmarks/realign-random-08": (speeds(draft_model__realign=90, draft_model__same_length=80), {"overhead-40": FAILS}),
-    "alike/windows_b08": ({"windows": [[8, 0.1, 50.0], [16, 0.4, 55.0]]}, {"groups-by-window": HOLDS}),
+    "alike/windows_b08": ({"windows": [[8, 0.4, 50.0], [16, 0.1, 50.0], [24, 0.4, 55.0]]}, {"groups-by-window": HOLDS}),
     "alike/trees_eagle_b04": (speeds(plain__unpadded=50, tree__padded=110), {"specmemo-batch-4": HOLDS}),
     "equivalence/bonus_token_from_the_draft": ({"results": [ROWS_EQUAL]}, {"fault-bonus-draft": HOLDS}),
     "equivalence/unpadded": ({"results": [ROWS_EQUAL | {"num_exact": 480}]}, {"equal-4": HOLDS}),
@@ -256,6 +259,50 @@ def test_a_plan_that_held_fewer_queries_than_it_says_is_no_bound(tmp_path: Path)
     assert "1 more query fits than it says" in one_more(evidence_of(tmp_path, memory__ratio_llama_15=fits))
     died = {"planned": 9, "held": 0, "died": "of it"}
     assert "9 did not fit: the plan is no bound" in one_more(evidence_of(tmp_path, memory__ratio_llama_plan=died))
+
+
+def test_steps_that_are_longer_are_the_reason(tmp_path: Path) -> None:
+    """Of the row's own record, or of what is emitted and gained; what takes no time to draft is not said to."""
+    record = speeds(plain__unpadded=50, tree__padded=60)
+    record["results"][1] |= {"step_ms": {"draft": 12.0, "forward": 88.0}, "tokens_per_step": 3.0}
+    record["results"][0] |= {"step_ms": {"draft": 0.0, "forward": 40.0}}
+    evidence = evidence_of(tmp_path, alike__trees_eagle_b04=record)
+    told = dear_steps("alike/trees_eagle_b04", "tree", evidence, strategy="padded")
+    assert told == "a step with drafts takes 100 ms, 12 of them to draft, and emits 3.00 tokens a row, where a plain one takes 40 ms"
+    assert dear_steps("alike/trees_eagle_b04", "tree", evidence) == "how long a step takes was not kept"
+    assert longer_steps(4.0, 0.5) == "a step with drafts emits 4.00 tokens a row and takes 8.0 times as long as a plain one"
+
+
+def test_other_engines_count_in_their_best_mode_and_ours_with_auto(tmp_path: Path) -> None:
+    def result(method: str, batch: int, *speeds: float) -> dict[str, Any]:
+        return {"method": method, "batch_size": batch, "decode_tokens_per_second": list(speeds)}
+
+    ours = [
+        result("plain", 8, 900.0),
+        result("LLMA auto", 8, 100.0, 140.0, 120.0),
+        result("draft model auto", 8, 110.0),
+        result("LLMA auto", 1, 9.0),
+    ]
+    peers = [
+        {"result": result(name, 8, speed)}
+        for name, speed in (("vllm, plain", 30.0), ("vllm, draft model", 60.0), ("openvino, plain", 40.0))
+    ]
+    evidence = evidence_of(tmp_path, peers__int8={"ours": ours, "peers": peers})
+    assert str(beside_peers("int8", 8, evidence)) == "2.00 (one sample); the best of others: vllm, draft model"
+    assert beside_peers("int8", 1, evidence) is None, "no other engine ran there"
+    assert beside_peers("int8", 16, evidence) is None
+
+
+def test_gains_are_set_beside_those_of_other_tasks(tmp_path: Path) -> None:
+    own, other = (
+        [[task, t, e] for task, e in emitted] + [["qa", 1.0, 9.0]]
+        for t, emitted in (
+            (0.0, (("qa", 4.4), ("summarization", 1.8), ("math", 2.2), ("rag", 2.2))),
+            (0.0, (("qa", 2.0), ("summarization", 2.0), ("math", 2.0), ("rag", 2.0))),
+        )
+    )
+    evidence = evidence_of(tmp_path, laws__tasks_scylla={"tasks": own}, laws__tasks_eagle={"tasks": other})
+    assert str(gains_by_task(evidence)) == "summarization: 0.82, qa: 2.00"
 
 
 def test_speed_on_spec_bench_is_that_of_drafts_as_long_as_the_engine_decides(tmp_path: Path) -> None:
