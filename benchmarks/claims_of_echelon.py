@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from functools import partial
 from statistics import median
@@ -15,7 +16,7 @@ from benchmarks.long_outputs import HOW
 from benchmarks.verdicts import AtLeast, AtMost, Claim, Crosses, Evidence, Measured, labelled, medians, over, sampled
 
 LEAST_MINUTES = 30  # of a soak whose memory has a slope
-PEERS = {  # quantisation → batch → records of `echelon bench peers`
+PEERS: Mapping[str, Mapping[int, SequenceOf[str]]] = {  # quantisation → batch → records of `echelon bench peers`
     "int8": {1: ("int8",), 8: ("int8", "int8_b8"), 16: ("int8_b16",)},
     "int4": {1: ("int4",), 8: ("int4",), 16: ("int4_b16",)},
 }
