@@ -73,8 +73,9 @@ RULES = f"""A verdict is computed from the evidence, by this rule, and never typ
 
 BEFORE = """In commands `question.jsonl` is Spec-Bench's list of questions, `FILE` a list in its form with MT-Bench's alone, `MODEL` and
 `HEAD` a checkpoint and a trained head, and `TARGET` the model that `make study` trains. `make heads` trains the heads that rows on
-Medusa, Clover, EAGLE and SpecMemo name; without it EAGLE's is the embedded one. Rows on Scylla take hours on two cores, or a GPU. A cell
-that has a record of the same settings on the same processor is not measured again: delete its file below `docs/evidence` to repeat it."""
+Medusa, Clover, EAGLE and SpecMemo name; without it EAGLE's is the embedded one. `PYTHON` and `FOLDER` are those of other engines
+([how to install them](cli.md)). Rows on Scylla take hours on two cores, or a GPU. Most cells that have a record of the same settings
+on the same processor are not measured again: delete their files below `docs/evidence` to repeat them."""
 
 
 def judged_rows(evidence: Evidence) -> dict[str, list[Judged]]:
@@ -124,9 +125,10 @@ def worse_part(rows: SequenceOf[Judged], evidence: Evidence) -> list[str]:
         lines += [f"    - `{r.claim.name}`: {r.claim.sentence} Ours: {r.measured}." for r in own]
     count = sum(row.is_worse for row in rows)
     about = (
-        f"{count} claims, each below the reason that it falls short here. Where a step with drafts is given beside a plain one, its length "
-        "is that reason: arithmetic, which grows with every token that is verified, bounds a step on two cores from some ten tokens on "
-        "([counted](benchmarks.md)), where a GPU still waits for memory and further tokens cost next to nothing."
+        f"{count} claims, each below the reason that it falls short here. Where a step with drafts is given beside a plain one, the "
+        "speed-up is what it emits over how many times as long it takes. It takes longer because arithmetic, which grows with every token "
+        "that is verified, bounds a step on two cores, from some 8 to 20 tokens on in 16 bits ([counted](benchmarks.md)), where a GPU "
+        "still waits for memory and further tokens cost next to nothing."
     )
     return ["## Where ours is worse than published", about, "\n".join(lines)]
 

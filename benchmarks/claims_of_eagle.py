@@ -19,15 +19,17 @@ from benchmarks.claims_of_heads import (
     trained,
     tree_over_chain,
 )
-from benchmarks.claims_of_padding import dear_steps, longer_steps
 from benchmarks.fits import Fit, fitted
 from benchmarks.laws_document import PUBLISHED as TABLE_5
-from benchmarks.laws_document import by_tokens, emitted
+from benchmarks.laws_document import by_tokens, emitted, layers
+from benchmarks.reasons import dear_steps, longer_steps
 from benchmarks.verdicts import AtLeast, AtMost, Claim, Crosses, Evidence, Measured, Ordered, labelled, medians, middle, over, sampled
 
 LAWS_COMMAND = "python -m benchmarks.laws --target TARGET {}"
 SHAREGPT = "68 thousand conversations (a day or two on 4 × A100)"
 DRAFTED = 1.01  # tokens a step below which next to nothing was drafted
+FINE_TUNED = f"the published ones from {SHAREGPT}"
+PRETRAINED = "of the published ones Scylla's was pretrained on 1 to 100 billion, and the other on none"
 DEPTHS = (1, 2, 5)  # layers of Scylla's heads
 GAIN_MOST = ("summarization", "qa")  # the paper's tasks in which Scylla's heads gain most
 CHAINS = ((2, 1.81), (4, 1.82), (8, 1.62), (16, 1.48), (32, 1.32))  # batch, EAGLE-3's chain of 3 over plain decoding in SGLang
@@ -105,7 +107,7 @@ def by_pretraining(evidence: Evidence) -> Measured | None:
     """R² of the logarithmic law."""
     fits = pretraining_fits(evidence)
     values = {d: fits[d]["logarithmic"].r_squared if "logarithmic" in fits.get(d, {}) else None for d in DEPTHS}
-    return labelled({f"{d} layer{'s' * (d > 1)}": value for d, value in values.items()}, least=1)
+    return labelled({layers(d): value for d, value in values.items()}, least=1)
 
 
 def by_sigmoid(evidence: Evidence) -> str:
@@ -114,24 +116,23 @@ def by_sigmoid(evidence: Evidence) -> str:
     return f"growth begins late and ends, where the logarithm does neither; a sigmoid in the logarithm has R² {told} by rising depth"
 
 
-def pretrained(evidence: Evidence) -> str:
-    """What the head has learned from, beside the published."""
+def learned_alike(published: str, evidence: Evidence) -> str:
+    """What both heads have learned from, beside the published ones."""
     tokens = (evidence.record("laws/d2_s0_t100") or {"pretrained": 0})["pretrained"]
-    return f"the head was pretrained on {tokens / 1e6:.1f} million tokens, the published one on 1 to 100 billion"
+    return f"both heads have learned from {tokens / 1e6:.1f} million tokens of a target of 14 million weights; {published}"
 
 
 def by_depth(evidence: Evidence) -> Measured | None:
     records = by_depths(evidence)
     found = {d: by_tokens(records, d, 0.0) for d in DEPTHS}
-    return labelled({f"{d} layer{'s' * (d > 1)}": max(own)[1] if own else None for d, own in found.items()}, least=3)
+    return labelled({layers(d): max(own)[1] if own else None for d, own in found.items()}, least=3)
 
 
 def by_log_of_depth(evidence: Evidence) -> Measured | None:
-    """R² of tokens a step as a logarithm of the layers, of the largest heads of each depth."""
-    records = by_depths(evidence)
-    found = {d: max(own)[1] for d in DEPTHS if (own := by_tokens(records, d, 0.0))}
-    fits = fitted(list(found), list(found.values())) if len(found) == len(DEPTHS) else {}
-    return sampled([fits["logarithmic"].r_squared], note=f"{len(DEPTHS)} depths") if "logarithmic" in fits else None
+    """R² of tokens a step as a logarithm of the layers, of the head of each depth that has learned longest."""
+    found = by_depth(evidence)
+    fits = fitted(list(DEPTHS), found.samples) if found else {}
+    return sampled([fits["logarithmic"].r_squared], note="three points") if "logarithmic" in fits else None
 
 
 def times_head(one: str, other: str, evidence: Evidence) -> Measured | None:
@@ -145,15 +146,15 @@ def _by_task(evidence: Evidence) -> dict[str, float]:
     one, other = (evidence.record(f"laws/tasks_{head}") for head in ("scylla", "eagle"))
     if not one or not other:
         return {}
-    theirs = {task: emitted for task, t, emitted in other["tasks"] if t == 0.0}
-    return {task: emitted / theirs[task] for task, t, emitted in one["tasks"] if t == 0.0 and task in theirs}
+    mine, theirs = ({task: count for task, t, count in record["tasks"] if t == 0.0} for record in (one, other))
+    return {task: mine[task] / theirs[task] for task in mine if task in theirs}
 
 
 def gains_by_task(evidence: Evidence) -> Measured | None:
-    """Gains in the tasks that the paper names over the mean of those in all others."""
+    """Gains in the tasks that the paper names over the largest in any other."""
     gains = _by_task(evidence)
-    rest = [gain for task, gain in gains.items() if task not in GAIN_MOST]
-    return labelled({task: gains[task] / (sum(rest) / len(rest)) for task in GAIN_MOST if task in gains} if rest else {})
+    largest = max((gain for task, gain in gains.items() if task not in GAIN_MOST), default=0.0)
+    return labelled({task: gains[task] / largest for task in GAIN_MOST if task in gains} if largest else {})
 
 
 def unlike_tasks(evidence: Evidence) -> str:
@@ -180,19 +181,19 @@ def table_5(batch: int, evidence: Evidence) -> Measured | None:
 def over_plain_at(setting: str, batch: int, evidence: Evidence) -> Measured | None:
     """A setting of Table 5 over plain decoding, at one batch."""
     record = evidence.record(f"laws/speed_b{batch:02d}") or {}
-    a_step = record.get("tokens_per_step", {}).get(setting, 1.0)
-    return sampled(over(record.get("speeds", {}), setting, "plain"), note=f"{a_step:.2f} tokens a step")
+    count = record.get("tokens_per_step", {}).get(setting, 1.0)
+    return sampled(over(record.get("speeds", {}), setting, "plain"), note=f"{count:.2f} tokens a step")
 
 
-def table_5_steps(setting: str, batch: int, evidence: Evidence) -> str:
+def table_5_steps(setting: str, batch: int, published: float, evidence: Evidence) -> str:
     """How long a step of a setting takes beside a plain one."""
     record = evidence.record(f"laws/speed_b{batch:02d}")
     if not record:
         return "it has not been measured"
-    emitted, gain = record["tokens_per_step"][setting], middle(over(record["speeds"], setting, "plain")) or 1.0
-    if emitted < DRAFTED:
+    count, gain = record["tokens_per_step"][setting], middle(over(record["speeds"], setting, "plain")) or 1.0
+    if count < DRAFTED:
         return "no draft pays at this batch on two cores, so that next to nothing is drafted and the speed is that of plain decoding"
-    return longer_steps(emitted, gain)
+    return longer_steps(count, gain, published)
 
 
 def by_log_of_batch(evidence: Evidence) -> Measured | None:
@@ -200,7 +201,8 @@ def by_log_of_batch(evidence: Evidence) -> Measured | None:
     speeds = {b: (evidence.record(f"laws/speed_b{b:02d}") or {}).get("speeds", {}).get("scylla, auto", []) for b in TABLE_5}
     known = {b: median for b, own in speeds.items() if (median := middle(own)) is not None}
     fits = fitted(list(known), list(known.values())) if len(known) > 3 else {}
-    return sampled([fits["logarithmic"].r_squared], note=f"{len(known)} batches") if "logarithmic" in fits else None
+    note = f"{len(known)} batches, at the largest of which nothing is drafted"
+    return sampled([fits["logarithmic"].r_squared], note=note) if "logarithmic" in fits else None
 
 
 def fixed_trees(evidence: Evidence) -> Measured | None:
@@ -263,7 +265,7 @@ EAGLES = [
         HEADS_COMMAND,
         AtLeast(2.76),
         partial(speed_up, "eagle, chain", 4),
-        why=partial(dear_steps, "benchmarks/heads-04", "eagle, chain"),
+        why=partial(dear_steps, "benchmarks/heads-04", "eagle, chain", 2.76),
     ),
     Claim(
         "eagle-crosses",
@@ -290,7 +292,7 @@ EAGLES = [
         HEADS_COMMAND,
         AtLeast(3.39),
         partial(speed_up, "eagle, tree", 1),
-        why=partial(dear_steps, "benchmarks/heads-01", "eagle, tree"),
+        why=partial(dear_steps, "benchmarks/heads-01", "eagle, tree", 3.39),
     ),
     Claim(
         "eagle2-tokens",
@@ -336,7 +338,7 @@ EAGLES = [
         LAWS_COMMAND.format("eagle_ eagle3"),
         AtLeast(1.52),
         partial(times_head, "eagle3", "eagle"),
-        why=pretrained,
+        why=partial(learned_alike, FINE_TUNED),
     ),
     *(
         Claim(
@@ -346,7 +348,7 @@ EAGLES = [
             HEADS_COMMAND,
             AtLeast(published),
             partial(speed_up, "eagle3, chain", batch),
-            why=partial(dear_steps, f"benchmarks/heads-{batch:02d}", "eagle3, chain"),
+            why=partial(dear_steps, f"benchmarks/heads-{batch:02d}", "eagle3, chain", published),
         )
         for batch, published in CHAINS
     ),
@@ -372,7 +374,7 @@ SCYLLA = [
     ),
     Claim(
         "scylla-depth-log",
-        "They grow with the logarithm of that number.",
+        "Tokens a step grow with the logarithm of the number of the drafter's layers (Scylla).",
         "no R²; that of pretraining is 0.89",
         LAWS_COMMAND.format("d"),
         AtLeast(0.89),
@@ -385,13 +387,13 @@ SCYLLA = [
         LAWS_COMMAND.format("eagle_ d2_s0"),
         AtLeast(1.28),
         partial(times_head, "d2_s0", "eagle"),
-        why=pretrained,
+        why=partial(learned_alike, PRETRAINED),
     ),
     Claim(
         "scylla-tasks",
         "Scylla gains most over EAGLE-2 in summarisation and question answering.",
-        "most there (figure): above the other tasks",
-        LAWS_COMMAND.format("tasks"),
+        "most there (figure): above every other task",
+        LAWS_COMMAND.format("tasks --questions question.jsonl"),
         AtLeast(1.0),
         gains_by_task,
         why=unlike_tasks,
@@ -403,7 +405,7 @@ SCYLLA = [
         LAWS_COMMAND.format("eagle_ d2_s0"),
         AtLeast(1.5, "{:+.2f}"),
         partial(over_head, "eagle"),
-        why=pretrained,
+        why=partial(learned_alike, PRETRAINED),
     ),
     Claim(
         "scylla-eagle3",
@@ -412,7 +414,7 @@ SCYLLA = [
         LAWS_COMMAND.format("eagle3 d2_s0"),
         AtLeast(0.3, "{:+.2f}"),
         partial(over_head, "eagle3"),
-        why=pretrained,
+        why=partial(learned_alike, PRETRAINED),
     ),
     *(
         Claim(
@@ -422,7 +424,7 @@ SCYLLA = [
             LAWS_COMMAND.format(f"speed_b{batch:02d}"),
             AtLeast(round(scylla / eagle, 2)),
             partial(table_5, batch),
-            why=partial(table_5_steps, "scylla, auto", batch),
+            why=partial(table_5_steps, "scylla, auto", batch, 0.0),
         )
         for batch, (_, eagle, scylla) in TABLE_5.items()
         if batch in (1, 8, 16)  # those whose ratios the project aims at
@@ -435,7 +437,7 @@ SCYLLA = [
             LAWS_COMMAND.format(f"speed_b{batch:02d}"),
             AtLeast(round(scylla / plain, 2)),
             partial(over_plain_at, "scylla, auto", batch),
-            why=partial(table_5_steps, "scylla, auto", batch),
+            why=partial(table_5_steps, "scylla, auto", batch, scylla / plain),
         )
         for batch, (plain, _, scylla) in TABLE_5.items()
     ),
@@ -446,7 +448,7 @@ SCYLLA = [
         LAWS_COMMAND.format("speed_b01"),
         AtLeast(3.33),
         partial(over_plain_at, "eagle, 60 nodes", 1),
-        why=partial(table_5_steps, "eagle, 60 nodes", 1),
+        why=partial(table_5_steps, "eagle, 60 nodes", 1, 3.33),
     ),
     Claim(
         "scylla-batches",
@@ -460,7 +462,7 @@ SCYLLA = [
     Claim(
         "scylla-fixed",
         "A tree of fixed size gains at batch 1 and loses to plain decoding at batch 32.",
-        "3.33 at batch 1, 0.73 at 32 (EAGLE-2)",
+        "3.33 at batch 1, 0.73 at 32 (EAGLE-2); of batch 1 alone, `eagle2-60-nodes` is a shortfall of ours",
         LAWS_COMMAND.format("speed"),
         Crosses(),
         fixed_trees,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from benchmarks.reasons import NOT_KEPT, step_ms
 from benchmarks.verdicts import AtLeast, AtMost, Claim, Evidence, Measured, Ordered, Within, labelled, sampled
 from benchmarks.workloads import num_realigned
 from echelon.bench.throughput import ThroughputResult
@@ -56,7 +57,6 @@ def shift_share(result: ThroughputResult | None) -> float | None:
 
 
 BATCHES = (1, 2, 4, 8, 16, 32)
-WINDOWED = 8  # rows in a batch; a window of as many leaves no choice
 
 
 def overhead(evidence: Evidence) -> Measured | None:
@@ -89,9 +89,8 @@ def steps_by_batch(evidence: Evidence) -> str:
     """What a step takes at both batches."""
     many, one = (realigned(b, "random", evidence).get("unpadded") for b in (8, 1))
     if many is None or one is None:
-        return "how long a step takes was not kept"
-    ms = [sum(r.step_ms.values()) for r in (many, one)]
-    return f"a step of 8 rows with drafts takes {ms[0]:.0f} ms and one of a single row {ms[1]:.0f} ms"
+        return NOT_KEPT
+    return f"a step of 8 rows with drafts takes {step_ms(many):.0f} ms and one of a single row {step_ms(one):.0f} ms"
 
 
 def grouped_over_realigned(batch: int, lengths: str, evidence: Evidence) -> Measured | None:
@@ -115,7 +114,7 @@ def group_rate(batch: int, lengths: str, evidence: Evidence) -> Measured | None:
 
 def by_window(evidence: Evidence) -> Measured | None:
     record = evidence.record("alike/windows_b08")
-    rates = {f"{w} rows": 100 * rate for w, rate, _ in record["windows"] if w > WINDOWED} if record else {}
+    rates = {f"{w} rows": 100 * rate for w, rate, _ in record["windows"]} if record else {}
     return labelled(dict(rates), "{:.1f} %")
 
 

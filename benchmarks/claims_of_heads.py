@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from benchmarks.claims_of_padding import dear_steps, longer_steps
 from benchmarks.document_parts import verified
 from benchmarks.fits import fitted
+from benchmarks.reasons import NOT_KEPT, dear_steps, step_ms
 from benchmarks.verdicts import AtLeast, Claim, Crosses, Evidence, Measured, Ordered, labelled, medians, middle, over, sampled
 
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -74,8 +74,18 @@ def few_batches(method: str, published: str, evidence: Evidence) -> str:
     )
 
 
-def few_and_dear(head: str, published: str, name: str, method: str, evidence: Evidence) -> str:
-    return f"{few_batches(head, published, evidence)}; besides, {dear_steps(name, method, evidence)}"
+def few_and_dear(head: str, learned: str, name: str, method: str, published: float, evidence: Evidence) -> str:
+    return f"{few_batches(head, learned, evidence)}; besides, {dear_steps(name, method, published, evidence)}"
+
+
+def tree_and_chain(head: str, learned: str, evidence: Evidence) -> str:
+    """What steps of a head's tree and of its chain take and emit."""
+    found = {r.method: r for r in evidence.results("benchmarks/heads-01") if r.step_ms}
+    tree, chain = (found.get(f"{head}, {form}") for form in ("tree", "chain"))
+    if not tree or not chain:
+        return NOT_KEPT
+    told = " and ".join(f"{step_ms(r):.0f} ms for {r.tokens_per_step:.2f} tokens" for r in (tree, chain))
+    return f"{few_batches(head, learned, evidence)}; a step of its tree and one of its chain take {told}"
 
 
 def cells_of(variant: str, evidence: Evidence) -> list[dict[str, Any]]:
@@ -102,12 +112,16 @@ def spec_bench(method: str, what: str, evidence: Evidence) -> Measured | None:
 
 
 def dear_answers(method: str, evidence: Evidence) -> str:
-    """How long steps with the drafts that decide take, over all questions."""
+    """What an answer costs by its steps, of the drafts that the row is judged by."""
     record = evidence.record(f"categories/{method}_b1_t0")
     if not record:
         return "it has not been measured"
     own = record.get("auto", record)["overall"]
-    return f"{longer_steps(own['tokens_per_step'], own['speed_up'])}; reading the prompts, which drafts do not shorten, counts too"
+    emitted, gain = own["tokens_per_step"], own["speed_up"]
+    return (
+        f"a step with drafts emits {emitted:.2f} tokens and takes, with its share of reading the prompts, {emitted / gain:.1f} times as "
+        "long as a plain one"
+    )
 
 
 def by_task(method: str, evidence: Evidence) -> str:
@@ -215,7 +229,7 @@ MEDUSA = [
         HEADS_COMMAND,
         AtLeast(2.18),
         partial(speed_up, "medusa, tree", 1),
-        why=partial(few_and_dear, "medusa", LEARNED, "benchmarks/heads-01", "medusa, tree"),
+        why=partial(few_and_dear, "medusa", LEARNED, "benchmarks/heads-01", "medusa, tree", 2.18),
     ),
     Claim(
         "medusa-2",
@@ -233,7 +247,7 @@ MEDUSA = [
         HEADS_COMMAND,
         AtLeast(1.27),
         partial(tree_over_chain, "medusa", True),
-        why=partial(few_and_dear, "medusa", LEARNED, "benchmarks/heads-01", "medusa, tree"),
+        why=partial(tree_and_chain, "medusa", LEARNED),
     ),
     Claim(
         "medusa-tree-tokens",
@@ -340,7 +354,7 @@ CLOVER = [
             CLOVER_COMMAND.format(size, batch),
             AtLeast(published),
             partial(clover, size, batch, "plain"),
-            why=partial(few_and_dear, "clover", "150 million tokens", f"clover/{size}_b{batch:02d}", "clover, 4"),
+            why=partial(few_and_dear, "clover", "150 million tokens", f"clover/{size}_b{batch:02d}", "clover, 4", published),
         )
         for size, batch, published in CLOVER_SPEEDS
     ),

@@ -1,4 +1,4 @@
-"""What SpecMemo (Yildirim and Chen 2025) claims of memory, what this project promises itself, and what was measured of both."""
+"""What SpecMemo (Yildirim and Chen 2025) claims of memory, and what was measured of it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from functools import partial
 from typing import Any
 
 from benchmarks.claims_of_heads import LEARNED, few_batches
-from benchmarks.claims_of_padding import dear_steps
 from benchmarks.hard_limits import RATIOS, drafting_gains
+from benchmarks.reasons import NOT_KEPT, dear_steps, step_ms
 from benchmarks.verdicts import AtLeast, AtMost, Claim, Evidence, Measured, Within, labelled, over, sampled
 
 PLANNED_COMMAND = "python -m benchmarks.specmemo planned"
 MEDUSA_COMMAND = "python -m benchmarks.specmemo --method medusa --questions FILE"
 MEMORY_COMMAND = "python -m benchmarks.memory {}"
 TREES_COMMAND = "python -m benchmarks.alike trees_{}_b{:02d}"
-LEAST_MINUTES = 30  # of a soak whose memory has a slope
 LEAF_LOGITS = "logits gathered by leaf"
 
 
@@ -31,10 +30,10 @@ def kept(which: str, other: str, evidence: Evidence) -> Measured | None:
     return sampled(over(planned(evidence, which).get("speeds", {}), "planned", other))
 
 
-def gathered(which: str, evidence: Evidence) -> Measured | None:
-    """Megabytes of logits that Medusa's own layout gathers by leaf."""
+def gathered(evidence: Evidence) -> Measured | None:
+    """Megabytes of logits that Medusa's own layout gathers by leaf, of its stock tree."""
     record = evidence.record("memory/trees")
-    return sampled([record[f"Medusa {which}"][LEAF_LOGITS] / 1e6], "{:.1f} MB", "counted") if record else None
+    return sampled([record["Medusa stock"][LEAF_LOGITS] / 1e6], "{:.1f} MB", "counted") if record else None
 
 
 def all_buffers(evidence: Evidence) -> Measured | None:
@@ -132,6 +131,13 @@ def trees_by_batch(evidence: Evidence) -> Measured | None:
     return sampled([a / b for a, b in pairs], note=f"{rows[0]} and {rows[1]} prompts")
 
 
+def steps_of_trees(evidence: Evidence) -> str:
+    """What a step of padded trees takes at batch 8 and at batch 1."""
+    found = ({(r.method, r.strategy): r for r in evidence.results(f"alike/trees_eagle_b{b:02d}") if r.step_ms} for b in (8, 1))
+    many, one = (results.get(("tree", "padded")) for results in found)
+    return f"a step of 8 rows takes {step_ms(many):.0f} ms and one of a single row {step_ms(one):.0f} ms" if many and one else NOT_KEPT
+
+
 EIGHT = (
     "eight devices and a model of 70 B; no cell of `scripts/gpu_check.sh` decides it; "
     "[on paper](on_paper.md#specmemos-eight-stages) it is computed"
@@ -208,7 +214,7 @@ SPECMEMO = [
         "55 MB; the paper does not say of how many heads, and Medusa has 5 by default",
         MEMORY_COMMAND.format("trees"),
         Within(54.0, 56.0, "{:.1f} MB"),
-        partial(gathered, "stock"),
+        gathered,
         is_merit=False,
     ),
     Claim(
@@ -254,7 +260,7 @@ SPECMEMO = [
         f"{TREES_COMMAND.format('eagle', 1)} trees_eagle_b08",
         AtLeast(7.3),
         trees_by_batch,
-        why=partial(dear_steps, "alike/trees_eagle_b08", "tree", strategy="padded"),
+        why=steps_of_trees,
     ),
     Claim(
         "specmemo-batch-4",
@@ -263,7 +269,7 @@ SPECMEMO = [
         TREES_COMMAND.format("eagle", 4),
         AtLeast(2.03),
         partial(padded_trees, 4),
-        why=partial(dear_steps, "alike/trees_eagle_b04", "tree", strategy="padded"),
+        why=partial(dear_steps, "alike/trees_eagle_b04", "tree", 2.03, strategy="padded"),
     ),
     *(
         Claim(

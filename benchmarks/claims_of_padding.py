@@ -6,6 +6,7 @@ from functools import partial
 from itertools import product
 
 from benchmarks.document_parts import PUBLISHED
+from benchmarks.reasons import NOT_KEPT, dear_device_steps, dear_steps, step_ms
 from benchmarks.verdicts import (
     AtLeast,
     AtMost,
@@ -21,7 +22,6 @@ from benchmarks.verdicts import (
     over,
     sampled,
 )
-from echelon.bench.throughput import ThroughputResult
 
 LLMA, LAUNCHED = "replay LLMA", "replay LLMA, no graphs"
 RATIOS = PUBLISHED | {12: 1.83, 20: 2.09}  # EMS over vanilla; of figure 1, speed-ups divided, where Table 2 has no row
@@ -35,34 +35,12 @@ DEVICE = "a CUDA device; the cell `{}` of `scripts/gpu_check.sh` measures it"
 # counted reasons
 
 
-def longer_steps(emitted: float, speed_up: float) -> str:
-    """By how much a step with drafts takes longer than a plain one, from what it emits and the speed-up."""
-    return f"a step with drafts emits {emitted:.2f} tokens a row and takes {emitted / speed_up:.1f} times as long as a plain one"
-
-
-def dear_steps(name: str, method: str, evidence: Evidence, strategy: str = "unpadded") -> str:
-    """What a step with drafts takes and emits beside one of plain decoding, in the same record."""
-    found = {(r.method, r.strategy): r for r in evidence.results(name) if r.step_ms}
-    plain, own = found.get(("plain", "unpadded")), found.get((method, strategy))
-    if plain is None or own is None:
-        return "how long a step takes was not kept"
-    ms, without = (sum(r.step_ms.values()) for r in (own, plain))
-    drafting = f", {own.step_ms['draft']:.0f} of them to draft," if own.step_ms["draft"] >= 1 else ""
-    return (
-        f"a step with drafts takes {ms:.0f} ms{drafting} and emits {own.tokens_per_step:.2f} tokens a row, where a plain one takes "
-        f"{without:.0f} ms"
-    )
-
-
 def few_emitted(published: float, batch: int, evidence: Evidence) -> str:
-    """Too few tokens a step, or too dear steps."""
+    """What steps emit and take, in the record that decides."""
     for name, method in ((f"alike/opt_b{batch:02d}", LLMA), (f"benchmarks/rescaled-{batch:02d}", "replay 4.2")):
-        emitted = next((r.tokens_per_step for r in evidence.results(name) if (r.method, r.strategy) == (method, "unpadded")), None)
-        if emitted is not None and emitted >= published:
-            return dear_steps(name, method, evidence)
-        if emitted is not None:
-            break
-    return "a step emits fewer tokens here than the published speed-up, which it could not exceed even if verifying drafts cost nothing"
+        if evidence.results(name):
+            return dear_steps(name, method, published, evidence)
+    return NOT_KEPT
 
 
 def padding_counted(evidence: Evidence, batch: int) -> str:
@@ -71,7 +49,7 @@ def padding_counted(evidence: Evidence, batch: int) -> str:
     if "padded" not in found:
         return "padding has not been counted"
     padded, tight = found["padded"], found["unpadded"]
-    ms = [sum(r.step_ms.values()) for r in (padded, tight)]
+    ms = [step_ms(r) for r in (padded, tight)]
     return (
         f"pads are {padded.padded_input_share:.0%} of the inputs and {padded.padded_kv_share:.0%} of the keys that `padded` reads; "
         f"a step takes {ms[0]:.0f} ms with them and {ms[1]:.0f} without"
@@ -115,8 +93,7 @@ def dead_slots(evidence: Evidence) -> Measured | None:
 
 def on_device(batch: int, others: tuple[str, str], evidence: Evidence) -> Measured | None:
     """Unpadded over another, on OPT-6.7B in float16. Padded strategies never have graphs, and what they are compared with has none then."""
-    results = [ThroughputResult(**r) for r in evidence.device(f"table-OPT-6.7B-{batch:02d}").get("results", [])]
-    speeds = {(r.method, r.strategy): r.decode_tokens_per_second for r in results}
+    speeds = {(r.method, r.strategy): r.decode_tokens_per_second for r in evidence.device_results(f"table-OPT-6.7B-{batch:02d}")}
     if others != (LLMA, "padded"):
         return sampled(over(speeds, (LLMA, "unpadded"), others))
     graphs = middle(over(speeds, (LLMA, "unpadded"), (LAUNCHED, "unpadded")))
@@ -125,19 +102,17 @@ def on_device(batch: int, others: tuple[str, str], evidence: Evidence) -> Measur
 
 
 def device_inputs_over_keys(evidence: Evidence) -> Measured | None:
-    results = [ThroughputResult(**r) for r in evidence.device("table-OPT-6.7B-08").get("results", [])]
-    speeds = {(r.method, r.strategy): r.decode_tokens_per_second for r in results}
+    speeds = {(r.method, r.strategy): r.decode_tokens_per_second for r in evidence.device_results("table-OPT-6.7B-08")}
     return sampled(over(speeds, (LLMA, "padded-kv"), (LLMA, "padded-inputs")))
 
 
 def launches(batch: int, evidence: Evidence) -> str:
     """What a step waits for on a device, from its own times."""
-    results = [ThroughputResult(**r) for r in evidence.device(f"table-OPT-6.7B-{batch:02d}").get("results", [])]
-    found = {(r.method, r.strategy): r for r in results if r.step_ms}
+    found = {(r.method, r.strategy): r for r in evidence.device_results(f"table-OPT-6.7B-{batch:02d}") if r.step_ms}
     names = ((LLMA, "padded"), (LAUNCHED, "unpadded"), (LLMA, "unpadded"))
     if any(name not in found for name in names):
-        return "how long a step took was not kept"
-    padded, launched, captured = (sum(found[name].step_ms.values()) for name in names)
+        return NOT_KEPT
+    padded, launched, captured = (step_ms(found[name]) for name in names)
     return (
         f"a step of padded speculation, {found[names[0]].padded_input_share:.0%} of whose inputs are pads, takes {padded:.0f} ms, and one "
         f"without pads {launched:.0f}: both wait for kernels to be launched, since as one CUDA graph the latter takes {captured:.0f}"
@@ -243,7 +218,9 @@ EMS_SD = [
             AtLeast(published[batch]),
             partial(on_device, batch, others),
             needs=DEVICE.format(f"table-OPT-6.7B-{batch:02d}"),
-            why=partial(launches, batch),
+            why=partial(launches, batch)
+            if others[0] == LLMA
+            else partial(dear_device_steps, f"table-OPT-6.7B-{batch:02d}", LLMA, published[batch]),
         )
         for batch, (what, published, others) in product(ON_DEVICE, OTHERS)
     ),

@@ -104,9 +104,9 @@ def tokens_part(records: Records, plots: Path) -> list[str]:
         points = {d: by_tokens(records, d, temperature) for d in depths}
         counts = sorted({p[0] for own in points.values() for p in own})
         rows = [[f"{n / 1e6:.2f}", *(_spread(next((p for p in points[d] if p[0] == n), None)) for d in depths)] for n in counts]
-        parts += [f"### Temperature {temperature:g}", table(["million tokens", *map(_layers, depths)], rows)]
-        parts += [f"{_layers(d)}:\n\n" + "\n".join(law_lines(own, "tokens")) for d, own in points.items() if len(own) > 3]
-        panels[f"temperature {temperature:g}"] = [_curve(_layers(d), own, c) for (d, own), c in zip(points.items(), COLOURS, strict=False)]
+        parts += [f"### Temperature {temperature:g}", table(["million tokens", *map(layers, depths)], rows)]
+        parts += [f"{layers(d)}:\n\n" + "\n".join(law_lines(own, "tokens")) for d, own in points.items() if len(own) > 3]
+        panels[f"temperature {temperature:g}"] = [_curve(layers(d), own, c) for (d, own), c in zip(points.items(), COLOURS, strict=False)]
     shown = partial(line_chart, panels=panels, ylabel="tokens a step, 60 nodes", xlabel="pretraining tokens, thousands")
     return listed(
         "## By pretraining tokens",
@@ -144,7 +144,7 @@ def _what_holds(records: Records, depths: list[int]) -> list[str]:
     return ["The forms by AIC over depths and temperatures:\n\n" + "\n".join(lines)]
 
 
-def _layers(depth: int) -> str:
+def layers(depth: int) -> str:
     return f"{depth} layer{'s' * (depth > 1)}"
 
 

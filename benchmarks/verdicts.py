@@ -58,6 +58,10 @@ class Evidence:
         """The record of a cell of `scripts/gpu_check.sh`; nothing where no device was there, or it failed."""
         return self._noted(f"gpu_check/{cell}", (self._read("gpu_check") or {}).get(cell)) or {}
 
+    def device_results(self, cell: str) -> list[ThroughputResult]:
+        """Speeds in that record."""
+        return [ThroughputResult(**r) for r in self.device(cell).get("results", [])]
+
 
 @dataclass(frozen=True)
 class Measured:

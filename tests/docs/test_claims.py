@@ -18,13 +18,13 @@ import pytest
 from test_code_blocks import check_command
 
 from benchmarks.claims import PAPERS, judged_rows, write_claims
-from benchmarks.claims_of_eagle import gains_by_task
-from benchmarks.claims_of_echelon import beside_peers, long_speed
+from benchmarks.claims_of_eagle import gains_by_task, over_plain_at, table_5_steps
+from benchmarks.claims_of_echelon import beside_peers, equal_on_device, long_speed
 from benchmarks.claims_of_heads import spec_bench
 from benchmarks.claims_of_memory import one_more, within_bound
-from benchmarks.claims_of_padding import dear_steps, longer_steps
 from benchmarks.gpu import DeviceCells, DeviceSize
 from benchmarks.long_outputs import HOW
+from benchmarks.reasons import dear_steps, longer_steps
 from benchmarks.verdicts import (
     FAILS,
     HOLDS,
@@ -145,7 +145,7 @@ ARRIVED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {  # evidence → re
         {"device-replay-8": HOLDS, "device-plain-8": HOLDS},
     ),
     "benchmarks/realign-random-08": (speeds(draft_model__realign=90, draft_model__same_length=80), {"overhead-40": FAILS}),
-    "alike/windows_b08": ({"windows": [[8, 0.4, 50.0], [16, 0.1, 50.0], [24, 0.4, 55.0]]}, {"groups-by-window": HOLDS}),
+    "alike/windows_b08": ({"windows": [[8, 0.1, 50.0], [16, 0.4, 55.0]]}, {"groups-by-window": HOLDS}),
     "alike/trees_eagle_b04": (speeds(plain__unpadded=50, tree__padded=110), {"specmemo-batch-4": HOLDS}),
     "equivalence/bonus_token_from_the_draft": ({"results": [ROWS_EQUAL]}, {"fault-bonus-draft": HOLDS}),
     "equivalence/unpadded": ({"results": [ROWS_EQUAL | {"num_exact": 480}]}, {"equal-4": HOLDS}),
@@ -267,10 +267,29 @@ def test_steps_that_are_longer_are_the_reason(tmp_path: Path) -> None:
     record["results"][1] |= {"step_ms": {"draft": 12.0, "forward": 88.0}, "tokens_per_step": 3.0}
     record["results"][0] |= {"step_ms": {"draft": 0.0, "forward": 40.0}}
     evidence = evidence_of(tmp_path, alike__trees_eagle_b04=record)
-    told = dear_steps("alike/trees_eagle_b04", "tree", evidence, strategy="padded")
+    told = dear_steps("alike/trees_eagle_b04", "tree", 2.5, evidence, strategy="padded")
     assert told == "a step with drafts takes 100 ms, 12 of them to draft, and emits 3.00 tokens a row, where a plain one takes 40 ms"
-    assert dear_steps("alike/trees_eagle_b04", "tree", evidence) == "how long a step takes was not kept"
+    assert dear_steps("alike/trees_eagle_b04", "tree", 3.1, evidence, strategy="padded").startswith("a step emits fewer tokens here")
+    assert dear_steps("alike/trees_eagle_b04", "tree", 2.5, evidence) == "how long a step takes was not kept"
     assert longer_steps(4.0, 0.5) == "a step with drafts emits 4.00 tokens a row and takes 8.0 times as long as a plain one"
+
+
+def test_where_nothing_is_drafted_no_step_is_longer(tmp_path: Path) -> None:
+    speeds = {"plain": [100.0], "scylla, auto": [99.0], "eagle, 60 nodes": [50.0]}
+    record = {"speeds": speeds, "tokens_per_step": {"plain": 1.0, "scylla, auto": 1.0, "eagle, 60 nodes": 5.0}}
+    evidence = evidence_of(tmp_path, laws__speed_b16=record)
+    assert table_5_steps("scylla, auto", 16, 2.2, evidence).startswith("no draft pays at this batch")
+    assert table_5_steps("eagle, 60 nodes", 16, 1.1, evidence).endswith(
+        "emits 5.00 tokens a row and takes 10.0 times as long as a plain one"
+    )
+    assert str(over_plain_at("eagle, 60 nodes", 16, evidence)) == "0.50 (one sample); 5.00 tokens a step"
+
+
+def test_texts_on_a_device_are_counted_by_line(tmp_path: Path) -> None:
+    cell = {"environment": WHERE, "lines": [["texts at batch 1", "383 of 384 rows", "all", False]]}
+    evidence = evidence_of(tmp_path, gpu_check={"equality-float16": cell})
+    assert str(equal_on_device("float16", evidence)) == "99.7 % (one sample); 384 rows"
+    assert equal_on_device("float32", evidence) is None
 
 
 def test_other_engines_count_in_their_best_mode_and_ours_with_auto(tmp_path: Path) -> None:
@@ -288,7 +307,7 @@ def test_other_engines_count_in_their_best_mode_and_ours_with_auto(tmp_path: Pat
         for name, speed in (("vllm, plain", 30.0), ("vllm, draft model", 60.0), ("openvino, plain", 40.0))
     ]
     evidence = evidence_of(tmp_path, peers__int8={"ours": ours, "peers": peers})
-    assert str(beside_peers("int8", 8, evidence)) == "2.00 (one sample); the best of others: vllm, draft model"
+    assert str(beside_peers("int8", 8, evidence)) == "2.00 (one sample); LLMA auto 120 tokens/s, vllm, draft model 60"
     assert beside_peers("int8", 1, evidence) is None, "no other engine ran there"
     assert beside_peers("int8", 16, evidence) is None
 
