@@ -173,8 +173,8 @@ def over_head(other: str, evidence: Evidence) -> Measured | None:
 def table_5(batch: int, evidence: Evidence) -> Measured | None:
     """Scylla under "auto" over EAGLE-2 with 60 nodes."""
     record = evidence.record(f"laws/speed_b{batch:02d}") or {}
-    emitted = record.get("tokens_per_step", {}).get("scylla, auto", 0.0)
-    note = "where it drafts nothing: this is plain decoding over 60 nodes" if emitted < DRAFTED else f"{emitted:.2f} tokens a step"
+    count = record.get("tokens_per_step", {}).get("scylla, auto", 0.0)
+    note = "where it drafts nothing: this is plain decoding over 60 nodes" if count < DRAFTED else f"{count:.2f} tokens a step"
     return sampled(over(record.get("speeds", {}), "scylla, auto", "eagle, 60 nodes"), note=note)
 
 
