@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.reasons import NOT_KEPT, step_ms
-from benchmarks.verdicts import AtLeast, AtMost, Claim, Evidence, Measured, Ordered, Within, labelled, sampled
+from benchmarks.verdicts import AtLeast, AtMost, Claim, Evidence, Measured, Ordered, Within, labelled, over, sampled
 from benchmarks.workloads import num_realigned
 from echelon.bench.throughput import ThroughputResult
 
@@ -119,8 +119,10 @@ def by_window(evidence: Evidence) -> Measured | None:
 
 
 def tail(batch: int, evidence: Evidence) -> Measured | None:
-    found = {r["strategy"]: r for r in (evidence.record(f"benchmarks/latency-{batch:02d}") or {}).get("latencies", [])}
-    return sampled([found["same-length"]["p99"] / found["realign"]["p99"]]) if "same-length" in found else None
+    found: dict[str, list[float]] = {}
+    for r in (evidence.record(f"benchmarks/latency-{batch:02d}") or {}).get("latencies", []):
+        found.setdefault(r["strategy"], []).append(r["p99"])
+    return sampled(over(found, "same-length", "realign"))
 
 
 EQUALITY = "python -m benchmarks.equivalence --questions question.jsonl"

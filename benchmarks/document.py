@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from functools import partial
@@ -122,7 +123,7 @@ def introduction(cells: Cells, expected: SequenceOf[str]) -> str:
             *failed,
             *missing(cells, expected),
             "",
-            "Figures are medians of interleaved rounds: two up to batch 8 in Table 2 (measured acceptance), one elsewhere. "
+            "Figures are medians of interleaved rounds: three, and in some cells of an earlier day one or two. "
             "Speeds are those of *decoding*: in static batches every step that reads a prompt is left out, its tokens and its seconds "
             "(EMS-SD leaves out its seconds and counts its tokens); where rows enter as others finish, the speed is that of all tokens "
             "after the second of every prompt.",
@@ -361,8 +362,16 @@ def equality_part(cells: Cells) -> list[str]:
     return [text, by_system]
 
 
+def _middle(values: SequenceOf[Any]) -> Any:
+    """The median of numbers; what is the same in all rounds, else."""
+    return statistics.median(values) if all(isinstance(value, float) for value in values) else values[0]
+
+
 def latency_part(cells: Cells) -> list[str]:
-    found = [Latency(**r) for cell in cells.values() for r in cell.get("latencies", [])]
+    rounds: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
+    for r in (r for cell in cells.values() for r in cell.get("latencies", [])):
+        rounds.setdefault((r["batch_size"], r["method"], r["strategy"]), []).append(r)
+    found = [Latency(**{k: _middle([r[k] for r in own]) for k in own[0]}) for own in rounds.values()]
     text = "**Latencies** under arrivals (their Table 4): Poisson, the same moments for all, at 80 % of what ours serves."
     return [text, latency_as_markdown(found)] if found else []
 

@@ -62,7 +62,7 @@ EQUAL_TREES: dict[str, dict[str, Any]] = {  # EAGLE-1's list, and EAGLE-2's tree
 }
 HEADS = method_names(needs="head")
 VERIFIED_CELLS = {f"verified-{method}": method for method in ("draft_model", *HEADS)}
-TWICE_UP_TO = 8  # larger batches have long steps that vary little: one round
+ROUNDS = 3  # of every method, interleaved
 
 
 SECONDS = {  # experiment: of a round, and of a row in it
@@ -79,11 +79,6 @@ SECONDS = {  # experiment: of a round, and of a row in it
     "latency": (45, 0),
     "gain": (75, 20),
 }
-REPEATED = ("table-opt", "table-pair", "table-confident", "gain")  # what something is promised for
-
-
-def num_rounds(experiment: str, batch: int) -> int:
-    return 2 if experiment in REPEATED and batch <= TWICE_UP_TO else 1
 
 
 class Tables:
@@ -99,9 +94,9 @@ class Tables:
         experiments: list[tuple[str, Callable[..., dict[str, Any]], tuple[int, ...]]] = [
             ("histogram", self.histogram, ()),
             ("table-opt", self.opt_table, size.table_batches),
-            ("table-pair", partial(self.pair_table, "table-pair", default_methods()[1:]), size.table_batches),
+            ("table-pair", partial(self.pair_table, default_methods()[1:]), size.table_batches),
             ("gain", self.gain, size.gain_batches),
-            ("table-confident", partial(self.pair_table, "table-confident", [CONFIDENT]), tuple(b for b in size.gain_batches if b > 1)),
+            ("table-confident", partial(self.pair_table, [CONFIDENT]), tuple(b for b in size.gain_batches if b > 1)),
             *((name, partial(self.verified, method), ()) for name, method in VERIFIED_CELLS.items()),
             ("heads", self.heads, (8, 1, 2, 4, 16, 32) if size.pair_parameters else (2,)),
             ("rescaled", self.rescaled_table, size.table_batches),
@@ -117,7 +112,7 @@ class Tables:
             inputs = trained_heads(methods) if size.pair_parameters else {}
             if not batches:
                 cells.append(Cell(name, measured, a_round, inputs))
-            cells += [Cell(f"{name}-{b:02d}", partial(measured, b), num_rounds(name, b) * (a_round + a_row * b), inputs) for b in batches]
+            cells += [Cell(f"{name}-{b:02d}", partial(measured, b), ROUNDS * (a_round + a_row * b), inputs) for b in batches]
         return cells
 
     def histogram(self) -> dict[str, Any]:
@@ -143,13 +138,13 @@ class Tables:
         runs = self._replays({"replay LLMA": measured["LLMA"]})
         modelled = [DecodingMethod("replay, draft model", default_methods()[2].config, s, partial(replay, law=law)) for s in PADDINGS]
         runs += [PrefilledRun(m, target, draft, prefixes, self.longest(m.strategy)) for m in modelled]
-        return self._table(target, prompts[:batch], runs, num_rounds("table-opt", batch))
+        return self._table(target, prompts[:batch], runs)
 
     def rescaled_table(self, batch: int) -> dict[str, Any]:
         """The same with LLMA's histogram moved to other means."""
         measured = self.measured()["LLMA"]
         runs = self._replays({f"replay {t}": rescaled(measured, t) for t in LAWS})
-        return self._table(self.models.opt[0], self.models.opt[2][:batch], runs, num_rounds("rescaled", batch))
+        return self._table(self.models.opt[0], self.models.opt[2][:batch], runs)
 
     def _replays(self, laws: dict[str, list[list[float]]]) -> list[PrefilledRun]:
         """Plain decoding and every law in every strategy, on the OPT shape."""
@@ -160,27 +155,27 @@ class Tables:
             methods += [DecodingMethod(name, default_methods()[1].config, strategy, prepare) for strategy in PADDINGS]
         return [PrefilledRun(m, target, None, prefixes, self.longest(m.strategy)) for m in methods]
 
-    def pair_table(self, name: str, drafting: list[DecodingMethod], batch: int) -> dict[str, Any]:
+    def pair_table(self, drafting: list[DecodingMethod], batch: int) -> dict[str, Any]:
         """The same on the grown pair, where drafts are real and texts can be compared."""
         prompts, prefixes = self.models.pair
         methods = [DecodingMethod("plain", None), *(DecodingMethod(m.name, m.config, s) for m in drafting for s in PADDINGS)]
         runs = [PrefilledRun(m, self.models.grown, self.models.draft, prefixes, self.longest(m.strategy)) for m in methods]
-        return self._table(self.models.grown, prompts[:batch], runs, num_rounds(name, batch))
+        return self._table(self.models.grown, prompts[:batch], runs)
 
     def longest(self, strategy: str) -> int:
         """Slots of a row: where keys and values are padded every step may leave 7 dead ones, as EMS-SD reserves."""
         a_step = 8 if strategy in ("padded", "padded-kv") else 1
         return self.size.prompt_tokens + self.size.table_tokens * a_step
 
-    def _table(self, target: LoadedModel, prompts: list[list[int]], runs: list[PrefilledRun], rounds: int) -> dict[str, Any]:
-        return self._measured(target, [], prompts, self.size.table_tokens, len(prompts), rounds, runs)
+    def _table(self, target: LoadedModel, prompts: list[list[int]], runs: list[PrefilledRun]) -> dict[str, Any]:
+        return self._measured(target, [], prompts, self.size.table_tokens, len(prompts), runs)
 
     def gain(self, batch: int) -> dict[str, Any]:
         """What speculation brings where places never stay empty: code continuation on the grown pair, rows enter as others finish."""
         prompts = source(self.models.grown, 4 * batch, self.size.gain_prompt_tokens, is_ragged=False)
         plain, *fixed = default_methods()
         methods = [plain, *ADAPTIVE, *fixed, CONFIDENT]
-        return self._measured(self.models.grown, methods, prompts, self.size.gain_tokens, batch, num_rounds("gain", batch))
+        return self._measured(self.models.grown, methods, prompts, self.size.gain_tokens, batch)
 
     def heads(self, batch: int) -> dict[str, Any]:
         """Trained heads as chains and as trees beside the draft model, on the grown pair; rows enter as others finish."""
@@ -191,7 +186,7 @@ class Tables:
         ]
         small = [DecodingMethod(f"draft model, {t}", {"method": "draft_model", **shape}) for t, shape in HEAD_TREES.items()]
         methods = [DecodingMethod("plain", None), default_methods()[1], *small, *trained]
-        return self._measured(target, methods, prompts, self.size.table_tokens, batch, 1)
+        return self._measured(target, methods, prompts, self.size.table_tokens, batch)
 
     def verified(self, method: str) -> dict[str, Any]:
         """What a step emits by how many tokens it checks, on the embedded target: [temperature, name, tokens, emitted]. Of EAGLE's heads
@@ -222,7 +217,7 @@ class Tables:
         target = self.models.realigned
         prompts = source(target, num_realigned(batch), self.size.short_prompt_tokens, is_ragged)
         methods = [DecodingMethod("plain", None), *(DecodingMethod("draft model", default_methods()[2].config, s) for s in REALIGNMENTS)]
-        return self._measured(target, methods, prompts, self.size.realign_tokens, batch, 1)
+        return self._measured(target, methods, prompts, self.size.realign_tokens, batch)
 
     def _measured(
         self,
@@ -231,20 +226,19 @@ class Tables:
         prompts: list[list[int]],
         max_tokens: int,
         batch: int,
-        rounds: int,
         others: Sequence[PrefilledRun] = (),
     ) -> dict[str, Any]:
-        results = measure(target, self.models.draft, methods, prompts, greedy(max_tokens), batch, rounds, [], said, others)
+        results = measure(target, self.models.draft, methods, prompts, greedy(max_tokens), batch, ROUNDS, [], said, others)
         return {"results": [asdict(r) for r in results]}
 
     def latency(self, batch: int) -> dict[str, Any]:
-        """Their Table 4: requests that arrive at random, at 80 % of what ours serves."""
+        """Their Table 4: requests that arrive at random, at other moments in every round, at 80 % of what ours serves."""
         target = self.models.realigned
         prompts = source(target, self.size.latency_requests, self.size.short_prompt_tokens)
         methods = [DecodingMethod("draft model", default_methods()[2].config, s) for s in REALIGNMENTS]
         params = greedy(self.size.latency_tokens)
-        results = measure_latency(target, self.models.draft, methods, prompts, params, batch, (0.8,), on_run=said)
-        return {"latencies": [asdict(r) for r in results]}
+        rounds = [measure_latency(target, self.models.draft, methods, prompts, params, batch, (0.8,), seed, said) for seed in range(ROUNDS)]
+        return {"latencies": [asdict(r) for results in rounds for r in results]}
 
     def equality(self) -> dict[str, Any]:
         """Exact and partial match with plain decoding at batch 1, in bfloat16."""
