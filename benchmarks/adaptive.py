@@ -210,6 +210,14 @@ def over_single(records: SequenceOf[Record]) -> tuple[float, float]:
     return mean([m["auto"] for m in medians]) / single, best / single
 
 
+HOW_TO_READ = (
+    "A cell is FAMILY_DRAFTER_tTEMPERATURE_bBATCH, held to that family's instructions. Speeds are those of steps in which all rows run; "
+    "*with the last rows* counts all steps, also those in which places stay empty. *The best other* is the fixed length, or plain decoding, "
+    "that the other rounds choose for each round, so that chance favours none; *which*: the one that all rounds together choose. *Met*: "
+    f"both medians are {LEVEL} or more."
+)
+
+
 def as_markdown(records: Mapping[str, Record]) -> str:
     """A line for each cell, and a summary for each drafter and family."""
     return "\n\n".join(part for part in (cells_table(records), summary(records)) if part)
@@ -225,7 +233,7 @@ def cells_table(records: Mapping[str, Record]) -> str:
         whole = f"{over_plain(record['whole'])['auto']:.2f}" if "whole" in record else "the same"
         shown = [f"{statistics.median(v):.2f}" + (f" (up to {most(v):.2f})" if is_repeated else "") for v in (of_plain, of_best)]
         lines.append((name, *shown, best, "yes" if is_met else "**no**", whole))
-    parts = [table(["cell", "auto over plain", "over the best other", "which", "met", "over plain with the last rows"], lines)]
+    parts = [HOW_TO_READ, table(["cell", "auto over plain", "over the best other", "which", "met", "over plain with the last rows"], lines)]
     if any("whole" not in record for record in records.values()):
         parts.append("The same: a record from before speeds were told apart, of two prompts a row; speed is that of the whole run.")
     return "\n\n".join(parts)

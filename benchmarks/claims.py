@@ -74,7 +74,7 @@ RULES = f"""A verdict is computed from the evidence, by this rule, and never typ
 BEFORE = """In commands `question.jsonl` is Spec-Bench's list of questions, `FILE` a list in its form with MT-Bench's alone, `MODEL` and
 `HEAD` a checkpoint and a trained head, and `TARGET` the model that `make study` trains. `make heads` trains the heads that rows on
 Medusa, Clover, EAGLE and SpecMemo name; without it EAGLE's is the embedded one. `PYTHON` and `FOLDER` are those of other engines
-([how to install them](cli.md)). Rows on Scylla take hours on two cores, or a GPU. Most cells that have a record of the same settings
+([how to install them](cli.md#echelon-bench-peers)). Rows on Scylla take hours on two cores, or a GPU. Most cells that have a record of the same settings
 on the same processor are not measured again: delete their files below `docs/evidence` to repeat them."""
 
 
@@ -155,7 +155,7 @@ def kernels_part(evidence: Evidence) -> list[str]:
     found = Records(evidence.folder / "benchmarks").read()
     differing = [(b, ratio(own)) for _, method, b, own in groups(found) if b in (8, 16) and method not in EQUAL_DRAFTS]
     known = [value for _, value in differing if value is not None]
-    spread = f" ({min(known):.1f} to {max(known):.1f} over all comparisons at batch 8 and 16)" if known else ""
+    spread = f" ({min(known):.1f} to {max(known):.1f} over comparisons at batch 8 and 16 whose drafts differ in length)" if known else ""
     return [
         "## Padding told apart from kernels",
         "How many times as fast unpadded decoding is as padded decoding; LLMA on random weights in the shape of OPT-1.3B, about 4 tokens a "

@@ -104,19 +104,19 @@ def falls_with_batch(evidence: Evidence) -> Measured | None:
 
 
 def beside_peers(kind: str, batch: int, evidence: Evidence) -> Measured | None:
-    """Our best "auto" over the best mode of any other engine: medians of the rounds, decoding."""
+    """Our best "auto" over the best mode of any other engine, decoding: both those of the highest medians, round by round."""
     record = evidence.record(f"peers/{PEERS[kind, batch]}")
     ours = _fastest([r for r in record["ours"] if r["method"].endswith(" auto")], batch) if record else None
     others = _fastest([p["result"] for p in record["peers"]], batch) if record else None
     if not ours or not others:
         return None
-    (own, method), (best, other) = ours, others
-    return sampled([own / best], note=f"{method} {own:.0f} tokens/s, {other} {best:.0f}")
+    speeds = {r["method"]: r["decode_tokens_per_second"] for r in (ours, others)}
+    note = ", ".join(f"{method} {median(own):.0f} tokens/s" for method, own in speeds.items())
+    return sampled(over(speeds, *speeds), note=note)
 
 
-def _fastest(results: SequenceOf[Record], batch: int) -> tuple[float, str] | None:
-    found = [(median(r["decode_tokens_per_second"]), r["method"]) for r in results if r["batch_size"] == batch]
-    return max(found, default=None)
+def _fastest(results: SequenceOf[Record], batch: int) -> Record | None:
+    return max((r for r in results if r["batch_size"] == batch), key=lambda r: median(r["decode_tokens_per_second"]), default=None)
 
 
 def beside_plain(kind: str, batch: int, evidence: Evidence) -> str:

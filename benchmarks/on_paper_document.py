@@ -309,7 +309,7 @@ def replicas_part(record: Record) -> list[str]:
             "[Replicas](replicas.md) are engines of their own: nothing of a step passes between them, so what grows with their number is "
             "the work of choosing one for a request. Choosing by a conversation's beginning was timed here in Python (a hash of 4 kB and a "
             f"search on a ring of 64 points a replica; {described(record['environment'])}). Traffic is computed for 2 requests a second on "
-            "each replica, with 1,000 tokens of prompt and 200 events of 200 bytes each; health is asked every 10 s. Loads are simulated "
+            "each replica, with 1,000 tokens of prompt and 200 events of 200 bytes each; health is asked every 5 s. Loads are simulated "
             "with 32 conversations a replica. The last three columns are ways to choose: by the hash alone, the emptier of two "
             "drawn at random, and by the hash unless that replica has 1.25 of its share; of each the load of the fullest replica over the "
             "mean, and how many of a conversation's turns go to the replica that has its prefix.",

@@ -22,7 +22,7 @@ REPLICAS = (1, 10, 100, 1000)
 POINTS, BOUND = 64, 1.25  # of a replica on the ring; times its share of what is under way
 CONVERSATIONS, TURNS = 32, 6  # of each replica at once; of each conversation
 PROMPT, REPLY, TOKEN_BYTES, EVENT_BYTES = 1000, 200, 4, 200  # tokens; bytes of a token of text, and of an event of a stream
-PROBE_SECONDS, PROBE_BYTES = 10.0, 300
+PROBE_SECONDS, PROBE_BYTES = 5.0, 300
 REPLICA_REQUESTS = 2.0  # a second, that a replica serves
 LOOKUPS = 2000
 

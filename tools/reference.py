@@ -134,7 +134,7 @@ def _verb(name: str, verb: Any) -> str:
     options = [p for p in verb.params if p.param_type_name == "option"]
     usage = " ".join([name, *(_usage(a) for a in arguments)])
     head = _row("option", "default", "meaning"), "|---|---|---|"
-    rows = [_row(f"`{'`, `'.join([*o.opts, *o.secondary_opts])}`", _shown_default(o), o.help or "") for o in options]
+    rows = [_row(f"`{'`, `'.join([*o.opts, *o.secondary_opts])}`", _shown_default(o), _meaning(o)) for o in options]
     described = [f"- `{_usage(a)}`: {a.help}" for a in arguments if a.help]
     return "\n".join([f"## {name}", "", f"`{usage} [OPTIONS]`", "", inspect.cleandoc(verb.help), "", *described, "", *head, *rows])
 
@@ -142,6 +142,12 @@ def _verb(name: str, verb: Any) -> str:
 def _usage(argument: Any) -> str:
     name = argument.metavar or argument.name.upper()
     return name if argument.required or name.startswith("[") else f"[{name}]"
+
+
+def _meaning(option: Any) -> str:
+    """Its help, and what it may be where that is one of a few words."""
+    words = ", ".join(f"`{choice}`" for choice in option.type_descriptor.choices or ())
+    return " ".join(part for part in (option.help or "", f"One of {words}." if words else "") if part)
 
 
 def _shown_default(option: Any) -> str:

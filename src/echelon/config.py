@@ -94,7 +94,7 @@ class EngineConfig(Settings):
         default=None, description="Memory that the whole process may take, such as 8GiB: settings that are left out are chosen to fit."
     )
     gpu_memory_utilization: StrictFloat | None = Field(
-        default=None, gt=0.0, le=1.0, description="The same as a share of the device's memory, on a CPU of the machine's."
+        default=None, gt=0.0, le=1.0, description="The same budget as a share of the GPU's memory, or on a CPU of the machine's."
     )
     enable_prefix_caching: StrictBool = Field(
         default=True, description="Read texts that begin alike once: keys and values stay until their memory is needed."

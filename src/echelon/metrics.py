@@ -62,8 +62,8 @@ COUNTERS = (  # kind, name, description, name in `LLM.get_counters`
     (Gauge, "num_requests_running", "Sequences in the batch.", "num_running"),
     (Gauge, "num_requests_waiting", "Sequences that wait for a place.", "num_waiting"),
     (Gauge, "kv_cache_usage_perc", "Share of KV blocks in use.", "kv_usage"),
-    (Counter, "prefix_cache_queries", "Tokens looked up in the prefix cache.", "num_prefix_queries"),
-    (Counter, "prefix_cache_hits", "Of these, tokens found.", "num_prefix_hits"),
+    (Counter, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "num_prefix_queries"),
+    (Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache.", "num_prefix_hits"),
     (Counter, "num_preemptions", "Sequences put back for lack of blocks.", "num_preemptions"),
     (Counter, "generation_tokens", "Tokens emitted.", "num_emitted_tokens"),
     (Counter, "spec_decode_num_drafts", "Drafts verified.", "num_drafts"),
@@ -73,7 +73,7 @@ COUNTERS = (  # kind, name, description, name in `LLM.get_counters`
 ADAPTIVE = (  # the same, of names in `get_counters()["adaptive"]`; only where draft lengths are "auto"
     (Counter, "spec_decode_num_proposed_tokens", "Tokens drafted, verified or not.", "num_proposed_tokens"),
     (Counter, "spec_decode_predicted_ms", "Milliseconds of steps as predicted.", "predicted_ms"),
-    (Counter, "spec_decode_measured_ms", "Milliseconds of the same steps as measured.", "measured_ms"),
+    (Counter, "spec_decode_measured_ms", "Milliseconds of the predicted steps as measured.", "measured_ms"),
     (Gauge, "spec_decode_prediction_error", "Median of |predicted / measured - 1|, latest steps.", "prediction_error"),
     (Gauge, "spec_decode_regret", "Share by which the best single length would have been faster.", "regret"),
 )

@@ -18,10 +18,12 @@ import pytest
 from test_code_blocks import check_command
 
 from benchmarks.claims import PAPERS, judged_rows, write_claims
-from benchmarks.claims_of_eagle import gains_by_task, over_plain_at, table_5_steps
-from benchmarks.claims_of_echelon import beside_peers, equal_on_device, long_speed
-from benchmarks.claims_of_heads import spec_bench
+from benchmarks.claims_of_eagle import by_log_of_batch, gains_by_task, over_plain_at, table_5_steps, times_head
+from benchmarks.claims_of_echelon import beside_peers, equal_on_device, fastest_unpadded, long_speed
+from benchmarks.claims_of_equality import steps_by_batch, tail
+from benchmarks.claims_of_heads import dear_answers, spec_bench
 from benchmarks.claims_of_memory import one_more, within_bound
+from benchmarks.claims_of_padding import device_inputs_over_keys
 from benchmarks.gpu import DeviceCells, DeviceSize
 from benchmarks.long_outputs import HOW
 from benchmarks.reasons import dear_steps, longer_steps
@@ -303,11 +305,13 @@ def test_other_engines_count_in_their_best_mode_and_ours_with_auto(tmp_path: Pat
         result("LLMA auto", 1, 9.0),
     ]
     peers = [
-        {"result": result(name, 8, speed)}
-        for name, speed in (("vllm, plain", 30.0), ("vllm, draft model", 60.0), ("openvino, plain", 40.0))
+        {"result": result(name, 8, *speeds)}
+        for name, *speeds in (("vllm, plain", 90.0, 30.0, 20.0), ("vllm, draft model", 50.0, 70.0, 60.0), ("openvino, plain", 40.0))
     ]
     evidence = evidence_of(tmp_path, peers__int8={"ours": ours, "peers": peers})
-    assert str(beside_peers("int8", 8, evidence)) == "2.00 (one sample); LLMA auto 120 tokens/s, vllm, draft model 60"
+    assert str(beside_peers("int8", 8, evidence)) == (
+        "2.00 (2.00 to 2.00, 3 samples); LLMA auto 120 tokens/s, vllm, draft model 60 tokens/s"
+    )
     assert beside_peers("int8", 1, evidence) is None, "no other engine ran there"
     assert beside_peers("int8", 16, evidence) is None
 
@@ -331,6 +335,67 @@ def test_speed_on_spec_bench_is_that_of_drafts_as_long_as_the_engine_decides(tmp
     evidence = evidence_of(tmp_path, categories__eagle_b1_t0=record)
     assert str(spec_bench("eagle", "speed_up", evidence)) == "2.40 (one sample); 2 questions; 0.96 with drafts of the published length"
     assert str(spec_bench("eagle", "tokens_per_step", evidence)) == "5.20 (one sample); 2 questions"
+
+
+def test_what_an_answer_costs_is_said_of_the_drafts_that_are_judged(tmp_path: Path) -> None:
+    published, decided = {"speed_up": 0.5, "tokens_per_step": 5.0}, {"speed_up": 2.0, "tokens_per_step": 4.0}
+    record = {"overall": published, "num_questions": 2}
+    evidence = evidence_of(tmp_path, categories__medusa_b1_t0=record, categories__eagle_b1_t0=record | {"auto": {"overall": decided}})
+    assert dear_answers("medusa", evidence).endswith(
+        "emits 5.00 tokens and takes, with its share of reading the prompts, 10.0 times as long as a plain one"
+    )
+    assert "emits 4.00 tokens" in dear_answers("eagle", evidence) and " 2.0 times as long" in dear_answers("eagle", evidence)
+    assert dear_answers("ngram", evidence) == "it has not been measured"
+
+
+def test_comparisons_at_batch_1_count_for_no_strategy(tmp_path: Path) -> None:
+    """Nor do those without another strategy."""
+    assert fastest_unpadded(Evidence(tmp_path)) is None
+    batches = {b: speeds(plain__unpadded=50, replay_LLMA__padded=100, replay_LLMA__unpadded=own) for b, own in ((1, 90), (4, 110), (8, 99))}
+    for batch, record in batches.items():
+        for result in record["results"]:
+            result["batch_size"] = batch
+    evidence = evidence_of(tmp_path, **{f"benchmarks__table-opt-{b:02d}": record for b, record in batches.items()})
+    assert str(fastest_unpadded(evidence)) == "50 % (one sample); 2 comparisons"
+
+
+def test_padding_of_keys_is_set_over_that_of_inputs(tmp_path: Path) -> None:
+    """On a device: where keys are padded, inputs are not, and the other way round."""
+    evidence = evidence_of(tmp_path, gpu_check={"table-OPT-6.7B-08": TABLE})
+    assert str(device_inputs_over_keys(evidence)) == "1.25 (1.25 to 1.25, 3 samples)"
+
+
+def test_heads_are_compared_by_what_they_emit_greedy_at_60_nodes(tmp_path: Path) -> None:
+    one, other = ({"emitted": [[0.0, 60, e], [1.0, 60, 9.0], [0.0, 8, 9.0]]} for e in (6.0, 4.0))
+    evidence = evidence_of(tmp_path, laws__eagle3_t100=one, laws__eagle_t100=other)
+    assert str(times_head("eagle3", "eagle", evidence)) == "1.50 (one sample)"
+    assert times_head("d2_s0", "eagle", evidence) is None
+
+
+@pytest.mark.parametrize(("speed_of_64", "r_squared"), [(700.0, "1.00"), (300.0, "0.40")])
+def test_speed_as_a_logarithm_of_the_batch(speed_of_64: float, r_squared: str, tmp_path: Path) -> None:
+    measured = {1: 100.0, 4: 300.0, 16: 500.0, 64: speed_of_64}
+    records = {f"laws__speed_b{b:02d}": {"speeds": {"scylla, auto": [v] * 3, "plain": [1.0] * 3}} for b, v in measured.items()}
+    assert by_log_of_batch(evidence_of(tmp_path / "few", **dict(list(records.items())[:3]))) is None
+    assert str(by_log_of_batch(evidence_of(tmp_path, **records))).startswith(f"{r_squared} (one sample); 4 batches")
+
+
+def test_steps_of_eight_rows_and_of_one(tmp_path: Path) -> None:
+    one, many = speeds(draft_model__unpadded=10), speeds(draft_model__unpadded=30)
+    one["results"][0]["step_ms"] = {"forward": 3.0, "draft": 1.0}
+    evidence = evidence_of(tmp_path, **{"benchmarks__realign-random-01": one, "benchmarks__realign-random-08": many})
+    assert steps_by_batch(evidence) == "a step of 8 rows with drafts takes 10 ms and one of a single row 4 ms"
+
+
+def test_slowest_answers_are_compared_round_by_round(tmp_path: Path) -> None:
+    rounds = [
+        {"strategy": s, "p99": p}
+        for grouped, moved in ((3.0, 2.0), (8.0, 2.0), (2.0, 2.0))
+        for s, p in (("same-length", grouped), ("realign", moved))
+    ]
+    evidence = evidence_of(tmp_path, **{"benchmarks__latency-08": {"latencies": rounds}})
+    assert str(tail(8, evidence)) == "1.50 (1.00 to 4.00, 3 samples)"
+    assert tail(4, evidence) is None
 
 
 class ParsedError(Exception):

@@ -44,12 +44,12 @@ def train(
     fine_tuning_steps: Annotated[
         int | None, typer.Option(help="Batches of the model's own text after pretraining; a quarter of --steps without.", min=0)
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Texts of 257 tokens a step, of heads; 8 without.", min=2)] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Texts (of 257 tokens) in a batch; 8 without. Heads only.", min=2)] = None,
     rate: Annotated[float | None, typer.Option(help="Peak learning rate; the method's own without.", min=0.0)] = None,
     every: Annotated[int, typer.Option(help="Steps between checkpoints and evaluations.", min=1)] = 100,
     seed: Annotated[int, typer.Option(help="Of initial weights, batches and noise.", min=0)] = 0,
     targets: Annotated[
-        Literal["hard", "soft"] | None, typer.Option(help="Learn the text, or the model's distribution; as published without.")
+        Literal["hard", "soft"] | None, typer.Option(help="Learn the text (hard), or the model's distribution (soft); as published without.")
     ] = None,
     num_layers: Annotated[
         int | None, typer.Option(help="Decoder layers of Scylla or Clover-2 (2), blocks of Medusa (1).", min=1, max=16)
