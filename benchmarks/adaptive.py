@@ -212,7 +212,7 @@ def over_single(records: SequenceOf[Record]) -> tuple[float, float]:
 
 HOW_TO_READ = (
     "A cell is FAMILY_DRAFTER_tTEMPERATURE_bBATCH, held to that family's instructions. Speeds are those of steps in which all rows run; "
-    "*with the last rows* counts all steps, also those in which places stay empty. *The best other* is the fixed length, or plain decoding, "
+    "*with the last rows* counts all steps, also those with empty places. *The best other* is the fixed length, or plain decoding, "
     "that the other rounds choose for each round, so that chance favours none; *which*: the one that all rounds together choose. *Met*: "
     f"both medians are {LEVEL} or more."
 )

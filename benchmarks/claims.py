@@ -74,8 +74,8 @@ RULES = f"""A verdict is computed from the evidence, by this rule, and never typ
 BEFORE = """In commands `question.jsonl` is Spec-Bench's list of questions, `FILE` a list in its form with MT-Bench's alone, `MODEL` and
 `HEAD` a checkpoint and a trained head, and `TARGET` the model that `make study` trains. `make heads` trains the heads that rows on
 Medusa, Clover, EAGLE and SpecMemo name; without it EAGLE's is the embedded one. `PYTHON` and `FOLDER` are those of other engines
-([how to install them](cli.md#echelon-bench-peers)). Rows on Scylla take hours on two cores, or a GPU. Most cells that have a record of the same settings
-on the same processor are not measured again: delete their files below `docs/evidence` to repeat them."""
+([how to install them](cli.md#echelon-bench-peers)). Rows on Scylla take hours on two cores, or a GPU. Most cells that have a record
+of the same settings on the same processor are not measured again: delete their files below `docs/evidence` to repeat them."""
 
 
 def judged_rows(evidence: Evidence) -> dict[str, list[Judged]]:

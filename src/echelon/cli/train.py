@@ -49,7 +49,7 @@ def train(
     every: Annotated[int, typer.Option(help="Steps between checkpoints and evaluations.", min=1)] = 100,
     seed: Annotated[int, typer.Option(help="Of initial weights, batches and noise.", min=0)] = 0,
     targets: Annotated[
-        Literal["hard", "soft"] | None, typer.Option(help="Learn the text (hard), or the model's distribution (soft); as published without.")
+        Literal["hard", "soft"] | None, typer.Option(help="Learn the text (hard) or the model's distribution (soft); as published without.")
     ] = None,
     num_layers: Annotated[
         int | None, typer.Option(help="Decoder layers of Scylla or Clover-2 (2), blocks of Medusa (1).", min=1, max=16)

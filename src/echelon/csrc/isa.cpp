@@ -61,6 +61,7 @@ Features detect() {
   if (__builtin_cpu_supports("avx512bf16")) found |= avx512_bf16;
   if (has(found, avx2) && has_avx_vnni()) found |= avx_vnni;
   if (has(found, avx512) && __builtin_cpu_supports("avx512vnni")) found |= avx512_vnni;
+  if (__builtin_cpu_is("intel")) found |= fetches_late;
   return found | detect_amx();
 }
 
@@ -73,7 +74,7 @@ Features features_of(const std::string& name, bool byte_products) {
   std::string offered;
   for (const Isa& one : isas) {
     if (!has(detected_features(), one.features)) continue;
-    if (name == one.name) return one.features | (byte_products ? one.byte_products & detected_features() : 0);
+    if (name == one.name) return one.features | (detected_features() & (fetches_late | (byte_products ? one.byte_products : 0)));
     offered += (offered.empty() ? "" : ", ") + std::string(one.name);
   }
   throw std::invalid_argument("no instruction family " + name + " on this machine; it offers " + offered);

@@ -15,6 +15,7 @@ enum Feature : unsigned {
   avx_vnni = 1 << 4,     // products of four bytes summed to int32, in registers of 256 bits
   avx512_vnni = 1 << 5,  // and of 512
   amx_int8 = 1 << 6,     // and of tiles
+  fetches_late = 1 << 7,  // no instructions: left to itself the processor fetches weights too late even for few rows, as Intel's do and AMD's do not
 };
 using Features = unsigned;  // a sum of Feature
 

@@ -6,7 +6,7 @@
 #include "linear.h"
 
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,amx-tile,amx-bf16,amx-int8")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,amx-tile,amx-bf16,amx-int8,prefer-vector-width=512")
 
 #include "tiles.h"
 
@@ -59,8 +59,11 @@ template <int bits_>
 struct IntegerTiles : ProcessorTiles {
   static constexpr int bits = bits_, x_entry = 1;
   template <int c, int a, int b>
-  void dot() {  // x with a sign, the weight without
-    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
+  void dot() {  // x has signs, and the weight where its zeros have been subtracted
+    if constexpr (bits == 8)
+      asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
+    else
+      asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
   }
 };
 

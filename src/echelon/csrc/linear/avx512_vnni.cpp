@@ -16,10 +16,10 @@ namespace {
 
 // Of 4 bits a block of registers holds float32 sums beside those of a group. It has two columns of registers, so that products of one do not
 // wait for each other.
-template <int bits>
+template <int bits, bool fetches_late>
 struct Fours : Lanes512 {
   static constexpr const char* name = "avx512_vnni";
-  static constexpr int most_rows = bits == 8 ? 13 : 6, entry_bytes = 4, few_rows = bits == 8 ? 6 : 2;
+  static constexpr int most_rows = bits == 8 ? 13 : 6, entry_bytes = 4, few_rows = fetches_late ? 0 : bits == 8 ? 6 : 2;
   static constexpr bool narrow = false;
   static constexpr int at_once(int) { return 2; }
   using Quads = Register;
@@ -31,7 +31,10 @@ struct Fours : Lanes512 {
 
 }  // namespace
 
-const Family& avx512_vnni_integers(int bits) { return bits == 8 ? IntegerFamily<Fours<8>, 8>::family : IntegerFamily<Fours<4>, 4>::family; }
+const Family& avx512_vnni_integers(int bits, bool fetches_late) {
+  if (fetches_late) return bits == 8 ? IntegerFamily<Fours<8, true>, 8>::family : IntegerFamily<Fours<4, true>, 4>::family;
+  return bits == 8 ? IntegerFamily<Fours<8, false>, 8>::family : IntegerFamily<Fours<4, false>, 4>::family;
+}
 
 }  // namespace echelon::linear
 

@@ -55,8 +55,8 @@ struct EmulatedIntegers : EmulatedTiles {
     for (int row = 0; row < 16; ++row)
       for (int k = 0; k < 64; ++k)
         for (int column = 0; column < 16; ++column) {
-          const int x = static_cast<signed char>(tiles[a][row][k]), w = static_cast<unsigned char>(tiles[b][k / 4][4 * column + k % 4]);
-          sums[row][column] += static_cast<uint32_t>(x * w);
+          const int x = static_cast<signed char>(tiles[a][row][k]), byte = static_cast<unsigned char>(tiles[b][k / 4][4 * column + k % 4]);
+          sums[row][column] += static_cast<uint32_t>(x * (bits == 8 ? byte : static_cast<signed char>(byte)));
         }
     std::memcpy(tiles[c], sums, sizeof sums);
   }

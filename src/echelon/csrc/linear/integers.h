@@ -6,7 +6,7 @@
 //   halves: whether `narrow_dot` takes bytes below 16, up to eight times into lanes of int16, and widen(sum, narrow sum) adds these up
 //   Floats; load_floats, store_floats, half_floats(const uint16_t*), and multiply_add(x, y, z) = round(x · y) + z; to_floats(Register)
 //   most_rows of a block of registers, and at_once(rows): how many registers of columns go with them;
-//   few_rows, which leave memory waiting: the processor's own fetching ahead does better; fewer than the least of two blocks of rows
+//   few_rows, which leave memory waiting: where the processor's own fetching ahead does better; fewer than the least of two blocks of rows
 // No STL here.
 #pragma once
 
@@ -168,7 +168,7 @@ struct IntegerFamily {
   template <int... n>
   struct Count<0, n...> {
     static constexpr Family family{D::name, 1, D::most_rows, integer_depth, integer_depth, D::entry_bytes / 4, 2,
-                                   pack_x, {multiply<n>...}, finish<bits>, nothing, nothing};
+                                   pack_x, {multiply<n>...}, finish<bits>, nothing, nothing, 0, bits == 4};
   };
   static constexpr const Family& family = Count<D::most_rows>::family;
 };

@@ -10,7 +10,7 @@ namespace {
 
 // Bytes of weight between what is multiplied and what is fetched. Of integers they are a block of depth: its columns may be gone over twice.
 constexpr int64_t near = 1024, near_of_integers = 4096, far = 32768;
-constexpr int64_t most_without_tiles = 6;  // rows of 4 bits up to which VPDPBUSD, by count, does as much as tile registers of 16 rows
+constexpr int64_t most_without_tiles = 6;  // rows up to which VPDPBUSD is as fast as tile registers of 16
 constexpr int64_t sums_budget = 256 * 1024;  // bytes of sums that a worker keeps at hand: part of a second-level cache
 
 int64_t grain(Storage type) { return type == Storage::bfloat16 ? 2 : 1; }  // entries of K that lie side by side
@@ -128,8 +128,9 @@ void unpack_row(const Weight& weight, int64_t row, void* out) {
 }
 
 const Family& family(Features features, Storage type, int bits, int64_t rows) {
-  if ((bits == 8 || (bits == 4 && rows > most_without_tiles)) && has(features, avx512 | amx_int8)) return amx_integers(bits);
-  if (bits && has(features, avx512 | avx512_vnni)) return avx512_vnni_integers(bits);
+  const bool has_vnni = has(features, avx512 | avx512_vnni);
+  if (bits && has(features, avx512 | amx_int8) && (rows > most_without_tiles || !has_vnni)) return amx_integers(bits);
+  if (bits && has_vnni) return avx512_vnni_integers(bits, has(features, fetches_late));
   if (bits && has(features, avx512)) return avx512_integers(bits);
   if (bits && has(features, avx2 | avx_vnni)) return avx_vnni_integers(bits);
   if (bits) return has(features, avx2) ? avx2_integers(bits) : generic_integers(bits);
@@ -187,7 +188,7 @@ void Pass::pack_integers(int64_t row, char* to) const {
   for (int64_t k = 0; k < depth; k += family.depth_block, to += padded_rows() * row_bytes()) {
     const int64_t count = std::min(family.depth_block, depth - k);
     family.pack_x(integers.data() + k, count, to);
-    if (problem.weight.integers.bits == 4)
+    if (family.sums_of_groups)
       for (int64_t g = 0; g < count / group; ++g) rounded.sums[g] = sums[k / group + g] * (problem.weight.integers.has_zeros ? 1 : 8);
     std::memcpy(to + family.depth_block * family.x_entry, &rounded, sizeof rounded);
   }

@@ -122,6 +122,7 @@ struct Family {
   void (*enter)();  // before and after a thread's share of the work
   void (*leave)();
   int64_t short_block = 0;  // units of the last of two blocks, where the rest fits into one: fuller registers; 0: both blocks are alike
+  bool sums_of_groups = false;  // x has those of 4 bits beside it
 };
 
 constexpr int64_t x_padding = 64;  // bytes after a row of packed x, so that rows do not compete for the same cache sets
@@ -130,8 +131,8 @@ constexpr int64_t most_rows = 512;  // rows of one pass over the weight
 constexpr int64_t page = 4096;
 inline int64_t whole_pages(int64_t bytes) { return (bytes + page - 1) / page * page; }
 
-// What lies there where x has been rounded to integers. Sums are those of its integers over each group of the depth block, negated, times the
-// z of all groups where these have none of their own; the last two are of the whole row.
+// What lies there where x has been rounded to integers. Sums, for the families that take them, are those of its integers over each group of the
+// depth block, negated, times the z of all groups where these have none of their own; the last two are of the whole row.
 struct Rounded {
   int32_t sums[8];
   int32_t unused[6];
@@ -187,7 +188,7 @@ const Family& generic_integers(int bits);
 const Family& avx2_integers(int bits);
 const Family& avx_vnni_integers(int bits);
 const Family& avx512_integers(int bits);
-const Family& avx512_vnni_integers(int bits);
+const Family& avx512_vnni_integers(int bits, bool fetches_late);
 const Family& amx_integers(int bits);
 
 }  // namespace echelon::linear
