@@ -196,9 +196,11 @@ def verify(draft: Draft, logits: Tensor, logit_indptr: Tensor, rows: SequenceOf[
 
 
 def _row_verdict(drafted: DraftedRow, decision: Decision, prompt_logprobs: list[Logprobs], error: EchelonError | None) -> RowVerdict:
+    if error is not None:  # the row ends with it, and without a token
+        return RowVerdict(len(drafted.tokens), [], [], -1, [], prompt_logprobs, error)
     path, token = decision.path, decision.next_token
     if token < 0:
-        error = error or decision.error or RowError("no token could be chosen")
+        error = decision.error or RowError("no token could be chosen")
     accepted, logprobs = [drafted.tokens[node] for node in path], list[Logprobs]()
     try:
         logprobs = _logprobs(drafted, path, [*accepted, token])

@@ -39,6 +39,7 @@ def main() -> None:
             limit_processor_time(work["seconds"])
             limit_memory(work["bytes"])
             send(stream, worker.answer(work))
+            limit_processor_time(math.inf)  # reading what comes next is not part of this work
 
 
 class Worker:
@@ -104,10 +105,10 @@ def limit_memory(count: int) -> None:
 
 
 def limit_processor_time(seconds: float) -> None:
-    """Have the operating system end the process when it has worked for so long from now; whole seconds, rounded up."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    limit = math.ceil(usage.ru_utime + usage.ru_stime + seconds)
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    """Have the operating system end the process when it has worked for so long from now; whole seconds, rounded up. Infinite: never."""
+    usage, most = resource.getrusage(resource.RUSAGE_SELF), resource.getrlimit(resource.RLIMIT_CPU)[1]
+    limit = most if math.isinf(seconds) else math.ceil(usage.ru_utime + usage.ru_stime + seconds)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, most))
 
 
 if __name__ == "__main__":

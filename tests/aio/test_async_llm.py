@@ -332,7 +332,22 @@ def test_rows_that_are_tried_one_by_one_are_taken_for_no_stall(target: LoadedMod
     assert [row.num_output_tokens for row in rows] == [count + 1 for count in before]
 
 
-def test_closing_ends_what_runs_and_refuses_what_comes(target: LoadedModel) -> None:
+def test_a_request_that_is_aborted_leaves_while_its_reader_is_busy(target: LoadedModel) -> None:
+    async def run() -> list[RequestOutput]:
+        async with AsyncLLM(target, max_num_seqs=1) as llm:
+            stream = llm.generate(PROMPTS[0], params(max_tokens=None), "busy")
+            await anext(stream)
+            await llm.abort("busy")
+            await last_of(llm.generate(PROMPTS[1], params()))  # has the one place next
+            return [output async for output in stream]
+
+    assert asyncio.run(run())[-1].outputs[0].finish_reason == "abort"
+
+
+@pytest.mark.parametrize("is_waiting", [True, False])
+def test_closing_ends_what_runs_and_refuses_what_comes(target: LoadedModel, is_waiting: bool) -> None:
+    """Whether its reader waits for more or does something else meanwhile."""
+
     async def run() -> None:
         llm = AsyncLLM(target, max_num_seqs=2)
         gate, stop = Gate(llm, 1), llm._thread.stop
@@ -344,7 +359,7 @@ def test_closing_ends_what_runs_and_refuses_what_comes(target: LoadedModel) -> N
         llm._thread.stop = stop_and_open  # type: ignore[method-assign]
         stream = llm.generate(PROMPTS[0], params(max_tokens=None))
         await anext(stream)
-        rest = asyncio.create_task(last_of(stream))
+        rest = asyncio.create_task(last_of(stream)) if is_waiting else last_of(stream)
         await asyncio.sleep(0)
         assert llm.is_running
         await llm.check_health()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import resource
 import signal
@@ -22,7 +23,7 @@ from echelon import LLM, RequestError
 from echelon.chat import LONG_TEXT, TEMPLATE_BYTES, encode_text, render_chat
 from echelon.demo import TARGET
 from echelon.text_process import TEXT_PROCESS, TextProcess, TextProcessError
-from echelon.text_worker import give_memory_back
+from echelon.text_worker import give_memory_back, limit_processor_time
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
@@ -442,3 +443,15 @@ def test_a_field_of_several_forms_is_refused_by_its_own_limit(llm: LLM, route: s
     message: str = answer.json()["error"]["message"]
     assert message.startswith(f"{place}: ") and words in message
     assert answer.json()["error"]["param"] == place.split(".")[0]
+
+
+def test_what_a_work_may_take_does_not_end_what_comes_after_it() -> None:
+    """A soft limit that stayed would end the process while it reads its next work."""
+    before = resource.getrlimit(resource.RLIMIT_CPU)
+    try:
+        limit_processor_time(60.0)
+        assert 60 <= resource.getrlimit(resource.RLIMIT_CPU)[0] != before[1]
+        limit_processor_time(math.inf)
+        assert resource.getrlimit(resource.RLIMIT_CPU) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_CPU, before)

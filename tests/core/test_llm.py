@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import toys
 
 import echelon
@@ -156,3 +157,22 @@ def test_outputs_of_a_stream_are_not_changed_by_later_steps() -> None:
     seen = [(o, len(o.outputs[0].token_ids), len(o.outputs[0].logprobs)) for _, o in llm.stream([[1]], SamplingParams(logprobs=0))]  # type: ignore[arg-type]
     assert [n for _, n, _ in seen] == [len(o.outputs[0].token_ids) for o, _, _ in seen] == list(range(1, 17))
     assert [n for *_, n in seen] == [len(o.outputs[0].logprobs) for o, _, _ in seen]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 4])
+def test_a_prompt_whose_logits_overflow_fails_though_a_token_can_be_chosen(max_tokens: int) -> None:
+    loaded = toys.adopted(toys.llama())
+
+    def overflow(_module: Any, _inputs: Any, output: Any) -> Any:
+        if output.logits.shape[-2] > 1:  # a prompt whose every token is asked for
+            output.logits = output.logits.index_fill(-2, torch.tensor([1]), torch.inf)
+        return output
+
+    handle = loaded.model.register_forward_hook(overflow)
+    try:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, prompt_logprobs=1)
+        (sample,) = LLM(loaded).generate([[3, 1, 4, 1, 5]], params)[0].outputs
+    finally:
+        handle.remove()
+    assert sample.finish_reason == "error" and not sample.token_ids
+    assert "overflowed" in str(sample.error)

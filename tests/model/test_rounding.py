@@ -12,11 +12,24 @@ import pytest
 import torch
 import toys
 from test_published import mixture
-from transformers import BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import (
+    AfmoeConfig,
+    AfmoeForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    HunYuanMoEV1Config,
+    HunYuanMoEV1ForCausalLM,
+    JetMoeConfig,
+    JetMoeForCausalLM,
+    PreTrainedModel,
+)
 
+from echelon.memory.footprint import Outline
 from echelon.model.load.loading import adopt_model, load_model
 from echelon.model.load.rounding import rounded_as_read
-from echelon.model.patches.linear import packed_weights, weight_bytes
+from echelon.model.patches.linear import linear_parts, packed_weights, routers_of, weight_bytes
 from echelon.model.patches.packing import Packing
 from echelon.ops import compiled
 
@@ -35,6 +48,19 @@ def bert(is_tied: bool) -> PreTrainedModel:
     return toys.randomised(BertLMHeadModel, BertConfig(**sizes, **tokens, is_decoder=True, tie_word_embeddings=is_tied), 0, 0.1)
 
 
+MIXTURE = {"vocab_size": toys.VOCABULARY, "max_position_embeddings": toys.CONTEXT, "num_hidden_layers": 2, "hidden_size": 64}
+MIXTURE |= {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+CHOOSING = {  # mixtures whose routers hold a linear layer
+    "AFMoE": lambda: toys.randomised(
+        AfmoeForCausalLM, AfmoeConfig(**MIXTURE, head_dim=16, moe_intermediate_size=64, num_experts=4, num_dense_layers=1), 0, 0.1
+    ),
+    "HunYuan": lambda: toys.randomised(
+        HunYuanMoEV1ForCausalLM, HunYuanMoEV1Config(**MIXTURE, head_dim=16, num_experts=4, moe_topk=2), 0, 0.1
+    ),
+    "JetMoE": lambda: toys.randomised(
+        JetMoeForCausalLM, JetMoeConfig(**MIXTURE, kv_channels=16, num_local_experts=4, tie_word_embeddings=False), 0, 0.1
+    ),
+}
 MODELS = {
     "untied": lambda: toys.llama(intermediate_size=128),
     "tied": lambda: toys.llama(tie_word_embeddings=True),
@@ -42,6 +68,7 @@ MODELS = {
     "transposed": gpt2,
     "output layer within, untied": lambda: bert(False),
     "output layer within, tied": lambda: bert(True),
+    **CHOOSING,
 }
 
 
@@ -57,6 +84,17 @@ def test_what_is_read_is_what_a_whole_model_becomes(kind: str, quantization: str
     assert int(quantization[-1]) in {w.integers.bits for w in ours}
 
 
+@pytest.mark.parametrize("kind", CHOOSING)
+def test_routers_and_nothing_else_of_a_mixture_stay(kind: str, tmp_path: Path) -> None:
+    CHOOSING[kind]().save_pretrained(tmp_path)
+    model = load_model(tmp_path, quantization="int8").model
+    routers = [linear_parts(router.forward)[0] for router in routers_of(model)]
+    assert routers and {w.columns for w in routers} == {4}
+    stayed = {w.data.data_ptr() for w in packed_weights(model) if not w.integers.bits}
+    assert stayed == {w.data.data_ptr() for w in routers}
+    assert Outline.of(str(tmp_path)).footprint("int8").weights == pytest.approx(weight_bytes(model), rel=0.02)
+
+
 def load_model_whole(folder: Path) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
@@ -70,7 +108,7 @@ def test_only_this_thread_and_only_inside() -> None:
         layer.weight = torch.nn.Parameter(torch.ones(64, 64))
         return type(layer.weight).__name__
 
-    with rounded_as_read(Packing(bits=8), toys.VOCABULARY), ThreadPoolExecutor(1) as other:
+    with rounded_as_read(Packing(bits=8), frozenset({toys.VOCABULARY})), ThreadPoolExecutor(1) as other:
         assert other.submit(filled).result() == "Parameter"
         assert filled() == "PackedParameter"
     assert filled() == "Parameter"

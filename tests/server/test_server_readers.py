@@ -139,6 +139,24 @@ def test_what_waits_for_a_reader_that_never_reads_is_bounded(kind: str, caplog: 
         assert all(choice["finish_reason"] is None for chunk in chunks for choice in chunk["choices"])
 
 
+def test_time_that_the_server_takes_is_not_the_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first part of an echo is not written before the engine has finished, and the answer is whole."""
+    new = StreamSerializer.new
+    path, body = REQUESTS["completions"]
+    with servers.serving(servers.build(), max_unread_bytes=40 * 21 * LOGPROB_BYTES) as running, running.client() as client:
+
+        def late(self: StreamSerializer, states: Any) -> Any:
+            wait_until_finished(running)
+            return new(self, states)
+
+        monkeypatch.setattr(StreamSerializer, "new", late)
+        lines = client.post(path, json=body | {"stream": True, "echo": True}).text.split("\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert all("error" not in chunk for chunk in chunks)
+    told = [choice["logprobs"]["tokens"] for chunk in chunks for choice in chunk["choices"] if choice["logprobs"]]
+    assert sum(map(len, told)) > NUM_LOGPROBS
+
+
 def test_a_stream_that_is_read_holds_only_what_it_has_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
     last = StreamSerializer.end

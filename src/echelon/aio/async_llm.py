@@ -127,7 +127,7 @@ class AsyncLLM:
         if (aborted := self._asked.get(request_id)) is not None:
             aborted.set()
         if (handle := self._running.get(request_id)) is not None:
-            handle.abort()
+            self._thread.abort(handle)
 
     async def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer; `ConfigError` where it has none."""

@@ -128,6 +128,11 @@ class EngineThread:
             if not handle.is_finished:
                 self._commands.put(partial(self._abort, handle))
 
+    def abort(self, handle: RequestHandle) -> None:
+        """End a request; the engine lets go of it whether or not its reader comes back."""
+        handle.abort()
+        self._commands.put(partial(self._abort, handle))
+
     async def _wait_for_change(self, handle: RequestHandle) -> None:
         """Wait for the next state, no longer than the request may wait or run."""
         limits = self.limits

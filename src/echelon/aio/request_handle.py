@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from echelon.sequence import RowState, Sequence
@@ -27,7 +29,7 @@ class RequestRow:
 class RequestHandle:
     """One request: the samples of all its prompts, in order. `states` is the newest that the loop has got.
 
-    `num_sent`: tokens that the reader had been given when it stopped taking more; `None` while it takes what there is.
+    `num_sent`: tokens that there were when the reader stopped taking more; `None` while it takes what there is.
     """
 
     rows: list[RequestRow]
@@ -67,6 +69,15 @@ class RequestHandle:
     def num_tokens(self) -> int:
         """Output tokens of all rows, as far as the loop knows."""
         return sum(s.num_tokens for s in self.states)
+
+    @contextmanager
+    def being_told(self) -> Iterator[None]:
+        """While what there is becomes a part of an answer: nobody but the server keeps its reader from taking more."""
+        self.num_sent = None
+        try:
+            yield
+        finally:
+            self.num_sent = self.num_tokens
 
     @property
     def num_unread_bytes(self) -> int:

@@ -22,7 +22,7 @@ from echelon.model.load.loading import LoadedModel
 from echelon.model.load.published import PackedTensor, kernel_group, with_published
 from echelon.model.load.reading import TOKENIZER_FILES, built_without_memory, read_config, served_dtype, settings_of
 from echelon.model.patches.experts import STACKED, has_plain_gate, is_experts
-from echelon.model.patches.linear import LINEAR, bits_for, is_plain_linear, weight_bytes
+from echelon.model.patches.linear import LINEAR, bits_for, is_indexed_stack, is_plain_linear, routers_of, weight_bytes
 from echelon.model.patches.packing import BITS, grouped
 from echelon.model.patches.rotary_tables import table_bytes
 from echelon.ops import compiled, cpu
@@ -267,7 +267,7 @@ def _parameters(model: PreTrainedModel, bits: int, published: frozenset[str] | N
     """Every parameter once, with what linear layers multiply by where they do: `patch_linear` decides alike. Of a checkpoint in integers
     the `published` weights are so, and experts, whose names in a file are others.
     """
-    output, seen = model.get_output_embeddings(), set[int]()
+    output, routers, seen = model.get_output_embeddings(), routers_of(model), set[int]()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     holders: dict[int, list[nn.Module]] = {}
     for module in model.modules():
@@ -278,19 +278,24 @@ def _parameters(model: PreTrainedModel, bits: int, published: frozenset[str] | N
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            matrix = _matrix(module, name, parameter, holders[id(parameter)], output, bits)
+            matrix = _matrix(module, name, parameter, holders[id(parameter)], output, routers, bits)
             if matrix is not None and published is not None and matrix.copies == 1:
                 matrix = matrix._replace(bits=bits if names[id(parameter)] in published else 0, is_output=False)
             yield parameter, matrix
 
 
-def _matrix(module: Any, name: str, parameter: nn.Parameter, sharing: list[nn.Module], output: Any, bits: int) -> Matrix | None:
+def _matrix(
+    module: Any, name: str, parameter: nn.Parameter, sharing: list[nn.Module], output: Any, routers: frozenset[nn.Module], bits: int
+) -> Matrix | None:
     if name in STACKED and is_experts(module):
         count, columns, depth = parameter.shape
         columns, depth = (depth, columns) if module.is_transposed else (columns, depth)
         return Matrix(columns, depth, bits, count, 2 if name == "gate_up_proj" and has_plain_gate(module) else 1)
+    if is_indexed_stack(module, name, parameter):
+        count, columns, depth = parameter.shape
+        return Matrix(columns, depth, bits, count)
     linear = next((m for m in sharing if is_plain_linear(m)), None)
     if name != "weight" or linear is None:
         return None
     columns, depth = parameter.shape if isinstance(linear, nn.Linear) else reversed(parameter.shape)
-    return Matrix(int(columns), int(depth), bits_for(bits, sharing, output), is_output=any(m is output for m in sharing))
+    return Matrix(int(columns), int(depth), bits_for(bits, sharing, output, routers), is_output=any(m is output for m in sharing))

@@ -6,6 +6,8 @@ from echelon.inputs import dtype_name
 from echelon.ops import compiled, cpu, devices
 from echelon.ops.reference import LARGEST_CALL, ROWS_PER_CALL, RowCounts, fixed_rows_linear
 
+FEW, MANY = 1, 512  # tokens of a pass
+
 __all__ = ["ROWS_PER_CALL", "RowCounts", "fixed_rows_linear", "which"]
 
 ON_CUDA = {
@@ -40,7 +42,11 @@ def _compiled(how: str, otherwise: str) -> str:
 def _linear() -> str:
     if compiled.is_built():
         served = ", ".join(f"{dtype_name(t)} by {cpu.linear_family(t)}" for t in (torch.bfloat16, torch.float16, torch.float32))
-        return f"compiled: weights packed once, one order over K for any number of rows; {served}"
+        integers = dict.fromkeys(cpu.linear_family(torch.bfloat16, 8, rows) for rows in (FEW, MANY))
+        return (
+            f"compiled: weights packed once, one order over K for any number of rows; {served}; "
+            f"weights of 8 and 4 bits by {' for few rows, else '.join(integers)}"
+        )
     return (
         f"PyTorch, calls of {ROWS_PER_CALL} rows, or of up to {LARGEST_CALL} where they were seen to round alike, so that a row's result "
         f"does not depend on the batch: no compiled kernels ({compiled.REASON})"

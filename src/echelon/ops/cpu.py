@@ -253,9 +253,9 @@ def read_memory(tensor: Tensor) -> None:
     compiled.kernels.read_memory(tensor)
 
 
-def linear_family(dtype: torch.dtype, bits: int = 0) -> str:
-    """Name the kernels that serve linear layers of this dtype, or over weights of so many bits."""
-    return compiled.kernels.linear_family(torch.empty(0, dtype=dtype), bits)
+def linear_family(dtype: torch.dtype, bits: int = 0, rows: int = 1) -> str:
+    """Name the kernels that serve linear layers of this dtype, or over weights of so many bits, where `rows` tokens go through."""
+    return compiled.kernels.linear_family(torch.empty(rows, 1, dtype=dtype), bits)
 
 
 def _first_largest(logits: Tensor) -> int:

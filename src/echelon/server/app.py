@@ -183,7 +183,12 @@ class Service:
         async with aclosing(updates):  # type: ignore[type-var]
             async for handle in updates:
                 states = _checked(handle.states)
-                if chunks := await self.in_thread(stream.new, states) if stream.takes_time else stream.new(states):
+                if stream.takes_time:
+                    with handle.being_told():
+                        chunks = await self.in_thread(stream.new, states)
+                else:
+                    chunks = stream.new(states)
+                if chunks:
                     yield chunks
         yield b"".join(stream.end(states))
 

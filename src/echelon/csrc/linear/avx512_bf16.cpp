@@ -15,9 +15,9 @@ namespace {
 
 constexpr int64_t depth_block = 256;  // 16 KiB of weight
 constexpr int64_t x_stride = depth_block / 2 + x_padding / 4;  // in pairs
-constexpr int few_rows = 6, most_rows = 14;
+constexpr int few_rows = 6, block_rows = 14;  // few: the processor's own fetching ahead does better, if it is not late
 
-template <int rows>
+template <bool fetches_late, int rows>
 void multiply(const void* x, const void* w, int64_t steps, float* sums, Prefetch prefetch, Integers) {
   const int32_t* pairs = static_cast<const int32_t*>(x);
   const char* column = static_cast<const char*>(w);
@@ -28,7 +28,7 @@ void multiply(const void* x, const void* w, int64_t steps, float* sums, Prefetch
     high[r] = _mm512_load_ps(sums + r * tile + 16);
   }
   for (int64_t s = 0; s < steps; ++s) {
-    if constexpr (rows > few_rows) fetch(prefetch, s, 0, 1);
+    if constexpr (rows > (fetches_late ? 1 : few_rows)) fetch(prefetch, s, 0, 1);
     const __m512bh first = (__m512bh)_mm512_loadu_si512(column + s * 128), second = (__m512bh)_mm512_loadu_si512(column + s * 128 + 64);
 #pragma GCC unroll 16
     for (int r = 0; r < rows; ++r) {
@@ -49,14 +49,16 @@ void pack_x(const void* x, int64_t count, void* packed) {
   std::memset(static_cast<char*>(packed) + count * 2, 0, (depth_block - count) * 2);
 }
 
-constexpr Family avx512_bf16{"avx512_bf16", 1, most_rows, depth_block, depth_block, 2, 2, pack_x,
-                             {multiply<1>, multiply<2>, multiply<3>, multiply<4>, multiply<5>, multiply<6>, multiply<7>, multiply<8>,
-                              multiply<9>, multiply<10>, multiply<11>, multiply<12>, multiply<13>, multiply<14>},
-                             finish<0>, nothing, nothing};
+template <bool fetches_late, int n, int... rest>
+struct Count : Count<fetches_late, n - 1, n, rest...> {};
+template <bool fetches_late, int... n>
+struct Count<fetches_late, 0, n...> {
+  static constexpr Family family{"avx512_bf16", 1, block_rows, depth_block, depth_block, 2, 2, pack_x, {multiply<fetches_late, n>...}, finish<0>, nothing, nothing};
+};
 
 }  // namespace
 
-const Family& avx512_bf16_family() { return avx512_bf16; }
+const Family& avx512_bf16_family(bool fetches_late) { return fetches_late ? Count<true, block_rows>::family : Count<false, block_rows>::family; }
 
 }  // namespace echelon::linear
 

@@ -128,14 +128,14 @@ void unpack_row(const Weight& weight, int64_t row, void* out) {
 }
 
 const Family& family(Features features, Storage type, int bits, int64_t rows) {
-  const bool has_vnni = has(features, avx512 | avx512_vnni);
+  const bool has_vnni = has(features, avx512 | avx512_vnni), is_late = has(features, fetches_late);
   if (bits && has(features, avx512 | amx_int8) && (rows > most_without_tiles || !has_vnni)) return amx_integers(bits);
-  if (bits && has_vnni) return avx512_vnni_integers(bits, has(features, fetches_late));
+  if (bits && has_vnni) return avx512_vnni_integers(bits, is_late);
   if (bits && has(features, avx512)) return avx512_integers(bits);
   if (bits && has(features, avx2 | avx_vnni)) return avx_vnni_integers(bits);
   if (bits) return has(features, avx2) ? avx2_integers(bits) : generic_integers(bits);
   if (type == Storage::bfloat16 && has(features, avx512 | amx_bf16)) return amx_family();
-  if (type == Storage::bfloat16 && has(features, avx512 | avx512_bf16)) return avx512_bf16_family();
+  if (type == Storage::bfloat16 && has(features, avx512 | avx512_bf16)) return avx512_bf16_family(is_late);
   if (has(features, avx512)) return avx512_family(type);
   return has(features, avx2) ? avx2_family(type) : generic_family(type);
 }

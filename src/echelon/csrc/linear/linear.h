@@ -181,7 +181,7 @@ struct Pass {
 const Family& generic_family(Storage type);
 const Family& avx2_family(Storage type);
 const Family& avx512_family(Storage type);
-const Family& avx512_bf16_family();
+const Family& avx512_bf16_family(bool fetches_late);
 const Family& amx_family();
 
 const Family& generic_integers(int bits);

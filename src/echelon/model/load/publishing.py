@@ -21,7 +21,7 @@ from echelon.errors import OutputError, UnsupportedModelError
 from echelon.inputs import made_apart
 from echelon.model.load.reading import GENERATION, TOKENIZER_FILES, built_without_memory, read_config, settings_of
 from echelon.model.patches.experts import is_experts
-from echelon.model.patches.linear import is_plain_linear
+from echelon.model.patches.linear import is_indexed_stack, is_plain_linear
 from echelon.ops import compiled, cpu
 from echelon.ops.contract import GROUPS
 from echelon.settings import Quantization
@@ -79,7 +79,8 @@ def publish(name: str, destination: Path, quantization: Quantization) -> Publish
 
 def _linear_layers(model: PreTrainedModel, weights: Weights) -> tuple[list[str], list[str]]:
     """Names of linear layers to be rounded, and of others."""
-    if any(is_experts(module) for module in model.modules()):
+    stacks = (is_indexed_stack(module, *own) for module in model.modules() for own in module.named_parameters(recurse=False))
+    if any(map(is_experts, model.modules())) or any(stacks):
         raise UnsupportedModelError(
             f"{weights.folder.shown} is a mixture of experts, whose weights this format has one by one; load it with quantization= instead"
         )

@@ -31,6 +31,7 @@ from echelon.errors import ModelLoadError, UnsupportedModelError
 from echelon.inputs import shown
 from echelon.model.load.published import check_published, with_published, without_empty_biases
 from echelon.model.load.rounding import rounded_as_read
+from echelon.model.patches.linear import routers_of
 from echelon.model.patches.packing import Packing
 from echelon.model.patches.split import Cutter, Share
 from echelon.model.patches.stages import Stage
@@ -93,7 +94,8 @@ def read_model(
             config, weights = part.part(config, weights)
         elif part is not None:
             weights = _own_rows(weights, built, part)
-        rounding = rounded_as_read(packing, config.get_text_config().vocab_size) if packing and packing.bits else nullcontext()
+        later = {config.get_text_config().vocab_size, *(router.weight.shape[0] for router in routers_of(built))}
+        rounding = rounded_as_read(packing, frozenset(later)) if packing and packing.bits else nullcontext()
         with rounding:
             model = _read_weights(cls, config, wanted, attention, weights)
     if scheme is not None:

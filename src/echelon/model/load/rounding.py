@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from echelon.model.patches.experts import STACKED, is_experts, splits_evenly
-from echelon.model.patches.linear import is_plain_linear, weight_of
+from echelon.model.patches.linear import is_indexed_stack, is_plain_linear, weight_of
 from echelon.model.patches.packing import Packing
 from echelon.model.patches.weights import SERVED_DTYPES, PackedParameter
 from echelon.text_worker import give_memory_back
@@ -20,13 +20,13 @@ _ACTIVE = threading.local()
 
 
 @contextmanager
-def rounded_as_read(packing: Packing, vocab_size: int) -> Iterator[None]:
+def rounded_as_read(packing: Packing, later: frozenset[int]) -> Iterator[None]:
     """Weights of linear layers and stacks of experts that this thread sets inside are packed at once, and what was read is given up.
 
-    What has `vocab_size` columns stays for `patch_linear`, which sees whether it is an output layer, wherever in the model it lies: that
-    keeps more bits, and may share its weight with an embedding.
+    What has so many columns as are in `later` stays for `patch_linear`, which sees whether it is an output layer, wherever in the model it
+    lies, or a router: the one keeps more bits, and may share its weight with an embedding, the other all.
     """
-    _ACTIVE.rounds = packing, vocab_size
+    _ACTIVE.rounds = packing, later
     try:
         yield
     finally:
@@ -39,12 +39,14 @@ def _on_parameter(module: nn.Module, name: str, parameter: Any) -> nn.Parameter 
     rounds = getattr(_ACTIVE, "rounds", None)
     if rounds is None or parameter is None or parameter.is_meta or isinstance(parameter, PackedParameter):
         return None
-    packing, vocab_size = rounds
+    packing, later = rounds
     made = None
     if name == "weight" and is_plain_linear(module) and parameter.dtype in SERVED_DTYPES:
-        made = _linear(parameter, module, packing, vocab_size)
+        made = _linear(parameter, module, packing, later)
     elif name in STACKED and is_experts(module) and splits_evenly(module, name, parameter):
         made = PackedParameter.stack(parameter, False, packing, bool(module.is_transposed))
+    elif parameter.dtype in SERVED_DTYPES and is_indexed_stack(module, name, parameter):
+        made = PackedParameter.stack(parameter, False, packing)
     if made is not None:
         made._is_hf_initialized = True  # type: ignore[attr-defined]  # or transformers would draw it anew
     return made
@@ -54,8 +56,8 @@ def _on_parameter(module: nn.Module, name: str, parameter: Any) -> nn.Parameter 
 nn.modules.module.register_module_parameter_registration_hook(_on_parameter)  # type: ignore[arg-type]  # which may replace it
 
 
-def _linear(parameter: torch.Tensor, module: nn.Module, packing: Packing, vocab_size: int) -> nn.Parameter | None:
+def _linear(parameter: torch.Tensor, module: nn.Module, packing: Packing, later: frozenset[int]) -> nn.Parameter | None:
     weight = weight_of(module, parameter)
-    if len(weight) == vocab_size:
+    if len(weight) in later:
         return None
     return PackedParameter.of(packing.pack(weight.detach()), None, tuple(parameter.shape))

@@ -32,6 +32,7 @@ from echelon.ops.contract import PackedWeight
 LINEAR = (nn.Linear, Conv1D)
 GIVEN_UP = (nn.Linear, nn.Embedding)  # they read the packed weight in place of their own
 FORWARDS = {nn.Linear.forward, Conv1D.forward}
+ROUTERS = re.compile(r"Router|TopKGating$|MoE\w*Gate$")  # classes whose linear layers choose experts
 STACKED = re.compile(r"F\.linear\(\w+\[\w+\], self\.weight\[\w+\]\)")  # how experts outside `echelon.model.patches.experts` use theirs
 TRIED = (1, 2, 3, 5, 8, 13, 16, 17, 32, 33, 63, 64)  # rows of calls that must give each row the same bits
 
@@ -63,8 +64,8 @@ def patch_linear(model: nn.Module, keep_weights: bool, packing: Packing, in_plac
     """Patch every linear layer, router and stack of experts; returns how many modules of each class now run our operations.
 
     The output layer gives float32, and has 8 bits where the packing has fewer. `keep_weights`: the model belongs to a caller. `in_place`: a
-    weight that is given up may be packed into its own memory. What is shared with an embedding, and what modules other than linear layers
-    and experts hold, is never rounded.
+    weight that is given up may be packed into its own memory. What is shared with an embedding, routers, and what modules other than linear
+    layers and experts hold, is never rounded.
     """
     replaced: dict[str, int] = {}
     is_served = devices.has_kernels(next(model.parameters(), torch.empty(0)))
@@ -96,6 +97,7 @@ def _serve_packed(model: nn.Module, keep_weights: bool, packing: Packing, in_pla
             holders.setdefault(id(parameter), []).append(module)
     packed: dict[int, PackedWeight] = {}  # by the parameter's identity
     alone = _alone_in_memory(model) if in_place and not keep_weights else frozenset[int]()
+    routers = routers_of(model)
     served: list[nn.Module] = []
     for module in model.modules():
         if is_experts(module):
@@ -104,7 +106,7 @@ def _serve_packed(model: nn.Module, keep_weights: bool, packing: Packing, in_pla
             if not isinstance(module.weight, PackedParameter) and id(module.weight) not in packed:
                 sharing = holders[id(module.weight)]
                 may_overwrite = id(module.weight) in alone and all(isinstance(m, GIVEN_UP) for m in sharing)
-                own = replace(packing, bits=bits_for(packing.bits, sharing, output))
+                own = replace(packing, bits=bits_for(packing.bits, sharing, output, routers))
                 packed[id(module.weight)] = own.pack(_weight(module).detach(), may_overwrite)
             _serve_weight(module, packed, holders, keep_weights, module is output)
         elif not _serve_own_forward(module, keep_weights, packing):
@@ -113,11 +115,17 @@ def _serve_packed(model: nn.Module, keep_weights: bool, packing: Packing, in_pla
     return served
 
 
-def bits_for(bits: int, sharing: list[nn.Module], output: nn.Module | None) -> int:
+def bits_for(bits: int, sharing: list[nn.Module], output: nn.Module | None, routers: frozenset[nn.Module]) -> int:
     """In how many bits a weight is kept that these modules share, where weights of linear layers are kept in `bits`; 0: as it is."""
-    if not all(isinstance(m, LINEAR) for m in sharing):
+    if not all(isinstance(m, LINEAR) and m not in routers for m in sharing):
         return 0
     return 8 if bits and any(m is output for m in sharing) else bits
+
+
+def routers_of(model: nn.Module) -> frozenset[nn.Module]:
+    """Linear layers that choose experts; rounded ones would choose others."""
+    routers = (module for module in model.modules() if ROUTERS.search(type(module).__name__))
+    return frozenset(child for router in routers for child in router.children() if is_plain_linear(child))
 
 
 def _alone_in_memory(model: nn.Module) -> frozenset[int]:
@@ -209,14 +217,14 @@ def _serve_own_forward(module: nn.Module, keep_weights: bool, packing: Packing) 
             continue
         if parameter.ndim == 2:
             module._parameters[name] = PackedParameter.lazy(parameter, packing.is_fast)
-        elif _is_indexed_stack(module, name, parameter):
+        elif is_indexed_stack(module, name, parameter):
             module._parameters[name] = PackedParameter.stack(parameter, keep_weights, packing)
     if isinstance(module, LINEAR):
         _check_rows(module)
     return bool(own)
 
 
-def _is_indexed_stack(module: nn.Module, name: str, parameter: Tensor) -> bool:
+def is_indexed_stack(module: nn.Module, name: str, parameter: Tensor) -> bool:
     """A stack of weights [E, N, K] whose one use is in a linear layer, expert by expert."""
     if parameter.ndim != 3 or name != "weight":
         return False
