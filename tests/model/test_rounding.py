@@ -92,7 +92,13 @@ def test_routers_and_nothing_else_of_a_mixture_stay(kind: str, tmp_path: Path) -
     assert routers and {w.columns for w in routers} == {4}
     stayed = {w.data.data_ptr() for w in packed_weights(model) if not w.integers.bits}
     assert stayed == {w.data.data_ptr() for w in routers}
-    assert Outline.of(str(tmp_path)).footprint("int8").weights == pytest.approx(weight_bytes(model), rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["AFMoE", "HunYuan"])  # JetMoE cannot be planned before it is read
+def test_routers_are_planned_as_they_stay(kind: str, tmp_path: Path) -> None:
+    CHOOSING[kind]().save_pretrained(tmp_path)
+    planned = Outline.of(str(tmp_path)).footprint("int8").weights
+    assert planned == pytest.approx(weight_bytes(load_model(tmp_path, quantization="int8").model), rel=0.02)
 
 
 def load_model_whole(folder: Path) -> PreTrainedModel:

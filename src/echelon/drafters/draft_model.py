@@ -157,10 +157,14 @@ class DraftModelDrafter(Drafter):
 
     def feed(self, spans: SequenceOf[Span]) -> Tensor:
         """Logits [R, V] over the target's vocabulary: ids that only one of the two has are never drafted."""
-        logits = self._runner.feed(self._readable_spans(spans))
-        return F.pad(logits, (0, self._vocab_size - logits.shape[-1]), value=-torch.inf)  # a negative width cuts
+        logits, size = self._runner.feed(self._readable_spans(spans)), self._vocab_size
+        if logits.shape[-1] == size:
+            return logits
+        return F.pad(logits, (0, size - logits.shape[-1]), value=-torch.inf)  # a negative width cuts
 
-    def _readable_spans(self, spans: SequenceOf[Span]) -> list[Span]:
+    def _readable_spans(self, spans: SequenceOf[Span]) -> SequenceOf[Span]:
+        if self._runner.loaded.vocab_size >= self._vocab_size:
+            return spans
         return [replace(s, tokens=self._readable(list(s.tokens))) for s in spans]
 
     def _choose(self, chains: SequenceOf[_Chain], logits: Tensor) -> list[int]:

@@ -22,7 +22,7 @@ from echelon.model.load.loading import LoadedModel
 from echelon.model.load.published import PackedTensor, kernel_group, with_published
 from echelon.model.load.reading import TOKENIZER_FILES, built_without_memory, read_config, served_dtype, settings_of
 from echelon.model.patches.experts import STACKED, has_plain_gate, is_experts
-from echelon.model.patches.linear import LINEAR, bits_for, is_indexed_stack, is_plain_linear, routers_of, weight_bytes
+from echelon.model.patches.linear import LINEAR, bits_for, is_plain_linear, routers_of, weight_bytes
 from echelon.model.patches.packing import BITS, grouped
 from echelon.model.patches.rotary_tables import table_bytes
 from echelon.ops import compiled, cpu
@@ -291,9 +291,6 @@ def _matrix(
         count, columns, depth = parameter.shape
         columns, depth = (depth, columns) if module.is_transposed else (columns, depth)
         return Matrix(columns, depth, bits, count, 2 if name == "gate_up_proj" and has_plain_gate(module) else 1)
-    if is_indexed_stack(module, name, parameter):
-        count, columns, depth = parameter.shape
-        return Matrix(columns, depth, bits, count)
     linear = next((m for m in sharing if is_plain_linear(m)), None)
     if name != "weight" or linear is None:
         return None

@@ -54,7 +54,7 @@ class LoadedModel:
         """Device of its weights, and so of its cache and its logits."""
         return torch.device(self.model.device)
 
-    @property
+    @functools.cached_property
     def vocab_size(self) -> int:
         """Width of a row of logits."""
         return int(self.model.get_output_embeddings().weight.shape[0])
