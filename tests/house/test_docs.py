@@ -64,7 +64,7 @@ def test_what_the_readme_says_of_adapting_is_measured() -> None:
     assert f"a drafter never right costs {min(costs):.0f} to {max(costs):.0f} %" in readme
     loads: dict[str, dict[str, list[list[float]]]] = evidence("adapting/arriving.json")["latencies"]  # type: ignore[assignment]
     waits = [median(a[0] / p[0] for a, p in zip(own["auto"], own["plain"], strict=True)) for own in loads.values()]
-    assert f"wait {min(waits):.2f} to {max(waits):.2f} times as long (median" in readme
+    assert f"are done in {min(waits):.2f} to {max(waits):.2f} of the time (median" in readme
 
 
 def test_measured_texts_were_those_of_plain_decoding() -> None:
