@@ -285,7 +285,7 @@ def _parameters(model: PreTrainedModel, bits: int, published: frozenset[str] | N
 
 
 def _matrix(
-    module: Any, name: str, parameter: nn.Parameter, sharing: list[nn.Module], output: Any, routers: frozenset[nn.Module], bits: int
+    module: Any, name: str, parameter: nn.Parameter, sharing: list[nn.Module], output: Any, routers: frozenset[nn.Linear], bits: int
 ) -> Matrix | None:
     if name in STACKED and is_experts(module):
         count, columns, depth = parameter.shape

@@ -115,17 +115,17 @@ def _serve_packed(model: nn.Module, keep_weights: bool, packing: Packing, in_pla
     return served
 
 
-def bits_for(bits: int, sharing: list[nn.Module], output: nn.Module | None, routers: frozenset[nn.Module]) -> int:
+def bits_for(bits: int, sharing: list[nn.Module], output: nn.Module | None, routers: frozenset[nn.Linear]) -> int:
     """In how many bits a weight is kept that these modules share, where weights of linear layers are kept in `bits`; 0: as it is."""
     if not all(isinstance(m, LINEAR) and m not in routers for m in sharing):
         return 0
     return 8 if bits and any(m is output for m in sharing) else bits
 
 
-def routers_of(model: nn.Module) -> frozenset[nn.Module]:
+def routers_of(model: nn.Module) -> frozenset[nn.Linear]:
     """Linear layers that choose experts; rounded ones would choose others."""
     routers = (module for module in model.modules() if ROUTERS.search(type(module).__name__))
-    return frozenset(child for router in routers for child in router.children() if is_plain_linear(child))
+    return frozenset(child for router in routers for child in router.children() if isinstance(child, nn.Linear) and is_plain_linear(child))
 
 
 def _alone_in_memory(model: nn.Module) -> frozenset[int]:
